@@ -12,7 +12,7 @@ import shlex
 import sys
 import threading
 import traceback
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -368,7 +368,11 @@ def generate(
         list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Without one: standard input, or a conversation.")
     ] = None,
     file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="JSON lines with `messages`, `prompt` or other data rows.")
+        str | None, typer.Option(metavar="DATA", help="Rows of prompts: what `data.train` takes, in any format.")
+    ] = None,
+    column: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=COLUMN", help="Of --file: which column is `prompt`, `messages`, ..."),
     ] = None,
     checkpoint: Annotated[
         str, typer.Option(help="Of a run: latest, best, or the path of a checkpoint folder.")
@@ -389,26 +393,36 @@ def generate(
 
     given = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
     chosen = {name: value for name, value in given.items() if value is not None}
-    with ExitStack() as stack:
-        start = StartLines(quiet=as_json)
-        start("loading PyTorch and transformers")
-        with _importing():
-            from spurline.answering import command
+    columns = _columns(column or [], file)
+    start = StartLines(quiet=as_json)
+    start("loading PyTorch and transformers")
+    with _importing():
+        from spurline.answering import command
 
-        found = command.opened(target, _load_run, checkpoint, stack, start)
-        sampling = replace(found.sampling, **chosen, **({"stop": tuple(stop)} if stop else {}))
-        asked = command.Prompts(found, system, raw=raw)
-        typer.echo(printable(f"{found.words}: {sampling.words()}"), err=True)
-        if not prompts and file is None and is_person_asking():
-            if as_json or raw or count > 1:
-                raise UserError("a conversation in the terminal has no --json, --raw or -n. Give a prompt, or --file.")
-            command.talk(found, asked, sampling, seed)
-            return
-        texts = [command.text_of_input() if text == "-" else text for text in prompts or ()]
-        texts = texts or ([] if file is not None else [command.text_of_input()])
-        every = [(text, asked.of_text(text)) for text in texts]
-        every += [] if file is None else asked.of_file(file)
-        command.answer_all(found, every, sampling, count=count, seed=seed, as_json=as_json)
+    found = command.opened(target, _load_run, checkpoint, start)
+    sampling = replace(found.sampling, **chosen, **({"stop": tuple(stop)} if stop else {}))
+    asked = command.Prompts(found, system, raw=raw)
+    typer.echo(printable(f"{found.words}: {sampling.words()}"), err=True)
+    if not prompts and file is None and is_person_asking():
+        if as_json or raw or count > 1:
+            raise UserError("a conversation in the terminal has no --json, --raw or -n. Give a prompt, or --file.")
+        command.talk(found, asked, sampling, seed)
+        return
+    texts = [command.text_of_input() if text == "-" else text for text in prompts or ()]
+    texts = texts or ([] if file is not None else [command.text_of_input()])
+    every = [(text, asked.of_text(text)) for text in texts]
+    every += [] if file is None else asked.of_file(file, columns)
+    command.answer_all(found, every, sampling, count=count, seed=seed, as_json=as_json)
+
+
+def _columns(given: list[str], file: str | None) -> dict[str, str]:
+    """`DatasetConfig.columns` out of `--column` options."""
+    if given and file is None:
+        raise UserError("--column says what columns of --file are called. Give --file as well.")
+    columns = {item.partition("=")[0]: item.partition("=")[2] for item in given}
+    if not all(name and column for name, column in columns.items()):
+        raise UserError("--column is NAME=COLUMN, such as --column prompt=question: the name that is expected first.")
+    return columns
 
 
 @app.command()

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import typer
 
 from spurline.answering.answers import Answer, answer, chat_prompt, raw_prompt
+from spurline.answering.rows import prompt_rows
 from spurline.answering.target import Sampling, Target, is_run, no_run_or_model, open_model, open_run, seeded
 from spurline.config.loading import LoadedConfig
 from spurline.data.messages import Message
 from spurline.data.prompts import ChatQuestion, TextQuestion, read_question
-from spurline.data.rows import BadRowError
 from spurline.errors import DataError, UserError
 from spurline.progress import Progress
 from spurline.protocols.dataset import DatasetConfig
@@ -26,12 +25,12 @@ _YOU = "you> "
 _RESET = "/reset"
 
 
-def opened(target: str, load_run: Any, checkpoint: str, stack: ExitStack, progress: Progress) -> Target:
+def opened(target: str, load_run: Any, checkpoint: str, progress: Progress) -> Target:
     """load_run: reads the config of a run folder."""
     path = Path(target)
     if is_run(path):
         loaded: LoadedConfig = load_run(path)
-        return open_run(loaded, checkpoint, stack, progress)
+        return open_run(loaded, checkpoint, progress)
     if checkpoint != "latest":
         raise UserError(f"--checkpoint is for runs, and {target} is none.")
     if path.is_dir() and not (path / "config.json").is_file():
@@ -64,33 +63,23 @@ class Prompts:
             return raw_prompt(self._target, text)
         return chat_prompt(self._target, [*self.begin, {"role": "user", "content": text}])
 
-    def of_file(self, path: Path) -> Iterator[tuple[str, list[int]]]:
-        """(what was asked, prompt) of each row, in any format with text; answers in the rows are not read."""
-        try:
-            # A text may hold the other line ends of Unicode, at which `splitlines` would cut it.
-            lines = path.read_text(encoding="utf-8-sig").split("\n")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"--file {path} cannot be read: {error}.") from error
-        config = DatasetConfig(name="jsonl")
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                yield self._of_row(f"{path}:{number}", line, config)
+    def of_file(self, path: str, columns: Mapping[str, str]) -> Iterator[tuple[str, list[int]]]:
+        """(what was asked, prompt) of each row, in any format with text; answers in the rows are not read.
 
-    def _of_row(self, where: str, line: str, config: DatasetConfig) -> tuple[str, list[int]]:
+        columns: see `DatasetConfig.columns`. Raises DataError and UserError naming the row."""
+        rows = prompt_rows(path, columns, self._target.columns)
+        for number in range(len(rows.dataset)):
+            row, where = rows.dataset[number], rows.dataset.location(number)
+            yield self._of_row(where, row, rows.config)
+
+    def _of_row(self, where: str, row: Mapping[str, Any], config: DatasetConfig) -> tuple[str, list[int]]:
         has_template = self._target.tokenizer.chat_template is not None
         try:
-            row: Any = json.loads(line)
-            if not isinstance(row, dict):
-                raise UserError(f'{where}: is no JSON object, such as {{"prompt": "..."}}.')
-            question = read_question(row, config, has_chat_template=has_template)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{where}: is not JSON ({error}).") from error
-        except (BadRowError, DataError) as error:
-            raise UserError(f"{where}: {error}") from error
-        try:
-            return self._of_question(question)
-        except UserError as error:
-            raise UserError(f"{where}: {error}") from error
+            return self._of_question(read_question(row, config, has_chat_template=has_template))
+        except (DataError, UserError) as error:
+            # What fits no format, or lacks a column.
+            names = " Here `columns` are given as --column prompt=NAME." if "`columns" in str(error) else ""
+            raise UserError(f"{where}: {error}{names}") from error
 
     def _of_question(self, question: ChatQuestion | TextQuestion) -> tuple[str, list[int]]:
         if isinstance(question, TextQuestion):
@@ -121,13 +110,11 @@ def answer_all(
         seeded(seed)
         if not as_json and len(prompts) > 1:
             typer.echo(f"{chr(10) if number else ''}> {printable(asked)}")
-        answers = answer(target, prompt, sampling, count, _show if watches else None)
+        answers = [_shown(target, prompt, sampling)] if watches else answer(target, prompt, sampling, count)
         for place, found in enumerate(answers):
             if as_json:
                 typer.echo(_line(asked, found))
-            elif watches:
-                typer.echo()
-            else:
+            elif not watches:
                 typer.echo(("" if count == 1 else f"[{place + 1}] ") + printable(found.text))
             _say_cut_off(found, as_json=as_json)
 
@@ -148,18 +135,24 @@ def talk(target: Target, prompts: Prompts, sampling: Sampling, seed: int) -> Non
         elif text.strip():
             asked = [*messages, {"role": "user", "content": text}]
             try:
-                [found] = answer(target, chat_prompt(target, asked), sampling, seen=_show)
+                found = _shown(target, chat_prompt(target, asked), sampling)
             except UserError as error:
                 # Too long by now, most often; what was said so far stays.
                 typer.echo(printable(f"Error: {error} {_RESET} begins anew."), err=True)
                 continue
-            typer.echo()
             _say_cut_off(found, as_json=False)
             messages = [*asked, {"role": "assistant", "content": found.text}]
 
 
-def _show(text: str) -> None:
-    typer.echo(printable(text), nl=False)
+def _shown(target: Target, prompt: Sequence[int], sampling: Sampling) -> Answer:
+    """An answer that the terminal sees grow; its line is ended, also by Ctrl-C."""
+    try:
+        [found] = answer(target, prompt, sampling, seen=lambda text: typer.echo(printable(text), nl=False))
+    except KeyboardInterrupt:
+        typer.echo()
+        raise
+    typer.echo()
+    return found
 
 
 def _line(asked: str, found: Answer) -> str:
