@@ -228,7 +228,10 @@ def init(
         str | None, typer.Option(metavar="DATA", help="Training rows: a file, a folder, a hub name.")
     ] = None,
     task: Annotated[
-        str | None, typer.Option(metavar="sft|dpo|rl", help="What to train; otherwise the rows decide.")
+        str | None, typer.Option(metavar="sft|dpo|rl|async", help="What to train; otherwise the rows decide.")
+    ] = None,
+    column: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=COLUMN", help="What a column is; otherwise guessed.")
     ] = None,
     held_out: Annotated[str | None, typer.Option("--eval", metavar="DATA", help="Held-out rows.")] = None,
     reward: Annotated[str | None, typer.Option(metavar="REWARD", help="For rl: a name, or file.py:function.")] = None,
@@ -240,8 +243,10 @@ def init(
     no_plan: Annotated[bool, typer.Option("--no-plan", help="Do not plan the run that was written.")] = False,
 ) -> None:
     """Write a commented config for a model and data, and plan it. Asks for what is not given."""
-    if task not in (None, "sft", "dpo", "rl"):
-        raise UserError(f"--task {task}: is none of sft, dpo, rl.{suggestion(str(task), ['sft', 'dpo', 'rl'])}")
+    tasks = ("sft", "dpo", "rl", "async")
+    if task not in (None, *tasks):
+        raise UserError(f"--task {task}: is none of {', '.join(tasks)}.{suggestion(str(task), tasks)}")
+    columns = _columns(column or [])
     from spurline.trackers.start_lines import StartLines
 
     start = StartLines(quiet=False)
@@ -249,7 +254,7 @@ def init(
     with _importing():
         from spurline.first_config.command import Wishes, write_first_config
 
-    wishes = Wishes(model, data, cast(Any, task), held_out, reward, lora, epochs, steps)
+    wishes = Wishes(model, data, cast(Any, task), held_out, reward, lora, epochs, steps, columns)
     for line in write_first_config(file, wishes, start, force=force, may_ask=not yes):
         typer.echo(line)
     typer.echo(f"Wrote {file}.")
@@ -393,7 +398,9 @@ def generate(
 
     given = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
     chosen = {name: value for name, value in given.items() if value is not None}
-    columns = _columns(column or [], file)
+    if column and file is None:
+        raise UserError("--column says what columns of --file are called. Give --file as well.")
+    columns = _columns(column or [])
     start = StartLines(quiet=as_json)
     start("loading PyTorch and transformers")
     with _importing():
@@ -415,10 +422,8 @@ def generate(
     command.answer_all(found, every, sampling, count=count, seed=seed, as_json=as_json)
 
 
-def _columns(given: list[str], file: str | None) -> dict[str, str]:
+def _columns(given: list[str]) -> dict[str, str]:
     """`DatasetConfig.columns` out of `--column` options."""
-    if given and file is None:
-        raise UserError("--column says what columns of --file are called. Give --file as well.")
     columns = {item.partition("=")[0]: item.partition("=")[2] for item in given}
     if not all(name and column for name, column in columns.items()):
         raise UserError("--column is NAME=COLUMN, such as --column prompt=question: the name that is expected first.")
