@@ -258,6 +258,23 @@ def test_without_standard_input_a_prompt_is_asked_for(
     assert (code, "there is no standard input" in err) == (2, True)
 
 
+def test_a_stop_text_that_begins_in_the_prompt_ends_no_answer(spurline_tiny_model: Path) -> None:
+    target = command.open_model(str(spurline_tiny_model), lambda _: None)
+    prompt = command.raw_prompt(target, "say 3")
+
+    def asked(*stop: str) -> command.Answer:
+        [found] = command.answer(target, prompt, command.Sampling(max_new_tokens=6, stop=stop))
+        return found
+
+    free = asked()
+    assert free.finish_reason == "length"
+    begun = f"3{free.text[0]}"
+    assert begun not in free.text
+    assert asked(begun) == free
+    ended = asked("nowhere", free.text[0])
+    assert (ended.finish_reason, ended.tokens) == ("stop", 1)
+
+
 def test_an_answer_ends_at_a_stop_text_without_what_pads_it_to_the_length_of_others(
     spurline_tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
