@@ -99,6 +99,8 @@ def test_arrays_of_numpy_become_lists(load: Load) -> None:
         (datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS)), r"mapping of train\. .*dataset\['train'\]"),
         (datasets.Dataset.from_list(ROWS).to_iterable_dataset(), r"has no length\. .*name: hf_stream"),
         ({"path": datasets.Dataset.from_list(ROWS).to_pandas()}, r"type DataFrame.*frame\.to_dict\('records'\)"),
+        (datasets.Dataset.from_list(ROWS).to_pandas(), r"path is of type DataFrame.*frame\.to_dict\('records'\)"),
+        ((row for row in ROWS), r"path is of type generator, which holds no rows .*Give a list of dicts"),
     ],
 )
 def test_what_is_no_rows_is_refused_with_the_way_out(load: Load, tmp_path: Path, train: object, said: str) -> None:

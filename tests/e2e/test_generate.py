@@ -228,6 +228,26 @@ def test_what_cannot_be_answered_says_why(
     assert re.search(message, err)
 
 
+def test_a_mistyped_place_is_told_before_anything_is_loaded(
+    spurline: Spurline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "runs" / "nose").mkdir(parents=True)
+    code, _, err = spurline("generate", tmp_path / "runs" / "nope", "x")
+    assert (code, "runs/nope: there is no such folder. Did you mean 'nose'?" in err) == (2, True), err
+    monkeypatch.setattr(command, "opened", lambda *_: pytest.fail("loaded"))
+    code, _, err = spurline("generate", "any", "--file", tmp_path / "nope.jsonl")
+    assert (code, "nope.jsonl: no such file" in err) == (2, True), err
+
+
+def test_letters_stay_what_they_are_in_json_and_commands_to_a_terminal_do_not(
+    spurline: Spurline, spurline_tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "answer", lambda *_: [command.Answer("\x9b31mBjørn", 1, "stop")])
+    _, out, _ = spurline("generate", spurline_tiny_model, "Åse", "--json")
+    assert out.startswith('{"prompt": "Åse", "response": "\\u009b31mBjørn", ')
+    assert answers(out)[0]["response"] == "\x9b31mBjørn"
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [

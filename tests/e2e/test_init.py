@@ -12,7 +12,7 @@ import typer
 from ruamel.yaml import YAML
 
 from spurline import Run, load_config
-from spurline.first_config import command
+from spurline.first_config import command, init_command
 from spurline.first_config.columns import guessed_columns
 from spurline.first_config.survey import DataFacts, ModelFacts
 from spurline.first_config.text import Choices, config_text
@@ -239,6 +239,18 @@ def test_what_is_missing_or_wrong_is_named_and_nothing_is_written(
     assert code == 2
     assert message in err
     assert not (tmp_path / "run.yaml").exists()
+
+
+def test_what_a_glance_tells_is_told_before_anything_large_is_imported(
+    spurline: Spurline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> None:
+        raise AssertionError("imported")
+
+    monkeypatch.setattr(init_command, "importing_libraries", refuse)
+    (tmp_path / "run.yaml").write_text("mine")
+    assert "exists. Give --force" in spurline("init", tmp_path / "run.yaml")[2]
+    assert "--data is missing" in spurline("init", tmp_path / "new.yaml", "--model", "m", "--yes")[2]
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ SET_UP = re.compile(
 classes that such a run only imports."""
 
 READING = re.compile(
-    r"spurline/data/(hf_dataset|local_files|arrow_rows|rows|formats|messages|chat|chat_template|template_budget|encoding|tokenization|token_bytes|token_pieces|token_store)\.py$"
+    r"spurline/data/(hf_dataset|local_files|json_rows|arrow_rows|rows|formats|messages|chat|chat_template|metered_jinja|template_budget|encoding|tokenization|token_bytes|token_pieces|token_store)\.py$"
 )
 """From a file to rows and tokens, which is the first walk's; the others begin with a prompt."""
 
@@ -77,7 +77,7 @@ def asynchronous(config: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("walk", "most", "change"),
-    [("sft", 39, None), ("rl", 58, dict), ("async", 75, asynchronous)],
+    [("sft", 41, None), ("rl", 58, dict), ("async", 75, asynchronous)],
     ids=["sft", "rl", "async"],
 )
 def test_one_sample_goes_through_files_of_the_tour_alone(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,15 +10,16 @@ from typing import Any
 import typer
 
 from spurline.answering.answers import Answer, answer, chat_prompt, raw_prompt
-from spurline.answering.rows import prompt_rows
+from spurline.answering.rows import with_usual_columns
 from spurline.answering.target import Sampling, Target, is_run, no_run_or_model, open_model, open_run, seeded
 from spurline.config.loading import LoadedConfig
 from spurline.data.messages import Message
 from spurline.data.prompts import ChatQuestion, TextQuestion, read_question
-from spurline.errors import DataError, UserError
+from spurline.errors import DataError, UserError, listing, suggestion
 from spurline.progress import Progress
 from spurline.protocols.dataset import DatasetConfig
-from spurline.terminal import printable, standard_input
+from spurline.protocols.tokenization import DatasetToTokenize
+from spurline.terminal import json_line, printable, standard_input
 
 _YOU = "you> "
 _RESET = "/reset"
@@ -31,11 +31,20 @@ def opened(target: str, load_run: Any, checkpoint: str, progress: Progress) -> T
     if is_run(path):
         loaded: LoadedConfig = load_run(path)
         return open_run(loaded, checkpoint, progress)
+    if not path.exists() and (path.is_absolute() or (path.parent != Path() and path.parent.is_dir())):
+        # `org/name` is a name on the hub only where no folder is called so.
+        raise _no_such_folder(path)
     if checkpoint != "latest":
         raise UserError(f"--checkpoint is for runs, and {target} is none.")
     if path.is_dir() and not (path / "config.json").is_file():
         raise no_run_or_model(target)
     return open_model(target, progress)
+
+
+def _no_such_folder(path: Path) -> UserError:
+    folder = path.parent
+    there = sorted(entry.name for entry in folder.iterdir() if entry.is_dir()) if folder.is_dir() else []
+    return UserError(f"{path}: there is no such folder.{suggestion(path.name, there)} {folder} has: {listing(there)}.")
 
 
 def text_of_input() -> str:
@@ -63,11 +72,11 @@ class Prompts:
             return raw_prompt(self._target, text)
         return chat_prompt(self._target, [*self.begin, {"role": "user", "content": text}])
 
-    def of_file(self, path: str, columns: Mapping[str, str]) -> Iterator[tuple[str, list[int]]]:
+    def of_rows(self, given: DatasetToTokenize) -> Iterator[tuple[str, list[int]]]:
         """(what was asked, prompt) of each row, in any format with text; answers in the rows are not read.
 
-        columns: see `DatasetConfig.columns`. Raises DataError and UserError naming the row."""
-        rows = prompt_rows(path, columns, self._target.columns)
+        Raises DataError and UserError naming the row."""
+        rows = with_usual_columns(given, self._target.columns)
         for number in range(len(rows.dataset)):
             row, where = rows.dataset[number], rows.dataset.location(number)
             yield self._of_row(where, row, rows.config)
@@ -162,7 +171,7 @@ def _line(asked: str, found: Answer) -> str:
         "finish_reason": found.finish_reason,
         "tokens": found.tokens,
     }
-    return json.dumps(content)
+    return json_line(content)
 
 
 def _say_cut_off(found: Answer, *, as_json: bool) -> None:

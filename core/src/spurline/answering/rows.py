@@ -12,10 +12,9 @@ from spurline.errors import DataError
 from spurline.protocols.tokenization import DatasetToTokenize
 
 
-def prompt_rows(path: str, columns: Mapping[str, str], usual: Mapping[str, str]) -> DatasetToTokenize:
-    """The rows, and the settings that they are read with.
+def prompt_rows(path: str, columns: Mapping[str, str]) -> DatasetToTokenize:
+    """The rows, and the settings that they are read with. columns: see `DatasetConfig.columns`.
 
-    columns: see `DatasetConfig.columns`. usual: taken where there are none, if the first row has them.
     Raises DataError for what cannot be found or read, and for columns that are not there.
     """
     train = {"path": path, "columns": dict(columns)}
@@ -24,6 +23,11 @@ def prompt_rows(path: str, columns: Mapping[str, str], usual: Mapping[str, str])
     [opened] = open_datasets(loaded.config.data.train, loaded.host.registry)
     if not len(opened.dataset):
         raise DataError(f"{path} has no rows.")
-    if not columns and absent_column_problem(usual, [opened.dataset[0]]) is None:
-        return replace(opened, config=opened.config.model_copy(update={"columns": dict(usual)}))
     return opened
+
+
+def with_usual_columns(rows: DatasetToTokenize, usual: Mapping[str, str]) -> DatasetToTokenize:
+    """The same rows with these columns, where none were given and the first row has them."""
+    if rows.config.columns or absent_column_problem(usual, [rows.dataset[0]]) is not None:
+        return rows
+    return replace(rows, config=rows.config.model_copy(update={"columns": dict(usual)}))

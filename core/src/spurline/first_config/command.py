@@ -1,4 +1,4 @@
-"""What `spurline init` does: asks for what it was not told, looks at data and model, writes the file, plans it."""
+"""What `spurline init` does with its words: looks at data and model, asks for what is left open, writes the file."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-import typer
 from ruamel.yaml import YAML
 
 from spurline.config.loading import load_config
 from spurline.errors import UserError
+from spurline.first_config.asking import Asker
 from spurline.first_config.survey import DataFacts, Task, data_facts, model_facts
 from spurline.first_config.text import Choices, Engine, config_text
 from spurline.plugins.host import installed_plugins
 from spurline.progress import Progress
 from spurline.ranks.machine import num_gpus
-from spurline.terminal import is_person_asking, printable
+from spurline.terminal import printable
 
 _LARGE = 3_000_000_000
 """Parameters from which on adapters are proposed."""
@@ -30,8 +30,8 @@ _ASYNC_PLUGIN = "async_rl"
 class Wishes:
     """What was given on the command line; None was not."""
 
-    model: str | None
-    data: str | None
+    model: str
+    data: str
     task: Task | Literal["async"] | None
     eval: str | None
     reward: str | None
@@ -41,37 +41,10 @@ class Wishes:
     columns: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
-class Asker:
-    """Asks on a terminal. may_ask: False takes the default, or refuses where there is none."""
-
-    def __init__(self, *, may_ask: bool) -> None:
-        self._may_ask = may_ask
-
-    def text(self, question: str, option: str, default: str | None = None) -> str:
-        if self._may_ask:
-            return str(typer.prompt(question, default=default, err=True))
-        if default is None:
-            raise UserError(
-                f"{option} is missing: {question[0].lower()}{question[1:]}. Give it, or run this in a terminal."
-            )
-        return default
-
-    def yes(self, question: str, *, default: bool) -> bool:
-        return typer.confirm(question, default=default, err=True) if self._may_ask else default
-
-
-def write_first_config(path: Path, wishes: Wishes, progress: Progress, *, force: bool, may_ask: bool) -> list[str]:
+def write_first_config(path: Path, wishes: Wishes, ask: Asker, progress: Progress) -> list[str]:
     """Write the file; returns lines on what was found and chosen. Raises UserError, ModelError, DataError."""
-    if path.suffix.lower() == ".toml":
-        raise UserError(f"{path}: what is written is YAML. Give a name that ends in .yaml.")
-    if path.exists() and not force:
-        raise UserError(f"{path} exists. Give --force to write over it, or another name.")
-    if wishes.epochs is not None and wishes.steps is not None:
-        raise UserError("--epochs and --steps are both given. Give one.")
     engine = _engine() if wishes.task == "async" else None
-    ask = Asker(may_ask=may_ask and is_person_asking())
-    model = wishes.model or ask.text("Which model (a folder, or a name on the hub)", "--model")
-    data = wishes.data or ask.text("Which training data (a file, a folder, or a name on the hub)", "--data")
+    model, data = wishes.model, wishes.data
     progress("reading the model's config")
     facts = model_facts(model)
     progress("reading the data")
