@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -51,10 +52,10 @@ def prompt_source(prompts: int) -> PromptSourceConfig:
     )
 
 
-def by_prompt(prompts: int, ranks: int = 1, **settings: Any) -> ByPrompt:
+def by_prompt(prompts: int, ranks: int = 1, *, deals_rows: bool = False, **settings: Any) -> ByPrompt:
     source = prompt_source(prompts)
     run = cast("RunConfig", SimpleNamespace(source=source))
-    return ByPrompt(ByPromptConfig(**settings), run, ParallelLayout(data=ranks))
+    return ByPrompt(ByPromptConfig(**settings), run, ParallelLayout(data=ranks, deals_rows=deals_rows))
 
 
 @given(turns=steps_strategy, ranks=st.integers(1, 8), epochs=st.integers(1, 3), data=st.data())
@@ -72,6 +73,17 @@ def test_the_number_of_optimizer_steps_never_depends_on_turns(turns, ranks, epoc
         uids = part.without_padding_rows().segments["uid"].values.tolist()
         expected = [f"prompt-{prompt}" for prompt in range(first, first + size) for _ in range(sum(turns[prompt]))]
         assert uids == expected
+
+
+def test_rows_are_views_of_the_batch_where_the_backend_deals_them_itself():
+    batch = rollouts([[1, 2], [1], [3], [2]], ranks=4)
+    plain, padded = (by_prompt(4, 4, deals_rows=deals, prompts_per_minibatch=2).cut(batch) for deals in (True, False))
+    assert [part.num_rows for part in plain] == [4, 5]
+    for part, copied in zip(plain, padded, strict=True):
+        real = copied.without_padding_rows()
+        for name, column in part.tokens.items():
+            assert torch.equal(column, real.tokens[name])
+            assert column.untyped_storage().data_ptr() == batch.tokens[name].untyped_storage().data_ptr()
 
 
 @given(samples=st.integers(1, 4), prompts=st.sampled_from([2, 4, 6]), size=st.sampled_from([1, 2]))

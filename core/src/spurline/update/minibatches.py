@@ -30,21 +30,21 @@ class WholeBatch:
 
 
 class ByPrompt:
-    """Each mini-batch is padded on its own to the data-parallel size."""
+    """Each mini-batch is padded on its own to the data-parallel size, unless the backend deals rows: that copies it."""
 
     def __init__(self, config: ByPromptConfig, run: RunConfig, layout: ParallelLayout) -> None:
         assert run.source.num_prompts is not None, "the config refuses a source without prompts"
         self._prompts_per_step = run.source.num_prompts
         self._prompts_per_minibatch = config.minibatch_prompts(self._prompts_per_step)
         self._update_epochs = config.update_epochs
-        self._layout = layout
+        self._row_multiple = 1 if layout.deals_rows else layout.data
 
     def steps_per_batch(self) -> int:
         return self._prompts_per_step // self._prompts_per_minibatch * self._update_epochs
 
     def cut(self, batch: TrainingBatch) -> Sequence[TrainingBatch]:
         real = batch.without_padding_rows()
-        parts = [real.between(start, stop).pad_rows(self._layout.data) for start, stop in self.pairs(real)]
+        parts = [real.between(start, stop).pad_rows(self._row_multiple) for start, stop in self.pairs(real)]
         return parts * self._update_epochs
 
     def pairs(self, batch: TrainingBatch) -> list[tuple[int, int]]:
