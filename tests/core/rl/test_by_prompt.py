@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from spurline import load_config
 from spurline.config.run_config import RunConfig
-from spurline.data.batch import TrainingBatch
+from spurline.data.batch import Ragged, TrainingBatch
 from spurline.data.collators.padded import RolloutsCollator
 from spurline.data.configs import RolloutsCollatorConfig, SftSourceConfig
 from spurline.errors import ConfigError, RunFailedError
@@ -99,6 +100,13 @@ def test_rows_of_a_prompt_that_are_apart_are_an_error_naming_it():
     batch = rollouts([[1, 1], [1]]).take([0, 2, 1])
     with pytest.raises(RunFailedError, match="rows of prompt 'prompt-0' are not neighbours: row 2"):
         by_prompt(2).cut(batch)
+
+
+def test_a_row_of_several_prompts_is_an_error_naming_them():
+    batch = rollouts([[1], [1]])
+    shared = Ragged.from_rows([["prompt-0"], ["prompt-1", "prompt-0"]], object)
+    with pytest.raises(RunFailedError, match="row 1 holds segments of several prompts: prompt-0, prompt-1"):
+        by_prompt(2).cut(replace(batch, segments={**batch.segments, "uid": shared}))
 
 
 @pytest.mark.parametrize("expected", [1, 3])
