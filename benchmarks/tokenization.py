@@ -12,9 +12,9 @@ Compared, in turns within one process:
 - parallel: rows to a token store with masks, in this process (`workers: 0`), no cache.
 - sequential: the same by `core/sequential`, for information.
 
-On two threads and on one, each in a process that is held to so many cores. For information: `auto` and two worker
-processes on eight times the samples, start included, and from how many rows on `auto` starts workers at the measured
-cost of a row. All ways give the same tokens and masks, which is checked first.
+On two threads and on one, each in a process that is held to so many cores. For information: `auto` and at most two
+worker processes on eight times the samples, start included, and from how many rows on `auto` starts workers at the
+measured cost of a row. All ways give the same tokens and masks, which is checked first.
 
 Gates: parallel >= 2.5 x two calls on two threads, >= 1.5 x on one, and at most 1.3 x encode_batch on two threads.
 Of short conversations: at most 1.35 x encode_batch, on two threads and on one.
