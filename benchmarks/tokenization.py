@@ -46,7 +46,7 @@ from spurline.testing.inputs import CHAT_TEMPLATE
 from spurline.testing.tokenization_contract import ListDataset
 from spurline_collation_fast.configs import ParallelTokenizationConfig
 from spurline_collation_fast.tokenization.parallel import ROWS_PER_CHUNK, ParallelTokenization
-from spurline_collation_fast.tokenization.worker_choice import CostMeter, idle_cores, workers_worth_starting
+from spurline_collation_fast.tokenization.worker_choice import CLEARLY, CostMeter, idle_cores, workers_worth_starting
 
 WORDS_PER_MESSAGE = 70
 MESSAGES = 4
@@ -177,7 +177,7 @@ def measure_workers(num_samples: int) -> tuple[dict[str, float], int | None]:
         parallel(inputs, workers)
         rates[f"workers: {workers}"] = num_samples / (time.perf_counter() - begin)
     sizes = (1 << power for power in range(10, 34))
-    return rates, next((rows for rows in sizes if workers_worth_starting(rows, cost, idle_cores())), None)
+    return rates, next((rows for rows in sizes if workers_worth_starting(rows, cost, idle_cores(), CLEARLY)), None)
 
 
 def gates_of(
