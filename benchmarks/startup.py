@@ -30,7 +30,7 @@ BANNER = "import sys; sys.modules['spurline.run.run'] = None; from spurline.cli 
 """What follows the banner is the import of the run, and of torch with it; here it ends the process."""
 
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-"""Of every process here. What is installed has its byte code beside it; compiling a checkout each time takes 0.3 s."""
+"""Of every process here. What is installed has its byte code beside it; compiling a checkout anew takes 0.3 s."""
 
 CASES = {
     "python -c pass (floor)": ["-c", "pass"],

@@ -20,7 +20,7 @@ from spurline.protocols.report_panel import RunRecord
 from spurline.report.document import document
 from spurline.report.figure import Trace, line, one_of_several, series_color, step_figure, thinned
 from spurline.report.markup import block, caption, footer, scalar, status_mark, table, text
-from spurline.report.page import facts_of, record_of
+from spurline.report.page import facts_of, record_of, steps_of
 from spurline.report.record import distinct_names, evaluation_losses, evaluation_scores, evaluations_of
 from spurline.run.directory import RunDirectory
 from spurline.trackers.readout import score
@@ -162,9 +162,8 @@ def _header(runs: Sequence[ComparedRun]) -> str:
 
 
 def _facts(record: RunRecord) -> list[str]:
-    finished = int(record.metrics[-1]["step"]) if record.metrics else 0
-    total = record.summary.get("total_steps")
-    steps = f"{finished:,} of {total:,} steps" if isinstance(total, int) else f"{finished:,} steps"
+    finished, total = steps_of(record)
+    steps = f"{finished:,} of {total:,} steps" if total is not None else f"{finished:,} steps"
     return [steps, *facts_of(record.config, record.summary)]
 
 

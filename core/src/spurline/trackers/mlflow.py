@@ -5,7 +5,6 @@ Metrics go under their own names; settings become parameters. The library is imp
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import time
@@ -13,8 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from spurline.protocols.tracker import RunInfo
-from spurline.trackers.configs import MlflowTrackerConfig, missing_library
-from spurline.trackers.run_id import read_run_id, store_run_id
+from spurline.trackers.configs import MlflowTrackerConfig
+from spurline.trackers.library import tracker_library
+from spurline.trackers.run_id import earlier_run_id, store_run_id
 from spurline.trackers.sending import NO_STEP, LastStep, SendingTracker
 
 ID_FILE = "mlflow_run_id"
@@ -43,11 +43,8 @@ class MlflowTracker(SendingTracker):
         super().__init__()
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        try:
-            self._mlflow: Any = importlib.import_module("mlflow")
-            self._entities: Any = importlib.import_module("mlflow.entities")
-        except ImportError as error:
-            raise missing_library("mlflow", error) from error
+        self._mlflow = tracker_library("mlflow")
+        self._entities = tracker_library("mlflow", "mlflow.entities")
         self._config = config
         self._client: Any = None
         self._run_id = ""
@@ -75,7 +72,7 @@ class MlflowTracker(SendingTracker):
 
     def _earlier_run(self, info: RunInfo) -> Any:
         """The run that is resumed; None where the store has none, such as another store than before."""
-        run_id = read_run_id(info.run_dir, ID_FILE) if info.is_resumed else None
+        run_id = earlier_run_id(info, ID_FILE)
         if run_id is None:
             return None
         try:
@@ -93,7 +90,7 @@ class MlflowTracker(SendingTracker):
         name = self._config.experiment
         experiment = self._client.get_experiment_by_name(name)
         experiment_id = self._client.create_experiment(name) if experiment is None else experiment.experiment_id
-        run_name = self._config.run_name or info.run_dir.resolve().name
+        run_name = self._config.display_name(info.run_dir)
         run = self._client.create_run(experiment_id, run_name=run_name, tags=dict(self._config.tags))
         store_run_id(info.run_dir, ID_FILE, run.info.run_id)
         settings = {metric_name(key): str(value)[:_LONGEST_PARAMETER] for key, value in _flat(info.config)}
