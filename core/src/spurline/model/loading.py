@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -31,7 +32,7 @@ from spurline.errors import DataError, ModelError, listing
 from spurline.model.architecture import LOADING_ERRORS, build_without_memory, load_model_config
 from spurline.model.device_profile import DeviceProfile
 from spurline.model.streams.positions import rope_settings, rope_type
-from spurline.model.weight_files import DTYPE_NAMES, safetensors_files
+from spurline.model.weight_files import DTYPE_NAMES, DTYPES, safetensors_files
 
 _BROKEN_FILES = (SafetensorError, EOFError)
 _logger = logging.getLogger(__name__)
@@ -159,21 +160,59 @@ def read_into(
     return found, loading
 
 
-class _Held:
-    """A weight on the host in the place of a slice of a file; reading takes it out of `weights`."""
+def check_weights_fit(model: ModelConfig) -> None:
+    """Raise ModelError as loading does where the files of a folder lack weights, or have them in other shapes.
 
-    def __init__(self, weights: dict[str, Tensor], name: str):
-        self._weights, self._name = weights, name
-        self._shape, self._dtype = list(weights[name].shape), DTYPE_NAMES[weights[name].dtype]
+    Reads headers alone, of files that `check_weight_files` has let pass. Models on the hub are not looked at.
+    """
+    if model.init == "random" or not Path(model.path).is_dir():
+        return
+    causal = build_without_memory(load_model_config(model), model, torch.float32)
+    slices: dict[str, Any] = {}
+    for path in safetensors_files(model):
+        with safe_open(path, "pt") as file:
+            for key in file.keys():  # noqa: SIM118
+                part = file.get_slice(key)
+                slices[key] = _Shape(part.get_shape(), part.get_dtype())
+    try:
+        with quiet_loading():
+            found, loading = read_into(causal, slices, "meta")
+            type(causal)._finalize_model_loading(causal, loading, found)
+    except LOADING_ERRORS as error:
+        raise ModelError(_loading_failed(model, error)) from error
+    # What has no place is left out, which is said when weights are loaded.
+    check_loaded(model, found.missing_keys, found.mismatched_keys, ())
 
-    def __getitem__(self, place: Any) -> Tensor:
-        return self._weights.pop(self._name)[place]
+
+class _Slice:
+    """What a slice of a file says of itself, for what stands in its place. dtype: as files name it."""
+
+    def __init__(self, shape: list[int], dtype: str):
+        self._shape, self._dtype = shape, dtype
 
     def get_shape(self) -> list[int]:
         return self._shape
 
     def get_dtype(self) -> str:
         return self._dtype
+
+
+class _Shape(_Slice):
+    """A slice that is not read."""
+
+    def __getitem__(self, place: Any) -> Tensor:
+        return torch.empty(self._shape, dtype=DTYPES.get(self._dtype), device="meta")[place]
+
+
+class _Held(_Slice):
+    """A weight on the host; reading takes it out of `weights`."""
+
+    def __init__(self, weights: dict[str, Tensor], name: str):
+        super().__init__(list(weights[name].shape), DTYPE_NAMES[weights[name].dtype])
+        self._weights, self._name = weights, name
+
+    def __getitem__(self, place: Any) -> Tensor:
+        return self._weights.pop(self._name)[place]
 
 
 class _Recorded:
