@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from spurline.errors import ConfigError, Problem
 from spurline.protocols.tracker import RunInfo
 from spurline.trackers.configs import MlflowTrackerConfig, missing_library
 from spurline.trackers.run_id import read_run_id, store_run_id
@@ -92,6 +93,8 @@ class MlflowTracker(SendingTracker):
     def _new_run(self, info: RunInfo) -> Any:
         name = self._config.experiment
         experiment = self._client.get_experiment_by_name(name)
+        if experiment is not None and experiment.lifecycle_stage != "active":
+            raise _deleted(name, experiment.experiment_id)
         experiment_id = self._client.create_experiment(name) if experiment is None else experiment.experiment_id
         run_name = self._config.run_name or info.run_dir.resolve().name
         run = self._client.create_run(experiment_id, run_name=run_name, tags=dict(self._config.tags))
@@ -100,6 +103,15 @@ class MlflowTracker(SendingTracker):
         for part in _parts([self._entities.Param(*setting) for setting in settings.items()], _MOST_PARAMETERS):
             self._client.log_batch(run.info.run_id, params=part)
         return run
+
+
+def _deleted(name: str, experiment_id: str) -> ConfigError:
+    text = (
+        f"'mlflow' cannot start a run: the experiment '{name}' was deleted, and MLflow keeps its name. Restore it "
+        f"(mlflow experiments restore --experiment-id {experiment_id}, where MLFLOW_TRACKING_URI is its store), or "
+        "give another name in trackers.mlflow.experiment."
+    )
+    return ConfigError([Problem("trackers", text)])
 
 
 def metric_name(name: str) -> str:
