@@ -19,7 +19,7 @@ from spurline.report.markup import text
 MAX_POINTS = 300
 """Points one trace may have; longer series keep the extremes of each stretch."""
 
-_SMOOTHED_FROM = 10
+SMOOTHED_FROM = 10
 """Shorter series are drawn as they are."""
 
 _MARKUP = frozenset({"hovertext", "hovertemplate", "texttemplate"})
@@ -104,7 +104,7 @@ def raw_and_smoothed(
 
     weights: of the values in that mean; all equal when not given.
     """
-    if len(values) < _SMOOTHED_FROM:
+    if len(values) < SMOOTHED_FROM:
         return [line(name, steps, values, color)]
     means = moving_means(values, weights)
     return [
@@ -125,7 +125,7 @@ def one_of_several(
 
     Pointing at the plot shows the values themselves, not their means. `changes` are plotly trace attributes.
     """
-    if len(values) < _SMOOTHED_FROM:
+    if len(values) < SMOOTHED_FROM:
         return [line(name, steps, values, color, **changes)]
     common: Trace = {"legendgroup": name, "mode": "lines"} | changes
     means = moving_means(values, weights)

@@ -54,14 +54,17 @@
   // A figure inside a closed <details> has no width yet: it is drawn when it is opened.
   const drawn = (source) => !source.closest("details:not([open])");
 
-  const sources = [...document.querySelectorAll("script.figure")];
-  const draw = (figures) => sources.forEach((source, number) => {
+  const draw = (figures) => document.querySelectorAll("script.figure").forEach((source, number) => {
     if (!drawn(source)) return;
     const { data, layout } = figures[number];
     Plotly.react(source.previousElementSibling, resolved(data), merged(theme(), resolved(layout)), settings);
   });
 
-  Promise.all([unpacked("figures"), plotlyLoaded]).then(([text]) => {
+  const placeBody = async () => {
+    if (document.getElementById("body")) document.querySelector("main").innerHTML = await unpacked("body");
+  };
+
+  Promise.all([unpacked("figures"), plotlyLoaded, placeBody()]).then(([text]) => {
     const figures = JSON.parse(text);
     draw(figures);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => draw(figures));
