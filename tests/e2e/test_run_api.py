@@ -87,10 +87,10 @@ def test_a_requested_stop_ends_the_run_after_the_step_with_its_reason_and_the_re
 
 
 def test_the_command_line_prints_why_a_run_was_stopped(capsys: pytest.CaptureFixture[str]) -> None:
-    from spurline.cli import _print_result
-    from spurline.run.run import RunResult
+    from spurline.run.commands import print_result
+    from spurline.run.ending import RunResult
 
-    _print_result(RunResult("stopped", 3, {"loss": 1.0}, None, None, stop_reason="the loss is good enough"))
+    print_result(RunResult("stopped", 3, {"loss": 1.0}, None, None, stop_reason="the loss is good enough"))
     assert "Stopped on request at step 3: the loss is good enough" in capsys.readouterr().out
 
 

@@ -62,9 +62,9 @@ def distribution(requirement: str) -> str:
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Top-level names of other distributions that a file imports when it runs, also by `import_module`."""
+    """Top-level names of other distributions that a file imports when it runs, also by name."""
     source = path.read_text(encoding="utf-8")
-    names = re.findall(r'import_module\(\s*"([\w.]+)', source)
+    names = re.findall(r'(?:import_module|tracker_library)[(,](?:\s*"\w+",)?\s*"([\w.]+)', source)
     waiting: list[ast.AST] = [ast.parse(source)]
     while waiting:
         node = waiting.pop()

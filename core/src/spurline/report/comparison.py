@@ -20,7 +20,7 @@ from spurline.protocols.report_panel import RunRecord
 from spurline.report.document import document
 from spurline.report.figure import SMOOTHED_FROM, Trace, line, moving_means, series_color, step_figure, thinned
 from spurline.report.markup import block, caption, footer, scalar, status_mark, table, text
-from spurline.report.page import facts_of, record_of
+from spurline.report.page import facts_of, record_of, steps_of
 from spurline.report.record import distinct_names, evaluation_losses, evaluation_scores, evaluations_of
 from spurline.run.directory import RunDirectory
 from spurline.trackers.readout import score
@@ -61,16 +61,17 @@ _Series = tuple[list[int], list[float]]
 class ComparedRun:
     """A run with its name and colour on the page. color: the name of a CSS variable.
 
-    record: without its metrics. curves: of each metric the points that a page can show, with the first and last one and
-    all extremes; of evaluations all. means: of metrics that stand open, their moving means. counts: points before.
-    losses, shares: names of its held-out losses, and of its evaluation scores of which more is better.
+    record: without its metrics. facts: how far it came, and of what it is. curves: of each metric the points that a
+    page can show, with the first and last one and all extremes; of evaluations all. means: of metrics that stand open,
+    their moving means. counts: points before. losses, shares: names of its held-out losses, and of its evaluation
+    scores of which more is better.
     """
 
     name: str
     record: RunRecord
     color: str
     dash: str
-    last_step: int
+    facts: Sequence[str]
     curves: Mapping[str, _Series]
     means: Mapping[str, _Series]
     counts: Mapping[str, int]
@@ -172,7 +173,7 @@ def _compared(number: int, name: str, record: RunRecord) -> ComparedRun:
         replace(record, metrics=()),
         series_color(number),
         "solid" if number < 8 else "dot",
-        int(record.metrics[-1]["step"]) if record.metrics else 0,
+        _facts(record),
         {
             metric: series if metric.startswith("eval/") else thinned(*series, _MOST_POINTS)
             for metric, series in whole.items()
@@ -193,17 +194,17 @@ def _shared_metrics(runs: Sequence[ComparedRun]) -> list[str]:
 def _header(runs: Sequence[ComparedRun], notes: Sequence[str]) -> str:
     entries = "".join(
         f"<li><strong>{run.mark}</strong> {status_mark(str(run.record.summary.get('status', 'unknown')))} "
-        f'<span class="facts">{text(" · ".join(_facts(run)))}</span></li>'
+        f'<span class="facts">{text(" · ".join(run.facts))}</span></li>'
         for run in runs
     )
     said = "".join(map(caption, notes))
     return f'<header><h1>{len(runs)} runs compared</h1>{said}<ul class="runs">{entries}</ul></header>'
 
 
-def _facts(run: ComparedRun) -> list[str]:
-    total = run.record.summary.get("total_steps")
-    steps = f"{run.last_step:,} of {total:,} steps" if isinstance(total, int) else f"{run.last_step:,} steps"
-    return [steps, *facts_of(run.record.config, run.record.summary)]
+def _facts(record: RunRecord) -> list[str]:
+    finished, total = steps_of(record)
+    steps = f"{finished:,} of {total:,} steps" if total is not None else f"{finished:,} steps"
+    return [steps, *facts_of(record.config, record.summary)]
 
 
 def _section(title: str, content: str) -> str:

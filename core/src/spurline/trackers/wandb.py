@@ -6,7 +6,6 @@ The library is imported when the tracker is built, not when this module is.
 from __future__ import annotations
 
 import atexit
-import importlib
 import os
 import sys
 import threading
@@ -19,7 +18,8 @@ from typing import Any
 from spurline.errors import ConfigError, Problem
 from spurline.protocols.tracker import RunInfo
 from spurline.terminal import printable
-from spurline.trackers.configs import WandbTrackerConfig, missing_library
+from spurline.trackers.configs import WandbTrackerConfig
+from spurline.trackers.library import tracker_library
 from spurline.trackers.run_id import stored_run_id
 
 ID_FILE = "wandb_run_id"
@@ -41,10 +41,7 @@ class WandbTracker:
     def __init__(self, config: WandbTrackerConfig) -> None:
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        try:
-            self._wandb: Any = importlib.import_module("wandb")
-        except ImportError as error:
-            raise missing_library("wandb", error) from error
+        self._wandb = tracker_library("wandb")
         self._config = config
         self._run: Any = None
         self._folder = Path()
@@ -60,7 +57,7 @@ class WandbTracker:
                 self._run = self._wandb.init(
                     project=self._config.project,
                     entity=self._config.entity,
-                    name=self._config.run_name or info.run_dir.resolve().name,
+                    name=self._config.display_name(info.run_dir),
                     id=run_id,
                     resume="allow",
                     mode=self._config.mode,
