@@ -147,7 +147,7 @@ REPLACED: Mapping[str, str] = {
         " It is not needed: batch_size is the samples of an optimizer step, over all devices, and "
         "backend.max_tokens_per_microbatch (or backend.rows_per_microbatch) bounds what is computed at once."
     ),
-    "logging_steps": " Every step is recorded; the terminal shows those of `trackers: [{name: console, every_steps: 10}]`.",
+    "logging_steps": " Every step is recorded; the terminal shows every `trackers: [{name: console, every_steps: N}]`.",
     "resume_from_checkpoint": " The same command goes on from the last checkpoint; `--resume PATH` takes another one.",
     "deepspeed": " `plugins: [fsdp_backend]` with `backend: fsdp` divides weights, gradients and optimizer (ZeRO 3).",
 }

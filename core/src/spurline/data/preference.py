@@ -35,7 +35,8 @@ from spurline.data.sft import SampleSet, SftSource
 from spurline.data.token_store import TokenStore, TokenStoreBuilder, TokenView, fingerprint_of
 from spurline.data.tokenization import DerivedDataset, distinct_labels
 from spurline.data.tokenizer import pad_token_id
-from spurline.errors import DataError
+from spurline.data.usual_columns import pair_renaming
+from spurline.errors import DataError, listing
 from spurline.protocols.dataset import Dataset, DatasetConfig
 from spurline.protocols.source import Samples, SourceContext
 from spurline.protocols.tokenization import DatasetToTokenize
@@ -75,6 +76,7 @@ class PreferenceSide(DerivedDataset):
         values = self._dataset[row]
         view = RowView(values, self._columns)
         try:
+            _check_columns(view, values)
             prompt, answer = _split(view, self._side)
         except BadRowError as error:
             raise error.at(self._dataset.location(row)) from error
@@ -82,6 +84,26 @@ class PreferenceSide(DerivedDataset):
 
     def fingerprint(self) -> str:
         return f"{self._dataset.fingerprint()}/{self._side}/{_READING}"
+
+
+def _check_columns(view: RowView, row: Mapping[str, Any]) -> None:
+    """Raise BadRowError for a row that has its pair under other names, or text without what comes before it."""
+    missing = [view.label(side) for side in SIDES if side not in view]
+    before = [name for name in ("prompt", "messages") if name in view]
+    present = [*(side for side in SIDES if side in view), *(["prompt"] if before else [])]
+    meant = pair_renaming(row, present)
+    if missing and meant:
+        are = "are" if len(missing) > 1 else "is"
+        raise BadRowError(
+            " and ".join(missing), f"{are} missing. The row has: {listing(row)}. Write `columns: {{{meant}}}`."
+        )
+    if not missing and not before and all(isinstance(view.get(side), str) for side in SIDES):
+        how = f"Write `columns: {{{meant}}}`" if meant else "Name the column that holds it: `columns: {prompt: NAME}`"
+        raise BadRowError(
+            view.label("prompt"),
+            f"is missing, which is what comes before both answers. The row has: {listing(row)}. {how}; or give "
+            "conversations, lists of messages, whose shared beginning is the prompt.",
+        )
 
 
 def _split(view: RowView, side: Side) -> tuple[Any, Any]:
