@@ -278,8 +278,22 @@ class PairSet(SampleSet):
         num_pairs = len(self._pairs)
         alone = len(self._tokenized.store) - len(SIDES) * num_pairs
         dropped = {**facts["dropped"], **({OTHER_ANSWER_LEFT_OUT: alone} if alone else {})}
-        notes = [f"{num_pairs:,} pairs of a chosen and a rejected answer", *facts["notes"]]
+        notes = [f"{num_pairs:,} pairs of a chosen and a rejected answer", *self._notes_of_equals(), *facts["notes"]]
         return {**facts, "pairs": num_pairs, "dropped": dropped, "notes": notes}
+
+    def _notes_of_equals(self) -> list[str]:
+        """A note of the pairs of which both answers have the same tokens."""
+        store = self._tokenized.store
+        lengths = store.lengths()[self._pairs]
+        alike = np.flatnonzero(lengths[:, 0] == lengths[:, 1])
+        view = store.view(self._pairs[alike].ravel())
+        is_equal = [np.array_equal(view.tokens(2 * place), view.tokens(2 * place + 1)) for place in range(len(alike))]
+        equal = alike[np.array(is_equal, bool)]
+        if not len(equal):
+            return []
+        dataset = self.answered()[int(np.searchsorted(np.cumsum(self._sizes), equal[0], side="right"))].dataset
+        first = dataset.location(int(store.row[self._pairs[equal[0], 0]]))
+        return [f"{len(equal):,} of them have the same tokens twice and prefer nothing (first: {first})"]
 
     def _rows(self) -> Sequence[NDArray[np.int64]]:
         rows = self._tokenized.store.row[self._pairs[:, 0]]
