@@ -7,7 +7,7 @@ import gc
 import json
 import subprocess
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from spurline import load_config
 from spurline.config.loading import LoadedConfig
 from spurline.errors import ConfigError, PluginError
 from spurline.files import remove_unfinished
+from spurline.in_memory.keeper import Keeper
 from spurline.protocols.reward import Answer
 from spurline.rl.environments.tools import Toolbox
 from spurline.rl.functions import load_function
@@ -98,12 +99,62 @@ def test_arrays_of_numpy_become_lists(load: Load) -> None:
         (datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS)), r"mapping of train\. .*dataset\['train'\]"),
         (datasets.Dataset.from_list(ROWS).to_iterable_dataset(), r"has no length\. .*name: hf_stream"),
         ({"path": datasets.Dataset.from_list(ROWS).to_pandas()}, r"type DataFrame.*frame\.to_dict\('records'\)"),
+        (datasets.Dataset.from_list(ROWS).to_pandas(), r"path is of type DataFrame.*frame\.to_dict\('records'\)"),
+        ((row for row in ROWS), r"path is of type generator, which holds no rows .*Give a list of dicts"),
     ],
 )
 def test_what_is_no_rows_is_refused_with_the_way_out(load: Load, tmp_path: Path, train: object, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load(train)
-    assert not (tmp_path / "run" / "in_memory").exists() or files(tmp_path) == []
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        {"stpes": 1},
+        {"batch_size": 0},
+        {"checkpoint": {"keep_best": "eval/loss"}},
+        {"data": {"train": ROWS, "eval": [*ROWS, {"prompt": {1}}]}},
+    ],
+    ids=["name", "value", "across sections", "other rows"],
+)
+def test_a_mistake_in_the_config_leaves_nothing_behind(load: Load, tmp_path: Path, mistake: dict[str, object]) -> None:
+    class Model:
+        def save_pretrained(self, folder: Path) -> None:
+            raise AssertionError("saved before the config was judged")
+
+    with pytest.raises(ConfigError, match=r"^(?!.*saved before)"):
+        load(**({"model": {"path": Model(), "tokenizer": "t"}} | mistake))
+    assert not (tmp_path / "run").exists()
+
+
+def test_programs_with_one_run_directory_do_not_meet_while_they_write(tmp_path: Path) -> None:
+    class Rows(list[dict[str, Any]]):
+        """While they are written, another program writes the same."""
+
+        def __iter__(self) -> Iterator[dict[str, Any]]:
+            for number, row in enumerate(list(super().__iter__())):
+                if number == 1:
+                    found.append(Keeper(tmp_path).rows(ROWS))
+                yield row
+
+    class Tokenizer:
+        def __init__(self, beside: Tokenizer | None) -> None:
+            self.beside = beside
+
+        def save_pretrained(self, folder: Path) -> None:
+            folder.mkdir()
+            if self.beside is not None:
+                found.append(Keeper(tmp_path).saved(self.beside, "tokenizer"))
+            (folder / "tokenizer.json").write_text("{}")
+
+    found: list[str] = []
+    assert found == [Keeper(tmp_path).rows(Rows(ROWS))]
+    assert Path(found[0]).read_text().count("\n") == len(ROWS)
+    found.clear()
+    assert found == [Keeper(tmp_path).saved(Tokenizer(Tokenizer(None)), "tokenizer")]
+    assert len(list((tmp_path / "in_memory").iterdir())) == 2
 
 
 def test_a_list_of_wrong_settings_is_still_told_as_one(load: Load) -> None:

@@ -20,13 +20,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 from spurline.config.run_config import ModelConfig
 from spurline.model.activation_counts import TokenActivations, count_activations
 from spurline.model.adapters.adapter_targets import is_target, unadaptable
-from spurline.model.architecture import build_without_memory, decoder_layers, load_model_config
+from spurline.model.architecture import build_without_memory, decoder_layers, load_model_config, vocabulary_size
 from spurline.model.configs import LoraConfig
 from spurline.model.freezing import freeze_parameters, frozen_names
 from spurline.model.holding.narrow_weights import base_dtype, narrowable_modules, quantizable_modules
 from spurline.model.holding.quantized_weights import quantized_bytes
 from spurline.model.holding.stepping_memory import step_buckets
-from spurline.model.streams.stream_model import vocabulary_size
 from spurline.optimizers.groups import check_groups
 from spurline.protocols.optimizer import OptimizerConfig, num_values
 

@@ -36,8 +36,9 @@ class ParallelTokenizationConfig(TokenizationConfig):
     name: str = "parallel"
     # Strict: `true` is no number of workers.
     workers: Annotated[Literal["auto"] | Annotated[int, Field(ge=0, le=256, strict=True)], OnResume.FREE] = "auto"
-    """Worker processes, each with its slice of the rows. 0 stays in this process, on the tokenizer's own threads;
-    `auto` measures the first rows, takes what will be done sooner, and goes on here while workers start."""
+    """Worker processes at most, each with its slice of the rows. The first rows are measured here: workers start where
+    the rest takes longer than their start, about two seconds, and only as many as have that much to do. 0 stays in this
+    process, on the tokenizer's own threads; `auto` takes what will be done sooner on the cores that are idle."""
     cache_dir: Annotated[Path | None, OnResume.FREE, PathSetting()] = None
     """Folder of the token cache; null is SPURLINE_CACHE, else ~/.cache/spurline/tokens."""
     force_recache: Annotated[bool, OnResume.FREE] = False

@@ -1,4 +1,4 @@
-"""Decide between this process and slice workers by what will be done sooner.
+"""Decide how many slice workers to start: as many as will be done sooner than this process, or as have work.
 
 In: what the first rows cost, and how many are left. Out: a number of workers. The choice changes the time, never the
 tokens.
@@ -15,13 +15,14 @@ from pathlib import Path
 
 from spurline_collation_fast.tokenization.chunks import Chunk
 
-WORKER_START_S = 3.0
-"""Processor seconds until a worker encodes its first row: imports, the tokenizer, opening the data."""
+WORKER_START_S = 2.2
+"""Processor seconds until a worker encodes its first row: imports, the tokenizer, opening the data. Machines take 1.8
+to 3; too low makes small data wait for workers, too high keeps some of their gain from data of a few seconds."""
 
-CLEARLY = 1.25
+CLEARLY = 1.1
 """Workers have to be this much sooner: processes cost memory, and an estimate can be wrong."""
 
-MEASURE_S = 1.0
+MEASURE_S = 0.5
 """How long the first rows are measured."""
 
 MAX_WORKERS = 64
@@ -58,14 +59,22 @@ def for_seconds(chunks: Iterator[Chunk], seconds: float) -> Iterator[Chunk]:
 
 
 def workers_worth_starting(num_rows: int, cost: RowCost, num_cores: int) -> int:
-    """Workers to start for the rest of the rows; 0 when this process will not be clearly later."""
+    """Workers for so many rows, one a core; 0 when this process will not be clearly later without them."""
     workers = min(num_cores, num_rows, MAX_WORKERS)
     if workers < 2:
         return 0
     here = num_rows * cost.wall_s
     # All start at once, each on a core of its own.
-    there = WORKER_START_S + num_rows * cost.cpu_s / workers
+    there = WORKER_START_S + max(0, num_rows - rows_while_they_start(cost)) * cost.cpu_s / workers
     return workers if there * CLEARLY < here else 0
+
+
+def workers_with_work(num_rows: int, cost: RowCost, most: int) -> int:
+    """Workers, at most so many, whose rows take each at least as long as its start; 0 when this process will be done
+    before any of them begins."""
+    if num_rows * cost.wall_s <= WORKER_START_S:
+        return 0
+    return max(1, min(most, num_rows, int(num_rows * cost.cpu_s / WORKER_START_S)))
 
 
 def rows_while_they_start(cost: RowCost) -> int:
