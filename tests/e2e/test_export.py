@@ -52,7 +52,8 @@ def trained(config: dict[str, Any], model: Path, **backend: Any) -> LoadedConfig
     config["backend"] |= backend
     config["checkpoint"]["export_hf"] = True
     loaded = load_config(config)
-    Run(loaded).train()
+    result = Run(loaded).train()
+    assert (result.model, result.adapter) == (Path(config["run_dir"]) / "model", None)
     return loaded
 
 
