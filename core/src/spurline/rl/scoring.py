@@ -7,7 +7,7 @@ have `rewards` [A] -> advantages. Evaluation takes the terms as they are.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, cast
 
@@ -57,6 +57,12 @@ def checked_score(name: str, value: Any, answer: Answer) -> float:
         number = value.item()
     if not isinstance(number, _NUMBERS):
         hint = " Does it lack a return statement?" if value is None else ""
+        if isinstance(value, Coroutine):
+            cast("Coroutine[Any, Any, Any]", value).close()
+            hint = (
+                " It is a coroutine, which nothing awaits here: a function is written with `async def` itself, and a "
+                "component has `score_async` for that, beside a plain `score`."
+            )
         raise AttemptFailedError(
             f"Reward '{name}' returned {_shorten(value)} for {_place(answer)}; it must return a number.{hint}"
         )
