@@ -16,7 +16,20 @@ from spurline.importing import importing
 if TYPE_CHECKING:
     from spurline.config.loading import LoadedConfig
 
-ConfigArgument = Annotated[Path, typer.Argument(help="Run config: a YAML file, or TOML by suffix.")]
+
+def _no_config() -> Path:
+    raise UserError("which config? Give its file, such as run.yaml. `spurline init` writes one for a model and data.")
+
+
+ConfigArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="CONFIG",
+        help="Run config: a YAML file, or TOML by suffix.",
+        default_factory=_no_config,
+        show_default=False,
+    ),
+]
 RunDirArgument = Annotated[Path, typer.Argument(help="Folder of a run, with its config.json.")]
 
 
@@ -39,6 +52,24 @@ SetOption = Annotated[
         callback=_check_overrides,
     ),
 ]
+
+ColumnOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--column",
+        metavar="NAME=COLUMN",
+        help="Which column of the data is `prompt`, `messages`, ...; may be given again.",
+    ),
+]
+
+
+def columns_of(given: list[str] | None) -> dict[str, str]:
+    """The setting `columns` of a dataset, out of `--column` options."""
+    columns = {item.partition("=")[0]: item.partition("=")[2] for item in given or ()}
+    if not all(name and column for name, column in columns.items()):
+        raise UserError("--column is NAME=COLUMN, such as --column prompt=question: the name that is expected first.")
+    return columns
+
 
 OWNS_PROCESS = ContextVar("OWNS_PROCESS", default=False)
 """Whether this process is the command's own, rather than that of a program which called it."""

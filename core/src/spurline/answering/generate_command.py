@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from spurline.cli_options import importing_libraries, load_run
+from spurline.cli_options import ColumnOption, columns_of, importing_libraries, load_run
 from spurline.errors import UserError
 from spurline.terminal import is_person_asking, printable
 
@@ -20,8 +18,9 @@ def generate(
         list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Without one: standard input, or a conversation.")
     ] = None,
     file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="JSON lines with `messages`, `prompt` or other data rows.")
+        str | None, typer.Option(metavar="DATA", help="Rows of prompts: what `data.train` takes, in any format.")
     ] = None,
+    column: ColumnOption = None,
     checkpoint: Annotated[
         str, typer.Option(help="Of a run: latest, best, or the path of a checkpoint folder.")
     ] = "latest",
@@ -41,23 +40,28 @@ def generate(
 
     given = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
     chosen = {name: value for name, value in given.items() if value is not None}
-    with ExitStack() as stack:
-        start = StartLines(quiet=as_json)
-        start("loading PyTorch and transformers")
-        with importing_libraries():
-            from spurline.answering import command
+    if column and file is None:
+        raise UserError("--column says what columns of --file are called. Give --file as well.")
+    columns = columns_of(column)
+    start = StartLines(quiet=as_json)
+    start("loading PyTorch and transformers")
+    with importing_libraries():
+        from spurline.answering import command
+        from spurline.answering.rows import prompt_rows
 
-        found = command.opened(target, load_run, checkpoint, stack, start)
-        sampling = replace(found.sampling, **chosen, **({"stop": tuple(stop)} if stop else {}))
-        asked = command.Prompts(found, system, raw=raw)
-        typer.echo(printable(f"{found.words}: {sampling.words()}"), err=True)
-        if not prompts and file is None and is_person_asking():
-            if as_json or raw or count > 1:
-                raise UserError("a conversation in the terminal has no --json, --raw or -n. Give a prompt, or --file.")
-            command.talk(found, asked, sampling, seed)
-            return
-        texts = [command.text_of_input() if text == "-" else text for text in prompts or ()]
-        texts = texts or ([] if file is not None else [command.text_of_input()])
-        every = [(text, asked.of_text(text)) for text in texts]
-        every += [] if file is None else asked.of_file(file)
-        command.answer_all(found, every, sampling, count=count, seed=seed, as_json=as_json)
+    # Before the weights, which take long.
+    rows = None if file is None else prompt_rows(file, columns)
+    found = command.opened(target, load_run, checkpoint, start)
+    sampling = replace(found.sampling, **chosen, **({"stop": tuple(stop)} if stop else {}))
+    asked = command.Prompts(found, system, raw=raw)
+    typer.echo(printable(f"{found.words}: {sampling.words()}"), err=True)
+    if not prompts and rows is None and is_person_asking():
+        if as_json or raw or count > 1:
+            raise UserError("a conversation in the terminal has no --json, --raw or -n. Give a prompt, or --file.")
+        command.talk(found, asked, sampling, seed)
+        return
+    texts = [command.text_of_input() if text == "-" else text for text in prompts or ()]
+    texts = texts or ([] if rows is not None else [command.text_of_input()])
+    every = [(text, asked.of_text(text)) for text in texts]
+    every += [] if rows is None else asked.of_rows(rows)
+    command.answer_all(found, every, sampling, count=count, seed=seed, as_json=as_json)

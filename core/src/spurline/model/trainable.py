@@ -14,7 +14,8 @@ from spurline.model.experts.router_replay import no_routers
 from spurline.model.experts.routers import find_routers
 from spurline.model.freezing import freeze_parameters
 from spurline.model.loading import check_settings, quiet_loading
-from spurline.model.streams.stream_model import StreamModel, put_value_head
+from spurline.model.streams.stream_model import StreamModel
+from spurline.model.streams.value_model import put_value_head
 from spurline.optimizers.groups import check_groups
 
 
