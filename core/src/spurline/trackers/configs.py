@@ -7,7 +7,6 @@ from typing import Literal
 
 from pydantic import Field
 
-from spurline.errors import ConfigError, Problem
 from spurline.protocols.tracker import TrackerConfig
 
 
@@ -126,12 +125,3 @@ class PrometheusTrackerConfig(TrackerConfig):
     """Address to listen on. Whoever reaches it reads the metrics; `0.0.0.0` is everybody in the network."""
     port: int = Field(default=9464, gt=0, lt=65536)
     """Port of `/metrics`. Two runs on one machine need two."""
-
-
-def missing_library(name: str, error: ImportError) -> ConfigError:
-    """The error for tracker `name` whose library of that name cannot be imported."""
-    text = (
-        f"'{name}' needs the {name} library, which cannot be imported ({error}). Install it: "
-        f"pip install 'spurline[{name}]'"
-    )
-    return ConfigError([Problem("trackers", text)])
