@@ -114,8 +114,8 @@ def _example_of(section: type[BaseModel], value: object) -> str:
     """`, such as {reward: exact_match}` where one setting of the section is plainly meant by the value; else empty."""
     fields = section.model_fields
     required = [name for name, field in fields.items() if field.is_required()]
-    if value is True and not required:
-        return ", or {} for the defaults"
+    if isinstance(value, bool):
+        return ", or {} for the defaults" if value and not required else ""
     if isinstance(value, str):
         fitting = [name for name, field in fields.items() if _choices(field.annotation)[0] is str]
     else:
