@@ -15,7 +15,8 @@ from spurline.config.run_config import ModelConfig
 from spurline.errors import ModelError
 from spurline.losses.configs import CrossEntropyConfig
 from spurline.losses.cross_entropy import CrossEntropy
-from spurline.model.adapters.lora import adapted_layers
+from spurline.model.adapters.lora import adapted_layers, add_adapters
+from spurline.model.architecture import build_without_memory, load_model_config
 from spurline.model.configs import LoraConfig
 from spurline.protocols.loss import Objective
 from spurline.testing.inputs import write_tiny_moe_model
@@ -37,6 +38,16 @@ def test_only_adapters_change(model: Path) -> None:
     changed = {name for name, parameter in causal.named_parameters() if not torch.equal(parameter, before[name])}
     assert changed == {name for name in before if "lora_" in name}
     assert {name for name, _ in backend.gradients(lay_out(make_samples([9])), OBJECTIVE)} == changed
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_adapters_of_a_model_without_memory_have_no_values_and_draw_none(model: Path, *, dora: bool) -> None:
+    settings = ModelConfig(path=str(model))
+    causal = build_without_memory(load_model_config(settings), settings)
+    before = torch.get_rng_state()
+    add_adapters(causal, LoraConfig(rank=4, dora=dora), seed=0)
+    assert {parameter.device.type for parameter in causal.parameters()} == {"meta"}
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_merged_weights_equal_pefts_own_merge_and_training_goes_on_unmerged(model: Path) -> None:

@@ -66,7 +66,8 @@ def add_adapters(causal: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
             # Of PEFT's own calls and settings, which no user can change.
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
             warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
-            peft.get_peft_model(causal, settings)
+            # Otherwise PEFT draws values on the host first, of which there may be gigabytes.
+            peft.get_peft_model(causal, settings, low_cpu_mem_usage=causal.device.type == "meta")
     except ValueError as error:
         # PEFT puts adapters on experts that are stored as one tensor too, but not of this kind.
         advice = (
