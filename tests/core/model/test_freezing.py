@@ -15,7 +15,7 @@ from spurline.backends.local.backend import LocalBackend
 from spurline.backends.local.checkpoint import read_weights
 from spurline.backends.local.configs import LocalBackendConfig
 from spurline.config.run_config import ModelConfig
-from spurline.errors import CheckpointError, ConfigError
+from spurline.errors import CheckpointError, ConfigError, ModelError
 from spurline.losses.configs import CrossEntropyConfig
 from spurline.losses.cross_entropy import CrossEntropy
 from spurline.model.trainable import check_trainable
@@ -99,6 +99,18 @@ def test_a_pattern_that_freezes_nothing_or_everything_is_refused(
         frozen(folder, *freeze)
     with pytest.raises(ConfigError, match=message):
         check_trainable(run_config(folder, model=model_of(folder, *freeze)))
+
+
+def test_random_weights_of_a_model_that_needs_memory_to_be_built_are_left_to_their_loading(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise ModelError("Tensor.item() cannot be called on meta tensors")
+
+    monkeypatch.setattr("spurline.model.trainable.build_without_memory", refuse)
+    check_trainable(run_config(folder, model=model_of(folder)))
+    with pytest.raises(ModelError, match="meta tensors"):
+        check_trainable(run_config(folder, model=ModelConfig(path=str(folder))))
 
 
 def test_the_second_name_of_a_tied_weight_is_said_to_be_one(tmp_path: Path) -> None:

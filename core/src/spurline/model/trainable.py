@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import nn
 
 from spurline.config.run_config import RunConfig
+from spurline.errors import ModelError
 from spurline.model.architecture import build_without_memory, load_model_config
 from spurline.model.experts.router_balance import balance_coefficient
 from spurline.model.experts.router_replay import no_routers
@@ -26,7 +27,13 @@ def check_trainable(run: RunConfig) -> None:
     plan asks, and a run before it loads weights.
     """
     config, model = load_model_config(run.model), run.model
-    causal = build_without_memory(config, model)
+    try:
+        causal = build_without_memory(config, model)
+    except ModelError:
+        if model.init == "random":
+            # Random ones are built with memory, and own code may ask its tensors for values.
+            return
+        raise
     name = f"{model.path} ({type(causal).__name__})"
     check_settings(config, name, run.data.max_length)
     with quiet_loading():
