@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from spurline.config.run_config import DataConfig
 from spurline.errors import PluginError
+from spurline.in_memory.functions import name_of
 from spurline.plugins.registry import Registry
 from spurline.protocols.environment import Environment, PolicyHandle, Task
 from spurline.rl.concurrency import is_async
@@ -38,17 +39,22 @@ def make_custom(
         raise PluginError(
             f"The environment {config.path} makes a {type(made).__name__}, which has no `async def run(task, policy)`."
         )
+    _check_call(config.path, made.run, ("task", "policy"))
     return cast("Environment", made)
 
 
 def _check_call(path: str, function: Callable[..., Any], arguments: tuple[Any, ...], **named: Any) -> None:
     """Raises PluginError for what cannot be called so."""
     try:
-        inspect.signature(function).bind(*arguments, **named)
+        signature = inspect.signature(function)
+    except (TypeError, ValueError) as error:
+        raise PluginError(f"The environment {path} cannot be called: {error}.") from error
+    try:
+        signature.bind(*arguments, **named)
     except TypeError as error:
         wanted = "(task, policy)" if not named else "(config, registry, tokenizer, data)"
         raise PluginError(
-            f"The environment {path} is defined as {function.__name__}{inspect.signature(function)} ({error}). It is "
+            f"The environment {path} is defined as {name_of(function)}{signature} ({error}). It is "
             f"called with {wanted}: an async function with a task and a policy, or a class that has `run`."
         ) from error
 
