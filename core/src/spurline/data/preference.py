@@ -90,13 +90,13 @@ def _check_columns(view: RowView, row: Mapping[str, Any]) -> None:
     """Raise BadRowError for a row that has its pair under other names, or text without what comes before it."""
     missing = [view.label(side) for side in SIDES if side not in view]
     before = [name for name in ("prompt", "messages") if name in view]
-    meant = pair_renaming(row)
-    if missing and meant:
+    if missing and (meant := pair_renaming(row)):
         are = "are" if len(missing) > 1 else "is"
         raise BadRowError(
             " and ".join(missing), f"{are} missing. The row has: {listing(row)}. Write `columns: {{{meant}}}`."
         )
     if not missing and not before and all(isinstance(view.get(side), str) for side in SIDES):
+        meant = pair_renaming(row)
         how = f"Write `columns: {{{meant}}}`" if meant else "Name the column that holds it: `columns: {prompt: NAME}`"
         raise BadRowError(
             view.label("prompt"),
