@@ -143,6 +143,8 @@ def test_a_slip_of_the_pen_is_corrected(failing: Failing, written: str) -> None:
         ("checkpoint: {save_total_limit: 8}", "Did you mean 'keep_last'?"),
         ("packing: true", "Write `collator: packed`."),
         ("bf16: true", "There is `backend.precision: bf16`."),
+        # Theirs is of one device.
+        ("per_device_train_batch_size: 4", "is not a setting. batch_size is the samples of an optimizer step"),
         ("gradient_accumulation_steps: 4", "is not a setting. It is not needed: batch_size is the samples of"),
     ],
 )
@@ -206,6 +208,8 @@ def test_what_the_plugins_of_this_project_have_beyond_core_is_as_the_table_says(
             "loss: {name: ppo, kl: 0.1}",
             "loss.kl is 0.1; it must be a mapping, written `key: value`, such as {coefficient: 0.1}.",
         ),
+        # Of several settings that a number could be, none is guessed.
+        ("checkpoint: 5", "checkpoint is 5; it must be a mapping, written `key: value`."),
         ("run_dir: null", "run_dir is null, which it cannot be. Give it a value, or leave the line out"),
     ],
 )

@@ -119,7 +119,7 @@ def _example_of(section: type[BaseModel], value: object) -> str:
     if isinstance(value, str):
         fitting = [name for name, field in fields.items() if _choices(field.annotation)[0] is str]
     else:
-        fitting = [name for name, field in fields.items() if _members(field.annotation) in ((int,), (float,))]
+        fitting = [name for name, field in fields.items() if {*map(_strip, _choices(field.annotation))} <= {int, float}]
     meant = required or fitting
     try:
         section.model_validate(dict.fromkeys(meant, value))

@@ -18,7 +18,6 @@ OTHER_NAMES: Mapping[str, str] = {
     "num_train_epochs": "epochs",
     "total_epochs": "epochs",
     "train_batch_size": "batch_size",
-    "per_device_train_batch_size": "batch_size",
     "micro_batch_size": "backend.rows_per_microbatch",
     "per_device_eval_batch_size": "evaluation.batch_size",
     # Model and adapters.
@@ -125,7 +124,7 @@ OTHER_NAMES: Mapping[str, str] = {
     "epsilon_high": "loss.clip_high",
     "clip_ratio_low": "loss.clip_low",
     "clip_ratio_high": "loss.clip_high",
-    "kl_coef": "loss.kl.coefficient",
+    "kl_coef": "source.kl_in_reward.coefficient",
     "kl_loss_coef": "loss.kl.coefficient",
     "entropy_coeff": "loss.entropy_coefficient",
     "use_vllm": "source.engine: vllm",
@@ -140,8 +139,12 @@ REPLACED: Mapping[str, str] = {
         "new shuffle in each epoch."
     ),
     "success_reward": (
-        " A success is judged by one named reward, no longer by the weighted sum: write `success: {reward: NAME, "
+        " A success is judged by one named reward, not by the weighted sum: write `success: {reward: NAME, "
         "at_least: 1}`."
+    ),
+    "per_device_train_batch_size": (
+        " batch_size is the samples of an optimizer step, over all devices: theirs times accumulation times devices. "
+        "backend.rows_per_microbatch is what one device computes at once."
     ),
     "gradient_accumulation_steps": (
         " It is not needed: batch_size is the samples of an optimizer step, over all devices, and "
