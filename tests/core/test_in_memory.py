@@ -20,6 +20,7 @@ from spurline import load_config
 from spurline.config.loading import LoadedConfig
 from spurline.errors import ConfigError, PluginError
 from spurline.files import remove_unfinished
+from spurline.in_memory import keeper
 from spurline.in_memory.keeper import Keeper
 from spurline.protocols.reward import Answer
 from spurline.rl.environments.tools import Toolbox
@@ -76,6 +77,22 @@ def test_rows_are_written_once_below_the_run_directory_under_a_name_of_their_con
     assert path.stat().st_ino == before.st_ino
     other = load([*ROWS, ROWS[0]]).config.data.train[0].place
     assert files(tmp_path) == sorted([path.name, Path(other).name])
+
+
+def test_rows_that_are_written_already_are_read_once(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+
+    def noting(number: int, row: Any) -> bytes:
+        read.append(number)
+        return line(number, row)
+
+    line = keeper._line
+    monkeypatch.setattr(keeper, "_line", noting)
+    # To judge them, and to write them.
+    first = load(ROWS)
+    assert read == [0, 1, 0, 1]
+    assert load(list(ROWS)).config == first.config
+    assert read == [0, 1] * 3
 
 
 def test_rows_and_files_are_mixed_and_settings_stand_beside_rows(load: Load) -> None:

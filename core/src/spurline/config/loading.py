@@ -29,7 +29,7 @@ from spurline.config.run_config import RunConfig
 from spurline.config.section import BARE, as_list, expand_shorthand, sections_within
 from spurline.errors import ConfigError, PluginError, Problem, line_of
 from spurline.in_memory.functions import forget
-from spurline.in_memory.keeper import Keeper, Trial
+from spurline.in_memory.keeper import Trial
 from spurline.plugins.host import InstalledPlugin, PluginHost, installed_plugins
 from spurline.plugins.registry import Registry
 from spurline.protocols.source import SourceConfig
@@ -93,8 +93,7 @@ def load_config(
         if problems:
             raise _config_error(problems, document)
         if trial is not None and trial.has_met:
-            keeper = Keeper(_run_dir(document.values))
-            config = model.model_validate(values, context=replace(place, objects=keeper))
+            config = model.model_validate(values, context=replace(place, objects=trial.keeper()))
     except ValidationError as error:
         known = installed_plugins() if available is None else available
         unlisted = sorted(set(known) - set(host.plugins))

@@ -37,7 +37,13 @@ class Trial:
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / FOLDER
+        # With the rows themselves: the `id` of one that is gone may be another's.
+        self._met: dict[int, tuple[Any, str]] = {}
         self.has_met = False
+
+    def keeper(self) -> Keeper:
+        """Keeps the objects that were met here, which must be as they were."""
+        return Keeper(self._folder.parent, self._met)
 
     def rows(self, value: Any) -> str:
         """The path that a Keeper gives them. Raises CannotKeepError."""
@@ -45,7 +51,9 @@ class Trial:
         digest = xxhash.xxh3_128()
         for line in _lines_of(value):
             digest.update(line)
-        return str(self._folder / _rows_name(digest.hexdigest()))
+        name = _rows_name(digest.hexdigest())
+        self._met[id(value)] = value, name
+        return str(self._folder / name)
 
     def saved(self, value: Any, what: str) -> str:
         """Stands for the path, which only saving can tell. Raises CannotKeepError."""
@@ -55,16 +63,23 @@ class Trial:
 
 
 class Keeper:
-    """Keeps the objects of one config. run_dir: absolute; its folder is made when there is something to keep."""
+    """Keeps the objects of one config. run_dir: absolute; its folder is made when there is something to keep.
 
-    def __init__(self, run_dir: Path) -> None:
+    met: rows with the names of their files, by their `id`: those of files that are there are not read again.
+    """
+
+    def __init__(self, run_dir: Path, met: Mapping[int, tuple[Any, str]] | None = None) -> None:
         self._folder = run_dir / FOLDER
+        self._met = met or {}
 
     def rows(self, value: Any) -> str:
         """The path of a JSON-lines file with these rows: a list of mappings, or a `datasets.Dataset`.
 
         Raises CannotKeepError for what is neither, and for a value that JSON cannot hold.
         """
+        _, name = self._met.get(id(value), (None, None))
+        if name is not None and (self._folder / name).exists():
+            return str(self._folder / name)
         digest = xxhash.xxh3_128()
         temporary = self._temporary("rows.jsonl")
         try:
@@ -169,12 +184,12 @@ def _line(number: int, row: Any) -> bytes:
         raise CannotKeepError(f"row {number} is of type {type(row).__name__}. Each row is a dict of columns")
     values = cast("Mapping[Any, Any]", row)
     try:
-        return (json.dumps(dict(values), default=_as_json, allow_nan=False) + "\n").encode()
+        return (_JSON.encode(dict(values)) + "\n").encode()
     except (TypeError, ValueError, RecursionError):
         pass
     for column, value in values.items():
         try:
-            json.dumps({column: value}, default=_as_json, allow_nan=False)
+            _JSON.encode({column: value})
         except (TypeError, ValueError, RecursionError) as error:
             raise CannotKeepError(
                 f"row {number}, column {column!r}: cannot be written as JSON ({error}). Give texts, numbers, lists and "
@@ -188,6 +203,9 @@ def _as_json(value: Any) -> Any:
     if callable(getattr(value, "tolist", None)):
         return value.tolist()
     raise TypeError(f"a value is of type {type(value).__name__}")
+
+
+_JSON = json.JSONEncoder(default=_as_json, allow_nan=False)
 
 
 def _is_nan(value: Any) -> bool:
