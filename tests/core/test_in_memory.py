@@ -9,6 +9,7 @@ import json
 import subprocess
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -307,9 +308,16 @@ def test_an_environment_is_named_by_its_file_too(load: Load, tmp_path: Path) -> 
     assert environment_of(load, given["path"]).turns == 1
 
 
+class _RunsWithoutPolicy(Ready):
+    async def run(self, task: object) -> Any: ...  # type: ignore[override]
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
+        (_RunsWithoutPolicy(), r"is defined as run\(task.*called with \(task, policy\)"),
+        (partial(attempt, 1, 2), r"is defined as partial\(\).*called with \(task, policy\)"),
+        (dict, "cannot be called: no signature"),
         (lambda task, policy: None, r"is defined as <lambda>\(task, policy\).*called with \(config, registry"),
         (type("Empty", (Counting,), {"run": None}), r"makes a Empty, which has no `async def run\(task, policy\)`"),
     ],

@@ -6,7 +6,6 @@ import importlib
 import re
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
@@ -19,7 +18,6 @@ from transformers import PreTrainedTokenizerBase
 from spurline.config.assembly import assemble
 from spurline.config.run_config import DataConfig
 from spurline.config.section import Component, ComponentConfig, Section
-from spurline.errors import PluginError
 from spurline.plugins.host import InstalledPlugin, PluginHost
 from spurline.protocols.dataset import DatasetConfig
 from spurline.protocols.reward import Answer
@@ -124,30 +122,6 @@ def test_the_environment_of_the_page_needs_no_plugin(modules: dict[str, ModuleTy
         engine = ScriptedEngine(says(tiny_tokenizer(), "50", "6"))
         trajectory = run(environment.run(make_task({"number": 7}), make_policy(engine, make_task({"number": 7}))))
         assert (trajectory.rewards, len(trajectory.turns)) == ({"right": 0.0}, 2)
-
-
-async def _asks_for_too_much(task: Any, policy: Any, more: Any) -> None: ...
-
-
-class _RunsWithoutPolicy:
-    async def run(self, task: Any) -> None: ...
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        (_asks_for_too_much, r"_asks_for_too_much\(.*called with \(task, policy\)"),
-        # One that has no name of its own.
-        (partial(_asks_for_too_much, 1, 2, 3), r"partial\(.*called with \(task, policy\)"),
-        (_RunsWithoutPolicy(), r"run\(task.*called with \(task, policy\)"),
-        (_RunsWithoutPolicy, r"called with \(config, registry, tokenizer, data\)"),
-        (dict, "cannot be called: no signature"),
-    ],
-)
-def test_a_custom_environment_that_cannot_be_called_is_refused_when_it_is_built(given: Any, words: str) -> None:
-    source = read_source({"name": "rollouts", "environment": {"name": "custom", "path": given}})
-    with pytest.raises(PluginError, match=words):
-        build(source, tiny_tokenizer())
 
 
 def test_the_plugin_of_the_page_registers_an_environment_that_plays(modules: dict[str, ModuleType]) -> None:

@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerBase
 
 from spurline.config.run_config import DataConfig
 from spurline.errors import PluginError
-from spurline.in_memory.functions import name_of
 from spurline.plugins.registry import Registry
 from spurline.protocols.environment import Environment, PolicyHandle, Task
 from spurline.rl.concurrency import is_async
@@ -52,9 +51,11 @@ def _check_call(path: str, function: Callable[..., Any], arguments: tuple[Any, .
     try:
         signature.bind(*arguments, **named)
     except TypeError as error:
+        # A partial function and an object that can be called have no name of their own.
+        name = getattr(function, "__name__", type(function).__name__)
         wanted = "(task, policy)" if not named else "(config, registry, tokenizer, data)"
         raise PluginError(
-            f"The environment {path} is defined as {name_of(function)}{signature} ({error}). It is "
+            f"The environment {path} is defined as {name}{signature} ({error}). It is "
             f"called with {wanted}: an async function with a task and a policy, or a class that has `run`."
         ) from error
 
