@@ -304,7 +304,8 @@ def test_dropout_is_refused_where_logprobs_are_compared(rl_config: dict[str, Any
     ],
 )
 def test_settings_that_go_together_are_accepted(rl_config: dict[str, Any], changes: dict[str, Any]) -> None:
-    load_config(rl_config | {"source": rl_config["source"] | changes})
+    source = load_config(rl_config | {"source": rl_config["source"] | changes}).config.source
+    assert changes.keys() <= source.model_fields_set
 
 
 def test_a_plan_gives_no_advice_on_the_batch_size_that_rollouts_do_not_have(
