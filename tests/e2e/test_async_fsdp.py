@@ -54,7 +54,7 @@ class Life:
     def __init__(self, runs: WarmRuns, config: Path, metrics: Path) -> None:
         self._log = config.with_suffix(".log")
         self._metrics = metrics
-        self._process = runs.start("train", config, output=self._log)
+        self._process = runs.start("train", config, output=self._log, warm_children=True)
         self.pid = self._process.pid
 
     def wait_for_steps(self, steps: int) -> None:

@@ -388,7 +388,7 @@ def test_an_engine_with_a_copy_of_narrow_weights_samples_from_what_masters_are_r
 def test_killed_runs_end_with_the_metrics_of_the_uninterrupted_run(
     rl_config: dict[str, Any], write_config: WriteConfig, warm_runs: WarmRuns, tmp_path: Path
 ) -> None:
-    kills = 100 if os.environ.get("SPURLINE_SOAK") else 8
+    kills = 100 if os.environ.get("SPURLINE_SOAK") else 4
     rl_config["source"] |= {"prompts_per_step": 2, "samples_per_prompt": 2}
     rl_config["minibatches"]["prompts_per_minibatch"] = 1
     config = rl_config | {"steps": 7 * kills, "checkpoint": {"every_steps": 2}, "report": {"enabled": False}}
