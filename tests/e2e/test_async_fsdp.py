@@ -82,7 +82,7 @@ class Life:
         """Until nothing is left of it; returns what it wrote."""
         self._process.wait(60)
         for what, left in (("engines", engines_of), ("ranks", ranks_of), ("memory", shared_memory_of)):
-            wait_for(lambda: not left(self.pid), f"the {what} of an ended run to go", timeout_s=5)  # noqa: B023
+            wait_for(lambda: not left(self.pid), f"the {what} of an ended run to go", timeout_s=25)  # noqa: B023
         return self._log.read_text()
 
 
