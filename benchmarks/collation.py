@@ -65,7 +65,7 @@ NUMBA, NUMPY = kernels_named("numba"), kernels_named("numpy")
 
 # layout -> (reference, row slices, warm fill), for D1 and D2: at least, at least, at most.
 LIMITS: dict[str, dict[str, tuple[float, float, float]]] = {
-    "packed": {"D1": (300, 8.5, 1.3), "D2": (240, 9.5, 2.0)},
+    "packed": {"D1": (300, 8.5, 2.0), "D2": (240, 9.5, 4.0)},
     "padded": {"D1": (75, 3.4, 1.0), "D2": (60, 9.5, 1.0)},
     "rollouts": {"D1": (80, 3.7, 1.0), "D2": (90, 10.0, 1.0)},
 }

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import inspect
 import json
 import subprocess
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from spurline import load_config
 from spurline.config.loading import LoadedConfig
 from spurline.errors import ConfigError, PluginError
 from spurline.files import remove_unfinished
+from spurline.in_memory.keeper import Keeper
 from spurline.protocols.reward import Answer
 from spurline.rl.environments.tools import Toolbox
 from spurline.rl.functions import load_function
@@ -98,12 +100,62 @@ def test_arrays_of_numpy_become_lists(load: Load) -> None:
         (datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS)), r"mapping of train\. .*dataset\['train'\]"),
         (datasets.Dataset.from_list(ROWS).to_iterable_dataset(), r"has no length\. .*name: hf_stream"),
         ({"path": datasets.Dataset.from_list(ROWS).to_pandas()}, r"type DataFrame.*frame\.to_dict\('records'\)"),
+        (datasets.Dataset.from_list(ROWS).to_pandas(), r"path is of type DataFrame.*frame\.to_dict\('records'\)"),
+        ((row for row in ROWS), r"path is of type generator, which holds no rows .*Give a list of dicts"),
     ],
 )
 def test_what_is_no_rows_is_refused_with_the_way_out(load: Load, tmp_path: Path, train: object, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load(train)
-    assert not (tmp_path / "run" / "in_memory").exists() or files(tmp_path) == []
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        {"stpes": 1},
+        {"batch_size": 0},
+        {"checkpoint": {"keep_best": "eval/loss"}},
+        {"data": {"train": ROWS, "eval": [*ROWS, {"prompt": {1}}]}},
+    ],
+    ids=["name", "value", "across sections", "other rows"],
+)
+def test_a_mistake_in_the_config_leaves_nothing_behind(load: Load, tmp_path: Path, mistake: dict[str, object]) -> None:
+    class Model:
+        def save_pretrained(self, folder: Path) -> None:
+            raise AssertionError("saved before the config was judged")
+
+    with pytest.raises(ConfigError, match=r"^(?!.*saved before)"):
+        load(**({"model": {"path": Model(), "tokenizer": "t"}} | mistake))
+    assert not (tmp_path / "run").exists()
+
+
+def test_programs_with_one_run_directory_do_not_meet_while_they_write(tmp_path: Path) -> None:
+    class Rows(list[dict[str, Any]]):
+        """While they are written, another program writes the same."""
+
+        def __iter__(self) -> Iterator[dict[str, Any]]:
+            for number, row in enumerate(list(super().__iter__())):
+                if number == 1:
+                    found.append(Keeper(tmp_path).rows(ROWS))
+                yield row
+
+    class Tokenizer:
+        def __init__(self, beside: Tokenizer | None) -> None:
+            self.beside = beside
+
+        def save_pretrained(self, folder: Path) -> None:
+            folder.mkdir()
+            if self.beside is not None:
+                found.append(Keeper(tmp_path).saved(self.beside, "tokenizer"))
+            (folder / "tokenizer.json").write_text("{}")
+
+    found: list[str] = []
+    assert found == [Keeper(tmp_path).rows(Rows(ROWS))]
+    assert Path(found[0]).read_text().count("\n") == len(ROWS)
+    found.clear()
+    assert found == [Keeper(tmp_path).saved(Tokenizer(Tokenizer(None)), "tokenizer")]
+    assert len(list((tmp_path / "in_memory").iterdir())) == 2
 
 
 def test_a_list_of_wrong_settings_is_still_told_as_one(load: Load) -> None:
@@ -178,6 +230,62 @@ def test_tools_are_functions_too(load: Load) -> None:
         "double",
         "calculator",
     }
+
+
+class Counting:
+    """An environment as a plugin's is written."""
+
+    def __init__(self, config: Any, registry: object, tokenizer: object, data: object) -> None:
+        self.turns, self.tokenizer = config.max_turns, tokenizer
+
+    async def run(self, task: object, policy: object) -> Any:
+        return "class"
+
+
+class Ready:
+    """An environment that is built already."""
+
+    async def run(self, task: object, policy: object) -> Any:
+        return "object"
+
+
+async def attempt(task: object, policy: object) -> Any:
+    return "function"
+
+
+def environment_of(load: Load, given: object) -> Any:
+    source = {"name": "rollouts", "environment": given, "prompts_per_step": 1, "sampling": {"max_new_tokens": 4}}
+    loaded = load(source=source)
+    config: Any = loaded.config.source
+    assert loaded.resolved()["source"]["environment"]["path"].startswith(("in-memory:", "/"))
+    registry = loaded.host.registry
+    return registry.create("environment", config.environment, registry=registry, tokenizer="t", data=None)
+
+
+@pytest.mark.parametrize(("given", "said"), [(Counting, "class"), (Ready(), "object"), (attempt, "function")])
+def test_an_environment_is_a_class_an_object_or_an_async_function(load: Load, given: Any, said: str) -> None:
+    assert asyncio.run(environment_of(load, given).run(None, None)) == said
+    assert asyncio.run(environment_of(load, {"name": "custom", "path": given}).run(None, None)) == said
+
+
+def test_an_environment_is_named_by_its_file_too(load: Load, tmp_path: Path) -> None:
+    (tmp_path / "games.py").write_text(f"from __future__ import annotations\n\n{inspect.getsource(Counting)}")
+    given = {"name": "custom", "path": f"{tmp_path / 'games.py'}:Counting", "max_turns": 3}
+    made = environment_of(load, given)
+    assert (made.turns, made.tokenizer) == (3, "t")
+    assert environment_of(load, given["path"]).turns == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (lambda task, policy: None, r"is defined as <lambda>\(task, policy\).*called with \(config, registry"),
+        (type("Empty", (Counting,), {"run": None}), r"makes a Empty, which has no `async def run\(task, policy\)`"),
+    ],
+)
+def test_what_is_no_environment_says_how_one_is_written(load: Load, given: object, said: str) -> None:
+    with pytest.raises(PluginError, match=said):
+        environment_of(load, given)
 
 
 def test_a_closure_goes_with_the_config_that_it_was_given_to(spurline_tiny_model: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from spurline.cli import _importing  # pyright: ignore[reportPrivateUsage]
+from spurline.cli_options import importing_libraries
 
 PROGRAM = """
 import atexit, sys, threading, types
@@ -49,6 +49,6 @@ def test_a_command_without_torch_and_one_that_is_traced_end_as_python_does() -> 
 
 def test_what_a_program_holds_when_it_calls_a_command_may_become_garbage() -> None:
     frozen = gc.get_freeze_count()
-    with _importing():
+    with importing_libraries():
         pass
     assert gc.get_freeze_count() == frozen

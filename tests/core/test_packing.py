@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +12,7 @@ from hypothesis import strategies as st
 from spurline.data.collators.packing import (
     PackingAlgorithm,
     best_fit_decreasing,
+    even_capacities,
     first_fit_decreasing,
     multifit,
     pack,
@@ -90,6 +94,23 @@ def test_multifit_evens_rows_out_over_the_ranks() -> None:
     lengths = [5] * 12
     assert [len(row) for row in first_fit_decreasing(lengths, 50)] == [10, 2]
     assert [len(row) for row in multifit(lengths, 50, 4)] == [3, 3, 3, 3]
+
+
+@given(least=st.integers(0, 10_000), more=st.integers(0, 10_000))
+def test_capacities_that_are_tried_begin_close_to_the_least_and_end_at_a_whole_row(least: int, more: int) -> None:
+    tried = list(even_capacities(least, least + more))
+    assert tried == sorted(set(tried))
+    assert tried[-1] == least + more
+    assert tried[0] - least <= max(1, least // 2048)
+    assert all(later - least <= 2 * (earlier - least) for earlier, later in itertools.pairwise(tried))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_multifit_leaves_no_rank_a_thousandth_behind(seed: int) -> None:
+    draw = np.random.default_rng(seed).lognormal(np.log(500) - 0.9**2 / 2, 0.9, 1024)
+    lengths = draw.astype(int).clip(16, 4096).tolist()
+    used = [sum(lengths[position] for position in row) for row in pack(lengths, 8192, 8, "multifit")]
+    assert straggler_factor(used, 8) <= 1.001
 
 
 def test_the_straggler_factor_compares_the_fullest_rank_with_the_mean() -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import eager_workers
 import pytest
 from prompt_fates import AGENT, REWARDS, assert_each_prompt_ended_once, write_prompts
 from reward_functions import in_process
@@ -209,17 +210,24 @@ def test_programs_of_agents_weights_on_disk_and_the_endpoint_end_with_the_run(
 
 @pytest.mark.parametrize("kills", plans(("workers", "any order"), soak=20, phases=("start", "steps")))
 def test_a_run_killed_while_it_fills_the_token_cache_fills_it_anew(
-    base_config: dict[str, Any], tmp_path: Path, train_and_kill: TrainAndKill, kills: Kills
+    base_config: dict[str, Any],
+    tmp_path: Path,
+    train_and_kill: TrainAndKill,
+    kills: Kills,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    eager_workers.install(tmp_path / "site", monkeypatch)
     row = {"messages": [{"role": "user", "content": "say it"}, {"role": "assistant", "content": "it " * 20}]}
     base_config["data"]["train"] = str(tmp_path / "long.jsonl")
     Path(base_config["data"]["train"]).write_text((json.dumps(row) + "\n") * 1200, encoding="utf-8")
-    base_config |= {"plugins": ["collation_fast"], "steps": 3 * len(kills) + 2, "report": {"enabled": False}}
+    base_config |= {"steps": 3 * len(kills) + 2, "report": {"enabled": False}}
+    base_config["plugins"] = ["collation_fast", "eager_workers"]
     base_config["tokenization"] = {"name": "parallel", "workers": 2, "cache_dir": str(tmp_path / "cache")}
     train_and_kill(base_config, kills)
     [entry] = (tmp_path / "cache").iterdir()
     assert damage(entry) is None
     whole = base_config | {"run_dir": str(tmp_path / "whole"), "tokenization": {"name": "core/sequential"}}
+    whole["plugins"] = ["collation_fast"]
     Run(load_config(whole)).train()
     assert comparable(base_config) == comparable(whole)
     assert_same_weights(Path(base_config["run_dir"]), tmp_path / "whole")

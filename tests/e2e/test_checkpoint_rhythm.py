@@ -14,7 +14,7 @@ from spurline import Run, load_config
 from spurline.errors import ConfigError
 from spurline.plugins.hookspecs import hookimpl
 from spurline.report.record import read_record
-from spurline.run import run as run_module
+from spurline.run import saving
 from spurline.run.evaluation import DataEvaluation
 
 Spurline = Callable[..., tuple[int, str, str]]
@@ -50,7 +50,7 @@ def test_a_run_saves_every_quarter_of_an_hour_by_default(
     del base_config["checkpoint"]
     base_config["steps"] = 7
     ticks = iter(range(0, 10**9, 6 * 60))
-    monkeypatch.setattr(run_module, "time", FakeTime(lambda: float(next(ticks))))
+    monkeypatch.setattr(saving, "time", FakeTime(lambda: float(next(ticks))))
     saved: list[int] = []
     loaded = load_config(base_config)
     loaded.host.attach(NoteSaves(saved), "note")

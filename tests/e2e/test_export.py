@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +18,20 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from spurline import Run, load_config
+from spurline.answering.target import open_model, open_run
+from spurline.backends.local.configs import LocalBackendConfig
 from spurline.cli import app
 from spurline.config.loading import LoadedConfig
 from spurline.errors import CheckpointError, ConfigError, RunFailedError, UserError
 from spurline.model import saved_weights
 from spurline.model.adapters.adapter_weights import write_adapter_files
+from spurline.progress import silent
 from spurline.run import export
 from spurline.run.export import export_run
 from spurline.testing.inputs import write_tiny_model, write_tiny_moe_model
 
 ADAPTERS = {"rank": 4, "alpha": 16.0}
+NF4 = ADAPTERS | {"base_dtype": "nf4"}
 
 
 @pytest.fixture
@@ -46,13 +52,17 @@ def trained(config: dict[str, Any], model: Path, **backend: Any) -> LoadedConfig
     config["backend"] |= backend
     config["checkpoint"]["export_hf"] = True
     loaded = load_config(config)
-    Run(loaded).train()
+    result = Run(loaded).train()
+    assert (result.model, result.adapter) == (Path(config["run_dir"]) / "model", None)
     return loaded
 
 
 @pytest.mark.usefixtures("reader_alone")
-@pytest.mark.parametrize("adapters", [None, ADAPTERS], ids=["whole", "adapters"])
-@pytest.mark.parametrize("kind", ["plain", "tied", "experts"])
+@pytest.mark.parametrize(
+    ("kind", "adapters"),
+    [*product(["plain", "tied", "experts"], [None, ADAPTERS]), ("plain", NF4)],
+    ids=[*map("-".join, product(["plain", "tied", "experts"], ["whole", "adapters"])), "plain-nf4"],
+)
 def test_a_checkpoint_is_exported_without_the_model_as_the_run_exports_it(
     base_config: dict[str, Any], tmp_path: Path, kind: str, adapters: dict[str, Any] | None
 ) -> None:
@@ -64,6 +74,22 @@ def test_a_checkpoint_is_exported_without_the_model_as_the_run_exports_it(
     before, after = (AutoModelForCausalLM.from_pretrained(folder) for folder in (model, tmp_path / "exported"))
     changed = [name for name, value in after.state_dict().items() if not torch.equal(value, before.state_dict()[name])]
     assert changed
+    assert_answers_as_exported(loaded, tmp_path / "exported", tmp_path / "nothing")
+
+
+def assert_answers_as_exported(loaded: LoadedConfig, exported: Path, scratch: Path) -> None:
+    """`spurline generate` computes with the exported weights, of which it makes no copy. scratch: no folder."""
+    checkpoint = str(Path(loaded.config.run_dir) / "checkpoints" / "step-00000003")
+    with pytest.MonkeyPatch.context() as patch:
+        # Whoever makes a temporary file fails.
+        patch.setattr(tempfile, "tempdir", str(scratch))
+        found = open_run(loaded, checkpoint, silent)
+    expected = open_model(str(exported), silent)
+    assert (found.stops, found.sampling, found.context) == (expected.stops, expected.sampling, expected.context)
+    assert found.tokenizer.chat_template == expected.tokenizer.chat_template
+    state = found.causal.state_dict()
+    assert state.keys() == expected.causal.state_dict().keys()
+    assert all(torch.equal(state[name], value) for name, value in expected.causal.state_dict().items())
 
 
 def test_adapters_on_random_weights_are_exported_too(base_config: dict[str, Any], tmp_path: Path) -> None:
@@ -71,6 +97,14 @@ def test_adapters_on_random_weights_are_exported_too(base_config: dict[str, Any]
     loaded = trained(base_config, Path(base_config["model"]["path"]), lora=ADAPTERS)
     export_run(loaded, tmp_path / "exported")
     assert contents(tmp_path / "exported") == contents(Path(base_config["run_dir"]) / "model")
+
+
+def test_a_backend_that_alone_can_read_its_checkpoints_is_built_to_answer(
+    base_config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = trained(base_config, Path(base_config["model"]["path"]), lora=ADAPTERS)
+    monkeypatch.setattr(LocalBackendConfig, "checkpoint_reader", None)
+    assert_answers_as_exported(loaded, Path(base_config["run_dir"]) / "model", tmp_path / "nothing")
 
 
 def test_adapters_are_not_merged_with_weights_that_have_changed_since(
@@ -118,6 +152,7 @@ def test_ranks_answer_prompts_and_export_as_their_checkpoint_is_exported(
     assert answers[0].read_text() == answers[1].read_text()
     export_run(many, tmp_path / "exported")
     assert contents(tmp_path / "exported") == contents(Path(many.config.run_dir) / "model")
+    assert_answers_as_exported(many, tmp_path / "exported", tmp_path / "nothing")
 
 
 @pytest.mark.usefixtures("reader_alone")

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
+from run_helpers import wait_for
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from warm_runs import WarmRuns
 
 from spurline import Run, load_config
 from spurline.answering import command
@@ -86,6 +91,75 @@ def test_prompts_come_from_arguments_files_and_standard_input(
     assert len({raw["response"], with_system["response"], answers(again)[0]["response"]}) > 1
 
 
+@pytest.mark.parametrize("kind", ["csv", "parquet", "json", "folder"])
+def test_prompts_are_read_from_all_that_data_train_takes(
+    spurline: Spurline, spurline_tiny_model: Path, tmp_path: Path, kind: str
+) -> None:
+    rows = datasets.Dataset.from_list([{"question": "say 3", "answer": "3"}, {"question": "say 4", "answer": "4"}])
+    file = tmp_path / f"rows.{kind}"
+    if kind == "csv":
+        rows.to_csv(file)
+    elif kind == "parquet":
+        rows.to_parquet(file)
+    elif kind == "json":
+        file.write_text(json.dumps(list(rows)))
+    else:
+        file.mkdir()
+        rows.to_json(file / "train.jsonl")
+    ask = ("generate", spurline_tiny_model, "--json", "--max-new-tokens", "2", "--file", file)
+    code, out, err = spurline(*ask, "--column", "prompt=question")
+    assert code == 0, err
+    assert [found["prompt"] for found in answers(out)] == ["say 3", "say 4"]
+    if kind == "csv":
+        code, out, err = spurline(*ask)
+        assert (code, out) == (2, "")
+        assert re.search(r"rows.csv row 0: the columns \(answer, question\) .*--column prompt=NAME", err), err
+        code, _, err = spurline(*ask, "--column", "prompt=quest")
+        assert (code, "Did you mean 'question'?" in err) == (2, True), err
+
+
+def test_a_file_is_read_with_the_columns_of_the_runs_data_where_it_has_them(
+    spurline: Spurline, base_config: Config, tmp_path: Path
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"question": "say 3", "answer": "3"}\n' * 8)
+    columns = {"prompt": "question", "completion": "answer"}
+    Run(
+        load_config(
+            base_config | {"steps": 1, "data": base_config["data"] | {"train": {"path": str(file), "columns": columns}}}
+        )
+    ).train()
+    ask = ("generate", base_config["run_dir"], "--json", "--max-new-tokens", "2", "--file")
+    code, out, err = spurline(*ask, file)
+    assert code == 0, err
+    assert {found["prompt"] for found in answers(out)} == {"say 3"}
+    (tmp_path / "other.jsonl").write_text('{"prompt": "say 4"}\n')
+    assert answers(spurline(*ask, tmp_path / "other.jsonl")[1])[0]["prompt"] == "say 4"
+
+
+@pytest.mark.processes
+def test_ctrl_c_ends_an_answer_half_way_and_keeps_those_before_it(
+    warm_runs: WarmRuns, spurline_tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
+    file, output = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"say {number}"}) + "\n" for number in range(500)))
+    words = ("generate", spurline_tiny_model, "--file", file, "--json", "--max-new-tokens", "100")
+    process = warm_runs.start(*words, output=output)
+    wait_for(lambda: output.is_file() and output.read_text().count('"tokens"') >= 2, "two answers")
+    before = output.read_text()
+    os.kill(process.pid, signal.SIGINT)
+    assert process.wait(30) == 130
+    # Errors go to the same place here.
+    assert output.read_text().startswith(before)
+    *lines, end = output.read_text().splitlines()[1:]
+    assert end == "Interrupted."
+    assert [json.loads(line)["prompt"] for line in lines] == [f"say {number}" for number in range(len(lines))]
+    assert 2 <= len(lines) < 500
+    assert [path for path in (tmp_path / "scratch").iterdir() if not path.name.startswith("torchinductor")] == []
+
+
 def test_a_run_that_samples_is_asked_as_it_samples_and_a_seed_repeats_it(spurline: Spurline, rl_config: Config) -> None:
     rl_config["steps"] = 1
     rl_config["source"]["sampling"] = {"temperature": 0.7, "max_new_tokens": 6}
@@ -141,7 +215,9 @@ def test_a_conversation_goes_on_until_it_begins_anew_or_ends(
         (["\udcff"], r"the prompt is no Unicode text: .*surrogates not allowed. Write it in UTF-8"),
         (["say 3", "--temperature", "nan"], r"--temperature must be 0"),
         (["say 3", "--stop", ""], r"--stop must be a text with at least one character"),
-        (["--file", "nowhere.jsonl"], r"--file nowhere.jsonl cannot be read: .*No such file"),
+        (["--file", "nowhere.jsonl"], r"nowhere.jsonl: no such file"),
+        (["--column", "prompt=question", "say 3"], r"--column says .* Give --file as well"),
+        (["--file", "nowhere.jsonl", "--column", "question"], r"--column is NAME=COLUMN"),
     ],
 )
 def test_what_cannot_be_answered_says_why(
@@ -152,12 +228,32 @@ def test_what_cannot_be_answered_says_why(
     assert re.search(message, err)
 
 
+def test_a_mistyped_place_is_told_before_anything_is_loaded(
+    spurline: Spurline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "runs" / "nose").mkdir(parents=True)
+    code, _, err = spurline("generate", tmp_path / "runs" / "nope", "x")
+    assert (code, "runs/nope: there is no such folder. Did you mean 'nose'?" in err) == (2, True), err
+    monkeypatch.setattr(command, "opened", lambda *_: pytest.fail("loaded"))
+    code, _, err = spurline("generate", "any", "--file", tmp_path / "nope.jsonl")
+    assert (code, "nope.jsonl: no such file" in err) == (2, True), err
+
+
+def test_letters_stay_what_they_are_in_json_and_commands_to_a_terminal_do_not(
+    spurline: Spurline, spurline_tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "answer", lambda *_: [command.Answer("\x9b31mBjørn", 1, "stop")])
+    _, out, _ = spurline("generate", spurline_tiny_model, "Åse", "--json")
+    assert out.startswith('{"prompt": "Åse", "response": "\\u009b31mBjørn", ')
+    assert answers(out)[0]["response"] == "\x9b31mBjørn"
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
         ('{"messages": [{"role": "assistant", "content": "x"}]}', "rows.jsonl:2: has an assistant's turn and nothing"),
         ('{"prompt": "\\ud800"}', "rows.jsonl:2: "),
-        ("[" * 100_000, "rows.jsonl:2: is not JSON"),
+        ("[" * 100_000, "rows.jsonl:2: not valid JSON"),
         (json.dumps({"prompt": "say 3 " * 2000}), "tokens, and the model sees"),
     ],
     ids=["no question", "half a pair", "deep", "long"],
@@ -180,6 +276,23 @@ def test_without_standard_input_a_prompt_is_asked_for(
     monkeypatch.setattr("sys.stdin", None)
     code, _, err = spurline("generate", spurline_tiny_model)
     assert (code, "there is no standard input" in err) == (2, True)
+
+
+def test_a_stop_text_that_begins_in_the_prompt_ends_no_answer(spurline_tiny_model: Path) -> None:
+    target = command.open_model(str(spurline_tiny_model), lambda _: None)
+    prompt = command.raw_prompt(target, "say 3")
+
+    def asked(*stop: str) -> command.Answer:
+        [found] = command.answer(target, prompt, command.Sampling(max_new_tokens=6, stop=stop))
+        return found
+
+    free = asked()
+    assert free.finish_reason == "length"
+    begun = f"3{free.text[0]}"
+    assert begun not in free.text
+    assert asked(begun) == free
+    ended = asked("nowhere", free.text[0])
+    assert (ended.finish_reason, ended.tokens) == ("stop", 1)
 
 
 def test_an_answer_ends_at_a_stop_text_without_what_pads_it_to_the_length_of_others(

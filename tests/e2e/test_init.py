@@ -12,6 +12,8 @@ import typer
 from ruamel.yaml import YAML
 
 from spurline import Run, load_config
+from spurline.first_config import command, init_command
+from spurline.first_config.columns import guessed_columns
 from spurline.first_config.survey import DataFacts, ModelFacts
 from spurline.first_config.text import Choices, config_text
 
@@ -43,6 +45,12 @@ def rows(path: Path, row: dict[str, Any], count: int = 40) -> Path:
             ("--reward", "exact_match", "--no-lora"),
             {"source": "rollouts", "task": "prompts of conversations"},
         ),
+        (CHAT, ("--task", "async"), {"source": "async_rollouts", "loss": "ppo", "task": "prompts of conversations"}),
+        (
+            {"question": "one", "answer": "two", "system_prompt": "three"},
+            (),
+            {"source": "sft", "columns": {"instruction": "question", "output": "answer", "system": "system_prompt"}},
+        ),
     ],
 )
 def test_what_is_written_plans_clean_and_can_be_trained(
@@ -72,15 +80,110 @@ def test_what_is_written_plans_clean_and_can_be_trained(
     assert expected.get("task", "") in out
     config = load_config(file).config
     assert config.source.name == expected["source"]
+    assert config.data.train[0].columns == config.data.eval[0].columns == expected.get("columns", {})
     assert config.loss.name == expected.get("loss", config.loss.name)
     assert config.steps == expected.get("steps", config.steps)
     assert config.epochs == expected.get("epochs", config.epochs)
     assert (config.backend.adapters is not None) == ("rank" in expected)
     settings = [line for line in file.read_text().splitlines() if "  # " in line]
     assert len({line.index(" # ") for line in settings if line.index(" # ") <= 33}) == 1, settings
-    if expected["source"] != "rollouts":
+    if expected["source"] not in ("rollouts", "async_rollouts"):
         result = Run(load_config(file, ["steps=1", "epochs=null", "backend.device=cpu"])).train()
         assert result.status == "finished"
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("warm_children")
+def test_the_first_asynchronous_run_trains_as_it_is_written(
+    spurline: Spurline, spurline_tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = rows(tmp_path / "train.jsonl", {"question": "say 1", "answer": "1"})
+    given = ("--model", spurline_tiny_model, "--data", data, "--task", "async", "--steps", "2", "--yes", "--no-plan")
+    assert spurline("init", "run.yaml", *given)[0] == 0
+    # Smaller, and nothing else.
+    sizes = {"prompts_per_step": 4, "samples_per_prompt": 2, "sampling.max_new_tokens": 4}
+    less = [*(f"source.{name}={size}" for name, size in sizes.items()), "minibatches.prompts_per_minibatch=2"]
+    result = Run(load_config(tmp_path / "run.yaml", less)).train()
+    assert (result.status, result.step) == ("finished", 2)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "engine", "staleness"),
+    [(0, "child_process", 2), (1, "{'name': 'vllm', 'placement': 'colocated'}", 1), (2, "vllm", 2)],
+)
+def test_what_generates_beside_training_is_chosen_by_the_gpus(
+    spurline: Spurline,
+    spurline_tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: int,
+    engine: str,
+    staleness: int,
+) -> None:
+    monkeypatch.setattr(command, "num_gpus", lambda: gpus)
+    monkeypatch.setattr(command, "find_spec", lambda _: True)
+    data = rows(tmp_path / "train.jsonl", CHAT)
+    given = ("--model", spurline_tiny_model, "--data", data, "--task", "async", "--yes", "--no-plan")
+    code, _, err = spurline("init", tmp_path / "run.yaml", *given)
+    assert code == 0, err
+    source = YAML(typ="safe", pure=True).load(tmp_path / "run.yaml")["source"]
+    assert (str(source["engine"]), source["max_staleness"]) == (engine, staleness)
+    monkeypatch.setattr(command, "installed_plugins", dict)
+    code, _, err = spurline("init", tmp_path / "other.yaml", *given)
+    assert (code, "pip install spurline-async-rl" in err, (tmp_path / "other.yaml").exists()) == (2, True, False)
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"Question": "a", "Response": "b"}, {"instruction": "Question", "output": "Response"}),
+        ({"prompt": "a", "response": "b"}, {"completion": "response"}),
+        ({"instruction": "a", "response": "b"}, {"output": "response"}),
+        (
+            {"context": "a", "question": "b", "answer": "c"},
+            {"instruction": "question", "output": "answer", "input": "context"},
+        ),
+        ({"conversation": [{"role": "user", "content": "a"}]}, {"messages": "conversation"}),
+        ({"question": "a", "chosen": "b", "rejected": "c"}, {"prompt": "question"}),
+        ({"input": "a", "output": "b"}, {"prompt": "input", "completion": "output"}),
+        ({"content": "a", "number": 1}, {"text": "content"}),
+        # What could be something else stays what it is.
+        ({"title": "a", "document": "b", "summary": "c"}, {}),
+        ({"question": "a", "answer": 3}, {}),
+        ({"question": "a", "answer": None}, {}),
+        ({"prompt": [{"role": "user", "content": "a"}], "answer": "b"}, {}),
+        ({"prompt": "a", "completion": "b", "response": "c"}, {}),
+    ],
+)
+def test_columns_are_guessed_by_names_that_say_one_thing(row: dict[str, Any], expected: dict[str, str]) -> None:
+    assert guessed_columns(row) == expected
+
+
+def test_the_answers_that_prompts_are_compared_with_are_found_too(
+    spurline: Spurline, spurline_tiny_model: Path, tmp_path: Path
+) -> None:
+    row = {"prompt": CHAT["messages"][:1], "reward_model": {"ground_truth": "1"}}
+    given = ("--model", spurline_tiny_model, "--data", rows(tmp_path / "train.jsonl", row), "--yes", "--no-plan")
+    code, out, err = spurline("init", tmp_path / "run.yaml", *given)
+    assert code == 0, err
+    assert "columns: reward_model.ground_truth is read as reference. That is a guess" in out
+    config = load_config(tmp_path / "run.yaml").config
+    assert config.source.name == "rollouts"
+    assert config.data.train[0].columns == {"reference": "reward_model.ground_truth"}
+
+
+def test_columns_that_nobody_can_guess_are_named_by_an_option(
+    spurline: Spurline, spurline_tiny_model: Path, tmp_path: Path
+) -> None:
+    data = rows(tmp_path / "train.jsonl", {"frage": "1", "antwort: x": "2"})
+    given = ("--model", spurline_tiny_model, "--data", data, "--yes", "--no-plan")
+    code, _, err = spurline("init", tmp_path / "run.yaml", *given)
+    assert (code, "--column instruction=NAME --column output=NAME" in err) == (2, True), err
+    named = ("--column", "instruction=frage", "--column", "output=antwort: x")
+    code, _, err = spurline("init", tmp_path / "run.yaml", *given, *named)
+    assert code == 0, err
+    assert load_config(tmp_path / "run.yaml").config.data.train[0].columns["output"] == "antwort: x"
 
 
 def test_a_terminal_is_asked_for_what_was_not_given(
@@ -112,7 +215,10 @@ def test_a_terminal_is_asked_for_what_was_not_given(
         (("--data", "DATA"), "--model is missing: which model"),
         (("--model", "MODEL"), "--data is missing: which training data"),
         (("--model", "MODEL", "--data", "DATA", "--task", "dpo"), "--task dpo needs rows with chosen and rejected"),
-        (("--model", "MODEL", "--data", "DATA", "--task", "stf"), "is none of sft, dpo, rl. Did you mean 'sft'?"),
+        (
+            ("--model", "MODEL", "--data", "DATA", "--task", "stf"),
+            "is none of sft, dpo, rl, async. Did you mean 'sft'?",
+        ),
         (("--model", "MODEL", "--data", "DATA", "--reward", "x"), "--reward is for reinforcement learning"),
         (
             ("--model", "MODEL", "--data", "DATA", "--epochs", "1", "--steps", "1"),
@@ -133,6 +239,18 @@ def test_what_is_missing_or_wrong_is_named_and_nothing_is_written(
     assert code == 2
     assert message in err
     assert not (tmp_path / "run.yaml").exists()
+
+
+def test_what_a_glance_tells_is_told_before_anything_large_is_imported(
+    spurline: Spurline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> None:
+        raise AssertionError("imported")
+
+    monkeypatch.setattr(init_command, "importing_libraries", refuse)
+    (tmp_path / "run.yaml").write_text("mine")
+    assert "exists. Give --force" in spurline("init", tmp_path / "run.yaml")[2]
+    assert "--data is missing" in spurline("init", tmp_path / "new.yaml", "--model", "m", "--yes")[2]
 
 
 @pytest.mark.parametrize(
@@ -158,5 +276,8 @@ def test_a_file_that_is_there_stays(spurline: Spurline, spurline_tiny_model: Pat
     assert (code, "is YAML" in err, (tmp_path / "run.toml").exists()) == (2, True, False)
 
 
-def test_whoever_has_no_config_hears_of_it(spurline: Spurline, tmp_path: Path) -> None:
-    assert "`spurline init` writes one" in spurline("train", tmp_path / "run.yaml")[2]
+@pytest.mark.parametrize("command", ["train", "plan", "data", "doctor"])
+def test_whoever_has_no_config_hears_of_it(spurline: Spurline, tmp_path: Path, command: str) -> None:
+    for words in ((tmp_path / "run.yaml",), ()):
+        code, _, err = spurline(command, *words)
+        assert (code, "`spurline init` writes one" in err) == (2, True), err

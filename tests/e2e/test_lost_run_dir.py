@@ -225,7 +225,7 @@ def test_what_fails_while_the_rest_is_saved_does_not_end_the_run_as_if_in_order(
 
     def lose() -> None:
         shutil.rmtree(base_config["run_dir"])
-        monkeypatch.setattr("spurline.run.run.save_state", fail)
+        monkeypatch.setattr("spurline.run.saving.save_state", fail)
 
     loaded.host.attach(AtStart(4, lose), "lose")
     with pytest.raises(ValueError, match="no state"):

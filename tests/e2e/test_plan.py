@@ -217,4 +217,4 @@ def test_a_plan_refuses_what_training_refuses_by_the_config_of_the_model(
     mixture = write_tiny_moe_model(tmp_path / "mixture", output_router_logits=True)
     base_config["model"] = {"path": str(mixture), "tokenizer": dense["path"]}
     [problem] = make_plan(load_config(base_config)).problems
-    assert f"{mixture} sets output_router_logits, by which transformers adds" in str(problem)
+    assert f"{mixture} (Qwen3MoeForCausalLM) sets output_router_logits, by which transformers adds" in str(problem)

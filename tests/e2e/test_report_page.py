@@ -14,6 +14,8 @@ from rl_run_record import RL_SUMMARY, rl_metrics
 from spurline.plugins.host import PluginHost
 from spurline.protocols.report_panel import RunRecord
 from spurline.report.comparison import write_comparison
+from spurline.report.document import document
+from spurline.report.figure import line, step_figure
 from spurline.report.page import default_panels, write_report
 
 pytestmark = [pytest.mark.processes, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is on the PATH")]
@@ -67,3 +69,30 @@ def test_a_comparison_draws_a_curve_for_each_run_and_folded_ones_when_they_are_o
     finally:
         browser.call("Emulation.clearDeviceMetricsOverride")
     assert browser.complaints == []
+
+
+def test_names_of_runs_and_metrics_stand_in_plots_as_they_are(browser: Browser, tmp_path: Path) -> None:
+    names = ["<b>bold< b>", "--series-2", "a &lt; b & $x^2$ %{y}"]
+    metric = "eval/<i>set</i> &amp; more"
+    runs = [write_run(tmp_path / name, 12, lr=number + 1, more={metric: 1.0}) for number, name in enumerate(names)]
+    opened(browser, write_comparison(runs, tmp_path / "comparison.html"))
+    plots = "[...document.querySelectorAll('.plot:has(svg)')]"
+    texts = f"{plots}.map(plot => [...plot.querySelectorAll({{0!r}})].map(e => e.textContent))"
+    assert browser.run(texts.format(".legendtext")) == [names] * browser.run(f"{plots}.length")
+    assert [metric] in browser.run(texts.format(".ytitle"))
+    pointed = "document.querySelector('.plot')"
+    browser.run(f"Plotly.Fx.hover({pointed}, {{xval: 4}}, 'xy')")
+    hovers = f"[...{pointed}.querySelectorAll('.hoverlayer .legendtext')].map(e => e.textContent.split(' : ')[0])"
+    browser.wait(f"{hovers}.length")
+    assert browser.run(hovers) == names
+    assert browser.complaints == []
+
+
+def test_a_packed_body_is_shown_with_its_plots(browser: Browser, tmp_path: Path) -> None:
+    plot = step_figure([line("run", [1, 2], [1.0, 2.0], "--series-1")], "loss", label="loss")
+    page = tmp_path / "packed.html"
+    page.write_text(document("Packed", f"<h1>Runs &lt;b&gt;</h1>{plot}", packs_body=True))
+    assert "<h1>" not in page.read_text()
+    opened(browser, page)
+    assert browser.run("document.querySelector('main h1').textContent") == "Runs <b>"
+    assert browser.run("document.querySelectorAll('.scatterlayer path.js-line').length") == 1

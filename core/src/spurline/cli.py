@@ -1,6 +1,7 @@
-"""The `spurline` command: parse, build, run.
+"""The `spurline` command: which commands there are, and how each ends, by an error too.
 
-Heavy libraries are imported inside the commands that need them, so that `--help` and config errors answer at once.
+Commands with work of their own stand beside it. Heavy libraries are imported inside the commands that need them, so
+that `--help` and config errors answer at once.
 """
 
 from __future__ import annotations
@@ -8,51 +9,22 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import shlex
 import sys
 import threading
 import traceback
-from contextlib import AbstractContextManager, ExitStack
-from contextvars import ContextVar
-from dataclasses import asdict, replace
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
 import typer.core
 
-from spurline.errors import ConfigError, SpurlineError, UserError, listing, suggestion
-from spurline.importing import importing
-from spurline.terminal import is_person_asking, printable
-
-if TYPE_CHECKING:
-    from spurline.config.loading import LoadedConfig
-    from spurline.protocols.backend import Finding
-    from spurline.run.run import RunResult
-
-ConfigArgument = Annotated[Path, typer.Argument(help="Run config: a YAML file, or TOML by suffix.")]
-RunDirArgument = Annotated[Path, typer.Argument(help="Folder of a run, with its config.json.")]
-
-
-def _check_overrides(overrides: list[str] | None) -> list[str] | None:
-    """Refuse `--set steps 5` by what it means, before the left over `5` is refused without saying why."""
-    for override in overrides or ():
-        if "=" not in override:
-            raise UserError(
-                f"--set: '{override}' is not KEY=VALUE, such as '{override or 'steps'}=5', without a space."
-            )
-    return overrides
-
-
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Override a setting, e.g. optimizer.learning_rate=1e-4.",
-        callback=_check_overrides,
-    ),
-]
+from spurline.answering.generate_command import generate
+from spurline.cli_options import OWNS_PROCESS, load, load_run
+from spurline.errors import SpurlineError, UserError, listing, suggestion
+from spurline.first_config.init_command import init
+from spurline.run.commands import data, diagnose_run, export, plan, train
+from spurline.terminal import OutputLostError, output_told_apart, printable, write_nowhere
 
 
 class CommandGroup(typer.core.TyperGroup):
@@ -114,163 +86,6 @@ def _common(
     """Spurline: LLM post-training with one loop, strict config and exact resume."""
 
 
-@app.command()
-def train(
-    config: ConfigArgument,
-    overrides: SetOption = None,
-    resume: Annotated[str, typer.Option(help="auto, never, or the path of a checkpoint folder.")] = "auto",
-    allow_change: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY", help="Let a resume change this setting, e.g. optimizer.learning_rate."),
-    ] = None,
-) -> None:
-    """Train, or continue training, what the config describes."""
-    loaded = _load(config, overrides)
-    from spurline.trackers.start_lines import StartLines, banner
-
-    start = StartLines.of(loaded)
-    start.show(banner(loaded))
-    start("loading PyTorch and transformers")
-    with _importing():
-        from spurline.run.run import Run
-
-    try:
-        result = Run(loaded, resume, allow_change or (), start).train()
-    except ConfigError as error:
-        raise error.in_file(loaded.origin) from error
-    _print_result(result)
-    if result.signal is not None:
-        raise typer.Exit(128 + result.signal)
-
-
-@app.command()
-def plan(
-    config: ConfigArgument,
-    overrides: SetOption = None,
-    gpu_gib: Annotated[
-        float | None, typer.Option(metavar="GIB", min=1, help="Memory of the GPUs, where the run trains elsewhere.")
-    ] = None,
-) -> None:
-    """Check config, data and memory, and say what training would do. Exit code 2 on any problem."""
-    loaded = _load(config, overrides)
-    from spurline.trackers.start_lines import StartLines
-
-    start = StartLines.of(loaded)
-    start("loading PyTorch and transformers")
-    with _importing():
-        from spurline.run.plan import make_plan
-
-    made = make_plan(loaded, progress=start, device_bytes=None if gpu_gib is None else int(gpu_gib * 2**30))
-    for heading, lines in made.sections.items():
-        typer.echo(f"{heading}:")
-        for line in lines:
-            typer.echo(printable(f"  {line}"))
-    for problem in made.problems:
-        typer.echo(printable(f"Error: {problem}"), err=True)
-    if made.problems:
-        raise typer.Exit(2)
-    sets = "".join(f" --set {shlex.quote(override)}" for override in overrides or ())
-    typer.echo(f"No problems found. Train with: spurline train {shlex.quote(str(config))}{sets}")
-
-
-@app.command()
-def data(
-    config: ConfigArgument,
-    overrides: SetOption = None,
-    rows: Annotated[int, typer.Option(metavar="N", min=1, help="How many rows, or prompts, are shown.")] = 3,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write an HTML page instead; it shows every token.")
-    ] = None,
-    whole: Annotated[bool, typer.Option("--whole", help="Read all of large data, as training does.")] = False,
-) -> None:
-    """Show the first rows as they will be trained: every token, which are trained, what was cut or left out."""
-    loaded = _load(config, overrides)
-    from spurline.trackers.start_lines import StartLines
-
-    start = StartLines.of(loaded)
-    start("loading PyTorch and transformers")
-    with _importing():
-        from spurline.run.shown_data.page import write_page
-        from spurline.run.shown_data.sequences import ROW_LIMIT, show_data
-        from spurline.run.shown_data.terminal import print_data
-
-    try:
-        shown = show_data(loaded, rows, None if whole else ROW_LIMIT, start)
-    except ConfigError as error:
-        raise error.in_file(loaded.origin) from error
-    if html is None:
-        print_data(shown, sys.stdout)
-    else:
-        write_page(shown, html)
-        typer.echo(html)
-
-
-@app.command()
-def init(
-    file: Annotated[Path, typer.Argument(help="Where to write the config.")] = Path("run.yaml"),
-    model: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Folder of a model, or its name on the hub.")
-    ] = None,
-    data: Annotated[
-        str | None, typer.Option(metavar="DATA", help="Training rows: a file, a folder, a hub name.")
-    ] = None,
-    task: Annotated[
-        str | None, typer.Option(metavar="sft|dpo|rl", help="What to train; otherwise the rows decide.")
-    ] = None,
-    held_out: Annotated[str | None, typer.Option("--eval", metavar="DATA", help="Held-out rows.")] = None,
-    reward: Annotated[str | None, typer.Option(metavar="REWARD", help="For rl: a name, or file.py:function.")] = None,
-    lora: Annotated[bool | None, typer.Option("--lora/--no-lora", help="Train adapters, or all weights.")] = None,
-    epochs: Annotated[float | None, typer.Option(metavar="N", help="Passes over the data.")] = None,
-    steps: Annotated[int | None, typer.Option(metavar="N", help="Training steps.")] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Ask nothing; take what is usual.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
-    no_plan: Annotated[bool, typer.Option("--no-plan", help="Do not plan the run that was written.")] = False,
-) -> None:
-    """Write a commented config for a model and data, and plan it. Asks for what is not given."""
-    if task not in (None, "sft", "dpo", "rl"):
-        raise UserError(f"--task {task}: is none of sft, dpo, rl.{suggestion(str(task), ['sft', 'dpo', 'rl'])}")
-    from spurline.trackers.start_lines import StartLines
-
-    start = StartLines(quiet=False)
-    start("loading PyTorch and transformers")
-    with _importing():
-        from spurline.first_config.command import Wishes, write_first_config
-
-    wishes = Wishes(model, data, cast(Any, task), held_out, reward, lora, epochs, steps)
-    for line in write_first_config(file, wishes, start, force=force, may_ask=not yes):
-        typer.echo(line)
-    typer.echo(f"Wrote {file}.")
-    if not no_plan:
-        plan(file)
-
-
-@app.command(name="doctor")
-def diagnose_run(
-    config: ConfigArgument,
-    overrides: SetOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print all findings as JSON.")] = False,
-) -> None:
-    """Look at machine, folders, devices and ranks as a run would meet them. Exit code 2 on any problem."""
-    loaded = _load(config, overrides)
-    from spurline.trackers.start_lines import StartLines
-
-    StartLines.of(loaded)("loading PyTorch and transformers")
-    with _importing():
-        from spurline.run.doctor import find
-
-    findings: list[Finding] = []
-    for finding in find(loaded):
-        findings.append(finding)
-        if not as_json:
-            typer.echo(f"{'problem' if finding.fix else 'ok':8} {finding.what}: {finding.value}")
-            if finding.fix:
-                typer.echo(f"{'':8} fix: {finding.fix}")
-    if as_json:
-        typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
-    if any(finding.fix for finding in findings):
-        raise typer.Exit(2)
-
-
 @plugins_app.callback()
 def plugins(
     ctx: typer.Context,
@@ -283,7 +98,7 @@ def plugins(
         return
     from spurline.plugins.listing import enabled_lines, installed_lines
 
-    lines = enabled_lines(_load(config, None)) if config is not None else installed_lines()
+    lines = enabled_lines(load(config, None)) if config is not None else installed_lines()
     typer.echo("\n".join(lines))
 
 
@@ -298,7 +113,6 @@ def doctor() -> None:
         raise typer.Exit(2)
 
 
-@app.command()
 def report(
     run_dirs: Annotated[list[Path], typer.Argument(help="Folders of runs, finished or going on.")],
     out: Annotated[
@@ -316,10 +130,9 @@ def report(
         return
     if out is not None:
         raise UserError("--out is for a comparison of several runs: the report of one is RUN_DIR/report.html.")
-    typer.echo(write_run_report(_load_run(run_dirs[0]), RunDirectory(run_dirs[0])))
+    typer.echo(write_run_report(load_run(run_dirs[0]), RunDirectory(run_dirs[0])))
 
 
-@app.command()
 def view(
     run_dirs: Annotated[list[Path], typer.Argument(help="Folders of runs, finished or going on.")],
     port: Annotated[int, typer.Option(min=0, max=65535, help="Where to listen on 127.0.0.1; 0 for a free one.")] = 0,
@@ -331,74 +144,6 @@ def view(
     serve(run_dirs, port, opens_browser=not no_open, say=typer.echo)
 
 
-@app.command()
-def export(
-    run_dir: RunDirArgument,
-    out: Annotated[Path, typer.Argument(help="Folder to write; `from_pretrained` loads it.")],
-    checkpoint: Annotated[str, typer.Option(help="latest, best, or the path of a checkpoint folder.")] = "latest",
-    adapter: Annotated[
-        bool, typer.Option("--adapter", help="Only the LoRA adapter, as a folder for PEFT; else it is merged.")
-    ] = False,
-) -> None:
-    """Write a Hugging Face model folder from a run's checkpoint."""
-    loaded = _load_run(run_dir)
-    with _importing():
-        from spurline.run.export import export_run
-
-    typer.echo(export_run(loaded, out, checkpoint, adapter=adapter))
-
-
-@app.command()
-def generate(
-    target: Annotated[str, typer.Argument(help="Folder of a run, or of a model, or a model's name on the hub.")],
-    prompts: Annotated[
-        list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Without one: standard input, or a conversation.")
-    ] = None,
-    file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="JSON lines with `messages`, `prompt` or other data rows.")
-    ] = None,
-    checkpoint: Annotated[
-        str, typer.Option(help="Of a run: latest, best, or the path of a checkpoint folder.")
-    ] = "latest",
-    system: Annotated[str | None, typer.Option(metavar="TEXT", help="A system message.")] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Go on from plain text, without a chat template.")] = False,
-    max_new_tokens: Annotated[int | None, typer.Option(metavar="N", help="Longest answer.")] = None,
-    temperature: Annotated[float | None, typer.Option(metavar="T", help="0 takes the likeliest token.")] = None,
-    top_p: Annotated[float | None, typer.Option(metavar="P")] = None,
-    top_k: Annotated[int | None, typer.Option(metavar="K")] = None,
-    stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Ends an answer; may be given again.")] = None,
-    count: Annotated[int, typer.Option("-n", min=1, help="Answers to each prompt.")] = 1,
-    seed: Annotated[int, typer.Option(min=0, help="Of sampling.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print an object for each answer.")] = False,
-) -> None:
-    """Answer prompts with a run's checkpoint or a model; how a run samples is what answers are sampled with."""
-    from spurline.trackers.start_lines import StartLines
-
-    given = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
-    chosen = {name: value for name, value in given.items() if value is not None}
-    with ExitStack() as stack:
-        start = StartLines(quiet=as_json)
-        start("loading PyTorch and transformers")
-        with _importing():
-            from spurline.answering import command
-
-        found = command.opened(target, _load_run, checkpoint, stack, start)
-        sampling = replace(found.sampling, **chosen, **({"stop": tuple(stop)} if stop else {}))
-        asked = command.Prompts(found, system, raw=raw)
-        typer.echo(printable(f"{found.words}: {sampling.words()}"), err=True)
-        if not prompts and file is None and is_person_asking():
-            if as_json or raw or count > 1:
-                raise UserError("a conversation in the terminal has no --json, --raw or -n. Give a prompt, or --file.")
-            command.talk(found, asked, sampling, seed)
-            return
-        texts = [command.text_of_input() if text == "-" else text for text in prompts or ()]
-        texts = texts or ([] if file is not None else [command.text_of_input()])
-        every = [(text, asked.of_text(text)) for text in texts]
-        every += [] if file is None else asked.of_file(file)
-        command.answer_all(found, every, sampling, count=count, seed=seed, as_json=as_json)
-
-
-@app.command()
 def schema(
     with_plugin: Annotated[list[str] | None, typer.Option("--plugin", help="Include this plugin's settings.")] = None,
 ) -> None:
@@ -409,60 +154,19 @@ def schema(
     typer.echo(json.dumps(config_model(PluginHost.load(with_plugin or [])).model_json_schema(), indent=2))
 
 
-def _importing() -> AbstractContextManager[None]:
-    """What is imported here stays for good, unless a program called the command: its garbage would stay as well."""
-    return importing(for_good=_OWNS_PROCESS.get())
-
-
-_OWNS_PROCESS = ContextVar("_OWNS_PROCESS", default=False)
-
-
-def _load(config: Path, overrides: list[str] | None) -> LoadedConfig:
-    with importing():
-        from spurline.config.loading import load_config
-
-        return load_config(config, overrides or [])
-
-
-def _load_run(run_dir: Path) -> LoadedConfig:
-    """The config of a finished or running run, its run_dir being the folder given (it may have been moved)."""
-    from spurline.config.loading import load_config
-
-    path = run_dir / "config.json"
-    if not path.is_file():
-        raise UserError(
-            f"{run_dir} is not a run directory: it has no config.json. Give the `run_dir` of a training run."
-        )
-    return load_config({**json.loads(path.read_text(encoding="utf-8")), "run_dir": str(run_dir)}, recorded=True)
-
-
-def _print_result(result: RunResult) -> None:
-    if result.status == "finished" and not result.metrics:
-        early = f" early: {result.stop_reason}" if result.stop_reason else ""
-        fix = "Change or remove stop_when" if early else "Raise steps or epochs"
-        where = f"{printable(early)} at step {result.step:,}"
-        typer.echo(f"Nothing to do: the run already finished{where}. {fix} to go on.")
-    else:
-        finished = "Finished early" if result.stop_reason else "Finished"
-        verb = finished if result.status == "finished" else "Stopped on request"
-        why = f": {result.stop_reason}" if result.stop_reason else ""
-        typer.echo(f"{verb} at step {result.step:,}{printable(why)}{', with warnings:' if result.warnings else '.'}")
-        for warning in result.warnings:
-            typer.echo(printable(f"  - {warning}"))
-    from spurline.trackers.readout import scores_of
-
-    scores = scores_of(result.metrics)
-    if scores:
-        typer.echo(
-            "  held-out: " + ", ".join(f"{name.removeprefix('eval/')} {value:.4g}" for name, value in scores.items())
-        )
-    if result.best is not None:
-        typer.echo("  best: {metric} {value:.4g} at step {step:,}".format_map(result.best))
-    for name, path in (("checkpoint", result.checkpoint), ("report", result.report)):
-        if path is not None:
-            typer.echo(f"  {name}: {path}")
-    if result.status == "stopped":
-        typer.echo(result.go_on)
+for name, command in {
+    "train": train,
+    "plan": plan,
+    "data": data,
+    "init": init,
+    "doctor": diagnose_run,
+    "report": report,
+    "view": view,
+    "export": export,
+    "generate": generate,
+    "schema": schema,
+}.items():
+    app.command(name)(command)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -500,7 +204,7 @@ def _leave(code: int) -> None:
 def _run_command(arguments: list[str] | None) -> None:
     words = sys.argv[1:] if arguments is None else arguments
     if arguments is None:
-        _OWNS_PROCESS.set(True)
+        OWNS_PROCESS.set(True)
         _end_at_second_signal()
     # `--debug` is accepted anywhere, since one adds it to the command that just failed.
     debug = "--debug" in words
@@ -508,7 +212,16 @@ def _run_command(arguments: list[str] | None) -> None:
     # Downloads would otherwise tell what they are for; read when the library is imported, here and in child processes.
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     try:
-        app(words, standalone_mode=True)
+        with output_told_apart():
+            app(words, standalone_mode=True)
+    except OutputLostError as error:
+        if debug:
+            traceback.print_exc()
+        # What is in the buffer would fail once more when the process ends.
+        with suppress(OSError, ValueError):
+            write_nowhere(sys.stdout.fileno())
+        typer.echo(f"Error: standard output cannot be written: {error.strerror}.", err=True)
+        sys.exit(1)
     except SpurlineError as error:
         if debug:
             traceback.print_exc()

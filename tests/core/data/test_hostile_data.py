@@ -19,10 +19,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spurline.data import local_files, table_checks
+from spurline.data import json_rows, local_files, table_checks
 from spurline.data.configs import HfDatasetConfig, HfStreamConfig, TableLimits
 from spurline.data.hf_dataset import HfDataset
-from spurline.data.local_files import JsonArray
+from spurline.data.json_rows import JsonArray
 from spurline.data.row_streams import HfStream
 from spurline.data.rows import BadRowError, RowView, absent_column_problem, describe
 from spurline.data.table_checks import check_rows, open_parquet
@@ -200,7 +200,7 @@ def test_a_list_is_read_as_the_json_library_reads_it(
     path = tmp_path_factory.getbasetemp() / "array.json"
     path.write_bytes(content)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local_files, "_CHUNK_BYTES", chunk)
+        patch.setattr(json_rows, "_CHUNK_BYTES", chunk)
         try:
             expected = json.loads(content)
         except ValueError:

@@ -17,7 +17,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from spurline.config.run_config import ModelConfig
 from spurline.data import chat_template
 from spurline.data.chat import ChatRenderer
-from spurline.data.chat_template import ChatTemplate, PlainChat, compile_template
+from spurline.data.chat_template import ChatTemplate, PlainChat
+from spurline.data.metered_jinja import compile_template
 from spurline.data.rows import BadRowError
 from spurline.data.template_budget import TemplateTooCostlyError
 from spurline.data.tokenizer import load_tokenizer

@@ -18,6 +18,7 @@ from spurline.config.run_config import ModelConfig
 from spurline.errors import CheckpointError, ConfigError
 from spurline.losses.configs import CrossEntropyConfig
 from spurline.losses.cross_entropy import CrossEntropy
+from spurline.model.trainable import check_trainable
 from spurline.protocols.loss import Objective
 
 OBJECTIVE = Objective(CrossEntropy(CrossEntropyConfig()), 9.0)
@@ -97,7 +98,7 @@ def test_a_pattern_that_freezes_nothing_or_everything_is_refused(
     with pytest.raises(ConfigError, match=message):
         frozen(folder, *freeze)
     with pytest.raises(ConfigError, match=message):
-        LocalBackendConfig().check_model(run_config(folder, model=model_of(folder, *freeze)))
+        check_trainable(run_config(folder, model=model_of(folder, *freeze)))
 
 
 def test_the_second_name_of_a_tied_weight_is_said_to_be_one(tmp_path: Path) -> None:

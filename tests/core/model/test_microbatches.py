@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 
 from spurline.backends.local.backend import cut_rows
 from spurline.backends.local.configs import LocalBackendConfig
-from spurline.model.device_profile import device_profile
-from spurline.model.streams.token_stream import token_stream, tokens_per_row
+from spurline.data.batch import MAY_BE_WIDE
+from spurline.data.dealing import RankShare, deal
+from spurline.model.device_profile import DeviceProfile, device_profile
+from spurline.model.streams.token_stream import share_streams, token_stream, tokens_per_row
 
 PROFILE = device_profile("cpu")
 
@@ -56,6 +58,28 @@ def test_a_stream_of_all_rows_in_another_order_keeps_each_token_in_its_own_segme
     by_length = sorted(samples, key=lambda sample: len(sample.tokens))
     assert stream.input_ids[0].tolist() == [token for sample in by_length for token in sample.tokens]
     assert stream.position_ids[0].tolist() == [position for length in (5, 7, 9, 12) for position in range(length)]
+
+
+def test_narrow_ids_and_positions_are_widened_on_the_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = lay_out(make_samples([5, 9, 7, 12]))
+    narrow = batch.with_tokens(**{name: batch.tokens[name].int() for name in MAY_BE_WIDE})
+    sent: list[torch.Tensor] = []
+
+    def send(_: DeviceProfile, tensor: torch.Tensor) -> torch.Tensor:
+        sent.append(tensor)
+        return tensor
+
+    monkeypatch.setattr(DeviceProfile, "send", send)
+    shares = [RankShare.from_wire(share.to_wire()) for share in deal(narrow, 2).shares]
+    for share in shares:
+        sent.clear()
+        ((_, stream),) = share_streams(share, [], PROFILE)
+        ids, positions = (share.batch.tokens[name] for name in MAY_BE_WIDE)
+        assert ids.dtype == positions.dtype == torch.int32, "widened on its way to the rank"
+        for wide in (stream.input_ids, stream.position_ids, stream.targets):
+            assert wide.dtype == torch.int64
+            crossed = [tensor for tensor in sent if torch.equal(tensor.long(), wide.flatten())]
+            assert [tensor.dtype for tensor in crossed] == [torch.int32], "widened before it was sent"
 
 
 def test_tokens_per_row_does_not_count_padding() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from spurline.losses.configs import CrossEntropyConfig
 from spurline.losses.cross_entropy import CrossEntropy
-from spurline.model.streams.stream_model import TokenLogprobs
+from spurline.model.streams.token_logprobs import TokenLogprobs
 from spurline.protocols.loss import Objective
 
 

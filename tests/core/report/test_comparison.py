@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from spurline.cli import app
 from spurline.errors import RunDirectoryError, UserError
+from spurline.report import comparison
 from spurline.report.comparison import write_comparison
 from spurline.report.document import unpacked
 from spurline.report.record import distinct_names
@@ -32,7 +33,10 @@ def figures(page: Path) -> dict[str, dict[str, Any]]:
 
 def words(page: Path) -> str:
     """What a reader sees beside the plots."""
-    html = re.sub(r"<(script|style).*?</\1>", " ", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    html = page.read_text(encoding="utf-8")
+    if body := re.search(r'id="body">(.*?)</script>', html):
+        html = unpacked(body[1])
+    html = re.sub(r"<(script|style).*?</\1>", " ", html, flags=re.DOTALL)
     return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", html))
 
 
@@ -103,6 +107,46 @@ def test_many_runs_that_differ_in_everything_take_less_than_2_mb_and_say_what_is
     assert page.stat().st_size < 2_000_000
     assert re.search(r"Results .* more metrics: spurline view and metrics.jsonl have them", words(page))
     assert re.search(r"others differ too; config.json", words(page))
+
+
+def test_300_runs_of_50_metrics_and_10_000_steps_take_less_than_2_mb_and_it_is_said_what_is_thinned(
+    tmp_path: Path,
+) -> None:
+    noise = random.Random(7)
+    folders = [tmp_path / f"a-sweep-over-settings-{number}" for number in range(300)]
+    names = [
+        "loss",
+        "reward/mean",
+        "grad_norm",
+        "eval/loss",
+        *(f"group{number % 6}/metric{number}" for number in range(46)),
+    ]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"seed": noise.random(), "lr": noise.random()}))
+        # More points than a curve has then: of 10,000 no other page would be made.
+        lines = [{"step": 769 * step} | {name: noise.random() for name in names} for step in range(1, 14)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = write_comparison(folders, tmp_path / "comparison.html")
+    assert page.stat().st_size < 2_000_000
+    found = words(page)
+    assert found.count("a-sweep-over-settings-299") >= 3
+    said = re.search(r"Curves that stand open have at most (\d+) of 13 points", found)
+    assert said is not None
+    drawn = figures(page)
+    assert max(len(trace["x"]) for trace in drawn["loss"]["data"]) == int(said[1])
+    left_out = re.search(r"not drawn (\d+) more metrics", found)
+    assert left_out is not None
+    assert len(drawn) == 50 - int(left_out[1]) >= 2
+
+
+def test_more_runs_than_a_page_can_name_are_an_error(
+    runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comparison, "_MOST_BYTES", 1_000_000)
+    with pytest.raises(UserError, match="2 runs do not fit on a page of 2 MB"):
+        write_comparison(runs, tmp_path / "comparison.html")
+    assert not (tmp_path / "comparison.html").exists()
 
 
 def test_text_of_runs_is_escaped(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import re
@@ -70,7 +71,17 @@ def test_text_inside_a_figure_cannot_end_its_script_element() -> None:
     assert fragment.count("<script") == 1
     assert "<!--" not in fragment
     assert 'aria-label="a &quot;label&quot;"' in fragment
-    assert content_of(fragment)["data"][0]["name"] == name
+    assert html.unescape(content_of(fragment)["data"][0]["name"]) == name
+
+
+def test_text_is_no_markup_except_where_markup_is_meant() -> None:
+    trace = line("<b>run</b> &amp;", [1], [1.0], "--series-1", hovertext="a<br>b", hovertemplate="%{y}<extra></extra>")
+    layout = {"yaxis": {"title": {"text": "reward<i>"}, "ticktext": ["<sub>"]}}
+    content = content_of(figure([trace], layout, label="x"))
+    drawn, y_axis = content["data"][0], content["layout"]["yaxis"]
+    assert drawn["name"] == "&lt;b&gt;run&lt;/b&gt; &amp;amp;"
+    assert (y_axis["title"]["text"], y_axis["ticktext"]) == ("reward&lt;i&gt;", ["&lt;sub&gt;"])
+    assert (drawn["hovertext"], drawn["hovertemplate"]) == ("a<br>b", "%{y}<extra></extra>")
 
 
 def test_values_that_are_not_finite_become_gaps() -> None:

@@ -107,7 +107,7 @@ def test_text_from_config_samples_and_summary_is_escaped(make_run_dir: RunDirMak
     html = own_html(write_report(read_record(run_dir), panels, run_dir / "report.html"))
     assert "<script>alert" not in html
     assert html.count("&lt;script&gt;alert") > 10
-    assert "\\u003cscript\\u003ealert(1)" in html
+    assert "\\u0026lt;script\\u0026gt;alert(1)" in html
 
 
 def test_no_finished_step_is_said_and_the_rest_is_still_shown(make_run_dir: RunDirMaker, panels: list[Any]) -> None:

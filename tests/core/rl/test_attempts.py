@@ -37,7 +37,7 @@ def make_attempts(
     )
     parts = {"environment": EnvironmentConfig(name="any"), "engine": RolloutEngineConfig(name="any")}
     settings = {"prompts_per_step": 2, "samples_per_prompt": 2, "advantage": GrpoConfig(), **source}
-    return Attempts(RolloutSourceConfig(**parts, **settings), context), engine
+    return Attempts(RolloutSourceConfig(**parts, **settings), context, lambda engine: None), engine
 
 
 def with_sampling(**changes: Any) -> Behaviour:

@@ -15,6 +15,7 @@ from reward_functions import in_process
 from spurline import Run, load_config
 from spurline.config.loading import LoadedConfig
 from spurline.errors import ConfigError, NonFiniteLossError, PluginError
+from spurline.evaluation.loss import LossEvaluation
 from spurline.plugins import ComponentRegistrar, hookimpl
 from spurline.protocols.evaluation import EvaluationConfig
 from spurline.protocols.reward import RewardConfig
@@ -299,8 +300,11 @@ def test_a_length_that_does_not_fit_names_the_evaluation_that_asks_for_it(sft: C
         Run(load_config(sft)).train()
 
 
-def test_a_mistyped_best_metric_is_found_when_its_evaluation_is_first_made(sft: Config) -> None:
+def test_a_mistyped_best_metric_that_only_an_evaluation_tells_is_found_when_it_is_first_made(
+    sft: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not only at the end, where evaluations of different rhythms are all due together."""
+    monkeypatch.setattr(LossEvaluation, "metrics", lambda _: None)
     sft["evaluations"]["few"]["every_steps"] = 3
     sft |= {"steps": 20, "checkpoint": {"keep_best": "eval/all/los"}}
     with pytest.raises(ConfigError, match=r"is eval/all/los, .* Did you mean 'eval/all/loss'"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import sys
+import threading
 import types
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 
 from spurline.errors import ConfigError
 from spurline.protocols.tracker import RunInfo
+from spurline.trackers import wandb
 from spurline.trackers.configs import WandbTrackerConfig
 from spurline.trackers.run_id import stored_run_id
 from spurline.trackers.wandb import ID_FILE, WandbTracker
@@ -21,12 +24,14 @@ class RecordingRun:
         self.options = options
         self.logged: list[tuple[int, dict[str, float]]] = []
         self.num_finishes = 0
+        self.finishing = lambda: None
 
     def log(self, values: dict[str, float], step: int) -> None:
         self.logged.append((step, values))
 
     def finish(self) -> None:
         self.num_finishes += 1
+        self.finishing()
 
 
 @pytest.fixture
@@ -96,6 +101,46 @@ def test_the_id_is_stored_before_the_run_is_opened(tmp_path: Path, runs: list[Re
     with pytest.raises(ConfigError, match="no API key") as caught:
         opened_tracker(tmp_path)
     assert "mode: offline" in str(caught.value)
+
+
+def test_a_service_that_does_not_answer_holds_up_neither_the_end_of_the_run_nor_of_the_process(
+    tmp_path: Path, runs: list[RecordingRun], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WANDB_FINISH_TIMEOUT", "0.02")
+    monkeypatch.setattr(wandb, "_SLACK_S", 0.03)
+    module: Any = sys.modules["wandb"]
+    open_run, unregister = module.init, atexit.unregister
+
+    def init(**options: Any) -> RecordingRun:
+        atexit.register(waiting.wait, 60)
+        return open_run(**options)
+
+    module.init = init
+    waiting = threading.Event()
+    undone: list[Any] = []
+    monkeypatch.setattr(atexit, "unregister", lambda hook: (undone.append(hook), unregister(hook)))
+    tracker = opened_tracker(tmp_path)
+    runs[0].finishing = lambda: waiting.wait(60)
+    tracker.close()
+    assert not waiting.is_set()
+    assert undone == [waiting.wait]
+    threads = [thread for thread in threading.enumerate() if thread.name == "wandb-tracker"]
+    assert [thread.daemon for thread in threads] == [True]
+    waiting.set()
+    told = capsys.readouterr().err
+    assert f"did not take the rest of the run within 0.02 s (WANDB_FINISH_TIMEOUT). It is in {tmp_path}/wandb" in told
+
+
+def test_a_run_that_wandb_cannot_finish_is_told_of_and_is_no_failure(
+    tmp_path: Path, runs: list[RecordingRun], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise ConnectionResetError("the service is gone")
+
+    tracker = opened_tracker(tmp_path)
+    runs[0].finishing = fail
+    tracker.close()
+    assert "could not finish its run (ConnectionResetError: the service is gone)" in capsys.readouterr().err
 
 
 def test_a_missing_library_is_a_config_error_with_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:

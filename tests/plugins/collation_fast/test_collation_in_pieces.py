@@ -57,6 +57,17 @@ def test_the_batch_is_that_of_the_reference(
     assert_batches_equal(batch, RolloutsCollator(config, 9, layout).collate_rollouts(attempts))
 
 
+@pytest.mark.parametrize("kernels", ["numba", "numpy"])
+def test_a_column_that_only_some_pieces_have_is_left_out(kernels: str) -> None:
+    with_experts = make_trajectories([[(3, OWN)]], 1, routed_experts=True)
+    without = make_trajectories([[(2, OWN)]], 2)
+    config, layout = RolloutsCollatorConfig(), ParallelLayout(data=1)
+    blocks = [FlatTurns.of(with_experts), FlatTurns.of(without)]
+    batch = FastRolloutsCollator(config, 9, layout, dirty_kernels(kernels)).collate_flat(blocks)
+    assert "routed_experts" not in batch.tokens
+    assert_batches_equal(batch, RolloutsCollator(config, 9, layout).collate_rollouts([*with_experts, *without]))
+
+
 @given(st.lists(st.integers(1, OWN + 2), max_size=12))
 def test_pieces_hold_every_block_once_in_order_and_join_small_ones_alone(tokens: list[int]) -> None:
     blocks = [FlatTurns.of(make_trajectories([[(0, count)]])) for count in tokens]

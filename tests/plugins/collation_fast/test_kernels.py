@@ -32,8 +32,9 @@ from spurline_collation_fast.kernels.planning import FittingLoops
 PAD = 999
 MODULES = (loops, fitting, planning)
 
-_BOUND = "at_most = min(len(lengths), 2 * int(lengths.sum()) // capacity + 1)"
-_LEAVES = "leaves = 1 << max(0, at_most - 1).bit_length()"
+_BOUND = "return min(len(lengths), 2 * int(lengths.sum()) // capacity + 1)"
+_LEAVES = "leaves = 1 << max(0, num_rows - 1).bit_length()"
+_LONGEST = "total, longest = (int(lengths.sum()), int(lengths.max(initial=0)))"
 _FREE = "loops.longest_first(aligned, np.zeros(int(aligned.max(initial=0)) + 2, np.int64), order)"
 _COUNTS = "a count of a length that no sample has stays 0"
 _LARGER = "a larger tree has more leaves than rows are opened"
@@ -57,8 +58,9 @@ SAME: dict[tuple[str, str], str] = {
     ): "a donor with one sample left gives nothing either",
     ("pack_rows", f"{_FREE} -> {_FREE.replace('2,', '3,')}"): _COUNTS,
     ("pack_rows", f"{_FREE} -> {_FREE.replace('=0', '=1')}"): _COUNTS,
-    ("_room", f"{_BOUND} -> {_BOUND.replace('1)', '2)')}"): _LARGER,
-    ("_room", f"{_BOUND} -> {_BOUND.replace('2 *', '3 *')}"): _LARGER,
+    ("_fit_evenly", f"{_LONGEST} -> {_LONGEST.replace('=0', '=1')}"): "matters without samples only, which need no row",
+    ("_most_rows", f"{_BOUND} -> {_BOUND.replace('1)', '2)')}"): _LARGER,
+    ("_most_rows", f"{_BOUND} -> {_BOUND.replace('2 *', '3 *')}"): _LARGER,
     ("_room", f"{_LEAVES} -> {_LEAVES.replace('- 1', '+ 1')}"): _LARGER,
     ("_room", f"{_LEAVES} -> {_LEAVES.replace('(0', '(1')}"): _LARGER,
     ("_room", f"{_LEAVES} -> {_LEAVES.replace('1 <<', '2 <<')}"): _LARGER,

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from eager_workers import start_for_any_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -38,6 +39,7 @@ from spurline_collation_fast.tokenization.parallel import BlockSource, ParallelT
 from spurline_collation_fast.tokenization.slice_worker import SliceTask
 from spurline_collation_fast.tokenization.slice_workers import SliceWorkers
 from spurline_collation_fast.tokenization.worker_choice import (
+    CLEARLY,
     RowCost,
     available_cores,
     cores_of_quota,
@@ -62,6 +64,10 @@ class TestWhereItIsSoonest(TokenizationContract):
 
 @pytest.mark.slow
 class TestInWorkers(TokenizationContract):
+    @pytest.fixture(autouse=True)
+    def workers_for_any_rows(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        start_for_any_rows(monkeypatch, rows_here=1)
+
     def make_tokenization(self, tokenizer: Any, data: DataConfig) -> ParallelTokenization:
         config = ParallelTokenizationConfig(workers=2, disable_cache=True)
         return ParallelTokenization(config, tokenizer=tokenizer, data=data)
@@ -117,10 +123,23 @@ def mixed_files(folder: Path) -> list[DatasetToTokenize]:
     return [DatasetToTokenize(HfDataset(config), config) for config in configs]
 
 
+def note_workers(patch: pytest.MonkeyPatch) -> list[SliceWorkers]:
+    """Receives every group of workers when it has started."""
+    started: list[SliceWorkers] = []
+    enter = SliceWorkers.__enter__
+    patch.setattr(SliceWorkers, "__enter__", lambda self: started.append(self) or enter(self))
+    return started
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, "auto", 1, 3])
-def test_datasets_of_every_format_come_out_as_in_the_reference(workers: Any, tmp_path: Path) -> None:
+def test_datasets_of_every_format_come_out_as_in_the_reference(
+    workers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sources = mixed_files(tmp_path)
+    if workers != "auto":
+        start_for_any_rows(monkeypatch, rows_here=70)
+    started = note_workers(monkeypatch)
     rules = {"max_length": 120, "train_on": "all_assistants"}
     expected = sequential(sources, **rules)
     assert {"malformed_row", "no_loss_tokens"} <= expected.dropped.keys()
@@ -128,6 +147,8 @@ def test_datasets_of_every_format_come_out_as_in_the_reference(workers: Any, tmp
     result = parallel(sources, {"workers": workers}, **rules)
     assert_equal(result, expected)
     assert result.notes == ()
+    # `auto` would not for so few rows.
+    assert [len(running.process_ids) for running in started] == [workers] * (workers in (1, 3))
 
 
 @pytest.mark.processes
@@ -139,9 +160,7 @@ def test_rows_measured_here_and_rows_of_workers_make_one_whole(
     of_rows(monkeypatch, 70)
     monkeypatch.setattr(block_source, "MEASURE_S", 0.0)
     left: list[int] = []
-    monkeypatch.setattr(
-        block_source, "workers_worth_starting", lambda num_rows, cost, cores: left.append(num_rows) or 2
-    )
+    monkeypatch.setattr(block_source, "workers_worth_starting", lambda num_rows, *others: left.append(num_rows) or 2)
     started: list[range] = []
     make = SliceWorkers.__init__
     monkeypatch.setattr(SliceWorkers, "__init__", lambda self, *args: started.append(args[2]) or make(self, *args))
@@ -158,9 +177,7 @@ def test_whatever_ends_the_rows_encoded_while_workers_start_ends_the_workers(mon
     monkeypatch.setattr(block_source, "MEASURE_S", 0.0)
     monkeypatch.setattr(block_source, "workers_worth_starting", lambda *arguments: 2)
     monkeypatch.setattr(block_source, "rows_while_they_start", lambda cost: 20)
-    running: list[SliceWorkers] = []
-    enter = SliceWorkers.__enter__
-    monkeypatch.setattr(SliceWorkers, "__enter__", lambda self: running.append(self) or enter(self))
+    running = note_workers(monkeypatch)
 
     def interrupt(rows: int) -> None:
         if running:
@@ -240,8 +257,7 @@ def test_data_that_cannot_be_shared_stays_in_this_process_unless_workers_are_for
     dataset = TrappedRows(chat_rows(20))
     dataset.open = lambda: None  # type: ignore[attr-defined]
     sources = [source(dataset)]
-    of_rows(monkeypatch, 4)
-    monkeypatch.setattr(block_source, "MEASURE_S", 0.0)
+    start_for_any_rows(monkeypatch)
     monkeypatch.setattr(block_source, "workers_worth_starting", lambda *arguments: 2)
     result = parallel(sources, {"workers": "auto"})
     assert_equal(result, sequential(sources))
@@ -252,7 +268,11 @@ def test_data_that_cannot_be_shared_stays_in_this_process_unless_workers_are_for
 
 
 @pytest.mark.processes
-def test_the_sections_of_a_whole_run_reach_the_workers(spurline_chat_file: Path, spurline_tiny_model: Path) -> None:
+def test_the_sections_of_a_whole_run_reach_the_workers(
+    spurline_chat_file: Path, spurline_tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start_for_any_rows(monkeypatch)
+    started = note_workers(monkeypatch)
     # The config classes of a run are put together while it is loaded; no module has them.
     loaded = load_config(
         {
@@ -270,6 +290,7 @@ def test_the_sections_of_a_whole_run_reach_the_workers(spurline_chat_file: Path,
     made: Any = registry.create("tokenization", loaded.config.tokenization, tokenizer=TOKENIZER, data=data)
     assert isinstance(made, ParallelTokenization)
     assert_equal(made.tokenize(sources), sequential(sources))
+    assert len(started) == 1
 
 
 class Unread(TrappedRows):
@@ -335,20 +356,57 @@ def test_an_error_leaves_nothing_in_the_cache(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "cost", "cores", "expected"),
+    ("num_rows", "cost", "most", "expected"),
     [
         (10_000, RowCost(600e-6, 1100e-6), 2, 0),
         (1_000_000, RowCost(600e-6, 1100e-6), 2, 0),
         (1_000_000, RowCost(600e-6, 600e-6), 8, 8),
         (1_000_000, RowCost(600e-6, 600e-6), 1, 0),
-        (1_000_000, RowCost(600e-6, 600e-6), 1000, 64),
         (1_000, RowCost(600e-6, 600e-6), 8, 0),
+        # This process goes on while they start, so that they have less to do.
+        (11_000, RowCost(300e-6, 300e-6), 4, 4),
+        (9_000, RowCost(300e-6, 300e-6), 4, 0),
+        (3, RowCost(10.0, 10.0), 8, 3),
     ],
 )
 def test_workers_are_started_only_where_they_are_clearly_sooner(
-    num_rows: int, cost: RowCost, cores: int, expected: int
+    num_rows: int, cost: RowCost, most: int, expected: int
 ) -> None:
-    assert workers_worth_starting(num_rows, cost, cores) == expected
+    assert workers_worth_starting(num_rows, cost, most, CLEARLY) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "cost", "workers", "expected"),
+    [
+        # This process is done before a worker has started.
+        (4_000, RowCost(150e-6, 250e-6), 8, 0),
+        # 5 s of one thread are work for two, and 10 s for four.
+        (20_000, RowCost(250e-6, 250e-6), 8, 2),
+        (20_000, RowCost(500e-6, 500e-6), 8, 4),
+        (20_000, RowCost(500e-6, 500e-6), 3, 3),
+        (1_000_000, RowCost(250e-6, 250e-6), 100, 100),
+        # Eight threads of the tokenizer do here what eight workers would do, but for their start.
+        (40_000, RowCost(82e-6, 600e-6), 8, 0),
+        # Rows that are waited for take a worker as long.
+        (20_000, RowCost(1e-3, 1e-6), 16, 9),
+        (1_000_000, RowCost(250e-6, 250e-6), 1, 0),
+        (1_000_000, RowCost(250e-6, 250e-6), "auto", 64),
+    ],
+)
+def test_a_number_of_workers_is_a_bound_and_each_has_work_that_is_worth_its_start(
+    num_rows: int, cost: RowCost, workers: Any, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_source, "idle_cores", lambda: 1000)
+    item = source(TrappedRows(chat_rows(1)))
+    blocks = BlockSource(SliceTask([item], TOKENIZER, data_config(item)), ParallelTokenizationConfig(workers=workers))
+    assert blocks._workers(num_rows, cost) == expected
+
+
+def test_workers_are_not_started_for_rows_that_are_done_here_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = note_workers(monkeypatch)
+    sources = [source(TrappedRows(chat_rows(600)))]
+    assert_equal(parallel(sources, {"workers": 4}), sequential(sources))
+    assert started == []
 
 
 def test_cores_that_others_use_are_not_counted_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -445,19 +503,12 @@ def test_a_template_that_prints_the_date_is_noted(tmp_path: Path) -> None:
 def test_the_files_of_workers_lie_inside_the_cache_entry_that_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    places: list[Path] = []
-    started = SliceWorkers.__enter__
-
-    def enter(workers: SliceWorkers) -> SliceWorkers:
-        result = started(workers)
-        places.append(workers._folder)
-        return result
-
-    monkeypatch.setattr(SliceWorkers, "__enter__", enter)
+    start_for_any_rows(monkeypatch)
+    started = note_workers(monkeypatch)
     sources = [source(TrappedRows(chat_rows(20)))]
     result = parallel(sources, {"disable_cache": False, "cache_dir": tmp_path, "workers": 2})
     assert_equal(result, sequential(sources))
-    [place] = places
+    [place] = [workers._folder for workers in started]
     assert place.parent.parent == tmp_path
     assert place.parent.name.startswith(".writing-")
     assert list(tmp_path.glob("*/spurline-tokenize*")) == []

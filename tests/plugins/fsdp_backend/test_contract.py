@@ -10,9 +10,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from fast_collators import WithFastCollators
 from fsdp_layouts import on
 
-from spurline.testing import BackendContract, PluginContract, write_tiny_model, write_tiny_moe_model
+from spurline.testing import PluginContract, write_tiny_model, write_tiny_moe_model
 
 IN_SHORT = ("loss_and_gradient_norm", "gradients_equal", "packed_and_padded", "hugging_face_names", "uneven_work")
 ONE = ("gradients_equal",)
@@ -24,7 +25,7 @@ class TestPlugin(PluginContract):
 
 
 @pytest.mark.processes
-class FsdpContract(BackendContract):
+class FsdpContract(WithFastCollators):
     plugins = ("fsdp_backend",)
     keeps_open = True
 

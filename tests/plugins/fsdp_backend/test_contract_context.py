@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from fast_collators import WithFastCollators
 from fsdp_layouts import on
 
 from spurline.errors import ConfigError, ModelError
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.processes
 Pair = tuple[Backend, Backend, ParallelLayout]
 
 
-class TestContext(BackendContract):
+class TestContext(WithFastCollators):
     """In every run what ranks that share sequences compute; they save, write and lend as others do."""
 
     plugins = ("fsdp_backend",)
@@ -41,6 +42,7 @@ class TestContext(BackendContract):
         "gradients_equal",
         "wrong_gradient_scale",
         "packed_and_padded",
+        "narrow_or_wide",
         "alternate",
         "uneven_work",
         "logprobs_are",

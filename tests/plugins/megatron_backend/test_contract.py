@@ -10,9 +10,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from fast_collators import WithFastCollators
 from megatron_layouts import on, write_llama3, write_qwen3, write_qwen3_moe, write_qwen25
 
-from spurline.testing import BackendContract, PluginContract
+from spurline.testing import PluginContract
 
 ONE = ("gradients_equal",)
 NONE = ()
@@ -23,7 +24,7 @@ class TestPlugin(PluginContract):
 
 
 @pytest.mark.processes
-class MegatronContract(BackendContract):
+class MegatronContract(WithFastCollators):
     plugins = ("megatron_backend",)
     dropout = 0.0
     keeps_open = True
@@ -41,6 +42,7 @@ class TestPipeline(MegatronContract):
         "alternate",
         "not_finite",
         "uneven_work",
+        "narrow_or_wide",
         "hugging_face_names",
         "logprobs_are",
         "evaluation_sums",

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron_layer_workers import loss_of
 from torch import nn
 
-from spurline.model.streams.stream_model import TokenLogprobs
+from spurline.model.streams.token_logprobs import TokenLogprobs
 from spurline.ranks.group import RankGroup, RankRequest, TimeLimits
 from spurline.ranks.launch import open_ranks
 

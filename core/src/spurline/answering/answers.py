@@ -5,14 +5,13 @@ Each prompt is computed by itself, so that no padding can change an answer; seve
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from tokenizers import Encoding
-from transformers import GenerationConfig, TextStreamer
+from transformers import GenerationConfig, StoppingCriteria, TextStreamer
 
 from spurline.answering.target import Sampling, Target
 from spurline.data.chat import ChatRenderer
@@ -20,6 +19,7 @@ from spurline.data.encoding import encode_batch, require_chat_template
 from spurline.data.messages import Message
 from spurline.data.rows import BadRowError
 from spurline.errors import UserError
+from spurline.rl.engines.in_process.response import StopTexts
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,6 @@ def answer(
         num_return_sequences=count,
         eos_token_id=list(target.stops) or None,
         pad_token_id=target.stops[0] if target.stops else 0,
-        stop_strings=list(sampling.stop) or None,
     )
     ids = torch.tensor([list(prompt)], device=target.causal.device)
     generate: Any = target.causal.generate
@@ -99,7 +98,7 @@ def answer(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 generation_config=config,
-                tokenizer=target.tokenizer,
+                stopping_criteria=[_Stops(target, sampling.stop, len(prompt), count)] if sampling.stop else None,
                 streamer=None if seen is None or count > 1 else _Watched(target, seen),
             )
     finally:
@@ -108,20 +107,38 @@ def answer(
 
 
 def _read(target: Target, tokens: list[int], stop: Sequence[str]) -> Answer:
-    ends = next((place for place, token in enumerate(tokens, 1) if token in target.stops), None)
+    texts = StopTexts(target.tokenizer, stop) if stop else None
+    # What comes behind it pads the answer to the length of the others.
+    ends = next(
+        (
+            place
+            for place, token in enumerate(tokens, 1)
+            if token in target.stops or (texts is not None and texts.completed_by(token))
+        ),
+        None,
+    )
     tokens = tokens[:ends]
-
-    def is_over(length: int) -> bool:
-        # A text to stop at may be that of a special token.
-        text = str(target.tokenizer.decode(tokens[:length], skip_special_tokens=False))
-        return any(word in text for word in stop)
-
-    if is_over(len(tokens)):
-        # What comes behind it pads the answer to the length of the others.
-        ends = bisect_left(range(len(tokens)), True, key=is_over)
-        tokens = tokens[:ends]
     text = str(target.tokenizer.decode(tokens, skip_special_tokens=True))
     return Answer(text, len(tokens), "length" if ends is None else "stop")
+
+
+class _Stops(StoppingCriteria):
+    """Ends an answer with the token that completes a text in it. That of transformers also looks at the prompt's end.
+
+    length: of the prompt. count: answers that are drawn together.
+    """
+
+    def __init__(self, target: Target, stop: Sequence[str], length: int, count: int) -> None:
+        self._texts = [StopTexts(target.tokenizer, stop) for _ in range(count)]
+        self._seen = length
+        self._is_done = [False] * count
+
+    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
+        for row, tokens in enumerate(input_ids[:, self._seen :].tolist()):
+            for token in tokens:
+                self._is_done[row] = self._is_done[row] or self._texts[row].completed_by(token)
+        self._seen = input_ids.shape[1]
+        return torch.tensor(self._is_done, device=input_ids.device)
 
 
 class _Watched(TextStreamer):

@@ -2,41 +2,49 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import typer
 
 from spurline.answering.answers import Answer, answer, chat_prompt, raw_prompt
+from spurline.answering.rows import with_usual_columns
 from spurline.answering.target import Sampling, Target, is_run, no_run_or_model, open_model, open_run, seeded
 from spurline.config.loading import LoadedConfig
 from spurline.data.messages import Message
 from spurline.data.prompts import ChatQuestion, TextQuestion, read_question
-from spurline.data.rows import BadRowError
-from spurline.errors import DataError, UserError
+from spurline.errors import DataError, UserError, listing, suggestion
 from spurline.progress import Progress
 from spurline.protocols.dataset import DatasetConfig
-from spurline.terminal import printable, standard_input
+from spurline.protocols.tokenization import DatasetToTokenize
+from spurline.terminal import json_line, printable, standard_input
 
 _YOU = "you> "
 _RESET = "/reset"
 
 
-def opened(target: str, load_run: Any, checkpoint: str, stack: ExitStack, progress: Progress) -> Target:
+def opened(target: str, load_run: Any, checkpoint: str, progress: Progress) -> Target:
     """load_run: reads the config of a run folder."""
     path = Path(target)
     if is_run(path):
         loaded: LoadedConfig = load_run(path)
-        return open_run(loaded, checkpoint, stack, progress)
+        return open_run(loaded, checkpoint, progress)
+    if not path.exists() and (path.is_absolute() or (path.parent != Path() and path.parent.is_dir())):
+        # `org/name` is a name on the hub only where no folder is called so.
+        raise _no_such_folder(path)
     if checkpoint != "latest":
         raise UserError(f"--checkpoint is for runs, and {target} is none.")
     if path.is_dir() and not (path / "config.json").is_file():
         raise no_run_or_model(target)
     return open_model(target, progress)
+
+
+def _no_such_folder(path: Path) -> UserError:
+    folder = path.parent
+    there = sorted(entry.name for entry in folder.iterdir() if entry.is_dir()) if folder.is_dir() else []
+    return UserError(f"{path}: there is no such folder.{suggestion(path.name, there)} {folder} has: {listing(there)}.")
 
 
 def text_of_input() -> str:
@@ -64,33 +72,23 @@ class Prompts:
             return raw_prompt(self._target, text)
         return chat_prompt(self._target, [*self.begin, {"role": "user", "content": text}])
 
-    def of_file(self, path: Path) -> Iterator[tuple[str, list[int]]]:
-        """(what was asked, prompt) of each row, in any format with text; answers in the rows are not read."""
-        try:
-            # A text may hold the other line ends of Unicode, at which `splitlines` would cut it.
-            lines = path.read_text(encoding="utf-8-sig").split("\n")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"--file {path} cannot be read: {error}.") from error
-        config = DatasetConfig(name="jsonl")
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                yield self._of_row(f"{path}:{number}", line, config)
+    def of_rows(self, given: DatasetToTokenize) -> Iterator[tuple[str, list[int]]]:
+        """(what was asked, prompt) of each row, in any format with text; answers in the rows are not read.
 
-    def _of_row(self, where: str, line: str, config: DatasetConfig) -> tuple[str, list[int]]:
+        Raises DataError and UserError naming the row."""
+        rows = with_usual_columns(given, self._target.columns)
+        for number in range(len(rows.dataset)):
+            row, where = rows.dataset[number], rows.dataset.location(number)
+            yield self._of_row(where, row, rows.config)
+
+    def _of_row(self, where: str, row: Mapping[str, Any], config: DatasetConfig) -> tuple[str, list[int]]:
         has_template = self._target.tokenizer.chat_template is not None
         try:
-            row: Any = json.loads(line)
-            if not isinstance(row, dict):
-                raise UserError(f'{where}: is no JSON object, such as {{"prompt": "..."}}.')
-            question = read_question(row, config, has_chat_template=has_template)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{where}: is not JSON ({error}).") from error
-        except (BadRowError, DataError) as error:
-            raise UserError(f"{where}: {error}") from error
-        try:
-            return self._of_question(question)
-        except UserError as error:
-            raise UserError(f"{where}: {error}") from error
+            return self._of_question(read_question(row, config, has_chat_template=has_template))
+        except (DataError, UserError) as error:
+            # What fits no format, or lacks a column.
+            names = " Here `columns` are given as --column prompt=NAME." if "`columns" in str(error) else ""
+            raise UserError(f"{where}: {error}{names}") from error
 
     def _of_question(self, question: ChatQuestion | TextQuestion) -> tuple[str, list[int]]:
         if isinstance(question, TextQuestion):
@@ -121,13 +119,11 @@ def answer_all(
         seeded(seed)
         if not as_json and len(prompts) > 1:
             typer.echo(f"{chr(10) if number else ''}> {printable(asked)}")
-        answers = answer(target, prompt, sampling, count, _show if watches else None)
+        answers = [_shown(target, prompt, sampling)] if watches else answer(target, prompt, sampling, count)
         for place, found in enumerate(answers):
             if as_json:
                 typer.echo(_line(asked, found))
-            elif watches:
-                typer.echo()
-            else:
+            elif not watches:
                 typer.echo(("" if count == 1 else f"[{place + 1}] ") + printable(found.text))
             _say_cut_off(found, as_json=as_json)
 
@@ -148,18 +144,24 @@ def talk(target: Target, prompts: Prompts, sampling: Sampling, seed: int) -> Non
         elif text.strip():
             asked = [*messages, {"role": "user", "content": text}]
             try:
-                [found] = answer(target, chat_prompt(target, asked), sampling, seen=_show)
+                found = _shown(target, chat_prompt(target, asked), sampling)
             except UserError as error:
                 # Too long by now, most often; what was said so far stays.
                 typer.echo(printable(f"Error: {error} {_RESET} begins anew."), err=True)
                 continue
-            typer.echo()
             _say_cut_off(found, as_json=False)
             messages = [*asked, {"role": "assistant", "content": found.text}]
 
 
-def _show(text: str) -> None:
-    typer.echo(printable(text), nl=False)
+def _shown(target: Target, prompt: Sequence[int], sampling: Sampling) -> Answer:
+    """An answer that the terminal sees grow; its line is ended, also by Ctrl-C."""
+    try:
+        [found] = answer(target, prompt, sampling, seen=lambda text: typer.echo(printable(text), nl=False))
+    except KeyboardInterrupt:
+        typer.echo()
+        raise
+    typer.echo()
+    return found
 
 
 def _line(asked: str, found: Answer) -> str:
@@ -169,7 +171,7 @@ def _line(asked: str, found: Answer) -> str:
         "finish_reason": found.finish_reason,
         "tokens": found.tokens,
     }
-    return json.dumps(content)
+    return json_line(content)
 
 
 def _say_cut_off(found: Answer, *, as_json: bool) -> None:

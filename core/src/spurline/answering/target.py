@@ -1,21 +1,20 @@
 """Open what is to answer: a checkpoint of a run, or a folder or name of a model.
 
-A checkpoint becomes a model folder first, as `spurline export` writes it, so that what answers here is what an export
-would answer: adapters merged, the tokenizer with the run's chat template. The folder goes when the command ends.
+The weights of a checkpoint are read in place, as `spurline export` would write them, so that what answers here is what
+an export would answer: adapters merged, rounded to the dtype of the files, the tokenizer with the run's chat template.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import tempfile
-from collections.abc import Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from spurline.config.loading import LoadedConfig
@@ -31,7 +30,7 @@ from spurline.progress import Progress
 from spurline.report.record import SUMMARY_FILE, read_mapping
 from spurline.run.checkpoint import CheckpointStore
 from spurline.run.directory import RunDirectory
-from spurline.run.export import export_run
+from spurline.run.export import exported_weights, generation_config
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,8 @@ class Sampling:
 @dataclass(frozen=True)
 class Target:
     """What answers. words: what it is, for people. sampling: what it is usually asked with. stops: tokens that end an
-    answer. context: tokens that it can see; None without a limit."""
+    answer. context: tokens that it can see; None without a limit. columns: how those of its training data are called,
+    see `DatasetConfig.columns`."""
 
     words: str
     model: ModelConfig
@@ -75,6 +75,7 @@ class Target:
     sampling: Sampling
     stops: tuple[int, ...]
     context: int | None
+    columns: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 def is_run(target: Path) -> bool:
@@ -86,7 +87,7 @@ def is_run(target: Path) -> bool:
     return isinstance(config, Mapping) and "run_dir" in config
 
 
-def open_run(loaded: LoadedConfig, checkpoint: str, stack: ExitStack, progress: Progress) -> Target:
+def open_run(loaded: LoadedConfig, checkpoint: str, progress: Progress) -> Target:
     """A checkpoint of a run: `latest`, `best`, or a folder. Raises CheckpointError when there is none."""
     directory = RunDirectory(loaded.config.run_dir)
     store = CheckpointStore(directory.checkpoints, loaded.config.checkpoint.verify)
@@ -98,32 +99,41 @@ def open_run(loaded: LoadedConfig, checkpoint: str, stack: ExitStack, progress: 
         and read_mapping(directory.path / SUMMARY_FILE).get("status") == "finished"
         and (directory.exported_model / "config.json").is_file()
     )
-    folder = directory.exported_model
-    if not is_exported:
-        progress(f"reading {found.path}")
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="spurline-generate-"))) / "model"
-        export_run(loaded, folder, found.path)
-    target = open_model(str(folder), progress)
-    words = f"{directory.path}, step {found.step:,}"
+    if is_exported:
+        target = open_model(str(directory.exported_model), progress)
+    else:
+        target = _open(loaded.config.model, progress, lambda: exported_weights(loaded, found), str(found.path))
     own = loaded.config.source.samples_by
-    if own is None:
-        return replace(target, words=words)
-    sampling = Sampling(own.max_new_tokens, own.temperature, own.top_p, own.top_k, own.stop)
-    return replace(target, words=words, sampling=sampling)
+    return replace(
+        target,
+        words=f"{directory.path}, step {found.step:,}",
+        columns=loaded.config.data.train[0].columns,
+        sampling=target.sampling
+        if own is None
+        else Sampling(own.max_new_tokens, own.temperature, own.top_p, own.top_k, own.stop),
+    )
 
 
 def open_model(path: str, progress: Progress) -> Target:
     """A folder of a model, or its name on the hub. Raises ModelError."""
-    model = ModelConfig(path=path)
+    return _open(ModelConfig(path=path), progress)
+
+
+def _open(
+    model: ModelConfig, progress: Progress, read: Callable[[], dict[str, Tensor]] | None = None, where: str = ""
+) -> Target:
+    """read: gives the weights, which are in `where`, instead of those that the model begins with."""
     progress("loading the tokenizer")
     tokenizer = load_tokenizer(model)
-    progress("loading weights")
-    causal = load_model(model, device_profile(setting="device"), seed=0).eval()
+    progress(f"loading weights{' of ' if where else ''}{where}")
+    weights = None if read is None else read()
+    causal = load_model(model, device_profile(setting="device"), seed=0, weights=weights).eval()
+    if read is not None:
+        causal.generation_config = generation_config(model, tokenizer)
     limit = position_limit(load_model_config(model))
     stops = tuple(stop_tokens(causal, model))
-    return Target(
-        path, model, causal, tokenizer, _usual(causal.generation_config), stops, None if limit is None else limit.tokens
-    )
+    context = None if limit is None else limit.tokens
+    return Target(model.path, model, causal, tokenizer, _usual(causal.generation_config), stops, context)
 
 
 def _usual(config: GenerationConfig | None) -> Sampling:

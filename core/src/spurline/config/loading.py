@@ -11,7 +11,7 @@ import shlex
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,7 +29,7 @@ from spurline.config.run_config import RunConfig
 from spurline.config.section import BARE, as_list, expand_shorthand, sections_within
 from spurline.errors import ConfigError, PluginError, Problem, line_of
 from spurline.in_memory.functions import forget
-from spurline.in_memory.keeper import Keeper
+from spurline.in_memory.keeper import Keeper, Trial
 from spurline.plugins.host import InstalledPlugin, PluginHost, installed_plugins
 from spurline.plugins.registry import Registry
 from spurline.protocols.source import SourceConfig
@@ -71,40 +71,45 @@ def load_config(
     """Load and validate a configuration.
 
     source: path of a YAML or TOML file, or a mapping of the same shape, in which rows, functions, a model and a
-    tokenizer may stand for their paths; all but functions are written below its run_dir. overrides: `key.path=value`
-    strings. available: installed plugins; read from package metadata when None. recorded: this is what a run wrote
-    down, every default spelled out; it passed the checks across sections when it started, and they are not made again.
+    tokenizer may stand for their paths; all but functions are written below its run_dir, once the config is valid.
+    overrides: `key.path=value` strings. available: installed plugins; read from package metadata when None.
+    recorded: this is what a run wrote down, every default spelled out; it passed the checks across sections when it
+    started, and they are not made again.
     Raises ConfigError listing all problems, PluginError when a plugin cannot be loaded.
     """
     document = Document("config", plain(source)) if isinstance(source, Mapping) else read_document(Path(source))
     apply_overrides(document, overrides)
     host = _loaded_plugins(document, available)
     model = config_model(host)
+    values = _with_defaults_of_source(document.values, host.registry)
+    folder = None if isinstance(source, Mapping) else Path(source).absolute().parent
+    trial = Trial(_run_dir(document.values)) if isinstance(source, Mapping) and not recorded else None
+    place = ConfigPlace(folder, recorded, not recorded and names_cluster(document.values), trial)
+    # A closure may hold a model: it goes with the last copy of this config, all of which have the host.
+    weakref.finalize(host, forget, place.functions)
     try:
-        folder = None if isinstance(source, Mapping) else Path(source).absolute().parent
-        objects = _keeper(document.values) if isinstance(source, Mapping) and not recorded else None
-        place = ConfigPlace(folder, recorded, not recorded and names_cluster(document.values), objects)
-        # A closure may hold a model: it goes with the last copy of this config, all of which have the host.
-        weakref.finalize(host, forget, place.functions)
-        config = model.model_validate(_with_defaults_of_source(document.values, host.registry), context=place)
+        config = model.model_validate(values, context=place)
+        problems = [] if recorded else list(_cross_field_problems(config))
+        if problems:
+            raise _config_error(problems, document)
+        if trial is not None and trial.has_met:
+            keeper = Keeper(_run_dir(document.values))
+            config = model.model_validate(values, context=replace(place, objects=keeper))
     except ValidationError as error:
         known = installed_plugins() if available is None else available
         unlisted = sorted(set(known) - set(host.plugins))
         raise _config_error(explain(error, model, host.registry, unlisted=unlisted), document) from None
-    problems = [] if recorded else list(_cross_field_problems(config))
-    if problems:
-        raise _config_error(problems, document)
     file = None if isinstance(source, Mapping) else Path(source)
     return LoadedConfig(config, host, document.origin, file, tuple(overrides))
 
 
-def _keeper(values: Mapping[str, Any]) -> Keeper:
-    """What keeps the objects of a run with these settings."""
+def _run_dir(values: Mapping[str, Any]) -> Path:
+    """Of a run with these settings, absolute; as it is written where it is none."""
     run_dir = values.get("run_dir", RunConfig.model_fields["run_dir"].default)
     # What is no path, or has a variable that is not set, is told by its own rules.
     with suppress(PydanticCustomError):
-        return Keeper(Path(expanded(str(run_dir))).absolute())
-    return Keeper(Path(str(run_dir)).absolute())
+        return Path(expanded(str(run_dir))).absolute()
+    return Path(str(run_dir)).absolute()
 
 
 def _with_defaults_of_source(values: Mapping[str, Any], registry: Registry) -> dict[str, Any]:

@@ -6,12 +6,12 @@ file holds none, and neither does what a run wrote down.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
-from pydantic import GetCoreSchemaHandler, ValidationInfo
+from pydantic import BaseModel, GetCoreSchemaHandler, ValidationInfo
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 _COLUMNS = frozenset(
@@ -77,13 +77,21 @@ def is_rows(value: object) -> bool:
 
 
 def as_datasets(value: Any) -> Any:
-    """Rows as the settings of a dataset, also within a list, and what is several splits, which is refused as rows;
-    anything else unchanged."""
-    if is_rows(value) or (isinstance(value, Mapping) and _has_splits(cast("Mapping[Any, Any]", value))):
+    """Rows as the settings of a dataset, also within a list; so is what holds rows in a form that is refused, such as
+    several splits or a frame of pandas, whose setting then says so. Anything else unchanged."""
+    if is_rows(value) or _may_be_meant_as_rows(value):
         return [{"path": value}]
     if isinstance(value, (list, tuple)):
-        return [{"path": item} if is_rows(item) else item for item in cast("list[Any]", value)]
-    return cast("Any", value)
+        items = cast("list[Any]", value)
+        return [{"path": item} if is_rows(item) or _may_be_meant_as_rows(item) else item for item in items]
+    return value
+
+
+def _may_be_meant_as_rows(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return _has_splits(cast("Mapping[Any, Any]", value))
+    written = (str, bytes, Path, list, tuple, BaseModel)
+    return isinstance(value, Iterable) and not isinstance(value, written)
 
 
 def _has_splits(value: Mapping[Any, Any]) -> bool:

@@ -1,9 +1,9 @@
 """Dataset `hf`: local files and folders, or a name on the Hugging Face hub, with split strings.
 
-Place on the way: config -> files and their rows (local_files, arrow_rows) -> the rows of the split. Split strings such
-as `train`, `train[:100]`, `train[10%:20%]` or `train[:50]+test` have the grammar and the rounding of Hugging Face
-`datasets`, for local files as for hub names. That library takes a second to import, and pyarrow a quarter of one, so
-whoever needs them imports them when it does; a run on a file of JSON lines does not.
+Place on the way: config -> files (local_files) and their rows (json_rows, arrow_rows) -> the rows of the split. Split
+strings such as `train`, `train[:100]`, `train[10%:20%]` or `train[:50]+test` have the grammar and the rounding of
+Hugging Face `datasets`, for local files as for hub names. That library takes a second to import, and pyarrow a quarter
+of one, so whoever needs them imports them when it does; a run on a file of JSON lines does not.
 """
 
 from __future__ import annotations
@@ -19,17 +19,15 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from spurline.data.configs import HfDatasetConfig, TableLimits
+from spurline.data.json_rows import JsonLines, JsonRows, open_json
 from spurline.data.local_files import (
     HoldsTable,
-    JsonLines,
-    JsonRows,
     LocalFile,
     LocalRows,
     RowFile,
     find_files,
     is_saved_dataset,
     looks_local,
-    open_json,
 )
 from spurline.errors import DataError, listing, suggestion
 
@@ -226,8 +224,9 @@ class Split:
         try:
             self._instruction = ReadInstruction.from_spec(self._spec)
         except (ValueError, AssertionError) as error:
+            why = str(error).rstrip(". ")
             raise DataError(
-                f"{origin}: split {spec!r} cannot be read: {error} Write it like train, train[:1000] or train[10%:20%]."
+                f"{origin}: split {spec!r} cannot be read: {why}. Write it like train, train[:1000] or train[10%:20%]."
             ) from error
         parts = [part.strip() for part in spec.split("+")]
         self.names = tuple(dict.fromkeys(_split_name(part) for part in parts))

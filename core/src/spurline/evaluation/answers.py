@@ -6,7 +6,7 @@ Place on the way: rows -> prompts -> answers of the backend -> rewards, called a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any
@@ -65,6 +65,9 @@ class AnswersEvaluation(HeldOutEvaluation):
 
     def fingerprint(self) -> str:
         return fingerprint_of([source.dataset.fingerprint() for source in self._datasets])
+
+    def metrics(self) -> Collection[str]:
+        return self._rewards.keys()
 
     def evaluate(self, backend: Backend) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Mean of each reward by its name, and every answer with its scores. Raises RunFailedError."""

@@ -8,10 +8,11 @@ Place on the way: datasets -> tokens -> batches (same collator and prefetch as t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 
 from spurline.data.batch import TrainingBatch
 from spurline.data.sft import SampleSet, longest_sample
@@ -20,7 +21,7 @@ from spurline.losses.configs import CrossEntropyConfig
 from spurline.losses.cross_entropy import CrossEntropy
 from spurline.protocols.backend import Backend
 from spurline.protocols.evaluation import EvaluationContext, HeldOutEvaluation
-from spurline.protocols.loss import Objective
+from spurline.protocols.loss import Objective, TokenLossInputs
 from spurline.protocols.prefetch import Prefetch
 from spurline.protocols.source import Longest, Samples
 from spurline.update.update import with_reference_logprobs
@@ -47,6 +48,14 @@ class LossEvaluation(HeldOutEvaluation):
 
     def fingerprint(self) -> str:
         return self.samples.fingerprint()
+
+    def metrics(self) -> Collection[str] | None:
+        loss = self._context.loss
+        if loss.needs:
+            # Only with columns as the source makes them can it be asked.
+            return None
+        nothing = TokenLossInputs(torch.zeros(1), torch.zeros(1, dtype=torch.int64), 1, {}, None)
+        return {"loss", *([] if self._trains_as_measured else ["objective"]), *loss.metrics(nothing)}
 
     def evaluate(self, backend: Backend) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Means by loss weight: `loss`; `objective`, of the loss that trains, where that is another; its metrics."""

@@ -1,74 +1,54 @@
-"""What `spurline init` does: asks for what it was not told, looks at data and model, writes the file, plans it."""
+"""What `spurline init` does with its words: looks at data and model, asks for what is left open, writes the file."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal
 
-import typer
 from ruamel.yaml import YAML
 
 from spurline.config.loading import load_config
 from spurline.errors import UserError
+from spurline.first_config.asking import Asker
 from spurline.first_config.survey import DataFacts, Task, data_facts, model_facts
-from spurline.first_config.text import Choices, config_text
+from spurline.first_config.text import Choices, Engine, config_text
 from spurline.plugins.host import installed_plugins
 from spurline.progress import Progress
-from spurline.terminal import is_person_asking, printable
+from spurline.ranks.machine import num_gpus
+from spurline.terminal import printable
 
 _LARGE = 3_000_000_000
 """Parameters from which on adapters are proposed."""
 _USUAL_PLUGINS = ("collation_fast",)
+_ASYNC_PLUGIN = "async_rl"
 
 
 @dataclass(frozen=True)
 class Wishes:
     """What was given on the command line; None was not."""
 
-    model: str | None
-    data: str | None
-    task: Task | None
+    model: str
+    data: str
+    task: Task | Literal["async"] | None
     eval: str | None
     reward: str | None
     lora: bool | None
     epochs: float | None
     steps: int | None
+    columns: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
-class Asker:
-    """Asks on a terminal. may_ask: False takes the default, or refuses where there is none."""
-
-    def __init__(self, *, may_ask: bool) -> None:
-        self._may_ask = may_ask
-
-    def text(self, question: str, option: str, default: str | None = None) -> str:
-        if self._may_ask:
-            return str(typer.prompt(question, default=default, err=True))
-        if default is None:
-            raise UserError(
-                f"{option} is missing: {question[0].lower()}{question[1:]}. Give it, or run this in a terminal."
-            )
-        return default
-
-    def yes(self, question: str, *, default: bool) -> bool:
-        return typer.confirm(question, default=default, err=True) if self._may_ask else default
-
-
-def write_first_config(path: Path, wishes: Wishes, progress: Progress, *, force: bool, may_ask: bool) -> list[str]:
+def write_first_config(path: Path, wishes: Wishes, ask: Asker, progress: Progress) -> list[str]:
     """Write the file; returns lines on what was found and chosen. Raises UserError, ModelError, DataError."""
-    if path.suffix.lower() == ".toml":
-        raise UserError(f"{path}: what is written is YAML. Give a name that ends in .yaml.")
-    if path.exists() and not force:
-        raise UserError(f"{path} exists. Give --force to write over it, or another name.")
-    if wishes.epochs is not None and wishes.steps is not None:
-        raise UserError("--epochs and --steps are both given. Give one.")
-    ask = Asker(may_ask=may_ask and is_person_asking())
-    model = wishes.model or ask.text("Which model (a folder, or a name on the hub)", "--model")
-    data = wishes.data or ask.text("Which training data (a file, a folder, or a name on the hub)", "--data")
+    engine = _engine() if wishes.task == "async" else None
+    model, data = wishes.model, wishes.data
     progress("reading the model's config")
     facts = model_facts(model)
     progress("reading the data")
-    rows = data_facts(model, facts, data, wishes.task)
+    rows = data_facts(model, facts, data, "rl" if wishes.task == "async" else wishes.task, wishes.columns)
     found = [
         f"model: {facts.parameters:,} parameters"
         + ("" if facts.context is None else f", {facts.context:,} positions")
@@ -76,6 +56,9 @@ def write_first_config(path: Path, wishes: Wishes, progress: Progress, *, force:
         f"data: {rows.words}, the longest {'prompt' if rows.task == 'rl' else 'sample'} of the first rows has "
         f"{rows.longest:,} tokens",
     ]
+    if rows.has_guessed:
+        names = ", ".join(f"{column} is read as {name}" for name, column in rows.columns.items())
+        found.append(f"columns: {names}. That is a guess by their names; --column NAME=COLUMN says otherwise")
     choices = Choices(
         model,
         data,
@@ -84,7 +67,8 @@ def write_first_config(path: Path, wishes: Wishes, progress: Progress, *, force:
         _lora(wishes, facts.parameters, ask),
         wishes.eval,
         _reward(wishes, rows, ask),
-        tuple(name for name in _USUAL_PLUGINS if name in installed_plugins()),
+        (*(name for name in _USUAL_PLUGINS if name in installed_plugins()), *((_ASYNC_PLUGIN,) if engine else ())),
+        engine,
     )
     if rows.task == "rl" and facts.context is not None and rows.longest >= facts.context:
         raise UserError(
@@ -99,6 +83,16 @@ def write_first_config(path: Path, wishes: Wishes, progress: Progress, *, force:
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror or error}.") from error
     return [printable(line) for line in found]
+
+
+def _engine() -> Engine:
+    """What generates beside training on this machine. Raises UserError without the plugin."""
+    if _ASYNC_PLUGIN not in installed_plugins():
+        raise UserError(f"--task async needs the plugin {_ASYNC_PLUGIN}: pip install spurline-async-rl")
+    gpus = num_gpus()
+    # vLLM on a CPU is for those who ask for it: it takes most of its memory and cores.
+    name = "vllm" if gpus and find_spec("vllm") else "child_process"
+    return Engine(name, shares_device=gpus == 1)
 
 
 def _length(wishes: Wishes, rows: DataFacts) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass
+from typing import Literal
 
 from ruamel.yaml import YAML
 from ruamel.yaml.compat import StringIO
@@ -31,9 +32,18 @@ _COMMENTS_AT = 33
 
 
 @dataclass(frozen=True)
+class Engine:
+    """The rollout engine of an asynchronous run. shares_device: it has the trainer's GPU by turns."""
+
+    name: Literal["vllm", "child_process"]
+    shares_device: bool = False
+
+
+@dataclass(frozen=True)
 class Choices:
     """What the user decided. reward: a component, or `file.py:function`. lora: whether adapters are trained. length:
-    `epochs: 1` or `steps: 200`, as text. plugins: to enable."""
+    `epochs: 1` or `steps: 200`, as text. plugins: to enable. engine: what generates beside training, for asynchronous
+    reinforcement learning; None generates by turns."""
 
     model: str
     data: str
@@ -43,6 +53,7 @@ class Choices:
     eval: str | None = None
     reward: str | None = None
     plugins: tuple[str, ...] = ()
+    engine: Engine | None = None
 
 
 def config_text(choices: Choices, model: ModelFacts, data: DataFacts) -> str:
@@ -80,8 +91,8 @@ def _run(choices: Choices, model: ModelFacts, data: DataFacts) -> str:
     ]
     if data.is_chat and not model.has_chat_template:
         lines += ["  chat_template: chatml  # the model brings none; see `model.chat_template`"]
-    lines += ["", "data:", f"  train: {_scalar(choices.data)}"]
-    lines += [f"  eval: {_scalar(choices.eval)}"] if choices.eval else []
+    lines += ["", "data:", *_dataset("train", choices.data, data)]
+    lines += _dataset("eval", choices.eval, data) if choices.eval else []
     if data.task != "rl":
         limit = max(2, -(-data.longest // _ROUNDED_TO) * _ROUNDED_TO)
         limit = limit if model.context is None else min(limit, model.context)
@@ -91,12 +102,22 @@ def _run(choices: Choices, model: ModelFacts, data: DataFacts) -> str:
     return "\n".join([*lines, ""])
 
 
+def _dataset(key: str, path: str, data: DataFacts) -> list[str]:
+    if not data.columns:
+        return [f"  {key}: {_scalar(path)}"]
+    what = (
+        "a guess by their names: see `spurline data`" if data.has_guessed else "what they are: what the data calls them"
+    )
+    named = [f"      {name}: {_scalar(column)}" for name, column in data.columns.items()]
+    return [f"  {key}:", f"    path: {_scalar(path)}", f"    columns:  # {what}", *named]
+
+
 def _rollouts(choices: Choices, model: ModelFacts, data: DataFacts) -> str:
     room = _MAX_NEW_TOKENS if model.context is None else min(_MAX_NEW_TOKENS, model.context - data.longest)
     return "\n".join(
         [
             "source:",
-            "  name: rollouts  # async_rollouts of the plugin async_rl generates beside training",
+            *(_SYNCHRONOUS if choices.engine is None else _asynchronous(choices.engine)),
             "  prompts_per_step: 32",
             "  samples_per_prompt: 8  # attempts at each prompt, compared with each other",
             "  environment:",
@@ -113,6 +134,27 @@ def _rollouts(choices: Choices, model: ModelFacts, data: DataFacts) -> str:
             "",
         ]
     )
+
+
+_SYNCHRONOUS = ("  name: rollouts  # `spurline init --task async` generates beside training",)
+
+
+def _asynchronous(engine: Engine) -> list[str]:
+    staleness = 1 if engine.shares_device else 2
+    lines = [
+        "  name: async_rollouts  # generates while the model trains; `spurline simulate` shows what the knobs cost",
+        f"  max_staleness: {staleness}  # updates that a token's weights may be behind; 0 is synchronous",
+        "  correction: tis  # weighs tokens of older weights",
+    ]
+    if not engine.shares_device:
+        what = "Hugging Face, in a process of its own" if engine.name == "child_process" else "on GPUs of its own"
+        return [*lines, f"  engine: {engine.name}  # {what}"]
+    return [
+        *lines,
+        "  engine:",
+        f"    name: {engine.name}",
+        "    placement: colocated  # it has the trainer's GPU by turns; remove it where there is a second one",
+    ]
 
 
 def _training(choices: Choices, data: DataFacts) -> str:

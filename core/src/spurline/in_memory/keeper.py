@@ -1,7 +1,10 @@
 """Write rows, models and tokenizers of a Python program below the run directory, once for each content.
 
 In: an object in the place of a path. Out: the path. What is there already is not written again, so that a run that is
-resumed with equal objects finds what it began with. Imports neither torch nor datasets: objects save themselves.
+resumed with equal objects finds what it began with. A config is judged first, with a Trial in the Keeper's place that
+writes nothing. Everything is written beside its place, to disk, and renamed, so that no lock is needed: programs with
+one run_dir keep apart what differs, and share what is equal. Imports neither torch nor datasets: objects save
+themselves.
 """
 
 from __future__ import annotations
@@ -10,7 +13,8 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,6 +29,31 @@ FOLDER = "in_memory"
 _CHUNK_BYTES = 1 << 22
 
 
+class Trial:
+    """Refuses the objects that cannot be kept, as far as that shows without writing. run_dir: absolute.
+
+    has_met: whether there were any.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._folder = run_dir / FOLDER
+        self.has_met = False
+
+    def rows(self, value: Any) -> str:
+        """The path that a Keeper gives them. Raises CannotKeepError."""
+        self.has_met = True
+        digest = xxhash.xxh3_128()
+        for line in _lines_of(value):
+            digest.update(line)
+        return str(self._folder / _rows_name(digest.hexdigest()))
+
+    def saved(self, value: Any, what: str) -> str:
+        """Stands for the path, which only saving can tell. Raises CannotKeepError."""
+        self.has_met = True
+        _check_saves_itself(value, what)
+        return str(self._folder / f"{what}-unsaved")
+
+
 class Keeper:
     """Keeps the objects of one config. run_dir: absolute; its folder is made when there is something to keep."""
 
@@ -36,18 +65,16 @@ class Keeper:
 
         Raises CannotKeepError for what is neither, and for a value that JSON cannot hold.
         """
-        rows = _rows_of(value)
         digest = xxhash.xxh3_128()
         temporary = self._temporary("rows.jsonl")
         try:
             with temporary.open("xb") as file:
-                for number, row in enumerate(rows):
-                    line = _line(number, row)
+                for line in _lines_of(value):
                     digest.update(line)
                     file.write(line)
                 file.flush()
                 os.fsync(file.fileno())
-            return str(self._placed(temporary, self._folder / f"rows-{digest.hexdigest()[:16]}.jsonl"))
+            return str(self._placed(temporary, self._folder / _rows_name(digest.hexdigest())))
         except OSError as error:
             raise CannotKeepError(f"cannot be written into {self._folder}: {error}. Choose another run_dir") from error
         finally:
@@ -58,18 +85,11 @@ class Keeper:
 
         what: `model` or `tokenizer`. Raises CannotKeepError for what cannot do so, or not as a whole.
         """
-        if not callable(getattr(value, "save_pretrained", None)):
-            text = f"is of type {type(value).__name__}, which is no {what} of Hugging Face transformers"
-            raise CannotKeepError(f"{text}. Give one that `from_pretrained` returned, a folder or a hub name")
-        if hasattr(value, "peft_config"):
-            raise CannotKeepError(
-                "has adapters of PEFT, which are no model of their own. Give `model.merge_and_unload()`, or the base "
-                "model with backend.lora"
-            )
+        _check_saves_itself(value, what)
         temporary = self._temporary(what)
         try:
             value.save_pretrained(temporary)
-            return str(self._placed(temporary, self._folder / f"{what}-{_digest_of_folder(temporary)}"))
+            return str(self._placed(temporary, self._folder / f"{what}-{_digest_of_synced(temporary)}"))
         # Whatever its class does on the way.
         except Exception as error:
             text = f"cannot be saved into {self._folder}: {type(error).__name__}: {error}"
@@ -82,16 +102,18 @@ class Keeper:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CannotKeepError(f"cannot be written into {self._folder}: {error}. Choose another run_dir") from error
-        # A name that opening the run directory clears away after a kill.
-        path = self._folder / f".{name}.{os.getpid()}.tmp"
-        if path.is_dir():
-            shutil.rmtree(path)
-        path.unlink(missing_ok=True)
-        return path
+        # A name that opening the run directory clears away after a kill, and that is another one for each thread, and
+        # for each container with processes of the same number.
+        return self._folder / f".{name}.{uuid.uuid4().hex}.{os.getpid()}.tmp"
 
     def _placed(self, temporary: Path, path: Path) -> Path:
         if not path.exists():
-            temporary.rename(path)
+            try:
+                temporary.rename(path)
+            except OSError:
+                # Another program has put the same there meanwhile.
+                if not path.exists():
+                    raise
             sync_file(self._folder)
         return path
 
@@ -100,6 +122,26 @@ def is_kept_model(path: str) -> bool:
     """Whether it is the folder of a model that a Keeper saved, which has no tokenizer."""
     folder = Path(path)
     return folder.parent.name == FOLDER and folder.name.startswith("model-")
+
+
+def _check_saves_itself(value: Any, what: str) -> None:
+    if not callable(getattr(value, "save_pretrained", None)):
+        text = f"is of type {type(value).__name__}, which is no {what} of Hugging Face transformers"
+        raise CannotKeepError(f"{text}. Give one that `from_pretrained` returned, a folder or a hub name")
+    if hasattr(value, "peft_config"):
+        raise CannotKeepError(
+            "has adapters of PEFT, which are no model of their own. Give `model.merge_and_unload()`, or the base "
+            "model with backend.lora"
+        )
+
+
+def _rows_name(digest: str) -> str:
+    return f"rows-{digest[:16]}.jsonl"
+
+
+def _lines_of(value: Any) -> Iterator[bytes]:
+    """One of JSON for each row. Raises CannotKeepError."""
+    return (_line(number, row) for number, row in enumerate(_rows_of(value)))
 
 
 def _rows_of(value: Any) -> Iterable[Any]:
@@ -152,11 +194,14 @@ def _is_nan(value: Any) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
 
 
-def _digest_of_folder(folder: Path) -> str:
+def _digest_of_synced(folder: Path) -> str:
+    """Of names and contents, which are forced to disk: what bears a digest as its name is taken for whole."""
     digest = xxhash.xxh3_128()
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         digest.update(f"{path.relative_to(folder)}\0{path.stat().st_size}\0".encode())
         with path.open("rb") as file:
             while chunk := file.read(_CHUNK_BYTES):
                 digest.update(chunk)
+        sync_file(path)
+    sync_file(folder)
     return digest.hexdigest()[:16]

@@ -19,8 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AttentionInterface, PreTrainedModel
 
-from spurline.model.architecture import LOADING_ERRORS, decoder_layers
-from spurline.model.streams.stream_model import find_decoder
+from spurline.model.architecture import LOADING_ERRORS, decoder_layers, find_decoder
 
 _TOKENS = (64, 192)
 _COUNTED_ATTENTION = "spurline_counted"

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -114,6 +114,27 @@ def decoder_layers(causal: PreTrainedModel) -> list[nn.Module]:
     decoder = causal.get_decoder()
     found = [module for module in decoder.modules() if type(module).__name__ in names]
     return found or list(getattr(decoder, "layers", ()))
+
+
+def find_decoder(causal: PreTrainedModel) -> nn.Module:
+    """The part of the model that makes hidden states. Raises ModelError where there is none to be found."""
+    decoder = causal.get_decoder()
+    if decoder is not causal and isinstance(decoder, PreTrainedModel):
+        return decoder
+    # transformers looks for it by names, which not every model has, or has for something else.
+    inner = [module for module in causal.children() if isinstance(module, PreTrainedModel)]
+    if len(inner) != 1:
+        raise ModelError(f"{type(causal).__name__} has no part that is a decoder. Choose a causal language model.")
+    return inner[0]
+
+
+def vocabulary_size(causal: PreTrainedModel) -> int:
+    """Tokens that the model can read and predict; models may round the tokenizer's vocabulary up."""
+    weight = causal.get_input_embeddings().weight
+    assert isinstance(weight, Tensor)
+    # Some embeddings have further rows, of prompts that are no tokens (CPM-Ant).
+    named = getattr(causal.config.get_text_config(), "vocab_size", None)
+    return min(weight.shape[0], named) if isinstance(named, int) else weight.shape[0]
 
 
 def _cannot_build(config: PretrainedConfig, model: ModelConfig, error: Exception) -> str:

@@ -86,13 +86,6 @@ def adapter_page(model: ModelConfig, lora: LoraConfig) -> str:
     )
 
 
-def check_freeze(model: ModelConfig) -> None:
-    """Raise ConfigError for a pattern of `model.freeze` that fits no parameter, as the model's own config tells."""
-    if model.freeze:
-        # By name, as factories are: the architecture is built with torch, which a config must not import.
-        resolve("spurline.model.memory:model_shapes", "the parameters of a model")(model, None)
-
-
 def adapter_notes(model: ModelConfig, lora: LoraConfig) -> list[str]:
     """What `all-linear` leaves out of this model, in a sentence; nothing for a list of names. Raises ModelError."""
     if lora.target_modules != "all-linear":

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -31,7 +32,7 @@ from spurline.errors import DataError, ModelError, listing
 from spurline.model.architecture import LOADING_ERRORS, build_without_memory, load_model_config
 from spurline.model.device_profile import DeviceProfile
 from spurline.model.streams.positions import rope_settings, rope_type
-from spurline.model.weight_files import safetensors_files
+from spurline.model.weight_files import DTYPE_NAMES, DTYPES, safetensors_files
 
 _BROKEN_FILES = (SafetensorError, EOFError)
 _logger = logging.getLogger(__name__)
@@ -51,24 +52,27 @@ def load_model(
     *,
     held_dtypes: HeldDtypes | None = None,
     on_host: bool = False,
+    weights: dict[str, Tensor] | None = None,
 ) -> PreTrainedModel:
     """The model, on the device, in training mode; with `init: random` its weights depend on `seed` alone.
 
     change: what is done to it when weights have their dtypes. They are on the device, but for random ones, which are
         still on the host; all are with `on_host`.
     held_dtypes: weights are rounded to these, through fp32, while they are read.
+    weights: on the host, by their names in files, instead of those that the model begins with. Each is taken out when
+        it is read, so that there are never two copies of the model.
     """
     config = load_model_config(model)
     try:
         with quiet_loading(), finding("model.path", model.path):
-            if model.init == "random":
+            if weights is None and model.init == "random":
                 torch.manual_seed(seed)
                 causal = AutoModelForCausalLM.from_config(
                     config, dtype=torch.float32, trust_remote_code=model.trust_remote_code
                 )
             else:
                 device = torch.device("cpu") if on_host else profile.device
-                causal = _with_weights(model, config, device, held_dtypes)
+                causal = _with_weights(model, config, device, held_dtypes, weights)
     except (*LOADING_ERRORS, *_BROKEN_FILES) as error:
         # An architecture that cannot be built at all is another mistake than weights that cannot be read.
         build_without_memory(config, model)
@@ -97,12 +101,17 @@ def _cast(causal: nn.Module, dtype: torch.dtype, held: Mapping[str, torch.dtype]
 
 
 def _with_weights(
-    model: ModelConfig, config: PretrainedConfig, device: torch.device, held_dtypes: HeldDtypes | None
+    model: ModelConfig,
+    config: PretrainedConfig,
+    device: torch.device,
+    held_dtypes: HeldDtypes | None,
+    weights: dict[str, Tensor] | None,
 ) -> PreTrainedModel:
-    """The pretrained model. Raises ModelError where the files lack weights: they would be random ones."""
+    """The model with `weights`, or the pretrained ones. Raises ModelError where some are lacking, which would be
+    random."""
     # No pickle is opened, of the hub neither; the files are those that were checked, whatever a config names besides.
-    files = safetensors_files(model)
-    if not files:
+    files = safetensors_files(model) if weights is None else []
+    if not files and weights is None:
         raise ModelError(
             f"model.path: {model.path} has no safetensors files on the hub. Weights in other files are pickles, which "
             "can run code when they are opened: choose a revision or a model with safetensors files."
@@ -115,6 +124,8 @@ def _with_weights(
     with ExitStack() as stack:
         opened = [stack.enter_context(safe_open(file, "pt")) for file in files]
         slices: dict[str, Any] = {key: file.get_slice(key) for file in opened for key in file.keys()}  # noqa: SIM118
+        if weights is not None:
+            slices = {name: _Held(weights, name) for name in weights}
         found, loading = read_into(causal, slices, device)
     type(causal)._finalize_model_loading(causal, loading, found)
     check_loaded(model, found.missing_keys, found.mismatched_keys, found.unexpected_keys)
@@ -147,6 +158,61 @@ def read_into(
         if not value.is_meta and not isinstance(value, DTensor) and value.untyped_storage().data_ptr() in mapped:
             value.data = value.data.clone()
     return found, loading
+
+
+def check_weights_fit(model: ModelConfig) -> None:
+    """Raise ModelError as loading does where the files of a folder lack weights, or have them in other shapes.
+
+    Reads headers alone, of files that `check_weight_files` has let pass. Models on the hub are not looked at.
+    """
+    if model.init == "random" or not Path(model.path).is_dir():
+        return
+    causal = build_without_memory(load_model_config(model), model, torch.float32)
+    slices: dict[str, Any] = {}
+    for path in safetensors_files(model):
+        with safe_open(path, "pt") as file:
+            for key in file.keys():  # noqa: SIM118
+                part = file.get_slice(key)
+                slices[key] = _Shape(part.get_shape(), part.get_dtype())
+    try:
+        with quiet_loading():
+            found, loading = read_into(causal, slices, "meta")
+            type(causal)._finalize_model_loading(causal, loading, found)
+    except LOADING_ERRORS as error:
+        raise ModelError(_loading_failed(model, error)) from error
+    # What has no place is left out, which is said when weights are loaded.
+    check_loaded(model, found.missing_keys, found.mismatched_keys, ())
+
+
+class _Slice:
+    """What a slice of a file says of itself, for what stands in its place. dtype: as files name it."""
+
+    def __init__(self, shape: list[int], dtype: str):
+        self._shape, self._dtype = shape, dtype
+
+    def get_shape(self) -> list[int]:
+        return self._shape
+
+    def get_dtype(self) -> str:
+        return self._dtype
+
+
+class _Shape(_Slice):
+    """A slice that is not read."""
+
+    def __getitem__(self, place: Any) -> Tensor:
+        return torch.empty(self._shape, dtype=DTYPES.get(self._dtype), device="meta")[place]
+
+
+class _Held(_Slice):
+    """A weight on the host; reading takes it out of `weights`."""
+
+    def __init__(self, weights: dict[str, Tensor], name: str):
+        super().__init__(list(weights[name].shape), DTYPE_NAMES[weights[name].dtype])
+        self._weights, self._name = weights, name
+
+    def __getitem__(self, place: Any) -> Tensor:
+        return self._weights.pop(self._name)[place]
 
 
 class _Recorded:

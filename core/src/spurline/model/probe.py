@@ -19,20 +19,14 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from spurline.errors import ModelError, SpurlineError
+from spurline.model.architecture import vocabulary_size
 from spurline.model.computing import in_full_precision, own_code
 from spurline.model.device_profile import DeviceProfile
 from spurline.model.experts.router_replay import ExpertRouting
 from spurline.model.kernels import kernels_of
 from spurline.model.streams.segment_attention import observed_windows
-from spurline.model.streams.stream_model import (
-    OutputLogits,
-    Reading,
-    StreamModel,
-    TokenLogprobs,
-    evaluation_mode,
-    other_attention,
-    vocabulary_size,
-)
+from spurline.model.streams.stream_model import Reading, StreamModel, evaluation_mode, other_attention
+from spurline.model.streams.token_logprobs import OutputLogits, TokenLogprobs
 from spurline.model.streams.token_stream import TokenStream, plan_segments
 
 _OWN_ATTENTION = "eager"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -104,6 +104,11 @@ class HeldOutEvaluation(ABC):
         Names are those within this evaluation, such as `loss`: the run puts `eval/`, or `eval/NAME/` for one with a
         name, in front, and adds `time` in seconds.
         """
+
+    def metrics(self) -> Collection[str] | None:
+        """Names of all that `evaluate` may measure; None where only an evaluation tells. A run whose
+        `checkpoint.keep_best` or `stop_when` names another one is refused before it trains."""
+        return None
 
     def close(self) -> None:  # noqa: B027 - many have nothing to close
         """End what it holds, such as the processes of rewards. Called once, also after an error."""

@@ -1,16 +1,16 @@
 """Several runs on one page: what they were set to, what they came to, and their curves over each other.
 
-RunRecords with names go in, one HTML file of less than 2 MB comes out. A run has the same colour everywhere. Curves are
-of metrics that at least two runs recorded; the common ones stand open, the others are folded by the first part of
-their names.
+RunRecords with names go in, one HTML file of less than 2 MB comes out, however many runs, metrics and steps there are:
+points, metrics and rows are left out until it is, and the page says how many. Of each run only what a page can show
+stays in memory. A run has the same colour everywhere. Curves are of metrics that at least two runs recorded; the common
+ones stand open, the others are folded by the first part of their names.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,9 @@ from spurline.errors import RunDirectoryError, UserError, listing
 from spurline.files import replace_file
 from spurline.protocols.report_panel import RunRecord
 from spurline.report.document import document
-from spurline.report.figure import Trace, line, one_of_several, series_color, step_figure, thinned
+from spurline.report.figure import SMOOTHED_FROM, Trace, line, moving_means, series_color, step_figure, thinned
 from spurline.report.markup import block, caption, footer, scalar, status_mark, table, text
-from spurline.report.page import facts_of, record_of
+from spurline.report.page import facts_of, record_of, steps_of
 from spurline.report.record import distinct_names, evaluation_losses, evaluation_scores, evaluations_of
 from spurline.run.directory import RunDirectory
 from spurline.trackers.readout import score
@@ -30,70 +30,74 @@ COMPARISON_FILE = "comparison.html"
 
 _HEADLINES = ("loss", "reward/mean", "grad_norm", "response/length", "mismatch/kl", "time/step")
 _MOST_BYTES = 1_990_000
-_SHARES = (1.0, 0.5, 0.25, 0.12, 0.06, 0.03)
+_SHARES = (1.0, 0.7, 0.5, 0.35, 0.25, 0.12, 0.06, 0.03, 0.015, 0.008)
 """Of what the page shows at most, tried in turn until it is small enough."""
 _OPEN_POINTS, _FOLDED_POINTS = 8_000, 6_000
 """Points of all curves that stand open, and of all that are folded."""
 _MOST_POINTS, _FEWEST_POINTS = 300, 12
 """Points of one curve, whatever the number of curves."""
+_OPEN_CURVES, _FOLDED_CURVES = 2_000, 4_000
+"""Curves of all plots that stand open, and of all that are folded."""
 _MOST_FOLDED = 400
 """Metrics whose curves are folded."""
 _MOST_ROWS = 10
 """Steps of a table of evaluation scores; of more, these are chosen evenly, the first and the last included."""
+_NAMED = 8
+"""Runs that are named in one line."""
+_MOST_IN_LEGEND = 16
 _MOST_SETTINGS = 150
 _MOST_RESULTS = 60
 _MOST_SCORES = 60
 """Tables of evaluation scores, of all sets."""
 _NOTHING = "\u2013"
 _SHOWN_SETTING = 100
-"""Characters of a setting."""
+"""Characters of a setting, and of the name of a run."""
+
+_Series = tuple[list[int], list[float]]
+"""Steps and values."""
 
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """A run with its name and colour on the page. color: the name of a CSS variable."""
+    """A run with its name and colour on the page. color: the name of a CSS variable.
+
+    record: without its metrics. facts: how far it came, and of what it is. curves: of each metric the points that a
+    page can show, with the first and last one and all extremes; of evaluations all. means: of metrics that stand open,
+    their moving means. counts: points before. losses, shares: names of its held-out losses, and of its evaluation
+    scores of which more is better.
+    """
 
     name: str
     record: RunRecord
     color: str
     dash: str
+    facts: Sequence[str]
+    curves: Mapping[str, _Series]
+    means: Mapping[str, _Series]
+    counts: Mapping[str, int]
+    losses: frozenset[str]
+    shares: frozenset[str]
 
     @property
     def mark(self) -> str:
         """Its name with its colour, as HTML."""
         return f'<span class="swatch" style="background:var({self.color})"></span>{text(self.name)}'
 
-    @cached_property
+    @property
     def metrics(self) -> list[str]:
         """Sorted names of all it recorded."""
-        return sorted({name for entry in self.record.metrics for name in entry} - {"step"})
+        return sorted(self.curves)
 
-    @cached_property
-    def losses(self) -> frozenset[str]:
-        """Names of its held-out losses."""
-        return frozenset(evaluation_losses(self.record))
-
-    @cached_property
-    def shares(self) -> frozenset[str]:
-        """Names of its evaluation scores of which more is better."""
-        return frozenset(evaluation_scores(self.record)[0])
-
-    @cached_property
-    def _known_series(self) -> dict[str, tuple[list[int], list[float]]]:
-        return {}
-
-    def series(self, name: str) -> tuple[list[int], list[float]]:
+    def series(self, name: str) -> _Series:
         """Steps and values of one metric."""
-        if name not in self._known_series:
-            self._known_series[name] = self.record.series(name)
-        return self._known_series[name]
+        return self.curves.get(name, ([], []))
 
 
 def write_comparison(run_dirs: Sequence[Path], out: Path) -> Path:
     """Compare the runs of these folders in `out`; returns its path.
 
-    Raises RunDirectoryError for a folder that is no run, UserError for one given twice and for runs that recorded no
-    metric in common.
+    Raises RunDirectoryError for a folder that is no run, UserError for one given twice, for runs that recorded no
+    metric in common, and for more runs than a page can name.
     """
     runs = _read(run_dirs)
     shared = _shared_metrics(runs)
@@ -101,31 +105,44 @@ def write_comparison(run_dirs: Sequence[Path], out: Path) -> Path:
         recorded = "; ".join(f"{run.name}: {listing(run.metrics[:8]) or 'nothing yet'}" for run in runs)
         raise UserError(f"These runs have recorded no metric in common, so there is nothing to compare ({recorded}).")
     for share in _SHARES:
-        page = _page(runs, shared, share).encode(errors="replace")
-        if len(page) <= _MOST_BYTES:
-            break
-    replace_file(out, page.decode())
-    return out
+        page = _page(runs, shared, share)
+        # Packed, a page can be read with scripts alone.
+        for packs_body in (False, True) if share == 1 else (True,):
+            content = document(_title(runs), page, packs_body=packs_body).encode(errors="replace")
+            if len(content) <= _MOST_BYTES:
+                replace_file(out, content.decode())
+                return out
+    raise UserError(f"{len(runs):,} runs do not fit on a page of 2 MB. Give fewer.")
 
 
 def _page(runs: Sequence[ComparedRun], shared: Sequence[str], share: float) -> str:
-    """The whole page. share: of the most that each section may show."""
+    """What stands on the page. share: of the most that each section may show."""
+    curves, notes = _curves(runs, shared, share)
     sections = [
         _section("Results", _results(runs, _part(_MOST_RESULTS, share))),
         _section("Settings that differ", _settings(runs, _part(_MOST_SETTINGS, share))),
-        *_curves(runs, shared, share),
+        *curves,
         *(
             _section(f"Evaluation: {name}", content)
             for name, content in _evaluations(runs, _part(_MOST_SCORES, share), max(2, _part(_MOST_ROWS, share)))
         ),
     ]
     folders = ", ".join(f"<code>{text(run.record.run_dir.resolve())}</code>" for run in runs)
-    body = f"""{_header(runs)}
+    return f"""{_header(runs, notes)}
 <div class="grid">
 {"".join(sections)}
 </div>
 {footer(f"Spurline comparison of {folders}")}"""
-    return document(f"{', '.join(run.name for run in runs)} · Spurline comparison", body)
+
+
+def _title(runs: Sequence[ComparedRun]) -> str:
+    return f"{_names(runs)} · Spurline comparison"
+
+
+def _names(runs: Sequence[ComparedRun]) -> str:
+    """Of the first of them, for places that hold one line."""
+    rest = f" and {len(runs) - _NAMED:,} more" if len(runs) > _NAMED else ""
+    return ", ".join(run.name for run in runs[:_NAMED]) + rest
 
 
 def _part(most: int, share: float) -> int:
@@ -141,9 +158,31 @@ def _read(run_dirs: Sequence[Path]) -> list[ComparedRun]:
         if not run_dir.is_dir():
             raise RunDirectoryError(f"{run_dir}: no such folder. Give the run_dir of a run, such as runs/default.")
     return [
-        ComparedRun(name, record_of(RunDirectory(run_dir)), series_color(number), "solid" if number < 8 else "dot")
+        _compared(number, _cut(name), record_of(RunDirectory(run_dir)))
         for number, (run_dir, name) in enumerate(zip(run_dirs, distinct_names(run_dirs), strict=True))
     ]
+
+
+def _compared(number: int, name: str, record: RunRecord) -> ComparedRun:
+    """The run without what no page can show."""
+    names = {metric for line in record.metrics for metric in line} - {"step"}
+    whole = {metric: record.series(metric) for metric in names}
+    smoothed = [metric for metric in names.intersection(_HEADLINES) if len(whole[metric][0]) >= SMOOTHED_FROM]
+    return ComparedRun(
+        name,
+        replace(record, metrics=()),
+        series_color(number),
+        "solid" if number < 8 else "dot",
+        _facts(record),
+        {
+            metric: series if metric.startswith("eval/") else thinned(*series, _MOST_POINTS)
+            for metric, series in whole.items()
+        },
+        {metric: thinned(whole[metric][0], moving_means(whole[metric][1]), _MOST_POINTS) for metric in smoothed},
+        {metric: len(steps) for metric, (steps, _) in whole.items()},
+        frozenset(evaluation_losses(record)),
+        frozenset(evaluation_scores(record)[0]),
+    )
 
 
 def _shared_metrics(runs: Sequence[ComparedRun]) -> list[str]:
@@ -152,19 +191,19 @@ def _shared_metrics(runs: Sequence[ComparedRun]) -> list[str]:
     return sorted(name for name, count in recorded.items() if count > 1)
 
 
-def _header(runs: Sequence[ComparedRun]) -> str:
+def _header(runs: Sequence[ComparedRun], notes: Sequence[str]) -> str:
     entries = "".join(
         f"<li><strong>{run.mark}</strong> {status_mark(str(run.record.summary.get('status', 'unknown')))} "
-        f'<span class="facts">{text(" · ".join(_facts(run.record)))}</span></li>'
+        f'<span class="facts">{text(" · ".join(run.facts))}</span></li>'
         for run in runs
     )
-    return f'<header><h1>{len(runs)} runs compared</h1><ul class="runs">{entries}</ul></header>'
+    said = "".join(map(caption, notes))
+    return f'<header><h1>{len(runs)} runs compared</h1>{said}<ul class="runs">{entries}</ul></header>'
 
 
 def _facts(record: RunRecord) -> list[str]:
-    finished = int(record.metrics[-1]["step"]) if record.metrics else 0
-    total = record.summary.get("total_steps")
-    steps = f"{finished:,} of {total:,} steps" if isinstance(total, int) else f"{finished:,} steps"
+    finished, total = steps_of(record)
+    steps = f"{finished:,} of {total:,} steps" if total is not None else f"{finished:,} steps"
     return [steps, *facts_of(record.config, record.summary)]
 
 
@@ -271,25 +310,32 @@ def _cut(value: str) -> str:
 # Curves
 
 
-def _curves(runs: Sequence[ComparedRun], shared: Sequence[str], share: float) -> list[str]:
+def _curves(runs: Sequence[ComparedRun], shared: Sequence[str], share: float) -> tuple[list[str], list[str]]:
+    """Sections with plots, and sentences about what they leave out."""
     headlines = [name for name in _HEADLINES if name in shared]
     headlines += [name for name in shared if name.startswith("eval/") and not name.endswith("/time")][:12]
+    headlines = headlines[: max(1, _part(_OPEN_CURVES, share) // len(runs))]
     every = [name for name in shared if name not in headlines]
-    rest = every[: _part(_MOST_FOLDED, share)]
+    rest = every[: min(_part(_MOST_FOLDED, share), _part(_FOLDED_CURVES, share) // len(runs))]
     # Those that stand open are drawn twice: the values, and their moving mean.
-    most = _points(share, _OPEN_POINTS, 2 * len(runs) * len(headlines))
-    sections = [_section(name, block(_curve(runs, name, most, smoothed=True))) for name in headlines]
+    of_open = _points(share, _OPEN_POINTS, 2 * len(runs) * len(headlines))
+    sections = [_section(name, block(_curve(runs, name, of_open))) for name in headlines]
     groups: dict[str, list[str]] = {}
     for name in rest:
         groups.setdefault(name.partition("/")[0] if "/" in name else "other", []).append(name)
-    most = _points(share, _FOLDED_POINTS, len(runs) * len(rest))
+    of_folded = _points(share, _FOLDED_POINTS, len(runs) * len(rest))
     for group, names in sorted(groups.items()):
-        plots = "".join(f"<div><h3>{text(name)}</h3>{_curve(runs, name, most, smoothed=False)}</div>" for name in names)
+        plots = "".join(f"<div><h3>{text(name)}</h3>{_curve(runs, name, of_folded)}</div>" for name in names)
         folded = f'<details><summary>{len(names)} more</summary><div class="columns even">{plots}</div></details>'
         sections.append(_section(group, block(folded, wide=True)))
     if left_out := _left_out(len(every) - len(rest), "metrics"):
         sections.append(_section("not drawn", block(*left_out, wide=True)))
-    return sections
+    drawn = (("Curves that stand open", headlines, of_open), ("Folded curves", rest, of_folded))
+    return sections, [
+        f"{which} have at most {most:,} of {longest:,} points: the lowest and the highest of each stretch."
+        for which, names, most in drawn
+        if (longest := max((run.counts.get(name, 0) for run in runs for name in names), default=0)) > most
+    ]
 
 
 def _points(share: float, budget: int, num_curves: int) -> int:
@@ -298,22 +344,28 @@ def _points(share: float, budget: int, num_curves: int) -> int:
     return max(fewest, min(_MOST_POINTS, _part(budget, share) // max(1, num_curves)))
 
 
-def _curve(runs: Sequence[ComparedRun], name: str, most: int, *, smoothed: bool) -> str:
+def _curve(runs: Sequence[ComparedRun], name: str, most: int) -> str:
+    """Where there are moving means, they are drawn over the values, which are faint then."""
     traces: list[Trace] = []
     for run in runs:
-        steps, values = run.series(name)
-        if not values:
-            continue
-        # Four digits are more than a plot shows.
-        values = [float(f"{value:.4g}") for value in values]
-        if smoothed and not name.startswith("eval/"):
-            drawn = one_of_several(run.name, steps, values, run.color, most=most)
-            for trace in drawn:
-                trace["y"] = [float(f"{value:.4g}") for value in trace["y"]]
-        else:
-            drawn = [line(run.name, *thinned(steps, values, most), run.color)]
-        traces += [trace | {"line": {**trace["line"], "dash": run.dash}} for trace in drawn]
-    return step_figure(traces, name, label=f"{name} over steps of {', '.join(run.name for run in runs)}")
+        values, means = run.series(name), run.means.get(name)
+        if means is not None:
+            common: Trace = {"legendgroup": run.name, "mode": "lines"}
+            faint = _line(run, values, most, width=1, opacity=0.35, showlegend=False, **common)
+            # Pointing at the plot shows the values themselves.
+            traces += [faint, _line(run, means, most, hoverinfo="skip", hovertemplate=None, **common)]
+        elif values[0]:
+            traces.append(_line(run, values, most))
+    # The list of runs has their colours; legends of more, and boxes with the values of all, would cover the plot.
+    layout = {"showlegend": False, "hovermode": "closest"} if len(runs) > _MOST_IN_LEGEND else {}
+    return step_figure(traces, name, layout, label=f"{name} over steps of {_names(runs)}")
+
+
+def _line(run: ComparedRun, series: _Series, most: int, **changes: Any) -> Trace:
+    # Four digits are more than a plot shows.
+    steps, values = thinned(*series, most)
+    trace = line(run.name, steps, [float(f"{value:.4g}") for value in values], run.color, **changes)
+    return trace | {"line": {**trace["line"], "dash": run.dash}}
 
 
 # Evaluations

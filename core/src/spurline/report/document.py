@@ -2,7 +2,7 @@
 
 plotly.js and the figures are gzip in base 85, which the page unpacks: so a page takes less than 2 MB. A content
 security policy forbids it to load anything. What is not a figure stays HTML, which can be searched and read without
-a script.
+a script, unless it is too large: then it is packed as well.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ DIGITS = _PYTHON_DIGITS.translate(str.maketrans("<>&", ",.:"))
 _TO_DIGITS = bytes.maketrans(_PYTHON_DIGITS.encode(), DIGITS.encode())
 
 
-def document(title: str, body: str) -> str:
-    """The page. body: HTML, with figures as `figure` makes them."""
+def document(title: str, body: str, *, packs_body: bool = False) -> str:
+    """The page. body: HTML, with figures as `figure` makes them. packs_body: the page shows it once a script has
+    unpacked it."""
     figures: list[str] = []
 
     def take(found: re.Match[str]) -> str:
@@ -36,6 +37,10 @@ def document(title: str, body: str) -> str:
         return found[1] + found[3]
 
     body = _FIGURE.sub(take, body)
+    waiting = ""
+    if packs_body:
+        waiting = f'<script type="text/plain" id="body">{packed(body)}</script>'
+        body = '<p class="notice">This page unpacks itself with JavaScript.</p>'
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -53,7 +58,7 @@ def document(title: str, body: str) -> str:
 <main>
 {body}
 </main>
-<script type="text/plain" id="figures">{packed(f"[{','.join(figures)}]")}</script>
+{waiting}<script type="text/plain" id="figures">{packed(f"[{','.join(figures)}]")}</script>
 <script>{_asset("report.js")}</script>
 </body>
 </html>

@@ -7,6 +7,7 @@ The page draws them with the plotly.js it carries. A colour is a CSS variable na
 
 from __future__ import annotations
 
+import html
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -18,8 +19,11 @@ from spurline.report.markup import text
 MAX_POINTS = 300
 """Points one trace may have; longer series keep the extremes of each stretch."""
 
-_SMOOTHED_FROM = 10
+SMOOTHED_FROM = 10
 """Shorter series are drawn as they are."""
+
+_MARKUP = frozenset({"hovertext", "hovertemplate", "texttemplate"})
+"""Attributes in which plotly's markup is meant."""
 
 Trace = dict[str, Any]
 
@@ -100,7 +104,7 @@ def raw_and_smoothed(
 
     weights: of the values in that mean; all equal when not given.
     """
-    if len(values) < _SMOOTHED_FROM:
+    if len(values) < SMOOTHED_FROM:
         return [line(name, steps, values, color)]
     means = moving_means(values, weights)
     return [
@@ -121,7 +125,7 @@ def one_of_several(
 
     Pointing at the plot shows the values themselves, not their means. `changes` are plotly trace attributes.
     """
-    if len(values) < _SMOOTHED_FROM:
+    if len(values) < SMOOTHED_FROM:
         return [line(name, steps, values, color, **changes)]
     common: Trace = {"legendgroup": name, "mode": "lines"} | changes
     means = moving_means(values, weights)
@@ -165,8 +169,12 @@ def step_figure(
 
 
 def figure(traces: Sequence[Trace], layout: Mapping[str, Any], *, label: str) -> str:
-    """Any plotly figure. `layout` is laid over the page's own theme."""
-    content = json.dumps(_shorten_numbers({"data": list(traces), "layout": dict(layout)}), allow_nan=False)
+    """Any plotly figure. `layout` is laid over the page's own theme.
+
+    All text is shown as it is: what plotly would take for markup, such as `<b>` in the name of a run, is none. Only
+    `hovertext` and templates (`hovertemplate`, `texttemplate`) are plotly's markup: give them no text of a user's.
+    """
+    content = json.dumps(_for_page({"data": list(traces), "layout": dict(layout)}), allow_nan=False)
     # Inside a script element only "<" could end it or open a comment.
     content = content.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     return (
@@ -175,12 +183,14 @@ def figure(traces: Sequence[Trace], layout: Mapping[str, Any], *, label: str) ->
     )
 
 
-def _shorten_numbers(value: Any) -> Any:
-    """Numbers short enough for the page; what is not finite becomes a gap."""
+def _for_page(value: Any) -> Any:
+    """Plain text as plotly has it, and numbers short enough for the page; what is not finite becomes a gap."""
     if isinstance(value, Mapping):
-        return {str(key): _shorten_numbers(item) for key, item in value.items()}
+        return {str(key): item if key in _MARKUP else _for_page(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_shorten_numbers(item) for item in value]
+        return [_for_page(item) for item in value]
+    if isinstance(value, str):
+        return html.escape(value, quote=False)
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     return value

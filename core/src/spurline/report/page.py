@@ -67,10 +67,9 @@ def _page(record: RunRecord, sections: Iterable[str]) -> str:
 
 def _header(record: RunRecord, name: str) -> str:
     status = str(record.summary.get("status", "unknown"))
-    finished = int(record.metrics[-1]["step"]) if record.metrics else 0
-    total = record.summary.get("total_steps")
+    finished, total = steps_of(record)
     progress = ""
-    if isinstance(total, int) and finished < total:
+    if total is not None and finished < total:
         share = f"{100 * finished / total:.1f}%"
         progress = f'<div class="progress" title="{share} of all steps"><span style="width:{share}"></span></div>'
     error = record.summary.get("error")
@@ -81,6 +80,12 @@ def _header(record: RunRecord, name: str) -> str:
         f"{status_mark(status)}</div>"
         f'<p class="facts">{facts}</p>{progress}{failure}</header>'
     )
+
+
+def steps_of(record: RunRecord) -> tuple[int, int | None]:
+    """The last step recorded, 0 where there is none, and the steps of the whole run where they are known."""
+    total = record.summary.get("total_steps")
+    return int(record.metrics[-1]["step"]) if record.metrics else 0, total if isinstance(total, int) else None
 
 
 def facts_of(config: Any, summary: Mapping[str, Any]) -> list[str]:

@@ -7,7 +7,7 @@ held-out evaluation, which differ in how they sample and in what a failure costs
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -28,15 +28,19 @@ class Attempts:
     """Owns the engine and the environment. Coroutines are awaited on one event loop.
 
     training: runs the groups that are trained on, scored. given_up: the prompts that training gave up. engine: a source
-    may put one that observes it in its place before the first attempt.
+    may put one that observes it in its place before the first attempt. check_engine: raises for an engine that will not
+    do, before there is an environment to close.
     """
 
-    def __init__(self, config: PromptSourceConfig, context: SourceContext) -> None:
+    def __init__(
+        self, config: PromptSourceConfig, context: SourceContext, check_engine: Callable[[RolloutEngine], None]
+    ) -> None:
         run, registry = context.config, context.host.registry
         self._config = config
         self._run_seed = run.seed
         self._is_evaluated = bool(run.data.eval)
         self.engine = registry.create("rollout_engine", config.engine, run=run, tokenizer=context.tokenizer)
+        check_engine(self.engine)
         self._environment: Environment = registry.create(
             "environment", config.environment, registry=registry, tokenizer=context.tokenizer, data=run.data
         )

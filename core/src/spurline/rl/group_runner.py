@@ -137,7 +137,7 @@ class GroupRunner:
         """
         try:
             # Before the attempts: a row without the numbers must not cost a generation.
-            columns = {name: _carried(prompt, name) for name in self.carry}
+            columns = {name: carried(prompt, name) for name in self.carry}
             trajectories = await _GroupAttempts(self, prompt).run()
         except _GiveUp as failure:
             lost = GivenUpPrompt(prompt.uid, prompt.number, str(failure))
@@ -325,7 +325,7 @@ def tags_of(row: Mapping[str, Any]) -> dict[str, str | float]:
     return found
 
 
-def _carried(prompt: Draw, name: str) -> float:
+def carried(prompt: Draw, name: str) -> float:
     """The number in this column of the prompt's row. Raises DataError when there is none."""
     value = prompt.row.get(name)
     # bool is an int; numpy's numbers come from Arrow tables.

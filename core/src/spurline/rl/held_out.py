@@ -47,13 +47,24 @@ class MakesAttempts(Protocol):
 
 
 class AttemptsEvaluation(HeldOutEvaluation):
-    """Evaluates by attempts at held-out prompts. where: the settings' place in the config, for messages."""
+    """Evaluates by attempts at held-out prompts. where: the settings' place in the config, for messages.
 
-    def __init__(self, config: HeldOutConfig, prompts: PromptDraws, source: MakesAttempts, where: str) -> None:
+    terms: names of the reward terms of every attempt; None where only the attempts tell.
+    """
+
+    def __init__(
+        self,
+        config: HeldOutConfig,
+        prompts: PromptDraws,
+        source: MakesAttempts,
+        where: str,
+        terms: Collection[str] | None,
+    ) -> None:
         self._config = config
         self._prompts = prompts
         self._source = source
         self._where = where
+        self._terms = terms
         self.measures_copies = source.generates_with_copies
 
     def summary(self) -> Mapping[str, Any]:
@@ -61,6 +72,12 @@ class AttemptsEvaluation(HeldOutEvaluation):
 
     def fingerprint(self) -> str:
         return self._prompts.fingerprint()
+
+    def metrics(self) -> Collection[str] | None:
+        if self._terms is None:
+            return None
+        several = f"pass@{self._config.samples_per_prompt}"
+        return {"reward", "pass@1", several, "failed", "skipped_rows", *(f"rewards/{term}" for term in self._terms)}
 
     def evaluate(self, backend: Backend) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """`reward`, `rewards/TERM`, `pass@1`, and with several attempts `pass@k`.
@@ -121,7 +138,7 @@ class RolloutsEvaluation(AttemptsEvaluation):
         source = context.source
         assert isinstance(source, MakesAttempts), f"{type(source).__name__} makes no attempts, whatever its config says"
         prompts = open_held_out(config.data, context.run)
-        super().__init__(config, prompts, source, f"{context.where}.")
+        super().__init__(config, prompts, source, f"{context.where}.", context.run.config.source.reward_terms)
 
 
 def has_passed(trajectory: Trajectory, success: SuccessConfig, where: str = OF_SOURCE) -> bool:

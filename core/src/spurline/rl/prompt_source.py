@@ -16,12 +16,13 @@ from spurline.data.prompts import read_question
 from spurline.errors import DataError, RunFailedError, listing
 from spurline.protocols.backend import Backend
 from spurline.protocols.evaluation import HeldOutEvaluation
+from spurline.protocols.rollout_engine import RolloutEngine
 from spurline.protocols.source import BatchSource, FirstPrompt, Longest, SourceContext
 from spurline.protocols.stateful import refuse_other_data
 from spurline.rl.attempts import Attempts
 from spurline.rl.configs import HeldOutConfig, PromptSourceConfig
 from spurline.rl.draws import Draw, PromptDraws, SkippedRow
-from spurline.rl.group_runner import GivenUpPrompt, Outcome, explain_bad_row, reasons_of, tags_of
+from spurline.rl.group_runner import GivenUpPrompt, Outcome, carried, explain_bad_row, reasons_of, tags_of
 from spurline.rl.health import length_metrics, reward_metrics
 from spurline.rl.held_out import OF_SOURCE, AttemptsEvaluation, open_held_out
 from spurline.rl.kept_rollouts.keeper import KeptStep, RolloutKeeper
@@ -31,6 +32,7 @@ from spurline.rl.prompt_survey import ROWS_BEFORE_TRAINING, PromptSurvey, survey
 from spurline.rl.trajectory import Group, has_equal_returns
 
 RunGroups = Callable[[Sequence[Draw]], Awaitable[Sequence[Outcome]]]
+FindPrompt = Callable[[Draw], Sequence[int] | None]
 TakeDraws = Callable[[int, int], Sequence[Draw | SkippedRow]]
 
 
@@ -114,11 +116,14 @@ class PromptSource(BatchSource):
         if run.data.eval:
             self._held_out = open_held_out(run.data.eval, context)
         self._preparation = Preparation(config, context)
-        self._attempts = Attempts(config, context)
         self._settings = config
         self._context = context
+        self._attempts = Attempts(config, context, self.check_engine)
         self._kept = RolloutKeeper(run.run_dir, context.tokenizer, config.keep_rollouts * 1_000_000)
         self.total_steps = run.total_steps(self._prompts.prompts_per_epoch, config.prompts_per_step)
+
+    def check_engine(self, engine: RolloutEngine) -> None:
+        """Raise ConfigError for an engine that cannot generate with this source's weights. Before anything starts."""
 
     def start(self, step: int, backend: Backend) -> None:
         self._backend = backend
@@ -174,21 +179,31 @@ class PromptSource(BatchSource):
 
     @cached_property
     def _survey(self) -> PromptSurvey | None:
-        return self._survey_of(self._prompts, "rendering prompts")
+        return self._survey_of(self._prompts, "rendering prompts", self._first_prompt)
 
     @cached_property
     def _held_out_survey(self) -> PromptSurvey | None:
-        return None if self._held_out is None else self._survey_of(self._held_out, "rendering held-out prompts")
+        return (
+            None
+            if self._held_out is None
+            else self._survey_of(self._held_out, "rendering held-out prompts", self._attempts.first_prompt)
+        )
 
-    def _survey_of(self, prompts: PromptDraws, doing: str) -> PromptSurvey | None:
+    def _survey_of(self, prompts: PromptDraws, doing: str, first_prompt: FindPrompt) -> PromptSurvey | None:
         limit = self._context.row_limit or ROWS_BEFORE_TRAINING
         self._context.progress(doing)
-        return survey(prompts.rows(limit), self._attempts.first_prompt)
+        return survey(prompts.rows(limit), first_prompt)
+
+    def _first_prompt(self, draw: Draw) -> Sequence[int] | None:
+        """As that of the attempts, of a row that is trained on. Raises DataError also for one that lacks a column."""
+        for name in self._settings.carry:
+            carried(draw, name)
+        return self._attempts.first_prompt(draw)
 
     def evaluation(self) -> HeldOutEvaluation:
         """Attempts at the held-out prompts with the weights as they are."""
         assert self._held_out is not None, "there is no held-out data"
-        return AttemptsEvaluation(self._settings.held_out, self._held_out, self, OF_SOURCE)
+        return AttemptsEvaluation(self._settings.held_out, self._held_out, self, OF_SOURCE, self._settings.reward_terms)
 
     def given_up(self) -> Sequence[str]:
         return [prompt.reason for prompt in self._attempts.given_up.prompts]

@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 from spurline.data.batch import TrainingBatch
 from spurline.errors import ConfigError
 from spurline.protocols.backend import Backend
-from spurline.protocols.rollout_engine import SharesWeights, TakesWeights, TensorPlace, WeightBucket
+from spurline.protocols.rollout_engine import RolloutEngine, SharesWeights, TakesWeights, TensorPlace, WeightBucket
 from spurline.protocols.source import SourceContext
 from spurline.rl.configs import HeldOutConfig, RolloutSourceConfig
 from spurline.rl.draws import Draw, SkippedRow
@@ -32,22 +33,28 @@ class RolloutSource(PromptSource):
         self._next_draw = 0
         self._retries = 0
 
-    def start(self, step: int, backend: Backend) -> None:
-        """Lend or bring the backend's weights to the engine. Raises ConfigError when the engine can do neither."""
-        super().start(step, backend)
-        engine = self._attempts.engine
-        lends = self._context.config.backend.lends_model or not self._config.engine.borrows_model
-        if isinstance(engine, SharesWeights) and lends:
-            engine.share(backend)
-            self._weights: _SharedWeights | _CopiedWeights = _SharedWeights(engine)
-        elif isinstance(engine, TakesWeights) and _TENSORS in engine.transports:
-            self._weights = _CopiedWeights(engine, backend, self._loop)
-        else:
+    def check_engine(self, engine: RolloutEngine) -> None:
+        """Raise ConfigError when it can neither share the backend's weights nor be brought them."""
+        config = self._settings.engine
+        lends = self._context.config.backend.lends_model or not config.borrows_model
+        self._shares = isinstance(engine, SharesWeights) and lends
+        if not self._shares and not (isinstance(engine, TakesWeights) and _TENSORS in engine.transports):
             raise ConfigError.at(
                 "source.engine.name",
-                f"is {self._config.engine.name}, which generates with weights of its own, but the source "
-                f"'{self._config.name}' publishes none. Set engine: in_process, or choose an asynchronous source.",
+                f"is {config.name}, which generates with weights of its own, but the source '{self._settings.name}' "
+                "publishes none. Set engine: in_process, or choose an asynchronous source.",
             )
+
+    def start(self, step: int, backend: Backend) -> None:
+        """Lend or bring the backend's weights to the engine."""
+        super().start(step, backend)
+        engine = self._attempts.engine
+        if self._shares:
+            lender = cast("SharesWeights", engine)
+            lender.share(backend)
+            self._weights: _SharedWeights | _CopiedWeights = _SharedWeights(lender)
+        else:
+            self._weights = _CopiedWeights(cast("TakesWeights", engine), backend, self._loop)
         self._weights.update(step - 1)
 
     def build(self, step: int) -> TrainingBatch:

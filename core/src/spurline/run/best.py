@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from spurline.config.run_config import KeepBestConfig, WatchedMetricConfig
+from spurline.config.run_config import KeepBestConfig, RunConfig, WatchedMetricConfig
 from spurline.errors import ConfigError, listing, suggestion
 
 
@@ -82,12 +82,26 @@ def measured(
     if label_of(config.metric, every) not in labels:
         return None
     if config.metric not in scores:
-        raise ConfigError.at(
-            f"{where}.metric",
-            f"is {config.metric}, which this evaluation does not measure.{suggestion(config.metric, scores)} "
-            f"Metrics: {listing(scores)}.",
-        )
+        raise _not_measured(config.metric, where, scores)
     return float(scores[config.metric])
+
+
+def check_watched(run: RunConfig, metrics: Mapping[str, Collection[str] | None]) -> None:
+    """Raise ConfigError for a watched metric that its evaluation will not measure, as far as evaluations can tell.
+
+    metrics: of each evaluation, by `eval` or `eval/NAME`; None where only the evaluation itself tells.
+    """
+    for where, config in (("checkpoint.keep_best", run.checkpoint.keep_best), ("stop_when", run.stop_when)):
+        known = None if config is None else metrics.get(label_of(config.metric, metrics))
+        if config is not None and known is not None and config.metric not in known:
+            raise _not_measured(config.metric, where, known)
+
+
+def _not_measured(metric: str, where: str, known: Collection[str]) -> ConfigError:
+    return ConfigError.at(
+        f"{where}.metric",
+        f"is {metric}, which this evaluation does not measure.{suggestion(metric, known)} Metrics: {listing(known)}.",
+    )
 
 
 def is_better(config: WatchedMetricConfig, value: float, than: float, by: float = 0.0) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 from spurline.config.loading import LoadedConfig
 from spurline.data.tokenizer import load_tokenizer, template_notes
 from spurline.model.memory import describe_count
+from spurline.model.trainable import check_trainable
 from spurline.progress import Progress, silent
 from spurline.protocols.backend import Backend, Role
 from spurline.protocols.evaluation import EvaluationContext
@@ -18,7 +19,8 @@ from spurline.protocols.minibatches import MiniBatches
 from spurline.protocols.source import BatchSource, SourceContext
 from spurline.protocols.tracker import Tracker
 from spurline.ranks.launch import room_on_cluster
-from spurline.run.evaluation import ScheduledEvaluation, build_evaluations
+from spurline.run.best import check_watched
+from spurline.run.evaluation import ScheduledEvaluation, build_evaluations, metrics_of
 from spurline.run.hook_state import HookStates
 from spurline.run.lengths import check_lengths
 from spurline.trackers.configs import ConsoleTrackerConfig, JsonlTrackerConfig
@@ -99,6 +101,8 @@ def build_components(
         *loaded.config.schedule.notes(data.total_updates(done)),
         *loaded.config.backend.notes(loaded.config),
     ]
+    check_watched(loaded.config, metrics_of(data.evaluations))
+    check_trainable(loaded.config)
     # Before anything loads: what ranks would take of the cluster, engines would miss minutes later.
     stack.enter_context(room_on_cluster(loaded.config))
     progress("drawing weights" if loaded.config.model.init == "random" else "loading weights")

@@ -70,6 +70,13 @@ class RunDirectory:
         for folder in (self.path, *(path for path in self.path.iterdir() if path.is_dir())):
             remove_unfinished(folder)
 
+    def obstacle(self) -> str | None:
+        """Why a run could not write here, as a clause, as far as looking tells; None where nothing is in the way."""
+        nearest = next((path for path in (self.path, *self.path.parents) if os.path.lexists(path)), self.path)
+        if not nearest.is_dir():
+            return f"{nearest} is no folder"
+        return None if os.access(nearest, os.W_OK | os.X_OK) else f"{nearest} is not writable for this user"
+
     def check_present(self) -> None:
         """Raise RunDirectoryLostError when the folder that was opened is no longer at its path."""
         assert self._folder is not None, f"{self.path} is not open"

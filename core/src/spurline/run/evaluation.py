@@ -7,7 +7,7 @@ has of its own for that data; the rest of a run knows only a list of scheduled e
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,6 +39,11 @@ class ScheduledEvaluation:
     def label(self) -> str:
         """What its data is called in plans, summaries and reports."""
         return f"eval/{self.name}" if self.name else "eval"
+
+    def metrics(self) -> set[str] | None:
+        """Whole names of all that it may measure, `eval/...`; None where only an evaluation tells."""
+        names = self.held_out.metrics()
+        return None if names is None else {f"{self.label}/{name}" for name in (*names, "time")}
 
     def run(self, backend: Backend, root: str = "eval") -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Metrics under their whole names, `ROOT/...` or `ROOT/NAME/...`, time in seconds included, and sample answers,
@@ -85,6 +90,10 @@ class DataEvaluation(HeldOutEvaluation):
 
     def fingerprint(self) -> str:
         return self._loss.fingerprint()
+
+    def metrics(self) -> Collection[str] | None:
+        of_loss, of_answers = self._loss.metrics(), () if self._answers is None else self._answers.metrics()
+        return None if of_loss is None else {*of_loss, *of_answers}
 
     def evaluate(self, backend: Backend) -> tuple[dict[str, float], list[dict[str, Any]]]:
         metrics, samples = self._loss.evaluate(backend)
@@ -133,6 +142,11 @@ def run_all(
         scores |= found
         samples += answers
     return scores, samples
+
+
+def metrics_of(evaluations: Sequence[ScheduledEvaluation]) -> dict[str, set[str] | None]:
+    """Whole names of all that each may measure, by `label`; None where only an evaluation tells."""
+    return {evaluation.label: evaluation.metrics() for evaluation in evaluations}
 
 
 def fingerprints(evaluations: Sequence[ScheduledEvaluation]) -> dict[str, str]:

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import AutoConfig, GenerationConfig
+from torch import Tensor
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
 from spurline.config.loading import LoadedConfig
-from spurline.config.run_config import RunConfig
+from spurline.config.run_config import ModelConfig, RunConfig
 from spurline.data.tokenizer import load_tokenizer
 from spurline.errors import RunFailedError, UserError
 from spurline.files import give_default_permissions, remove
@@ -26,7 +27,7 @@ from spurline.model.weight_files import write_weight_files
 from spurline.plugins.registry import resolve
 from spurline.protocols.backend import Backend, TrainsAdapters
 from spurline.run.build import build_backend
-from spurline.run.checkpoint import BACKEND, CheckpointStore
+from spurline.run.checkpoint import BACKEND, Checkpoint, CheckpointStore
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -97,19 +98,22 @@ def _write_adapter(adapter: AdapterStream, config: RunConfig, tokenizer: PreTrai
 def _write_folder(
     write_weights: _WriteWeights, loaded: LoadedConfig, tokenizer: PreTrainedTokenizerBase, out: Path
 ) -> Path:
-    model = loaded.config.model
-    config = AutoConfig.from_pretrained(
-        model.path, revision=model.revision, trust_remote_code=model.trust_remote_code, **model.config_overrides
-    )
-    dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    config, dtype = _config_and_dtype(loaded.config.model)
 
     def fill(folder: Path) -> None:
         write_weights(folder, dtype, _MAX_FILE_BYTES)
         config.save_pretrained(folder)
-        _save_generation_config(loaded, tokenizer, folder)
+        _save_generation_config(loaded.config.model, tokenizer, folder)
         tokenizer.save_pretrained(folder)
 
     return _write_beside(out, "model", fill)
+
+
+def _config_and_dtype(model: ModelConfig) -> tuple[PretrainedConfig, torch.dtype]:
+    config = AutoConfig.from_pretrained(
+        model.path, revision=model.revision, trust_remote_code=model.trust_remote_code, **model.config_overrides
+    )
+    return config, config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
 
 
 def _write_beside(out: Path, what: str, fill: Callable[[Path], None]) -> Path:
@@ -143,9 +147,9 @@ def check_free(out: Path) -> None:
         raise UserError(f"{out} exists and is not empty. Choose another folder, or move it away.")
 
 
-def _save_generation_config(loaded: LoadedConfig, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def _save_generation_config(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     try:
-        _generation_config(loaded, tokenizer).save_pretrained(folder)
+        generation_config(model, tokenizer).save_pretrained(folder)
     except ValueError:
         # transformers loads settings that it refuses to save, such as a sampling number without sampling; what ends a
         # turn is all that a trained model must bring along.
@@ -153,9 +157,8 @@ def _save_generation_config(loaded: LoadedConfig, tokenizer: PreTrainedTokenizer
         plain.save_pretrained(folder)
 
 
-def _generation_config(loaded: LoadedConfig, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
+def generation_config(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
     """The model's own settings, which also stop at the end-of-turn token that was trained."""
-    model = loaded.config.model
     try:
         config = GenerationConfig.from_pretrained(model.path, revision=model.revision or "main")
     except OSError:  # a model without a generation_config.json
@@ -164,6 +167,29 @@ def _generation_config(loaded: LoadedConfig, tokenizer: PreTrainedTokenizerBase)
     stops = dict.fromkeys(token for token in [*known, tokenizer.eos_token_id] if token is not None)
     config.eos_token_id = list(stops) if len(stops) > 1 else next(iter(stops), None)
     return config
+
+
+def exported_weights(loaded: LoadedConfig, found: Checkpoint) -> dict[str, Tensor]:
+    """The weights of a checkpoint on the host, as `export_run` writes them: adapters merged, in the dtype of the files.
+
+    Raises CheckpointError.
+    """
+    config = loaded.config
+    _, dtype = _config_and_dtype(config.model)
+    with ExitStack() as stack:
+        reader = config.backend.checkpoint_reader
+        if reader is None:
+            backend = build_backend(loaded, stack, total_updates=1)
+            backend.load(found.path / BACKEND, found.unverified(BACKEND))
+            tensors = backend.named_weights()
+        else:
+            read = resolve(reader, f"checkpoint reader of backend '{config.backend.name}'")
+            tensors = read(config, found.path / BACKEND, found.unverified(BACKEND)).tensors
+        return {
+            # A copy: a backend's own tensors go with it, and those of files are mapped.
+            name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
+            for name, tensor in tensors
+        }
 
 
 def export_run(loaded: LoadedConfig, out: Path, checkpoint: str | Path | None = None, *, adapter: bool = False) -> Path:

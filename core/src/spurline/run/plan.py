@@ -9,33 +9,39 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from spurline.config.loading import LoadedConfig
 from spurline.config.paths import shown_path
-from spurline.config.run_config import ReductionConfig, RunConfig
+from spurline.config.run_config import ModelConfig, ReductionConfig, RunConfig
 from spurline.data.batch import TrainingBatch
 from spurline.data.dealing import deal
 from spurline.data.token_store import describe
 from spurline.data.tokenizer import template_notes
 from spurline.errors import ConfigError, Problem, UserError
-from spurline.model.architecture import build_without_memory, load_model_config
-from spurline.model.experts.router_balance import balance_coefficient
-from spurline.model.loading import check_settings
+from spurline.model.architecture import load_model_config
+from spurline.model.loading import check_weights_fit
 from spurline.model.memory import count_parameters, describe_count
 from spurline.model.streams.positions import position_limit
+from spurline.model.streams.token_stream import check_columns, check_tokens
+from spurline.model.trainable import check_trainable
 from spurline.model.weight_files import check_weight_files
 from spurline.plugins.registry import CORE, group_by_kind
 from spurline.progress import Progress, silent
 from spurline.protocols.loss import Loss
 from spurline.ranks.messages import check_losses
+from spurline.run.best import check_watched
 from spurline.run.build import DataComponents, build_data, build_trackers
+from spurline.run.directory import RunDirectory
+from spurline.run.evaluation import metrics_of
 from spurline.run.fit import Load, layout_lines, memory_lines
 from spurline.run.lengths import check_lengths
 from spurline.run.phases import phase_lines
 from spurline.run.shown_data.sequences import ROW_LIMIT, first_rows
 from spurline.run.shown_data.terminal import marked
 from spurline.update.reduction import describe_reduction
+from spurline.update.update import MADE_IN_UPDATE
 
 BATCHES_SHOWN = 3
 
@@ -78,7 +84,7 @@ def make_plan(
         progress("reading the model's config")
         model = _attempt(plan, lambda: _model(loaded))
         if model is not None:
-            _attempt(plan, lambda: _check_settings(loaded.config))
+            _attempt(plan, lambda: check_trainable(loaded.config))
             _attempt(plan, lambda: loaded.config.backend.check_model(loaded.config))
         if loaded.config.backend.rank_request() is not None:
             _attempt(plan, lambda: check_losses(loaded.config, loaded.host.registry))
@@ -108,10 +114,12 @@ def make_plan(
                     layouts = _attempt(plan, lambda: layout_lines(loaded.config, load, device_bytes))
                     plan.sections |= {"layouts (estimate)": layouts} if layouts else {}
             _attempt(plan, lambda: _divisibility(loaded, data))
+            _attempt(plan, lambda: check_watched(loaded.config, metrics_of(data.evaluations)))
     # Last: a config alone, whose weights are yet to be fetched, tells everything above.
-    _attempt(plan, lambda: check_weight_files(loaded.config.model))
-    if warning:
-        plan.sections["on this machine"] = [warning]
+    _attempt(plan, lambda: _check_weights(loaded.config.model))
+    here = [*([warning] if warning else []), *_run_dir_notes(loaded.config)]
+    if here:
+        plan.sections["on this machine"] = here
     plan.sections["plugins"] = _plugins(loaded)
     plan.problems = [
         problem.in_file(loaded.origin) if isinstance(problem, ConfigError) else problem for problem in plan.problems
@@ -123,25 +131,34 @@ def make_plan(
 
 @dataclass(frozen=True)
 class _Model:
-    """What the model's files tell without its weights. context: tokens it can see; None without a limit."""
+    """What the model's files tell without its weights. context: tokens it can see; None without a limit. vocabulary:
+    tokens it has an embedding of."""
 
     parameters: int
     context: int | None
+    vocabulary: int
 
 
 def _model(loaded: LoadedConfig) -> _Model:
     model = loaded.config.model
-    limit = position_limit(load_model_config(model))
+    config = load_model_config(model)
+    limit = position_limit(config)
     ends = limit is not None and not (limit.extends and model.allow_extrapolation)
-    return _Model(count_parameters(model), limit.tokens if ends and limit is not None else None)
+    context = limit.tokens if ends and limit is not None else None
+    return _Model(count_parameters(model), context, config.get_text_config().vocab_size)
 
 
-def _check_settings(config: RunConfig) -> None:
-    """Raise ModelError for what training refuses when the model is loaded, as far as its config tells."""
-    architecture = load_model_config(config.model)
-    check_settings(architecture, str(config.model.path), config.data.max_length)
-    if config.model.router_aux_loss is not None:
-        balance_coefficient(config.model, build_without_memory(architecture, config.model))
+def _run_dir_notes(config: RunConfig) -> list[str]:
+    """No problem of the plan: the run may be for another machine."""
+    obstacle = RunDirectory(config.run_dir).obstacle()
+    if obstacle is None:
+        return []
+    return [f"run_dir {config.run_dir} cannot be written: {obstacle}. To train here set another"]
+
+
+def _check_weights(model: ModelConfig) -> None:
+    check_weight_files(model)
+    check_weights_fit(model)
 
 
 def summarize_plan(loaded: LoadedConfig, data: DataComponents | None, model: _Model | None) -> str:
@@ -250,7 +267,7 @@ def _batches(plan: Plan, loaded: LoadedConfig, data: DataComponents, model: _Mod
         # First of all, as the batches of some sources can be asked for only once.
         if data.source.pure:
             plan.sections["example"] = _example(loaded, data)
-        return _first_batches(plan, config, data)
+        return _first_batches(plan, config, data, model)
     preview = data.source.preview()
     if preview:
         plan.sections["prompts"] = list(preview)
@@ -271,7 +288,7 @@ def _batches(plan: Plan, loaded: LoadedConfig, data: DataComponents, model: _Mod
     return Load(update.row_length, update.tokens, generation, engine)
 
 
-def _first_batches(plan: Plan, config: RunConfig, data: DataComponents) -> Load:
+def _first_batches(plan: Plan, config: RunConfig, data: DataComponents, model: _Model) -> Load:
     """Lay out the first batches; returns the one with most tokens."""
     lines: list[str] = []
     dealt: dict[str, float] = {}
@@ -285,6 +302,8 @@ def _first_batches(plan: Plan, config: RunConfig, data: DataComponents) -> Load:
         if config.backend.rank_request() is not None:
             said, over_ideal = _dealt(config, data.minibatches.cut(batch))
             dealt[f"step {step}: {said}"] = over_ideal
+        _attempt(plan, partial(check_columns, batch, data.loss.needs - MADE_IN_UPDATE))
+        _attempt(plan, partial(check_tokens, batch, model.vocabulary))
         largest = max(largest, Load(batch.length, batch.num_tokens), key=lambda load: load.tokens)
         batch.release()
     plan.sections["batches"] = lines

@@ -20,6 +20,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from spurline.data.batch import MAY_BE_WIDE
+from spurline.data.collators.packed import PackedCollator
+from spurline.data.collators.padded import PaddedCollator
+from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig
 from spurline.digests import verify_files
 from spurline.errors import ModelError, NonFiniteLossError, RunFailedError, SpurlineError
 from spurline.losses.configs import CrossEntropyConfig, PpoConfig
@@ -34,7 +38,7 @@ from spurline.protocols.backend import (
     TakesSnapshots,
     YieldsDevice,
 )
-from spurline.protocols.collator import ParallelLayout
+from spurline.protocols.collator import Collator, ParallelLayout
 from spurline.protocols.loss import Objective
 from spurline.testing.backend_cases import (
     LENGTHS,
@@ -55,6 +59,8 @@ from spurline.testing.backend_cases import (
     without_times,
 )
 from spurline.testing.backend_runs import KeptBackend, backend_run, opened
+from spurline.testing.inputs import PAD, make_view
+from spurline.update.reduction import token_mean
 
 
 class CountingLoss(CrossEntropy):
@@ -174,6 +180,36 @@ class BackendContract:
             alternating = alternate_units(batch, layout)
             wanted = local.gradients(batch, objective)
             assert_gradients_close(backend.gradients(alternating, objective), wanted, self.gradient_tolerance)
+
+    def collators(self, layout: ParallelLayout) -> list[Collator]:
+        """Those of core; override to train on what others make, too."""
+        return [
+            PackedCollator(PackedCollatorConfig(max_tokens=64), PAD, layout),
+            PaddedCollator(PaddedCollatorConfig(), PAD, layout),
+        ]
+
+    def test_ids_and_positions_that_are_narrow_or_wide_on_the_host_train_the_same_bits(
+        self, tiny_model: Path, tmp_path: Path
+    ) -> None:
+        loss = CrossEntropy(CrossEntropyConfig())
+        results: list[tuple[list[object], dict[str, Tensor]]] = []
+        for dtype in (torch.int32, torch.int64):
+            folder = tmp_path / str(dtype)
+            folder.mkdir()
+            with self.backend(tiny_model) as (backend, layout):
+                seen: list[object] = []
+                for step, collator in enumerate(self.collators(layout)):
+                    batch, normalizer = token_mean(collator.collate(make_view(LENGTHS, step), training=True))
+                    assert all(batch.tokens[name].dtype == torch.int32 for name in MAY_BE_WIDE)
+                    batch = batch.with_tokens(**{name: batch.tokens[name].to(dtype) for name in MAY_BE_WIDE})
+                    seen.append(without_times(backend.update(batch, Objective(loss, normalizer))))
+                    seen.append(backend.logprobs(batch).tolist())
+                backend.save(folder)
+            results.append((seen, tensors_of(folder)))
+        (narrow, narrow_files), (wide, wide_files) = results
+        assert narrow == wide
+        assert narrow_files, "nothing was saved"
+        assert_weights_equal(wide_files, narrow_files)
 
     def test_gradients_leave_the_model_untouched(self, tiny_model: Path) -> None:
         with self.backend(tiny_model) as (backend, layout):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
-from spurline.errors import ConfigError, Problem
 from spurline.protocols.tracker import TrackerConfig
 
 
@@ -36,21 +36,35 @@ class TensorboardTrackerConfig(TrackerConfig):
     name: str = "tensorboard"
 
 
-class WandbTrackerConfig(TrackerConfig):
+class ServiceTrackerConfig(TrackerConfig):
+    """Settings of a service that keeps many runs."""
+
+    run_name: str | None = None
+    """Display name; default is the run directory's name."""
+
+    def display_name(self, run_dir: Path) -> str:
+        """What the service calls the run of this directory."""
+        return self.run_name or run_dir.resolve().name
+
+
+class ProjectTrackerConfig(ServiceTrackerConfig):
+    """Settings of a service that keeps runs in projects."""
+
+    project: str = "spurline"
+    """Project that the run belongs to."""
+
+
+class WandbTrackerConfig(ProjectTrackerConfig):
     """Weights & Biases; needs `pip install spurline[wandb]`. A resumed run continues the same W&B run."""
 
     name: str = "wandb"
-    project: str = "spurline"
-    """W&B project."""
     entity: str | None = None
     """W&B team or user."""
-    run_name: str | None = None
-    """Display name; default is the run directory's name."""
     mode: Literal["online", "offline", "disabled"] = "online"
     """`offline` writes locally, to be synced later."""
 
 
-class MlflowTrackerConfig(TrackerConfig):
+class MlflowTrackerConfig(ServiceTrackerConfig):
     """MLflow; needs `pip install spurline[mlflow]`. A resumed run continues the same MLflow run."""
 
     name: str = "mlflow"
@@ -59,18 +73,14 @@ class MlflowTrackerConfig(TrackerConfig):
     what MLflow itself takes: a database in the working directory."""
     experiment: str = "spurline"
     """MLflow experiment; made where there is none."""
-    run_name: str | None = None
-    """Display name; default is the run directory's name."""
     tags: dict[str, str] = {}
     """Tags of the run."""
 
 
-class TrackioTrackerConfig(TrackerConfig):
+class TrackioTrackerConfig(ProjectTrackerConfig):
     """Trackio; needs `pip install spurline[trackio]`. A resumed run continues the same Trackio run."""
 
     name: str = "trackio"
-    project: str = "spurline"
-    """Trackio project."""
     run_name: str | None = None
     """Beginning of the run's name, which ends in characters of its own; default is the run directory's name."""
     group: str | None = None
@@ -82,16 +92,12 @@ class TrackioTrackerConfig(TrackerConfig):
     """Whether a Space that is made for this run can be seen by its owner alone."""
 
 
-class SwanlabTrackerConfig(TrackerConfig):
+class SwanlabTrackerConfig(ProjectTrackerConfig):
     """SwanLab; needs `pip install spurline[swanlab]`. A resumed run continues the same SwanLab experiment."""
 
     name: str = "swanlab"
-    project: str = "spurline"
-    """SwanLab project."""
     workspace: str | None = None
     """SwanLab user or organization."""
-    run_name: str | None = None
-    """Display name; default is the run directory's name."""
     mode: Literal["online", "offline", "local"] = "online"
     """`offline` writes RUN_DIR/swanlab, for `swanlab sync`; `local` writes it for `swanlab watch`."""
     tags: tuple[str, ...] = ()
@@ -119,12 +125,3 @@ class PrometheusTrackerConfig(TrackerConfig):
     """Address to listen on. Whoever reaches it reads the metrics; `0.0.0.0` is everybody in the network."""
     port: int = Field(default=9464, gt=0, lt=65536)
     """Port of `/metrics`. Two runs on one machine need two."""
-
-
-def missing_library(name: str, error: ImportError) -> ConfigError:
-    """The error for tracker `name` whose library of that name cannot be imported."""
-    text = (
-        f"'{name}' needs the {name} library, which cannot be imported ({error}). Install it: "
-        f"pip install 'spurline[{name}]'"
-    )
-    return ConfigError([Problem("trackers", text)])

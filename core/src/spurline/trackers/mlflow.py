@@ -5,16 +5,19 @@ Metrics go under their own names; settings become parameters. The library is imp
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import redirect_stdout
 from typing import Any
 
+from spurline.errors import ConfigError, Problem
 from spurline.protocols.tracker import RunInfo
-from spurline.trackers.configs import MlflowTrackerConfig, missing_library
-from spurline.trackers.run_id import read_run_id, store_run_id
+from spurline.trackers.configs import MlflowTrackerConfig
+from spurline.trackers.library import tracker_library
+from spurline.trackers.run_id import earlier_run_id, store_run_id
 from spurline.trackers.sending import NO_STEP, LastStep, SendingTracker
 
 ID_FILE = "mlflow_run_id"
@@ -43,11 +46,8 @@ class MlflowTracker(SendingTracker):
         super().__init__()
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        try:
-            self._mlflow: Any = importlib.import_module("mlflow")
-            self._entities: Any = importlib.import_module("mlflow.entities")
-        except ImportError as error:
-            raise missing_library("mlflow", error) from error
+        self._mlflow = tracker_library("mlflow")
+        self._entities = tracker_library("mlflow", "mlflow.entities")
         self._config = config
         self._client: Any = None
         self._run_id = ""
@@ -71,11 +71,13 @@ class MlflowTracker(SendingTracker):
             self._client.log_batch(self._run_id, metrics=part)
 
     def close_run(self, *, is_finished: bool) -> None:
-        self._client.set_terminated(self._run_id, status="FINISHED" if is_finished else "KILLED")
+        # Stdout belongs to the progress of the run; MLflow tells the address of its page there.
+        with redirect_stdout(sys.stderr):
+            self._client.set_terminated(self._run_id, status="FINISHED" if is_finished else "KILLED")
 
     def _earlier_run(self, info: RunInfo) -> Any:
         """The run that is resumed; None where the store has none, such as another store than before."""
-        run_id = read_run_id(info.run_dir, ID_FILE) if info.is_resumed else None
+        run_id = earlier_run_id(info, ID_FILE)
         if run_id is None:
             return None
         try:
@@ -92,14 +94,25 @@ class MlflowTracker(SendingTracker):
     def _new_run(self, info: RunInfo) -> Any:
         name = self._config.experiment
         experiment = self._client.get_experiment_by_name(name)
+        if experiment is not None and experiment.lifecycle_stage != "active":
+            raise _deleted(name, experiment.experiment_id)
         experiment_id = self._client.create_experiment(name) if experiment is None else experiment.experiment_id
-        run_name = self._config.run_name or info.run_dir.resolve().name
+        run_name = self._config.display_name(info.run_dir)
         run = self._client.create_run(experiment_id, run_name=run_name, tags=dict(self._config.tags))
         store_run_id(info.run_dir, ID_FILE, run.info.run_id)
         settings = {metric_name(key): str(value)[:_LONGEST_PARAMETER] for key, value in _flat(info.config)}
         for part in _parts([self._entities.Param(*setting) for setting in settings.items()], _MOST_PARAMETERS):
             self._client.log_batch(run.info.run_id, params=part)
         return run
+
+
+def _deleted(name: str, experiment_id: str) -> ConfigError:
+    text = (
+        f"'mlflow' cannot start a run: the experiment '{name}' was deleted, and MLflow keeps its name. Restore it "
+        f"(mlflow experiments restore --experiment-id {experiment_id}, where MLFLOW_TRACKING_URI is its store), or "
+        "give another name in trackers.mlflow.experiment."
+    )
+    return ConfigError([Problem("trackers", text)])
 
 
 def metric_name(name: str) -> str:

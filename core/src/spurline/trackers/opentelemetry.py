@@ -7,21 +7,22 @@ receivers tell that it is the same. The library is imported when the tracker is 
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 import os
 import re
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 from spurline.errors import ConfigError, Problem
 from spurline.files import replace_file
 from spurline.protocols.tracker import RunInfo
-from spurline.trackers.configs import OpenTelemetryTrackerConfig, missing_library
+from spurline.trackers.configs import OpenTelemetryTrackerConfig
 from spurline.trackers.jsonl import read_json_lines
+from spurline.trackers.library import tracker_library
 from spurline.trackers.run_id import stored_run_id
 from spurline.trackers.sending import NO_STEP, LastStep, SendingTracker
 
@@ -45,17 +46,15 @@ class OpenTelemetryTracker(SendingTracker):
 
     def __init__(self, config: OpenTelemetryTrackerConfig) -> None:
         super().__init__()
-        try:
-            self._points: Any = importlib.import_module("opentelemetry.sdk.metrics.export")
-            self._logs: Any = importlib.import_module("opentelemetry.sdk._logs")
-            self._log_record: Any = importlib.import_module("opentelemetry._logs").LogRecord
-            self._severity: Any = importlib.import_module("opentelemetry._logs").SeverityNumber
-            self._resources: Any = importlib.import_module("opentelemetry.sdk.resources")
-            self._scopes: Any = importlib.import_module("opentelemetry.sdk.util.instrumentation")
-            self._log_exporter: Any = importlib.import_module(f"{_EXPORTER}._log_exporter").OTLPLogExporter
-            self._metric_exporter: Any = importlib.import_module(f"{_EXPORTER}.metric_exporter").OTLPMetricExporter
-        except ImportError as error:
-            raise missing_library("opentelemetry", error) from error
+        library = partial(tracker_library, "opentelemetry")
+        self._points = library("opentelemetry.sdk.metrics.export")
+        self._logs = library("opentelemetry.sdk._logs")
+        self._log_record = library("opentelemetry._logs").LogRecord
+        self._severity = library("opentelemetry._logs").SeverityNumber
+        self._resources = library("opentelemetry.sdk.resources")
+        self._scopes = library("opentelemetry.sdk.util.instrumentation")
+        self._log_exporter = library(f"{_EXPORTER}._log_exporter").OTLPLogExporter
+        self._metric_exporter = library(f"{_EXPORTER}.metric_exporter").OTLPMetricExporter
         if os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL", "http").startswith("grpc") and config.endpoint is None:
             text = (
                 "'opentelemetry' speaks OTLP over HTTP, but OTEL_EXPORTER_OTLP_PROTOCOL is grpc. Set "

@@ -6,7 +6,6 @@ library is imported when the tracker is built, not when this module is.
 
 from __future__ import annotations
 
-import importlib
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -14,8 +13,9 @@ from typing import Any
 
 from spurline.errors import ConfigError, Problem
 from spurline.protocols.tracker import RunInfo
-from spurline.trackers.configs import PrometheusTrackerConfig, missing_library
+from spurline.trackers.configs import PrometheusTrackerConfig
 from spurline.trackers.jsonl import METRICS_FILE, read_json_lines
+from spurline.trackers.library import tracker_library
 
 _STOP_WAIT_S = 5.0
 _NOTHING_YET: dict[str, float] = {"step": 0.0, "steps_total": 0.0, "tokens_total": 0.0}
@@ -27,11 +27,8 @@ class PrometheusTracker:
     """Serve `/metrics` from the start of the run to its end."""
 
     def __init__(self, config: PrometheusTrackerConfig) -> None:
-        try:
-            self._library: Any = importlib.import_module("prometheus_client")
-            self._families: Any = importlib.import_module("prometheus_client.core")
-        except ImportError as error:
-            raise missing_library("prometheus", error) from error
+        self._library = tracker_library("prometheus", "prometheus_client")
+        self._families = tracker_library("prometheus", "prometheus_client.core")
         self._config = config
         self._server: Any = None
         self._thread: Any = None

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from spurline.protocols.tracker import RunInfo
-from spurline.trackers.configs import SwanlabTrackerConfig, missing_library
-from spurline.trackers.run_id import read_run_id, store_run_id
+from spurline.trackers.configs import SwanlabTrackerConfig
+from spurline.trackers.library import tracker_library
+from spurline.trackers.run_id import earlier_run_id, store_run_id
 from spurline.trackers.sending import NO_STEP, LastStep, SendingTracker
 
 ID_FILE = "swanlab_run_id"
@@ -33,27 +34,22 @@ class SwanlabTracker(SendingTracker):
 
     def __init__(self, config: SwanlabTrackerConfig) -> None:
         super().__init__()
-        try:
-            self._swanlab: Any = importlib.import_module("swanlab")
-        except ImportError as error:
-            raise missing_library("swanlab", error) from error
+        self._swanlab = tracker_library("swanlab")
         self._config = config
         self._run: Any = None
 
     def open_run(self, info: RunInfo) -> LastStep:
-        run_id = read_run_id(info.run_dir, ID_FILE) if info.is_resumed else None
+        earlier = earlier_run_id(info, ID_FILE)
         folder = info.run_dir / FOLDER
-        steps = last_steps(folder, run_id) if run_id is not None and self._config.mode != "online" else {}
-        if run_id is None:
-            run_id = secrets.token_hex(10)
-            store_run_id(info.run_dir, ID_FILE, run_id)
+        steps = last_steps(folder, earlier) if earlier is not None and self._config.mode != "online" else {}
+        run_id = earlier or store_run_id(info.run_dir, ID_FILE, secrets.token_hex(10))
         folder.mkdir(exist_ok=True)
         hook = sys.excepthook
         with redirect_stdout(sys.stderr):
             self._run = self._swanlab.init(
                 project=self._config.project,
                 workspace=self._config.workspace,
-                name=self._config.run_name or info.run_dir.resolve().name,
+                name=self._config.display_name(info.run_dir),
                 mode=self._config.mode,
                 tags=list(self._config.tags) or None,
                 id=run_id,

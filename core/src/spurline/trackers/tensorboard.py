@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from spurline.protocols.tracker import RunInfo
-from spurline.trackers.configs import TensorboardTrackerConfig, missing_library
+from spurline.trackers.configs import TensorboardTrackerConfig
+from spurline.trackers.library import tracker_library
 
 FOLDER = "tensorboard"
 """Name of the folder inside the run directory."""
@@ -21,12 +22,8 @@ class TensorboardTracker:
     """Write scalars as TensorBoard reads them; the resolved config goes to its text page."""
 
     def __init__(self, config: TensorboardTrackerConfig) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise missing_library("tensorboard", error) from error
         self._config = config
-        self._writer_class: Any = SummaryWriter
+        self._writer_class = tracker_library("tensorboard", "torch.utils.tensorboard").SummaryWriter
         self._writer: Any = None
 
     def start(self, info: RunInfo) -> None:

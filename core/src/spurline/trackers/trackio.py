@@ -5,7 +5,6 @@ The library is imported when the tracker is built, not when this module is.
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Mapping
 from contextlib import redirect_stdout
@@ -13,8 +12,9 @@ from typing import Any
 
 from spurline.errors import ConfigError, Problem
 from spurline.protocols.tracker import RunInfo
-from spurline.trackers.configs import TrackioTrackerConfig, missing_library
-from spurline.trackers.run_id import read_run_id, store_run_id, stored_run_id
+from spurline.trackers.configs import TrackioTrackerConfig
+from spurline.trackers.library import tracker_library
+from spurline.trackers.run_id import earlier_run_id, new_run_id
 from spurline.trackers.sending import NO_STEP, LastStep, SendingTracker
 
 ID_FILE = "trackio_run_name"
@@ -29,20 +29,14 @@ class TrackioTracker(SendingTracker):
 
     def __init__(self, config: TrackioTrackerConfig) -> None:
         super().__init__()
-        try:
-            self._trackio: Any = importlib.import_module("trackio")
-        except ImportError as error:
-            raise missing_library("trackio", error) from error
+        self._trackio = tracker_library("trackio")
         self._config = config
         self._run: Any = None
 
     def open_run(self, info: RunInfo) -> LastStep:
-        earlier = read_run_id(info.run_dir, ID_FILE) if info.is_resumed else None
+        earlier = earlier_run_id(info, ID_FILE)
         # Trackio finds a run by its name alone, so no other run may have it.
-        name = earlier or stored_run_id(info.run_dir, ID_FILE, is_resumed=False)
-        if earlier is None and self._config.run_name is not None:
-            name = f"{self._config.run_name}-{name.rpartition('-')[2]}"
-            store_run_id(info.run_dir, ID_FILE, name)
+        name = earlier or new_run_id(info.run_dir, ID_FILE, self._config.run_name)
         # Stdout belongs to the progress of the run.
         with redirect_stdout(sys.stderr):
             self._run = self._trackio.init(

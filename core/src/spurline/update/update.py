@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from spurline.data.batch import TrainingBatch
+from spurline.model.streams.stream_model import ENTROPY
 from spurline.plugins.hookspecs import hookimpl
 from spurline.protocols.backend import Backend, Role
 from spurline.protocols.loss import Loss, Objective
@@ -21,6 +22,8 @@ from spurline.protocols.minibatches import MiniBatches
 from spurline.update.reduction import Reduce, reduce_corrected, token_mean
 
 REFERENCE_LOGPROBS = "reference_logprobs"
+MADE_IN_UPDATE = frozenset({ENTROPY, REFERENCE_LOGPROBS})
+"""What no batch has to bring for a loss that needs it: it is computed by the models of an update."""
 _SUMMED = ("tokens", "loss_tokens", "time/forward_backward", "time/optimizer")
 
 

@@ -26,7 +26,6 @@ from spurline.data.batch import OPTIONAL_TOKEN_COLUMNS, TOKEN_COLUMNS, LazyRagge
 from spurline.data.collators.layout import layout_info
 from spurline_collation_fast.flat_segments import FlatColumn, FlatSegments, SegmentNames
 from spurline_collation_fast.kernels import Kernels, Table
-from spurline_collation_fast.processor_caches import past_caches_from_bytes
 
 Buffer = NDArray[np.uint8]
 
@@ -125,11 +124,35 @@ def columns_of(segments: FlatSegments) -> dict[str, tuple[int, ...]]:
     return {name: column.values.shape[1:] for name, column in segments.values.items()}
 
 
-def _part(place: Placement, rows: slice, first: int) -> Placement:
-    """What a placement says of these rows. first: the first segment of those that they are filled from."""
-    offsets = place.row_offsets[rows.start : rows.stop + 1]
-    here = slice(offsets[0], offsets[-1])
-    return Placement(place.positions[here] - first, offsets - offsets[0], place.columns[here], place.length)
+def _part(place: Placement, rows: slice) -> Placement:
+    """What a placement says of these rows, when rows hold segments in order, one each: those of a piece begin at 0."""
+    first = rows.start
+    stop = None if rows.stop is None else rows.stop + 1
+    offsets = place.row_offsets[first:stop]
+    here = slice(first, offsets[-1])
+    return Placement(place.positions[here] - first, offsets - first, place.columns[here], place.length)
+
+
+def _batch(
+    lease: Lease, place: Placement, lengths: Table, names: SegmentNames, num_tokens: int, info: Mapping[str, float]
+) -> TrainingBatch:
+    """The batch around columns that are filled. lengths, names: of all segments."""
+    positions, row_offsets = place.positions, place.row_offsets
+    num_rows = len(row_offsets) - 1
+    return TrainingBatch(
+        tokens=lease.tensors,
+        segments={
+            # A batch that nobody asks for these does not make them.
+            "uid": LazyRagged(lambda: names.uids(positions), row_offsets),
+            "sample": LazyRagged(lambda: names.samples[positions], row_offsets),
+            "turn": LazyRagged(lambda: names.turns[positions], row_offsets),
+            "length": LazyRagged(lambda: lengths[positions].astype(np.int32), row_offsets),
+        },
+        unit_ids=torch.from_numpy(np.arange(num_rows)),
+        is_padding_row=torch.from_numpy(row_offsets[1:] == row_offsets[:-1]),
+        info={**layout_info(num_tokens, num_rows, place.length), **info},
+        on_release=lease.release,
+    )
 
 
 class RowWriter:
@@ -144,7 +167,9 @@ class RowWriter:
         self, segments: FlatSegments, names: SegmentNames, place: Placement, info: Mapping[str, float] | None = None
     ) -> TrainingBatch:
         """The batch; its buffers come back at `release()`."""
-        return self.write_pieces([segments], columns_of(segments), segments.lengths, names, place, info)
+        lease = self._acquire(place, columns_of(segments))
+        num_tokens = self._write_columns(segments, place, lease.arrays)
+        return _batch(lease, place, segments.lengths, names, num_tokens, info or {})
 
     def write_pieces(
         self,
@@ -153,60 +178,43 @@ class RowWriter:
         lengths: Table,
         names: SegmentNames,
         place: Placement,
-        info: Mapping[str, float] | None = None,
     ) -> TrainingBatch:
         """The same for segments that come piece after piece, of which only one is held at a time.
 
-        columns: as of `columns_of`; every piece has these. lengths, names, place: of the segments of all pieces; where
-        there are several, rows hold them in order, one each, and those without a segment come last.
+        columns: as of `columns_of`; every piece has these. lengths, names, place: of the segments of all pieces; rows
+        hold them in order, one each, and those without a segment come last.
         """
-        positions, row_offsets = place.positions, place.row_offsets
-        num_rows = len(row_offsets) - 1
-        shape = (num_rows, place.length)
-        lease = self._pool.acquire(
+        lease = self._acquire(place, columns)
+        num_tokens = done = 0
+        for segments in pieces:
+            stop = done + len(segments.lengths)
+            rows = slice(done, stop if stop < len(lengths) else None)
+            arrays = {name: array[rows] for name, array in lease.arrays.items()}
+            num_tokens += self._write_columns(segments, _part(place, rows), arrays)
+            done = stop
+        assert done == len(lengths), f"pieces of {done} segments, not {len(lengths)}"
+        return _batch(lease, place, lengths, names, num_tokens, {})
+
+    def _acquire(self, place: Placement, columns: Mapping[str, tuple[int, ...]]) -> Lease:
+        shape = (len(place.row_offsets) - 1, place.length)
+        return self._pool.acquire(
             {name: (shape, _DTYPES[name]) for name in _ALWAYS}
             | {name: (shape + trailing, _DTYPES[name]) for name, trailing in columns.items()}
         )
-        num_tokens = done = 0
-        for segments in pieces:
-            count = len(segments.lengths)
-            is_last = done + count == len(lengths)
-            rows = slice(0, num_rows) if is_last and not done else slice(done, num_rows if is_last else done + count)
-            num_tokens += self._write_columns(segments, _part(place, rows, done), lease, columns, rows)
-            done += count
-        assert done == len(lengths), f"pieces of {done} segments, not {len(lengths)}"
-        return TrainingBatch(
-            tokens=lease.tensors,
-            segments={
-                # A batch that nobody asks for these does not make them.
-                "uid": LazyRagged(lambda: names.uids(positions), row_offsets),
-                "sample": LazyRagged(lambda: names.samples[positions], row_offsets),
-                "turn": LazyRagged(lambda: names.turns[positions], row_offsets),
-                "length": LazyRagged(lambda: lengths[positions].astype(np.int32), row_offsets),
-            },
-            unit_ids=torch.from_numpy(np.arange(num_rows)),
-            is_padding_row=torch.from_numpy(row_offsets[1:] == row_offsets[:-1]),
-            info={**layout_info(num_tokens, num_rows, place.length), **(info or {})},
-            on_release=lease.release,
-        )
 
-    def _write_columns(
-        self, segments: FlatSegments, place: Placement, lease: Lease, columns: Iterable[str], rows: slice
-    ) -> int:
-        """Fill these rows of all columns; returns the number of tokens."""
-        arrays, tables = lease.arrays, (place.positions, place.columns, place.row_offsets)
-        for name in columns:
-            self._write_values(segments.values[name], segments.lengths, tables, arrays[name][rows])
+    def _write_columns(self, segments: FlatSegments, place: Placement, arrays: Mapping[str, NDArray[Any]]) -> int:
+        """Fill all columns; returns the number of tokens. Values that no column is there for are left out."""
+        tables = (place.positions, place.columns, place.row_offsets)
+        for name, column in segments.values.items():
+            if name in arrays:
+                self._write_values(column, segments.lengths, tables, arrays[name])
         return self._kernels.write_rows(
             segments.tokens,
             segments.begins,
             segments.lengths,
             *tables,
             self._pad_token_id,
-            lease.size > past_caches_from_bytes(),
-            arrays["input_ids"][rows],
-            arrays["segment_ids"][rows],
-            arrays["position_ids"][rows],
+            *(arrays[name] for name in _ALWAYS),
         )
 
     def _write_values(

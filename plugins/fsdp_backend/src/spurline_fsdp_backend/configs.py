@@ -16,7 +16,6 @@ from spurline.model.configs import (
     Kernels,
     LoraConfig,
     adapter_notes,
-    check_freeze,
     check_kernels,
     check_peft,
     check_torchao,
@@ -100,7 +99,7 @@ class FsdpBackendConfig(RankBackendConfig):
 
     def layout(self) -> ParallelLayout:
         # Alignment for context parallelism is made in the rank's own stream, where padding is dropped anyway.
-        return ParallelLayout(data=self.num_ranks // self.context)
+        return ParallelLayout(data=self.num_ranks // self.context, deals_rows=True)
 
     @property
     def optimizes_on_host(self) -> bool:
@@ -127,7 +126,6 @@ class FsdpBackendConfig(RankBackendConfig):
     def check_model(self, run: RunConfig) -> None:
         if self.lora is not None:
             check_peft(self.lora)
-        check_freeze(run.model)
         check_torchao(self.fp8)
         check_kernels(self.kernels, run.model, self.on, self.computes_in)
         super().check_model(run)

@@ -34,8 +34,9 @@ from spurline.model.holding.narrow_weights import base_dtype
 from spurline.model.probe import check_exactness, check_routers, choose_reading
 from spurline.model.streams.row_passes import RowPass, idle_pass
 from spurline.model.streams.sequence_sharing import SequenceSharing
-from spurline.model.streams.stream_model import StreamModel, ValueHead, ValueModel, put_value_head
+from spurline.model.streams.stream_model import StreamModel
 from spurline.model.streams.token_stream import SegmentPlan, TokenStream
+from spurline.model.streams.value_model import ValueHead, ValueModel, put_value_head
 from spurline.model.weights import check_initial_weights
 from spurline.protocols.loss import TokenLossInputs
 from spurline_fsdp_backend.configs import FsdpBackendConfig

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from spurline.config.run_config import ModelConfig
 from spurline.model.device_profile import device_profile
 from spurline.model.loading import check_loaded, load_model, quiet_loading, read_into
-from spurline.model.streams.stream_model import ValueHead
+from spurline.model.streams.value_model import ValueHead
 from spurline.model.weight_files import safetensors_files
 
 

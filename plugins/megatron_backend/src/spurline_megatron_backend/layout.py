@@ -10,14 +10,20 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch.nn import Parameter
+
 from spurline.config.run_config import RunConfig
 from spurline.errors import ConfigError, Problem
 from spurline.model.architecture import load_model_config
+from spurline.optimizers.groups import settings_of
+from spurline.protocols.optimizer import OptimizerConfig
 from spurline.ranks.layout import counted, describe_lack_of_gpus, describe_ranks, divisors, ranks_of_machine
 from spurline_megatron_backend.architecture import Architecture, read_architecture
 from spurline_megatron_backend.grid import Grid
 from spurline_megatron_backend.layout_search import Candidate, find_layouts
 from spurline_megatron_backend.memory import fullest, kept_of, layout_of
+from spurline_megatron_backend.parts import held_parameters
 from spurline_megatron_backend.step_time import RANKS_OF_MACHINE, Speeds, device_of, estimate_step
 from spurline_megatron_backend.workload import Layout, Stages, Step
 
@@ -71,7 +77,13 @@ def check_model(config: MegatronBackendConfig, run: RunConfig) -> None:
     """Raise ConfigError for a model that cannot be divided as is asked for, ModelError for one that Megatron-core is
     not told how to build."""
     architecture = read_architecture(load_model_config(run.model))
-    problems = [*_size_problems(config, architecture), *_expert_problems(config, architecture)]
+    problems = [
+        *_size_problems(config, architecture),
+        *_expert_problems(config, architecture),
+        *_group_problems("optimizer", run.optimizer, architecture, critic=False),
+    ]
+    if run.critic is not None:
+        problems += _group_problems("critic.optimizer", run.critic.optimizer, architecture, critic=True)
     if problems:
         raise ConfigError(problems)
 
@@ -130,6 +142,23 @@ def _expert_problems(config: MegatronBackendConfig, a: Architecture) -> Iterator
             "backend.sequence_parallel",
             "is false, and with experts Megatron-core needs it where tensor is above 1. Remove it.",
         )
+
+
+def _group_problems(key: str, optimizer: OptimizerConfig, a: Architecture, *, critic: bool) -> Iterator[Problem]:
+    """Groups of parameters that part what Megatron keeps in one; of each setting the first that does."""
+    alone = Grid(1)
+    (parameters,) = held_parameters(a, alone, alone.place(0), critic=critic)
+    for held in parameters.values():
+        names = list(dict.fromkeys(part.name for part in held.parts))
+        # Settings look at names and dimensions.
+        like = Parameter(torch.empty((0,) * len(held.shape)))
+        if len({settings_of(optimizer, name, like) for name in names}) > 1:
+            yield Problem(
+                f"{key}.groups",
+                f"give {' and '.join(names)} different settings, and Megatron keeps them as one parameter. Let one "
+                "pattern fit all of them, or choose backend fsdp.",
+            )
+            return
 
 
 def _fitting(key: str, number: int, ranks: int) -> str:

@@ -19,13 +19,11 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from torch import Tensor
 from torch.nn import Parameter
 
-from spurline.errors import ConfigError
 from spurline.model.holding.offloading import DeviceMemory, DeviceTensors, tensors_in
 from spurline.model.pieces import Shape
-from spurline.optimizers.groups import check_groups, settings_of
+from spurline.optimizers.groups import check_groups
 from spurline.optimizers.optimization import OptimizationRecipe, set_rates
 from spurline.optimizers.state import PEAK, group_values
-from spurline.protocols.optimizer import OptimizerConfig
 from spurline_megatron_backend.checkpoint import Owned
 from spurline_megatron_backend.parts import HeldParameter
 from spurline_megatron_backend.stages import StagedModel
@@ -275,8 +273,6 @@ def _optimizer(
     device = parameters[0][1].device
     # Settings look at names and dimensions. What is stepped on comes in their place.
     named = {name: Parameter(torch.empty((0,) * len(shape), device=device)) for name, shape in shapes.items()}
-    for held, parameter in parameters:
-        _check_together(recipe.config, held, parameter, recipe.key)
     optimizer = recipe.make_optimizer(named)
     names = {id(parameter): name for name, parameter in named.items()}
     group_of = {names[id(parameter)]: group for group in optimizer.param_groups for parameter in group["params"]}
@@ -288,15 +284,3 @@ def _optimizer(
         if shard.held.parts:
             group_of[shard.held.parts[0].name]["params"].append(shard.main)
     return optimizer
-
-
-def _check_together(config: OptimizerConfig, held: HeldParameter, parameter: Parameter, key: str) -> None:
-    """Raise ConfigError for groups that part what Megatron keeps in one parameter."""
-    names = list(dict.fromkeys(part.name for part in held.parts))
-    settings = {settings_of(config, name, parameter) for name in names}
-    if len(settings) > 1:
-        raise ConfigError.at(
-            f"{key}.groups",
-            f"give {' and '.join(names)} different settings, and Megatron keeps them as one parameter. Let one pattern "
-            "fit all of them, or choose backend fsdp.",
-        )

@@ -29,6 +29,7 @@ from spurline.digests import FileDigest
 from spurline.errors import NonFiniteLossError, RunFailedError
 from spurline.model.accumulate import accumulate_gradients, describe_failure, evaluation_sums, logprobs_of
 from spurline.model.adapters.adapter_weights import AdapterWeights
+from spurline.model.architecture import vocabulary_size
 from spurline.model.computing import change_computing
 from spurline.model.device_profile import device_profile, seed_generators
 from spurline.model.experts.expert_loads import load_metrics
@@ -52,8 +53,9 @@ from spurline.model.holding.quantized_weights import num_parameters
 from spurline.model.holding.stand_ins import StandIns
 from spurline.model.loading import HeldDtypes, check_config, load_model
 from spurline.model.probe import check_exactness, check_routers, choose_reading
-from spurline.model.streams.stream_model import ENTROPY, StreamModel, ValueModel, put_value_head, vocabulary_size
+from spurline.model.streams.stream_model import ENTROPY, StreamModel
 from spurline.model.streams.token_stream import TokenStream, check_columns, check_tokens, token_stream, tokens_per_row
+from spurline.model.streams.value_model import ValueModel, put_value_head
 from spurline.model.weight_files import WeightStream, write_weight_files
 from spurline.model.weights import NamedWeights
 from spurline.optimizers.optimization import OptimizationRecipe, critic_optimization, policy_optimization

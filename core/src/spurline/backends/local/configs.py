@@ -16,7 +16,6 @@ from spurline.model.configs import (
     Kernels,
     LoraConfig,
     adapter_notes,
-    check_freeze,
     check_kernels,
     check_peft,
     check_torchao,
@@ -125,7 +124,6 @@ class LocalBackendConfig(BackendConfig):
 
     def check_model(self, run: RunConfig) -> None:
         self.check_libraries()
-        check_freeze(run.model)
         check_kernels(self.kernels, run.model, self._planned_device, self.precision)
 
     def check_libraries(self) -> None:

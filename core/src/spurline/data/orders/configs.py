@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Literal
 
 from pydantic import Field
 
 from spurline.config.run_config import RunConfig
-from spurline.errors import Problem
+from spurline.errors import Problem, listing, suggestion
 from spurline.protocols.order import OrderConfig
 
 
@@ -81,3 +81,14 @@ class RewardAdaptiveOrderConfig(OrderConfig):
                 f"is {self.solved:g}, which is not above failed: {self.failed:g}. Set it to the mean reward of a "
                 "prompt whose attempts all succeed.",
             )
+        terms = run.source.reward_terms
+        if self.reward is not None and terms is not None and self.reward not in terms:
+            yield Problem("reward", unknown_reward(self.reward, terms))
+
+
+def unknown_reward(reward: str, terms: Collection[str]) -> str:
+    """Why an order cannot go by this reward. terms: those that attempts have."""
+    return (
+        f"is '{reward}', but the environment gives no reward of that name.{suggestion(reward, terms)} "
+        f"Rewards: {listing(terms)}."
+    )

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from spurline.data.orders.configs import RewardAdaptiveOrderConfig
+from spurline.data.orders.configs import RewardAdaptiveOrderConfig, unknown_reward
 from spurline.data.orders.epochs import Indices, random_words
-from spurline.errors import ConfigError, listing, suggestion
+from spurline.errors import ConfigError
 from spurline.protocols.order import SampleFacts, ScoredDraw
 
 _DRAWS = 2**33
@@ -79,9 +79,5 @@ class RewardAdaptiveOrder:
         if name is None:
             return draw.returns
         if not draw.terms.get(name):
-            raise ConfigError.at(
-                "data.order.reward",
-                f"is '{name}', but the environment gives no reward of that name.{suggestion(name, draw.terms)} "
-                f"Rewards: {listing(draw.terms)}.",
-            )
+            raise ConfigError.at("data.order.reward", unknown_reward(name, draw.terms))
         return draw.terms[name]

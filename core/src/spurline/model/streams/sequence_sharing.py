@@ -22,9 +22,10 @@ from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
 from spurline.errors import ModelError
+from spurline.model.architecture import vocabulary_size
 from spurline.model.device_profile import DeviceProfile
 from spurline.model.probe import probe_sequences, probe_stream
-from spurline.model.streams.stream_model import evaluation_mode, vocabulary_size
+from spurline.model.streams.stream_model import evaluation_mode
 from spurline.model.streams.token_stream import TokenStream, plan_segments
 from spurline.protocols.loss import TokenLossInputs
 

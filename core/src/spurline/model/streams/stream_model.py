@@ -2,13 +2,12 @@
 
 Place on the way: `TokenStream` -> `StreamModel` -> `TokenLossInputs` -> loss. The output layer runs only where there is
 loss, a chunk of positions at a time, so at no time do logits of all tokens exist. The trained model and a frozen
-reference are two of these; a critic is a `ValueModel`. It owns no optimizer and no loop.
+reference are two of these; a critic is a `ValueModel` (`value_model`). It owns no optimizer and no loop.
 """
 
 from __future__ import annotations
 
 import inspect
-import math
 import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -16,15 +15,12 @@ from functools import cached_property
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from spurline.data.batch import ROUTED_EXPERTS
 from spurline.errors import ModelError
-from spurline.model.architecture import decoder_layers
+from spurline.model.architecture import decoder_layers, find_decoder
 from spurline.model.device_profile import DeviceProfile, slots_per_pass
 from spurline.model.experts.expert_loads import ExpertLoads
 from spurline.model.experts.router_balance import StreamBalance
@@ -34,6 +30,7 @@ from spurline.model.holding.activation_offloading import ActivationOffloading
 from spurline.model.kernels import kernels_of
 from spurline.model.streams.row_passes import RowPass, row_passes
 from spurline.model.streams.segment_attention import ATTENTION_NAME
+from spurline.model.streams.token_logprobs import OutputLogits, TokenLogprobs
 from spurline.model.streams.token_stream import SegmentPlan, TokenStream
 from spurline.protocols.loss import TokenLossInputs
 
@@ -255,177 +252,6 @@ class StreamModel:
         return TokenLossInputs(logprobs, stream.segment_index, stream.plan.num_segments, stream.columns, entropy)
 
 
-class ValueModel(StreamModel):
-    """The critic: the run's decoder, with a value head in the place of the output layer.
-
-    The `logprobs` of its loss inputs are values: from the position before a token, the return expected from it on.
-    """
-
-    def __init__(self, causal: PreTrainedModel):
-        if not isinstance(causal.get_output_embeddings(), ValueHead):
-            put_value_head(causal)
-        super().__init__(causal)
-
-    def loss_inputs(self, stream: TokenStream, needs: Collection[str], temperature: float = 1.0) -> TokenLossInputs:
-        """What a critic's loss with these `needs` sees of the stream; no logits, so no temperature and no entropy.
-
-        The critic's routers choose for themselves: no engine has computed its weights.
-        """
-        hidden = self.hidden(stream.input_ids, stream.position_ids, stream.plan, num_fill=stream.num_fill)
-        hidden = hidden.index_select(0, stream.source)
-        values = self.head(hidden)
-        return TokenLossInputs(values, stream.segment_index, stream.plan.num_segments, stream.columns)
-
-
-class ValueHead(nn.Linear):
-    """Hidden states [N, H] -> values [N]; 0 everywhere at first, so that the first advantages are sums of rewards."""
-
-    def __init__(self, hidden_size: int) -> None:
-        super().__init__(hidden_size, 1, bias=False)
-
-    def reset_parameters(self) -> None:
-        """Draws nothing."""
-        nn.init.zeros_(self.weight)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        # Not a matrix product, which autocast would round to half precision: values are subtracted from each other.
-        return (hidden.to(self.weight.dtype) * self.weight).sum(-1)
-
-
-def put_value_head(causal: PreTrainedModel, dtype: torch.dtype | None = None) -> None:
-    """Replace the output layer by a value head, on the device of the model. dtype: None for the model's."""
-    with torch.device(causal.device):
-        head = ValueHead(causal.config.get_text_config().hidden_size)
-    causal.set_output_embeddings(head.to(dtype or causal.dtype))
-
-
-def find_decoder(causal: PreTrainedModel) -> nn.Module:
-    """The part of the model that makes hidden states. Raises ModelError where there is none to be found."""
-    decoder = causal.get_decoder()
-    if decoder is not causal and isinstance(decoder, PreTrainedModel):
-        return decoder
-    # transformers looks for it by names, which not every model has, or has for something else.
-    inner = [module for module in causal.children() if isinstance(module, PreTrainedModel)]
-    if len(inner) != 1:
-        raise ModelError(f"{type(causal).__name__} has no part that is a decoder. Choose a causal language model.")
-    return inner[0]
-
-
-class OutputLogits(nn.Module):
-    """Hidden states [N, H] -> logits [N, vocabulary], as the model itself makes them.
-
-    It runs the model's own forward function around hidden states that are there already: whatever a model does to
-    logits after its output layer, such as a scale or a softcap, is done here too. It shares all modules with the model.
-    """
-
-    def __init__(self, causal: PreTrainedModel) -> None:
-        super().__init__()
-        self._given: list[Tensor] = []
-        # A shallow copy: the model itself stays as it is. Not `copy`, for which classes of sharded modules have a way
-        # of their own.
-        self._around = object.__new__(type(causal))
-        self._around.__dict__.update(vars(causal))
-        self._around._modules = causal._modules | _given_states(causal, find_decoder(causal), self._given)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        around: Any = self._around
-        # Beside the argument, which not every model hands on.
-        self._given.append(hidden.unsqueeze(0))
-        try:
-            # Not by calling it: hooks of the whole model are not meant for a part of it.
-            output = type(around).forward(around, inputs_embeds=self._given[-1], use_cache=False)
-        finally:
-            self._given.pop()
-        return output.logits.squeeze(0)
-
-
-def _given_states(module: nn.Module, decoder: nn.Module, given: list[Tensor]) -> dict[str, nn.Module]:
-    """What takes the place of the child that is the decoder or holds it."""
-    holders = ((name, child) for name, child in module.named_children() if any(m is decoder for m in child.modules()))
-    return {name: _GivenStates(child, decoder, given) for name, child in holders}
-
-
-class _GivenStates(nn.Module):
-    """In the place of a decoder, or of a module that holds it beside towers that see or hear, whichever a model asks
-    for hidden states. Its output is the last of the states that are given; its attributes are that module's."""
-
-    def __init__(self, inner: nn.Module, decoder: nn.Module, given: list[Tensor]) -> None:
-        super().__init__()
-        # Not as modules of this one: whoever looks for dropout around the decoder must not find that inside.
-        self.__dict__.update(_given_states(inner, decoder, given), _inner=inner, _given=given)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_inner"], name)
-
-    def forward(self, *_: Any, **__: Any) -> BaseModelOutputWithPast:
-        return _States(last_hidden_state=self.__dict__["_given"][-1])
-
-
-class _States(BaseModelOutputWithPast):
-    """Has no more than the hidden states, such as no logits of routers."""
-
-    def __getattr__(self, name: str) -> None:
-        return None
-
-
-class TokenLogprobs:
-    """The output layer of a model, applied in chunks of at most `chunk_tokens` positions.
-
-    With several chunks their logits are recomputed in the backward pass.
-    """
-
-    def __init__(self, head: nn.Module, chunk_tokens: int):
-        self._head = head
-        self._chunk_tokens = chunk_tokens
-        # Recomputing draws the same dropout only if the generator is rewound, which waits for the device; most heads
-        # draw nothing.
-        self._draws = any(isinstance(module, nn.Dropout) and module.p > 0 for module in head.modules())
-
-    def __call__(
-        self, hidden: Tensor, targets: Tensor, want_entropy: bool = False, temperature: float = 1.0
-    ) -> tuple[Tensor, Tensor | None]:
-        """Logprob of each target [N] after each hidden state [N, H], and the entropy [N] there when asked for.
-
-        Both are of softmax(logits / temperature).
-        """
-        num_chunks = math.ceil(len(targets) / self._chunk_tokens)
-        if num_chunks <= 1:
-            return self._score(hidden, targets, want_entropy, temperature)
-        size = math.ceil(len(targets) / num_chunks)
-        parts = [
-            self._score_chunk(hidden_chunk, target_chunk, want_entropy, temperature)
-            for hidden_chunk, target_chunk in zip(hidden.split(size), targets.split(size), strict=True)
-        ]
-        entropies = [entropy for _, entropy in parts if entropy is not None]
-        return torch.cat([logprobs for logprobs, _ in parts]), torch.cat(entropies) if entropies else None
-
-    def _score_chunk(
-        self, hidden: Tensor, targets: Tensor, want_entropy: bool, temperature: float
-    ) -> tuple[Tensor, Tensor | None]:
-        if not torch.is_grad_enabled():
-            return self._score(hidden, targets, want_entropy, temperature)
-        result = checkpoint(
-            self._score, hidden, targets, want_entropy, temperature, use_reentrant=False, preserve_rng_state=self._draws
-        )
-        assert isinstance(result, tuple)
-        return result
-
-    def _score(
-        self, hidden: Tensor, targets: Tensor, want_entropy: bool, temperature: float
-    ) -> tuple[Tensor, Tensor | None]:
-        logits = self._head(hidden)
-        if logits.dtype in (torch.bfloat16, torch.float16):
-            # Half-precision logits are exact enough, a softmax over 1e5 of them is not.
-            logits = logits.float()
-        if temperature != 1.0:
-            logits = logits / temperature
-        if not want_entropy:
-            return -F.cross_entropy(logits, targets, reduction="none"), None
-        all_logprobs = F.log_softmax(logits, dim=-1)
-        entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
-        return all_logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropy
-
-
 @contextmanager
 def other_attention(causal: PreTrainedModel, name: str) -> Iterator[None]:
     """Attention of transformers of this name in the place of that which the model has."""
@@ -441,15 +267,6 @@ def library_attention(causal: PreTrainedModel) -> str:
     """Name of the fastest attention of transformers itself that the model has everywhere."""
     supports: Any = causal
     return "sdpa" if supports._supports_sdpa else "eager"
-
-
-def vocabulary_size(causal: PreTrainedModel) -> int:
-    """Tokens that the model can read and predict; models may round the tokenizer's vocabulary up."""
-    weight = causal.get_input_embeddings().weight
-    assert isinstance(weight, Tensor)
-    # Some embeddings have further rows, of prompts that are no tokens (CPM-Ant).
-    named = getattr(causal.config.get_text_config(), "vocab_size", None)
-    return min(weight.shape[0], named) if isinstance(named, int) else weight.shape[0]
 
 
 @contextmanager

@@ -7,12 +7,12 @@
   // Plotly gives areas no opacity of their own; as #rrggbbaa a colour brings it along.
   const color = (name) => (name.endsWith("-faint") ? `${variable(name.slice(0, -6))}2b` : variable(name));
 
-  // A string such as "--series-1" stands for the CSS variable of that name, "--series-1-faint" for a light shade of it.
-  const resolved = (value) => {
-    if (typeof value === "string") return value.startsWith("--") ? color(value) : value;
-    if (Array.isArray(value)) return value.map(resolved);
+  // A colour such as "--series-1" stands for the CSS variable of that name, "--series-1-faint" for a light shade of it.
+  const resolved = (value, name = "") => {
+    if (typeof value === "string") return name.endsWith("color") && value.startsWith("--") ? color(value) : value;
+    if (Array.isArray(value)) return value.map((item) => resolved(item, name));
     if (value && typeof value === "object") {
-      return Object.fromEntries(Object.entries(value).map(([key, item]) => [key, resolved(item)]));
+      return Object.fromEntries(Object.entries(value).map(([key, item]) => [key, resolved(item, key)]));
     }
     return value;
   };
@@ -43,6 +43,8 @@
     showlegend: true,
     hoverlabel: {
       bgcolor: color("--surface"), bordercolor: color("--border"), font: { color: color("--text"), size: 12 },
+      // Plotly would cut names in the middle of a character that it has another form for.
+      namelength: -1,
     },
     modebar: { bgcolor: "rgba(0,0,0,0)", color: color("--muted"), activecolor: color("--accent") },
     xaxis: axis(),
@@ -52,14 +54,17 @@
   // A figure inside a closed <details> has no width yet: it is drawn when it is opened.
   const drawn = (source) => !source.closest("details:not([open])");
 
-  const sources = [...document.querySelectorAll("script.figure")];
-  const draw = (figures) => sources.forEach((source, number) => {
+  const draw = (figures) => document.querySelectorAll("script.figure").forEach((source, number) => {
     if (!drawn(source)) return;
     const { data, layout } = figures[number];
     Plotly.react(source.previousElementSibling, resolved(data), merged(theme(), resolved(layout)), settings);
   });
 
-  Promise.all([unpacked("figures"), plotlyLoaded]).then(([text]) => {
+  const placeBody = async () => {
+    if (document.getElementById("body")) document.querySelector("main").innerHTML = await unpacked("body");
+  };
+
+  Promise.all([unpacked("figures"), plotlyLoaded, placeBody()]).then(([text]) => {
     const figures = JSON.parse(text);
     draw(figures);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => draw(figures));

@@ -24,7 +24,8 @@ from spurline import errors
 from spurline.errors import ConfigError, PluginError, Problem, RunFailedError, SpurlineError
 from spurline.protocols.environment import AttemptFailedError
 from spurline.ranks.child import ChildProcess
-from spurline.rl.rewards.worker_processes import Outcome, WorkerSettings
+from spurline.rl.rewards.forked_calls import Outcome
+from spurline.rl.rewards.worker_processes import WorkerSettings
 
 START_TIMEOUT_S = 120.0
 """Seconds that importing the function may take."""

@@ -1,13 +1,12 @@
-"""The child of a `KillablePool`: imports a function once, and calls it in forks of itself that can be killed.
+"""The child of a `KillablePool`: imports a function once, and has it called in forks of itself that can be killed.
 
 Place on the way: the pool, in the run's process -> this process, which hands out calls and watches their limits -> a
-fork that makes the call -> back. This process has one thread and calls nothing of the user's but the import, so that it
-is always there to kill, and safe to fork. What a fork has started ends with it.
+fork that makes the call (`forked_calls`) -> back. This process has one thread and calls nothing of the user's but the
+import, so that it is always there to kill, and safe to fork. What a fork has started ends with it.
 """
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import faulthandler
 import gc
@@ -23,25 +22,18 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Generator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
-from types import coroutine
 from typing import Any, Literal
 
-from spurline.errors import ConfigError, SpurlineError
+from spurline.errors import SpurlineError
 from spurline.ranks.child import Parent, end_with
-from spurline.rl.concurrency import is_async, located
+from spurline.rl.concurrency import is_async
+from spurline.rl.rewards.forked_calls import GRACE_S, Outcome, Worker, told
 
-Outcome = tuple[str, Any]
-"""`value` and the value, or `late`, `memory`, `failed`, `raised`, `died` or `unknown` and what there is to say."""
-
-GRACE_S = 5.0
-"""Seconds beyond the time limit after which async calls that have not been answered have a blocked event loop; no
-longer than the limit itself."""
 _FEWEST_WORKERS, _MOST_WORKERS = 4, 16
 """Bounds of the default number of workers, which is that of the processors: where these are few, calls may still wait
 side by side, and where they are many, the trainer wants them."""
@@ -116,7 +108,7 @@ def _load(settings: WorkerSettings) -> tuple[Callable[..., Any] | None, Outcome 
             return resolve_name(settings.adapter)(settings.function), None
         return resolve_name(settings.function), None
     except SpurlineError as error:
-        return None, _told(error)
+        return None, told(error)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - told to every caller
         return None, ("unknown", f"{type(error).__name__}: {error}")
 
@@ -139,7 +131,7 @@ class _Call:
 class _InWorkerError(Exception):
     """Raised in a fork, to leave what belongs to the parent."""
 
-    def __init__(self, worker: _Worker) -> None:
+    def __init__(self, worker: Worker) -> None:
         self.worker = worker
 
 
@@ -294,7 +286,7 @@ class _Workers:
             ours.close()
             self._leave(forker)
             assert self._function is not None
-            raise _InWorkerError(_Worker(theirs, self._function, self._settings, running_call))
+            raise _InWorkerError(Worker(theirs, self._function, self._settings.timeout_s, running_call))
         theirs.close()
         ours.setblocking(False)
         process = self._processes[pid] = _Process(pid, ours, running_call, _Lines(ours.fileno()))
@@ -380,83 +372,6 @@ class _Workers:
         self._answers.append({"id": number, "outcome": outcome})
 
 
-class _Worker:
-    """The fork: makes calls one after the other, or those of an async function side by side."""
-
-    def __init__(
-        self, channel: socket.socket, function: Callable[..., Any], settings: WorkerSettings, running_call: memoryview
-    ) -> None:
-        self._channel, self._function, self._settings, self._running_call = channel, function, settings, running_call
-
-    def serve(self) -> None:
-        """Until the other end is closed."""
-        if is_async(self._function):
-            asyncio.run(self._serve_side_by_side())
-            return
-        with self._channel.makefile("rb") as calls:
-            for line in calls:
-                call = json.loads(line)
-                outcome = _outcome(lambda arguments=call["arguments"]: self._function(*arguments))
-                self._channel.sendall(_line({"id": call["id"], "outcome": outcome}))
-
-    async def _serve_side_by_side(self) -> None:
-        self._channel.setblocking(False)
-        # Lines of any length: they are the pool's own.
-        calls, answers = await asyncio.open_connection(sock=self._channel, limit=1 << 40)
-        tasks: set[asyncio.Task[None]] = set()
-        while line := await calls.readline():
-            call = json.loads(line)
-            task = asyncio.ensure_future(self._make(call["id"], call["arguments"], answers))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
-
-    async def _make(self, number: int, arguments: list[Any], answers: asyncio.StreamWriter) -> None:
-        called = asyncio.ensure_future(self._result(number, arguments))
-        await asyncio.wait({called}, timeout=self._settings.timeout_s)
-        if called.done():
-            outcome = _outcome(called.result) if not called.cancelled() else ("failed", "it cancelled itself")
-            answers.write(_line({"id": number, "outcome": outcome}))
-            return
-        called.cancel()
-        answers.write(_line({"id": number, "outcome": ("late", None)}))
-        await asyncio.wait({called}, timeout=min(GRACE_S, self._settings.timeout_s))
-        if not called.done():
-            answers.write(_line({"stuck": number}))
-        elif not called.cancelled():
-            # Retrieved: it was answered for.
-            called.exception()
-
-    async def _result(self, number: int, arguments: list[Any]) -> Any:
-        try:
-            return await _noting(self._function(*arguments), self._running_call, number + 1)
-        except SystemExit as error:
-            # asyncio would end the loop with it.
-            raise _ExitedError(f"SystemExit: {error}") from error
-
-
-class _ExitedError(Exception):
-    """An async function called sys.exit."""
-
-
-@coroutine
-def _noting(called: Coroutine[Any, Any, Any], running_call: memoryview, number: int) -> Generator[Any, Any, Any]:
-    """The coroutine's result. `running_call` holds `number` while its code runs, so that it is known which of many
-    calls blocks the event loop."""
-    step = partial(called.send, None)
-    while True:
-        running_call[0] = number
-        try:
-            awaited = step()
-        except StopIteration as end:
-            return end.value
-        finally:
-            running_call[0] = 0
-        try:
-            step = partial(called.send, (yield awaited))
-        except BaseException as error:  # noqa: BLE001 - handed in where it waits
-            step = partial(called.throw, error)
-
-
 class _Lines:
     """Whole lines of a descriptor, as far as they have come."""
 
@@ -478,27 +393,6 @@ class _Lines:
             self._begun = []
         self._begun.append(rest)
         return lines
-
-
-def _outcome(call: Callable[[], Any]) -> Outcome:
-    """In a worker: what came of the call."""
-    try:
-        # A result that is no JSON is the function's failure.
-        return "value", json.loads(json.dumps(call()))
-    except MemoryError:
-        return "memory", None
-    except SpurlineError as error:
-        return _told(error)
-    except _ExitedError as error:
-        return "failed", str(error)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - told to the caller
-        return "failed", located(error)
-
-
-def _told(error: SpurlineError) -> Outcome:
-    """One of our errors, so that it can be raised again on the other side."""
-    problems = [(problem.key, problem.message) for problem in error.problems] if isinstance(error, ConfigError) else []
-    return "raised", [[known.__name__ for known in type(error).__mro__], str(error), problems]
 
 
 def _limit_memory(limit: int) -> None:
@@ -534,7 +428,3 @@ def _kill_group(leader: int) -> None:
 
 def _load_of(process: _Process) -> int:
     return len(process.calls)
-
-
-def _line(message: Mapping[str, Any]) -> bytes:
-    return json.dumps(message, separators=(",", ":")).encode() + b"\n"

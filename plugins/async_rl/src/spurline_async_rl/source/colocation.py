@@ -155,17 +155,23 @@ class Colocation:
             self._loop.run(work, limit, what, every_s=self._watchdog_s, still=still)
 
 
-def check_capable(engine: RolloutEngine, backend: Backend, run: RunConfig) -> tuple[SleepingEngine, YieldsDevice]:
-    """Both as what they have to be. Raises ConfigError when one of them cannot give its memory away."""
+def as_sleeping(engine: RolloutEngine) -> SleepingEngine:
+    """The engine as one that can give its memory away. Raises ConfigError for one that cannot."""
     if not isinstance(engine, MaySleep) or not isinstance(engine, TakesWeights):
         raise ConfigError.at(
             "source.engine.placement",
             "is colocated, and the chosen engine cannot sleep. Choose child_process or vllm, or placement: local.",
         )
+    return cast("SleepingEngine", engine)
+
+
+def check_capable(engine: RolloutEngine, backend: Backend, run: RunConfig) -> tuple[SleepingEngine, YieldsDevice]:
+    """Both as what they have to be. Raises ConfigError when one of them cannot give its memory away."""
+    sleeping = as_sleeping(engine)
     if not isinstance(backend, YieldsDevice):
         raise ConfigError.at(
             "source.engine.placement",
             f"is colocated, and backend '{run.backend.name}' cannot give the memory of its devices away. Set "
             "placement: local, or choose a backend that can, such as local or fsdp.",
         )
-    return cast("SleepingEngine", engine), backend
+    return sleeping, backend

@@ -19,11 +19,11 @@ from spurline_async_rl.source.configs import AsyncRolloutsConfig
 from spurline_async_rl.source.loop_thread import GRACE_S, LoopThread, ends_the_run
 from spurline_async_rl.source.watchdog import tell
 from spurline_async_rl.timeline.recorder import Timeline
-from spurline_async_rl.weights.buckets import weights_on_gpu
+from spurline_async_rl.weights.buckets import not_taken, weights_on_gpu
 
 
 class Publisher:
-    """Publishes to the engines of one run. Raises ConfigError when they take no weights, or not in the configured way.
+    """Publishes to the engines of one run. Raises what `check_publishing` does.
 
     notify: called on the loop when an engine was started anew and awaits weights.
     """
@@ -38,23 +38,16 @@ class Publisher:
         timeline: Timeline,
         notify: Callable[[], None],
     ) -> None:
-        if not isinstance(engine, TakesWeights):
-            raise ConfigError.at(
-                "source.engine.name",
-                f"is {config.engine.name}, whose weights cannot be replaced while it generates. Choose an engine that "
-                "takes weights, such as child_process or vllm.",
-            )
-        self._engine: TakesWeights = engine
+        self._engine = as_taking(engine, config)
         self._name = config.engine.name
         self._watchdog_s = config.watchdog_s
         self._loop = loop
         self._timeline = timeline
-        given = cast("WeightSyncConfig | None", config.weight_sync)
-        self._choose = partial(choose_sync, given, engine, registry, weights_on_gpu(run))
+        self._choose = partial(choose_sync, config.weight_sync, self._engine, registry, weights_on_gpu(run))
         self._create_sync = partial(registry.create, "weight_sync", run=run)
         self._chosen = self._choose()
         self._sync: WeightSync = self._create_sync(self._chosen)
-        engine.on_awaiting_weights = notify
+        self._engine.on_awaiting_weights = notify
 
     @property
     def awaiting_weights(self) -> Sequence[TakesWeights]:
@@ -99,6 +92,26 @@ class Publisher:
     def close(self) -> None:
         """Free what the transport holds."""
         self._sync.close()
+
+
+def check_publishing(engine: RolloutEngine, config: AsyncRolloutsConfig, run: RunConfig, registry: Registry) -> None:
+    """Raise ConfigError for an engine that takes no weights, or not in the configured way."""
+    taking = as_taking(engine, config)
+    choose_sync(config.weight_sync, taking, registry, weights_on_gpu(run))
+    # Servers that run already tell only when they are reached.
+    if config.sends_adapters and not taking.takes_adapters and not config.engine.is_elsewhere:
+        raise not_taken()
+
+
+def as_taking(engine: RolloutEngine, config: AsyncRolloutsConfig) -> TakesWeights:
+    """The engine as one that takes weights. Raises ConfigError for one that takes none."""
+    if not isinstance(engine, TakesWeights):
+        raise ConfigError.at(
+            "source.engine.name",
+            f"is {config.engine.name}, whose weights cannot be replaced while it generates. Choose an engine that "
+            "takes weights, such as child_process or vllm.",
+        )
+    return engine
 
 
 def choose_sync(

@@ -19,6 +19,7 @@ from typing import Any, cast
 
 from spurline.data.batch import TrainingBatch
 from spurline.protocols.backend import Backend
+from spurline.protocols.rollout_engine import RolloutEngine
 from spurline.protocols.source import SourceContext
 from spurline.protocols.weight_sync import SyncReport
 from spurline.rl.configs import HeldOutConfig
@@ -26,13 +27,13 @@ from spurline.rl.draws import Draw
 from spurline.rl.group_runner import Outcome
 from spurline.rl.prompt_source import Collected, PromptSource
 from spurline_async_rl.scheduling.scheduler import Scheduler, SchedulerLimits
-from spurline_async_rl.source.colocation import Colocation, check_capable
+from spurline_async_rl.source.colocation import Colocation, as_sleeping, check_capable
 from spurline_async_rl.source.configs import AsyncRolloutsConfig
 from spurline_async_rl.source.garbage import WORTHWHILE_ATTEMPTS, QuietCollector
 from spurline_async_rl.source.load import LoopLoad
 from spurline_async_rl.source.loop_thread import LoopThread
 from spurline_async_rl.source.producer import Producer
-from spurline_async_rl.source.publishing import Publisher
+from spurline_async_rl.source.publishing import Publisher, check_publishing
 from spurline_async_rl.source.recordings import RECORDED_GROUPS, groups_state, record_groups
 from spurline_async_rl.source.staleness import mask_over_age, staleness_metrics
 from spurline_async_rl.source.watchdog import ObservedEngine, Watchdog, held_out_report, stall_report
@@ -95,6 +96,13 @@ class AsyncRolloutSource(PromptSource):
         facts = super().summary()
         objective = cast("list[str]", facts["objective"])
         return {**facts, "objective": [*objective, *self._config.describe_bound()]}
+
+    def check_engine(self, engine: RolloutEngine) -> None:
+        """Raise ConfigError when weights cannot be brought to it, or it is to sleep and cannot."""
+        config = cast("AsyncRolloutsConfig", self._settings)
+        check_publishing(engine, config, self._context.config, self._context.host.registry)
+        if config.engine.is_colocated:
+            as_sleeping(engine)
 
     def start(self, step: int, backend: Backend) -> None:
         """Bring the weights to the engines and begin to generate. Raises ConfigError when they cannot be brought."""

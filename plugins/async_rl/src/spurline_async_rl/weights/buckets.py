@@ -137,9 +137,7 @@ class BucketSync(ABC):
         if wanted and settings is None:
             raise _cannot_send_adapters("the backend trains none that it could give alone. Set backend.lora")
         if wanted and not engines_take_them:
-            raise _cannot_send_adapters(
-                "an engine takes whole weights only. Choose one that takes adapters, as vllm does"
-            )
+            raise not_taken()
         self._sends_adapters = settings is not None and engines_take_them
         return settings if self._sends_adapters else None
 
@@ -292,6 +290,11 @@ def weights_of(backend: Backend, part: PublishedPart) -> Iterator[tuple[str, Ten
         return backend.named_weights()
     assert isinstance(backend, TrainsAdapters), type(backend)
     return backend.named_adapter_weights()
+
+
+def not_taken() -> ConfigError:
+    """The error of adapters that are to be sent alone to an engine that takes none."""
+    return _cannot_send_adapters("an engine takes whole weights only. Choose one that takes adapters, as vllm does")
 
 
 def _cannot_send_adapters(why: str) -> ConfigError:

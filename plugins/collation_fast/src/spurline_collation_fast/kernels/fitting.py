@@ -25,7 +25,8 @@ def longest_first(lengths, free, order):
 
 
 def first_fit(lengths, order, row_of, room):
-    """Each sample into the first row with room; returns the number of rows.
+    """Each sample into the first row with room; returns the number of rows, or more than there can be if one fits into
+    none.
 
     room: a tree over the rows, [2 * leaves] with a leaf for each row there can be, which holds the most room below each
     node; so a row is found in log2(rows) steps. All of it is the capacity of a row.
@@ -34,17 +35,18 @@ def first_fit(lengths, order, row_of, room):
     num_rows = 0
     for sample in order:
         length = lengths[sample]
+        if room[1] < length:
+            return room.shape[0]
         node = 1
         while node < leaves:
-            node *= 2
-            if room[node] < length:
-                node += 1
+            node = 2 * node + (room[2 * node] < length)
         row_of[sample] = node - leaves
         num_rows = max(num_rows, node - leaves + 1)
-        room[node] -= length
+        most = room[node] - length
+        room[node] = most
         while node > 1:
+            most = max(most, room[node ^ 1])
             node //= 2
-            most = max(room[2 * node], room[2 * node + 1])
             if room[node] == most:
                 break
             room[node] = most
@@ -118,17 +120,18 @@ def list_rows(order, row_of, counts, num_ranks, row_offsets, free, positions):
 
     counts [R]: samples of each row. row_offsets [R + 1], positions [S]: receive the result. free [R]: overwritten.
     """
-    per_rank = counts.shape[0] // num_ranks
-    total = 0
-    for place in range(counts.shape[0]):
-        row_offsets[place] = free[place] = total
-        total += counts[place % per_rank * num_ranks + place // per_rank]
-    row_offsets[counts.shape[0]] = total
+    num_rows = counts.shape[0]
+    place = total = 0
+    for rank in range(num_ranks):
+        for row in range(rank, num_rows, num_ranks):
+            row_offsets[place] = free[row] = total
+            total += counts[row]
+            place += 1
+    row_offsets[num_rows] = total
     for sample in order:
         row = row_of[sample]
-        place = row % num_ranks * per_rank + row // num_ranks
-        positions[free[place]] = sample
-        free[place] += 1
+        positions[free[row]] = sample
+        free[row] += 1
 
 
 def place_in_rows(aligned, positions, row_offsets, num_ranks, columns):

@@ -26,17 +26,6 @@ def _fetch(_: Any, values: Any, place: Any) -> Any:
     return types.void(values, types.intp), generate
 
 
-@intrinsic
-def _store(_: Any, out: Any, place: Any, value: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        converted = context.cast(builder, arguments[2], signature.args[2], signature.args[0].dtype)
-        store = builder.store(converted, _address(context, builder, signature, arguments))
-        store.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
-        return context.get_dummy_value()
-
-    return types.void(out, types.intp, value), generate
-
-
 def _address(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
     array = context.make_array(signature.args[0])(context, builder, arguments[0])
     return builder.gep(array.data, [arguments[1]])
@@ -45,8 +34,3 @@ def _address(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
 @overload(memory.fetch)
 def _fetch_in_compiled_code(values, place):
     return lambda values, place: _fetch(values, place)  # pyright: ignore[reportCallIssue]
-
-
-@overload(memory.store_past_caches)
-def _store_in_compiled_code(out, place, value):
-    return lambda out, place, value: _store(out, place, value)  # pyright: ignore[reportCallIssue]

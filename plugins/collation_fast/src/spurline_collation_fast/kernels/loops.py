@@ -5,13 +5,11 @@ Segments are given row by row: those of row r are `row_offsets[r] : row_offsets[
 behind the segment before it. Everything between segments is padding, which these loops write too, since buffers are
 reused. All tables are int64. Tests run the same source uncompiled, with errors put into it, so nothing here may depend
 on being compiled.
-
-past_caches: write the wide columns past the caches, which is faster for batches that do not fit them.
 """
 
 from __future__ import annotations
 
-from spurline_collation_fast.kernels.memory import fetch_ahead, store_past_caches
+from spurline_collation_fast.kernels.memory import fetch_ahead
 
 
 def fill(out, value):
@@ -25,31 +23,15 @@ def zero(out):
         out[place] = 0
 
 
-def fill_wide(out, value, past_caches):
-    if past_caches:
-        for place in range(out.shape[0]):
-            store_past_caches(out, place, value)
-    else:
-        fill(out, value)
-
-
-def copy(source, out, past_caches):
+def copy(source, out):
     """As many values as there is room for."""
-    if past_caches:
-        for place in range(out.shape[0]):
-            store_past_caches(out, place, source[place])
-    else:
-        for place in range(out.shape[0]):
-            out[place] = source[place]
+    for place in range(out.shape[0]):
+        out[place] = source[place]
 
 
-def count_up(out, past_caches):
-    if past_caches:
-        for place in range(out.shape[0]):
-            store_past_caches(out, place, place)
-    else:
-        for place in range(out.shape[0]):
-            out[place] = place
+def count_up(out):
+    for place in range(out.shape[0]):
+        out[place] = place
 
 
 def write_rows(
@@ -60,7 +42,6 @@ def write_rows(
     columns,
     row_offsets,
     pad,
-    past_caches,
     input_ids,
     segment_ids,
     position_ids,
@@ -80,17 +61,17 @@ def write_rows(
             sample = positions[segment]
             start, length = columns[segment], lengths[sample]
             stop = start + length
-            fill_wide(ids[free:start], pad, past_caches)
-            copy(tokens[begins[sample] :], ids[start:stop], past_caches)
+            fill(ids[free:start], pad)
             zero(numbers[free:start])
+            zero(places[free:start])
+            copy(tokens[begins[sample] :], ids[start:stop])
             fill(numbers[start:stop], segment - first + 1)
-            fill_wide(places[free:start], 0, past_caches)
-            count_up(places[start:stop], past_caches)
+            count_up(places[start:stop])
             free = stop
             num_tokens += length
-        fill_wide(ids[free:], pad, past_caches)
+        fill(ids[free:], pad)
         zero(numbers[free:])
-        fill_wide(places[free:], 0, past_caches)
+        zero(places[free:])
     return num_tokens
 
 
@@ -105,10 +86,10 @@ def write_values(values, begins, skips, lengths, positions, columns, row_offsets
             sample = positions[segment]
             start, stop = columns[segment] + skips[sample], columns[segment] + lengths[sample]
             zero(line[free:start])
-            copy(values[begins[sample] :], line[start:stop], False)
+            copy(values[begins[sample] :], line[start:stop])
             free = stop
         zero(line[free:])
 
 
-HELPERS = (fill, zero, fill_wide, copy, count_up)
+HELPERS = (fill, zero, copy, count_up)
 """What the loops above call; numba compiles them along."""

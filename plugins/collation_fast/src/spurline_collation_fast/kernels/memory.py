@@ -1,5 +1,5 @@
-"""Hints to the processor's caches. They change when memory is read and written, never what; in plain Python they are
-nothing but the plain operations. Compiled code gets the real ones from `intrinsics.py`.
+"""Hints to the processor's caches. They change when memory is read, never what; in plain Python they do nothing.
+Compiled code gets the real ones from `intrinsics.py`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,6 @@ FETCHED_LINES = 16
 
 def fetch(values, place):
     """Bring the cache line of `values[place]` closer; `place` may lie behind the end."""
-
-
-def store_past_caches(out, place, value):
-    """`out[place] = value` for memory that is not read soon: no cache line is read, or dropped, to make room for it."""
-    out[place] = value
 
 
 def fetch_ahead(values, begins, lengths, positions, segment):

@@ -5,11 +5,13 @@ Loops that choose among others, and the tables they work on, are here, where com
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
+from spurline.data.collators.packing import even_capacities
 from spurline_collation_fast.kernels import Table
 
 
@@ -38,12 +40,12 @@ def pack_rows(
     aligned = lengths if align_to == 1 else -(-lengths // align_to) * align_to
     order, row_of, scratch = (np.empty(len(lengths), np.int64) for _ in range(3))
     loops.longest_first(aligned, np.zeros(int(aligned.max(initial=0)) + 2, np.int64), order)
-    if algorithm == 1:
+    if algorithm == 0:
+        num_rows = loops.first_fit(aligned, order, row_of, _room(_most_rows(aligned, capacity), capacity))
+    elif algorithm == 1:
         num_rows = loops.best_fit(aligned, order, capacity, row_of, scratch)
     else:
-        num_rows = loops.first_fit(aligned, order, row_of, _room(aligned, capacity))
-    if algorithm == 2:
-        row_of, num_rows = _even_out(loops, aligned, order, capacity, _rounded(num_rows, num_ranks), row_of, num_rows)
+        num_rows = _fit_evenly(loops, aligned, order, capacity, num_ranks, row_of)
     num_all = _rounded(num_rows, num_ranks)
     counts, donors, last, free = np.zeros((4, num_all), np.int64)
     loops.fill_missing_rows(order, row_of, num_rows, counts, donors, last, scratch)
@@ -58,27 +60,24 @@ def _rounded(num_rows: int, num_ranks: int) -> int:
     return max(num_ranks, -(-num_rows // num_ranks) * num_ranks)
 
 
-def _room(lengths: Table, capacity: int) -> Table:
-    """The tree of `first_fit`, with a leaf for each row that can be opened, and all rows empty."""
-    # Any two rows hold more than `capacity` together, else the later one's first sample had gone into the earlier.
-    at_most = min(len(lengths), 2 * int(lengths.sum()) // capacity + 1)
-    leaves = 1 << max(0, at_most - 1).bit_length()
+def _most_rows(lengths: Table, capacity: int) -> int:
+    """As many as first fit can open: any two rows hold more than `capacity` together, else the later one's first sample
+    had gone into the earlier."""
+    return min(len(lengths), 2 * int(lengths.sum()) // capacity + 1)
+
+
+def _room(num_rows: int, capacity: int) -> Table:
+    """The tree of `first_fit`, with a leaf for each row, and all rows empty."""
+    leaves = 1 << max(0, num_rows - 1).bit_length()
     return np.full(2 * leaves, capacity, np.int64)
 
 
-def _even_out(
-    loops: FittingLoops, lengths: Table, order: Table, capacity: int, target: int, row_of: Table, num_rows: int
-) -> tuple[Table, int]:
-    """First fit with the smallest capacity, by bisection, that needs at most `target` rows: the row of each sample, and
-    the number of rows. row_of, num_rows: of first fit with `capacity`."""
-    low, high = max(-(-int(lengths.sum()) // target), int(lengths.max(initial=1))), capacity
-    trial = np.empty_like(row_of)
-    while low < high:
-        middle = (low + high) // 2
-        needed = loops.first_fit(lengths, order, trial, _room(lengths, middle))
-        if needed <= target:
-            row_of, trial = trial, row_of
-            num_rows, high = needed, middle
-        else:
-            low = middle + 1
-    return row_of, num_rows
+def _fit_evenly(loops: FittingLoops, lengths: Table, order: Table, capacity: int, num_ranks: int, row_of: Table) -> int:
+    """Core's `packing.multifit`: the row of each sample into `row_of`; returns the number of rows."""
+    total, longest = int(lengths.sum()), int(lengths.max(initial=0))
+    for num_rows in itertools.count(_rounded(-(-total // capacity), num_ranks), num_ranks):
+        for lower in even_capacities(max(-(-total // num_rows), longest), capacity):
+            needed = loops.first_fit(lengths, order, row_of, _room(num_rows, lower))
+            if needed <= num_rows:
+                return needed
+    raise AssertionError("as many rows as samples are always enough")

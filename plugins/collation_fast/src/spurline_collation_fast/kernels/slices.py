@@ -24,12 +24,11 @@ def write_rows(
     columns: Table,
     row_offsets: Table,
     pad: int,
-    past_caches: bool,
     input_ids: NDArray[Any],
     segment_ids: NDArray[Any],
     position_ids: NDArray[Any],
 ) -> int:
-    """See `loops.write_rows`; `past_caches` has no meaning here."""
+    """See `loops.write_rows`."""
     input_ids.fill(pad)
     segment_ids.fill(0)
     position_ids.fill(0)

@@ -33,11 +33,15 @@ from spurline_collation_fast.tokenization.chunks import Chunk, RowLine
 from spurline_collation_fast.tokenization.slice_worker import SliceTask, UnsharableDataError
 from spurline_collation_fast.tokenization.slice_workers import SliceWorkers
 from spurline_collation_fast.tokenization.worker_choice import (
+    CLEARLY,
+    MAX_WORKERS,
     MEASURE_S,
     CostMeter,
+    RowCost,
     for_seconds,
     idle_cores,
     rows_while_they_start,
+    slices_worth_a_start,
     workers_worth_starting,
 )
 
@@ -159,14 +163,11 @@ class BlockSource:
 
     def blocks(self, advance: Advance) -> Generator[SampleBlock, None, None]:
         """The blocks of all rows in order; close it when leaving early. advance: called with numbers of rows done."""
-        rows = range(self.num_rows)
-        if self._config.workers == "auto":
-            return self._soonest(advance)
-        if self._config.workers == 0 or not rows:
-            return self._here(self._chunks(rows), advance)
-        return self._forced(rows, self._config.workers, advance)
+        if self._config.workers == 0:
+            return self._here(self._chunks(range(self.num_rows)), advance)
+        return self._measured(advance)
 
-    def _soonest(self, advance: Advance) -> Generator[SampleBlock, None, None]:
+    def _measured(self, advance: Advance) -> Generator[SampleBlock, None, None]:
         """Encode the first rows here, with the clock running, and the rest where it will be done sooner."""
         chunks = self._chunks(range(self.num_rows))
         done = 0
@@ -179,7 +180,7 @@ class BlockSource:
             done += block.num_rows
             yield block
         left, cost = self.num_rows - done, meter.cost(max(1, done - unmeasured))
-        workers = workers_worth_starting(left, cost, idle_cores()) if left else 0
+        workers = self._workers(left, cost) if left else 0
         if workers:
             meanwhile = min(left - workers, rows_while_they_start(cost))
             try:
@@ -188,19 +189,28 @@ class BlockSource:
                         done += block.num_rows
                         yield block
             except UnsharableDataError as error:
-                self.notes.append(
-                    f"tokenized in one process instead of {workers}: the data cannot be given to another one ({error})."
-                )
+                self._go_on_without(workers, error)
         yield from self._here(self._chunks(range(done, self.num_rows)), advance)
 
-    def _forced(self, rows: range, workers: int, advance: Advance) -> Generator[SampleBlock, None, None]:
-        try:
-            yield from self._in_workers(rows, workers, advance)
-        except UnsharableDataError as error:
+    def _workers(self, num_rows: int, cost: RowCost) -> int:
+        if self._config.workers == "auto":
+            return workers_worth_starting(num_rows, cost, min(idle_cores(), MAX_WORKERS), CLEARLY)
+        # Whoever gives a number knows the machine, but may not know how little there is to do.
+        return workers_worth_starting(
+            num_rows, cost, min(self._config.workers, slices_worth_a_start(num_rows, cost)), 1.0
+        )
+
+    def _go_on_without(self, workers: int, error: UnsharableDataError) -> None:
+        """Say that the data stays here. Raises DataError where the config asks for worker processes."""
+        if self._config.workers != "auto":
             raise DataError(
-                f"tokenization.workers: {workers}: the data cannot be given to worker processes ({error}). Define the "
-                "dataset in a module that can be imported and let it be pickled, or set tokenization.workers: 0."
+                f"tokenization.workers: {self._config.workers}: the data cannot be given to worker processes "
+                f"({error}). Define the dataset in a module that can be imported and let it be pickled, or set "
+                "tokenization.workers: 0."
             ) from error
+        self.notes.append(
+            f"tokenized in one process instead of {workers}: the data cannot be given to another one ({error})."
+        )
 
     def _chunks(self, rows: range) -> Iterator[Chunk]:
         return self._line.chunks(rows, lambda: self._rows_per_chunk)
@@ -213,7 +223,7 @@ class BlockSource:
             yield block
 
     def _in_workers(
-        self, rows: range, workers: int, advance: Advance, meanwhile: int = 0
+        self, rows: range, workers: int, advance: Advance, meanwhile: int
     ) -> Generator[SampleBlock, None, None]:
         """meanwhile: the first rows, which are encoded here while the workers start with the others."""
         here, there = rows[:meanwhile], rows[meanwhile:]

@@ -15,13 +15,14 @@ from pathlib import Path
 
 from spurline_collation_fast.tokenization.chunks import Chunk
 
-WORKER_START_S = 3.0
-"""Processor seconds until a worker encodes its first row: imports, the tokenizer, opening the data."""
+WORKER_START_S = 2.2
+"""Processor seconds until a worker encodes its first row: imports, the tokenizer, opening the data. Machines take 1.8
+to 3; too low makes small data wait for workers, too high keeps some of their gain from data of a few seconds."""
 
-CLEARLY = 1.25
+CLEARLY = 1.1
 """Workers have to be this much sooner: processes cost memory, and an estimate can be wrong."""
 
-MEASURE_S = 1.0
+MEASURE_S = 0.5
 """How long the first rows are measured."""
 
 MAX_WORKERS = 64
@@ -57,15 +58,21 @@ def for_seconds(chunks: Iterator[Chunk], seconds: float) -> Iterator[Chunk]:
             return
 
 
-def workers_worth_starting(num_rows: int, cost: RowCost, num_cores: int) -> int:
-    """Workers to start for the rest of the rows; 0 when this process will not be clearly later."""
-    workers = min(num_cores, num_rows, MAX_WORKERS)
+def workers_worth_starting(num_rows: int, cost: RowCost, most: int, clearly: float) -> int:
+    """Workers for so many rows, at most `most`; 0 when this process alone takes less than `clearly` times as long."""
+    workers = min(most, num_rows)
+    # One alone is never sooner: this process has its start behind it.
     if workers < 2:
         return 0
     here = num_rows * cost.wall_s
     # All start at once, each on a core of its own.
-    there = WORKER_START_S + num_rows * cost.cpu_s / workers
-    return workers if there * CLEARLY < here else 0
+    there = WORKER_START_S + max(0, num_rows - rows_while_they_start(cost)) * cost.cpu_s / workers
+    return workers if there * clearly < here else 0
+
+
+def slices_worth_a_start(num_rows: int, cost: RowCost) -> int:
+    """Into how many slices the rows can be cut that take a worker as long as its start."""
+    return int(num_rows * max(cost.wall_s, cost.cpu_s) / WORKER_START_S)
 
 
 def rows_while_they_start(cost: RowCost) -> int:

@@ -25,10 +25,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from spurline.errors import DataError, ModelError, RunFailedError
-from spurline.model.architecture import has_experts
+from spurline.model.architecture import find_decoder, has_experts, vocabulary_size
 from spurline.model.experts.router_replay import ExpertRouting
 from spurline.model.generation import model_stop_tokens
-from spurline.model.streams.stream_model import OutputLogits, find_decoder, vocabulary_size
+from spurline.model.streams.token_logprobs import OutputLogits
 from spurline.model.streams.token_stream import plan_segments
 from spurline.protocols.backend import GenerationModel
 from spurline.protocols.rollout_engine import GenerationRequest, Sampling

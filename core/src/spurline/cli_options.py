@@ -1,0 +1,100 @@
+"""What several commands take, and how they read the config that it names and import the libraries that they need."""
+
+from __future__ import annotations
+
+import json
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from spurline.errors import UserError
+from spurline.importing import importing
+
+if TYPE_CHECKING:
+    from spurline.config.loading import LoadedConfig
+
+
+def _no_config() -> Path:
+    raise UserError("which config? Give its file, such as run.yaml. `spurline init` writes one for a model and data.")
+
+
+ConfigArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="CONFIG",
+        help="Run config: a YAML file, or TOML by suffix.",
+        default_factory=_no_config,
+        show_default=False,
+    ),
+]
+RunDirArgument = Annotated[Path, typer.Argument(help="Folder of a run, with its config.json.")]
+
+
+def _check_overrides(overrides: list[str] | None) -> list[str] | None:
+    """Refuse `--set steps 5` by what it means, before the left over `5` is refused without saying why."""
+    for override in overrides or ():
+        if "=" not in override:
+            raise UserError(
+                f"--set: '{override}' is not KEY=VALUE, such as '{override or 'steps'}=5', without a space."
+            )
+    return overrides
+
+
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override a setting, e.g. optimizer.learning_rate=1e-4.",
+        callback=_check_overrides,
+    ),
+]
+
+ColumnOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--column",
+        metavar="NAME=COLUMN",
+        help="Which column of the data is `prompt`, `messages`, ...; may be given again.",
+    ),
+]
+
+
+def columns_of(given: list[str] | None) -> dict[str, str]:
+    """The setting `columns` of a dataset, out of `--column` options."""
+    columns = {item.partition("=")[0]: item.partition("=")[2] for item in given or ()}
+    if not all(name and column for name, column in columns.items()):
+        raise UserError("--column is NAME=COLUMN, such as --column prompt=question: the name that is expected first.")
+    return columns
+
+
+OWNS_PROCESS = ContextVar("OWNS_PROCESS", default=False)
+"""Whether this process is the command's own, rather than that of a program which called it."""
+
+
+def importing_libraries() -> AbstractContextManager[None]:
+    """What is imported here stays for good, unless a program called the command: its garbage would stay as well."""
+    return importing(for_good=OWNS_PROCESS.get())
+
+
+def load(config: Path, overrides: list[str] | None) -> LoadedConfig:
+    """The config of a file, with what `--set` says."""
+    with importing():
+        from spurline.config.loading import load_config
+
+        return load_config(config, overrides or [])
+
+
+def load_run(run_dir: Path) -> LoadedConfig:
+    """The config of a finished or running run, its run_dir being the folder given (it may have been moved)."""
+    from spurline.config.loading import load_config
+
+    path = run_dir / "config.json"
+    if not path.is_file():
+        raise UserError(
+            f"{run_dir} is not a run directory: it has no config.json. Give the `run_dir` of a training run."
+        )
+    return load_config({**json.loads(path.read_text(encoding="utf-8")), "run_dir": str(run_dir)}, recorded=True)

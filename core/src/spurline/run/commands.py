@@ -1,0 +1,191 @@
+"""The commands on one run: train it, plan it, look at its data and its machine, export what it trained.
+
+torch is imported inside the commands, after what can be said without it.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from spurline.cli_options import ConfigArgument, RunDirArgument, SetOption, importing_libraries, load, load_run
+from spurline.errors import ConfigError
+from spurline.terminal import printable
+
+if TYPE_CHECKING:
+    from spurline.protocols.backend import Finding
+    from spurline.run.ending import RunResult
+
+
+def train(
+    config: ConfigArgument,
+    overrides: SetOption = None,
+    resume: Annotated[str, typer.Option(help="auto, never, or the path of a checkpoint folder.")] = "auto",
+    allow_change: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY", help="Let a resume change this setting, e.g. optimizer.learning_rate."),
+    ] = None,
+) -> None:
+    """Train, or continue training, what the config describes."""
+    loaded = load(config, overrides)
+    from spurline.trackers.start_lines import StartLines, banner
+
+    start = StartLines.of(loaded)
+    start.show(banner(loaded))
+    start("loading PyTorch and transformers")
+    with importing_libraries():
+        from spurline.run.run import Run
+
+    try:
+        result = Run(loaded, resume, allow_change or (), start).train()
+    except ConfigError as error:
+        raise error.in_file(loaded.origin) from error
+    print_result(result)
+    if result.signal is not None:
+        raise typer.Exit(128 + result.signal)
+
+
+def plan(
+    config: ConfigArgument,
+    overrides: SetOption = None,
+    gpu_gib: Annotated[
+        float | None, typer.Option(metavar="GIB", min=1, help="Memory of the GPUs, where the run trains elsewhere.")
+    ] = None,
+) -> None:
+    """Check config, data and memory, and say what training would do. Exit code 2 on any problem."""
+    loaded = load(config, overrides)
+    from spurline.trackers.start_lines import StartLines
+
+    start = StartLines.of(loaded)
+    start("loading PyTorch and transformers")
+    with importing_libraries():
+        from spurline.run.plan import make_plan
+
+    made = make_plan(loaded, progress=start, device_bytes=None if gpu_gib is None else int(gpu_gib * 2**30))
+    for heading, lines in made.sections.items():
+        typer.echo(f"{heading}:")
+        for line in lines:
+            typer.echo(printable(f"  {line}"))
+    for problem in made.problems:
+        typer.echo(printable(f"Error: {problem}"), err=True)
+    if made.problems:
+        raise typer.Exit(2)
+    sets = "".join(f" --set {shlex.quote(override)}" for override in overrides or ())
+    typer.echo(f"No problems found. Train with: spurline train {shlex.quote(str(config))}{sets}")
+
+
+def data(
+    config: ConfigArgument,
+    overrides: SetOption = None,
+    rows: Annotated[int, typer.Option(metavar="N", min=1, help="How many rows, or prompts, are shown.")] = 3,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write an HTML page instead; it shows every token.")
+    ] = None,
+    whole: Annotated[bool, typer.Option("--whole", help="Read all of large data, as training does.")] = False,
+) -> None:
+    """Show the first rows as they will be trained: every token, which are trained, what was cut or left out."""
+    loaded = load(config, overrides)
+    from spurline.trackers.start_lines import StartLines
+
+    start = StartLines.of(loaded)
+    start("loading PyTorch and transformers")
+    with importing_libraries():
+        from spurline.run.shown_data.page import write_page
+        from spurline.run.shown_data.sequences import ROW_LIMIT, show_data
+        from spurline.run.shown_data.terminal import print_data
+
+    try:
+        shown = show_data(loaded, rows, None if whole else ROW_LIMIT, start)
+    except ConfigError as error:
+        raise error.in_file(loaded.origin) from error
+    if html is None:
+        print_data(shown, sys.stdout)
+    else:
+        write_page(shown, html)
+        typer.echo(html)
+
+
+def diagnose_run(
+    config: ConfigArgument,
+    overrides: SetOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all findings as JSON.")] = False,
+) -> None:
+    """Look at machine, folders, devices and ranks as a run would meet them. Exit code 2 on any problem."""
+    loaded = load(config, overrides)
+    from spurline.trackers.start_lines import StartLines
+
+    StartLines.of(loaded)("loading PyTorch and transformers")
+    with importing_libraries():
+        from spurline.run.doctor import find
+
+    findings: list[Finding] = []
+    for finding in find(loaded):
+        findings.append(finding)
+        if not as_json:
+            typer.echo(f"{'problem' if finding.fix else 'ok':8} {finding.what}: {finding.value}")
+            if finding.fix:
+                typer.echo(f"{'':8} fix: {finding.fix}")
+    if as_json:
+        typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
+    if any(finding.fix for finding in findings):
+        raise typer.Exit(2)
+
+
+def export(
+    run_dir: RunDirArgument,
+    out: Annotated[Path, typer.Argument(help="Folder to write; `from_pretrained` loads it.")],
+    checkpoint: Annotated[str, typer.Option(help="latest, best, or the path of a checkpoint folder.")] = "latest",
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Only the LoRA adapter, as a folder for PEFT; else it is merged.")
+    ] = False,
+) -> None:
+    """Write a Hugging Face model folder from a run's checkpoint."""
+    loaded = load_run(run_dir)
+    with importing_libraries():
+        from spurline.run.export import export_run
+
+    typer.echo(export_run(loaded, out, checkpoint, adapter=adapter))
+
+
+def _other_than_best(result: RunResult) -> str:
+    """What to say beside exported weights that are not those of the best evaluation."""
+    if result.best is None or result.best["step"] == result.step or result.checkpoint is None:
+        return ""
+    run_dir = shlex.quote(str(result.checkpoint.parent.parent))
+    return f", of step {result.step:,}; the best: spurline export {run_dir} OUT --checkpoint best"
+
+
+def print_result(result: RunResult) -> None:
+    if result.status == "finished" and not result.metrics:
+        early = f" early: {result.stop_reason}" if result.stop_reason else ""
+        fix = "Change or remove stop_when" if early else "Raise steps or epochs"
+        where = f"{printable(early)} at step {result.step:,}"
+        typer.echo(f"Nothing to do: the run already finished{where}. {fix} to go on.")
+    else:
+        finished = "Finished early" if result.stop_reason else "Finished"
+        verb = finished if result.status == "finished" else "Stopped on request"
+        why = f": {result.stop_reason}" if result.stop_reason else ""
+        typer.echo(f"{verb} at step {result.step:,}{printable(why)}{', with warnings:' if result.warnings else '.'}")
+        for warning in result.warnings:
+            typer.echo(printable(f"  - {warning}"))
+    from spurline.trackers.readout import scores_of
+
+    scores = scores_of(result.metrics)
+    if scores:
+        typer.echo(
+            "  held-out: " + ", ".join(f"{name.removeprefix('eval/')} {value:.4g}" for name, value in scores.items())
+        )
+    if result.best is not None:
+        typer.echo("  best: {metric} {value:.4g} at step {step:,}".format_map(result.best))
+    exported = {"model": result.model, "adapter": result.adapter}
+    for name, path in {"checkpoint": result.checkpoint, **exported, "report": result.report}.items():
+        if path is not None:
+            typer.echo(f"  {name}: {path}{_other_than_best(result) if name in exported else ''}")
+    if result.status == "stopped":
+        typer.echo(result.go_on)

@@ -1,0 +1,187 @@
+"""What training refuses at its start, or once it needs it, a plan refuses too: in the same words, without weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from spurline import Run, load_config
+from spurline.errors import ConfigError, UserError
+from spurline.model import loading
+from spurline.run.plan import make_plan
+from spurline.testing.inputs import write_tiny_model
+
+Config = dict[str, Any]
+NOWHERE = [{"match": "*nope*", "learning_rate": 1e-4}]
+PLUGINS = {"plugins": ["fsdp_backend", "megatron_backend", "async_rl"]}
+EVALUATED = {"evaluation": {"every_steps": 1}}
+
+
+def changed(config: Config, changes: Config) -> Config:
+    """The config with other values, by dotted key; EVAL stands for its own training data."""
+    config = dict(config)
+    for key, value in changes.items():
+        first, _, rest = key.partition(".")
+        value = config["data"]["train"] if value == "EVAL" else value
+        config[first] = changed(config.get(first, {}), {rest: value}) if rest else value
+    return config
+
+
+def refusals(config: Config) -> tuple[list[str], str]:
+    """What a plan finds, and what training raises."""
+    found = [str(problem) for problem in make_plan(load_config(config)).problems]
+    with pytest.raises(UserError) as raised:
+        Run(load_config(config)).train()
+    return found, str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"backend.lora": {"target_modules": ["nope"]}}, "backend.lora.target_modules: Target modules"),
+        ({"backend.lora": {"target_modules": ["embed_tokens"], "dora": True}}, "trains the lengths of linear layers"),
+        ({"model.freeze": ["*"]}, "model.freeze leaves nothing to train"),
+        ({"optimizer.groups": NOWHERE}, "no trained parameter has such a name"),
+        ({"optimizer.groups": [{"match": "*norm*", "weight_decay": 0.5}], "backend.lora": {}}, "no trained parameter"),
+        ({"model.router_aux_loss": 0.1}, "has no routers to balance"),
+        (
+            PLUGINS | {"model.router_aux_loss": 0.1, "backend": {"name": "fsdp", "device": "cpu", "ranks": 2}},
+            "has no routers to balance",
+        ),
+        (
+            PLUGINS | {"optimizer.groups": NOWHERE, "backend": {"name": "megatron", "device": "cpu", "ranks": 2}},
+            "optimizer.groups.0.match is '*nope*'",
+        ),
+        (
+            PLUGINS
+            | {
+                "optimizer.groups": [{"match": "*q_proj*", "learning_rate": 1e-4}],
+                "backend": {"name": "megatron", "device": "cpu", "ranks": 2},
+            },
+            "q_proj.weight and model.layers.0.self_attn.k_proj.weight and",
+        ),
+        ({"data.eval": "EVAL", "checkpoint.keep_best": "eval/nope"} | EVALUATED, "keep_best.metric is eval/nope"),
+        (
+            {"data.eval": "EVAL", "stop_when": {"metric": "eval/lossy", "patience": 1}} | EVALUATED,
+            "Did you mean 'eval/loss'?",
+        ),
+    ],
+)
+def test_what_is_refused_before_weights_are_loaded(
+    base_config: Config, changes: Config, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: Any, **__: Any) -> None:
+        pytest.fail("weights were read")
+
+    monkeypatch.setattr(loading, "_with_weights", load)
+    found, raised = refusals(changed(base_config, changes))
+    assert found == [raised]
+    assert says in raised
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"source.engine": "child_process"}, "but the source 'rollouts' publishes none"),
+        ({"source.router_replay": True}, "has no router that it knows"),
+        ({"source.router_replay": True, "backend": {"name": "fsdp", "device": "cpu", "ranks": 2}}, "has no router"),
+        ({"source.router_replay": True, "backend": {"name": "megatron", "device": "cpu", "ranks": 2}}, "has no router"),
+        ({"source.carry": ["weight"]}, "chat.jsonl:1: the column 'weight', which source.carry takes along, is missing"),
+        (
+            {
+                "data.eval": "EVAL",
+                "source.held_out": {"success": {"reward": "early"}},
+                "checkpoint.keep_best": {"metric": "eval/pass@2", "mode": "max"},
+            }
+            | EVALUATED,
+            "Metrics: eval/failed, eval/pass@1, eval/reward, eval/rewards/brevity, eval/rewards/early,",
+        ),
+        (
+            {"critic": {"optimizer": {"learning_rate": 1e-3, "groups": NOWHERE}}, "source.advantage": "gae"},
+            "critic.optimizer.groups.0.match is '*nope*'",
+        ),
+    ],
+)
+def test_what_is_refused_of_rollouts(rl_config: Config, changes: Config, says: str) -> None:
+    found, raised = refusals(changed(rl_config, PLUGINS | changes))
+    assert found == [raised]
+    assert says in raised
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"engine": "in_process", "weight_sync": "disk"}, "weight_sync.name is disk, which the chosen source.engine"),
+        ({"engine": "child_process", "weight_sync": "cuda_ipc"}, "it takes weights by collective, disk, shared_memory"),
+        (
+            {"engine": "child_process", "weight_sync": {"name": "shared_memory", "adapters": True}},
+            "an engine takes whole weights only",
+        ),
+    ],
+)
+def test_what_is_refused_of_asynchronous_rollouts(rl_config: Config, changes: Config, says: str) -> None:
+    rl_config |= PLUGINS
+    rl_config["backend"]["lora"] = {"rank": 2}
+    rl_config["source"] |= {"name": "async_rollouts", "max_staleness": 1, "correction": "tis"} | changes
+    found, raised = refusals(rl_config)
+    assert found == [raised]
+    assert says in raised
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"model.config_overrides": {"hidden_size": 64}}, "21 weights of"),
+        (
+            {"model.config_overrides": {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}},
+            "lack 11 weights that its config asks for",
+        ),
+        ({"loss": "ppo"}, "The loss needs advantages, old_logprobs"),
+        ({"model.init": "random", "model.config_overrides": {"vocab_size": 50}}, "and the model knows 0 to 49"),
+    ],
+)
+def test_what_is_refused_as_weights_and_batches_do_not_fit(base_config: Config, changes: Config, says: str) -> None:
+    found, raised = refusals(changed(base_config, changes))
+    if "model.init" in changes:
+        # Of each batch that is laid out, its largest token.
+        found = found[:1]
+    assert found == [raised]
+    assert says in raised
+
+
+def test_weights_that_lack_one_are_refused_by_their_headers(base_config: Config, tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "model")
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    del weights["model.norm.weight"]
+    save_file(weights, file, metadata={"format": "pt"})
+    found, raised = refusals(changed(base_config, {"model.path": str(folder)}))
+    assert found == [raised]
+    assert "lack 1 weights that its config asks for, which would stay random: model.norm.weight" in raised
+
+
+def test_a_reward_that_an_order_goes_by_must_be_one_of_the_environment(rl_config: Config) -> None:
+    config = changed(rl_config, {"data.order": {"name": "reward_adaptive", "reward": "earl"}})
+    with pytest.raises(ConfigError, match=r"data\.order\.reward is 'earl', but the .* Did you mean 'early'"):
+        load_config(config)
+
+
+def test_a_run_dir_that_cannot_be_written_is_said_of_this_machine_alone(base_config: Config, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder", encoding="utf-8")
+    plan = make_plan(load_config(base_config | {"run_dir": str(tmp_path / "file" / "run")}))
+    assert plan.problems == []
+    [line] = plan.sections["on this machine"]
+    assert f"{tmp_path}/file is no folder. To train here set another" in line
+
+
+def test_metrics_that_only_an_evaluation_tells_are_not_refused_before(base_config: Config) -> None:
+    # The loss has metrics of its own, and no columns that it needs.
+    config = changed(base_config, {"loss": "dft", "data.eval": "EVAL"} | EVALUATED)
+    kept = changed(config, {"checkpoint.keep_best": "eval/dft/probability"})
+    assert make_plan(load_config(kept)).problems == []
+    wrong = changed(config, {"checkpoint.keep_best": "eval/dft/likelihood"})
+    [problem] = make_plan(load_config(wrong)).problems
+    assert "eval/dft/cross_entropy, eval/dft/probability, eval/loss, eval/objective, eval/time" in str(problem)
