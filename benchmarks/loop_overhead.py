@@ -61,7 +61,7 @@ class HandWrittenStep:
         real = batch.tokens["segment_ids"] != 0
         # The shipped samples are equally long, so the order of a plan (short to long) is the order of the batch.
         plan = plan_segments(batch.segments["length"].values.astype(np.int64), 0, lambda tensor: tensor)
-        tokens, positions = batch.tokens["input_ids"][real], batch.tokens["position_ids"][real]
+        tokens, positions = (batch.tokens[name][real].long() for name in ("input_ids", "position_ids"))
         (targets,) = torch.nonzero(batch.tokens["loss_weights"][real], as_tuple=True)
         hidden = self.model.model(
             input_ids=tokens[None], position_ids=positions[None], segment_plan=plan, use_cache=False

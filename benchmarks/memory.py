@@ -6,8 +6,9 @@ Every case is a run of its own process on CPU: a config that a user would write,
 rows of text in which each byte is a token. The third step has everything that training ever holds; the process ends
 with it. Measured is the peak of RssAnon, which mapped files are not in, read from outside every few milliseconds,
 less that of the same run of a model of 40,000 parameters and 16 tokens: the imports, and whatever else is not of the
-model's size. Both have one allocation arena, and each tensor above 64 KiB is a mapping of its own (`MALLOC_*` in the
-environment), so that what is freed leaves the process at once and the figure is that of the live tensors.
+model's size. Both have one allocation arena, and each tensor above 4 KiB is a mapping of its own (`MALLOC_*` in the
+environment), so that what is freed leaves the process at once and the figure is that of the live tensors. With 64 KiB
+activations of few tokens would lie in the heap, which keeps their memory when they are gone.
 
 Estimates: models of 90 to 180 million parameters; the estimate is what `plan` prints as the total for the micro-batch.
 
@@ -41,7 +42,13 @@ WITHIN = 0.10
 SLOPE_WITHIN = 0.03
 LAYERS = (4, 12)
 SLOPE_TOKENS = 16
-ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+ALLOCATOR = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": "4096",
+    "MALLOC_MMAP_MAX_": "1000000",
+    "MALLOC_TRIM_THRESHOLD_": "4096",
+    "MALLOC_TOP_PAD_": "0",
+}
 
 SHAPE = {
     "hidden_size": 768,

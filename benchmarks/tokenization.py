@@ -12,9 +12,9 @@ Compared, in turns within one process:
 - parallel: rows to a token store with masks, in this process (`workers: 0`), no cache.
 - sequential: the same by `core/sequential`, for information.
 
-On two threads and on one, each in a process that is held to so many cores. For information: `auto` and two worker
-processes on eight times the samples, start included, and from how many rows on `auto` starts workers at the measured
-cost of a row. All ways give the same tokens and masks, which is checked first.
+On two threads and on one, each in a process that is held to so many cores. For information: `auto` and at most two
+worker processes on eight times the samples, start included, and from how many rows on `auto` starts workers at the
+measured cost of a row. All ways give the same tokens and masks, which is checked first.
 
 Gates: parallel >= 2.5 x two calls on two threads, >= 1.5 x on one, and at most 1.3 x encode_batch on two threads.
 Of short conversations: at most 1.35 x encode_batch, on two threads and on one.
@@ -46,7 +46,7 @@ from spurline.testing.inputs import CHAT_TEMPLATE
 from spurline.testing.tokenization_contract import ListDataset
 from spurline_collation_fast.configs import ParallelTokenizationConfig
 from spurline_collation_fast.tokenization.parallel import ROWS_PER_CHUNK, ParallelTokenization
-from spurline_collation_fast.tokenization.worker_choice import CostMeter, idle_cores, workers_worth_starting
+from spurline_collation_fast.tokenization.worker_choice import CLEARLY, CostMeter, idle_cores, workers_worth_starting
 
 WORDS_PER_MESSAGE = 70
 MESSAGES = 4
@@ -177,7 +177,7 @@ def measure_workers(num_samples: int) -> tuple[dict[str, float], int | None]:
         parallel(inputs, workers)
         rates[f"workers: {workers}"] = num_samples / (time.perf_counter() - begin)
     sizes = (1 << power for power in range(10, 34))
-    return rates, next((rows for rows in sizes if workers_worth_starting(rows, cost, idle_cores())), None)
+    return rates, next((rows for rows in sizes if workers_worth_starting(rows, cost, idle_cores(), CLEARLY)), None)
 
 
 def gates_of(

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_plugins import FakePlugins
 
 from spurline import load_config
+from spurline.config.loading import config_model
+from spurline.config.other_names import OTHER_NAMES, key_path
 from spurline.errors import ConfigError, PluginError, UserError, misspelling, suggestion
+from spurline.plugins.host import PluginHost
+from spurline.plugins.official import OFFICIAL
 
 MINIMAL = "model: {path: m}\ndata: {train: rows.jsonl}\nsteps: 3\n"
 
@@ -124,6 +129,81 @@ def test_a_precision_that_is_not_there_is_never_taken_for_another_one(failing: F
 def test_a_slip_of_the_pen_is_corrected(failing: Failing, written: str) -> None:
     (line,) = failing(MINIMAL + f"loss: {written}\n")
     assert "Did you mean 'cross_entropy'?" in line
+
+
+@pytest.mark.parametrize(
+    ("text", "fix"),
+    [
+        ("num_generations: 8", "There is source.samples_per_prompt."),
+        ("source: {name: rollouts, num_generations: 8}", "Did you mean 'samples_per_prompt'?"),
+        ("lora_r: 8", "There is backend.lora.rank."),
+        ("backend: {lora: {r: 8}}", "Did you mean 'rank'?"),
+        # `steps`, the nearest word, is another thing.
+        ("eval_steps: 8", "There is evaluation.every_steps."),
+        ("checkpoint: {save_total_limit: 8}", "Did you mean 'keep_last'?"),
+        ("packing: true", "Write `collator: packed`."),
+        ("bf16: true", "There is `backend.precision: bf16`."),
+        ("gradient_accumulation_steps: 4", "is not a setting. It is not needed: batch_size is the samples of"),
+    ],
+)
+def test_what_other_trainers_call_a_setting_is_told_as_it_is_called_here(failing: Failing, text: str, fix: str) -> None:
+    assert fix in "".join(failing(MINIMAL + text + "\n"))
+
+
+def test_every_setting_that_stands_for_one_of_another_trainer_exists() -> None:
+    document = config_model(PluginHost.load(list(OFFICIAL))).model_json_schema()
+    missing = {name: meant for name, meant in OTHER_NAMES.items() if not _has(document, document, key_path(meant))}
+    assert not missing
+
+
+def _has(document: Mapping[str, Any], schema: Any, key: str) -> bool:
+    """Whether the JSON schema has this key path in one of its choices."""
+    if not isinstance(schema, Mapping):
+        return False
+    if "$ref" in schema:
+        return _has(document, document["$defs"][schema["$ref"].rpartition("/")[2]], key)
+    first, _, rest = key.partition(".")
+    here = schema.get("properties", {}).get(first)
+    if here is not None and (not rest or _has(document, here, rest)):
+        return True
+    choices = [*schema.get("anyOf", ()), *schema.get("oneOf", ()), schema.get("items")]
+    return any(_has(document, choice, key) for choice in choices)
+
+
+@pytest.mark.parametrize(
+    ("text", "plugin"),
+    [("backend: fsdp", "fsdp_backend"), ("prefetch: async", "collation_fast"), ("source: async_rollouts", "async_rl")],
+)
+def test_a_component_of_a_plugin_that_is_not_listed_names_the_plugin(failing: Failing, text: str, plugin: str) -> None:
+    (line,) = failing(MINIMAL + text + "\n")
+    assert f"which the plugin '{plugin}' has: " in line
+    assert f"list it under plugins: [{plugin}]." in line
+
+
+@pytest.mark.parametrize(("written", "meant"), [("fsdp", "fsdp_backend"), ("vllm", "async_rl")])
+def test_a_part_of_a_plugin_in_the_place_of_its_name_is_told_the_plugin(written: str, meant: str) -> None:
+    with pytest.raises(PluginError, match=f"Did you mean '{meant}'"):
+        PluginHost.load([written])
+
+
+def test_what_the_plugins_of_this_project_have_beyond_core_is_as_the_table_says() -> None:
+    of_core = {(entry.kind, entry.name) for entry in PluginHost.load([]).registry.entries()}
+    for plugin, kinds in OFFICIAL.items():
+        entries = PluginHost.load([plugin]).registry.entries()
+        found = {(entry.kind, entry.name) for entry in entries} - of_core
+        assert found == {(kind, name) for kind, names in kinds.items() for name in names}, plugin
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("trackers: wandb", "trackers is 'wandb'; it must be a list, such as [wandb]."),
+        ("run_dir: null", "run_dir is null, which it cannot be. Give it a value, or leave the line out"),
+    ],
+)
+def test_a_value_of_the_wrong_shape_is_told_the_right_one(failing: Failing, text: str, told: str) -> None:
+    (line,) = failing(MINIMAL + text + "\n")
+    assert told in line
 
 
 def test_no_suggestion_is_the_very_word_that_was_given() -> None:

@@ -102,6 +102,7 @@ def test_value_that_is_no_yaml_names_its_key() -> None:
 
 def test_index_out_of_range_says_what_there_is() -> None:
     assert "needs an index from 0 to 0 where it says '2'" in message("data.train.2.split=a", data={"train": ["x"]})
+    assert "needs an index from 0 to 0 where it says '2'" in message("data.train.2.split=a", data={"train": "x"})
     assert "where it says 'split'" in message("data.train.split=a", data={"train": ["x"]})
     assert "goes into an empty list" in message("data.train.0=a", data={"train": []})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import inspect
 import json
 import subprocess
 import weakref
@@ -229,6 +230,62 @@ def test_tools_are_functions_too(load: Load) -> None:
         "double",
         "calculator",
     }
+
+
+class Counting:
+    """An environment as a plugin's is written."""
+
+    def __init__(self, config: Any, registry: object, tokenizer: object, data: object) -> None:
+        self.turns, self.tokenizer = config.max_turns, tokenizer
+
+    async def run(self, task: object, policy: object) -> Any:
+        return "class"
+
+
+class Ready:
+    """An environment that is built already."""
+
+    async def run(self, task: object, policy: object) -> Any:
+        return "object"
+
+
+async def attempt(task: object, policy: object) -> Any:
+    return "function"
+
+
+def environment_of(load: Load, given: object) -> Any:
+    source = {"name": "rollouts", "environment": given, "prompts_per_step": 1, "sampling": {"max_new_tokens": 4}}
+    loaded = load(source=source)
+    config: Any = loaded.config.source
+    assert loaded.resolved()["source"]["environment"]["path"].startswith(("in-memory:", "/"))
+    registry = loaded.host.registry
+    return registry.create("environment", config.environment, registry=registry, tokenizer="t", data=None)
+
+
+@pytest.mark.parametrize(("given", "said"), [(Counting, "class"), (Ready(), "object"), (attempt, "function")])
+def test_an_environment_is_a_class_an_object_or_an_async_function(load: Load, given: Any, said: str) -> None:
+    assert asyncio.run(environment_of(load, given).run(None, None)) == said
+    assert asyncio.run(environment_of(load, {"name": "custom", "path": given}).run(None, None)) == said
+
+
+def test_an_environment_is_named_by_its_file_too(load: Load, tmp_path: Path) -> None:
+    (tmp_path / "games.py").write_text(f"from __future__ import annotations\n\n{inspect.getsource(Counting)}")
+    given = {"name": "custom", "path": f"{tmp_path / 'games.py'}:Counting", "max_turns": 3}
+    made = environment_of(load, given)
+    assert (made.turns, made.tokenizer) == (3, "t")
+    assert environment_of(load, given["path"]).turns == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (lambda task, policy: None, r"is defined as <lambda>\(task, policy\).*called with \(config, registry"),
+        (type("Empty", (Counting,), {"run": None}), r"makes a Empty, which has no `async def run\(task, policy\)`"),
+    ],
+)
+def test_what_is_no_environment_says_how_one_is_written(load: Load, given: object, said: str) -> None:
+    with pytest.raises(PluginError, match=said):
+        environment_of(load, given)
 
 
 def test_a_closure_goes_with_the_config_that_it_was_given_to(spurline_tiny_model: Path, tmp_path: Path) -> None:

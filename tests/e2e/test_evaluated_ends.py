@@ -34,6 +34,7 @@ def config(base_config: Config, spurline_chat_file: Path) -> Config:
 
 def give_scores(monkeypatch: pytest.MonkeyPatch, *scores: float) -> None:
     left = iter(scores)
+    monkeypatch.setattr(DataEvaluation, "metrics", lambda _: ("score",))
     monkeypatch.setattr(DataEvaluation, "evaluate", lambda self, backend: ({"score": next(left)}, []))
 
 
@@ -189,7 +190,10 @@ def test_answers_of_step_0_are_kept_once(config: Config) -> None:
     assert [answer["step"] for answer in answers] == [0, 0, 6, 6]
 
 
-def test_a_misspelled_metric_of_the_best_is_found_at_step_0(config: Config) -> None:
+def test_a_misspelled_metric_that_only_an_evaluation_tells_is_found_at_step_0(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DataEvaluation, "metrics", lambda _: None)
     config["evaluation"]["at_start"] = True
     config["checkpoint"]["keep_best"] = "eval/los"
     with pytest.raises(ConfigError, match="Did you mean 'eval/loss'"):

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from spurline import Run, load_config
 from spurline.answering.target import open_model, open_run
+from spurline.backends.local.configs import LocalBackendConfig
 from spurline.cli import app
 from spurline.config.loading import LoadedConfig
 from spurline.errors import CheckpointError, ConfigError, RunFailedError, UserError
@@ -51,7 +52,8 @@ def trained(config: dict[str, Any], model: Path, **backend: Any) -> LoadedConfig
     config["backend"] |= backend
     config["checkpoint"]["export_hf"] = True
     loaded = load_config(config)
-    Run(loaded).train()
+    result = Run(loaded).train()
+    assert (result.model, result.adapter) == (Path(config["run_dir"]) / "model", None)
     return loaded
 
 
@@ -95,6 +97,14 @@ def test_adapters_on_random_weights_are_exported_too(base_config: dict[str, Any]
     loaded = trained(base_config, Path(base_config["model"]["path"]), lora=ADAPTERS)
     export_run(loaded, tmp_path / "exported")
     assert contents(tmp_path / "exported") == contents(Path(base_config["run_dir"]) / "model")
+
+
+def test_a_backend_that_alone_can_read_its_checkpoints_is_built_to_answer(
+    base_config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = trained(base_config, Path(base_config["model"]["path"]), lora=ADAPTERS)
+    monkeypatch.setattr(LocalBackendConfig, "checkpoint_reader", None)
+    assert_answers_as_exported(loaded, Path(base_config["run_dir"]) / "model", tmp_path / "nothing")
 
 
 def test_adapters_are_not_merged_with_weights_that_have_changed_since(

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from spurline import Run, load_config, notebook
 from spurline.errors import CheckpointError, ConfigError, HookFailedError, UserError
 from spurline.notebook import LivePlot, metrics_frame
+from spurline.rl.chat_front import ChatFront
 from spurline.run.on_step import OnStepHook
 
 
@@ -96,6 +97,24 @@ def test_rl_with_a_closure_runs_inside_an_event_loop_and_resumes_with_the_functi
     metrics = read_metrics(rl_config["run_dir"])
     assert [line["step"] for line in metrics] == [1, 2]
     assert metrics[0]["reward/mean"] < 0
+
+
+def test_rl_trains_in_an_environment_of_a_cell(rl_config: dict[str, Any], spurline_tiny_model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(spurline_tiny_model)
+    asked: list[str] = []
+
+    async def attempt(task: Any, policy: Any) -> Any:
+        chat = ChatFront(policy, tokenizer, [task.row["messages"][0]], where=task.location)
+        reply = await chat.reply()
+        asked.append(task.uid)
+        return policy.finish({"brief": -float(len(reply.text))}, info={"messages": list(chat.messages)})
+
+    source = {**rl_config["source"], "environment": attempt, "reward_weights": {}}
+    assert Run(load_config(rl_config | {"source": source, "steps": 1})).train().status == "finished"
+    assert len(set(asked)) == 4
+    assert read_metrics(rl_config["run_dir"])[0]["reward/mean"] < 0
+    recorded = json.loads((Path(rl_config["run_dir"]) / "config.json").read_text())
+    assert recorded["source"]["environment"]["path"] == "in-memory:attempt"
 
 
 def test_on_step_gets_every_step_and_an_error_in_it_ends_the_run(base_config: dict[str, Any]) -> None:

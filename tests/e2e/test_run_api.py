@@ -6,6 +6,7 @@ import json
 import pydoc
 import re
 from collections.abc import Callable, Generator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,23 @@ def test_the_command_line_prints_why_a_run_was_stopped(capsys: pytest.CaptureFix
 
     print_result(RunResult("stopped", 3, {"loss": 1.0}, None, None, stop_reason="the loss is good enough"))
     assert "Stopped on request at step 3: the loss is good enough" in capsys.readouterr().out
+
+
+def test_the_command_line_says_where_the_model_is_and_that_its_weights_are_not_the_best(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from spurline.run.commands import print_result
+    from spurline.run.ending import RunResult
+
+    folder = Path("runs/a")
+    result = RunResult("finished", 9, {"loss": 1.0}, folder / "checkpoints/step-9", None, model=folder / "model")
+    print_result(result)
+    assert "  model: runs/a/model\n" in capsys.readouterr().out
+    print_result(replace(result, best={"metric": "eval/loss", "value": 1.0, "step": 6}))
+    told = capsys.readouterr().out
+    assert "  model: runs/a/model, of step 9; the best: spurline export runs/a OUT --checkpoint best\n" in told
+    print_result(replace(result, best={"metric": "eval/loss", "value": 1.0, "step": 9}))
+    assert "  model: runs/a/model\n" in capsys.readouterr().out
 
 
 def test_an_evaluation_by_a_hook_is_recorded_under_its_prefix_with_the_step_it_belongs_to(

@@ -24,7 +24,7 @@ SET_UP = re.compile(
     | spurline/backends/local/checkpoint\.py
     | spurline/model/(architecture|device_profile|freezing|loading|memory|probe|generation|computing|kernels)\.py
     | spurline/in_memory/functions\.py
-    | spurline/model/(other_forwards|saved_state|saved_weights|weight_files|weights)\.py
+    | spurline/model/(other_forwards|saved_state|saved_weights|trainable|weight_files|weights)\.py
     | spurline/model/(holding/(host_copies|narrow_weights|quantized_weights)|experts/routers|streams/positions)\.py
     | spurline/ranks/(devices|launch)\.py
     | spurline/trackers/(console|readout)\.py

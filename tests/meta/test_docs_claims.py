@@ -27,6 +27,7 @@ from ruamel.yaml import YAML
 from spurline import load_config
 from spurline.cli import app
 from spurline.config.loading import config_model
+from spurline.config.other_names import OTHER_NAMES, key_path
 from spurline.plugins.host import InstalledPlugin, PluginHost, installed_plugins
 
 ROOT = Path(__file__).parents[2]
@@ -93,6 +94,27 @@ def test_settings_that_a_page_shows_are_settings(path: Path, monkeypatch: pytest
             load_config(config, available=available())
         except Exception as error:
             raise AssertionError(f"{name_of(path)}:{line} shows a config that is refused: {error}") from error
+
+
+def test_names_of_other_trainers_stand_beside_the_settings_that_an_error_would_name_for_them() -> None:
+    page = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
+    compared: set[str] = set()
+    for block in re.findall(r"```yaml\n(.*?)```", page, re.S):
+        shown = set(paths_of(parse(block)))
+        for comment in re.findall(r"# (.*)", block):
+            names = set(re.findall(r"\w+", comment)) & {*OTHER_NAMES}
+            wrong = {name: OTHER_NAMES[name] for name in names if key_path(OTHER_NAMES[name]) not in shown}
+            assert not wrong, comment
+            compared |= names
+    assert {"num_generations", "save_steps", "lora_r", "kl_loss_coef"} <= compared
+
+
+def paths_of(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Every key path of these settings."""
+    for key, value in values.items():
+        yield prefix + key
+        if isinstance(value, Mapping):
+            yield from paths_of(value, f"{prefix}{key}.")
 
 
 def test_a_page_with_a_setting_that_does_not_exist_is_seen() -> None:

@@ -106,14 +106,15 @@ def _of_positions(change: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
 @contextmanager
 def _chunks_of_other_targets(rank: Any) -> Iterator[None]:
     """Every chunk scores the target of the position beside it."""
-    from spurline_megatron_backend.vocab_parallel import VocabularyLogprobs
+    from spurline_megatron_backend import vocab_parallel
 
-    score = VocabularyLogprobs._score_chunk
+    in_chunks = vocab_parallel.scored_in_chunks
 
-    def beside(self: Any, hidden: Tensor, targets: Tensor, *others: Any) -> Any:
-        return score(self, hidden, targets.roll(1), *others)
+    def beside(score: Any, hidden: Tensor, targets: Tensor, chunk_tokens: int, **options: Any) -> Any:
+        other = score if len(targets) <= chunk_tokens else lambda hidden, targets: score(hidden, targets.roll(1))
+        return in_chunks(other, hidden, targets, chunk_tokens, **options)
 
-    with mock.patch.object(VocabularyLogprobs, "_score_chunk", beside):
+    with mock.patch.object(vocab_parallel, "scored_in_chunks", beside):
         yield
 
 

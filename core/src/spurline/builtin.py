@@ -17,7 +17,7 @@ from spurline.protocols.report_panel import LongPanelConfig, ReportPanelConfig
 from spurline.rl.advantages import configs as advantages
 from spurline.rl.configs import RolloutsEvaluationConfig, RolloutSourceConfig
 from spurline.rl.engines.configs import InProcessEngineConfig
-from spurline.rl.environments.configs import SingleTurnConfig, ToolsConfig
+from spurline.rl.environments.configs import CustomConfig, SingleTurnConfig, ToolsConfig
 from spurline.rl.rewards import configs as rewards
 from spurline.trackers import configs as trackers
 from spurline.update.configs import ByPromptConfig, WholeBatchConfig
@@ -83,6 +83,7 @@ def register_components(registry: ComponentRegistrar) -> None:
     add(advantages.GaeConfig, "spurline.rl.advantages.gae:Gae")
     add(SingleTurnConfig, "spurline.rl.environments.single_turn:SingleTurn", default=True)
     add(ToolsConfig, "spurline.rl.environments.tools:Tools")
+    add(CustomConfig, "spurline.rl.environments.custom:make_custom")
     add(InProcessEngineConfig, "spurline.rl.engines.in_process.engine:InProcessEngine", default=True)
     add(rewards.ExactMatchConfig, "spurline.rl.rewards.matching:ExactMatch")
     add(rewards.PrefixMatchConfig, "spurline.rl.rewards.matching:PrefixMatch")

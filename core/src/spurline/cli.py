@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,7 +24,7 @@ from spurline.cli_options import OWNS_PROCESS, load, load_run
 from spurline.errors import SpurlineError, UserError, listing, suggestion
 from spurline.first_config.init_command import init
 from spurline.run.commands import data, diagnose_run, export, plan, train
-from spurline.terminal import printable
+from spurline.terminal import OutputLostError, output_told_apart, printable, write_nowhere
 
 
 class CommandGroup(typer.core.TyperGroup):
@@ -211,7 +212,16 @@ def _run_command(arguments: list[str] | None) -> None:
     # Downloads would otherwise tell what they are for; read when the library is imported, here and in child processes.
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     try:
-        app(words, standalone_mode=True)
+        with output_told_apart():
+            app(words, standalone_mode=True)
+    except OutputLostError as error:
+        if debug:
+            traceback.print_exc()
+        # What is in the buffer would fail once more when the process ends.
+        with suppress(OSError, ValueError):
+            write_nowhere(sys.stdout.fileno())
+        typer.echo(f"Error: standard output cannot be written: {error.strerror}.", err=True)
+        sys.exit(1)
     except SpurlineError as error:
         if debug:
             traceback.print_exc()

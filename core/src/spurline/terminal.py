@@ -6,7 +6,9 @@ import json
 import os
 import re
 import sys
-from typing import Any, TextIO
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO, cast
 
 # Escape sequences move the cursor and set the window's title; half a surrogate pair cannot be encoded.
 _NOT_SHOWN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
@@ -31,6 +33,58 @@ def is_person_asking() -> bool:
     """Whether somebody at a terminal can answer questions."""
     stream = standard_input()
     return stream is not None and stream.isatty()
+
+
+class OutputLostError(OSError):
+    """Standard output cannot be written, such as to a full disk."""
+
+
+@contextmanager
+def output_told_apart() -> Iterator[None]:
+    """What fails in writing to standard output is an `OutputLostError`, so that nobody takes it for something else.
+
+    A reader that has gone (`| head`) stays the BrokenPipeError that it is. What is left in the buffer is written last.
+    """
+    own: Any = sys.stdout
+    if own is None:
+        yield
+        return
+    sys.stdout = cast("TextIO", _ToldApart(own))
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    finally:
+        # The command line library puts something else there for a reader that has gone, which has to stay.
+        if isinstance(sys.stdout, _ToldApart):
+            sys.stdout = own
+
+
+class _ToldApart:
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, text: str) -> int:
+        with _as_lost_output():
+            return self._file.write(text)
+
+    def flush(self) -> None:
+        with _as_lost_output():
+            self._file.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+@contextmanager
+def _as_lost_output() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputLostError(error.errno, error.strerror) from error
 
 
 def write_nowhere(descriptor: int) -> None:

@@ -392,3 +392,36 @@ def test_a_column_that_only_a_later_row_has_is_none(tmp_path):
 def test_columns_written_the_other_way_round_are_named_so(tmp_path):
     with pytest.raises(DataError, match=r"Write `columns: \{text: body\}`"):
         opened(tmp_path, {"body": "Once"}, columns={"body": "text"})
+
+
+@pytest.mark.parametrize(
+    ("row", "columns"),
+    [
+        ({"question": "a", "answer": "b", "lang": "en"}, "instruction: question, output: answer"),
+        ({"Question": "a", "Answer": "b"}, "instruction: Question, output: Answer"),
+        ({"prompt": "a", "response": "b"}, "completion: response"),
+        ({"instruction": "a", "response": "b"}, "output: response"),
+        # As an instruction's second part, `input` would be read once more.
+        ({"input": "a", "output": "b"}, "prompt: input, completion: output"),
+        ({"Prompt": "a", "Completion": "b"}, "prompt: Prompt, completion: Completion"),
+        ({"id": "a", "dialog": [{"role": "user", "content": "a"}]}, "messages: dialog"),
+    ],
+)
+def test_columns_that_are_called_otherwise_get_a_renaming_that_is_read(row, columns):
+    with pytest.raises(DataError) as error:
+        detect_format(HfDatasetConfig(path="x"), row)
+    assert f"Rename columns with `columns: {{{columns}}}`" in str(error.value)
+    renamed = dict(pair.split(": ") for pair in columns.split(", "))
+    assert detect_format(HfDatasetConfig(path="x", columns=renamed), row)
+
+
+def test_a_question_alone_is_a_prompt_where_answers_are_generated():
+    with pytest.raises(DataError, match=r"`columns: \{instruction: question\}`"):
+        detect_format(HfDatasetConfig(path="x"), {"question": "a", "level": "hard"}, needs_answer=False)
+
+
+def test_a_misspelled_key_of_columns_is_no_exchange_of_key_and_value(make_tokenizer):
+    with pytest.raises(DataError, match=r"columns\.promt is not a column.*Did you mean 'prompt'\?"):
+        encode(make_tokenizer("chatml"), {"prompt": "a", "completion": "b"}, columns={"promt": "prompt"})
+    with pytest.raises(DataError, match=r"Write `columns: \{prompt: question\}`"):
+        encode(make_tokenizer("chatml"), {"question": "a", "completion": "b"}, columns={"question": "prompt"})

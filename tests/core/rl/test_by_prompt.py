@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from spurline import load_config
 from spurline.config.run_config import RunConfig
-from spurline.data.batch import TrainingBatch
+from spurline.data.batch import Ragged, TrainingBatch
 from spurline.data.collators.padded import RolloutsCollator
 from spurline.data.configs import RolloutsCollatorConfig, SftSourceConfig
 from spurline.errors import ConfigError, RunFailedError
@@ -51,10 +53,10 @@ def prompt_source(prompts: int) -> PromptSourceConfig:
     )
 
 
-def by_prompt(prompts: int, ranks: int = 1, **settings: Any) -> ByPrompt:
+def by_prompt(prompts: int, ranks: int = 1, *, deals_rows: bool = False, **settings: Any) -> ByPrompt:
     source = prompt_source(prompts)
     run = cast("RunConfig", SimpleNamespace(source=source))
-    return ByPrompt(ByPromptConfig(**settings), run, ParallelLayout(data=ranks))
+    return ByPrompt(ByPromptConfig(**settings), run, ParallelLayout(data=ranks, deals_rows=deals_rows))
 
 
 @given(turns=steps_strategy, ranks=st.integers(1, 8), epochs=st.integers(1, 3), data=st.data())
@@ -74,6 +76,17 @@ def test_the_number_of_optimizer_steps_never_depends_on_turns(turns, ranks, epoc
         assert uids == expected
 
 
+def test_rows_are_views_of_the_batch_where_the_backend_deals_them_itself():
+    batch = rollouts([[1, 2], [1], [3], [2]], ranks=4)
+    plain, padded = (by_prompt(4, 4, deals_rows=deals, prompts_per_minibatch=2).cut(batch) for deals in (True, False))
+    assert [part.num_rows for part in plain] == [4, 5]
+    for part, copied in zip(plain, padded, strict=True):
+        real = copied.without_padding_rows()
+        for name, column in part.tokens.items():
+            assert torch.equal(column, real.tokens[name])
+            assert column.untyped_storage().data_ptr() == batch.tokens[name].untyped_storage().data_ptr()
+
+
 @given(samples=st.integers(1, 4), prompts=st.sampled_from([2, 4, 6]), size=st.sampled_from([1, 2]))
 @fuzzing(20)
 def test_with_one_row_per_sample_the_pairs_are_the_fixed_size_slices(samples, prompts, size):
@@ -87,6 +100,13 @@ def test_rows_of_a_prompt_that_are_apart_are_an_error_naming_it():
     batch = rollouts([[1, 1], [1]]).take([0, 2, 1])
     with pytest.raises(RunFailedError, match="rows of prompt 'prompt-0' are not neighbours: row 2"):
         by_prompt(2).cut(batch)
+
+
+def test_a_row_of_several_prompts_is_an_error_naming_them():
+    batch = rollouts([[1], [1]])
+    shared = Ragged.from_rows([["prompt-0"], ["prompt-1", "prompt-0"]], object)
+    with pytest.raises(RunFailedError, match="row 1 holds segments of several prompts: prompt-0, prompt-1"):
+        by_prompt(2).cut(replace(batch, segments={**batch.segments, "uid": shared}))
 
 
 @pytest.mark.parametrize("expected", [1, 3])

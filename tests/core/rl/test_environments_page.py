@@ -113,10 +113,21 @@ def test_an_environment_of_thirty_lines_passes_the_contract(test: str, modules: 
     getattr(modules["test_guess"].TestGuess(), test)()
 
 
+def test_the_environment_of_the_page_needs_no_plugin(modules: dict[str, ModuleType]) -> None:
+    for given in (f"{modules['guess'].__file__}:Guess", modules["guess"].Guess):
+        environment = build(
+            read_source({"name": "rollouts", "environment": {"name": "custom", "path": given, "max_turns": 2}}),
+            tiny_tokenizer(),
+        )
+        engine = ScriptedEngine(says(tiny_tokenizer(), "50", "6"))
+        trajectory = run(environment.run(make_task({"number": 7}), make_policy(engine, make_task({"number": 7}))))
+        assert (trajectory.rewards, len(trajectory.turns)) == ({"right": 0.0}, 2)
+
+
 def test_the_plugin_of_the_page_registers_an_environment_that_plays(modules: dict[str, ModuleType]) -> None:
     plugin = InstalledPlugin("guess", "guess_plugin", "guess", "0")
     registry = PluginHost.load(["guess"], {"guess": plugin}).registry
-    config = registry.get("environment", "guess").config(max_guesses=3)
+    config = registry.get("environment", "guess").config(max_turns=3)
     environment = registry.create("environment", config, registry=registry, tokenizer=tiny_tokenizer(), data=DATA)
     engine = ScriptedEngine(says(tiny_tokenizer(), "50", "what", "7"))
     task = make_task({"number": 7})

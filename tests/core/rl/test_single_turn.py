@@ -65,9 +65,9 @@ def test_the_prompt_is_encoded_once_for_a_group_and_kept_for_a_while(monkeypatch
     calls: list[str] = []
     original = single_turn.prompt_and_reference
 
-    def counted(*arguments: Any, location: str) -> Any:
+    def counted(*arguments: Any, location: str, **keywords: Any) -> Any:
         calls.append(location)
-        return original(*arguments, location=location)
+        return original(*arguments, location=location, **keywords)
 
     monkeypatch.setattr(single_turn, "prompt_and_reference", counted)
     monkeypatch.setattr(single_turn, "_PROMPTS_KEPT", 2)
@@ -76,6 +76,23 @@ def test_the_prompt_is_encoded_once_for_a_group_and_kept_for_a_while(monkeypatch
         task = replace(make_task(), location=location)
         run(environment.run(task, make_policy(ScriptedEngine(says(tiny_tokenizer(), "x")), task)))
     assert calls == ["a:1", "a:2", "a:3", "a:1"]
+
+
+def test_the_chat_template_is_made_ready_once_for_all_prompts(monkeypatch):
+    from spurline.data import chat
+
+    made: list[str] = []
+    original = chat.ChatTemplate
+
+    def counted(source: str, special_tokens: Any) -> Any:
+        made.append(source)
+        return original(source, special_tokens)
+
+    monkeypatch.setattr(chat, "ChatTemplate", counted)
+    environment = make_environment()
+    for location in ("a:1", "a:2"):
+        environment.first_prompt(replace(make_task(), location=location))
+    assert len(made) == 1
 
 
 def test_an_empty_response_is_scored_as_an_empty_text():

@@ -39,10 +39,10 @@ from spurline_collation_fast.tokenization.parallel import BlockSource, ParallelT
 from spurline_collation_fast.tokenization.slice_worker import SliceTask
 from spurline_collation_fast.tokenization.slice_workers import SliceWorkers
 from spurline_collation_fast.tokenization.worker_choice import (
+    CLEARLY,
     RowCost,
     available_cores,
     cores_of_quota,
-    workers_with_work,
     workers_worth_starting,
 )
 
@@ -160,9 +160,7 @@ def test_rows_measured_here_and_rows_of_workers_make_one_whole(
     of_rows(monkeypatch, 70)
     monkeypatch.setattr(block_source, "MEASURE_S", 0.0)
     left: list[int] = []
-    monkeypatch.setattr(
-        block_source, "workers_worth_starting", lambda num_rows, cost, cores: left.append(num_rows) or 2
-    )
+    monkeypatch.setattr(block_source, "workers_worth_starting", lambda num_rows, *others: left.append(num_rows) or 2)
     started: list[range] = []
     make = SliceWorkers.__init__
     monkeypatch.setattr(SliceWorkers, "__init__", lambda self, *args: started.append(args[2]) or make(self, *args))
@@ -358,47 +356,50 @@ def test_an_error_leaves_nothing_in_the_cache(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "cost", "cores", "expected"),
+    ("num_rows", "cost", "most", "expected"),
     [
         (10_000, RowCost(600e-6, 1100e-6), 2, 0),
         (1_000_000, RowCost(600e-6, 1100e-6), 2, 0),
         (1_000_000, RowCost(600e-6, 600e-6), 8, 8),
         (1_000_000, RowCost(600e-6, 600e-6), 1, 0),
-        (1_000_000, RowCost(600e-6, 600e-6), 1000, 64),
         (1_000, RowCost(600e-6, 600e-6), 8, 0),
         # This process goes on while they start, so that they have less to do.
-        (12_000, RowCost(300e-6, 300e-6), 4, 4),
+        (11_000, RowCost(300e-6, 300e-6), 4, 4),
         (9_000, RowCost(300e-6, 300e-6), 4, 0),
+        (3, RowCost(10.0, 10.0), 8, 3),
     ],
 )
 def test_workers_are_started_only_where_they_are_clearly_sooner(
-    num_rows: int, cost: RowCost, cores: int, expected: int
+    num_rows: int, cost: RowCost, most: int, expected: int
 ) -> None:
-    assert workers_worth_starting(num_rows, cost, cores) == expected
+    assert workers_worth_starting(num_rows, cost, most, CLEARLY) == expected
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "cost", "most", "expected"),
+    ("num_rows", "cost", "workers", "expected"),
     [
-        # This process is done before a worker has started: 2.2 s.
+        # This process is done before a worker has started.
         (4_000, RowCost(150e-6, 250e-6), 8, 0),
-        (10_000, RowCost(220e-6, 220e-6), 8, 0),
-        # 4.4 s of one thread are work for two.
-        (20_000, RowCost(220.1e-6, 220.1e-6), 8, 2),
-        (20_000, RowCost(220.1e-6, 220.1e-6), 1, 1),
-        # Two threads did it here: twice as much for workers, which have one each.
-        (20_000, RowCost(220.1e-6, 440.2e-6), 8, 4),
-        (1_000_000, RowCost(220e-6, 220e-6), 8, 8),
-        # Rows that this process waited for took no processor time.
-        (20_000, RowCost(1e-3, 1e-6), 8, 1),
-        (3, RowCost(10.0, 100.0), 8, 3),
+        # 5 s of one thread are work for two, and 10 s for four.
+        (20_000, RowCost(250e-6, 250e-6), 8, 2),
+        (20_000, RowCost(500e-6, 500e-6), 8, 4),
+        (20_000, RowCost(500e-6, 500e-6), 3, 3),
+        (1_000_000, RowCost(250e-6, 250e-6), 100, 100),
+        # Eight threads of the tokenizer do here what eight workers would do, but for their start.
+        (40_000, RowCost(82e-6, 600e-6), 8, 0),
+        # Rows that are waited for take a worker as long.
+        (20_000, RowCost(1e-3, 1e-6), 16, 9),
+        (1_000_000, RowCost(250e-6, 250e-6), 1, 0),
+        (1_000_000, RowCost(250e-6, 250e-6), "auto", 64),
     ],
 )
 def test_a_number_of_workers_is_a_bound_and_each_has_work_that_is_worth_its_start(
-    num_rows: int, cost: RowCost, most: int, expected: int
+    num_rows: int, cost: RowCost, workers: Any, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert worker_choice.WORKER_START_S == 2.2
-    assert workers_with_work(num_rows, cost, most) == expected
+    monkeypatch.setattr(block_source, "idle_cores", lambda: 1000)
+    item = source(TrappedRows(chat_rows(1)))
+    blocks = BlockSource(SliceTask([item], TOKENIZER, data_config(item)), ParallelTokenizationConfig(workers=workers))
+    assert blocks._workers(num_rows, cost) == expected
 
 
 def test_workers_are_not_started_for_rows_that_are_done_here_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

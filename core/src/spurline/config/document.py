@@ -188,7 +188,9 @@ def _opened(node: dict[str, Any] | list[Any], part: str, following: str, overrid
     child: Any = node[_index(node, part, override)] if isinstance(node, list) else node.get(part)
     if child is None:
         return {}
-    if following == "0" and not (isinstance(child, dict) and following in child):
+    # One value may stand for a list of one; of a mapping, a number other than 0 may be one of its keys.
+    is_one = following == "0" and not (isinstance(child, dict) and following in child)
+    if is_one or (isinstance(child, str) and following.isdecimal()):
         child = as_list(child)
     if isinstance(child, str):
         # `collator: packed` is shorthand for {name: packed}; setting collator.max_tokens must keep the name.

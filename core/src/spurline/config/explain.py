@@ -13,9 +13,11 @@ from typing import Annotated, Any, Union, cast, get_args, get_origin
 from pydantic import BaseModel, Tag, ValidationError
 from pydantic_core import ErrorDetails
 
+from spurline.config.other_names import OTHER_NAMES, REPLACED, key_path
 from spurline.config.run_config import RunConfig
 from spurline.config.section import ComponentConfig
 from spurline.errors import Problem, listing, misspelling, nearest, suggestion
+from spurline.plugins.official import install_command, plugin_with
 from spurline.plugins.registry import CORE, Registration, Registry
 
 _PROBLEMS_TOLD = 50
@@ -94,7 +96,11 @@ def _message(
     if kind == "too_short":
         return "is empty; give at least one."
     if kind == "tuple_type":
-        return f"is {_shown(details['input'])}; it must be a list."
+        value = details["input"]
+        example = f", such as [{value}]" if isinstance(value, str) else ""
+        return f"is {_shown(value)}; it must be a list{example}."
+    if details["input"] is None:
+        return "is null, which it cannot be. Give it a value, or leave the line out where there is a default."
     shown = "" if isinstance(details["input"], (dict, list, tuple)) else f"is {_shown(details['input'])}: "
     text = details["msg"][0].lower() + details["msg"][1:]
     return f"{shown}{text}."
@@ -118,53 +124,17 @@ def _unlisted_section(path: list[str], unlisted: Collection[str]) -> str:
     )
 
 
-_OTHER_NAMES = {
-    "lr": "learning_rate",
-    "wd": "weight_decay",
-    "clip_grad": "max_grad_norm",
-    "max_steps": "steps",
-    "num_epochs": "epochs",
-    "num_train_epochs": "epochs",
-    "output_dir": "run_dir",
-    "per_device_train_batch_size": "batch_size",
-    "max_seq_length": "max_length",
-    "sequence_len": "max_length",
-    "gradient_checkpointing": "activation_checkpointing",
-    "torch_dtype": "precision",
-    "dtype": "precision",
-    "peft": "lora",
-    "save_steps": "every_steps",
-    "lora_r": "rank",
-}
-"""What other trainers call a setting -> its name here."""
-
-
-_REPLACED = {
-    "shuffle": (
-        " The order of samples is data.order: `order: sequential` for file order, `order: uniform` (the default) for a "
-        "new shuffle in each epoch."
-    ),
-    "success_reward": (
-        " A success is judged by one named reward, no longer by the weighted sum: write `success: {reward: NAME, "
-        "at_least: 1}`."
-    ),
-}
-"""A setting of earlier versions or of other toolkits -> what to write in its place."""
-
-
 def _unknown_key(path: list[str], owner: type[BaseModel], model: type[BaseModel], registry: Registry) -> str:
     key = path[-1]
     if issubclass(owner, ComponentConfig) and key in owner.missing_settings:
         return f"is not a setting of '{_component_name(owner)}'. {owner.missing_settings[key]}"
     names = list(owner.model_fields)
-    wanted = _OTHER_NAMES.get(key, key)
-    replaced = _REPLACED.get(key, "")
-    hint = replaced or (f" Did you mean '{wanted}'?" if wanted in names else suggestion(key, names))
+    hint = REPLACED.get(key) or _meant_elsewhere(path, names, model) or suggestion(key, names)
     others = _components_with(key, owner, registry)
     if not hint and others:
         hint = f" It is a setting of {' and '.join(others)}: add `name: {others[0]}`."
     if not hint:
-        found = [place for place in _places_of(wanted, model, "") if place != ".".join(path)]
+        found = [place for place in _places_of(key, model, "") if place != ".".join(path)]
         # The least nested are the likeliest to be meant.
         depth = min((place.count(".") for place in found), default=0)
         homes = [place for place in found if place.count(".") == depth]
@@ -173,6 +143,17 @@ def _unknown_key(path: list[str], owner: type[BaseModel], model: type[BaseModel]
     place = f" of '{chosen}'" if chosen else ""
     settings = [name for name in names if name != "name"] if chosen else names
     return f"is not a setting{place}.{hint} Settings: {listing(settings)}."
+
+
+def _meant_elsewhere(path: list[str], names: list[str], model: type[BaseModel]) -> str:
+    """What to say of a key that is another trainer's name for a setting that there is; empty for any other."""
+    meant = OTHER_NAMES.get(path[-1], "")
+    place = key_path(meant)
+    outer, _, name = place.rpartition(".")
+    if name in names:
+        return f" Write `{meant.removeprefix(f'{outer}.')}`." if ":" in meant else f" Did you mean '{name}'?"
+    is_there = bool(meant) and place in _places_of(name, model, "")
+    return f" There is {f'`{meant}`' if ':' in meant else meant}." if is_there else ""
 
 
 def _components_with(key: str, owner: type[BaseModel], registry: Registry) -> list[str]:
@@ -215,7 +196,14 @@ def _unknown_component(
         others = [other for other in names if other != name]
         return f"is '{name}', which cannot hold itself. Choose another {kind}: {listing(others)}."
     elsewhere = "".join(_of_another_kind(name, entry, model) for entry in registry.entries() if entry.name == name)
-    # Which plugin has it cannot be known without importing it, and only listed plugins are imported.
+    plugin = plugin_with(kind, name)
+    if plugin is not None:
+        install = "" if plugin in unlisted else f"install it with `{install_command(plugin)}`, and "
+        return (
+            f"is '{name}', which the plugin '{plugin}' has: {install}list it under plugins: [{plugin}]. Available "
+            f"without it: {listing(names)}."
+        )
+    # Which other plugin has it cannot be known without importing it, and only listed plugins are imported.
     plugins = (
         f"Installed, but not listed under plugins, so that their components are not available: {listing(unlisted)}."
         if unlisted

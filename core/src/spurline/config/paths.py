@@ -83,7 +83,10 @@ class FunctionSetting:
     A file follows the rules of a path that is read. A module that lies beside the config file or in the working
     directory becomes `FOLDER/module:function`; any other is imported by its name. Text without a colon is left alone. A
     Python program may give the function itself, which becomes a reference that `load_function` knows in this process.
+    method: an object that has this method may be given too.
     """
+
+    method: str | None = None
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         written = core_schema.plain_serializer_function_ser_schema(
@@ -93,7 +96,7 @@ class FunctionSetting:
 
     def _read(self, value: Any, info: ValidationInfo) -> Any:
         place = _place(info)
-        if callable(value):
+        if callable(value) or (self.method is not None and callable(getattr(value, self.method, None))):
             reference = reference_to(value)
             if place is not None:
                 place.functions.append(reference)

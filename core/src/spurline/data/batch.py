@@ -122,11 +122,10 @@ class TrainingBatch:
 
     def between(self, start: int, stop: int) -> TrainingBatch:
         """The rows from `start` to before `stop`, without a copy: views of the columns, valid as long as these are."""
-        index = np.arange(start, stop)
         return replace(
             self,
             tokens={name: column[start:stop] for name, column in self.tokens.items()},
-            segments={name: column.take(index) for name, column in self.segments.items()},
+            segments={name: column.between(start, stop) for name, column in self.segments.items()},
             unit_ids=self.unit_ids[start:stop],
             is_padding_row=self.is_padding_row[start:stop],
             on_release=None,
@@ -302,6 +301,11 @@ class Ragged:
         source, offsets = self._selection(rows)
         return Ragged(self.values[source], offsets)
 
+    def between(self, start: int, stop: int) -> Ragged:
+        """The rows from `start` to before `stop`; their values are a view."""
+        first, last = self.offsets[start], self.offsets[stop]
+        return Ragged(self.values[first:last], self.offsets[start : stop + 1] - first)
+
     def append_empty(self, count: int) -> Ragged:
         """The same rows and `count` rows without values after them."""
         return Ragged(self.values, self._longer_offsets(count))
@@ -350,6 +354,10 @@ class LazyRagged(Ragged):
     def take(self, rows: NDArray[np.int64]) -> Ragged:
         source, offsets = self._selection(rows)
         return LazyRagged(lambda: self.values[source], offsets)
+
+    def between(self, start: int, stop: int) -> Ragged:
+        first, last = self.offsets[start], self.offsets[stop]
+        return LazyRagged(lambda: self.values[first:last], self.offsets[start : stop + 1] - first)
 
     def append_empty(self, count: int) -> Ragged:
         return LazyRagged(lambda: self.values, self._longer_offsets(count))

@@ -15,6 +15,7 @@ import numpy as np
 
 from spurline.data.messages import Message, assistant_turns, read_messages, read_tools, with_system
 from spurline.data.rows import BadRowError, RowView, describe, unknown_column_problem
+from spurline.data.usual_columns import renaming
 from spurline.errors import DataError, listing
 from spurline.protocols.dataset import DatasetConfig
 
@@ -183,17 +184,8 @@ def detect_format(config: DatasetConfig, row: Mapping[str, Any], *, needs_answer
     needs = "; ".join(f"{name}: {columns}" for name, columns in NEEDS.items())
     raise DataError(
         f"the columns ({listing(names)}) fit no format. Each format needs: {needs}. Rename columns with "
-        f"`columns: {{{_rename_example(row)}}}`, or set `format`."
+        f"`columns: {{{renaming(row, needs_answer=needs_answer)}}}`, or set `format`."
     )
-
-
-def _rename_example(row: Mapping[str, Any]) -> str:
-    """A renaming that could be meant: a lone column of text is raw text, a list may be messages."""
-    lists = [name for name, value in row.items() if isinstance(value, (list, tuple))]
-    texts = [name for name, value in row.items() if isinstance(value, str)]
-    if len(texts) == 1 and not lists:
-        return f"text: {texts[0]}"
-    return f"messages: {next(iter([*lists, *row]), 'NAME')}"
 
 
 def format_of(source: DatasetToTokenize) -> FormatName:

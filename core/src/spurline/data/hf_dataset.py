@@ -224,8 +224,9 @@ class Split:
         try:
             self._instruction = ReadInstruction.from_spec(self._spec)
         except (ValueError, AssertionError) as error:
+            why = str(error).rstrip(". ")
             raise DataError(
-                f"{origin}: split {spec!r} cannot be read: {error} Write it like train, train[:1000] or train[10%:20%]."
+                f"{origin}: split {spec!r} cannot be read: {why}. Write it like train, train[:1000] or train[10%:20%]."
             ) from error
         parts = [part.strip() for part in spec.split("+")]
         self.names = tuple(dict.fromkeys(_split_name(part) for part in parts))

@@ -138,6 +138,9 @@ def _similar(folder: Path, name: str) -> str:
         return ""
     names = [entry.name for entry in folder.iterdir()]
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
+    # Names that have little in common but their ending are no slips of the pen.
+    stem = Path(name).stem
+    close = [match for match in close if difflib.SequenceMatcher(None, stem, Path(match).stem).ratio() >= 0.6]
     return f" Did you mean {' or '.join(str(folder / match) for match in close)}?" if close else ""
 
 

@@ -35,7 +35,8 @@ from spurline.data.sft import SampleSet, SftSource
 from spurline.data.token_store import TokenStore, TokenStoreBuilder, TokenView, fingerprint_of
 from spurline.data.tokenization import DerivedDataset, distinct_labels
 from spurline.data.tokenizer import pad_token_id
-from spurline.errors import DataError
+from spurline.data.usual_columns import pair_renaming
+from spurline.errors import DataError, listing
 from spurline.protocols.dataset import Dataset, DatasetConfig
 from spurline.protocols.source import Samples, SourceContext
 from spurline.protocols.tokenization import DatasetToTokenize
@@ -75,6 +76,7 @@ class PreferenceSide(DerivedDataset):
         values = self._dataset[row]
         view = RowView(values, self._columns)
         try:
+            _check_columns(view, values)
             prompt, answer = _split(view, self._side)
         except BadRowError as error:
             raise error.at(self._dataset.location(row)) from error
@@ -82,6 +84,26 @@ class PreferenceSide(DerivedDataset):
 
     def fingerprint(self) -> str:
         return f"{self._dataset.fingerprint()}/{self._side}/{_READING}"
+
+
+def _check_columns(view: RowView, row: Mapping[str, Any]) -> None:
+    """Raise BadRowError for a row that has its pair under other names, or text without what comes before it."""
+    missing = [view.label(side) for side in SIDES if side not in view]
+    before = [name for name in ("prompt", "messages") if name in view]
+    present = [*(side for side in SIDES if side in view), *(["prompt"] if before else [])]
+    meant = pair_renaming(row, present)
+    if missing and meant:
+        are = "are" if len(missing) > 1 else "is"
+        raise BadRowError(
+            " and ".join(missing), f"{are} missing. The row has: {listing(row)}. Write `columns: {{{meant}}}`."
+        )
+    if not missing and not before and all(isinstance(view.get(side), str) for side in SIDES):
+        how = f"Write `columns: {{{meant}}}`" if meant else "Name the column that holds it: `columns: {prompt: NAME}`"
+        raise BadRowError(
+            view.label("prompt"),
+            f"is missing, which is what comes before both answers. The row has: {listing(row)}. {how}; or give "
+            "conversations, lists of messages, whose shared beginning is the prompt.",
+        )
 
 
 def _split(view: RowView, side: Side) -> tuple[Any, Any]:
@@ -256,8 +278,22 @@ class PairSet(SampleSet):
         num_pairs = len(self._pairs)
         alone = len(self._tokenized.store) - len(SIDES) * num_pairs
         dropped = {**facts["dropped"], **({OTHER_ANSWER_LEFT_OUT: alone} if alone else {})}
-        notes = [f"{num_pairs:,} pairs of a chosen and a rejected answer", *facts["notes"]]
+        notes = [f"{num_pairs:,} pairs of a chosen and a rejected answer", *self._notes_of_equals(), *facts["notes"]]
         return {**facts, "pairs": num_pairs, "dropped": dropped, "notes": notes}
+
+    def _notes_of_equals(self) -> list[str]:
+        """A note of the pairs of which both answers have the same tokens."""
+        store = self._tokenized.store
+        lengths = store.lengths()[self._pairs]
+        alike = np.flatnonzero(lengths[:, 0] == lengths[:, 1])
+        view = store.view(self._pairs[alike].ravel())
+        is_equal = [np.array_equal(view.tokens(2 * place), view.tokens(2 * place + 1)) for place in range(len(alike))]
+        equal = alike[np.array(is_equal, bool)]
+        if not len(equal):
+            return []
+        dataset = self.answered()[int(np.searchsorted(np.cumsum(self._sizes), equal[0], side="right"))].dataset
+        first = dataset.location(int(store.row[self._pairs[equal[0], 0]]))
+        return [f"{len(equal):,} of them have the same tokens twice and prefer nothing (first: {first})"]
 
     def _rows(self) -> Sequence[NDArray[np.int64]]:
         rows = self._tokenized.store.row[self._pairs[:, 0]]

@@ -99,15 +99,17 @@ def prompt_and_reference(
     data: DataConfig,
     *,
     location: str = "row",
+    renderer: ChatRenderer | None = None,
 ) -> GenerationExample:
     """The question of the row with the generation prompt, and its reference; see `data.prompt_rows`.
 
+    renderer: of this tokenizer, for many rows; it takes as long to make as a short chat takes to render.
     Raises DataError with `location` in front for malformed and for pretokenized rows, and for a prompt over
     `data.max_length` when `data.too_long` is `error`; otherwise prompts are used whole.
     """
     require_offsets(tokenizer)
     try:
-        example = _split(row, config, tokenizer, data, location)
+        example = _split(row, config, tokenizer, data, location, renderer or ChatRenderer(tokenizer))
     except BadRowError as error:
         raise error.at(location) from error
     if data.too_long == "error" and len(example.prompt_ids) > data.max_length:
@@ -122,11 +124,12 @@ def read_examples(
     source: DatasetToTokenize, tokenizer: PreTrainedTokenizerBase, data: DataConfig
 ) -> Iterator[tuple[Mapping[str, Any], GenerationExample]]:
     """Rows of a dataset with their examples, in order; malformed rows are passed over when `on_bad_row: skip`."""
-    dataset = source.dataset
+    dataset, renderer = source.dataset, ChatRenderer(tokenizer)
     for number in range(len(dataset)):
         try:
             row = dataset[number]
-            example = prompt_and_reference(row, source.config, tokenizer, data, location=dataset.location(number))
+            location = dataset.location(number)
+            example = prompt_and_reference(row, source.config, tokenizer, data, location=location, renderer=renderer)
         except DataError:
             if source.config.on_bad_row == "skip":
                 continue
@@ -140,6 +143,7 @@ def _split(
     tokenizer: PreTrainedTokenizerBase,
     data: DataConfig,
     location: str,
+    renderer: ChatRenderer,
 ) -> GenerationExample:
     try:
         question = read_question(row, config, has_chat_template=tokenizer.chat_template is not None)
@@ -158,7 +162,6 @@ def _split(
         return GenerationExample(ids, question.text, question.reference)
     require_chat_template(tokenizer, location)
     asked = question.messages[: question.answer_at]
-    renderer = ChatRenderer(tokenizer)
     text = renderer.render(asked, question.tools, add_generation_prompt=True)
     require_text(text, row)
     conversation = Conversation(asked, question.tools)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, cast
 
-from spurline.errors import DataError, listing, suggestion
+from spurline.errors import DataError, listing, nearest, suggestion
 
 
 class BadRowError(DataError):
@@ -206,7 +206,7 @@ def unknown_column_problem(names: Mapping[str, str]) -> str | None:
     """What is wrong with the keys of a `columns` setting, or None."""
     for name, label in names.items():
         if name not in EXPECTED_COLUMNS:
-            if label in EXPECTED_COLUMNS:
+            if label in EXPECTED_COLUMNS and nearest(name, EXPECTED_COLUMNS) != label:
                 return (
                     f"columns.{name} is not a column Spurline reads, but '{label}' is one: the name that is expected "
                     f"comes first, the one in the file second. Write `columns: {{{label}: {name}}}`."

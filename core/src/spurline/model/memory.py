@@ -236,61 +236,99 @@ def estimate_memory(
     """
     shapes = model_shapes(model, lora)
     check_groups(optimizer, shapes.trained)
-    weight_bytes, computed_bytes = _WEIGHT_BYTES[precision], _COMPUTED_BYTES[precision]
-    narrow_bytes = weight_bytes if lora is None else min(weight_bytes, base_dtype(lora, model).itemsize)
-    if holding.narrow:
-        narrow_bytes = _HALF_BYTES
-    is_quantized = lora is not None and lora.is_quantized
-    quantized = {name: shapes.frozen[name] for name in shapes.quantizable & shapes.frozen.keys() if is_quantized}
-    narrow = {name: shapes.frozen[name] for name in shapes.narrowable & shapes.frozen.keys() - quantized.keys()}
-    if narrow_bytes == weight_bytes:
-        narrow = {}
-    trained = _narrow_trained(shapes, holding)
-    wide = shapes.parameters - num_values(narrow) - num_values(quantized) - num_values(trained)
-    wide_trained = num_values(shapes.trained) - num_values(trained)
+    held = _held_weights(shapes, model, precision, holding, lora)
     kept = token_activations(model, lora, precision)
-    forward = kept.kept(checkpointing=activation_checkpointing, offloading=offload_activations)
-    recomputed = kept.recomputed if activation_checkpointing else 0
-    # In backward: log-softmax, the gradient of it and that of the logits, at full precision.
-    bytes_per_logit = 3 * weight_bytes
+    forward = tokens * kept.kept(checkpointing=activation_checkpointing, offloading=offload_activations)
+    recomputed = tokens * kept.recomputed if activation_checkpointing else 0
     scored = min(tokens, logits_chunk_tokens)
     parts = {
-        "weights": wide * weight_bytes
-        + (num_values(narrow) + num_values(trained)) * narrow_bytes
-        + sum(quantized_bytes(math.prod(shape)) for shape in quantized.values()),
+        "weights": held.num_bytes,
         # Sums over micro-batches are wide.
-        "gradients": wide_trained * weight_bytes
-        + num_values(trained) * (weight_bytes if holding.sums_gradients else _HALF_BYTES),
-        "optimizer": 0 if holding.leaves_device else optimizer.state_bytes(shapes.trained, weight_bytes),
-        "activations": tokens * (forward + recomputed),
-        "logits": scored * shapes.vocabulary * bytes_per_logit,
+        "gradients": (num_values(shapes.trained) - num_values(held.trained)) * held.wide_bytes
+        + num_values(held.trained) * (held.wide_bytes if holding.sums_gradients else _HALF_BYTES),
+        "optimizer": 0 if holding.leaves_device else optimizer.state_bytes(shapes.trained, held.wide_bytes),
+        "activations": forward + recomputed,
+        # In backward: log-softmax, the gradient of it and that of the logits, at full precision.
+        "logits": scored * shapes.vocabulary * 3 * held.wide_bytes,
     }
-    masters = 0 if holding.leaves_device else _master_bytes(shapes, holding, weight_bytes)
+    masters = 0 if holding.leaves_device else _master_bytes(shapes, holding, held.wide_bytes)
     if masters:
         parts["masters"] = masters
-    if trained and not holding.leaves_device:
+    if held.trained and not holding.leaves_device:
         # For the step, when activations and logits are gone.
-        stepped = _largest_bucket(shapes.trained, apart=optimizer.steps_apart) * holding.wide_tensors * weight_bytes
+        stepped = _largest_bucket(shapes.trained, apart=optimizer.steps_apart) * holding.wide_tensors * held.wide_bytes
         parts["stepping"] = stepped
-    if computed_bytes < weight_bytes:
-        # Autocast keeps what it rounded for the backward pass; frozen layers drop it one by one when recomputed.
-        kept_by_layer = activation_checkpointing and lora is not None
-        # Narrow weights are computed with as they are, where they have the very dtype.
-        rounded = wide if narrow_bytes == computed_bytes else wide + num_values(narrow)
-        parts["rounded weights"] = rounded * computed_bytes // (shapes.layers if kept_by_layer else 1)
-        narrow = {}
-    if narrow or quantized:
-        # The matrix that is computed with, and its gradient's copy of it, are widened one at a time.
-        parts["widened weights"] = max(map(math.prod, [*narrow.values(), *quantized.values()])) * computed_bytes
-    spared = _spared(shapes, parts, tokens, logits_chunk_tokens, recomputed * tokens, holding, trained, weight_bytes)
+    # Frozen layers drop what autocast rounded for them one by one when they are recomputed.
+    layers = shapes.layers if activation_checkpointing and lora is not None else 1
+    parts |= _computed_weights(held, _COMPUTED_BYTES[precision], layers)
+    spared = _spared(shapes, parts, tokens, logits_chunk_tokens, recomputed, holding, held)
     if spared:
         parts[NOT_AT_ONCE] = -spared
     if reference and lora is None:
         parts["reference"] = parts["weights"]
     if critic_optimizer is not None:
         # As large as the policy but for its output layer, and its gradients are dropped before the policy has any.
-        state = 0 if holding.leaves_device else critic_optimizer.state_bytes(shapes.trained, weight_bytes)
+        state = 0 if holding.leaves_device else critic_optimizer.state_bytes(shapes.trained, held.wide_bytes)
         parts["critic"] = parts["weights"] + masters + state
+    return parts
+
+
+@dataclass(frozen=True)
+class _HeldWeights:
+    """The parameters of a model by how many bytes a value of theirs has.
+
+    wide: number of values that have `wide_bytes`. narrow, quantized: shapes of frozen ones that have `narrow_bytes`,
+    and that are quantized. trained: of trained ones that have `narrow_bytes`.
+    """
+
+    wide_bytes: int
+    narrow_bytes: int
+    wide: int
+    narrow: Mapping[str, tuple[int, ...]]
+    quantized: Mapping[str, tuple[int, ...]]
+    trained: Mapping[str, tuple[int, ...]]
+
+    @property
+    def num_bytes(self) -> int:
+        halves = num_values(self.narrow) + num_values(self.trained)
+        quantized = sum(quantized_bytes(math.prod(shape)) for shape in self.quantized.values())
+        return self.wide * self.wide_bytes + halves * self.narrow_bytes + quantized
+
+
+def _held_weights(
+    shapes: Shapes,
+    model: ModelConfig,
+    precision: Literal["fp32", "bf16", "fp64"],
+    holding: WeightHolding,
+    lora: LoraConfig | None,
+) -> _HeldWeights:
+    wide_bytes = _WEIGHT_BYTES[precision]
+    narrow_bytes = wide_bytes if lora is None else min(wide_bytes, base_dtype(lora, model).itemsize)
+    if holding.narrow:
+        narrow_bytes = _HALF_BYTES
+    is_quantized = lora is not None and lora.is_quantized
+    quantized = {name: shapes.frozen[name] for name in shapes.quantizable & shapes.frozen.keys() if is_quantized}
+    narrow = {name: shapes.frozen[name] for name in shapes.narrowable & shapes.frozen.keys() - quantized.keys()}
+    if narrow_bytes == wide_bytes:
+        narrow = {}
+    trained = _narrow_trained(shapes, holding)
+    wide = shapes.parameters - num_values(narrow) - num_values(quantized) - num_values(trained)
+    return _HeldWeights(wide_bytes, narrow_bytes, wide, narrow, quantized, trained)
+
+
+def _computed_weights(held: _HeldWeights, computed_bytes: int, layers: int) -> dict[str, int]:
+    """Bytes of what is computed with in the place of held weights. layers: of which one is there at a time."""
+    parts: dict[str, int] = {}
+    widened = [*held.narrow.values(), *held.quantized.values()]
+    if computed_bytes < held.wide_bytes:
+        # Autocast keeps what it rounded for the backward pass. Narrow weights are computed with as they are, where they
+        # have the very dtype.
+        rounded = held.wide + (0 if held.narrow_bytes == computed_bytes else num_values(held.narrow))
+        parts["rounded weights"] = rounded * computed_bytes // layers
+        widened = [*held.quantized.values()]
+    if widened:
+        # The matrix that is computed with, and its gradient's copy of it, are widened one at a time.
+        parts["widened weights"] = max(map(math.prod, widened)) * computed_bytes
     return parts
 
 
@@ -301,8 +339,7 @@ def _spared(
     chunk_tokens: int,
     recomputed: int,
     holding: WeightHolding,
-    narrow: Mapping[str, tuple[int, ...]],
-    weight_bytes: int,
+    held: _HeldWeights,
 ) -> int:
     """Bytes by which the parts of an update exceed its fullest moment.
 
@@ -312,7 +349,7 @@ def _spared(
     rounded, widened = parts.get("rounded weights", 0), parts.get("widened weights", 0)
     kept = parts["activations"] - recomputed + rounded
     head = math.prod(shapes.trained.get(shapes.head, (0,)))
-    head *= _HALF_BYTES if shapes.head in narrow else weight_bytes
+    head *= _HALF_BYTES if shapes.head in held.trained else held.wide_bytes
     chunked = tokens > chunk_tokens
     # Those of other micro-batches stay; of a first one gradients come while activations go.
     before = gradients if holding.sums_gradients else 0

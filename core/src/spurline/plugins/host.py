@@ -22,6 +22,7 @@ from spurline.config.section import Section
 from spurline.errors import PluginError, listing, suggestion
 from spurline.plugins import hookspecs
 from spurline.plugins.calls import TRAIN_STEP, HookCalls
+from spurline.plugins.official import OFFICIAL, install_command, plugin_with
 from spurline.plugins.registry import CORE, ComponentRegistrar, Registry
 
 API_VERSION = 1
@@ -31,9 +32,6 @@ ENTRY_POINT_GROUP = "spurline.plugins"
 COMMAND_GROUP = "spurline.commands"
 BUILTIN_MODULE = "spurline.builtin"
 REGISTER = "register_components"
-
-OFFICIAL = ("async_rl", "collation_fast", "fsdp_backend", "megatron_backend")
-"""Plugins of this project. A hint to install is given for these alone: any other name may be anybody's package."""
 
 
 @dataclass(frozen=True)
@@ -211,10 +209,13 @@ def _checked_names(names: Sequence[str], known: Mapping[str, InstalledPlugin]) -
         if name not in known:
             how = "`spurline plugins` lists what is installed."
             if name in OFFICIAL:
-                how = f"Install it with: pip install spurline-{name.replace('_', '-')}."
-            raise PluginError(
-                f"Plugin '{name}' is not installed.{suggestion(name, known)} Installed: {listing(known)}. {how}"
-            )
+                how = f"Install it with: {install_command(name)}."
+            meant = suggestion(name, known)
+            parts = [plugin for plugin in known if name in plugin.split("_")]
+            owner = parts[0] if len(parts) == 1 else plugin_with(None, name)
+            if not meant and owner in known:
+                meant = f" Did you mean '{owner}'?"
+            raise PluginError(f"Plugin '{name}' is not installed.{meant} Installed: {listing(known)}. {how}")
         yield name
 
 

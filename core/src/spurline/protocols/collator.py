@@ -39,7 +39,8 @@ class CollatorConfig(ComponentConfig):
 class ParallelLayout:
     """What a backend's parallelism asks of a batch.
 
-    data, tensor, context, pipeline: sizes of the parallel groups. fp8: whether matrices run in FP8.
+    data, tensor, context, pipeline: sizes of the parallel groups. fp8: whether matrices run in FP8. deals_rows: whether
+    the backend deals the real rows of a mini-batch to its ranks itself, however many they are.
     """
 
     data: int = 1
@@ -47,6 +48,7 @@ class ParallelLayout:
     context: int = 1
     pipeline: int = 1
     fp8: bool = False
+    deals_rows: bool = False
 
     @property
     def align_to(self) -> int:

@@ -35,5 +35,8 @@ class MiniBatches(Protocol):
         ...
 
     def cut(self, batch: TrainingBatch) -> Sequence[TrainingBatch]:
-        """`steps_per_batch()` mini-batches in training order, each padded to the data-parallel size."""
+        """`steps_per_batch()` mini-batches in training order, each padded to the data-parallel size.
+
+        A layout that `deals_rows` wants no padding: rows may be views of the batch's then.
+        """
         ...

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from spurline.config.run_config import RunConfig
 from spurline.config.section import Component, OnResume, Section
@@ -16,6 +16,7 @@ from spurline.protocols.environment import EnvironmentConfig
 from spurline.protocols.evaluation import EvaluationConfig
 from spurline.protocols.rollout_engine import RolloutEngineConfig
 from spurline.protocols.source import LargestUpdate, SourceConfig
+from spurline.rl.environments.configs import as_environment
 
 OVERLONG = "overlong"
 """Reward term of `source.overlong`."""
@@ -193,6 +194,11 @@ class PromptSourceConfig(SourceConfig):
     max_concurrent: Annotated[int, OnResume.TO_ROUNDING] = Field(default=256, gt=0)
     """Attempts under way at the same time. An attempt's time limit runs while it waits for the engine, so this should
     not be far above what the engine decodes together."""
+
+    @field_validator("environment", mode="before")
+    @classmethod
+    def _take_environment(cls, value: Any) -> Any:
+        return as_environment(value)
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         yield from self._run_problems(run)

@@ -7,9 +7,8 @@ have `rewards` [A] -> advantages. Evaluation takes the terms as they are.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -19,7 +18,7 @@ from spurline.plugins.registry import Registry
 from spurline.protocols.environment import AttemptFailedError
 from spurline.protocols.reward import Answer, Reward, RewardConfig, ScoresOnLoop
 from spurline.rl.concurrency import all_or_none, in_thread, located
-from spurline.rl.trajectory import Trajectory, Turn
+from spurline.rl.trajectory import Trajectory, Turn, made_anew
 
 _SHOWN_CHARACTERS = 200
 _NUMBERS = (int, float, np.number, np.bool_)
@@ -58,6 +57,12 @@ def checked_score(name: str, value: Any, answer: Answer) -> float:
         number = value.item()
     if not isinstance(number, _NUMBERS):
         hint = " Does it lack a return statement?" if value is None else ""
+        if isinstance(value, Coroutine):
+            cast("Coroutine[Any, Any, Any]", value).close()
+            hint = (
+                " It is a coroutine, which nothing awaits here: a function is written with `async def` itself, and a "
+                "component has `score_async` for that, beside a plain `score`."
+            )
         raise AttemptFailedError(
             f"Reward '{name}' returned {_shorten(value)} for {_place(answer)}; it must return a number.{hint}"
         )
@@ -148,27 +153,26 @@ def score(trajectory: Trajectory, weights: Mapping[str, float]) -> Trajectory:
             raise AttemptFailedError(f"{_where(trajectory)}: reward '{name}' is {value}; it must be finite.")
     total = math.fsum(weights.get(name, 1.0) * value for name, value in terms.items())
     turns = [_prepare_rewards(trajectory, number) for number in range(len(trajectory.turns))]
-    last = max((number for number, turn in enumerate(turns) if len(turn.response_ids)), default=None)
+    last = next((turn for turn in reversed(turns) if len(turn.response_ids)), None)
     if last is None:
         raise AttemptFailedError(
             f"{_where(trajectory)} has no response token, so there is nothing to train and no place for its reward of "
             f"{total:g}. The engine, or the environment, must give at least one token; an end token alone will do."
         )
-    rewards = turns[last].rewards
-    assert rewards is not None
-    rewards[-1] += total
-    return replace(trajectory, turns=tuple(turns))
+    assert last.rewards is not None
+    last.rewards[-1] += total
+    return made_anew(trajectory, turns=tuple(turns))
 
 
 def _prepare_rewards(trajectory: Trajectory, number: int) -> Turn:
     """The turn of this number with an array of rewards of its own."""
     turn = trajectory.turns[number]
     if turn.rewards is None:
-        return replace(turn, rewards=np.zeros(len(turn.response_ids), dtype=np.float32))
+        return made_anew(turn, rewards=np.zeros(len(turn.response_ids), dtype=np.float32))
     if not np.isfinite(turn.rewards).all():
         where = f"{_where(trajectory)}, turn {number}"
         raise AttemptFailedError(f"{where}: the rewards {turn.rewards.tolist()} are not all finite.")
-    return replace(turn, rewards=turn.rewards.copy())
+    return made_anew(turn, rewards=turn.rewards.copy())
 
 
 def _where(trajectory: Trajectory) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,6 +81,16 @@ class Trajectory:
     retries: int = 0
 
 
+Record = TypeVar("Record", Turn, Trajectory)
+
+
+def made_anew(record: Record, **fields: Any) -> Record:
+    """`dataclasses.replace` for values that have the dtype of their field already, in a quarter of its time."""
+    made = object.__new__(type(record))
+    made.__dict__.update(record.__dict__, **fields)
+    return made
+
+
 @dataclass(frozen=True)
 class Group:
     """All attempts at one prompt.
@@ -138,7 +148,7 @@ def with_turns(groups: Sequence[Group], turns: Sequence[Turn]) -> list[Group]:
         replace(
             group,
             trajectories=tuple(
-                replace(trajectory, turns=tuple(next(remaining) for _ in trajectory.turns))
+                made_anew(trajectory, turns=tuple(next(remaining) for _ in trajectory.turns))
                 for trajectory in group.trajectories
             ),
         )
@@ -159,7 +169,7 @@ def in_one_block(group: Group) -> Group:
         if flat.routed_experts is not None:
             fields["routed_experts"] = flat.routed_experts[stop - length : stop]
         prompt, response = flat.tokens[stop - length : stop - num_response], flat.tokens[stop - num_response : stop]
-        turns.append(replace(turn, prompt_ids=prompt, response_ids=response, **fields))
+        turns.append(made_anew(turn, prompt_ids=prompt, response_ids=response, **fields))
     [block] = with_turns([group], turns)
     block.__dict__["flat"] = flat
     return block

@@ -153,6 +153,14 @@ def export(
     typer.echo(export_run(loaded, out, checkpoint, adapter=adapter))
 
 
+def _other_than_best(result: RunResult) -> str:
+    """What to say beside exported weights that are not those of the best evaluation."""
+    if result.best is None or result.best["step"] == result.step or result.checkpoint is None:
+        return ""
+    run_dir = shlex.quote(str(result.checkpoint.parent.parent))
+    return f", of step {result.step:,}; the best: spurline export {run_dir} OUT --checkpoint best"
+
+
 def print_result(result: RunResult) -> None:
     if result.status == "finished" and not result.metrics:
         early = f" early: {result.stop_reason}" if result.stop_reason else ""
@@ -175,8 +183,9 @@ def print_result(result: RunResult) -> None:
         )
     if result.best is not None:
         typer.echo("  best: {metric} {value:.4g} at step {step:,}".format_map(result.best))
-    for name, path in (("checkpoint", result.checkpoint), ("report", result.report)):
+    exported = {"model": result.model, "adapter": result.adapter}
+    for name, path in {"checkpoint": result.checkpoint, **exported, "report": result.report}.items():
         if path is not None:
-            typer.echo(f"  {name}: {path}")
+            typer.echo(f"  {name}: {path}{_other_than_best(result) if name in exported else ''}")
     if result.status == "stopped":
         typer.echo(result.go_on)

@@ -67,8 +67,9 @@ class EarlyStop:
         if config.reaches is not None and not is_better(config, config.reaches, value):
             return f"{config.metric} reached {value:.4g} at step {step:,} (stop_when.reaches: {config.reaches:g})"
         if config.patience is not None and self._waited >= config.patience:
+            by = f"by {config.min_delta:g} " if config.min_delta else ""
             return (
-                f"{config.metric} has not got better than {self._best[1]:.4g}, of step {self._best[0]:,}, in "
+                f"{config.metric} has not got better than {self._best[1]:.4g}, of step {self._best[0]:,}, {by}in "
                 f"{self._waited:,} evaluation{'s' if self._waited != 1 else ''} (stop_when.patience: {config.patience})"
             )
         return None

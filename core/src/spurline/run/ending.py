@@ -41,6 +41,7 @@ class RunResult:
     best: `metric`, `step` and `value` of the best evaluation so far, with `checkpoint.keep_best`.
     warnings: what was off and lasted, in sentences; the report also has what passed by.
     go_on: how to continue a stopped run, as a sentence.
+    model, adapter: what a finished run exported, with `checkpoint.export_hf` and `export_adapter`: the last weights.
     """
 
     status: Status
@@ -53,6 +54,8 @@ class RunResult:
     go_on: str = ""
     best: Mapping[str, Any] | None = None
     warnings: tuple[str, ...] = ()
+    model: Path | None = None
+    adapter: Path | None = None
 
 
 class Ending:

@@ -161,6 +161,7 @@ class Run:
                 self._ending.go_on(),
                 self._best.facts(),
                 self._ending.lasting_warnings(),
+                *self._exported(),
             )
 
     def keep_state(self, name: str, state: Stateful) -> None:
@@ -399,13 +400,22 @@ class Run:
             return None
         return self._early_stop.reason or self._stop.reason
 
-    def _export_if_finished(self) -> None:
+    def _exported(self) -> tuple[Path | None, Path | None]:
+        """Where the model and the adapter go when the run finishes, or None."""
+        wanted, folders = self.config.checkpoint, self.directory
         if self._status() != "finished":
-            return
-        if self.config.checkpoint.export_hf:
-            self.export(self.directory.exported_model, replace=True)
-        if self.config.checkpoint.export_adapter:
-            self.export_adapter(self.directory.exported_adapter, replace=True)
+            return None, None
+        return (
+            folders.exported_model if wanted.export_hf else None,
+            folders.exported_adapter if wanted.export_adapter else None,
+        )
+
+    def _export_if_finished(self) -> None:
+        model, adapter = self._exported()
+        if model is not None:
+            self.export(model, replace=True)
+        if adapter is not None:
+            self.export_adapter(adapter, replace=True)
 
     def _end(self, error: BaseException | None) -> None:
         """Tell the hooks and write the status; a failure here never hides the error that ended the run."""

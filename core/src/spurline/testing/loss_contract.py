@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -40,8 +40,9 @@ class LossContract:
         """
         generator = torch.Generator().manual_seed(seed)
         drawn: dict[str, Any] = {"size": (sum(segments),), "generator": generator, "dtype": torch.float64}
-        needs = self.make_loss().needs
-        columns = {name: torch.randn(**drawn) for name in sorted(needs - {"entropy"})}
+        needs: Any = self.make_loss().needs
+        assert isinstance(needs, frozenset), f"needs is {needs!r}; it must be a frozenset of column names"
+        columns = {name: torch.randn(**drawn) for name in sorted(cast("frozenset[str]", needs) - {"entropy"})}
         entropy = torch.rand(**drawn).requires_grad_() if "entropy" in needs else None
         logprobs = -3 * torch.rand(**drawn)
         for name in columns:

@@ -8,6 +8,9 @@ training). Step-wise training makes one row per turn, so nothing but the prompt 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
 
 from spurline.config.run_config import RunConfig
 from spurline.data.batch import TrainingBatch
@@ -30,21 +33,21 @@ class WholeBatch:
 
 
 class ByPrompt:
-    """Each mini-batch is padded on its own to the data-parallel size."""
+    """Each mini-batch is padded on its own to the data-parallel size, unless the backend deals rows: that copies it."""
 
     def __init__(self, config: ByPromptConfig, run: RunConfig, layout: ParallelLayout) -> None:
         assert run.source.num_prompts is not None, "the config refuses a source without prompts"
         self._prompts_per_step = run.source.num_prompts
         self._prompts_per_minibatch = config.minibatch_prompts(self._prompts_per_step)
         self._update_epochs = config.update_epochs
-        self._layout = layout
+        self._row_multiple = 1 if layout.deals_rows else layout.data
 
     def steps_per_batch(self) -> int:
         return self._prompts_per_step // self._prompts_per_minibatch * self._update_epochs
 
     def cut(self, batch: TrainingBatch) -> Sequence[TrainingBatch]:
         real = batch.without_padding_rows()
-        parts = [real.between(start, stop).pad_rows(self._layout.data) for start, stop in self.pairs(real)]
+        parts = [real.between(start, stop).pad_rows(self._row_multiple) for start, stop in self.pairs(real)]
         return parts * self._update_epochs
 
     def pairs(self, batch: TrainingBatch) -> list[tuple[int, int]]:
@@ -73,24 +76,20 @@ def prompt_boundaries(batch: TrainingBatch) -> list[tuple[str, int, int]]:
     for which that is not so.
     """
     assert not bool(batch.is_padding_row.any()), "padding rows belong to no prompt"
-    found: list[tuple[str, int, int]] = []
-    ended: set[str] = set()
-    for row in range(batch.num_rows):
-        uid = _uid_of_row(batch, row)
-        if found and found[-1][0] == uid:
-            found[-1] = (uid, found[-1][1], row + 1)
-            continue
-        if uid in ended:
+    uids = batch.segments["uid"]
+    names, offsets = uids.values, uids.offsets
+    is_first = np.ones(len(names), np.bool_)
+    is_first[1:] = names[1:] != names[:-1]
+    starts = np.flatnonzero(is_first)
+    rows = np.searchsorted(offsets, starts)
+    for row in (rows[offsets[rows] != starts] - 1).tolist():
+        several = sorted(set(uids[row].tolist()))
+        raise ValueError(f"row {row} holds segments of several prompts: {', '.join(map(str, several))}")
+    found: dict[str, tuple[int, int]] = {}
+    for uid, (row, stop) in zip(names[starts].tolist(), pairwise([*rows.tolist(), batch.num_rows]), strict=True):
+        if uid in found:
             raise ValueError(
                 f"the rows of prompt {uid!r} are not neighbours: row {row} comes after another prompt's rows"
             )
-        ended.add(uid)
-        found.append((uid, row, row + 1))
-    return found
-
-
-def _uid_of_row(batch: TrainingBatch, row: int) -> str:
-    uids = sorted(set(batch.segments["uid"][row].tolist()))
-    if len(uids) != 1:
-        raise ValueError(f"row {row} holds segments of several prompts: {', '.join(map(str, uids))}")
-    return str(uids[0])
+        found[uid] = row, stop
+    return [(uid, *rows) for uid, rows in found.items()]

@@ -36,9 +36,9 @@ class ParallelTokenizationConfig(TokenizationConfig):
     name: str = "parallel"
     # Strict: `true` is no number of workers.
     workers: Annotated[Literal["auto"] | Annotated[int, Field(ge=0, le=256, strict=True)], OnResume.FREE] = "auto"
-    """Worker processes at most, each with its slice of the rows. The first rows are measured here: workers start where
-    the rest takes longer than their start, about two seconds, and only as many as have that much to do. 0 stays in this
-    process, on the tokenizer's own threads; `auto` takes what will be done sooner on the cores that are idle."""
+    """Worker processes at most, each with its slice of the rows. 0 stays in this process, on the threads of the
+    tokenizer. Else the first rows are measured, and workers start where the rest will be done sooner with them: `auto`
+    one for each idle core, a number only as many as have two seconds of work, which is what they take to start."""
     cache_dir: Annotated[Path | None, OnResume.FREE, PathSetting()] = None
     """Folder of the token cache; null is SPURLINE_CACHE, else ~/.cache/spurline/tokens."""
     force_recache: Annotated[bool, OnResume.FREE] = False

@@ -99,7 +99,7 @@ class FsdpBackendConfig(RankBackendConfig):
 
     def layout(self) -> ParallelLayout:
         # Alignment for context parallelism is made in the rank's own stream, where padding is dropped anyway.
-        return ParallelLayout(data=self.num_ranks // self.context)
+        return ParallelLayout(data=self.num_ranks // self.context, deals_rows=True)
 
     @property
     def optimizes_on_host(self) -> bool:

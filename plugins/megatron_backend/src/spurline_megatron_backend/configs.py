@@ -114,7 +114,7 @@ class MegatronBackendConfig(RankBackendConfig):
 
     def layout(self) -> ParallelLayout:
         # Alignment for tensor and context is made in the rank's own stream, where padding is dropped anyway.
-        return ParallelLayout(data=self.grid.data)
+        return ParallelLayout(data=self.grid.data, deals_rows=True)
 
     def check_model(self, run: RunConfig) -> None:
         # Machines of a cluster have packages of their own, and a config for other machines trains nothing here.

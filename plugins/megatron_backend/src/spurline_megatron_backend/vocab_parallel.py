@@ -8,15 +8,16 @@ Everything here is a collective of the group.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.utils.checkpoint import checkpoint
+
+from spurline.model.streams.token_logprobs import scored_in_chunks
 
 _HALF_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -47,28 +48,9 @@ class VocabularyLogprobs:
         Both are of softmax(logits / temperature). All ranks of the group have equal arguments, and each is meant to go
         backward from the same loss, which counts once.
         """
-        num_chunks = math.ceil(len(targets) / self.chunk_tokens)
-        if num_chunks <= 1:
-            return self._score(hidden, targets, want_entropy, temperature)
-        size = math.ceil(len(targets) / num_chunks)
-        parts = [
-            self._score_chunk(hidden_chunk, target_chunk, want_entropy, temperature)
-            for hidden_chunk, target_chunk in zip(hidden.split(size), targets.split(size), strict=True)
-        ]
-        entropies = [entropy for _, entropy in parts if entropy is not None]
-        return torch.cat([logprobs for logprobs, _ in parts]), torch.cat(entropies) if entropies else None
-
-    def _score_chunk(
-        self, hidden: Tensor, targets: Tensor, want_entropy: bool, temperature: float
-    ) -> tuple[Tensor, Tensor | None]:
-        if not torch.is_grad_enabled():
-            return self._score(hidden, targets, want_entropy, temperature)
+        score = partial(self._score, want_entropy=want_entropy, temperature=temperature)
         # Ranks recompute their chunks in the same order, so that what they exchange meanwhile fits together.
-        result = checkpoint(
-            self._score, hidden, targets, want_entropy, temperature, use_reentrant=False, preserve_rng_state=False
-        )
-        assert isinstance(result, tuple)
-        return result
+        return scored_in_chunks(score, hidden, targets, self.chunk_tokens, draws=False)
 
     def _score(
         self, hidden: Tensor, targets: Tensor, want_entropy: bool, temperature: float

@@ -7,6 +7,8 @@ they are asked for.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,27 +98,8 @@ class TokenLogprobs:
 
         Both are of softmax(logits / temperature).
         """
-        num_chunks = math.ceil(len(targets) / self._chunk_tokens)
-        if num_chunks <= 1:
-            return self._score(hidden, targets, want_entropy, temperature)
-        size = math.ceil(len(targets) / num_chunks)
-        parts = [
-            self._score_chunk(hidden_chunk, target_chunk, want_entropy, temperature)
-            for hidden_chunk, target_chunk in zip(hidden.split(size), targets.split(size), strict=True)
-        ]
-        entropies = [entropy for _, entropy in parts if entropy is not None]
-        return torch.cat([logprobs for logprobs, _ in parts]), torch.cat(entropies) if entropies else None
-
-    def _score_chunk(
-        self, hidden: Tensor, targets: Tensor, want_entropy: bool, temperature: float
-    ) -> tuple[Tensor, Tensor | None]:
-        if not torch.is_grad_enabled():
-            return self._score(hidden, targets, want_entropy, temperature)
-        result = checkpoint(
-            self._score, hidden, targets, want_entropy, temperature, use_reentrant=False, preserve_rng_state=self._draws
-        )
-        assert isinstance(result, tuple)
-        return result
+        score = partial(self._score, want_entropy=want_entropy, temperature=temperature)
+        return scored_in_chunks(score, hidden, targets, self._chunk_tokens, draws=self._draws)
 
     def _score(
         self, hidden: Tensor, targets: Tensor, want_entropy: bool, temperature: float
@@ -132,3 +115,38 @@ class TokenLogprobs:
         all_logprobs = F.log_softmax(logits, dim=-1)
         entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
         return all_logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropy
+
+
+def scored_in_chunks(
+    score: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]],
+    hidden: Tensor,
+    targets: Tensor,
+    chunk_tokens: int,
+    *,
+    draws: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """What `score` makes of hidden states [N, H] and targets [N], at most `chunk_tokens` of them at a time.
+
+    With several chunks it is called again in the backward pass, chunk by chunk, in one order on all ranks. draws:
+    whether it draws random numbers, which must be the same then.
+    """
+    num_chunks = math.ceil(len(targets) / chunk_tokens)
+    if num_chunks <= 1:
+        return score(hidden, targets)
+    size = math.ceil(len(targets) / num_chunks)
+    parts = [
+        _recomputed(score, hidden_chunk, target_chunk, draws)
+        for hidden_chunk, target_chunk in zip(hidden.split(size), targets.split(size), strict=True)
+    ]
+    entropies = [entropy for _, entropy in parts if entropy is not None]
+    return torch.cat([logprobs for logprobs, _ in parts]), torch.cat(entropies) if entropies else None
+
+
+def _recomputed(
+    score: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]], hidden: Tensor, targets: Tensor, draws: bool
+) -> tuple[Tensor, Tensor | None]:
+    if not torch.is_grad_enabled():
+        return score(hidden, targets)
+    result = checkpoint(score, hidden, targets, use_reentrant=False, preserve_rng_state=draws)
+    assert isinstance(result, tuple)
+    return result

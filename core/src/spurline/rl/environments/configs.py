@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
-from pydantic import BeforeValidator, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
 from spurline.config.paths import FunctionSetting
 from spurline.config.section import OnResume
@@ -88,3 +88,34 @@ class ToolsConfig(RewardedEnvironmentConfig):
                     f"is '{path}', which is no function (`module:function` or `file.py:function`) and no built-in tool."
                     f"{suggestion(path, BUILT_IN_TOOLS)} Built-in: {listing(BUILT_IN_TOOLS)}.",
                 )
+
+
+class CustomConfig(EnvironmentConfig):
+    """An environment of your own, without a plugin."""
+
+    name: str = "custom"
+    path: Annotated[str, FunctionSetting(method="run"), OnResume.BY_NAME] = Field(pattern=FUNCTION_PATH)
+    """`module:Class` or `file.py:Class`, built as `Class(config, registry=..., tokenizer=..., data=...)`; or an async
+    function, called with a task and a policy. From Python also the class, an object that has `run`, or the function."""
+    max_turns: Annotated[int, OnResume.BY_NAME] = Field(default=1, gt=0)
+    """Responses that one attempt may ask for: what memory and lengths are estimated with."""
+    rewards: RewardTable = {}
+    """Named reward terms, for environments that make them with `spurline.rl.scoring.make_rewards`."""
+
+    @property
+    def reward_terms(self) -> Collection[str] | None:
+        return self.rewards or None
+
+    @property
+    def most_turns(self) -> int:
+        return self.max_turns
+
+
+def as_environment(value: Any) -> Any:
+    """An environment that a Python program gives, or `file.py:Class`, as the settings of `custom`; anything else
+    unchanged."""
+    is_written = isinstance(value, (str, Mapping, BaseModel))
+    is_given = not is_written and (callable(value) or callable(getattr(value, "run", None)))
+    if is_given or (isinstance(value, str) and ":" in value):
+        return {"name": "custom", "path": value}
+    return cast("Any", value)

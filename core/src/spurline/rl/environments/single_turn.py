@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 from spurline.config.run_config import DataConfig
+from spurline.data.chat import ChatRenderer
 from spurline.data.prompts import GenerationExample, prompt_and_reference
 from spurline.plugins.registry import Registry
 from spurline.protocols.environment import PolicyHandle, Task
@@ -28,6 +29,7 @@ class SingleTurn:
         self, config: SingleTurnConfig, registry: Registry, tokenizer: PreTrainedTokenizerBase, data: DataConfig
     ) -> None:
         self._tokenizer = tokenizer
+        self._renderer = ChatRenderer(tokenizer)
         self._data = data
         self._examples: dict[tuple[str, str], GenerationExample] = {}
         self._rewards = make_rewards(config.rewards, registry)
@@ -49,7 +51,9 @@ class SingleTurn:
         key = task.uid, task.location
         example = self._examples.get(key)
         if example is None:
-            example = prompt_and_reference(task.row, task.dataset, self._tokenizer, self._data, location=task.location)
+            example = prompt_and_reference(
+                task.row, task.dataset, self._tokenizer, self._data, location=task.location, renderer=self._renderer
+            )
             self._examples[key] = example
             if len(self._examples) > _PROMPTS_KEPT:
                 del self._examples[next(iter(self._examples))]

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spurline.rl.flat_turns import FlatTurns
-from spurline.rl.trajectory import Group, Turn, trajectories_of
+from spurline.rl.trajectory import Group, Trajectory, Turn, trajectories_of
 
 FORMAT = 1
 """Raised with every change that an earlier reader would read wrongly; new names alone are none."""
@@ -88,69 +88,82 @@ def encode(
     """
     flat = FlatTurns.join([group.flat for group in groups])
     attempts = trajectories_of(groups)
-    turns = [turn for attempt in attempts for turn in attempt.turns]
     ids, shared = _unshared(groups)
     table, special = pieces.of(ids)
-    counts = [len(attempt.turns) for attempt in attempts]
-    ends = np.cumsum(flat.num_response)
-    of_attempts: dict[str, Any] = {
-        "prompt": [number for number, group in enumerate(groups) for _ in group.trajectories],
-        "sample": [attempt.sample for attempt in attempts],
-        "turns": counts,
-        "return": [value for group in groups for value in group.returns.tolist()],
-        "rewards": [{name: float(value) for name, value in attempt.rewards.items()} for attempt in attempts],
-        "retries": [attempt.retries for attempt in attempts],
-        "info": [_plain(attempt.info) for attempt in attempts],
-    }
-    of_turns: dict[str, Any] = {
-        "shared": shared,
-        "prompt": flat.num_prompt.tolist(),
-        "response": flat.num_response.tolist(),
-        "finish": list(flat.finish_reasons),
-    }
-    of_tokens: dict[str, Any] = {"ids": _packed(ids, "<i4")}
-    if "rewards" in flat.columns and len(turns) > len(attempts):
-        sums = np.cumsum(np.append(0.0, flat.columns["rewards"].astype(np.float64)))
-        of_turns["reward"] = np.round(sums[ends] - sums[ends - flat.num_response], 6).tolist()
-    logprobs = flat.columns.get("logprobs")
-    if logprobs is not None:
-        of_tokens["logprobs"] = _half(logprobs)
+    of_attempts = _of_attempts(groups, attempts)
+    of_tokens = _of_tokens(ids, flat)
     if scores is not None:
-        name, values = ("old_logprobs", scores.old_logprobs)
-        if logprobs is not None:
-            # The difference of two rounded numbers would be rounding where the two models agree.
-            name, values = "gap", scores.old_logprobs - logprobs
-        of_tokens[name] = _half(values)
-        constant = _constant(scores.advantages, flat.num_response, counts)
+        of_tokens |= _rescored(scores.old_logprobs, flat)
+        constant = _constant(scores.advantages, flat.num_response, of_attempts["turns"])
         if constant is not None:
             of_attempts["advantage"] = constant
         else:
             of_tokens["advantages"] = _half(scores.advantages)
-    for name in ("versions", "loss_mask"):
-        if name in flat.columns:
-            of_tokens[name] = _runs(flat.columns[name])
+    of_tokens |= {name: _runs(flat.columns[name]) for name in ("versions", "loss_mask") if name in flat.columns}
     block = {
         "format": FORMAT,
         "step": step,
         "status": status,
         "one_in": one_in,
-        "prompts": [
-            {
-                "uid": group.uid,
-                "draw": group.draw,
-                "epoch": group.draw // prompts_per_epoch,
-                "columns": dict(group.columns),
-                "tags": dict(group.tags),
-            }
-            for group in groups
-        ],
+        "prompts": [_prompt(group, prompts_per_epoch) for group in groups],
         "attempts": of_attempts,
-        "turns": of_turns,
+        "turns": _of_turns(flat, shared, num_attempts=len(attempts)),
         "tokens": of_tokens,
         "pieces": table,
         "special": special,
     }
     return _line(block)
+
+
+def _prompt(group: Group, prompts_per_epoch: int) -> dict[str, Any]:
+    return {
+        "uid": group.uid,
+        "draw": group.draw,
+        "epoch": group.draw // prompts_per_epoch,
+        "columns": dict(group.columns),
+        "tags": dict(group.tags),
+    }
+
+
+def _of_attempts(groups: Sequence[Group], attempts: Sequence[Trajectory]) -> dict[str, Any]:
+    return {
+        "prompt": [number for number, group in enumerate(groups) for _ in group.trajectories],
+        "sample": [attempt.sample for attempt in attempts],
+        "turns": [len(attempt.turns) for attempt in attempts],
+        "return": [value for group in groups for value in group.returns.tolist()],
+        "rewards": [{name: float(value) for name, value in attempt.rewards.items()} for attempt in attempts],
+        "retries": [attempt.retries for attempt in attempts],
+        "info": [_plain(attempt.info) for attempt in attempts],
+    }
+
+
+def _of_turns(flat: FlatTurns, shared: Sequence[int], *, num_attempts: int) -> dict[str, Any]:
+    """shared: as `_unshared` counts them. Rewards are of a turn only where attempts have several."""
+    columns: dict[str, Any] = {
+        "shared": shared,
+        "prompt": flat.num_prompt.tolist(),
+        "response": flat.num_response.tolist(),
+        "finish": list(flat.finish_reasons),
+    }
+    if "rewards" in flat.columns and len(shared) > num_attempts:
+        ends = np.cumsum(flat.num_response)
+        sums = np.cumsum(np.append(0.0, flat.columns["rewards"].astype(np.float64)))
+        columns["reward"] = np.round(sums[ends] - sums[ends - flat.num_response], 6).tolist()
+    return columns
+
+
+def _of_tokens(ids: NDArray[np.int32], flat: FlatTurns) -> dict[str, Any]:
+    logprobs = flat.columns.get("logprobs")
+    return {"ids": _packed(ids, "<i4")} | ({} if logprobs is None else {"logprobs": _half(logprobs)})
+
+
+def _rescored(old_logprobs: NDArray[np.float32], flat: FlatTurns) -> dict[str, str]:
+    """What the trained model gives the tokens."""
+    logprobs = flat.columns.get("logprobs")
+    if logprobs is None:
+        return {"old_logprobs": _half(old_logprobs)}
+    # The difference of two rounded numbers would be rounding where the two models agree.
+    return {"gap": _half(old_logprobs - logprobs)}
 
 
 def encode_lost(step: int, lost: Sequence[Mapping[str, Any]]) -> bytes:

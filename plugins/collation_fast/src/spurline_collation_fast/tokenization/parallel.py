@@ -33,13 +33,15 @@ from spurline_collation_fast.tokenization.chunks import Chunk, RowLine
 from spurline_collation_fast.tokenization.slice_worker import SliceTask, UnsharableDataError
 from spurline_collation_fast.tokenization.slice_workers import SliceWorkers
 from spurline_collation_fast.tokenization.worker_choice import (
+    CLEARLY,
+    MAX_WORKERS,
     MEASURE_S,
     CostMeter,
     RowCost,
     for_seconds,
     idle_cores,
     rows_while_they_start,
-    workers_with_work,
+    slices_worth_a_start,
     workers_worth_starting,
 )
 
@@ -166,7 +168,7 @@ class BlockSource:
         return self._measured(advance)
 
     def _measured(self, advance: Advance) -> Generator[SampleBlock, None, None]:
-        """Encode the first rows here, with the clock running, and the rest with as many workers as it is worth."""
+        """Encode the first rows here, with the clock running, and the rest where it will be done sooner."""
         chunks = self._chunks(range(self.num_rows))
         done = 0
         # The first chunk also compiles the template and starts threads; it says nothing about the others.
@@ -192,8 +194,11 @@ class BlockSource:
 
     def _workers(self, num_rows: int, cost: RowCost) -> int:
         if self._config.workers == "auto":
-            return workers_worth_starting(num_rows, cost, idle_cores())
-        return workers_with_work(num_rows, cost, self._config.workers)
+            return workers_worth_starting(num_rows, cost, min(idle_cores(), MAX_WORKERS), CLEARLY)
+        # Whoever gives a number knows the machine, but may not know how little there is to do.
+        return workers_worth_starting(
+            num_rows, cost, min(self._config.workers, slices_worth_a_start(num_rows, cost)), 1.0
+        )
 
     def _go_on_without(self, workers: int, error: UnsharableDataError) -> None:
         """Say that the data stays here. Raises DataError where the config asks for worker processes."""

@@ -1,4 +1,4 @@
-"""Decide how many slice workers to start: as many as will be done sooner than this process, or as have work.
+"""Decide between this process and slice workers by what will be done sooner.
 
 In: what the first rows cost, and how many are left. Out: a number of workers. The choice changes the time, never the
 tokens.
@@ -58,23 +58,21 @@ def for_seconds(chunks: Iterator[Chunk], seconds: float) -> Iterator[Chunk]:
             return
 
 
-def workers_worth_starting(num_rows: int, cost: RowCost, num_cores: int) -> int:
-    """Workers for so many rows, one a core; 0 when this process will not be clearly later without them."""
-    workers = min(num_cores, num_rows, MAX_WORKERS)
+def workers_worth_starting(num_rows: int, cost: RowCost, most: int, clearly: float) -> int:
+    """Workers for so many rows, at most `most`; 0 when this process alone takes less than `clearly` times as long."""
+    workers = min(most, num_rows)
+    # One alone is never sooner: this process has its start behind it.
     if workers < 2:
         return 0
     here = num_rows * cost.wall_s
     # All start at once, each on a core of its own.
     there = WORKER_START_S + max(0, num_rows - rows_while_they_start(cost)) * cost.cpu_s / workers
-    return workers if there * CLEARLY < here else 0
+    return workers if there * clearly < here else 0
 
 
-def workers_with_work(num_rows: int, cost: RowCost, most: int) -> int:
-    """Workers, at most so many, whose rows take each at least as long as its start; 0 when this process will be done
-    before any of them begins."""
-    if num_rows * cost.wall_s <= WORKER_START_S:
-        return 0
-    return max(1, min(most, num_rows, int(num_rows * cost.cpu_s / WORKER_START_S)))
+def slices_worth_a_start(num_rows: int, cost: RowCost) -> int:
+    """Into how many slices the rows can be cut that take a worker as long as its start."""
+    return int(num_rows * max(cost.wall_s, cost.cpu_s) / WORKER_START_S)
 
 
 def rows_while_they_start(cost: RowCost) -> int:

@@ -204,15 +204,16 @@ def check_request(request: GenerationRequest) -> None:
     asked = request.sampling
     if len(request.prompt_ids) == 0:
         raise DataError(f"{request.name}: the prompt has no tokens. Give at least one, such as the chat template's.")
-    for is_valid, problem in (
-        (asked.max_new_tokens >= 1, f"max_new_tokens is {asked.max_new_tokens}; a response has at least 1 token."),
-        (
-            0 <= asked.temperature < math.inf,
-            f"temperature is {asked.temperature}; give 0 for greedy, or a number above.",
-        ),
-        (0 < asked.top_p <= 1, f"top_p is {asked.top_p}; give a number above 0, up to 1 for all tokens."),
-        (asked.top_k >= 0, f"top_k is {asked.top_k}; give 0 for all tokens, or a count."),
-        ("" not in asked.stop, "stop has an empty text, which every response contains. Remove it."),
-    ):
-        if not is_valid:
-            raise DataError(f"{request.name}: sampling.{problem}")
+    if not asked.max_new_tokens >= 1:
+        problem = f"max_new_tokens is {asked.max_new_tokens}; a response has at least 1 token."
+    elif not 0 <= asked.temperature < math.inf:
+        problem = f"temperature is {asked.temperature}; give 0 for greedy, or a number above."
+    elif not 0 < asked.top_p <= 1:
+        problem = f"top_p is {asked.top_p}; give a number above 0, up to 1 for all tokens."
+    elif not asked.top_k >= 0:
+        problem = f"top_k is {asked.top_k}; give 0 for all tokens, or a count."
+    elif "" in asked.stop:
+        problem = "stop has an empty text, which every response contains. Remove it."
+    else:
+        return
+    raise DataError(f"{request.name}: sampling.{problem}")
