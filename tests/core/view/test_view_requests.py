@@ -20,6 +20,7 @@ from starlette.testclient import TestClient
 from spurline.errors import RunDirectoryError, UserError
 from spurline.rl.kept_rollouts import ROLLOUTS_FILE
 from spurline.rl.kept_rollouts.members import members_of
+from spurline.run.shown_data import as_json
 from spurline.view import attempts, samples, server
 from spurline.view.app import make_app
 from spurline.view.guard import Guard
@@ -382,8 +383,8 @@ def test_a_file_that_goes_away_is_an_empty_list_and_no_failure(run: Path) -> Non
 
 def in_this_process(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
     """In place of a process that would import everything once more."""
-    assert command[1:-1] == ["-m", "spurline.view.samples"]
-    return subprocess.CompletedProcess(command, 0, f"a library says hello\n{samples.answer(Path(command[-1]))}\n", "")
+    assert command[1:-1] == ["-m", as_json.__name__]
+    return subprocess.CompletedProcess(command, 0, f"a library says hello\n{as_json.answer(Path(command[-1]))}\n", "")
 
 
 def test_samples_are_the_rows_of_the_first_batches_with_the_weight_of_each_token(

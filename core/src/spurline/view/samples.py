@@ -10,21 +10,17 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from spurline.errors import RunDirectoryError, SpurlineError
-from spurline.report.record import CONFIG_FILE, read_mapping
+from spurline.errors import RunDirectoryError
 
-if TYPE_CHECKING:
-    from spurline.run.shown_data.sequences import ShownRow, ShownSequence
-
-_ROWS = 4
+_PROGRAM = "spurline.run.shown_data.as_json"
 _WAIT_S = 300.0
 
 
 def read_samples(run_dir: Path) -> dict[str, Any]:
     """`facts` about the data, and `rows`, by a process of its own. Raises RunDirectoryError with what it says."""
-    command = [sys.executable, "-m", __name__, str(run_dir)]
+    command = [sys.executable, "-m", _PROGRAM, str(run_dir)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=_WAIT_S, check=False)
     except subprocess.TimeoutExpired as error:
@@ -37,46 +33,3 @@ def read_samples(run_dir: Path) -> dict[str, Any]:
     if "error" in read:
         raise RunDirectoryError(f"{run_dir}: its samples cannot be shown: {read['error']}")
     return read
-
-
-def samples_of(run_dir: Path) -> dict[str, Any]:
-    """The same in this process. Raises SpurlineError when the config cannot be read, or its data."""
-    from spurline.config.loading import load_config
-    from spurline.run.shown_data.sequences import ROW_LIMIT, show_data
-
-    settings = read_mapping(run_dir / CONFIG_FILE)
-    if not settings:
-        raise RunDirectoryError(f"{run_dir} has no {CONFIG_FILE} yet.")
-    loaded = load_config({**settings, "run_dir": str(run_dir)}, recorded=True)
-    shown = show_data(loaded, _ROWS, ROW_LIMIT)
-    return {"facts": shown.facts, "rows": [_row(row) for row in shown.rows]}
-
-
-def _row(row: ShownRow) -> dict[str, Any]:
-    return {"title": row.title, "length": row.length, "sequences": [_sequence(sequence) for sequence in row.sequences]}
-
-
-def _sequence(sequence: ShownSequence) -> dict[str, Any]:
-    """Lists have an entry per token."""
-    return {
-        "uid": sequence.uid,
-        "kind": sequence.kind,
-        "parts": [[part.role, part.tokens, part.trained] for part in sequence.parts],
-        "notes": sequence.notes,
-        "pieces": [token.text for token in sequence.tokens],
-        "ids": [token.token_id for token in sequence.tokens],
-        "weights": [token.weight for token in sequence.tokens],
-        "special": [token.is_special for token in sequence.tokens],
-    }
-
-
-def answer(run_dir: Path) -> str:
-    """What the process says: the samples, or an `error`."""
-    try:
-        return json.dumps(samples_of(run_dir))
-    except SpurlineError as error:
-        return json.dumps({"error": str(error)})
-
-
-if __name__ == "__main__":
-    print(answer(Path(sys.argv[1])))
