@@ -188,22 +188,56 @@ def test_a_part_of_a_plugin_in_the_place_of_its_name_is_told_the_plugin(written:
 
 def test_what_the_plugins_of_this_project_have_beyond_core_is_as_the_table_says() -> None:
     of_core = {(entry.kind, entry.name) for entry in PluginHost.load([]).registry.entries()}
-    for plugin, kinds in OFFICIAL.items():
+    for plugin, components in OFFICIAL.items():
         entries = PluginHost.load([plugin]).registry.entries()
         found = {(entry.kind, entry.name) for entry in entries} - of_core
-        assert found == {(kind, name) for kind, names in kinds.items() for name in names}, plugin
+        assert {"/".join(entry) for entry in found} == set(components), plugin
 
 
 @pytest.mark.parametrize(
     ("text", "told"),
     [
         ("trackers: wandb", "trackers is 'wandb'; it must be a list, such as [wandb]."),
+        (
+            "backend: {lora: true}",
+            "backend.lora is True; it must be a mapping, written `key: value`, or {} for the defaults.",
+        ),
+        (
+            "loss: {name: ppo, kl: 0.1}",
+            "loss.kl is 0.1; it must be a mapping, written `key: value`, such as {coefficient: 0.1}.",
+        ),
         ("run_dir: null", "run_dir is null, which it cannot be. Give it a value, or leave the line out"),
     ],
 )
 def test_a_value_of_the_wrong_shape_is_told_the_right_one(failing: Failing, text: str, told: str) -> None:
     (line,) = failing(MINIMAL + text + "\n")
     assert told in line
+
+
+REWARDS = "environment: {rewards: exact_match}"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (f"source: {{name: rollouts, {REWARDS}}}\nloss: dapo", "DAPO is `loss: {name: ppo, clip_high: 0.28}` with"),
+        ("source: preference\nloss: ipo", "IPO is `loss: {name: dpo, loss_type: ipo}`. Available"),
+        (
+            f"source: {{name: rollouts, {REWARDS}}}\nloss: {{name: ppo, beta: 0.1}}",
+            "KL penalty is kl: {coefficient: ...}",
+        ),
+        (
+            "source: {name: rollouts, environment: {rewards: my_rewards.py}}",
+            "is 'my_rewards.py', a file, of which a function must be named too: `my_rewards.py:my_function`.",
+        ),
+        (
+            f"source: {{name: rollouts, {REWARDS}, held_out: {{success: right}}}}",
+            "source.held_out.success is 'right'; it must be a mapping, written `key: value`, such as {reward: right}.",
+        ),
+    ],
+)
+def test_what_is_half_right_is_told_whole(failing: Failing, text: str, told: str) -> None:
+    assert told in "".join(failing(MINIMAL + text + "\n"))
 
 
 def test_no_suggestion_is_the_very_word_that_was_given() -> None:

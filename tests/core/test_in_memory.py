@@ -232,6 +232,20 @@ def test_tools_are_functions_too(load: Load) -> None:
     }
 
 
+def test_what_another_program_has_put_there_in_the_last_instant_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Tokenizer:
+        def save_pretrained(self, folder: Path) -> None:
+            folder.mkdir()
+            (folder / "tokenizer.json").write_text("{}")
+
+    first = Keeper(tmp_path).saved(Tokenizer(), "tokenizer")
+    looks = iter([False])
+    monkeypatch.setattr(Path, "exists", lambda _: next(looks, True))
+    assert Keeper(tmp_path).saved(Tokenizer(), "tokenizer") == first
+
+
 class Counting:
     """An environment as a plugin's is written."""
 

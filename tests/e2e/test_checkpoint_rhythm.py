@@ -37,6 +37,7 @@ def scored_config(base_config: dict[str, Any], spurline_chat_file: Path) -> dict
 
 def give_scores(monkeypatch: pytest.MonkeyPatch, scores: list[float], name: str = "eval/score") -> None:
     left = iter(scores)
+    monkeypatch.setattr(DataEvaluation, "metrics", lambda _: None)
     monkeypatch.setattr(
         DataEvaluation,
         "evaluate",

@@ -92,12 +92,13 @@ def test_columns_may_have_other_names_in_the_file(tokenizer: Any, tmp_path: Path
 ERRORS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"prompt": "a", "chosen": "b", "rejcted": "c"}, {}, r"pairs.jsonl:1: rejected is missing. Did you mean 'rejcted'"),
     (
-        {"question": "a", "good": "b", "bad": "c"},
+        {"question": "a", "better": "b", "worse": "c"},
         {},
-        r"chosen and rejected are missing.*Write `columns: \{chosen: good, rejected: bad, prompt: question\}`\.",
+        r"chosen and rejected are missing.*Write `columns: \{prompt: question, chosen: better, rejected: worse\}`\.",
     ),
     ({"prompt": "a", "accepted": "b", "rejected": "c"}, {}, r"chosen is missing.*`columns: \{chosen: accepted\}`"),
     ({"query": "a", "chosen": "b", "rejected": "c"}, {}, r"prompt is missing.*Write `columns: \{prompt: query\}`; or"),
+    ({"question": "a", "completion": "b"}, {}, r"chosen is missing\. The row has: .*with `columns: \{chosen: NAME\}`"),
     ({"prompt": "a", "completion": "b"}, {}, r"chosen is missing.*columns: \{chosen: NAME\}"),
     ({"chosen": "b", "rejected": "c"}, {}, r"pairs.jsonl:1: prompt is missing"),
     ({"prompt": "a", "chosen": "b", "rejected": None}, {}, r"rejected is null"),

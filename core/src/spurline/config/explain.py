@@ -13,7 +13,7 @@ from typing import Annotated, Any, Union, cast, get_args, get_origin
 from pydantic import BaseModel, Tag, ValidationError
 from pydantic_core import ErrorDetails
 
-from spurline.config.other_names import OTHER_NAMES, REPLACED, key_path
+from spurline.config.other_names import OTHER_NAMES, RECIPES, REPLACED, key_path
 from spurline.config.run_config import RunConfig
 from spurline.config.section import ComponentConfig
 from spurline.errors import Problem, listing, misspelling, nearest, suggestion
@@ -90,7 +90,11 @@ def _message(
     if kind in ("model_type", "dict_type") and callable(details["input"]):
         return "is a Python object, which no config holds. Write it in a file, and name that: `my_rewards.py:is_right`."
     if kind in ("model_type", "dict_type"):
-        return f"is {_shown(details['input'])}; it must be a mapping, written `key: value`."
+        section = (
+            _as_model(_field_type(owner.model_fields[path[-1]])) if owner and path[-1] in owner.model_fields else None
+        )
+        how = _example_of(section, details["input"]) if section is not None else ""
+        return f"is {_shown(details['input'])}; it must be a mapping, written `key: value`{how}."
     if kind == "object":
         return f"{details['msg']}."
     if kind == "too_short":
@@ -104,6 +108,24 @@ def _message(
     shown = "" if isinstance(details["input"], (dict, list, tuple)) else f"is {_shown(details['input'])}: "
     text = details["msg"][0].lower() + details["msg"][1:]
     return f"{shown}{text}."
+
+
+def _example_of(section: type[BaseModel], value: object) -> str:
+    """`, such as {reward: exact_match}` where one setting of the section is plainly meant by the value; else empty."""
+    fields = section.model_fields
+    required = [name for name, field in fields.items() if field.is_required()]
+    if isinstance(value, bool):
+        return ", or {} for the defaults" if value and not required else ""
+    if isinstance(value, str):
+        fitting = [name for name, field in fields.items() if _choices(field.annotation)[0] is str]
+    else:
+        fitting = [name for name, field in fields.items() if _members(field.annotation) in ((int,), (float,))]
+    meant = required or fitting
+    try:
+        section.model_validate(dict.fromkeys(meant, value))
+    except ValidationError:
+        return ""
+    return f", such as {{{meant[0]}: {value}}}" if len(meant) == 1 else ""
 
 
 def _shown(value: object) -> str:
@@ -195,7 +217,10 @@ def _unknown_component(
     if name in names:
         others = [other for other in names if other != name]
         return f"is '{name}', which cannot hold itself. Choose another {kind}: {listing(others)}."
-    elsewhere = "".join(_of_another_kind(name, entry, model) for entry in registry.entries() if entry.name == name)
+    if kind == "reward" and name.endswith(".py"):
+        return f"is '{name}', a file, of which a function must be named too: `{name}:my_function`."
+    elsewhere = RECIPES.get(name.casefold(), "") if kind == "loss" else ""
+    elsewhere += "".join(_of_another_kind(name, entry, model) for entry in registry.entries() if entry.name == name)
     plugin = plugin_with(kind, name)
     if plugin is not None:
         install = "" if plugin in unlisted else f"install it with `{install_command(plugin)}`, and "

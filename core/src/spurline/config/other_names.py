@@ -153,6 +153,15 @@ REPLACED: Mapping[str, str] = {
 }
 """A setting that has no like here, of other trainers or earlier versions -> a sentence of what to do instead."""
 
+RECIPES: Mapping[str, str] = {
+    "dapo": (
+        " DAPO is `loss: {name: ppo, clip_high: 0.28}` with `zero_variance: refill` and `overlong: {buffer_tokens: N}` "
+        "in source."
+    ),
+    "ipo": " IPO is `loss: {name: dpo, loss_type: ipo}`.",
+}
+"""An algorithm that is no loss of its own here -> a sentence of how it is written."""
+
 
 def key_path(meant: str) -> str:
     """The key path of an entry of `OTHER_NAMES`."""

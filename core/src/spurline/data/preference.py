@@ -90,8 +90,7 @@ def _check_columns(view: RowView, row: Mapping[str, Any]) -> None:
     """Raise BadRowError for a row that has its pair under other names, or text without what comes before it."""
     missing = [view.label(side) for side in SIDES if side not in view]
     before = [name for name in ("prompt", "messages") if name in view]
-    present = [*(side for side in SIDES if side in view), *(["prompt"] if before else [])]
-    meant = pair_renaming(row, present)
+    meant = pair_renaming(row)
     if missing and meant:
         are = "are" if len(missing) > 1 else "is"
         raise BadRowError(

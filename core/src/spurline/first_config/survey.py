@@ -16,8 +16,8 @@ from spurline.data.prompts import read_examples, read_question
 from spurline.data.rows import BadRowError, RowView
 from spurline.data.tokenization import open_datasets
 from spurline.data.tokenizer import load_tokenizer
+from spurline.data.usual_columns import guessed_columns, guessed_reference
 from spurline.errors import DataError, UserError, listing
-from spurline.first_config.columns import guessed_columns, guessed_reference
 from spurline.model.architecture import load_model_config
 from spurline.model.memory import count_parameters
 from spurline.model.streams.positions import position_limit

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -75,6 +75,9 @@ class PolicyLossConfig(LossConfig):
     """Base of policy losses: a surrogate, plus a KL penalty, minus an entropy bonus."""
 
     trains_on: ClassVar[TrainsOn] = "advantages"
+    missing_settings: ClassVar[Mapping[str, str]] = {
+        "beta": "The weight of the KL penalty is kl: {coefficient: ...}; `beta` is a setting of dpo."
+    }
 
     kl: Annotated[KlConfig, OnResume.BY_NAME] = KlConfig()
     """KL penalty in the loss."""

@@ -8,25 +8,35 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-OFFICIAL: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "async_rl": {
-        "source": ("async_rollouts", "recorded_rollouts"),
-        "rollout_engine": ("child_process", "vllm"),
-        "environment": ("harness",),
-        "weight_sync": ("in_process", "shared_memory", "disk", "collective", "nccl", "cuda_ipc"),
-        "report_panel": ("rollout_timeline", "staleness", "controller"),
-    },
-    "collation_fast": {"tokenization": ("parallel",), "prefetch": ("async",), "report_panel": ("collation",)},
-    "fsdp_backend": {"backend": ("fsdp",)},
-    "megatron_backend": {"backend": ("megatron",)},
+OFFICIAL: Mapping[str, tuple[str, ...]] = {
+    "async_rl": (
+        "source/async_rollouts",
+        "source/recorded_rollouts",
+        "rollout_engine/child_process",
+        "rollout_engine/vllm",
+        "environment/harness",
+        "weight_sync/in_process",
+        "weight_sync/shared_memory",
+        "weight_sync/disk",
+        "weight_sync/collective",
+        "weight_sync/nccl",
+        "weight_sync/cuda_ipc",
+        "report_panel/rollout_timeline",
+        "report_panel/staleness",
+        "report_panel/controller",
+    ),
+    "collation_fast": ("tokenization/parallel", "prefetch/async", "report_panel/collation"),
+    "fsdp_backend": ("backend/fsdp",),
+    "megatron_backend": ("backend/megatron",),
 }
-"""Plugin -> kind -> the components that core has none of the same name for."""
+"""Plugin -> KIND/NAME of each component that core has none of the same name for. For messages alone."""
 
 
 def plugin_with(kind: str | None, component: str) -> str | None:
     """The plugin of this project that has a component of this name; of any kind where `kind` is None."""
-    for plugin, kinds in OFFICIAL.items():
-        if any(component in names for of_kind, names in kinds.items() if kind in (None, of_kind)):
+    for plugin, entries in OFFICIAL.items():
+        found = [entry.partition("/")[0] for entry in entries if entry.endswith(f"/{component}")]
+        if found if kind is None else kind in found:
             return plugin
     return None
 

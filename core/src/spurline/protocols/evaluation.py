@@ -107,7 +107,8 @@ class HeldOutEvaluation(ABC):
 
     def metrics(self) -> Collection[str] | None:
         """Names of all that `evaluate` may measure; None where only an evaluation tells. A run whose
-        `checkpoint.keep_best` or `stop_when` names another one is refused before it trains."""
+        `checkpoint.keep_best` or `stop_when` names another one is refused before it trains. Whoever overrides
+        `evaluate` of another evaluation overrides this too."""
         return None
 
     def close(self) -> None:  # noqa: B027 - many have nothing to close

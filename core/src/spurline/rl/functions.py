@@ -109,8 +109,9 @@ def _explain(error: Exception, source: str) -> str:
     """The error, where in the code it came from, and what to do about a module that is not there."""
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, ModuleNotFoundError) and error.name is not None and source.split(".")[0] == error.name:
+        near = suggestion(source, [file.stem for file in Path.cwd().glob("*.py")])
         return (
-            f"{text}. Install it, put it beside the "
+            f"{text}.{near} Install it, put it beside the "
             f"config file or where the command runs, or give the file itself: `path/to/{source}.py:...`."
         )
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from spurline.trackers.configs import missing_library
+from spurline.errors import ConfigError, Problem
 
 
 def tracker_library(name: str, module: str | None = None) -> Any:
@@ -13,4 +13,8 @@ def tracker_library(name: str, module: str | None = None) -> Any:
     try:
         return importlib.import_module(module or name)
     except ImportError as error:
-        raise missing_library(name, error) from error
+        text = (
+            f"'{name}' needs the {name} library, which cannot be imported ({error}). Install it: "
+            f"pip install 'spurline[{name}]'"
+        )
+        raise ConfigError([Problem("trackers", text)]) from error
