@@ -15,8 +15,8 @@ Estimates: models of 90 to 180 million parameters; the estimate is what `plan` p
 Bytes per parameter: how much more a model of 12 layers takes than one of 4, divided by how many more parameters it has,
 with steps of 16 tokens. What adapters take is taken off. Under adapters the peak is in the backward pass, with
 activations of 0.14 bytes a parameter, and 0.1 is no tensor but PEFT's modules and what else there is of objects.
-Their gates count weights alone, and are not met by that. Otherwise the peak is in the optimizer's step, when activations
-are gone.
+Their gates count weights alone, and are not met by that. Otherwise the peak is in the optimizer's step, when
+activations are gone.
 
 Gates: estimates within 10 % of what is measured; bytes per parameter within 3 % of what is known of each mode.
 Needs 3 GB of memory, and 1 GB in the folder for temporary files (TMPDIR).
