@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -18,8 +19,15 @@ from viewed_runs import add_step, member, write_run
 from spurline.rl.kept_rollouts import ROLLOUTS_FILE
 from spurline.run.directory import RunDirectory
 
-pytestmark = pytest.mark.processes
 pytest.importorskip("uvicorn", reason="needs the extra spurline[view]")
+
+import uvicorn
+
+from spurline.view import app, server
+from spurline.view.guard import Guard
+from spurline.view.runs import open_runs
+
+pytestmark = pytest.mark.processes
 
 
 @contextmanager
@@ -47,6 +55,54 @@ def test_it_prints_its_address_and_ends_at_ctrl_c(tmp_path: Path) -> None:
         _, complained = process.communicate(timeout=30)
     assert process.returncode == 0
     assert complained == ""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is on the PATH")
+def test_a_reader_asks_for_samples_and_sees_which_tokens_are_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("websockets", reason="drives the browser")
+    sequence = {
+        "uid": "rows:3",
+        "parts": [["user", 2, 0], ["assistant", 2, 2]],
+        "notes": ["cut to 4 of 9 tokens"],
+        "pieces": ["<end>", "<img src=x onerror=window.hacked=1>", "yes\u202e", "."],
+        "ids": [1, 2, 3, 4],
+        "weights": [0.0, 0.0, 1.0, 0.5],
+        "special": [True, False, False, False],
+    }
+    pair = [{"kind": kind, **sequence} for kind in ("chosen", "rejected")]
+    read = {"facts": ["x" * 300], "rows": [{"title": "step 1, row 1 of 1", "length": 16, "sequences": pair}]}
+    asked: list[Path] = []
+    monkeypatch.setattr(app, "read_samples", lambda run_dir: asked.append(run_dir) or read)
+    run = write_run(tmp_path / "run", 1)
+    with server._listening(0) as listener, closing(Browser(tmp_path / "profile")) as page:
+        port = listener.getsockname()[1]
+        guard = Guard(app.make_app(open_runs([run])), "a-token", port)
+        serving = uvicorn.Server(uvicorn.Config(guard, lifespan="off", ws="none", log_level="warning"))
+        thread = threading.Thread(target=serving.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread.start()
+        page.go(f"http://127.0.0.1:{port}/?token=a-token")
+        page.wait("document.querySelectorAll('#charts figure').length > 0")
+        page.run("location.hash = 'samples'")
+        page.wait("document.querySelectorAll('#sampled button').length === 1")
+        assert asked == []
+        page.run("document.querySelector('#sampled button').click()")
+        page.wait("document.querySelectorAll('#rows .tokens').length === 2")
+        texts = "[...document.querySelectorAll('#rows .tokens {0}')].map(e => e.textContent)"
+        assert page.run(texts.format(".trained")) == ["yes\\u202e", "."] * 2
+        assert page.run(texts.format(".special")) == ["<end>"] * 2
+        assert page.run("document.querySelector('#rows .tokens .trained').title") == "2: id 3, weight 1"
+        assert "chosen rows:3: 4 tokens, 2 trained. user 2 · assistant 2 (2 trained)" in page.run(
+            "document.querySelector('#rows .sides').textContent"
+        )
+        assert page.run("window.hacked === undefined")
+        page.call("Emulation.setDeviceMetricsOverride", width=390, height=844, deviceScaleFactor=1, mobile=True)
+        page.wait("document.documentElement.scrollWidth <= 390")
+        assert asked == [run]
+        assert page.complaints == []
+        serving.should_exit = True
+        thread.join(30)
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is on the PATH")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from starlette.testclient import TestClient
 from spurline.errors import RunDirectoryError, UserError
 from spurline.rl.kept_rollouts import ROLLOUTS_FILE
 from spurline.rl.kept_rollouts.members import members_of
-from spurline.view import attempts, server
+from spurline.run.shown_data import as_json
+from spurline.view import attempts, samples, server
 from spurline.view.app import make_app
 from spurline.view.guard import Guard
 from spurline.view.runs import open_runs
@@ -374,3 +376,59 @@ def test_a_file_that_goes_away_is_an_empty_list_and_no_failure(run: Path) -> Non
     (run / ROLLOUTS_FILE).unlink()
     assert found(client) == []
     assert client.get("/api/attempt?run=0&step=1&place=0").status_code == 404
+
+
+# Samples
+
+
+def in_this_process(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    """In place of a process that would import everything once more."""
+    assert command[1:-1] == ["-m", as_json.__name__]
+    return subprocess.CompletedProcess(command, 0, f"a library says hello\n{as_json.answer(Path(command[-1]))}\n", "")
+
+
+def test_samples_are_the_rows_of_the_first_batches_with_the_weight_of_each_token(
+    tmp_path: Path, spurline_tiny_model: Path, spurline_chat_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(samples.subprocess, "run", in_this_process)
+    run = write_run(tmp_path / "run", 1)
+    config = {
+        "run_dir": str(tmp_path / "elsewhere"),
+        "model": {"path": str(spurline_tiny_model)},
+        "data": {"train": str(spurline_chat_file), "max_length": 128},
+        "batch_size": 8,
+        "steps": 6,
+    }
+    (run / "config.json").write_text(json.dumps(config))
+    read = client_of(run).get("/api/samples", params={"run": 0}).json()
+    assert len(read["rows"]) == 4
+    assert read["facts"][0].startswith("train: 64 samples")
+    for row in read["rows"]:
+        for sequence in row["sequences"]:
+            assert len(sequence["pieces"]) == len(sequence["ids"]) == len(sequence["weights"]) <= row["length"]
+            trained = "".join(
+                piece for piece, weight in zip(sequence["pieces"], sequence["weights"], strict=True) if weight
+            )
+            assert 0 < len(trained) < len("".join(sequence["pieces"]))
+            assert sequence["weights"][0] == 0
+    assert {path.name for path in run.iterdir()} == {
+        "config.json",
+        "metrics.jsonl",
+        "rollouts.jsonl.gz",
+        "summary.json",
+    }
+
+
+def test_samples_that_cannot_be_read_are_an_error_in_words(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samples.subprocess, "run", in_this_process)
+    client = client_of(run)
+    answer = client.get("/api/samples", params={"run": 0})
+    assert answer.status_code == 409
+    assert "its samples cannot be shown: config" in answer.json()["error"]
+
+    def hang(command: list[str], **options: Any) -> None:
+        raise subprocess.TimeoutExpired(command, options["timeout"])
+
+    monkeypatch.setattr(samples.subprocess, "run", hang)
+    assert "were not read within 300 s" in client.get("/api/samples", params={"run": 0}).json()["error"]
+    assert client.get("/api/samples", params={"run": 7}).status_code == 404

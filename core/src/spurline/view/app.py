@@ -25,6 +25,7 @@ from spurline.rl.kept_rollouts import KeptAttempt
 from spurline.view.attempts import attempt_facts, difference
 from spurline.view.rollout_index import RolloutFilter, SortKey
 from spurline.view.runs import ViewedRun
+from spurline.view.samples import read_samples
 
 INDEXING_S = 0.3
 """Seconds that a request waits for steps of the file that are not in the index yet. The page then asks again."""
@@ -44,6 +45,11 @@ class _ListQuery:
     ascending: bool = False
     offset: Annotated[int, Field(ge=0)] = 0
     limit: Annotated[int, Field(ge=1, le=500)] = 50
+
+
+@dataclass(frozen=True)
+class _SamplesQuery:
+    run: int
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,7 @@ def make_app(runs: Sequence[ViewedRun]) -> Starlette:
         "/api/series": _series,
         "/api/evaluations": _evaluations,
         "/api/rollouts": _rollouts,
+        "/api/samples": _samples,
         "/api/attempt": _attempt,
         "/api/diff": _diff,
     }
@@ -158,6 +165,10 @@ def _rollouts(runs: Sequence[ViewedRun], query: Mapping[str, str]) -> Any:
     return {**asdict(state), "matching": found.matching, "rows": found.attempts, "given_up": given_up}
 
 
+def _samples(runs: Sequence[ViewedRun], query: Mapping[str, str]) -> Any:
+    return read_samples(_run(runs, _SAMPLES.validate_python(dict(query)).run).run_dir)
+
+
 def _attempt(runs: Sequence[ViewedRun], query: Mapping[str, str]) -> Any:
     asked = _ATTEMPT.validate_python(dict(query))
     return attempt_facts(_find(runs, asked.run, asked.step, asked.place))
@@ -185,6 +196,7 @@ def _find(runs: Sequence[ViewedRun], run: int, step: int, place: int) -> KeptAtt
 
 _LIST = TypeAdapter(_ListQuery)
 _FILTER = TypeAdapter(RolloutFilter)
+_SAMPLES = TypeAdapter(_SamplesQuery)
 _ATTEMPT = TypeAdapter(_AttemptQuery)
 _DIFF = TypeAdapter(_DiffQuery)
 _LIST_NAMES = frozenset(_ListQuery.__dataclass_fields__)
