@@ -59,6 +59,16 @@ def test_a_missing_file_is_named_and_the_previous_good_one_offered(store: Checkp
         store.latest()
 
 
+def test_the_option_that_is_offered_is_one_of_the_command(store: CheckpointStore) -> None:
+    store.save(5, write_state, FACTS)
+    (store.save(6, write_state, FACTS) / "run.json").unlink()
+    with pytest.raises(CheckpointError, match=r"use `--resume .*5`"):
+        store.latest()
+    # Of `spurline export` and `spurline generate`.
+    with pytest.raises(CheckpointError, match=r"use `--checkpoint .*5`"):
+        store.chosen("latest")
+
+
 def test_a_truncated_file_is_named_with_both_sizes(store: CheckpointStore) -> None:
     path = store.save(5, write_state, FACTS)
     (path / "backend" / "model.bin").write_bytes(b"wei")

@@ -215,8 +215,8 @@ class CheckpointStore:
                 moved.append(path.rename(target))
         return moved
 
-    def latest(self) -> Checkpoint | None:
-        """The newest checkpoint, verified; None when there is none.
+    def latest(self, option: str = "--resume") -> Checkpoint | None:
+        """The newest checkpoint, verified; None when there is none. option: of the command, that takes another one.
 
         Raises CheckpointError when it is damaged, naming the newest good one before it.
         """
@@ -228,12 +228,12 @@ class CheckpointStore:
         try:
             return open_checkpoint(candidates[-1], self._verify)
         except CheckpointError as error:
-            raise CheckpointError(f"{error} {self.offer_before(candidates[-1])}") from error
+            raise CheckpointError(f"{error} {self.offer_before(candidates[-1], option)}") from error
 
     def chosen(self, choice: str | Path | None) -> Checkpoint:
         """The checkpoint that `latest` (or None), `best` or the path of a folder means. Raises CheckpointError."""
         if choice is None or choice == LATEST:
-            latest = self.latest()
+            latest = self.latest("--checkpoint")
             if latest is None:
                 raise CheckpointError(f"{self.root.parent} has no checkpoint. Train it first: spurline train.")
             return latest
@@ -257,15 +257,15 @@ class CheckpointStore:
     def _named(self, pointer: str) -> Path:
         return self.root / (self.root / pointer).read_text(encoding="utf-8").strip()
 
-    def offer_before(self, damaged: Path) -> str:
-        """A sentence that names the newest good checkpoint before a damaged one."""
+    def offer_before(self, damaged: Path, option: str = "--resume") -> str:
+        """A sentence that names the newest good checkpoint before a damaged one, and the option that takes it."""
         for path in reversed([path for path in self.paths() if path.name < damaged.name]):
             try:
                 good = open_checkpoint(path, self._verify)
                 verify_files(path / BACKEND, good.unverified(BACKEND))
             except CheckpointError:  # the next older one may be good
                 continue
-            return f"The newest good checkpoint is of step {good.step}: use `--resume {good.path}`."
+            return f"The newest good checkpoint is of step {good.step}: use `{option} {good.path}`."
         return "There is no other good checkpoint; start again with another run_dir, or with this one emptied."
 
     def _write_failure(self, step: int, error: Exception) -> str:
