@@ -7,7 +7,7 @@ step is the best, and what the next manifest says. It writes nothing; `spurline.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from spurline.config.run_config import KeepBestConfig, RunConfig, WatchedMetricConfig
@@ -86,14 +86,18 @@ def measured(
     return float(scores[config.metric])
 
 
-def check_watched(run: RunConfig, metrics: Mapping[str, Collection[str] | None]) -> None:
+def check_watched(run: RunConfig, metrics: Callable[[], Mapping[str, Collection[str] | None]]) -> None:
     """Raise ConfigError for a watched metric that its evaluation will not measure, as far as evaluations can tell.
 
-    metrics: of each evaluation, by `eval` or `eval/NAME`; None where only the evaluation itself tells.
+    metrics: of each evaluation, by `eval` or `eval/NAME`; None where only the evaluation itself tells. Called where a
+    metric is watched: losses of others are asked for theirs.
     """
     for where, config in (("checkpoint.keep_best", run.checkpoint.keep_best), ("stop_when", run.stop_when)):
-        known = None if config is None else metrics.get(label_of(config.metric, metrics))
-        if config is not None and known is not None and config.metric not in known:
+        if config is None:
+            continue
+        of_all = metrics()
+        known = of_all.get(label_of(config.metric, of_all))
+        if known is not None and config.metric not in known:
             raise _not_measured(config.metric, where, known)
 
 

@@ -101,7 +101,7 @@ def build_components(
         *loaded.config.schedule.notes(data.total_updates(done)),
         *loaded.config.backend.notes(loaded.config),
     ]
-    check_watched(loaded.config, metrics_of(data.evaluations))
+    check_watched(loaded.config, lambda: metrics_of(data.evaluations))
     check_trainable(loaded.config)
     # Before anything loads: what ranks would take of the cluster, engines would miss minutes later.
     stack.enter_context(room_on_cluster(loaded.config))

@@ -114,7 +114,7 @@ def make_plan(
                     layouts = _attempt(plan, lambda: layout_lines(loaded.config, load, device_bytes))
                     plan.sections |= {"layouts (estimate)": layouts} if layouts else {}
             _attempt(plan, lambda: _divisibility(loaded, data))
-            _attempt(plan, lambda: check_watched(loaded.config, metrics_of(data.evaluations)))
+            _attempt(plan, lambda: check_watched(loaded.config, lambda: metrics_of(data.evaluations)))
     # Last: a config alone, whose weights are yet to be fetched, tells everything above.
     _attempt(plan, lambda: _check_weights(loaded.config.model))
     here = [*([warning] if warning else []), *_run_dir_notes(loaded.config)]
@@ -132,11 +132,11 @@ def make_plan(
 @dataclass(frozen=True)
 class _Model:
     """What the model's files tell without its weights. context: tokens it can see; None without a limit. vocabulary:
-    tokens it has an embedding of."""
+    tokens it has an embedding of; None where its config does not say."""
 
     parameters: int
     context: int | None
-    vocabulary: int
+    vocabulary: int | None
 
 
 def _model(loaded: LoadedConfig) -> _Model:
@@ -145,7 +145,7 @@ def _model(loaded: LoadedConfig) -> _Model:
     limit = position_limit(config)
     ends = limit is not None and not (limit.extends and model.allow_extrapolation)
     context = limit.tokens if ends and limit is not None else None
-    return _Model(count_parameters(model), context, config.get_text_config().vocab_size)
+    return _Model(count_parameters(model), context, getattr(config.get_text_config(), "vocab_size", None))
 
 
 def _run_dir_notes(config: RunConfig) -> list[str]:
@@ -303,7 +303,8 @@ def _first_batches(plan: Plan, config: RunConfig, data: DataComponents, model: _
             said, over_ideal = _dealt(config, data.minibatches.cut(batch))
             dealt[f"step {step}: {said}"] = over_ideal
         _attempt(plan, partial(check_columns, batch, data.loss.needs - MADE_IN_UPDATE))
-        _attempt(plan, partial(check_tokens, batch, model.vocabulary))
+        if model.vocabulary is not None:
+            _attempt(plan, partial(check_tokens, batch, model.vocabulary))
         largest = max(largest, Load(batch.length, batch.num_tokens), key=lambda load: load.tokens)
         batch.release()
     plan.sections["batches"] = lines
