@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from spurline.data import arrow_rows
+from spurline.data.datasets import arrow_rows
 from spurline.errors import CheckpointError, DamagedCheckpointError, RunDirectoryError, UserError
 from spurline.files import private_folder, write_text
 from spurline.run.checkpoint import MANIFEST, CheckpointStore, open_checkpoint

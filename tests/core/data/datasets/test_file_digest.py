@@ -7,8 +7,8 @@ import os
 import pytest
 import xxhash
 
-from spurline.data import file_digest
-from spurline.data.file_digest import digest_of_file, digest_of_files, memory_folder
+from spurline.data.datasets import file_digest
+from spurline.data.datasets.file_digest import digest_of_file, digest_of_files, memory_folder
 
 
 @pytest.fixture(autouse=True)

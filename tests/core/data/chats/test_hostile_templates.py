@@ -15,18 +15,18 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from spurline.config.run_config import ModelConfig
-from spurline.data import chat_template
-from spurline.data.chat import ChatRenderer
-from spurline.data.chat_template import ChatTemplate, PlainChat
-from spurline.data.metered_jinja import compile_template
-from spurline.data.rows import BadRowError
-from spurline.data.template_budget import TemplateTooCostlyError
+from spurline.data.chats import chat_template
+from spurline.data.chats.chat import ChatRenderer
+from spurline.data.chats.chat_template import ChatTemplate, PlainChat
+from spurline.data.chats.metered_jinja import compile_template
+from spurline.data.chats.template_budget import TemplateTooCostlyError
+from spurline.data.rows.rows import BadRowError
 from spurline.data.tokenizer import load_tokenizer
 from spurline.errors import ModelError
 from spurline.testing.inputs import tiny_tokenizer
 
 BUNDLED = Path(chat_template.__file__).parent / "templates"
-TEMPLATES = {path.stem: path.read_text() for folder in (BUNDLED, Path(__file__).parent / "chat_templates")
+TEMPLATES = {path.stem: path.read_text() for folder in (BUNDLED, Path(__file__).parents[1] / "chat_templates")
              for path in folder.glob("*.jinja")}  # fmt: skip
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}

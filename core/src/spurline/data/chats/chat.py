@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
-from spurline.data.chat_template import ChatTemplate, PlainChat, is_large
-from spurline.data.formats import Conversation
-from spurline.data.messages import Message, assistant_turns
-from spurline.data.rows import BadRowError
-from spurline.data.template_budget import TemplateTooCostlyError
+from spurline.data.chats.chat_template import ChatTemplate, PlainChat, is_large
+from spurline.data.chats.template_budget import TemplateTooCostlyError
+from spurline.data.rows.formats import Conversation
+from spurline.data.rows.messages import Message, assistant_turns
+from spurline.data.rows.rows import BadRowError
 from spurline.data.token_bytes import Span
 from spurline.data.tokenizer import template_name
 from spurline.errors import ModelError

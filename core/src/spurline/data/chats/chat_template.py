@@ -12,8 +12,8 @@ from typing import Any, cast
 
 from transformers.utils.chat_template_utils import _alias_reasoning_fields, _plain_template_data
 
-from spurline.data.metered_jinja import BudgetContext, compile_template
-from spurline.data.template_budget import Budget, TemplateTooCostlyError
+from spurline.data.chats.metered_jinja import BudgetContext, compile_template
+from spurline.data.chats.template_budget import Budget, TemplateTooCostlyError
 
 _STEPS = 5_000_000
 """Of a rendering, whatever the row; an ordinary one takes some hundreds for each message."""

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from spurline.data.file_digest import digest_of_file
+from spurline.data.datasets.file_digest import digest_of_file
 from spurline.errors import DataError, listing
 
 if TYPE_CHECKING:

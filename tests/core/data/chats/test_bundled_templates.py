@@ -8,7 +8,7 @@ import pytest
 
 from spurline.config.run_config import CHAT_TEMPLATES, DataConfig, ModelConfig
 from spurline.data import tokenizer as tokenizers
-from spurline.data.chat import ChatRenderer
+from spurline.data.chats.chat import ChatRenderer
 from spurline.data.configs import HfDatasetConfig
 from spurline.data.encoding import RowEncoder
 from spurline.data.tokenizer import load_tokenizer, template_notes
@@ -58,7 +58,7 @@ def named(folder: Path, name: str) -> ChatRenderer:
 
 
 def test_there_is_a_file_for_each_name_and_no_other() -> None:
-    files = (Path(tokenizers.__file__).parent / "templates").iterdir()
+    files = (Path(tokenizers.__file__).parent / "chats" / "templates").iterdir()
     assert sorted(file.stem for file in files) == sorted(CHAT_TEMPLATES) == sorted(PUBLISHED)
 
 

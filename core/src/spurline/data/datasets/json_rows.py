@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from spurline.data.configs import TableLimits
-from spurline.data.rows import describe
+from spurline.data.rows.rows import describe
 from spurline.errors import DataError
 
 _AHEAD_BYTES = 1 << 14

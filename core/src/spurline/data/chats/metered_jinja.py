@@ -30,8 +30,8 @@ from jinja2.utils import pass_context
 from jinja2.visitor import NodeTransformer
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from spurline.data import template_budget as size_of
-from spurline.data.template_budget import CALL, STEP, Budget, Growth, TemplateTooCostlyError, require_bits
+import spurline.data.chats.template_budget as size_of
+from spurline.data.chats.template_budget import CALL, STEP, Budget, Growth, TemplateTooCostlyError, require_bits
 
 MAX_CHARACTERS = 1 << 17
 """Of a template; those of known models have up to some 20,000."""

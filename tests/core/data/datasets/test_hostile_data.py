@@ -19,13 +19,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spurline.data import json_rows, local_files, table_checks
 from spurline.data.configs import HfDatasetConfig, HfStreamConfig, TableLimits
-from spurline.data.hf_dataset import HfDataset
-from spurline.data.json_rows import JsonArray
-from spurline.data.row_streams import HfStream
-from spurline.data.rows import BadRowError, RowView, absent_column_problem, describe
-from spurline.data.table_checks import check_rows, open_parquet
+from spurline.data.datasets import json_rows, local_files, table_checks
+from spurline.data.datasets.hf_dataset import HfDataset
+from spurline.data.datasets.json_rows import JsonArray
+from spurline.data.datasets.row_streams import HfStream
+from spurline.data.datasets.table_checks import check_rows, open_parquet
+from spurline.data.rows.rows import BadRowError, RowView, absent_column_problem, describe
 from spurline.errors import DataError, listing, suggestion
 
 MB = 1 << 20
@@ -33,7 +33,7 @@ MB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spurline.data.arrow_rows.HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+    monkeypatch.setattr("spurline.data.datasets.arrow_rows.HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
 
 
 def opened(path: Path, **settings: Any) -> HfDataset:

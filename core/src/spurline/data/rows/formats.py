@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from spurline.data.messages import Message, assistant_turns, read_messages, read_tools, with_system
-from spurline.data.rows import BadRowError, RowView, describe, unknown_column_problem
-from spurline.data.usual_columns import renaming
+from spurline.data.rows.messages import Message, assistant_turns, read_messages, read_tools, with_system
+from spurline.data.rows.rows import BadRowError, RowView, describe, unknown_column_problem
+from spurline.data.rows.usual_columns import renaming
 from spurline.errors import DataError, listing
 from spurline.protocols.dataset import DatasetConfig
 

@@ -15,7 +15,7 @@ from spurline.data.batch import TrainingBatch
 from spurline.data.collators.packed import PackedCollator
 from spurline.data.collators.padded import PaddedCollator
 from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig
-from spurline.data.preference import join_pairs, split_pairs
+from spurline.data.sources.preference import join_pairs, split_pairs
 from spurline.data.token_store import TokenStore, TokenStoreBuilder
 from spurline.protocols.collator import Collator, ParallelLayout
 

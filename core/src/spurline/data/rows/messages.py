@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spurline.data.rows import BadRowError, describe
+from spurline.data.rows.rows import BadRowError, describe
 from spurline.errors import suggestion
 
 Message = dict[str, Any]

@@ -12,7 +12,7 @@ import datasets
 import pytest
 
 from spurline.data.configs import HfDatasetConfig
-from spurline.data.hf_dataset import HfDataset
+from spurline.data.datasets.hf_dataset import HfDataset
 from spurline.errors import DataError
 
 
@@ -24,7 +24,7 @@ def _isolated(monkeypatch, tmp_path):
         raise AssertionError(f"went to the network: {args}")
 
     monkeypatch.setattr("socket.getaddrinfo", refuse)
-    monkeypatch.setattr("spurline.data.arrow_rows.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr("spurline.data.datasets.arrow_rows.HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
 
@@ -330,7 +330,7 @@ def test_the_fingerprint_of_whole_splits_opens_no_file(split, monkeypatch):
     def refuse(path, limits):
         raise AssertionError(f"opened {path}")
 
-    monkeypatch.setattr("spurline.data.hf_dataset.JsonLines", refuse)
+    monkeypatch.setattr("spurline.data.datasets.hf_dataset.JsonLines", refuse)
     assert dataset.fingerprint() == expected
     with pytest.raises(AssertionError, match="opened"):
         len(dataset)

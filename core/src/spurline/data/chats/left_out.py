@@ -14,10 +14,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from spurline.data.chat import REASONING_KEYS, SPOKEN, ChatRenderer
-from spurline.data.formats import Conversation
-from spurline.data.messages import Message, assistant_turns
-from spurline.data.rows import BadRowError
+from spurline.data.chats.chat import REASONING_KEYS, SPOKEN, ChatRenderer
+from spurline.data.rows.formats import Conversation
+from spurline.data.rows.messages import Message, assistant_turns
+from spurline.data.rows.rows import BadRowError
 from spurline.data.tokenizer import template_name
 from spurline.errors import DataError
 

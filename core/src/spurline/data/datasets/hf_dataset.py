@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from spurline.data.configs import HfDatasetConfig, TableLimits
-from spurline.data.json_rows import JsonLines, JsonRows, open_json
-from spurline.data.local_files import (
+from spurline.data.datasets.json_rows import JsonLines, JsonRows, open_json
+from spurline.data.datasets.local_files import (
     HoldsTable,
     LocalFile,
     LocalRows,
@@ -157,14 +157,14 @@ def _split_opener(config: HfDatasetConfig) -> Callable[[str], _SplitRows]:
     """What opens a split by its name: of a hub dataset, of a `save_to_disk` folder, or of files."""
     path = config.path
     if not looks_local(path):
-        from spurline.data.arrow_rows import load_hub
+        from spurline.data.datasets.arrow_rows import load_hub
 
         return lambda name: _SplitRows([load_hub(path, config.subset, config.revision, name)])
     for setting in ("subset", "revision"):
         if getattr(config, setting) is not None:
             raise DataError(f"{path}: {setting} is for hub datasets, but this path is local. Remove {setting}.")
     if is_saved_dataset(Path(path).expanduser()):
-        from spurline.data.arrow_rows import load_saved
+        from spurline.data.datasets.arrow_rows import load_saved
 
         splits = {name: [table] for name, table in load_saved(Path(path).expanduser()).items()}
     else:
@@ -185,7 +185,7 @@ def _open_rows(path: Path, limits: TableLimits) -> LocalRows:
         return JsonLines(path, limits)
     if suffix == ".json":
         return open_json(path, limits)
-    from spurline.data.arrow_rows import load_file
+    from spurline.data.datasets.arrow_rows import load_file
 
     return load_file(path, limits)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from spurline.data.rows import value_at
+from spurline.data.rows.rows import value_at
 
 _QUESTIONS = ("question", "query", "problem", "request", "user", "user_message")
 _ANSWERS = ("answer", "response", "completion", "output", "solution", "reply", "assistant", "assistant_message")

@@ -29,13 +29,13 @@ from torch import Tensor
 from spurline.data.batch import Ragged, TrainingBatch, sums_by_number
 from spurline.data.collators.packing import round_up
 from spurline.data.configs import PreferenceSourceConfig
-from spurline.data.messages import Message, read_messages
-from spurline.data.rows import BadRowError, RowView, unknown_column_problem
-from spurline.data.sft import SampleSet, SftSource
+from spurline.data.rows.messages import Message, read_messages
+from spurline.data.rows.rows import BadRowError, RowView, unknown_column_problem
+from spurline.data.rows.usual_columns import pair_renaming
+from spurline.data.sources.sft import SampleSet, SftSource
 from spurline.data.token_store import TokenStore, TokenStoreBuilder, TokenView, fingerprint_of
 from spurline.data.tokenization import DerivedDataset, distinct_labels
 from spurline.data.tokenizer import pad_token_id
-from spurline.data.usual_columns import pair_renaming
 from spurline.errors import DataError, listing
 from spurline.protocols.dataset import Dataset, DatasetConfig
 from spurline.protocols.source import Samples, SourceContext
