@@ -45,6 +45,7 @@ TOKEN_MODULES = (
     "spurline.data.rows.formats",
     "spurline.data.rows.messages",
     "spurline.data.rows.rows",
+    "spurline.data.rows.usual_columns",
     "spurline.data.token_bytes",
     "spurline.data.token_pieces",
     "spurline.data.token_store",
