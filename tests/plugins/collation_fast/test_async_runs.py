@@ -18,7 +18,7 @@ from spurline.data.sources.sft import SftSource
 from spurline.data.token_store import TokenView
 from spurline.errors import HookFailedError
 from spurline.plugins.hookspecs import hookimpl
-from spurline.run.checkpoint import CheckpointStore
+from spurline.run.checkpoints.checkpoint import CheckpointStore
 
 ASYNC_ONLY = "collation/hidden"
 

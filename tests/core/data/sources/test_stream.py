@@ -22,7 +22,7 @@ from spurline.data.sources.stream import StreamSource
 from spurline.data.tokenizer import load_tokenizer
 from spurline.errors import CheckpointError, ConfigError, DataError
 from spurline.protocols.source import SourceContext
-from spurline.run.state_files import read_state, write_state
+from spurline.run.checkpoints.state_files import read_state, write_state
 
 NUM_ROWS = 50
 

@@ -1,7 +1,8 @@
 """Keep track of the best checkpoint of a run so far, by one metric of its held-out evaluation.
 
 In: the scores of each evaluation, and what the manifest of the checkpoint that a run continues says. Out: whether this
-step is the best, and what the next manifest says. It writes nothing; `spurline.run.checkpoint` keeps the folder.
+step is the best, and what the next manifest says. It writes nothing; `spurline.run.checkpoints.checkpoint` keeps the
+folder.
 """
 
 from __future__ import annotations

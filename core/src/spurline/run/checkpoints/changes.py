@@ -15,7 +15,7 @@ from spurline.config.compare import Difference, differences, setting_names
 from spurline.config.loading import LoadedConfig
 from spurline.config.section import OnResume
 from spurline.errors import CheckpointError, listing, suggestion
-from spurline.run.checkpoint import Checkpoint
+from spurline.run.checkpoints.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from spurline.config.run_config import RunConfig
 from spurline.protocols.rollout_engine import ColocatedEngine
 from spurline.ranks.machine import num_gpus
-from spurline.run.fit import SHARE_USED, Load, as_gib, as_value, memory_parts, peak_memory
+from spurline.run.planning.fit import SHARE_USED, Load, as_gib, as_value, memory_parts, peak_memory
 
 BUCKETS = 4
 """Weights on their way that a device has: two buckets of whoever sends, and two of whoever receives."""

@@ -20,7 +20,7 @@ from spurline.plugins import ComponentRegistrar, hookimpl
 from spurline.protocols.evaluation import EvaluationConfig
 from spurline.protocols.reward import RewardConfig
 from spurline.report.record import evaluation_losses, evaluation_scores, read_record
-from spurline.run.plan import make_plan
+from spurline.run.planning.plan import make_plan
 from spurline.trackers.jsonl import read_json_lines
 
 Config = dict[str, Any]

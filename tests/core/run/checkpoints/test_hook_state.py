@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from spurline.errors import CheckpointError, HookFailedError, PluginError, RunFailedError
-from spurline.run.checkpoint import CheckpointStore, open_checkpoint
-from spurline.run.hook_state import HookStates
-from spurline.run.state_files import write_state
+from spurline.run.checkpoints.checkpoint import CheckpointStore, open_checkpoint
+from spurline.run.checkpoints.hook_state import HookStates
+from spurline.run.checkpoints.state_files import write_state
 
 
 class Average:

@@ -31,13 +31,13 @@ from spurline.plugins.registry import CORE, group_by_kind
 from spurline.progress import Progress, silent
 from spurline.protocols.loss import Loss
 from spurline.ranks.messages import check_losses
-from spurline.run.best import check_watched
 from spurline.run.build import DataComponents, build_data, build_trackers
+from spurline.run.checkpoints.best import check_watched
 from spurline.run.directory import RunDirectory
-from spurline.run.evaluation import metrics_of
-from spurline.run.fit import Load, layout_lines, memory_lines
+from spurline.run.evaluations.evaluation import metrics_of
 from spurline.run.lengths import check_lengths
-from spurline.run.phases import phase_lines
+from spurline.run.planning.fit import Load, layout_lines, memory_lines
+from spurline.run.planning.phases import phase_lines
 from spurline.run.shown_data.sequences import ROW_LIMIT, first_rows
 from spurline.run.shown_data.terminal import marked
 from spurline.update.reduction import describe_reduction

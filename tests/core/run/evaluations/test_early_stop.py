@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from spurline.config.run_config import KeepBestConfig, StopWhenConfig
 from spurline.errors import ConfigError
-from spurline.run.best import BestSoFar
-from spurline.run.early_stop import EarlyStop
+from spurline.run.checkpoints.best import BestSoFar
+from spurline.run.evaluations.early_stop import EarlyStop
 
 VALUES = st.lists(st.integers(0, 6).map(float), min_size=1, max_size=20)
 

@@ -21,10 +21,10 @@ from spurline.errors import (
     RunFailedError,
 )
 from spurline.protocols.source import BatchSource
+from spurline.run.checkpoints.saving import Saving
 from spurline.run.directory import RunDirectory, RunRecordFiles
+from spurline.run.endings.rescue import rescue
 from spurline.run.health import findings, trained_steps
-from spurline.run.rescue import rescue
-from spurline.run.saving import Saving
 from spurline.run.state import RunState, StepUnderWay
 from spurline.trackers.jsonl import read_json_lines
 

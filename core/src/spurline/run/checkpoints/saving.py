@@ -12,12 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from spurline.config.loading import LoadedConfig
-from spurline.run.best import BestSoFar
 from spurline.run.build import Components
-from spurline.run.checkpoint import CheckpointStore
-from spurline.run.checkpoint_writer import CheckpointWriter
+from spurline.run.checkpoints.best import BestSoFar
+from spurline.run.checkpoints.checkpoint import CheckpointStore
+from spurline.run.checkpoints.checkpoint_writer import CheckpointWriter
+from spurline.run.checkpoints.resume import CheckpointContents, Course, save_state
 from spurline.run.directory import RunDirectory
-from spurline.run.resume import CheckpointContents, Course, save_state
 from spurline.run.state import RunState
 
 

@@ -14,8 +14,8 @@ import pytest
 
 from spurline.digests import FileDigest, digest_file, verify_files
 from spurline.errors import CheckpointError, CheckpointWriteError, DamagedCheckpointError
-from spurline.run.checkpoint import MANIFEST, CheckpointStore, Written, open_checkpoint
-from spurline.run.state_files import read_state
+from spurline.run.checkpoints.checkpoint import MANIFEST, CheckpointStore, Written, open_checkpoint
+from spurline.run.checkpoints.state_files import read_state
 
 FACTS = {"config": {"seed": 0}, "versions": {"spurline": "0"}}
 
@@ -212,8 +212,8 @@ KILLED_IN_A_PART = """
 import os, signal, sys
 from pathlib import Path
 from spurline.protocols.stateful import StateParts
-from spurline.run.checkpoint import CheckpointStore, Written
-from spurline.run.state_files import write_state
+from spurline.run.checkpoints.checkpoint import CheckpointStore, Written
+from spurline.run.checkpoints.state_files import write_state
 def parts(until):
     for number in range(3):
         if number == until:
@@ -245,8 +245,8 @@ import sys
 from pathlib import Path
 import numpy as np
 from spurline.protocols.stateful import StateParts
-from spurline.run.checkpoint import CheckpointStore
-from spurline.run.state_files import write_state
+from spurline.run.checkpoints.checkpoint import CheckpointStore
+from spurline.run.checkpoints.state_files import write_state
 def write(folder):
     (folder / "backend").mkdir()
     for part in range(20):

@@ -15,8 +15,8 @@ from spurline.config.run_config import RunConfig
 from spurline.config.section import OnResume, Section
 from spurline.errors import CheckpointError
 from spurline.plugins.host import PluginHost
-from spurline.run.changes import PermittedChanges, ResumeRequest
-from spurline.run.checkpoint import Checkpoint
+from spurline.run.checkpoints.changes import PermittedChanges, ResumeRequest
+from spurline.run.checkpoints.checkpoint import Checkpoint
 
 BASE: dict[str, Any] = {
     "model": {"path": "some/model"},
@@ -285,7 +285,7 @@ def test_a_name_that_did_not_change_is_an_error() -> None:
 def test_component_state_keeps_arrays_and_structure(tmp_path: Path) -> None:
     import numpy as np
 
-    from spurline.run.state_files import read_state, write_state
+    from spurline.run.checkpoints.state_files import read_state, write_state
 
     state: dict[str, Any] = {
         "groups": [{"tokens": np.arange(5, dtype=np.int32), "uid": "a"}, {"tokens": np.zeros((2, 0), np.float32)}],
@@ -306,7 +306,7 @@ def test_component_state_keeps_arrays_and_structure(tmp_path: Path) -> None:
 
 def test_a_state_that_cannot_be_saved_names_its_component(tmp_path: Path) -> None:
     from spurline.errors import RunFailedError
-    from spurline.run.state_files import write_state
+    from spurline.run.checkpoints.state_files import write_state
 
     with pytest.raises(RunFailedError, match="state of source/mine cannot be saved"):
         write_state(tmp_path / "source" / "mine", {"cursor": object()})

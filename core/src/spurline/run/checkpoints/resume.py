@@ -1,6 +1,6 @@
 """Save the state of a run in a checkpoint, and decide whether and from where a run continues.
 
-Which settings may differ from those of the checkpoint is decided in `spurline.run.changes`.
+Which settings may differ from those of the checkpoint is decided in `spurline.run.checkpoints.changes`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from spurline.digests import FileDigest
 from spurline.errors import CheckpointError, ConfigError, DamagedCheckpointError, Problem, RunDirectoryError
 from spurline.protocols.backend import Role, TakesSnapshots
 from spurline.protocols.stateful import Stateful
-from spurline.run.best import BestSoFar, is_same_data
 from spurline.run.build import Components, Done
-from spurline.run.changes import PermittedChanges, ResumeRequest
-from spurline.run.checkpoint import (
+from spurline.run.checkpoints.best import BestSoFar, is_same_data
+from spurline.run.checkpoints.changes import PermittedChanges, ResumeRequest
+from spurline.run.checkpoints.checkpoint import (
     BACKEND,
     Checkpoint,
     CheckpointStore,
@@ -29,10 +29,10 @@ from spurline.run.checkpoint import (
     Written,
     open_checkpoint,
 )
+from spurline.run.checkpoints.state_files import copied_state, read_state, write_state
 from spurline.run.directory import RunDirectory
-from spurline.run.early_stop import EarlyStop
-from spurline.run.evaluation import fingerprints
-from spurline.run.state_files import copied_state, read_state, write_state
+from spurline.run.evaluations.early_stop import EarlyStop
+from spurline.run.evaluations.evaluation import fingerprints
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from spurline.cli import main
 from spurline.config.loading import load_config
 from spurline.protocols.backend import Finding
 from spurline.ranks.group import RankRequest
-from spurline.run import doctor
+from spurline.run.planning import doctor
 
 
 @pytest.fixture

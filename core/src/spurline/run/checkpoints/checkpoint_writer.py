@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from spurline.errors import CheckpointWriteError
-from spurline.run.checkpoint import CheckpointStore
-from spurline.run.resume import CheckpointContents
+from spurline.run.checkpoints.checkpoint import CheckpointStore
+from spurline.run.checkpoints.resume import CheckpointContents
 
 WAIT_LIMIT_S = 3600.0
 """How long the run stands still for a checkpoint that is being written."""

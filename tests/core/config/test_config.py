@@ -19,7 +19,7 @@ from spurline.errors import ConfigError, PluginError
 from spurline.plugins.host import PluginHost
 from spurline.plugins.registry import ComponentRegistrar
 
-EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
+EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.yaml"))
 MINIMAL = "model: {path: m}\ndata: {train: rows.jsonl}\nsteps: 3\n"
 
 

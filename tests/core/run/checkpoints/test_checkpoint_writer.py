@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from spurline.errors import CheckpointWriteError, RunDirectoryLostError
-from spurline.run.checkpoint import CheckpointStore, Written, open_checkpoint
-from spurline.run.checkpoint_writer import CheckpointWriter
-from spurline.run.resume import CheckpointContents
+from spurline.run.checkpoints.checkpoint import CheckpointStore, Written, open_checkpoint
+from spurline.run.checkpoints.checkpoint_writer import CheckpointWriter
+from spurline.run.checkpoints.resume import CheckpointContents
 
 PATIENCE_S = 60
 FAILURES = ("none", "write", "lost")

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from spurline.config.run_config import StopWhenConfig
-from spurline.run.best import is_better, measured
+from spurline.run.checkpoints.best import is_better, measured
 
 
 class EarlyStop:

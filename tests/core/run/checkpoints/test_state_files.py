@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 from spurline.errors import RunFailedError
 from spurline.protocols.stateful import StateParts
-from spurline.run.state_files import read_state, write_state
+from spurline.run.checkpoints.state_files import read_state, write_state
 
 ARRAY = np.arange(6, dtype=np.float32).reshape(2, 3)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from run_helpers import wait_for
 
-from spurline.run import second_signal
+from spurline.run.endings import second_signal
 
 pytestmark = [pytest.mark.processes, pytest.mark.skipif(sys.platform != "linux", reason="/proc says what is left")]
 

@@ -1,7 +1,7 @@
 """State that plugins keep from their hooks, in the checkpoint under `hooks/PLUGIN/NAME`.
 
 A hook registers an object with `Run.keep_state` before the first step; what a resumed checkpoint holds for it is put
-into it right there. Components with state are not here: the run knows them (see `spurline.run.resume`).
+into it right there. Components with state are not here: the run knows them (see `spurline.run.checkpoints.resume`).
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 
 from spurline.errors import CheckpointError, HookFailedError, PluginError, SpurlineError
 from spurline.protocols.stateful import Stateful
-from spurline.run.checkpoint import Checkpoint
-from spurline.run.state_files import read_state
+from spurline.run.checkpoints.checkpoint import Checkpoint
+from spurline.run.checkpoints.state_files import read_state
 
 FOLDER = "hooks"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")

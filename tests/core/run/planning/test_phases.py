@@ -9,8 +9,8 @@ from backend_batches import run_config, write_model_folder
 
 from spurline.config.run_config import RunConfig
 from spurline.protocols.rollout_engine import ColocatedEngine
-from spurline.run.fit import Load
-from spurline.run.phases import phase_lines
+from spurline.run.planning.fit import Load
+from spurline.run.planning.phases import phase_lines
 from spurline_async_rl.engines.configs import ChildProcessEngineConfig, PoolConfig, VllmEngineConfig
 
 GIB = 1 << 30
