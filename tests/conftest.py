@@ -28,6 +28,7 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 from hypothesis.configuration import set_hypothesis_home_dir  # noqa: E402
 from hypothesis.internal.conjecture import providers  # noqa: E402
 from warm_children import WarmChildren  # noqa: E402
+from warm_vllm import warm_context  # noqa: E402
 
 from spurline.config import loading  # noqa: E402
 from spurline.config.assembly import assemble  # noqa: E402
@@ -94,6 +95,15 @@ def warm_children(forked_children: WarmChildren) -> Generator[None, None, None]:
     with pytest.MonkeyPatch.context() as patch:
         if not SOAK:
             patch.setattr(child, "subprocess", forked_children)
+        yield
+
+
+@pytest.fixture(scope="module")
+def warm_vllm() -> Generator[None, None, None]:
+    """Engines of vLLM of this module need no imports, except in long runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not SOAK:
+            patch.setattr("vllm.v1.engine.utils.get_mp_context", warm_context)
         yield
 
 

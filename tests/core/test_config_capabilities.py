@@ -143,4 +143,6 @@ def test_what_does_not_fit_is_refused_whoever_wrote_it(
     ],
 )
 def test_what_fits_is_taken_whoever_wrote_it(plugins: FakePlugins, settings: dict[str, Any]) -> None:
-    load_config({**BASE, **settings}, available=plugins.available)
+    config = load_config({**BASE, **settings}, available=plugins.available).config
+    named = {section: value if isinstance(value, str) else value.get("name") for section, value in settings.items()}
+    assert {section: getattr(getattr(config, section), "name", None) for section in settings} == named

@@ -74,11 +74,17 @@ def test_engines_killed_again_and_again_are_replaced_and_every_prompt_is_trained
     child_config: dict[str, Any],
 ) -> None:
     kills = 20 if os.environ.get("SPURLINE_SOAK") else 2
-    child_config["steps"] = 80 * kills
+    child_config["steps"] = 10 * kills + 4
     child_config["checkpoint"] = {"every_steps": 1000}
     instants = random.Random(3)
     killed: list[int] = []
-    trained = threading.Event()
+    trained, all_killed = threading.Event(), threading.Event()
+
+    class HoldTheLastSteps:
+        @hookimpl
+        def on_step_end(self, step: int) -> None:
+            if step == 10 * kills:
+                all_killed.wait(600)
 
     def kill_engines() -> None:
         while len(killed) < kills and not trained.is_set():
@@ -88,11 +94,14 @@ def test_engines_killed_again_and_again_are_replaced_and_every_prompt_is_trained
                 killed.append(victim.pid)
                 victim.send_signal(signal.SIGKILL)
             trained.wait(instants.uniform(0.1, 1.0))
+        all_killed.set()
 
     killer = threading.Thread(target=kill_engines)
     killer.start()
+    loaded = load_config(child_config)
+    loaded.host.attach(HoldTheLastSteps(), "hold-the-last-steps")
     try:
-        Run(load_config(child_config)).train()
+        Run(loaded).train()
     finally:
         trained.set()
         killer.join()
@@ -106,7 +115,7 @@ def test_a_stalled_run_names_the_engine_that_holds_a_request(
 ) -> None:
     # With more, finished groups would be trained on first, and it is the next publish that would wait.
     child_config["source"] |= {"max_staleness": 0, "watchdog_s": 1.0, "stall_timeout_s": 3.0}
-    child_config["source"]["engine"]["engines"] = 1
+    child_config["source"]["engine"] |= {"engines": 1, "close_timeout_s": 2.0}
     stopped: list[psutil.Process] = []
 
     def stop_engines(*_: object) -> None:

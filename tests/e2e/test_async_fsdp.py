@@ -54,7 +54,7 @@ class Life:
     def __init__(self, runs: WarmRuns, config: Path, metrics: Path) -> None:
         self._log = config.with_suffix(".log")
         self._metrics = metrics
-        self._process = runs.start("train", config, output=self._log)
+        self._process = runs.start("train", config, output=self._log, warm_children=True)
         self.pid = self._process.pid
 
     def wait_for_steps(self, steps: int) -> None:
@@ -82,7 +82,7 @@ class Life:
         """Until nothing is left of it; returns what it wrote."""
         self._process.wait(60)
         for what, left in (("engines", engines_of), ("ranks", ranks_of), ("memory", shared_memory_of)):
-            wait_for(lambda: not left(self.pid), f"the {what} of an ended run to go", timeout_s=5)  # noqa: B023
+            wait_for(lambda: not left(self.pid), f"the {what} of an ended run to go", timeout_s=25)  # noqa: B023
         return self._log.read_text()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +63,7 @@ def test_the_rank_that_failed_is_named_and_how_to_go_on(
 def test_a_rank_that_stands_still_is_named_with_its_stack(
     spurline: Spurline, write_config: WriteConfig, failing: Any
 ) -> None:
-    began = time.monotonic()
     code, _, err = spurline("train", write_config(failing("sleep", call_timeout_s=3)))
-    assert time.monotonic() - began < 40
     assert code == 1
     assert "`update` was not done within 3 s, its limit by backend.call_timeout_s" in err
     assert "rank 1 of 2" in err

@@ -78,9 +78,10 @@ def html_of(notebook: Any) -> list[str]:
 
 
 def execute(client: NotebookClient, source: str) -> str:
-    """What a further cell prints."""
+    """What a further cell prints, which is no part of the notebook afterwards."""
     client.nb.cells.append(nbformat.v4.new_code_cell(source))
     cell = client.execute_cell(client.nb.cells[-1], len(client.nb.cells) - 1)
+    client.nb.cells.pop()
     return "".join(output.text for output in cell.outputs if output.output_type == "stream")
 
 

@@ -34,7 +34,7 @@ async def blocks(answer):
 
 def config_of(rl_config: dict[str, Any], module: Path, source: dict[str, Any], function: str) -> dict[str, Any]:
     module.write_text(REWARDS, encoding="utf-8")
-    reward = {"name": "function", "path": f"{module}:{function}", "timeout_s": 1.0}
+    reward = {"name": "function", "path": f"{module}:{function}", "timeout_s": 0.4}
     faults = {"retries": 8, "max_quarantined": 64}
     rl_config["source"] |= {
         "environment": {"rewards": {"odd": reward}},

@@ -54,7 +54,7 @@ def test_a_run_ends_whose_reward_never_gives_the_interpreter_back(
         time.sleep(4 * TOGETHER_S)
     assert run.wait(30) == -signal.SIGKILL, log.read_text()
     assert "Killed at the third signal, with all that it had started." in log.read_text()
-    wait_for(lambda: not any(map(is_running, family)), "the end of all processes", 5)
+    wait_for(lambda: not any(map(is_running, family)), "the end of all processes", 25)
 
 
 def test_a_run_whose_terminal_closes_finishes_and_saves_its_step(

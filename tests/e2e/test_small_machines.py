@@ -143,3 +143,4 @@ def test_a_tiny_dev_shm_is_enough_for_engines_in_child_processes(
     if subprocess.run([*own[:4], "mount -t tmpfs tmpfs /dev/shm"], check=False).returncode:
         pytest.skip("mounting a disk takes the rights of root")
     subprocess.run(own, check=True, timeout=120, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+    assert [line["step"] for line in read_metrics(async_config["run_dir"])] == [1, 2]

@@ -52,7 +52,7 @@ def assert_the_step_is_finished_and_saved(
     assert "and saving; press Ctrl-C again to stop now" in log.read_text()
     done = len(read_metrics(run_dir))
     assert (run_dir / f"checkpoints/step-{done:08d}").is_dir()
-    wait_for(lambda: not any(process.is_running() for process in family), "the end of all processes", 5)
+    wait_for(lambda: not any(process.is_running() for process in family), "the end of all processes", 25)
     code, out, _ = spurline("train", config, "--set", f"steps={done + 1}", "--allow-change", "steps")
     assert code == 0, out
     assert len(read_metrics(run_dir)) == done + 1
@@ -74,4 +74,4 @@ def assert_a_second_one_ends_it_at_once(changes: dict[str, Any], write_config: W
     said = log.read_text()
     assert "Traceback" not in said
     assert f"Stopped at once, after step 2. The last checkpoint is {saved}. Go on with: spurline train {config}" in said
-    wait_for(lambda: not any(process.is_running() for process in family), "the end of all processes", 5)
+    wait_for(lambda: not any(process.is_running() for process in family), "the end of all processes", 25)

@@ -55,7 +55,7 @@ def train_and_kill_each(
 
 
 def _kill(process: WarmProcess, victim: Victim, instants: random.Random) -> None:
-    """Some of its processes; after 5 s none of them is left, and no socket they listened at."""
+    """Some of its processes; soon none of them is left, and no socket they listened at."""
     controller = psutil.Process(process.pid)
     # The process that has imported everything, and the ranks that were forked from it, if they have been by now.
     server = controller.children()
@@ -70,7 +70,7 @@ def _kill(process: WarmProcess, victim: Victim, instants: random.Random) -> None
     # Taking down an interpreter with torch in it takes two seconds of its own.
     code = process.wait(180)
     assert code == (1 if victim == "rank" and ranks else -signal.SIGKILL)
-    wait_for(lambda: not any(each.is_running() for each in (*server, *ranks)), "the end of all processes", 5)
+    wait_for(lambda: not any(each.is_running() for each in (*server, *ranks)), "the end of all processes", 25)
     # Not the ports: another program of this machine may have been given one of them by now.
     assert not listening & _listening_sockets()
 

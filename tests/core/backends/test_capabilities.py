@@ -106,7 +106,8 @@ def test_an_engine_that_can_only_borrow_the_model_needs_a_backend_that_lends_it(
 
 def test_an_engine_that_can_hold_a_copy_takes_any_backend(load: Any) -> None:
     for backend in ("plain", "able"):
-        load(ROLLOUTS, backend)
+        config = load(ROLLOUTS, backend).config
+        assert (config.backend.name, config.source.engine.name) == (backend, "in_process")
 
 
 @pytest.mark.parametrize(

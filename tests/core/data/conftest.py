@@ -1,9 +1,11 @@
-"""Tiny byte-level tokenizers and the chat templates beside this file."""
+"""Tiny byte-level tokenizers, the chat templates beside this file, and who is connected to."""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -44,3 +46,17 @@ def make_tokenizer() -> Callable[..., PreTrainedTokenizerFast]:
         return tokenizer
 
     return make
+
+
+@pytest.fixture
+def connected(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The addresses that this process has connected to, or tried to."""
+    addresses: list[object] = []
+    real = socket.socket.connect
+
+    def connect(self: socket.socket, address: Any) -> None:
+        addresses.append(address)
+        real(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    return addresses

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +10,6 @@ from backend_batches import lay_out, make_samples
 from model_families import FAMILIES, MARKED, PAGE, Family, table, tiny_model
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from spurline.config.run_config import ModelConfig
 from spurline.errors import ModelError
@@ -88,12 +85,6 @@ def test_the_page_has_the_table_of_these_families() -> None:
     found = MARKED.search(PAGE.read_text(encoding="utf-8"))
     assert found is not None
     assert found[0] == table(), "run python tests/support/model_families.py"
-
-
-def test_families_that_are_not_in_the_table_are_told() -> None:
-    """Informative: transformers adds families faster than anybody tries them."""
-    unknown = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - {family.model_type for family in FAMILIES}
-    warnings.warn(f"causal language models that no test trains: {', '.join(sorted(unknown))}", stacklevel=1)
 
 
 def test_a_model_that_sees_and_has_no_causal_language_model_inside_is_refused_with_its_text_part_named() -> None:

@@ -45,7 +45,8 @@ def folder(tmp_path: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize("name", sorted(EXACT))
 @pytest.mark.parametrize("precision", ["fp32", "fp64", "bf16"])
 def test_models_with_plain_attention_pass(tmp_path: Path, name: str, precision: str) -> None:
-    local_backend(folder(tmp_path, **EXACT[name]), probe=True, precision=precision)
+    backend = local_backend(folder(tmp_path, **EXACT[name]), probe=True, precision=precision)
+    assert backend._model.reading == "stream"
 
 
 def test_a_model_that_sees_later_tokens_is_refused(tmp_path: Path) -> None:

@@ -31,8 +31,17 @@ def folder(tmp_path: Path) -> Path:
     return write_tiny_model(tmp_path / "model")
 
 
-def load(folder: Path) -> None:
-    local_backend(folder, run={"model": ModelConfig(path=str(folder))})
+def load(folder: Path) -> dict[str, Tensor]:
+    """The weights of a backend that has loaded this folder."""
+    return dict(local_backend(folder, run={"model": ModelConfig(path=str(folder))}).named_weights())
+
+
+def assert_loads(folder: Path) -> dict[str, Tensor]:
+    """The weights, which are those of the file."""
+    loaded, written = load(folder), load_file(folder / WEIGHTS)
+    assert loaded.keys() == written.keys()
+    assert all(torch.equal(loaded[name], written[name]) for name in written)
+    return loaded
 
 
 def cut(folder: Path) -> None:
@@ -86,6 +95,7 @@ def test_a_broken_file_is_named_with_what_to_do(folder: Path, spoil: Break, mess
 
 def test_files_that_are_whole_pass(folder: Path) -> None:
     check_weight_files(ModelConfig(path=str(folder)))
+    assert_loads(folder)
 
 
 def change_config(folder: Path, **changes: Any) -> None:
@@ -107,7 +117,7 @@ def test_weights_that_the_files_lack_are_no_random_ones(folder: Path) -> None:
 
 
 def test_tied_output_layers_lack_nothing(tmp_path: Path) -> None:
-    load(write_tiny_model(tmp_path / "tied", tie_word_embeddings=True))
+    assert "lm_head.weight" not in assert_loads(write_tiny_model(tmp_path / "tied", tie_word_embeddings=True))
 
 
 def test_weights_without_a_place_are_told_and_left_out(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -111,10 +111,9 @@ def test_an_error_of_ours_is_raised_as_what_it_is_with_a_note_of_where(start: St
 def test_a_rank_that_dies_is_named_with_its_last_words(start: Start) -> None:
     ranks = start(2, per_node=2)
     pids = ranks.call("pid")
-    began = time.monotonic()
+    # Not after the limit of a call, of which the message would speak.
     with pytest.raises(RankFailedError, match=r"Rank 1 of 2 .* was killed by a signal.* during `fails`") as raised:
         ranks.call("fails", 1, "abort")
-    assert time.monotonic() - began < 20
     assert (raised.value.rank, raised.value.pid, raised.value.call) == (1, pids[1], "fails")
     assert "these are its last words" in str(raised.value)
     assert ":job_id:" not in str(raised.value)
@@ -169,7 +168,7 @@ def test_a_machine_sends_no_signal_for_a_rank_whose_process_is_not_known(monkeyp
     began = time.monotonic()
     assert ray_node.NodeActor().stacks(0, "", 30.0) == ""
     assert sent == []
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 30, "it waits for nothing"
 
 
 @pytest.mark.processes
@@ -224,7 +223,7 @@ def test_what_takes_machines_long_has_the_time_of_a_call_and_is_said_while_it_is
 
     with pytest.raises(RunFailedError, match=r" did not download m within 2 s \(backend.call_timeout_s\)"):
         start(2, call_s=2.0, on_nodes=prepare)
-    assert time.monotonic() - began[0] < 10, "the end of ranks waits for it"
+    assert time.monotonic() - began[0] < 60, "the end of ranks waits for it"
     assert " s, 2 s at most, for " in (said := capsys.readouterr().err)
     assert " to download m." in said
 

@@ -104,7 +104,7 @@ class Started:
     def end(self) -> tuple[int, str]:
         """Exit code and standard error; its watcher ends with it."""
         _, err = self.process.communicate(timeout=30)
-        wait_for(lambda: not _is_alive(self.watcher), "the end of the watcher", 5)
+        wait_for(lambda: not _is_alive(self.watcher), "the end of the watcher", 25)
         return self.process.returncode, err
 
     def _find_watcher(self) -> bool:
@@ -176,7 +176,7 @@ def test_all_that_it_has_started_ends_with_it(start: Start) -> None:
     for _ in range(2):
         started.ctrl_c()
     assert started.end()[0] == -signal.SIGKILL
-    wait_for(lambda: not any(map(_is_alive, family)), "the end of all that it had started", 5)
+    wait_for(lambda: not any(map(_is_alive, family)), "the end of all that it had started", 25)
 
 
 def test_one_ctrl_c_that_forks_get_too_is_one(start: Start) -> None:

@@ -248,14 +248,19 @@ def test_training_goes_on_when_nobody_reads_what_is_shown(
 class FullDisk(io.StringIO):
     """An output that is no file of the system."""
 
+    tried = 0
+
     def write(self, text: str) -> int:
+        self.tried += 1
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.mark.parametrize("stdout", [None, FullDisk()])
-def test_training_goes_on_without_an_output(stdout: io.StringIO | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_goes_on_without_an_output(stdout: FullDisk | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", stdout)
     tracker = ConsoleTracker(ConsoleTrackerConfig(every_steps=1))
     tracker.start(RunInfo(Path("runs/a"), 0, 200, {}))
-    tracker.log(1, metrics(1))
+    for step in range(1, 4):
+        tracker.log(step, metrics(step))
     tracker.close()
+    assert stdout is None or stdout.tried == 1, "an output that fails is left alone"

@@ -214,7 +214,7 @@ def test_a_backend_without_adapters_sends_its_weights(tmp_path: Path) -> None:
 
 
 def test_a_lost_bucket_of_an_adapter_is_sent_again(adapted: LocalBackend, tmp_path: Path) -> None:
-    sync, taker = make_sync("collective", tmp_path), Taker(loses=2)
+    sync, taker = make_sync("collective", tmp_path, exchange_timeout_s=2.0), Taker(loses=2)
     try:
         publish(sync, 1, adapted, taker)
     finally:

@@ -30,7 +30,7 @@ from spurline.testing.rollout_engine_contract import PROMPTS, request
 from spurline_async_rl.engines.vllm.adapters import _RANKS, _add_to_linear, _add_to_logits
 
 pytest.importorskip("vllm")
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(1800), pytest.mark.usefixtures("warm_vllm")]
 
 TOLERANCE = 1e-4
 """Between logprobs of vLLM, which adds the adapter's product to that of the weights, and of PEFT's model in fp32."""

@@ -43,7 +43,7 @@ from spurline_async_rl.weights.shared_memory import SharedMemorySync
 
 pytest.importorskip("vllm")
 # Tests of one model follow each other, as another model takes another engine.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.usefixtures("warm_vllm")]
 
 Result = TypeVar("Result")
 

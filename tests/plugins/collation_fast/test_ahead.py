@@ -214,6 +214,6 @@ def test_what_was_served_is_not_kept_alive_by_a_thread_that_waits_for_more() -> 
         watched = weakref.ref(ahead.get(1))
         gc.disable()
         try:
-            wait_for(lambda: watched() is None, "the memory of a served batch to be free", timeout_s=5)
+            wait_for(lambda: watched() is None, "the memory of a served batch to be free", timeout_s=25)
         finally:
             gc.enable()

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.processes
 
 @contextmanager
 def backend_of(model: Path, critic: bool = False, **settings: Any) -> Iterator[Backend]:
-    run = backend_run(model, {"name": "fsdp", "device": "cpu", **settings}, ("fsdp_backend",), critic=critic)
+    run = backend_run(model, on(**settings), ("fsdp_backend",), critic=critic)
     with opened(run) as (backend, _):
         yield backend
 
@@ -210,7 +210,7 @@ def test_other_optimizers_train_as_on_one_process_and_continue(
         before = weights_of(local)
         wanted = train(local, range(4))
         weights = weights_of(local)
-    with opened(with_optimizer(tiny, {"name": "fsdp", "device": "cpu", "ranks": 2}, optimizer)) as (backend, _):
+    with opened(with_optimizer(tiny, on(2), optimizer)) as (backend, _):
         got = train(backend, range(2))
         digests = backend.save(tmp_path)
         got += train(backend, range(2, 4))

@@ -109,7 +109,7 @@ def test_a_plan_for_a_cluster_whose_machines_are_not_known_guesses_none(
     config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "visible_gpus", tuple)
-    config = with_model(config, tmp_path / "8b", Qwen3Config(**BILLIONS)) | {"batch_size": 2048}
+    config = with_model(config, tmp_path / "8b", Qwen3Config(**BILLIONS)) | {"batch_size": 256}
     unknown = planned(config, ranks=16, launch="ray", cpu_offload=True, gib=1).sections
     assert unknown["parallel layout"][:2] == [
         "16 ranks on a Ray cluster, cuda, bf16: 16 data",
@@ -251,7 +251,7 @@ def test_no_more_ranks_are_suggested_than_gpus_are_named(config: dict[str, Any])
 def test_a_suggestion_to_offload_says_what_the_host_needs(
     config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: int, said: str
 ) -> None:
-    config = with_model(config, tmp_path / "8b", Qwen3Config(**BILLIONS)) | {"batch_size": 2048}
+    config = with_model(config, tmp_path / "8b", Qwen3Config(**BILLIONS)) | {"batch_size": 256}
     elsewhere = planned(config, gib=24).sections["memory (estimate)"][-1]
     assert "and 122.1 GiB in the memory of the fullest machine" in elsewhere
     assert "here" not in elsewhere

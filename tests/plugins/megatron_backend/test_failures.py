@@ -40,7 +40,7 @@ def after_two_updates(
         for step in range(2):
             backend.update(*minibatch("packed", layout, step))
         yield backend, layout, ranks
-        wait_for(lambda: not any(process.is_running() for process in ranks), "the end of all ranks", 5)
+        wait_for(lambda: not any(process.is_running() for process in ranks), "the end of all ranks", 25)
 
 
 def _grandchildren() -> list[psutil.Process]:
@@ -74,17 +74,17 @@ def test_a_rank_that_fails_is_named_at_once_while_the_others_wait_for_it(
         began = time.monotonic()
         with pytest.raises(RankFailedError, match=rf"Rank {rank} of .*{said}") as raised:
             backend.update(*minibatch("packed", parallel, 2))
-        # Measured: 0.4 s, most of which waits for a cause; a call has minutes.
-        assert time.monotonic() - began < 15
+        # Measured: 0.4 s, most of which waits for a cause. The others would wait for a minute.
+        assert time.monotonic() - began < 50
         assert raised.value.rank == rank
 
 
 def test_a_stage_that_stands_still_is_named_with_its_stack_and_that_of_the_stage_that_waits(
     spurline_tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failing = after_two_updates(spurline_tiny_model, monkeypatch, 0, "sleep", **PIPELINE, call_timeout_s=20)
+    failing = after_two_updates(spurline_tiny_model, monkeypatch, 0, "sleep", **PIPELINE, call_timeout_s=10)
     with failing as (backend, parallel, _):
-        with pytest.raises(RankFailedError, match=r"was not done within 20 s.* backend.call_timeout_s") as raised:
+        with pytest.raises(RankFailedError, match=r"was not done within 10 s.* backend.call_timeout_s") as raised:
             backend.update(*minibatch("packed", parallel, 2))
         first, _, second = str(raised.value).partition("Stack of rank 1:")
         assert "in _stands_still" in first.partition("Stack of rank 0:")[2]

@@ -34,6 +34,7 @@ for what, now, then in (("replaced", torch.cuda, before), ("tensor", torch.Tenso
     changed = {name for name, value in vars(now).items() if then.get(name) is not value}
     # Modules that are imported meanwhile replace nothing.
     print(what, sorted(name for name in changed if not isinstance(vars(now)[name], types.ModuleType)))
+print("compiles", [torch._dynamo.eval_frame._stance.stance])
 """
 
 
@@ -48,7 +49,8 @@ def opened_on(device: str) -> dict[str, str]:
 
 def test_a_rank_on_a_gpu_replaces_nothing_and_imports_nothing_that_would() -> None:
     found = opened_on("cuda")
-    assert found == {"forked with": "[]", "imported": "[]", "replaced": "[]", "tensor": "[]"}
+    nothing = dict.fromkeys(("forked with", "imported", "replaced", "tensor"), "[]")
+    assert found == nothing | {"compiles": "['default']"}
 
 
 @pytest.mark.slow
@@ -57,3 +59,4 @@ def test_a_rank_on_the_cpu_replaces_what_needs_a_gpu() -> None:
     assert "cpu_debug" in found["imported"]
     assert "'current_device'" in found["replaced"]
     assert "'record_stream'" in found["tensor"]
+    assert found["compiles"] == "['force_eager']"

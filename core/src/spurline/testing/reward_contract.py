@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -47,7 +48,7 @@ class RewardContract:
 
     def test_every_answer_gets_a_finite_number(self, reward: Reward) -> None:
         for answer in self.answers():
-            checked_score("mine", reward.score(answer), answer)
+            assert math.isfinite(checked_score("mine", reward.score(answer), answer))
 
     def test_equal_answers_have_equal_scores(self, reward: Reward) -> None:
         if self.is_deterministic:

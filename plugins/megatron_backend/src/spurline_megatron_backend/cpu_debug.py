@@ -78,6 +78,9 @@ def run_on_cpu() -> None:
     gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
     mappings._gather_along_first_dim = partial(_gathered, gather)
     mappings._reduce_scatter_along_first_dim = partial(_scattered, scatter)
+    # The functions that Megatron-core has torch compile are one kernel then, which saves a GPU memory. Here they would
+    # cost every rank seconds of its first step.
+    torch.compiler.set_stance("force_eager")
     _OnCpu().__enter__()
 
 
