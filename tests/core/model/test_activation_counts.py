@@ -16,7 +16,7 @@ from spurline.config.run_config import ModelConfig
 from spurline.losses.configs import CrossEntropyConfig
 from spurline.losses.cross_entropy import CrossEntropy
 from spurline.model.configs import LoraConfig
-from spurline.model.memory import NOT_AT_ONCE, token_activations
+from spurline.model.memory import NOT_AT_ONCE, model_shapes, token_activations
 from spurline.protocols.loss import Objective
 
 OBJECTIVE = Objective(CrossEntropy(CrossEntropyConfig()), 100.0)
@@ -63,6 +63,14 @@ def test_shapes_that_depend_on_values_are_counted_by_rule_of_thumb(tmp_path: Pat
     config = AutoConfig.for_model("mamba", hidden_size=32, num_hidden_layers=2, vocab_size=300, state_size=4)
     config.save_pretrained(tmp_path)
     assert token_activations(ModelConfig(path=str(tmp_path), init="random"), None, "fp32").kept(checkpointing=False) > 0
+
+
+def test_a_model_whose_files_have_changed_is_looked_at_again(tmp_path: Path) -> None:
+    model = ModelConfig(path=str(write_model_folder(tmp_path, num_hidden_layers=2)), init="random")
+    of_two = model_shapes(model, None), token_activations(model, None, "fp32")
+    write_model_folder(tmp_path, num_hidden_layers=4)
+    assert model_shapes(model, None).layers == 2 * of_two[0].layers
+    assert token_activations(model, None, "fp32").kept(checkpointing=False) > of_two[1].kept(checkpointing=False)
 
 
 def test_gradients_add_up_with_activations_in_several_microbatches_alone(tmp_path: Path) -> None:

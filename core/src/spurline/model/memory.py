@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -117,16 +117,31 @@ def token_activations(
 
     autocast: whether bf16 is computed so, from fp32 weights; otherwise weights are bf16 as well.
     """
-    key = load_model_config(model).to_json_string(use_diff=False)
-    return _token_activations(key, model.model_dump_json(), lora and lora.model_dump_json(), precision, autocast)
+    return _token_activations(_described(model, lora), precision, autocast)
+
+
+class _Described(NamedTuple):
+    """A model and its adapters in words, under which what was found of them is kept: files may change."""
+
+    architecture: str
+    model: str
+    lora: str | None
+
+    def settings(self) -> tuple[ModelConfig, LoraConfig | None]:
+        lora = None if self.lora is None else LoraConfig.model_validate_json(self.lora)
+        return ModelConfig.model_validate_json(self.model), lora
+
+
+def _described(model: ModelConfig, lora: LoraConfig | None) -> _Described:
+    architecture = load_model_config(model).to_json_string(use_diff=False)
+    return _Described(architecture, model.model_dump_json(), lora and lora.model_dump_json())
 
 
 @lru_cache(maxsize=64)
 def _token_activations(
-    _: str, model_json: str, lora_json: str | None, precision: Literal["fp32", "bf16", "fp64"], autocast: bool
+    described: _Described, precision: Literal["fp32", "bf16", "fp64"], autocast: bool
 ) -> TokenActivations:
-    model = ModelConfig.model_validate_json(model_json)
-    lora = None if lora_json is None else LoraConfig.model_validate_json(lora_json)
+    model, lora = described.settings()
     autocast = autocast and precision == "bf16"
     dtype = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}[precision]
     causal = build_without_memory(load_model_config(model), model)
@@ -144,6 +159,12 @@ def _token_activations(
 
 def model_shapes(model: ModelConfig, lora: LoraConfig | None) -> Shapes:
     """The shapes of `model.path`, with adapters if there are some. Raises ModelError."""
+    return _model_shapes(_described(model, lora))
+
+
+@lru_cache(maxsize=16)
+def _model_shapes(described: _Described) -> Shapes:
+    model, lora = described.settings()
     config = load_model_config(model)
     causal = build_without_memory(config, model)
     head = causal.get_output_embeddings()
