@@ -91,11 +91,9 @@ def load(config: Path, overrides: list[str] | None) -> LoadedConfig:
 def load_run(run_dir: Path) -> LoadedConfig:
     """The config of a finished or running run, its run_dir being the folder given (it may have been moved)."""
     from spurline.config.loading import load_config
-    from spurline.report.record import check_run_directory
 
     path = run_dir / "config.json"
     if not path.is_file():
-        check_run_directory(run_dir)
         raise UserError(
             f"{run_dir} is not a run directory: it has no config.json. Give the `run_dir` of a training run."
         )
