@@ -28,9 +28,9 @@ from transformers import Qwen3Config
 
 from spurline import Run, load_config
 from spurline.plugins.hookspecs import hookimpl
-from spurline.run.checkpoint import CheckpointStore
-from spurline.run.checkpoint_writer import CheckpointWriter
-from spurline.run.resume import CheckpointContents, Course, save_state
+from spurline.run.checkpoints.checkpoint import CheckpointStore
+from spurline.run.checkpoints.checkpoint_writer import CheckpointWriter
+from spurline.run.checkpoints.resume import CheckpointContents, Course, save_state
 
 ROOT = Path(__file__).parents[1]
 TOKENIZER = ROOT / "models" / "tiny-qwen3"

@@ -173,7 +173,7 @@ def train(path: Path) -> None:
     """Child: train for a few steps, say what the plan says, and end."""
     from spurline import Run, load_config
     from spurline.plugins.hookspecs import hookimpl
-    from spurline.run.fit import peak_memory
+    from spurline.run.planning.fit import peak_memory
 
     loaded = load_config(path)
     config = loaded.config

@@ -24,7 +24,7 @@ from typing import Any
 from transformers import Qwen3Config
 
 from spurline.config.loading import load_config
-from spurline.run.fit import peak_memory
+from spurline.run.planning.fit import peak_memory
 
 MODELS: dict[str, dict[str, Any]] = {
     "Qwen3-0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from spurline.data.configs import HfDatasetConfig
-from spurline.data.hf_dataset import HfDataset
+from spurline.data.datasets.hf_dataset import HfDataset
 from spurline.protocols.dataset import Dataset
 from spurline.testing import DatasetContract
 

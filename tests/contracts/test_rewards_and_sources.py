@@ -12,7 +12,7 @@ import torch
 from reward_functions import in_process
 
 from spurline.data.batch import TrainingBatch
-from spurline.data.sft import SftSource
+from spurline.data.sources.sft import SftSource
 from spurline.protocols.reward import Answer, Reward
 from spurline.rl.rewards.configs import ExactMatchConfig, FunctionRewardConfig, MathVerifyConfig, PrefixMatchConfig
 from spurline.rl.rewards.function import FunctionReward

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from spurline.data import arrow_rows
+from spurline.data.datasets import arrow_rows
 from spurline.errors import CheckpointError, DamagedCheckpointError, RunDirectoryError, UserError
 from spurline.files import private_folder, write_text
-from spurline.run.checkpoint import MANIFEST, CheckpointStore, open_checkpoint
+from spurline.run.checkpoints.checkpoint import MANIFEST, CheckpointStore, open_checkpoint
+from spurline.run.checkpoints.state_files import read_state
 from spurline.run.directory import RunDirectory
 from spurline.run.export import _write_beside  # pyright: ignore[reportPrivateUsage]
-from spurline.run.state_files import read_state
 
 FACTS = {"config": {"seed": 0}, "versions": {"spurline": "0"}}
 

@@ -17,8 +17,8 @@ from spurline.digests import digest_file
 from spurline.errors import CheckpointWriteError, ConfigError, HookFailedError, RunDirectoryLostError
 from spurline.plugins.hookspecs import hookimpl
 from spurline.protocols.stateful import StateParts
-from spurline.run import checkpoint, checkpoint_writer
-from spurline.run.checkpoint import CheckpointStore, Prepared, open_checkpoint
+from spurline.run.checkpoints import checkpoint, checkpoint_writer
+from spurline.run.checkpoints.checkpoint import CheckpointStore, Prepared, open_checkpoint
 
 PATIENCE_S = 60
 

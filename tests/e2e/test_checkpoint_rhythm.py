@@ -14,8 +14,8 @@ from spurline import Run, load_config
 from spurline.errors import ConfigError
 from spurline.plugins.hookspecs import hookimpl
 from spurline.report.record import read_record
-from spurline.run import saving
-from spurline.run.evaluation import DataEvaluation
+from spurline.run.checkpoints import saving
+from spurline.run.evaluations.evaluation import DataEvaluation
 
 Spurline = Callable[..., tuple[int, str, str]]
 WriteConfig = Callable[[dict[str, Any]], Path]

@@ -13,8 +13,8 @@ from spurline import Run, load_config
 from spurline.errors import ConfigError, HookFailedError, RunFailedError
 from spurline.plugins.hookspecs import hookimpl
 from spurline.report.record import read_record
-from spurline.run.evaluation import DataEvaluation
-from spurline.run.plan import make_plan
+from spurline.run.evaluations.evaluation import DataEvaluation
+from spurline.run.planning.plan import make_plan
 from spurline.trackers.jsonl import read_json_lines
 
 Config = dict[str, Any]

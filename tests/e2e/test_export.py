@@ -53,7 +53,8 @@ def trained(config: dict[str, Any], model: Path, **backend: Any) -> LoadedConfig
     config["checkpoint"]["export_hf"] = True
     loaded = load_config(config)
     result = Run(loaded).train()
-    assert (result.model, result.adapter) == (Path(config["run_dir"]) / "model", None)
+    folder, with_adapter = Path(config["run_dir"]), config["checkpoint"].get("export_adapter")
+    assert (result.model, result.adapter) == (folder / "model", folder / "adapter" if with_adapter else None)
     return loaded
 
 

@@ -12,7 +12,7 @@ import typer
 from ruamel.yaml import YAML
 
 from spurline import Run, load_config
-from spurline.data.usual_columns import guessed_columns
+from spurline.data.rows.usual_columns import guessed_columns
 from spurline.first_config import command, init_command
 from spurline.first_config.survey import DataFacts, ModelFacts
 from spurline.first_config.text import Choices, config_text

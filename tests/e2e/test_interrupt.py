@@ -18,7 +18,7 @@ from spurline import Run, load_config
 from spurline.plugins.hookspecs import hookimpl
 from spurline.report.page import write_run_report
 from spurline.run.directory import RunDirectory
-from spurline.run.stop_request import StopRequest
+from spurline.run.endings.stop_request import StopRequest
 
 Spurline = Callable[..., tuple[int, str, str]]
 WriteConfig = Callable[[dict[str, Any]], Path]

@@ -13,7 +13,7 @@ from run_helpers import assert_same_weights, config_to_kill, deterministic, read
 from warm_runs import WarmRuns
 
 from spurline import Run, load_config
-from spurline.run.checkpoint import CheckpointStore
+from spurline.run.checkpoints.checkpoint import CheckpointStore
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from run_helpers import assert_same_weights, deterministic, read_metrics
 from spurline import Run, load_config
 from spurline.errors import RunDirectoryLostError
 from spurline.plugins.hookspecs import hookimpl
-from spurline.run import rescue as rescue_module
+from spurline.run.endings import rescue as rescue_module
 
 Spurline = Callable[..., tuple[int, str, str]]
 WriteConfig = Callable[[dict[str, Any]], Path]
@@ -74,7 +74,7 @@ def test_the_step_in_which_it_was_lost_is_saved_beside_and_the_run_goes_on_from_
 def test_a_step_whose_answers_cannot_be_written_is_saved_and_evaluated_again(
     base_config: dict[str, Any], tmp_path: Path, spurline_chat_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from spurline.run.evaluation import DataEvaluation
+    from spurline.run.evaluations.evaluation import DataEvaluation
 
     base_config["data"]["eval"] = str(spurline_chat_file)
     base_config["evaluation"] = {
@@ -225,7 +225,7 @@ def test_what_fails_while_the_rest_is_saved_does_not_end_the_run_as_if_in_order(
 
     def lose() -> None:
         shutil.rmtree(base_config["run_dir"])
-        monkeypatch.setattr("spurline.run.saving.save_state", fail)
+        monkeypatch.setattr("spurline.run.checkpoints.saving.save_state", fail)
 
     loaded.host.attach(AtStart(4, lose), "lose")
     with pytest.raises(ValueError, match="no state"):

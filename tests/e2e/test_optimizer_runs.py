@@ -19,7 +19,7 @@ from spurline.optimizers.schedules import WarmedUp
 from spurline.plugins.registry import ComponentRegistrar
 from spurline.protocols.optimizer import OptimizerConfig
 from spurline.protocols.schedule import ScheduleConfig
-from spurline.run.plan import make_plan
+from spurline.run.planning.plan import make_plan
 
 GROUPS = [{"match": "*embed*", "learning_rate_scale": 0.1}, {"match": "*norm*", "weight_decay": 0.2}]
 

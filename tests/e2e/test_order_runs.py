@@ -19,8 +19,8 @@ from spurline.data.orders.reward_adaptive import RewardAdaptiveOrder
 from spurline.errors import ConfigError
 from spurline.protocols.order import ScoredDraw
 from spurline.run.build import build_data
-from spurline.run.checkpoint import CheckpointStore
-from spurline.run.state_files import read_state
+from spurline.run.checkpoints.checkpoint import CheckpointStore
+from spurline.run.checkpoints.state_files import read_state
 
 Spurline = Callable[..., tuple[int, str, str]]
 WriteConfig = Callable[[dict[str, Any]], Path]

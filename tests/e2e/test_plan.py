@@ -12,9 +12,9 @@ import pytest
 from spurline.backends.local.configs import LocalBackendConfig
 from spurline.config.loading import load_config
 from spurline.errors import CheckpointError
-from spurline.run.checkpoint import CheckpointStore
-from spurline.run.fit import peak_memory
-from spurline.run.plan import make_plan
+from spurline.run.checkpoints.checkpoint import CheckpointStore
+from spurline.run.planning.fit import peak_memory
+from spurline.run.planning.plan import make_plan
 from spurline.testing.inputs import write_tiny_moe_model
 
 Spurline = Callable[..., tuple[int, str, str]]

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from spurline import Run, load_config
 from spurline.errors import ConfigError, UserError
 from spurline.model import configs, loading
-from spurline.run.plan import make_plan
+from spurline.run.planning.plan import make_plan
 from spurline.testing.inputs import write_tiny_model
 
 Config = dict[str, Any]

@@ -89,7 +89,7 @@ def test_a_requested_stop_ends_the_run_after_the_step_with_its_reason_and_the_re
 
 def test_the_command_line_prints_why_a_run_was_stopped(capsys: pytest.CaptureFixture[str]) -> None:
     from spurline.run.commands import print_result
-    from spurline.run.ending import RunResult
+    from spurline.run.endings.ending import RunResult
 
     print_result(RunResult("stopped", 3, {"loss": 1.0}, None, None, stop_reason="the loss is good enough"))
     assert "Stopped on request at step 3: the loss is good enough" in capsys.readouterr().out
@@ -99,7 +99,7 @@ def test_the_command_line_says_where_the_model_is_and_that_its_weights_are_not_t
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     from spurline.run.commands import print_result
-    from spurline.run.ending import RunResult
+    from spurline.run.endings.ending import RunResult
 
     folder = Path("runs/a")
     result = RunResult("finished", 9, {"loss": 1.0}, folder / "checkpoints/step-9", None, model=folder / "model")
@@ -309,7 +309,7 @@ def test_what_hooks_saw_of_every_step_is_kept_once_over_resumes(base_config: dic
 def test_a_step_whose_evaluation_failed_reaches_hooks_once_all_the_same(
     evaluated_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from spurline.run.evaluation import DataEvaluation
+    from spurline.run.evaluations.evaluation import DataEvaluation
 
     def fail(*_: object) -> None:
         raise RunFailedError("no answer")

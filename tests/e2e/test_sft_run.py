@@ -352,7 +352,7 @@ def test_one_loaded_config_can_be_trained_twice(base_config: dict[str, Any]) -> 
 
 
 def test_plan_of_large_data_estimates_steps_from_the_rows_it_read(base_config: dict[str, Any]) -> None:
-    from spurline.run.plan import make_plan
+    from spurline.run.planning.plan import make_plan
 
     base_config |= {"epochs": 2.0, "steps": None}
     exact, estimated = (make_plan(load_config(base_config), row_limit=limit) for limit in (None, 16))

@@ -16,7 +16,7 @@ from reward_functions import in_process
 from run_helpers import num_lines, read_metrics, wait_for
 from warm_runs import WarmRuns
 
-from spurline.run.second_signal import TOGETHER_S
+from spurline.run.endings.second_signal import TOGETHER_S
 
 pytestmark = pytest.mark.processes
 

@@ -30,7 +30,7 @@ SET_UP = re.compile(
     | spurline/trackers/(console|readout)\.py
     | spurline/optimizers/(groups|state|adamw|sgd|muon)\.py
     | spurline/rl/(health_words|held_out|functions|prompt_survey|kept_rollouts/reader)\.py
-    | spurline/data/(tokenizer|file_digest|hub)\.py
+    | spurline/data/(tokenizer|hub|datasets/file_digest)\.py
     | spurline/rl/engines/in_process/(own_cache|weight_writer)\.py
     | .*/configs\.py
     | spurline_async_rl/source/colocation\.py
@@ -41,7 +41,12 @@ SET_UP = re.compile(
 classes that such a run only imports."""
 
 READING = re.compile(
-    r"spurline/data/(hf_dataset|local_files|json_rows|arrow_rows|rows|formats|messages|chat|chat_template|metered_jinja|template_budget|encoding|tokenization|token_bytes|token_pieces|token_store)\.py$"
+    r"""spurline/data/(
+      datasets/(hf_dataset|local_files|json_rows|arrow_rows)
+    | rows/(rows|formats|messages)
+    | chats/(chat|chat_template|metered_jinja|template_budget)
+    | encoding|tokenization|token_bytes|token_pieces|token_store)\.py$""",
+    re.VERBOSE,
 )
 """From a file to rows and tokens, which is the first walk's; the others begin with a prompt."""
 

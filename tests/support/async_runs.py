@@ -14,7 +14,7 @@ from run_helpers import deterministic, read_metrics
 
 from spurline import Run, load_config
 from spurline.rl.kept_rollouts import KeptRollouts
-from spurline.run.state_files import read_state
+from spurline.run.checkpoints.state_files import read_state
 from spurline_async_rl.scheduling.scheduler import Scheduler, SchedulerLimits, State
 from spurline_async_rl.source.recordings import groups_of, recorded_step
 

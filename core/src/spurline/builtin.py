@@ -28,8 +28,8 @@ PLUGIN = Plugin(CORE, api=API_VERSION)
 @hookimpl
 def register_components(registry: ComponentRegistrar) -> None:
     add = registry.add
-    add(data.HfDatasetConfig, "spurline.data.hf_dataset:HfDataset", default=True)
-    add(data.HfStreamConfig, "spurline.data.row_streams:HfStream")
+    add(data.HfDatasetConfig, "spurline.data.datasets.hf_dataset:HfDataset", default=True)
+    add(data.HfStreamConfig, "spurline.data.datasets.row_streams:HfStream")
     add(data.SequentialTokenizationConfig, "spurline.data.tokenization:SequentialTokenization", default=True)
     add(data.PaddedCollatorConfig, "spurline.data.collators.padded:PaddedCollator")
     add(data.PackedCollatorConfig, "spurline.data.collators.packed:PackedCollator", default=True)
@@ -40,9 +40,9 @@ def register_components(registry: ComponentRegistrar) -> None:
     add(orders.CurriculumOrderConfig, "spurline.data.orders.curriculum:CurriculumOrder")
     add(orders.RewardAdaptiveOrderConfig, "spurline.data.orders.reward_adaptive:RewardAdaptiveOrder")
     add(data.SerialPrefetchConfig, "spurline.data.serial_prefetch:SerialPrefetch", default=True)
-    add(data.SftSourceConfig, "spurline.data.sft:SftSource", default=True)
-    add(data.StreamSourceConfig, "spurline.data.stream:StreamSource")
-    add(data.PreferenceSourceConfig, "spurline.data.preference:PreferenceSource")
+    add(data.SftSourceConfig, "spurline.data.sources.sft:SftSource", default=True)
+    add(data.StreamSourceConfig, "spurline.data.sources.stream:StreamSource")
+    add(data.PreferenceSourceConfig, "spurline.data.sources.preference:PreferenceSource")
     add(RolloutSourceConfig, "spurline.rl.source:RolloutSource")
 
     add(LossEvaluationConfig, "spurline.evaluation.loss:LossEvaluation")

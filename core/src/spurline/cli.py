@@ -238,7 +238,7 @@ def _run_command(arguments: list[str] | None) -> None:
 
 
 def _end_at_second_signal() -> None:
-    from spurline.run.second_signal import end_at_second_signal
+    from spurline.run.endings.second_signal import end_at_second_signal
 
     try:
         end_at_second_signal()

@@ -22,7 +22,7 @@ from spurline.data.collators.packed import PackedCollator
 from spurline.data.collators.padded import PaddedCollator
 from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig
 from spurline.data.dealing import deal
-from spurline.data.preference import join_pairs, split_pairs
+from spurline.data.sources.preference import join_pairs, split_pairs
 from spurline.data.token_store import TokenStore, TokenStoreBuilder
 from spurline.losses.configs import DpoConfig
 from spurline.losses.dpo import Dpo

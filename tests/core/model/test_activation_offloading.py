@@ -21,7 +21,7 @@ from spurline.model.configs import OFFLOADS_NOTHING, LoraConfig
 from spurline.model.device_profile import DeviceProfile, device_profile
 from spurline.model.holding import activation_offloading
 from spurline.protocols.loss import Objective
-from spurline.run.fit import Load, memory_lines
+from spurline.run.planning.fit import Load, memory_lines
 
 OBJECTIVE = Objective(CrossEntropy(CrossEntropyConfig()), 9.0)
 SMALLEST = 2048

@@ -25,7 +25,7 @@ from spurline.model.configs import LoraConfig
 from spurline.model.holding.narrow_weights import narrow_weights, narrowable_modules, widen_where_read
 from spurline.optimizers.configs import AdamWConfig
 from spurline.protocols.loss import Objective
-from spurline.run.fit import with_changes
+from spurline.run.planning.fit import with_changes
 from spurline.update.configs import WholeBatchConfig
 
 

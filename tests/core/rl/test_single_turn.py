@@ -79,7 +79,7 @@ def test_the_prompt_is_encoded_once_for_a_group_and_kept_for_a_while(monkeypatch
 
 
 def test_the_chat_template_is_made_ready_once_for_all_prompts(monkeypatch):
-    from spurline.data import chat
+    from spurline.data.chats import chat
 
     made: list[str] = []
     original = chat.ChatTemplate

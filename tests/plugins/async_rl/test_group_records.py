@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spurline.rl.trajectory import Group, Trajectory, Turn, turns_of
-from spurline.run.state_files import read_state, write_state
+from spurline.run.checkpoints.state_files import read_state, write_state
 from spurline_async_rl.source import recordings
 from spurline_async_rl.source.recordings import groups_of, groups_state
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rl_attempts import decode, encode, make_policy, make_task, says, tokenizer_with
 
-from spurline.data.messages import read_messages
+from spurline.data.rows.messages import read_messages
 from spurline.rl.chat_front import PrefixError
 from spurline.rl.trajectory import Turn
 from spurline.testing import EnvironmentContract

@@ -14,11 +14,11 @@ from run_helpers import assert_same_weights, deterministic, read_metrics, wait_f
 from spurline import Run, load_config
 from spurline.data.batch import TrainingBatch
 from spurline.data.collators.packed import PackedCollator
-from spurline.data.sft import SftSource
+from spurline.data.sources.sft import SftSource
 from spurline.data.token_store import TokenView
 from spurline.errors import HookFailedError
 from spurline.plugins.hookspecs import hookimpl
-from spurline.run.checkpoint import CheckpointStore
+from spurline.run.checkpoints.checkpoint import CheckpointStore
 
 ASYNC_ONLY = "collation/hidden"
 

@@ -16,7 +16,7 @@ from transformers import AddedToken
 
 from spurline.config.run_config import DataConfig
 from spurline.data.configs import HfDatasetConfig
-from spurline.data.hf_dataset import HfDataset
+from spurline.data.datasets.hf_dataset import HfDataset
 from spurline.errors import ModelError
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline.testing.inputs import tiny_tokenizer
@@ -256,7 +256,7 @@ def test_the_code_version_covers_all_that_tokenization_imports() -> None:
     found, waiting = (
         set[str](),
         [
-            "spurline.data.hf_dataset",
+            "spurline.data.datasets.hf_dataset",
             "spurline_collation_fast.tokenization.parallel",
             "spurline.data.token_store",  # Kept in the manifest.
         ],

@@ -13,8 +13,8 @@ from spurline.errors import ConfigError
 from spurline.losses.configs import DpoConfig
 from spurline.losses.cross_entropy import CrossEntropy
 from spurline.ranks import machine
-from spurline.run import fit
-from spurline.run.plan import Plan, make_plan
+from spurline.run.planning import fit
+from spurline.run.planning.plan import Plan, make_plan
 from spurline_fsdp_backend.configs import FsdpBackendConfig
 from spurline_fsdp_backend.memory import sent_bytes
 

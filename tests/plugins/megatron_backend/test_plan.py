@@ -15,7 +15,7 @@ from transformers import AutoConfig
 
 from spurline.config.loading import load_config
 from spurline.optimizers.configs import AdamWConfig
-from spurline.run.plan import Plan, make_plan
+from spurline.run.planning.plan import Plan, make_plan
 from spurline_megatron_backend.architecture import Architecture, read_architecture
 from spurline_megatron_backend.grid import Grid
 from spurline_megatron_backend.layout_search import Candidate, Found, find_layouts

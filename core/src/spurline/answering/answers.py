@@ -14,10 +14,10 @@ from tokenizers import Encoding
 from transformers import GenerationConfig, StoppingCriteria, TextStreamer
 
 from spurline.answering.target import Sampling, Target
-from spurline.data.chat import ChatRenderer
+from spurline.data.chats.chat import ChatRenderer
 from spurline.data.encoding import encode_batch, require_chat_template
-from spurline.data.messages import Message
-from spurline.data.rows import BadRowError
+from spurline.data.rows.messages import Message
+from spurline.data.rows.rows import BadRowError
 from spurline.errors import UserError
 from spurline.rl.engines.in_process.response import StopTexts
 

@@ -13,8 +13,8 @@ from spurline.answering.answers import Answer, answer, chat_prompt, raw_prompt
 from spurline.answering.rows import with_usual_columns
 from spurline.answering.target import Sampling, Target, is_run, no_run_or_model, open_model, open_run, seeded
 from spurline.config.loading import LoadedConfig
-from spurline.data.messages import Message
 from spurline.data.prompts import ChatQuestion, TextQuestion, read_question
+from spurline.data.rows.messages import Message
 from spurline.errors import DataError, UserError, listing, suggestion
 from spurline.progress import Progress
 from spurline.protocols.dataset import DatasetConfig

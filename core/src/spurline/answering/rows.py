@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from spurline.config.loading import load_config
-from spurline.data.rows import absent_column_problem
+from spurline.data.rows.rows import absent_column_problem
 from spurline.data.tokenization import open_datasets
 from spurline.errors import DataError
 from spurline.protocols.tokenization import DatasetToTokenize

@@ -28,7 +28,7 @@ from spurline.model.loading import load_model
 from spurline.model.streams.positions import position_limit
 from spurline.progress import Progress
 from spurline.report.record import SUMMARY_FILE, read_mapping
-from spurline.run.checkpoint import CheckpointStore
+from spurline.run.checkpoints.checkpoint import CheckpointStore
 from spurline.run.directory import RunDirectory
 from spurline.run.export import exported_weights, generation_config
 

@@ -1,7 +1,7 @@
 """Compare the config of a checkpoint with the one that wants to resume it, setting by setting.
 
 In: the stored settings and a validated config. Out: each `Difference` with what the marks of the fields (`OnResume`)
-say about it. Nothing is allowed or refused here; `spurline.run.changes` does.
+say about it. Nothing is allowed or refused here; `spurline.run.checkpoints.changes` does.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ class DataConfig(Section):
 
 
 CHAT_TEMPLATES = ("chatml", "gemma", "llama3", "zephyr")
-"""Bundled chat templates, as files `data/templates/NAME.jinja`."""
+"""Bundled chat templates, as files `data/chats/templates/NAME.jinja`."""
 
 
 class ModelConfig(Section):

@@ -16,10 +16,10 @@ from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
 from spurline.config.run_config import DataConfig
-from spurline.data.chat import ChatRenderer, TemplateRewritesHistory, is_doubtful, mask_of_spans
-from spurline.data.formats import FormatName, Row, TextPair, TokenRow, format_of, read_row
-from spurline.data.left_out import find_left_out, refuse_left_out
-from spurline.data.rows import BadRowError, require_text
+from spurline.data.chats.chat import ChatRenderer, TemplateRewritesHistory, is_doubtful, mask_of_spans
+from spurline.data.chats.left_out import find_left_out, refuse_left_out
+from spurline.data.rows.formats import FormatName, Row, TextPair, TokenRow, format_of, read_row
+from spurline.data.rows.rows import BadRowError, require_text
 from spurline.data.token_bytes import Masked, Span, TokenBytes
 from spurline.errors import DataError, ModelError
 from spurline.protocols.tokenization import DatasetToTokenize

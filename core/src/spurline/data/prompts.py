@@ -14,12 +14,12 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from spurline.config.run_config import DataConfig
-from spurline.data.chat import ChatRenderer, is_doubtful
+from spurline.data.chats.chat import ChatRenderer, is_doubtful
+from spurline.data.chats.left_out import find_left_out, refuse_left_out
 from spurline.data.encoding import encode_batch, require_chat_template, require_offsets
-from spurline.data.formats import ANSWER_COLUMNS, Conversation, TextPair, TokenRow, detect_format, read_row
-from spurline.data.left_out import find_left_out, refuse_left_out
-from spurline.data.messages import Message, assistant_turns
-from spurline.data.rows import BadRowError, RowView, describe, require_text
+from spurline.data.rows.formats import ANSWER_COLUMNS, Conversation, TextPair, TokenRow, detect_format, read_row
+from spurline.data.rows.messages import Message, assistant_turns
+from spurline.data.rows.rows import BadRowError, RowView, describe, require_text
 from spurline.errors import DataError
 from spurline.protocols.dataset import DatasetConfig
 from spurline.protocols.tokenization import DatasetToTokenize

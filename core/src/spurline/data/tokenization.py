@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from spurline.config.run_config import DataConfig, RunConfig
 from spurline.data.configs import SequentialTokenizationConfig
 from spurline.data.encoding import Dropped, RowEncoder, Sample
-from spurline.data.rows import absent_column_problem, unknown_column_problem
+from spurline.data.rows.rows import absent_column_problem, unknown_column_problem
 from spurline.data.token_store import IGNORED, Count, SampleBlock, SampleSink, TokenStoreBuilder, joined
 from spurline.errors import DataError
 from spurline.protocols.dataset import ArrowDataset, CheckableDataset, Dataset, DatasetConfig

@@ -13,7 +13,7 @@ from spurline.config.run_config import CHAT_TEMPLATES, ModelConfig
 from spurline.data.hub import describe_missing_path, describe_unfound, finding, is_path, may_be_path
 from spurline.errors import ModelError, listing, suggestion
 
-_TEMPLATES = Path(__file__).parent / "templates"
+_TEMPLATES = Path(__file__).parent / "chats" / "templates"
 
 _MARKERS = {
     "chatml": ("<|im_start|>", "<|im_end|>"),

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from spurline.data.batch import TrainingBatch
-from spurline.data.sft import SampleSet, longest_sample
+from spurline.data.sources.sft import SampleSet, longest_sample
 from spurline.evaluation.configs import LossEvaluationConfig
 from spurline.losses.configs import CrossEntropyConfig
 from spurline.losses.cross_entropy import CrossEntropy

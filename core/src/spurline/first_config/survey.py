@@ -11,12 +11,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from spurline.config.loading import LoadedConfig, load_config
-from spurline.data.formats import FormatName, detect_format
 from spurline.data.prompts import read_examples, read_question
-from spurline.data.rows import BadRowError, RowView
+from spurline.data.rows.formats import FormatName, detect_format
+from spurline.data.rows.rows import BadRowError, RowView
+from spurline.data.rows.usual_columns import guessed_columns, guessed_reference
 from spurline.data.tokenization import open_datasets
 from spurline.data.tokenizer import load_tokenizer
-from spurline.data.usual_columns import guessed_columns, guessed_reference
 from spurline.errors import DataError, UserError, listing
 from spurline.model.architecture import load_model_config
 from spurline.model.memory import count_parameters

@@ -16,10 +16,10 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from spurline.data.chat import ChatRenderer
+from spurline.data.chats.chat import ChatRenderer
 from spurline.data.encoding import encode_batch, require_chat_template
-from spurline.data.messages import Message
-from spurline.data.rows import BadRowError, require_text
+from spurline.data.rows.messages import Message
+from spurline.data.rows.rows import BadRowError, require_text
 from spurline.errors import DataError
 from spurline.protocols.environment import PolicyHandle
 from spurline.protocols.rollout_engine import GenerationResult, Sampling

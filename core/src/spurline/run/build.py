@@ -19,9 +19,9 @@ from spurline.protocols.minibatches import MiniBatches
 from spurline.protocols.source import BatchSource, SourceContext
 from spurline.protocols.tracker import Tracker
 from spurline.ranks.launch import room_on_cluster
-from spurline.run.best import check_watched
-from spurline.run.evaluation import ScheduledEvaluation, build_evaluations, metrics_of
-from spurline.run.hook_state import HookStates
+from spurline.run.checkpoints.best import check_watched
+from spurline.run.checkpoints.hook_state import HookStates
+from spurline.run.evaluations.evaluation import ScheduledEvaluation, build_evaluations, metrics_of
 from spurline.run.lengths import check_lengths
 from spurline.trackers.configs import ConsoleTrackerConfig, JsonlTrackerConfig
 from spurline.update.reduction import make_reduction

@@ -20,7 +20,7 @@ from spurline.terminal import printable
 
 if TYPE_CHECKING:
     from spurline.protocols.backend import Finding
-    from spurline.run.ending import RunResult
+    from spurline.run.endings.ending import RunResult
 
 
 def train(
@@ -65,7 +65,7 @@ def plan(
     start = StartLines.of(loaded)
     start("loading PyTorch and transformers")
     with importing_libraries():
-        from spurline.run.plan import make_plan
+        from spurline.run.planning.plan import make_plan
 
     made = make_plan(loaded, progress=start, device_bytes=None if gpu_gib is None else int(gpu_gib * 2**30))
     for heading, lines in made.sections.items():
@@ -122,7 +122,7 @@ def diagnose_run(
 
     StartLines.of(loaded)("loading PyTorch and transformers")
     with importing_libraries():
-        from spurline.run.doctor import find
+        from spurline.run.planning.doctor import find
 
     findings: list[Finding] = []
     for finding in find(loaded):

@@ -27,7 +27,7 @@ from spurline.model.weight_files import write_weight_files
 from spurline.plugins.registry import resolve
 from spurline.protocols.backend import Backend, TrainsAdapters
 from spurline.run.build import build_backend
-from spurline.run.checkpoint import BACKEND, Checkpoint, CheckpointStore
+from spurline.run.checkpoints.checkpoint import BACKEND, Checkpoint, CheckpointStore
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -13,7 +13,7 @@ from spurline.errors import ConfigError, Problem
 from spurline.model.architecture import load_model_config
 from spurline.model.streams.positions import PositionLimit, position_limit
 from spurline.protocols.source import BatchSource, Longest
-from spurline.run.evaluation import ScheduledEvaluation
+from spurline.run.evaluations.evaluation import ScheduledEvaluation
 
 
 def check_lengths(loaded: LoadedConfig, source: BatchSource, evaluations: Sequence[ScheduledEvaluation]) -> list[str]:

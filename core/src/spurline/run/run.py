@@ -30,21 +30,21 @@ from spurline.protocols.stateful import Stateful
 from spurline.protocols.tracker import RunInfo
 from spurline.report.page import write_run_report
 from spurline.run import loop
-from spurline.run.best import BestSoFar
 from spurline.run.build import build_components, build_update, summarize_run
-from spurline.run.changes import ResumeRequest
+from spurline.run.checkpoints.best import BestSoFar
+from spurline.run.checkpoints.changes import ResumeRequest
+from spurline.run.checkpoints.hook_state import HookStates
+from spurline.run.checkpoints.resume import Course, Resume, find_resume, restore
+from spurline.run.checkpoints.saving import Saving
 from spurline.run.directory import RunDirectory, RunRecordFiles
-from spurline.run.early_stop import EarlyStop
-from spurline.run.ending import Ending, RunResult, Status, go_on
+from spurline.run.endings.ending import Ending, RunResult, Status, go_on
+from spurline.run.endings.stop_request import StopRequest
+from spurline.run.evaluations.early_stop import EarlyStop
+from spurline.run.evaluations.step_scores import StepScores
 from spurline.run.event_loop import own_event_loops
 from spurline.run.export import export_adapter, export_hf
-from spurline.run.hook_state import HookStates
 from spurline.run.on_step import OnStep, OnStepHook
-from spurline.run.resume import Course, Resume, find_resume, restore
-from spurline.run.saving import Saving
 from spurline.run.state import RunState, StepUnderWay
-from spurline.run.step_scores import StepScores
-from spurline.run.stop_request import StopRequest
 from spurline.trackers.frame import metrics_frame
 
 if TYPE_CHECKING:

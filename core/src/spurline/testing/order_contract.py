@@ -17,7 +17,7 @@ from spurline.data.orders.columns import ColumnsOfRows
 from spurline.protocols.dataset import DatasetConfig
 from spurline.protocols.order import AdaptiveOrder, Order, OrderConfig, SampleFacts, ScoredDraw
 from spurline.protocols.tokenization import DatasetToTokenize
-from spurline.run.state_files import read_state, write_state
+from spurline.run.checkpoints.state_files import read_state, write_state
 from spurline.testing.tokenization_contract import ListDataset
 
 Mixture = tuple[Sequence[int], Sequence[float], int]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from spurline.data.rows import column_paths, describe, value_at
+from spurline.data.rows.rows import column_paths, describe, value_at
 from spurline.data.tokenization import arrow_rows
 from spurline.errors import DataError, listing, suggestion
 from spurline.protocols.tokenization import DatasetToTokenize

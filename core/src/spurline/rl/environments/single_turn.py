@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 from spurline.config.run_config import DataConfig
-from spurline.data.chat import ChatRenderer
+from spurline.data.chats.chat import ChatRenderer
 from spurline.data.prompts import GenerationExample, prompt_and_reference
 from spurline.plugins.registry import Registry
 from spurline.protocols.environment import PolicyHandle, Task

@@ -20,13 +20,13 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from spurline.config.run_config import DataConfig
-from spurline.data.chat import ChatRenderer
+from spurline.data.chats.chat import ChatRenderer
+from spurline.data.chats.left_out import find_left_out, refuse_left_out
 from spurline.data.encoding import require_chat_template
-from spurline.data.formats import Conversation
-from spurline.data.left_out import find_left_out, refuse_left_out
-from spurline.data.messages import Message
 from spurline.data.prompts import ChatQuestion, read_question
-from spurline.data.rows import BadRowError
+from spurline.data.rows.formats import Conversation
+from spurline.data.rows.messages import Message
+from spurline.data.rows.rows import BadRowError
 from spurline.errors import DataError, PluginError, SpurlineError, listing
 from spurline.plugins.registry import Registry
 from spurline.protocols.environment import AttemptFailedError, PolicyHandle, Task

@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 
 from spurline.config.loading import LoadedConfig
 from spurline.data.batch import TrainingBatch
-from spurline.data.chat import ChatRenderer, TemplateRewritesHistory
+from spurline.data.chats.chat import ChatRenderer, TemplateRewritesHistory
 from spurline.data.encoding import encode_batch
-from spurline.data.formats import Conversation, format_of, read_row
-from spurline.data.preference import SIDES, side_of
-from spurline.data.rows import BadRowError
+from spurline.data.rows.formats import Conversation, format_of, read_row
+from spurline.data.rows.rows import BadRowError
 from spurline.data.shown_pieces import shown
+from spurline.data.sources.preference import SIDES, side_of
 from spurline.data.token_pieces import TokenPieces
 from spurline.data.token_store import describe
 from spurline.data.tokenization import open_datasets, store_labels

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from spurline.config.run_config import DataConfig
 from spurline.data.prompts import ChatQuestion, TextQuestion, read_question
-from spurline.data.rows import BadRowError
+from spurline.data.rows.rows import BadRowError
 from spurline.errors import ConfigError, DataError, PluginError
 from spurline.plugins.registry import Registry
 from spurline.protocols.environment import AttemptFailedError, PolicyHandle, Task

@@ -19,8 +19,8 @@ from typing import Any, cast
 from transformers import PreTrainedTokenizerBase
 
 from spurline.data.encoding import encode_batch
-from spurline.data.messages import Message, read_messages, read_tools
-from spurline.data.rows import BadRowError
+from spurline.data.rows.messages import Message, read_messages, read_tools
+from spurline.data.rows.rows import BadRowError
 from spurline.errors import DataError, PluginError
 from spurline.protocols.rollout_engine import GenerationResult, Sampling
 from spurline.rl.chat_front import ChatFront, PrefixError, Reply

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from spurline.data.messages import Message
+from spurline.data.rows.messages import Message
 from spurline.errors import DataError
 from spurline.protocols.environment import AttemptFailedError, PolicyHandle
 from spurline.protocols.rollout_engine import GenerationResult, Sampling

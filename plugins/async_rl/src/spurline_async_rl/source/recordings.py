@@ -28,7 +28,7 @@ from spurline.rl.draws import Draw
 from spurline.rl.group_runner import Outcome
 from spurline.rl.prompt_source import Collected, PromptSource
 from spurline.rl.trajectory import Group, Trajectory, Turn, turns_of
-from spurline.run.state_files import read_state, write_state
+from spurline.run.checkpoints.state_files import read_state, write_state
 from spurline_async_rl.source.configs import RecordedRolloutsConfig
 from spurline_async_rl.source.staleness import staleness_metrics
 

@@ -2,7 +2,7 @@
 
 Place on the way: chunks -> RowEncoder, or TokenColumns for rows that are tokens already -> blocks. What a row becomes
 is decided by core's RowEncoder, so that this gives what `core/sequential` gives; here it is only kept busy.
-TokenColumns follows the rules of RowEncoder and of `spurline.data.formats` on whole Arrow columns.
+TokenColumns follows the rules of RowEncoder and of `spurline.data.rows.formats` on whole Arrow columns.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from spurline.config.run_config import DataConfig
 from spurline.data.encoding import NO_LOSS_TOKENS, NO_LOSS_TOKENS_AFTER_TRUNCATION, TOO_LONG, RowEncoder
-from spurline.data.formats import IGNORED_LABEL
+from spurline.data.rows.formats import IGNORED_LABEL
 from spurline.data.token_store import Count, SampleBlock
 from spurline.data.tokenization import arrow_rows, block_of_outcomes
 from spurline.protocols.tokenization import DatasetToTokenize

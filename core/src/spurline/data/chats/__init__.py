@@ -1,0 +1,1 @@
+"""a conversation -> the text of a chat template, and where the model wrote."""

@@ -1,0 +1,1 @@
+"""files, folders and the hub -> rows."""

@@ -1,0 +1,1 @@
+"""a row -> a conversation, a pair of texts or tokens."""

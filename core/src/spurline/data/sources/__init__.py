@@ -1,0 +1,1 @@
+"""samples -> the batch of a step."""

@@ -1,0 +1,1 @@
+"""What held-out data say of a run, and what follows."""

@@ -1,0 +1,92 @@
+"""What held-out data say at a step: the evaluations that are due, and those that hooks ask for by `run.evaluate`.
+
+In: the evaluations of the run, and the weights that the backend has. Out: metrics under names that nothing else in the
+step has; `keep_best` and `stop_when` see them. Which are due, and who is told, is the run's matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from spurline.errors import ConfigError, RunFailedError, UserError
+from spurline.protocols.backend import Backend, LendsParameters
+from spurline.run.checkpoints.best import BestSoFar
+from spurline.run.evaluations.early_stop import EarlyStop
+from spurline.run.evaluations.evaluation import ScheduledEvaluation, run_all
+
+
+class StepScores:
+    """Of one step after the other."""
+
+    def __init__(
+        self, evaluations: Sequence[ScheduledEvaluation], backend: Backend, best: BestSoFar, early_stop: EarlyStop
+    ) -> None:
+        self._evaluations = evaluations
+        self._backend = backend
+        self._best = best
+        self._early_stop = early_stop
+        self._asked: dict[str, float] | None = None
+        """What hooks have evaluated in the step under way; None between the record of a step and the next one."""
+
+    def open(self) -> None:
+        """A step begins: what hooks evaluate from here on is recorded with it."""
+        self._asked = {}
+
+    def close(self) -> None:
+        """The step is recorded."""
+        self._asked = None
+
+    @property
+    def asked(self) -> Mapping[str, float]:
+        """What hooks have evaluated in this step."""
+        return MappingProxyType(self._asked or {})
+
+    def measure(self, step: int, due: Sequence[ScheduledEvaluation]) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Metrics and sample answers of these evaluations; of the others too where `stop_when` then ends the run."""
+        scores, samples = self._measured(step, due)
+        rest = [evaluation for evaluation in self._evaluations if evaluation not in due]
+        if rest and self._early_stop.reason is not None:
+            # Each runs at the end, and this is it.
+            further, answers = self._measured(step, rest)
+            scores, samples = scores | further, samples + answers
+        return scores, samples
+
+    def beside(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """What hooks have evaluated in this step. Raises UserError when the step's own metrics have such a name."""
+        if taken := sorted(self.asked.keys() & metrics.keys()):
+            raise UserError(
+                f"run.evaluate: the metric '{taken[0]}' is one of the step's own. Evaluate under another prefix."
+            )
+        return dict(self.asked)
+
+    def ask(self, prefix: str) -> dict[str, float]:
+        """Every evaluation now, its metrics under PREFIX/; `Run.evaluate` says what it raises."""
+        if not self._evaluations:
+            what = f"is empty, and run.evaluate({prefix!r}) needs held-out data. Set it, or add `evaluations`."
+            raise ConfigError.at("data.eval", what)
+        swapped = isinstance(self._backend, LendsParameters) and self._backend.is_swapped
+        if swapped and any(evaluation.held_out.measures_copies for evaluation in self._evaluations):
+            raise RunFailedError(
+                f"run.evaluate({prefix!r}): the answers come from engines with weights of their own, so the parameters "
+                "swapped in the backend would not count. Use source: rollouts, or evaluate an export."
+            )
+        scores, _ = run_all(self._evaluations, self._backend)
+        renamed = {f"{prefix}/{name.removeprefix('eval/')}": value for name, value in scores.items()}
+        if self._asked is not None:
+            if taken := sorted(renamed.keys() & self._asked.keys()):
+                raise UserError(
+                    f"run.evaluate({prefix!r}): this step has a '{taken[0]}' already. Give each evaluation of a step a "
+                    "prefix of its own."
+                )
+            self._asked |= renamed
+        return renamed
+
+    def _measured(self, step: int, due: Sequence[ScheduledEvaluation]) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        scores, samples = run_all(due, self._backend)
+        labels = [evaluation.label for evaluation in due]
+        every = [evaluation.label for evaluation in self._evaluations]
+        self._early_stop.observe(step, scores, labels, every)
+        self._best.observe(step, scores, labels, every)
+        return scores, samples

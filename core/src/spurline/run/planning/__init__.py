@@ -1,0 +1,1 @@
+"""What can be said of a run before it is started."""

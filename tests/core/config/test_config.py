@@ -1,0 +1,202 @@
+"""Loading a config: file formats, defaults, shorthands, plugin sections, the JSON schema, the shipped examples."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import pytest
+from fake_plugins import FakePlugins, of_kind
+from pydantic import ValidationError
+
+from spurline import load_config
+from spurline.config.document import read_document
+from spurline.config.loading import LoadedConfig, config_model
+from spurline.config.section import Component, ComponentConfig, Section
+from spurline.errors import ConfigError, PluginError
+from spurline.plugins.host import PluginHost
+from spurline.plugins.registry import ComponentRegistrar
+
+EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.yaml"))
+MINIMAL = "model: {path: m}\ndata: {train: rows.jsonl}\nsteps: 3\n"
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Path]:
+    def write_file(text: str, name: str = "run.yaml") -> Path:
+        path = tmp_path / name
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write_file
+
+
+def test_numbers_without_a_dot_are_floats_as_in_yaml_1_2(write: Callable[..., Path]) -> None:
+    config = load_config(write(MINIMAL + "optimizer: {learning_rate: 1e-5}\nrun_dir: on\n")).config
+    assert config.optimizer.learning_rate == 1e-5
+    assert config.run_dir == Path("on")
+
+
+def test_toml_is_read_by_suffix_and_means_the_same(write: Callable[..., Path]) -> None:
+    toml = 'steps = 3\n[model]\npath = "m"\n[data]\ntrain = "rows.jsonl"\n[optimizer]\nlearning_rate = 1e-5\n'
+    yaml = MINIMAL + "optimizer: {learning_rate: 1e-5}\n"
+    assert load_config(write(toml, "run.toml")).resolved() == load_config(write(yaml)).resolved()
+
+
+def test_a_mapping_is_accepted_and_left_untouched() -> None:
+    given: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": ["a.jsonl"]}, "steps": 3, "plugins": ()}
+    before = json.dumps(given)
+    config = load_config(given, ["model.path=other", "data.train.0.split=test"]).config
+    assert config.model.path == "other"
+    assert json.dumps(given) == before
+
+
+def test_what_the_file_leaves_out_gets_defaults(write: Callable[..., Path]) -> None:
+    resolved = load_config(write(MINIMAL)).resolved()
+    assert resolved["collator"]["name"] == "packed"
+    assert resolved["backend"]["name"] == "local"
+    assert resolved["optimizer"]["betas"] == [0.9, 0.95]
+    assert resolved["data"]["train"][0] | {"split": "train", "weight": 1.0} == resolved["data"]["train"][0]
+
+
+def test_resolved_settings_load_to_themselves(write: Callable[..., Path]) -> None:
+    resolved = load_config(write(MINIMAL)).resolved()
+    assert load_config(json.loads(json.dumps(resolved))).resolved() == resolved
+
+
+def test_values_cannot_change_after_loading(write: Callable[..., Path]) -> None:
+    config = load_config(write(MINIMAL)).config
+    with pytest.raises(ValidationError, match="frozen"):
+        config.steps = 4
+    with pytest.raises(ValidationError, match="frozen"):
+        config.model.path = "other"
+
+
+@pytest.mark.parametrize("train", ["a.jsonl", "{path: a.jsonl}", "[a.jsonl]", "[{path: a.jsonl, name: hf}]"])
+def test_one_dataset_may_be_written_in_short(write: Callable[..., Path], train: str) -> None:
+    (dataset,) = load_config(write(f"model: {{path: m}}\nsteps: 1\ndata: {{train: {train}}}\n")).resolved()["data"][
+        "train"
+    ]
+    assert (dataset["name"], dataset["path"]) == ("hf", "a.jsonl")
+
+
+def test_anchors_and_aliases_keep_their_types(write: Callable[..., Path]) -> None:
+    text = MINIMAL.replace("{train: rows.jsonl}", "{train: &rows rows.jsonl, eval: *rows}")
+    config = load_config(write(text + "collator: {name: packed, pad_to_max: &flag true}\n"))
+    assert config.resolved()["data"]["eval"][0]["path"] == "rows.jsonl"
+    assert config.resolved()["collator"]["pad_to_max"] is True
+
+
+def test_a_plugins_section_is_typed_and_validated(plugins: FakePlugins) -> None:
+    class Settings(Section):
+        limit: int = 5
+        """A number."""
+
+    available = plugins.add("meter", config=Settings)
+    base = {"plugins": ["meter"], "model": {"path": "m"}, "data": {"train": "a"}, "steps": 1}
+    assert load_config(base, available=available).resolved()["meter"] == {"limit": 5}
+    assert load_config(base, ["meter.limit=7"], available=available).resolved()["meter"] == {"limit": 7}
+    with pytest.raises(ConfigError, match=r"meter\.limt is not a setting\. Did you mean 'limit'\?"):
+        load_config({**base, "meter": {"limt": 7}}, available=available)
+
+
+def test_a_section_with_a_required_setting_must_be_in_the_file(plugins: FakePlugins) -> None:
+    class Settings(Section):
+        limit: int
+        """A number."""
+
+    available = plugins.add("meter", config=Settings)
+    base = {"plugins": ["meter"], "model": {"path": "m"}, "data": {"train": "a"}, "steps": 1}
+    with pytest.raises(ConfigError, match=r"meter\.limit is required\. A number\."):
+        load_config(base, available=available)
+
+
+def test_a_plugin_may_not_take_the_name_of_a_core_setting(plugins: FakePlugins) -> None:
+    class Settings(Section):
+        pass
+
+    available = plugins.add("model", config=Settings)
+    with pytest.raises(PluginError, match="'model' has the name of a core setting"):
+        load_config({"plugins": ["model"]}, available=available)
+
+
+class ScaledConfig(ComponentConfig):
+    name: str = "scaled"
+    inner: Annotated[ComponentConfig, Component("reward")]
+    """What is scaled."""
+
+
+def nested(plugins: FakePlugins, kind: str) -> LoadedConfig:
+    def register(registry: ComponentRegistrar) -> None:
+        registry.add(of_kind(ScaledConfig, kind), "m:C")
+
+    available = plugins.add("scaling", register=register)
+    settings = {"name": "scaled", "inner": {"name": "exact_match", "ignore_case": True}}
+    base = {"plugins": ["scaling"], "model": {"path": "m"}, "data": {"train": "a"}, "steps": 1}
+    return load_config({**base, "source": settings}, available=available)
+
+
+def test_a_component_inside_a_component_is_chosen_by_name_too(plugins: FakePlugins) -> None:
+    inner = nested(plugins, "source").resolved()["source"]["inner"]
+    assert inner == {"name": "exact_match", "ignore_case": True}
+
+
+def test_a_component_may_hold_its_own_kind_but_never_itself(plugins: FakePlugins) -> None:
+    def register(registry: ComponentRegistrar) -> None:
+        registry.add(of_kind(ScaledConfig, "reward"), "m:C")
+
+    available = plugins.add("scaling", register=register)
+    base = {"plugins": ["scaling"], "model": {"path": "m"}, "data": {"train": "a", "eval": "a"}, "steps": 1}
+
+    def load(reward: dict[str, Any]) -> LoadedConfig:
+        return load_config({**base, "evaluation": {"generate": {"rewards": reward}}}, available=available)
+
+    scaled = {"name": "scaled", "inner": {"name": "exact_match", "ignore_case": True}}
+    rewards = load({"right": scaled}).resolved()["evaluation"]["generate"]["rewards"]
+    assert rewards["right"]["inner"] == {"name": "exact_match", "ignore_case": True}
+    with pytest.raises(ConfigError, match=r"right\.inner is 'scaled', which cannot hold itself.*exact_match"):
+        load({"right": {"name": "scaled", "inner": scaled}})
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+def test_every_example_loads(example: Path) -> None:
+    config = load_config(example).config
+    assert config.run_dir == Path("runs") / example.stem
+
+
+@pytest.fixture(scope="module")
+def schema() -> dict[str, Any]:
+    return config_model(
+        PluginHost.load(["collation_fast", "async_rl", "fsdp_backend", "megatron_backend"])
+    ).model_json_schema()
+
+
+@pytest.fixture(scope="module")
+def validator(schema: dict[str, Any]) -> Any:
+    """Made once: checking the schema itself takes longer than all examples."""
+    validators = pytest.importorskip("jsonschema.validators")
+    kind = validators.validator_for(schema)
+    kind.check_schema(schema)
+    return kind(schema)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+def test_every_example_fits_the_json_schema(example: Path, validator: Any) -> None:
+    assert [error.message for error in validator.iter_errors(read_document(example).values)] == []
+
+
+def test_the_json_schema_describes_every_core_setting(schema: dict[str, Any]) -> None:
+    assert {"model", "data", "collator", "loss", "optimizer"} <= set(schema["properties"])
+    assert schema["additionalProperties"] is False
+    assert all("description" in setting for setting in schema["properties"].values())
+
+
+def test_the_json_schema_knows_the_shorthands(schema: dict[str, Any]) -> None:
+    bare = schema["properties"]["collator"]["anyOf"][0]
+    assert bare["type"] == "string"
+    assert {"packed", "padded", "core/packed"} <= set(bare["enum"])
+    many, *single = schema["$defs"]["DataConfig"]["properties"]["train"]["anyOf"]
+    assert many["items"] in single
+    assert "oneOf" not in json.dumps(schema)
