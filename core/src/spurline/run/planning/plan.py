@@ -184,9 +184,7 @@ def _attempt(plan: Plan, part: Callable[[], T]) -> T | None:
     try:
         return part()
     except UserError as problem:
-        # What two parts need, both refuse: said once.
-        if str(problem) not in map(str, plan.problems):
-            plan.problems.append(problem)
+        plan.problems.append(problem)
         return None
 
 
