@@ -15,7 +15,7 @@ import pytest
 from async_runs import assert_every_prompt_ended_once
 from child_engines import engines_of, shared_memory_of
 from reward_functions import in_process
-from run_helpers import assert_same_weights, deterministic, read_metrics
+from run_helpers import assert_same_weights, deterministic, read_metrics, wait_for
 
 from spurline import Run, load_config
 from spurline.errors import RunFailedError
@@ -78,34 +78,35 @@ def test_engines_killed_again_and_again_are_replaced_and_every_prompt_is_trained
     child_config["checkpoint"] = {"every_steps": 1000}
     instants = random.Random(3)
     killed: list[int] = []
-    trained, all_killed = threading.Event(), threading.Event()
 
-    class HoldTheLastSteps:
+    def living() -> list[psutil.Process]:
+        return [process for process in engines_of(os.getpid()) if process.pid not in killed]
+
+    def kill_an_engine() -> None:
+        victim = instants.choice(living())
+        killed.append(victim.pid)
+        victim.send_signal(signal.SIGKILL)
+
+    class KillWhileStepsGoOn:
+        """Every ten steps one, when both are there; it dies at some instant of the steps that follow."""
+
+        killer = threading.Timer(0, kill_an_engine)
+
         @hookimpl
         def on_step_end(self, step: int) -> None:
-            if step == 10 * kills:
-                all_killed.wait(600)
+            if step % 10 != 1:
+                return
+            if step > 1:
+                self.killer.join()
+            wait_for(lambda: len(living()) == 2, "engines in place of those that were killed", 60)
+            if step < 10 * kills:
+                self.killer = threading.Timer(instants.uniform(0, 0.3), kill_an_engine)
+                self.killer.start()
 
-    def kill_engines() -> None:
-        while len(killed) < kills and not trained.is_set():
-            ready = [process for process in engines_of(os.getpid()) if process.pid not in killed]
-            if (Path(child_config["run_dir"]) / "metrics.jsonl").exists() and len(ready) == 2:
-                victim = instants.choice(ready)
-                killed.append(victim.pid)
-                victim.send_signal(signal.SIGKILL)
-            trained.wait(instants.uniform(0.1, 1.0))
-        all_killed.set()
-
-    killer = threading.Thread(target=kill_engines)
-    killer.start()
     loaded = load_config(child_config)
-    loaded.host.attach(HoldTheLastSteps(), "hold-the-last-steps")
-    try:
-        Run(loaded).train()
-    finally:
-        trained.set()
-        killer.join()
-    assert len(killed) == kills, "the run ended before all engines were killed"
+    loaded.host.attach(KillWhileStepsGoOn(), "kill-while-steps-go-on")
+    Run(loaded).train()
+    assert len(killed) == kills
     assert_every_prompt_ended_once(child_config)
     assert engines_of(os.getpid()) == []
 

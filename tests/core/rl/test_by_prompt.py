@@ -25,8 +25,8 @@ from spurline.protocols.rollout_engine import RolloutEngineConfig
 from spurline.rl.configs import PromptSourceConfig
 from spurline.rl.trajectory import Trajectory
 from spurline.testing.inputs import PAD, fuzzing, make_trajectories
-from spurline.update.configs import ByPromptConfig
-from spurline.update.minibatches import ByPrompt
+from spurline.update.configs import ByPromptConfig, WholeBatchConfig
+from spurline.update.minibatches import ByPrompt, WholeBatch
 
 # Per prompt a list of samples, each given by its number of turns.
 steps_strategy = st.lists(st.lists(st.integers(1, 7), min_size=1, max_size=3), min_size=1, max_size=6)
@@ -85,6 +85,17 @@ def test_rows_are_views_of_the_batch_where_the_backend_deals_them_itself():
         for name, column in part.tokens.items():
             assert torch.equal(column, real.tokens[name])
             assert column.untyped_storage().data_ptr() == batch.tokens[name].untyped_storage().data_ptr()
+
+
+def test_a_whole_batch_is_padded_only_for_backends_that_do_not_deal_its_rows():
+    batch = rollouts([[1, 2], [1], [3], [2]]).without_padding_rows()
+    run = cast("RunConfig", SimpleNamespace())
+    [dealt], [padded] = (
+        WholeBatch(WholeBatchConfig(), run, ParallelLayout(data=4, deals_rows=deals)).cut(batch)
+        for deals in (True, False)
+    )
+    assert dealt is batch
+    assert (batch.num_rows, padded.num_rows) == (9, 12)
 
 
 @given(samples=st.integers(1, 4), prompts=st.sampled_from([2, 4, 6]), size=st.sampled_from([1, 2]))

@@ -117,6 +117,7 @@ CORPUS = [
     packed("multifit", [9, 2, 4, 4, 5, 1, 3, 4], 4),
     packed("multifit", [3, 1, 3, 3, 3, 1], 4),
     packed("multifit", [1, 1, 1], 4),
+    packed("multifit", [11] * 5 + [3] * 3, 1),
     packed("ffd", [3, 0, 2, 0, 4], 2),
     packed("ffd", [17, 12, 16, 9, 17, 12, 7, 1], 2),
     packed("ffd", [1, 6, 3, 8, 20, 20, 15, 15, 5, 5], 2, align_to=4),

@@ -20,27 +20,27 @@ from spurline.update.configs import ByPromptConfig, WholeBatchConfig
 
 
 class WholeBatch:
-    """No cutting; only padding to the data-parallel size, where the collator has not done it."""
+    """Cuts nothing; pads to the data-parallel size, where the backend wants it and the collator did not."""
 
     def __init__(self, config: WholeBatchConfig, run: RunConfig, layout: ParallelLayout) -> None:
-        self._layout = layout
+        self._row_multiple = _row_multiple(layout)
 
     def steps_per_batch(self) -> int:
         return 1
 
     def cut(self, batch: TrainingBatch) -> Sequence[TrainingBatch]:
-        return [batch.pad_rows(self._layout.data)]
+        return [batch.pad_rows(self._row_multiple)]
 
 
 class ByPrompt:
-    """Each mini-batch is padded on its own to the data-parallel size, unless the backend deals rows: that copies it."""
+    """Each mini-batch is padded on its own to the data-parallel size, where the backend wants it."""
 
     def __init__(self, config: ByPromptConfig, run: RunConfig, layout: ParallelLayout) -> None:
         assert run.source.num_prompts is not None, "the config refuses a source without prompts"
         self._prompts_per_step = run.source.num_prompts
         self._prompts_per_minibatch = config.minibatch_prompts(self._prompts_per_step)
         self._update_epochs = config.update_epochs
-        self._row_multiple = 1 if layout.deals_rows else layout.data
+        self._row_multiple = _row_multiple(layout)
 
     def steps_per_batch(self) -> int:
         return self._prompts_per_step // self._prompts_per_minibatch * self._update_epochs
@@ -67,6 +67,11 @@ class ByPrompt:
             )
         size = self._prompts_per_minibatch
         return [(prompts[first][1], prompts[first + size - 1][2]) for first in range(0, len(prompts), size)]
+
+
+def _row_multiple(layout: ParallelLayout) -> int:
+    """Mini-batches are padded to a multiple of it. That copies the batch, and a backend that deals rows drops it."""
+    return 1 if layout.deals_rows else layout.data
 
 
 def prompt_boundaries(batch: TrainingBatch) -> list[tuple[str, int, int]]:

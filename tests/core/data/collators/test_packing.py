@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spurline.data.collators import packing
 from spurline.data.collators.packing import (
     PackingAlgorithm,
     best_fit_decreasing,
@@ -94,6 +96,23 @@ def test_multifit_evens_rows_out_over_the_ranks() -> None:
     lengths = [5] * 12
     assert [len(row) for row in first_fit_decreasing(lengths, 50)] == [10, 2]
     assert [len(row) for row in multifit(lengths, 50, 4)] == [3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("longer_than", [2, 3])
+def test_multifit_looks_twice_at_most_where_long_samples_leave_much_of_each_row_empty(
+    longer_than: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capacity = 6000
+    lengths = [capacity // longer_than + 1] * 200
+    tried: list[int] = []
+
+    def fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+        tried.append(capacity)
+        return first_fit_decreasing(lengths, capacity)
+
+    monkeypatch.setattr(packing, "first_fit_decreasing", fit)
+    assert len(multifit(lengths, capacity, 1)) == len(first_fit_decreasing(lengths, capacity))
+    assert len(tried) <= 2 * len(list(even_capacities(lengths[0], capacity)))
 
 
 @given(least=st.integers(0, 10_000), more=st.integers(0, 10_000))

@@ -6,7 +6,6 @@ with this one.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
@@ -76,13 +75,14 @@ def multifit(lengths: Sequence[int], capacity: int, num_ranks: int) -> list[list
     Rows are rounded up to a multiple of `num_ranks` anyway; a lower capacity spreads the samples evenly over them
     (Coffman, Garey and Johnson 1978, who search by bisection; see `even_capacities`).
     """
-    fewest = round_up(-(-sum(lengths) // capacity), num_ranks)
-    for num_rows in itertools.count(max(num_ranks, fewest), num_ranks):
+    num_rows = max(num_ranks, round_up(-(-sum(lengths) // capacity), num_ranks))
+    while True:
         for lower in even_capacities(max([-(-sum(lengths) // num_rows), *lengths]), capacity):
             rows = first_fit_decreasing(lengths, lower)
             if len(rows) <= num_rows:
                 return rows
-    raise AssertionError("as many rows as samples are always enough")
+        # The last were whole rows: where long samples leave much of them empty, so many are needed.
+        num_rows = round_up(len(rows), num_ranks)
 
 
 def even_capacities(least: int, capacity: int) -> Iterator[int]:

@@ -5,7 +5,6 @@ Loops that choose among others, and the tables they work on, are here, where com
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -75,9 +74,11 @@ def _room(num_rows: int, capacity: int) -> Table:
 def _fit_evenly(loops: FittingLoops, lengths: Table, order: Table, capacity: int, num_ranks: int, row_of: Table) -> int:
     """Core's `packing.multifit`: the row of each sample into `row_of`; returns the number of rows."""
     total, longest = int(lengths.sum()), int(lengths.max(initial=0))
-    for num_rows in itertools.count(_rounded(-(-total // capacity), num_ranks), num_ranks):
+    num_rows = _rounded(-(-total // capacity), num_ranks)
+    while True:
         for lower in even_capacities(max(-(-total // num_rows), longest), capacity):
-            needed = loops.first_fit(lengths, order, row_of, _room(num_rows, lower))
+            at_most = num_rows if lower < capacity else _most_rows(lengths, capacity)
+            needed = int(loops.first_fit(lengths, order, row_of, _room(at_most, lower)))
             if needed <= num_rows:
                 return needed
-    raise AssertionError("as many rows as samples are always enough")
+        num_rows = _rounded(needed, num_ranks)
