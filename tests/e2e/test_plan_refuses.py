@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +199,8 @@ def test_a_model_that_cannot_be_trained_is_refused_before_its_data_is_read(base_
 
 def test_a_missing_library_for_adapters_is_said_once(base_config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(configs, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "peft", None)
+    monkeypatch.delitem(sys.modules, "spurline.model.adapters.lora", raising=False)
     found, raised = refusals(changed(base_config, {"backend.lora": {}}))
     assert found == [raised]
     assert "needs peft, which is not installed" in raised
