@@ -9,7 +9,6 @@ from torch import nn
 
 from spurline.config.run_config import RunConfig
 from spurline.model.architecture import build_without_memory, load_model_config
-from spurline.model.configs import check_peft
 from spurline.model.experts.router_balance import balance_coefficient
 from spurline.model.experts.router_replay import no_routers
 from spurline.model.experts.routers import find_routers
@@ -40,7 +39,6 @@ def check_trainable(run: RunConfig) -> None:
     adapters = run.backend.adapters
     freeze_parameters(causal, model.freeze)
     if adapters is not None:
-        check_peft(adapters)
         # Only runs with adapters have the library for them.
         from spurline.model.adapters.lora import add_adapters
 
