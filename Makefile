@@ -26,10 +26,12 @@ $(VENV)/bin/python:
 
 # torch comes first and alone: as a dependency of something else pip would choose its own build.
 $(VENV)/.torch: constraints.txt | $(VENV)/bin/python
+	@echo "Installing PyTorch: gigabytes and minutes, unless TORCH_INDEX names its index for CPUs (see README.md)."
 	$(PIP) install --quiet $(TORCH_FROM) $$(grep '^torch==' constraints.txt)
 	@touch $@
 
 $(VENV)/.packages: $(VENV)/.torch core/pyproject.toml $(wildcard plugins/*/pyproject.toml)
+	@echo "Installing Spurline, its plugins and what they need: a minute or more."
 	$(PIP) install --quiet -c constraints.txt -e ./core -e ./plugins/collation_fast -e ./plugins/async_rl -e ./plugins/fsdp_backend -e ./plugins/megatron_backend
 	@touch $@
 
@@ -52,8 +54,14 @@ models/tiny-qwen3: examples/make_tiny_model.py examples/data/sort_train.jsonl | 
 WARM_UP := --set run_dir=runs/sort_warmup --set steps=180 --set schedule=constant
 
 quickstart: $(VENV)/.packages models/tiny-qwen3
+	@echo
+	@echo "1 of 3: supervised fine-tuning, until the model sorts (a minute)"
 	$(BIN)/spurline train examples/sft_sort.yaml
+	@echo
+	@echo "2 of 3: the same, stopped while it sorts less than half: what reinforcement learning begins with"
 	$(BIN)/spurline train examples/sft_sort.yaml $(WARM_UP)
+	@echo
+	@echo "3 of 3: reinforcement learning from a reward of 1 or 0 (two minutes)"
 	$(BIN)/spurline train examples/rl_sort.yaml
 	@echo
 	@echo "Look at runs/sft_sort/report.html and runs/rl_sort/report.html, then try:"

@@ -136,7 +136,10 @@ def test_zero_staleness_equals_the_synchronous_run_with_tools_and_several_turns(
 
 def test_training_waits_for_no_rollout_but_never_trains_on_tokens_over_the_bound(async_config: dict[str, Any]) -> None:
     async_config["steps"] = 10
-    lines = train(async_config)
+    said: list[str] = []
+    Run(load_config(async_config), progress=said.append).train()
+    assert "starting rollout engine 'in_process'" in said
+    lines = read_metrics(async_config["run_dir"])
     assert [line["step"] for line in lines] == list(range(1, 11))
     ages = [int(line["staleness/max"]) for line in lines]
     assert max(ages) <= 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from spurline import Run, load_config
 from spurline.errors import ConfigError, UserError
-from spurline.model import loading
+from spurline.model import configs, loading
 from spurline.run.planning.plan import make_plan
 from spurline.testing.inputs import write_tiny_model
 
@@ -185,3 +186,21 @@ def test_metrics_that_only_an_evaluation_tells_are_not_refused_before(base_confi
     wrong = changed(config, {"checkpoint.keep_best": "eval/dft/likelihood"})
     [problem] = make_plan(load_config(wrong)).problems
     assert "eval/dft/cross_entropy, eval/dft/probability, eval/loss, eval/objective, eval/time" in str(problem)
+
+
+def test_a_model_that_cannot_be_trained_is_refused_before_its_data_is_read(base_config: Config) -> None:
+    said: list[str] = []
+    with pytest.raises(UserError, match="Target modules"):
+        Run(
+            load_config(changed(base_config, {"backend.lora": {"target_modules": ["nope"]}})), progress=said.append
+        ).train()
+    assert "reading the data" not in said
+
+
+def test_a_missing_library_for_adapters_is_said_once(base_config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(configs, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "peft", None)
+    monkeypatch.delitem(sys.modules, "spurline.model.adapters.lora", raising=False)
+    found, raised = refusals(changed(base_config, {"backend.lora": {}}))
+    assert found == [raised]
+    assert "needs peft, which is not installed" in raised

@@ -121,6 +121,7 @@ def report(
 ) -> None:
     """Write RUN_DIR/report.html from the metrics so far, also while the run is going on. Several runs are compared."""
     from spurline.report.page import write_run_report
+    from spurline.report.record import check_run_directory
     from spurline.run.directory import RunDirectory
 
     if len(run_dirs) > 1:
@@ -130,6 +131,7 @@ def report(
         return
     if out is not None:
         raise UserError("--out is for a comparison of several runs: the report of one is RUN_DIR/report.html.")
+    check_run_directory(run_dirs[0])
     typer.echo(write_run_report(load_run(run_dirs[0]), RunDirectory(run_dirs[0])))
 
 

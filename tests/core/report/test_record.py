@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,6 +39,13 @@ def test_a_folder_that_is_no_run_is_refused_with_what_it_holds(tmp_path: Path) -
     (tmp_path / "notes.txt").touch()
     with pytest.raises(RunDirectoryError, match=r"not a run directory.*notes\.txt"):
         read_record(tmp_path)
+
+
+def test_a_folder_of_runs_is_answered_with_the_runs_in_it(make_run_dir: Callable[..., Path]) -> None:
+    run_dir = make_run_dir()
+    (run_dir.parent / "notes").mkdir(exist_ok=True)
+    with pytest.raises(RunDirectoryError, match=rf"Runs in it: {re.escape(str(run_dir))}\.$"):
+        read_record(run_dir.parent)
 
 
 @pytest.mark.parametrize("content", ['{"a": ', "[1, 2]"])

@@ -93,10 +93,15 @@ def adapter_notes(model: ModelConfig, lora: LoraConfig) -> list[str]:
     return resolve("spurline.model.adapters.adapter_targets:notes", "the modules that can carry adapters")(model)
 
 
+def no_peft() -> ConfigError:
+    """What is said where the library of adapters cannot be imported."""
+    return ConfigError.at("backend.lora", "needs peft, which is not installed. Run `pip install 'spurline[lora]'`.")
+
+
 def check_peft(lora: LoraConfig) -> None:
     """Raise ConfigError where a library for these adapters is missing."""
     if find_spec("peft") is None:
-        raise ConfigError.at("backend.lora", "needs peft, which is not installed. Run `pip install 'spurline[lora]'`.")
+        raise no_peft()
     if lora.is_quantized and find_spec("bitsandbytes") is None:
         raise ConfigError.at(
             "backend.lora.base_dtype",

@@ -29,19 +29,30 @@ def read_record(run_dir: Path) -> RunRecord:
     Raises RunDirectoryError when the folder is missing, is no run directory, or holds an unreadable file.
     """
     run_dir = Path(run_dir)
-    if not run_dir.is_dir():
-        raise RunDirectoryError(f"{run_dir}: no such folder. Give the run_dir of a run, such as runs/default.")
-    if not any((run_dir / name).exists() for name in (METRICS_FILE, CONFIG_FILE, SUMMARY_FILE)):
-        found = listing(entry.name for entry in list(run_dir.iterdir())[:20])
-        raise RunDirectoryError(
-            f"{run_dir}: not a run directory: no {METRICS_FILE}, {CONFIG_FILE} or {SUMMARY_FILE}. It has: {found}."
-        )
+    check_run_directory(run_dir)
     return RunRecord(
         run_dir=run_dir,
         metrics=read_json_lines(run_dir / METRICS_FILE),
         config=read_mapping(run_dir / CONFIG_FILE),
         summary=read_mapping(run_dir / SUMMARY_FILE),
     )
+
+
+def check_run_directory(run_dir: Path) -> None:
+    """Raise RunDirectoryError for a folder that is missing or has no file of a run, naming the runs within it."""
+    if not run_dir.is_dir():
+        raise RunDirectoryError(f"{run_dir}: no such folder. Give the run_dir of a run, such as runs/default.")
+    if not _holds_a_run(run_dir):
+        entries = sorted(run_dir.iterdir())
+        runs = [str(entry) for entry in entries if entry.is_dir() and _holds_a_run(entry)]
+        found = f"Runs in it: {listing(runs)}" if runs else f"It has: {listing(entry.name for entry in entries[:20])}"
+        raise RunDirectoryError(
+            f"{run_dir}: not a run directory: no {METRICS_FILE}, {CONFIG_FILE} or {SUMMARY_FILE}. {found}."
+        )
+
+
+def _holds_a_run(folder: Path) -> bool:
+    return any((folder / name).exists() for name in (METRICS_FILE, CONFIG_FILE, SUMMARY_FILE))
 
 
 def read_mapping(path: Path) -> dict[str, Any]:

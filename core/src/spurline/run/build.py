@@ -94,6 +94,8 @@ def build_components(
 ) -> Components:
     """All components; the stack closes them in reverse order. progress: told what takes time."""
     trackers = build_trackers(loaded)
+    # Before the data, which may take hours to tokenize.
+    check_trainable(loaded.config)
     data = build_data(loaded, stack, progress=progress)
     notes = [
         *check_lengths(loaded, data.source, data.evaluations),
@@ -102,7 +104,6 @@ def build_components(
         *loaded.config.backend.notes(loaded.config),
     ]
     check_watched(loaded.config, lambda: metrics_of(data.evaluations))
-    check_trainable(loaded.config)
     # Before anything loads: what ranks would take of the cluster, engines would miss minutes later.
     stack.enter_context(room_on_cluster(loaded.config))
     progress("drawing weights" if loaded.config.model.init == "random" else "loading weights")

@@ -11,7 +11,15 @@ from typing import Any
 from spurline.errors import RunDirectoryError
 from spurline.protocols.report_panel import RunRecord
 from spurline.report.figure import thinned
-from spurline.report.record import CONFIG_FILE, SUMMARY_FILE, distinct_names, evaluations_of, read_mapping, setting
+from spurline.report.record import (
+    CONFIG_FILE,
+    SUMMARY_FILE,
+    check_run_directory,
+    distinct_names,
+    evaluations_of,
+    read_mapping,
+    setting,
+)
 from spurline.run.directory import RunDirectory
 from spurline.trackers.jsonl import METRICS_FILE
 from spurline.view.rollout_index import RolloutIndex
@@ -27,12 +35,7 @@ class ViewedRun:
     """
 
     def __init__(self, run_dir: Path, name: str) -> None:
-        if not run_dir.is_dir():
-            raise RunDirectoryError(f"{run_dir}: no such folder. Give the run_dir of a run, such as runs/default.")
-        if not any((run_dir / file).exists() for file in (METRICS_FILE, CONFIG_FILE, SUMMARY_FILE)):
-            raise RunDirectoryError(
-                f"{run_dir}: not a run directory: no {METRICS_FILE}, {CONFIG_FILE} or {SUMMARY_FILE}."
-            )
+        check_run_directory(run_dir)
         self.run_dir = run_dir
         self.name = name
         self.rollouts = RolloutIndex(run_dir)

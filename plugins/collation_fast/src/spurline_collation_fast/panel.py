@@ -12,6 +12,8 @@ from spurline.trackers.readout import quantity
 from spurline_collation_fast.configs import CollationPanelConfig
 
 _NAMES = ("time/collate", "time/collate_wait", "collation/hidden")
+_COLD_START = 10
+"""How many times the mean of the others the first batch takes at least, where it is told apart from them."""
 
 
 class CollationPanel:
@@ -29,11 +31,7 @@ class CollationPanel:
             return None
         steps = [int(metrics["step"]) for metrics in lines]
         collate, waited, hidden = ([float(metrics[name]) for metrics in lines] for name in _NAMES)
-        head = f"A batch took {_milliseconds(collate)} to build; training waited {_milliseconds(waited)} for it (means)"
-        if sum(collate) > 0:
-            # Weighted by time: a mean of shares would let quick batches hide slow ones.
-            kept = sum(max(0.0, took - wait) for took, wait in zip(collate, waited, strict=True))
-            head += f". {kept / sum(collate):.1%} of all building was hidden behind training"
+        head = _summary(collate, waited)
         series = (("build", collate, "--series-1"), ("wait", waited, "--series-6"))
         times = step_figure(
             [line(name, steps, values, color) | {"hovertemplate": "%{y:.3~s}s"} for name, values, color in series],
@@ -50,6 +48,22 @@ class CollationPanel:
         )
         plots = f'<div class="columns even"><div>{times}</div><div>{hidden_plot}</div></div>'
         return block(caption(head + "."), plots, wide=True)
+
+
+def _summary(collate: list[float], waited: list[float]) -> str:
+    """Means and the hidden share. A first batch that compiled code says nothing about the others, so they go alone."""
+    cold, rest = collate[0], collate[1:]
+    head = ""
+    if rest and cold > _COLD_START * sum(rest) / len(rest):
+        head = f"The first batch took {cold:.3g} s to build, loading or compiling its code included. After it: "
+        collate, waited = rest, waited[1:]
+    head += f"{'a' if head else 'A'} batch took {_milliseconds(collate)} to build; training waited "
+    head += f"{_milliseconds(waited)} for it (means)"
+    if sum(collate) > 0:
+        # Weighted by time: a mean of shares would let quick batches hide slow ones.
+        kept = sum(max(0.0, took - wait) for took, wait in zip(collate, waited, strict=True))
+        head += f". {kept / sum(collate):.1%} of all building was hidden behind training"
+    return head
 
 
 def _milliseconds(seconds: list[float]) -> str:

@@ -23,14 +23,14 @@ from spurline.config.run_config import ModelConfig
 from spurline.errors import ModelError, listing
 from spurline.importing import quiet_bitsandbytes
 from spurline.model.adapters.adapter_targets import is_target, unadaptable
-from spurline.model.configs import LoraConfig
+from spurline.model.configs import LoraConfig, no_peft
 
 quiet_bitsandbytes()
 try:
     import peft
     from peft.tuners.tuners_utils import BaseTunerLayer
 except ImportError as error:
-    raise ModelError("backend.lora needs peft. Run `pip install 'spurline[lora]'`.") from error
+    raise no_peft() from error
 
 ADAPTER = "default"
 """Name of the one adapter that models have here, which PEFT uses where none is chosen."""

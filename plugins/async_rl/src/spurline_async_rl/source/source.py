@@ -118,6 +118,8 @@ class AsyncRolloutSource(PromptSource):
             self._timeline,
             notify=self._changed.set,
         )
+        # vLLM takes a minute or more, in which nothing else is to be seen.
+        self._context.progress(f"starting rollout engine '{self._config.engine.name}'")
         if self._config.engine.is_colocated:
             self._colocation = Colocation(
                 *check_capable(self._engine, backend, self._context.config),
