@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import date, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -146,6 +147,11 @@ def test_errors_of_the_function_have_their_kind_and_their_place(patient, tmp_pat
             r"\(.*/reward_functions\.py:\d+ in raises\)",
             why(raising, answer("x")),
         )
+        # As rows of TRL are, without `columns`.
+        unnamed = Answer("p", "x", None, {"prompt": "p", "solution": "4"})
+        assert "no such unit" in why(raising, unnamed)
+        assert why(raising, unnamed).endswith("is meant, set `columns: {reference: solution}` of the dataset.")
+        assert "answer.reference" not in why(raising, replace(unnamed, row={"prompt": "p"}))
     finally:
         raising.close()
 

@@ -148,6 +148,8 @@ def test_a_reward_that_needs_a_reference_it_does_not_get_is_the_datas_fault():
 
     with pytest.raises(DataError, match="needs a reference answer"):
         reward.score(Answer("p", "r", None, {}))
+    with pytest.raises(DataError, match=r"`columns: \{reference: solution\}`"):
+        reward.score(Answer("p", "r", None, {"prompt": "p", "solution": "4"}))
 
 
 def test_an_error_of_a_reward_names_the_reward_and_the_response():

@@ -18,6 +18,7 @@ from spurline.rl.concurrency import is_async, within
 from spurline.rl.functions import load_function
 from spurline.rl.rewards.configs import FunctionRewardConfig
 from spurline.rl.rewards.killable import KillablePool, OutOfMemory, TookTooLong
+from spurline.rl.rewards.references import missing_reference
 from spurline.rl.rewards.sent_answers import NOT_JSON, pack, pack_as_text, unpack
 
 _SHOWN_CHARACTERS = 300
@@ -79,6 +80,10 @@ class FunctionReward:
             raise AttemptFailedError(f"{what} took more than memory_gb: {self._config.memory_gb:g}.") from error
         except TookTooLong as error:
             raise AttemptFailedError(f"{what} did not return within {limit_s:g} s.") from error
+        except AttemptFailedError as error:
+            if not (hint := missing_reference(answer)):
+                raise
+            raise AttemptFailedError(f"{str(error).rstrip('.')}. {hint}") from error
         # Whoever checks scores says what it is instead of a number.
         return _Shown(value["shown"]) if isinstance(value, dict) else value  # pyright: ignore[reportReturnType]
 

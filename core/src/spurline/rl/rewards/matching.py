@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from itertools import takewhile
 
-from spurline.errors import DataError
 from spurline.protocols.reward import Answer
 from spurline.rl.rewards.configs import ExactMatchConfig, PrefixMatchConfig
+from spurline.rl.rewards.references import required_reference
 
 
 class ExactMatch:
@@ -16,7 +16,7 @@ class ExactMatch:
         self._ignore_case = config.ignore_case
 
     def score(self, answer: Answer) -> float:
-        response, reference = answer.response.strip(), _require_reference(answer, "exact_match").strip()
+        response, reference = answer.response.strip(), required_reference(answer, "exact_match").strip()
         if self._ignore_case:
             response, reference = response.casefold(), reference.casefold()
         return float(response == reference)
@@ -36,7 +36,7 @@ class PrefixMatch:
         self.config = config
 
     def score(self, answer: Answer) -> float:
-        expected, given = _require_reference(answer, "prefix_match").split(), answer.response.split()
+        expected, given = required_reference(answer, "prefix_match").split(), answer.response.split()
         same = takewhile(lambda pair: pair[0] == pair[1], zip(expected, given, strict=False))
         longer = max(len(expected), len(given))
         return sum(1 for _ in same) / longer if longer else 1.0
@@ -44,12 +44,3 @@ class PrefixMatch:
     async def score_async(self, answer: Answer) -> float:
         """Sooner done than a thread is started."""
         return self.score(answer)
-
-
-def _require_reference(answer: Answer, name: str) -> str:
-    if answer.reference is None:
-        raise DataError(
-            f"{name} needs a reference answer, but this row has none. Give it one, or name the column that holds it "
-            "with `columns: {reference: NAME}`."
-        )
-    return answer.reference

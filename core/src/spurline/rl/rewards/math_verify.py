@@ -13,6 +13,7 @@ from spurline.errors import ConfigError, DataError
 from spurline.protocols.reward import Answer
 from spurline.rl.rewards.configs import MathVerifyConfig
 from spurline.rl.rewards.killable import KillablePool, TookTooLong
+from spurline.rl.rewards.references import required_reference
 
 
 class MathVerify:
@@ -29,14 +30,13 @@ class MathVerify:
         return asyncio.run(self.score_async(answer))
 
     async def score_async(self, answer: Answer) -> float:
-        if answer.reference is None:
-            raise DataError("math_verify needs a reference answer, but this row has none.")
+        reference = required_reference(answer, "math_verify")
         try:
-            verdict = await self._pool.call_async(answer.reference, answer.response)
+            verdict = await self._pool.call_async(reference, answer.response)
         except TookTooLong:
             return 0.0
         if verdict is None:
-            raise DataError(f"math_verify finds no mathematics in the reference {answer.reference!r}.")
+            raise DataError(f"math_verify finds no mathematics in the reference {reference!r}.")
         return float(verdict)
 
     def close(self) -> None:
