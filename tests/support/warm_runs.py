@@ -132,8 +132,9 @@ def serve() -> None:
     files = os.open(os.devnull, os.O_RDONLY), os.open(order["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     for source, target in zip((*files, files[1]), range(3), strict=True):
         os.dup2(source, target)
-    # As a terminal starts commands, also where the tests were started with `nohup`.
+    # As a terminal starts commands, also where the tests were started with `nohup` or in the background.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.argv[1:] = order["words"]
     os.chdir(order["folder"])
     # Where temporary files go is a matter of the environment too.
