@@ -56,12 +56,16 @@ def test_the_first_screen_says_what_why_how_and_what_fits() -> None:
 
 def test_every_row_of_the_comparison_names_its_proof() -> None:
     table = README.partition("## Why")[2].partition("\n## ")[0]
+    sources = (ROOT / "docs" / "guarantees.md").read_text(encoding="utf-8").partition("## What others say")[2]
+    assert re.search(r"\bread in [A-Z][a-z]+ 20\d\d\b", sources)
     rows = [line for line in table.splitlines() if line.startswith("| ")][2:]
     assert len(rows) >= 5
     for row in rows:
         _, claim, ours, theirs, _ = re.split(r"(?<!\\)\|", row)
         assert re.search(r"\]\((tests|docs|benchmarks|examples)/", ours), f"no test or command for: {claim}"
-        assert "https://" in theirs, f"no source for what others do: {claim}"
+        links = re.findall(r"\]\((https://[^)]+)\)", theirs)
+        assert links, f"no source for what others do: {claim}"
+        assert [link for link in links if f"({link})" not in sources] == [], f"a source without its state: {claim}"
 
 
 def test_pip_lines_of_the_readme_install_packages_of_this_repository() -> None:
