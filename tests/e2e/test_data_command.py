@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from spurline.config.loading import load_config
+from spurline.data.sources.sft import SftSource
 from spurline.run.shown_data import terminal
 from spurline.run.shown_data.page import write_page
 from spurline.run.shown_data.sequences import ShownData, ShownSequence, show_data
@@ -60,9 +61,13 @@ def test_a_conversation_shows_its_roles_and_what_is_trained_of_each(
 
 
 def test_sequences_that_share_a_row_stand_apart(base_config: dict[str, Any]) -> None:
-    [row] = show(base_config, rows=1).rows
+    data = show(base_config, rows=5)
+    assert sum(len(row.sequences) for row in data.rows) == 5
+    row = data.rows[0]
     assert row.length <= 256
     assert len(row.sequences) > 1
+    last = data.rows[-1]
+    assert f"{len(last.sequences)} of the {len(last.sequences) + last.left_out} sequences that share" in last.heading
     assert all(text_of(sequence, trained=True).endswith("<|im_end|>") for sequence in row.sequences)
     assert len({sequence.uid for sequence in row.sequences}) == len(row.sequences)
 
@@ -112,6 +117,40 @@ def test_a_run_that_generates_shows_prompts_tools_and_answers(rl_config: dict[st
     assert any(note.startswith("reference answer: ") for note in first.notes)
 
 
+GUESS = """
+class Guess:
+    def __init__(self, config, **parts):
+        pass
+
+    async def run(self, task, policy):
+        return policy.finish({"right": 1.0})
+"""
+
+
+def test_rows_that_only_the_environment_reads_are_shown_by_what_is_known_of_them(
+    rl_config: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "guess.py").write_text(GUESS)
+    write_rows(rl_config, {"low": 1, "high": 9}, {"low": 3, "high": 5})
+    del rl_config["batch_size"]
+    rl_config["source"] |= {
+        "environment": {"name": "custom", "path": f"{tmp_path}/guess.py:Guess"},
+        "reward_weights": {},
+    }
+    data = show(rl_config, rows=2)
+    assert len(data.rows) == 2
+    assert "its columns are read by the environment alone" in data.rows[0].sequences[0].notes
+
+
+def test_a_source_that_shows_nothing_beforehand_is_said_to(
+    base_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SftSource, "pure", False)
+    data = show(base_config)
+    assert not data.rows
+    assert "nothing to show: the source 'sft'" in data.facts[-1]
+
+
 def test_no_control_character_reaches_a_terminal_and_no_markup_a_page(
     base_config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,7 +195,7 @@ def test_a_page_is_written_where_it_is_asked_for(
     out = tmp_path / "data.html"
     code, said, err = spurline("data", write_config(base_config), "--html", out, "--rows", 2)
     assert (code, said.strip(), err) == (0, str(out), "")
-    assert out.read_text(encoding="utf-8").count("<h2>") == 2
+    assert out.read_text(encoding="utf-8").count('<div class="sequence">') == 2
 
 
 def test_no_weights_are_read(base_config: dict[str, Any]) -> None:

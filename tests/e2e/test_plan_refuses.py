@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -204,3 +205,44 @@ def test_a_missing_library_for_adapters_is_said_once(base_config: Config, monkey
     found, raised = refusals(changed(base_config, {"backend.lora": {}}))
     assert found == [raised]
     assert "needs peft, which is not installed" in raised
+
+
+RIGHT = {"messages": [{"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": "4"}]}
+WITHOUT_REFERENCE = {"messages": RIGHT["messages"][:1], "answer": "4"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "where"),
+    [
+        ({"data.train": "BAD"}, ""),
+        ({"data.eval": "BAD", "evaluation": {"every_steps": 1}}, "data.eval: "),
+        ({"evaluations.hard": {"name": "rollouts", "data": "BAD"}}, "evaluations.hard: "),
+        ({"evaluations.asked": {"name": "answers", "data": "BAD", "rewards": "exact_match"}}, "evaluations.asked: "),
+    ],
+)
+def test_rows_without_the_reference_that_a_reward_needs_are_found_before_anything_is_generated(
+    rl_config: Config, tmp_path: Path, changes: Config, where: str
+) -> None:
+    good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
+    good.write_text(f"{json.dumps(RIGHT)}\n" * 8)
+    bad.write_text(f"{json.dumps(RIGHT)}\n{json.dumps(WITHOUT_REFERENCE)}\n" * 4)
+    rl_config["source"]["environment"] = {"name": "single_turn", "rewards": "exact_match"}
+    rl_config["source"]["reward_weights"] = {}
+    config = changed(rl_config, {"data.train": str(good)})
+    config = json.loads(json.dumps(changed(config, changes)).replace("BAD", str(bad)))
+    found, raised = refusals(config)
+    [problem] = found
+    assert problem == raised
+    assert problem.startswith(f"{where}{bad}:2: exact_match needs a reference answer")
+    assert "`columns: {reference: answer}`" in problem
+
+
+def test_a_row_without_its_reference_is_left_out_where_bad_rows_are(rl_config: Config, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text(f"{json.dumps(RIGHT)}\n{json.dumps(WITHOUT_REFERENCE)}\n" * 8)
+    rl_config["source"]["environment"] = {"name": "single_turn", "rewards": "exact_match"}
+    rl_config["source"]["reward_weights"] = {}
+    rl_config["data"]["train"] = [{"path": str(bad), "on_bad_row": "skip"}]
+    plan = make_plan(load_config(rl_config))
+    assert not plan.problems
+    assert "8 rows will be left out" in plan.sections["prompts"][0]

@@ -137,7 +137,7 @@ def test_an_event_loop_that_stays_busy_is_told(shares: list[float], is_told: boo
 
 def test_a_watch_fed_step_by_step_says_what_the_report_says() -> None:
     lines = lines_of([5.7, *(5.0 for _ in range(20)), *(400.0 for _ in range(10))])
-    watch = HealthWatch(1.0)
+    watch = HealthWatch(CONFIG)
     live = [(place, kind) for place, line in enumerate(lines) for kind in watch.judge(line["step"], line)]
     assert set(live) == {(place, found.kind) for found in findings(lines, CONFIG) for place in found.places}
 

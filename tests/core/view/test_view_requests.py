@@ -401,11 +401,11 @@ def test_samples_are_the_rows_of_the_first_batches_with_the_weight_of_each_token
     }
     (run / "config.json").write_text(json.dumps(config))
     read = client_of(run).get("/api/samples", params={"run": 0}).json()
-    assert len(read["rows"]) == 4
+    assert sum(len(row["sequences"]) for row in read["rows"]) == 4
     assert read["facts"][0].startswith("train: 64 samples")
     for row in read["rows"]:
         for sequence in row["sequences"]:
-            assert len(sequence["pieces"]) == len(sequence["ids"]) == len(sequence["weights"]) <= row["length"]
+            assert len(sequence["pieces"]) == len(sequence["ids"]) == len(sequence["weights"]) <= 128
             trained = "".join(
                 piece for piece, weight in zip(sequence["pieces"], sequence["weights"], strict=True) if weight
             )

@@ -32,7 +32,7 @@ from spurline.in_memory.functions import forget
 from spurline.in_memory.keeper import Trial
 from spurline.plugins.host import InstalledPlugin, PluginHost, installed_plugins
 from spurline.plugins.registry import Registry
-from spurline.protocols.source import SourceConfig
+from spurline.protocols.source import SourceConfig, where_decorated
 
 
 @dataclass(frozen=True)
@@ -218,4 +218,5 @@ def _cross_field_problems(run: RunConfig) -> Iterator[Problem]:
     """Problems of every section, with full key paths."""
     for path, section in sections_within(run):
         for problem in section.problems(run):
-            yield Problem(".".join(part for part in (path, problem.key) if part), problem.message)
+            key = ".".join(part for part in (path, problem.key) if part)
+            yield Problem(key, where_decorated(run.source.model_dump(), problem.message))

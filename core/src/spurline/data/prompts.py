@@ -7,7 +7,7 @@ held-out generation: nothing here is trained on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from spurline.data.chats.left_out import find_left_out, refuse_left_out
 from spurline.data.encoding import encode_batch, require_chat_template, require_offsets
 from spurline.data.rows.formats import ANSWER_COLUMNS, Conversation, TextPair, TokenRow, detect_format, read_row
 from spurline.data.rows.messages import Message, assistant_turns
-from spurline.data.rows.rows import BadRowError, RowView, describe, require_text
+from spurline.data.rows.rows import BadRowError, RowView, describe, explain_bad_row, require_text
 from spurline.errors import DataError
 from spurline.protocols.dataset import DatasetConfig
 from spurline.protocols.tokenization import DatasetToTokenize
@@ -121,19 +121,27 @@ def prompt_and_reference(
 
 
 def read_examples(
-    source: DatasetToTokenize, tokenizer: PreTrainedTokenizerBase, data: DataConfig
+    source: DatasetToTokenize,
+    tokenizer: PreTrainedTokenizerBase,
+    data: DataConfig,
+    check: Callable[[Mapping[str, Any], GenerationExample], None] = lambda row, example: None,
 ) -> Iterator[tuple[Mapping[str, Any], GenerationExample]]:
-    """Rows of a dataset with their examples, in order; malformed rows are passed over when `on_bad_row: skip`."""
+    """Yield the rows of a dataset with their examples, in order.
+
+    check: raises DataError for a row that cannot be used although its prompt can be read. Rows that cannot be used are
+    passed over when `on_bad_row: skip`.
+    """
     dataset, renderer = source.dataset, ChatRenderer(tokenizer)
     for number in range(len(dataset)):
         try:
             row = dataset[number]
             location = dataset.location(number)
             example = prompt_and_reference(row, source.config, tokenizer, data, location=location, renderer=renderer)
-        except DataError:
+            check(row, example)
+        except DataError as error:
             if source.config.on_bad_row == "skip":
                 continue
-            raise
+            raise explain_bad_row(dataset.location(number), error) from error
         yield row, example
 
 

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any
 
-from spurline.data.prompts import read_examples
+from spurline.data.prompts import GenerationExample, read_examples
 from spurline.data.token_store import fingerprint_of
 from spurline.data.tokenization import open_datasets, store_labels
 from spurline.errors import DataError, RunFailedError
@@ -22,6 +22,7 @@ from spurline.protocols.evaluation import EvaluationContext, HeldOutEvaluation
 from spurline.protocols.reward import Answer
 from spurline.protocols.source import Longest
 from spurline.protocols.tokenization import DatasetToTokenize
+from spurline.rl.rewards.references import check_reference
 from spurline.rl.scoring import close_all, make_rewards, terms_of_all
 
 
@@ -39,13 +40,18 @@ class AnswersEvaluation(HeldOutEvaluation):
         self._tokenizer = context.run.tokenizer
         self._datasets = _rows(config, context) if datasets is None else datasets
         data = context.run.config.data
-        every = (item for source in self._datasets for item in read_examples(source, self._tokenizer, data))
+        every = (
+            item for source in self._datasets for item in read_examples(source, self._tokenizer, data, self._check)
+        )
         self._examples = list(islice(every, config.max_samples))
         if not self._examples:
             labels = ", ".join(source.dataset.label for source in self._datasets)
             raise DataError(f"{labels}: no row can be used as a held-out prompt. Give at least one.")
         # Last: from here on there is something to close.
         self._rewards = make_rewards(config.rewards, context.run.host.registry)
+
+    def _check(self, row: Mapping[str, Any], example: GenerationExample) -> None:
+        check_reference(self._config.rewards, example.reference_text, row)
 
     def summary(self) -> Mapping[str, Any]:
         sizes = [len(source.dataset) for source in self._datasets]

@@ -29,6 +29,8 @@ class RewardConfig(ComponentConfig):
     """Settings of a reward."""
 
     kind: ClassVar[str] = "reward"
+    needs_reference: ClassVar[bool] = False
+    """Whether it cannot score an answer to a row that has no reference; such rows are found before training."""
 
 
 @dataclass(frozen=True)

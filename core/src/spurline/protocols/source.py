@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -186,6 +187,26 @@ class SourceConfig(ComponentConfig):
                     f"is {self.name}, which compares logprobs of the update with some computed without dropout, but "
                     f"{setting} is {rate:g}, so that they would differ before anything is learned. Set it to 0.",
                 )
+
+
+def where_decorated(source: Mapping[str, Any], text: str) -> str:
+    """Name settings of a decorated source where they stand.
+
+    Args:
+        source: The resolved section `source`.
+        text: A message, in which `source.NAME` is a setting of a source that nothing decorates.
+
+    Returns:
+        The message with `source.of.NAME` where the source in `of` has the setting and its decorator has not.
+    """
+
+    def placed(match: re.Match[str]) -> str:
+        path, section = "source", source
+        while match[1] not in section and isinstance(section.get("of"), Mapping):
+            path, section = f"{path}.of", section["of"]
+        return f"{path}.{match[1]}" if match[1] in section else match[0]
+
+    return re.sub(r"\bsource\.(\w+)", placed, text)
 
 
 class DecoratedSourceConfig(SourceConfig):
@@ -442,6 +463,11 @@ class DecoratedSource(BatchSource):
         """See `spurline.rl.held_out.MakesAttempts`. Asked only where the inner config says that it makes any."""
         inner: Any = self.inner
         return inner.make_attempts(prompts, held_out)
+
+    def longest_held_out(self, prompts: Any) -> Longest | None:
+        """See `spurline.rl.held_out.MakesAttempts`."""
+        inner: Any = self.inner
+        return inner.longest_held_out(prompts)
 
     def given_up(self) -> Sequence[str]:
         return self.inner.given_up()

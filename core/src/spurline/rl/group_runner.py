@@ -16,6 +16,7 @@ from typing import Any, TypeGuard, cast
 
 import numpy as np
 
+from spurline.data.rows.rows import explain_bad_row
 from spurline.errors import DataError, PluginError, RunFailedError, SpurlineError, listing, suggestion
 from spurline.protocols.environment import AttemptFailedError, Environment, PolicyHandle, Task
 from spurline.rl.chat_front import PrefixError
@@ -344,14 +345,6 @@ def carried(prompt: Draw, name: str) -> float:
 
 def _name(task: Task) -> str:
     return f"sample {task.sample} of prompt {task.uid}"
-
-
-def explain_bad_row(location: str, error: DataError) -> DataError:
-    """The error with the row's location in front and the way out behind, where it does not say them itself."""
-    text = str(error)
-    place = "" if location in text else f"{location}: "
-    fix = "" if "on_bad_row" in text else " Mend the row, or leave such rows out with `on_bad_row: skip`."
-    return DataError(f"{place}{text}{fix}")
 
 
 def _explain_failure(task: Task, attempt: int, error: Exception) -> str:

@@ -16,7 +16,7 @@ from spurline.errors import ConfigError, DataError
 from spurline.protocols.backend import Backend
 from spurline.protocols.dataset import DatasetConfig
 from spurline.protocols.evaluation import EvaluationContext, HeldOutEvaluation
-from spurline.protocols.source import SourceContext
+from spurline.protocols.source import Longest, SourceContext
 from spurline.rl.configs import (
     HeldOutConfig,
     RolloutsEvaluationConfig,
@@ -45,6 +45,13 @@ class MakesAttempts(Protocol):
         """Attempts with the weights as they are; returns when all have ended."""
         ...
 
+    def longest_held_out(self, prompts: PromptDraws) -> Longest | None:
+        """Return the longest of the prompts with a whole response; None where only the environment knows them.
+
+        Raises DataError naming a row that cannot be used.
+        """
+        ...
+
 
 class AttemptsEvaluation(HeldOutEvaluation):
     """Evaluates by attempts at held-out prompts. where: the settings' place in the config, for messages.
@@ -69,6 +76,9 @@ class AttemptsEvaluation(HeldOutEvaluation):
 
     def summary(self) -> Mapping[str, Any]:
         return self._prompts.summary()
+
+    def longest(self) -> Longest | None:
+        return self._source.longest_held_out(self._prompts)
 
     def fingerprint(self) -> str:
         return self._prompts.fingerprint()

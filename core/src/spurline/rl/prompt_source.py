@@ -13,6 +13,7 @@ from functools import cached_property
 
 from spurline.data.batch import TrainingBatch
 from spurline.data.prompts import read_question
+from spurline.data.rows.rows import explain_bad_row
 from spurline.errors import DataError, RunFailedError, listing
 from spurline.protocols.backend import Backend
 from spurline.protocols.evaluation import HeldOutEvaluation
@@ -22,7 +23,7 @@ from spurline.protocols.stateful import refuse_other_data
 from spurline.rl.attempts import Attempts
 from spurline.rl.configs import HeldOutConfig, PromptSourceConfig
 from spurline.rl.draws import Draw, PromptDraws, SkippedRow
-from spurline.rl.group_runner import GivenUpPrompt, Outcome, carried, explain_bad_row, reasons_of, tags_of
+from spurline.rl.group_runner import GivenUpPrompt, Outcome, carried, reasons_of, tags_of
 from spurline.rl.health import length_metrics, reward_metrics
 from spurline.rl.held_out import OF_SOURCE, AttemptsEvaluation, open_held_out
 from spurline.rl.kept_rollouts.keeper import KeptStep, RolloutKeeper
@@ -140,12 +141,17 @@ class PromptSource(BatchSource):
         }
 
     def longest(self) -> Longest | None:
-        limit = self._settings.sampling.max_new_tokens
-        found = [seen for seen in (self._survey, self._held_out_survey) if seen is not None]
-        if not found:
+        return self._with_response(self._survey)
+
+    def longest_held_out(self, prompts: PromptDraws) -> Longest | None:
+        """Return the longest of these prompts with a whole response, as `longest` does. Raises DataError."""
+        return self._with_response(self._survey_of(prompts, "rendering held-out prompts", self._attempts.first_prompt))
+
+    def _with_response(self, seen: PromptSurvey | None) -> Longest | None:
+        if seen is None:
             return None
-        most = max(found, key=lambda seen: seen.longest)
-        return Longest(most.longest + limit, most.where, "source.sampling.max_new_tokens", prompt_tokens=most.longest)
+        tokens = seen.longest + self._settings.sampling.max_new_tokens
+        return Longest(tokens, seen.where, "source.sampling.max_new_tokens", prompt_tokens=seen.longest)
 
     def preview(self) -> Sequence[str]:
         return () if self._survey is None else self._survey.lines(self._context.tokenizer)
@@ -165,13 +171,17 @@ class PromptSource(BatchSource):
             notes.append(f"rewards: {listing(environment.reward_terms)}")
         try:
             ids = self._attempts.first_prompt(draw)
-            question = read_question(draw.row, draw.dataset, has_chat_template=tokenizer.chat_template is not None)
         except DataError as error:
             if draw.dataset.on_bad_row == "error":
                 raise explain_bad_row(draw.location, error) from error
             return FirstPrompt(draw.uid, (), (f"left out: {error}",))
-        if question.reference is not None:
-            notes.append(f"reference answer: {question.reference}")
+        try:
+            question = read_question(draw.row, draw.dataset, has_chat_template=tokenizer.chat_template is not None)
+        except DataError:
+            notes.append("its columns are read by the environment alone")
+        else:
+            if question.reference is not None:
+                notes.append(f"reference answer: {question.reference}")
         notes += [f"{name}: {value}" for name, value in tags_of(draw.row).items()]
         if ids is None:
             notes.append("the prompt is not known before the environment runs")
@@ -180,14 +190,6 @@ class PromptSource(BatchSource):
     @cached_property
     def _survey(self) -> PromptSurvey | None:
         return self._survey_of(self._prompts, "rendering prompts", self._first_prompt)
-
-    @cached_property
-    def _held_out_survey(self) -> PromptSurvey | None:
-        return (
-            None
-            if self._held_out is None
-            else self._survey_of(self._held_out, "rendering held-out prompts", self._attempts.first_prompt)
-        )
 
     def _survey_of(self, prompts: PromptDraws, doing: str, first_prompt: FindPrompt) -> PromptSurvey | None:
         limit = self._context.row_limit or ROWS_BEFORE_TRAINING

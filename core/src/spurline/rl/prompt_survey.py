@@ -12,9 +12,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from spurline.data.rows.rows import explain_bad_row
 from spurline.errors import DataError
 from spurline.rl.draws import Draw, SkippedRow
-from spurline.rl.group_runner import explain_bad_row
 
 ROWS_BEFORE_TRAINING = 1_000
 """Rows of each dataset that are looked at before a run; the others are checked when they are drawn."""

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from spurline.protocols.source import where_decorated
 from spurline.rl.health_words import health_words
 
 LEVEL_STEPS = 5
@@ -55,11 +56,12 @@ _LONG_HISTORY = 50
 class HealthWatch:
     """Judges the steps of one run in order.
 
-    max_grad_norm: threshold of gradient clipping, None without one.
+    config: the resolved settings; without them nothing is known of clipping.
     """
 
-    def __init__(self, max_grad_norm: float | None = None) -> None:
-        self._threshold = max_grad_norm
+    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+        self._threshold = clip_threshold(config or {})
+        self._source: Mapping[str, Any] = (config or {}).get("source", {})
         self._losses: deque[float] = deque(maxlen=_HISTORY)
         self._norms: deque[float] = deque(maxlen=_LONG_HISTORY)
         self._rates: deque[float] = deque(maxlen=IDLE_STEPS)
@@ -70,7 +72,7 @@ class HealthWatch:
 
     def judge(self, step: int, metrics: Mapping[str, float]) -> dict[str, str]:
         """A sentence or two for each thing that is off at this step, by a short name of its kind."""
-        found = dict(health_words(metrics))
+        found = {kind: where_decorated(self._source, words) for kind, words in health_words(metrics).items()}
         if "lr" in metrics:
             found |= dict(self._judge_rate(metrics["lr"]))
         if "grad_norm" in metrics:
@@ -232,7 +234,7 @@ def trained_steps(lines: Sequence[Mapping[str, Any]]) -> list[int]:
 def findings(lines: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> list[Finding]:
     """What was off in a run, the most frequent first. lines: of metrics.jsonl. config: the resolved settings."""
     lines = [line for line in lines if line["step"]]
-    watch = HealthWatch(clip_threshold(config))
+    watch = HealthWatch(config)
     places: dict[str, list[int]] = {}
     latest: dict[str, str] = {}
     for place, metrics in enumerate(lines):

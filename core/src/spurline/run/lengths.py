@@ -19,16 +19,18 @@ from spurline.run.evaluations.evaluation import ScheduledEvaluation
 def check_lengths(loaded: LoadedConfig, source: BatchSource, evaluations: Sequence[ScheduledEvaluation]) -> list[str]:
     """Notes on limits that no sequence reaches. Raises ConfigError for one that is too long, ModelError, DataError."""
     limit = position_limit(load_model_config(loaded.config.model))
-    found = [source.longest(), *(evaluation.held_out.longest() for evaluation in evaluations)]
+    trained = source.longest()
+    found = [one for one in (trained, *(evaluation.longest() for evaluation in evaluations)) if one is not None]
     for longest in found:
-        if longest is None:
-            continue
         if limit is not None and longest.tokens > limit.tokens and not _insists(loaded, limit):
             raise ConfigError([Problem(longest.setting, _too_long(loaded, longest, limit))], loaded.origin)
+    # What the same setting bounds is made the same way: attempts at held-out prompts go to the source's engine too.
+    like = [one for one in found if trained is not None and one.setting == trained.setting]
+    longest = max(like, key=lambda one: one.tokens, default=None)
     context = loaded.config.source.context_tokens
     if context is not None:
-        _check_engine(loaded, found[0], context, limit)
-    return _notes(loaded, found[0], limit)
+        _check_engine(loaded, longest, context, limit)
+    return _notes(loaded, longest, limit)
 
 
 def _insists(loaded: LoadedConfig, limit: PositionLimit) -> bool:

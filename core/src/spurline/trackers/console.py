@@ -20,7 +20,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column
 
 from spurline.protocols.tracker import RunInfo
-from spurline.run.health import HealthWatch, clip_threshold
+from spurline.run.health import HealthWatch
 from spurline.terminal import printable, write_nowhere
 from spurline.trackers.configs import ConsoleTrackerConfig
 from spurline.trackers.jsonl import METRICS_FILE, read_json_lines
@@ -56,7 +56,7 @@ class ConsoleTracker:
     def start(self, info: RunInfo) -> None:
         """Print the notes on the start, and open the live bar when the output is a terminal."""
         self._total_steps = info.total_steps
-        self._health = HealthWatch(clip_threshold(info.config))
+        self._health = HealthWatch(info.config)
         if info.is_resumed:
             # What comes is compared with what was, also before a resume.
             for metrics in read_json_lines(info.run_dir / METRICS_FILE):

@@ -29,6 +29,14 @@ class BadRowError(DataError):
         return DataError(f"{location}: {self}")
 
 
+def explain_bad_row(location: str, error: DataError) -> DataError:
+    """Return the error with the row's location in front and the way out behind, where it does not say them itself."""
+    text = str(error)
+    place = "" if location in text else f"{location}: "
+    fix = "" if "on_bad_row" in text else " Mend the row, or leave such rows out with `on_bad_row: skip`."
+    return DataError(f"{place}{text}{fix}")
+
+
 def describe(value: Any) -> str:
     """What a value is, for `... is a number (42), expected text`."""
     if value is None:

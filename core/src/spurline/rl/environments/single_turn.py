@@ -16,6 +16,7 @@ from spurline.plugins.registry import Registry
 from spurline.protocols.environment import PolicyHandle, Task
 from spurline.protocols.reward import Answer
 from spurline.rl.environments.configs import SingleTurnConfig
+from spurline.rl.rewards.references import check_reference
 from spurline.rl.scoring import close_all, make_rewards, reward_terms
 from spurline.rl.trajectory import Trajectory
 
@@ -32,6 +33,7 @@ class SingleTurn:
         self._renderer = ChatRenderer(tokenizer)
         self._data = data
         self._examples: dict[tuple[str, str], GenerationExample] = {}
+        self._config = config
         self._rewards = make_rewards(config.rewards, registry)
 
     async def run(self, task: Task, policy: PolicyHandle) -> Trajectory:
@@ -44,7 +46,9 @@ class SingleTurn:
 
     def first_prompt(self, task: Task) -> Sequence[int]:
         """See `ShowsPrompt`."""
-        return self._example(task).prompt_ids
+        example = self._example(task)
+        check_reference(self._config.rewards, example.reference_text, task.row)
+        return example.prompt_ids
 
     def _example(self, task: Task) -> GenerationExample:
         """The row's prompt, rendered and encoded once for all attempts of a group."""

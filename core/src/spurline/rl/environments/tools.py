@@ -35,6 +35,7 @@ from spurline.rl.chat_front import ChatFront, PrefixError, Reply, opening_ids
 from spurline.rl.concurrency import within
 from spurline.rl.environments.configs import BUILT_IN_TOOLS, ToolsConfig
 from spurline.rl.functions import load_function
+from spurline.rl.rewards.references import check_reference
 from spurline.rl.scoring import close_all, make_rewards, reward_terms
 from spurline.rl.trajectory import Trajectory
 
@@ -246,7 +247,9 @@ class Tools:
 
     def first_prompt(self, task: Task) -> Sequence[int]:
         """See `ShowsPrompt`."""
-        messages, tools = self._opening(self._read(task), task.location)
+        question = self._read(task)
+        check_reference(self._config.rewards, question.reference, task.row)
+        messages, tools = self._opening(question, task.location)
         return opening_ids(self._tokenizer, messages, tools, where=task.location)
 
     def close(self) -> None:

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from spurline.data.rows.usual_columns import guessed_reference
 from spurline.errors import DataError
-from spurline.protocols.reward import Answer
+from spurline.protocols.reward import Answer, RewardConfig
+
+
+def check_reference(rewards: Mapping[str, RewardConfig], reference: str | None, row: Mapping[str, Any]) -> None:
+    """Raise DataError for a row without a reference where one of the rewards needs it, before anything is generated."""
+    if reference is not None:
+        return
+    for config in rewards.values():
+        if config.needs_reference:
+            raise _without_reference(config.name, row)
 
 
 def required_reference(answer: Answer, name: str) -> str:
-    """The reference, for the reward of this name. Raises DataError where the row has none."""
+    """Return the reference, for the reward of this name. Raises DataError where the row has none."""
     if answer.reference is not None:
         return answer.reference
-    column = guessed_reference(answer.row).get("reference", "NAME")
-    raise DataError(
+    raise _without_reference(name, answer.row)
+
+
+def _without_reference(name: str, row: Mapping[str, Any]) -> DataError:
+    column = guessed_reference(row).get("reference", "NAME")
+    return DataError(
         f"{name} needs a reference answer, but this row has none. Give it one, or name the column that holds it with "
         f"`columns: {{reference: {column}}}`."
     )

@@ -7,19 +7,28 @@ has of its own for that data; the rest of a run knows only a list of scheduled e
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from spurline.config.run_config import DataEvaluationConfig, RunConfig
-from spurline.errors import ConfigError, PluginError
+from spurline.errors import ConfigError, DataError, PluginError
 from spurline.evaluation.answers import AnswersEvaluation
 from spurline.evaluation.configs import AnswersEvaluationConfig, LossEvaluationConfig
 from spurline.evaluation.loss import LossEvaluation
 from spurline.protocols.backend import Backend
 from spurline.protocols.evaluation import EvaluationConfig, EvaluationContext, HeldOutEvaluation
 from spurline.protocols.source import Longest
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Put the evaluation's setting in front of errors of its data."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{f'evaluations.{name}' if name else 'data.eval'}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,11 @@ class ScheduledEvaluation:
     def label(self) -> str:
         """What its data is called in plans, summaries and reports."""
         return f"eval/{self.name}" if self.name else "eval"
+
+    def longest(self) -> Longest | None:
+        """Return the longest sequence that it makes; None where that is not known. Raises DataError naming it."""
+        with _naming(self.name):
+            return self.held_out.longest()
 
     def metrics(self) -> set[str] | None:
         """Whole names of all that it may measure, `eval/...`; None where only an evaluation tells."""
@@ -117,11 +131,14 @@ def build_evaluations(context: EvaluationContext, stack: ExitStack) -> tuple[Sch
         built.append(ScheduledEvaluation(name, settings.every_steps, settings.at_start, held_out))
 
     if config.data.eval:
-        own = context.source.evaluation()
-        add("", config.evaluation, DataEvaluation(config, context) if own is None else own)
+        with _naming(""):
+            own = context.source.evaluation() or DataEvaluation(config, context)
+        add("", config.evaluation, own)
     for name, settings in config.evaluations.items():
         here = replace(context, where=f"evaluations.{name}")
-        add(name, settings, registry.create("evaluation", settings, context=here))
+        with _naming(name):
+            held_out = registry.create("evaluation", settings, context=here)
+        add(name, settings, held_out)
     return tuple(built)
 
 

@@ -29,7 +29,7 @@ def samples_of(run_dir: Path) -> dict[str, Any]:
 
 
 def _row(row: ShownRow) -> dict[str, Any]:
-    return {"title": row.title, "length": row.length, "sequences": [_sequence(sequence) for sequence in row.sequences]}
+    return {"title": row.heading, "sequences": [_sequence(sequence) for sequence in row.sequences]}
 
 
 def _sequence(sequence: ShownSequence) -> dict[str, Any]:

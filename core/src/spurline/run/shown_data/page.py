@@ -61,11 +61,9 @@ def write_page(data: ShownData, out: Path) -> None:
 
 
 def _row(row: ShownRow) -> str:
-    used = sum(len(sequence.tokens) for sequence in row.sequences)
-    places = f": {used:,} of {row.length:,} places hold tokens" if row.length else ""
     pairs = " pairs" if any(sequence.kind in ("chosen", "rejected") for sequence in row.sequences) else ""
     inside = "".join(map(_sequence, row.sequences))
-    return f'<h2>{_safe(row.title + places)}</h2><div class="row{pairs}">{inside}</div>'
+    return f'<h2>{_safe(row.heading)}</h2><div class="row{pairs}">{inside}</div>'
 
 
 def _sequence(sequence: ShownSequence) -> str:

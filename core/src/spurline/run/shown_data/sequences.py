@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 from unicodedata import category
 
@@ -84,11 +84,26 @@ class ShownSequence:
 @dataclass(frozen=True)
 class ShownRow:
     """A row of a batch with the sequences that share it. title: its place. length: with padding; 0 where prompts have
-    none."""
+    none. left_out: sequences of the row that are not shown."""
 
     title: str
     sequences: tuple[ShownSequence, ...]
     length: int = 0
+    left_out: int = 0
+
+    @property
+    def heading(self) -> str:
+        """The title, with how full the row is, or how much of it is shown."""
+        if not self.length:
+            return self.title
+        count = len(self.sequences)
+        if self.left_out:
+            return (
+                f"{self.title}: {count} of the {count + self.left_out} sequences that share its {self.length:,} places"
+            )
+        used = sum(len(sequence.tokens) for sequence in self.sequences)
+        shared = f"{count} sequences share it, " if count > 1 else ""
+        return f"{self.title}: {shared}{used:,} of {self.length:,} places hold tokens"
 
 
 @dataclass(frozen=True)
@@ -121,6 +136,11 @@ def show_data(loaded: LoadedConfig, num_rows: int, row_limit: int | None, progre
                 f"read: the first {row_limit:,} rows of each dataset, so these rows come at another step of the run; "
                 "--whole reads all"
             )
+        if not rows:
+            facts.append(
+                f"nothing to show: the source '{loaded.config.source.name}' makes its batches while it trains, and "
+                "tells no prompts beforehand"
+            )
         return ShownData(str(loaded.origin), tuple(facts), tuple(rows))
 
 
@@ -138,18 +158,21 @@ def first_rows(loaded: LoadedConfig, data: DataComponents, num_rows: int) -> lis
 
 
 def _rows_of_batches(loaded: LoadedConfig, data: DataComponents, num_rows: int, pieces: TokenPieces) -> list[ShownRow]:
+    """num_rows: of the data, of which a packed row of a batch holds many."""
     rows: list[ShownRow] = []
     messages = _Messages(loaded, data)
+    left = num_rows * (len(SIDES) if loaded.config.source.supplies == "pairs" else 1)
     for step in range(1, data.source.total_steps + 1):
         batch = data.source.build(step)
         for row in range(batch.num_rows):
-            if len(rows) == num_rows:
-                break
-            if not bool(batch.is_padding_row[row]):
-                sequences = tuple(_sequences(batch, row, pieces, messages))
-                rows.append(ShownRow(f"step {step}, row {row + 1} of {batch.num_rows}", sequences, batch.length))
+            if left and not bool(batch.is_padding_row[row]):
+                sequences = tuple(islice(_sequences(batch, row, pieces, messages), left))
+                left -= len(sequences)
+                title = f"step {step}, row {row + 1} of {batch.num_rows}"
+                more = len(batch.segments["uid"][row]) - len(sequences)
+                rows.append(ShownRow(title, sequences, batch.length, more))
         batch.release()
-        if len(rows) == num_rows:
+        if not left:
             break
     return rows
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from spurline.run.shown_data.sequences import ShownData, ShownRow, ShownSequence, ShownToken
+from spurline.run.shown_data.sequences import ShownData, ShownSequence, ShownToken
 from spurline.terminal import printable
 
 _MOST_TOKENS = 1_500
@@ -42,7 +42,7 @@ def print_data(data: ShownData, file: IO[str]) -> None:
     console.print(Text.assemble(*trained, *context, ", special tokens ", ("underlined", "underline")))
     for row in data.rows:
         console.print()
-        console.print(Text(printable(_title(row)), "bold"))
+        console.print(Text(printable(row.heading), "bold"))
         if any(sequence.kind in ("chosen", "rejected") for sequence in row.sequences):
             _print_pairs(console, row.sequences)
             continue
@@ -81,7 +81,7 @@ def plain_lines(data: ShownData) -> Iterator[str]:
         yield "trained tokens are in ⟦ ⟧"
     for row in data.rows:
         yield ""
-        yield printable(_title(row))
+        yield printable(row.heading)
         for sequence in row.sequences:
             yield from (f"  {line}" for line in _headings(sequence))
             yield from (f"  | {line}" for line in marked(sequence.tokens).splitlines())
@@ -112,14 +112,6 @@ def _shortened(tokens: Sequence[ShownToken], most: int = _MOST_TOKENS) -> Iterab
 
 def _visible(text: str) -> str:
     return printable(text).replace("\t", "→\t")
-
-
-def _title(row: ShownRow) -> str:
-    if not row.length:
-        return row.title
-    used, count = sum(len(sequence.tokens) for sequence in row.sequences), len(row.sequences)
-    shared = f"{count} sequences share it, " if count > 1 else ""
-    return f"{row.title}: {shared}{used:,} of {row.length:,} places hold tokens"
 
 
 def _headings(sequence: ShownSequence) -> list[str]:

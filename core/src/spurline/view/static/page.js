@@ -487,10 +487,8 @@ async function readSamples(number) {
 }
 
 function sampleRow(row) {
-  const used = row.sequences.reduce((sum, sequence) => sum + sequence.ids.length, 0);
-  const places = row.length ? `: ${short(used)} of ${short(row.length)} places hold tokens` : "";
   const isPair = row.sequences.some((sequence) => sequence.kind === "chosen" || sequence.kind === "rejected");
-  return [make("h3", {}, row.title + places), make("div", isPair ? { class: "sides" } : {}, ...row.sequences.map(sampleSequence))];
+  return [make("h3", {}, row.title), make("div", isPair ? { class: "sides" } : {}, ...row.sequences.map(sampleSequence))];
 }
 
 function sampleSequence(sequence) {
