@@ -90,6 +90,42 @@ def test_plain_text_and_completions_have_runs_instead_of_roles(base_config: dict
     assert text_of(sequence, trained=True).startswith(" is four")
 
 
+@pytest.mark.parametrize(
+    ("row", "settings", "columns"),
+    [
+        ({"prompt": "ping", "completion": "pong"}, {}, {"instruction": "prompt", "output": "completion"}),
+        (
+            {"prompt": "ping", "chosen": "pong", "rejected": "pang"},
+            {"source": "preference", "loss": "dpo"},
+            {"instruction": "prompt"},
+        ),
+    ],
+)
+def test_plain_text_for_a_model_of_chats_is_named_unless_it_is_meant(
+    base_config: dict[str, Any], row: dict[str, Any], settings: dict[str, Any], columns: dict[str, str]
+) -> None:
+    write_rows(base_config, row)
+    path = base_config["data"]["train"]
+    written = ", ".join(f"{name}: {column}" for name, column in columns.items())
+    plain = show(base_config | settings)
+    assert f"columns: {{{written}}}" in "\n".join(plain.facts)
+    base_config["data"]["train"] = {"path": path, "format": "prompt_completion"}
+    meant = show(base_config | settings)
+    assert meant.rows == plain.rows
+    base_config["data"]["train"] = {"path": path, "columns": columns}
+    turns = show(base_config | settings)
+    assert "plain text" not in "\n".join((*meant.facts, *turns.facts))
+    sequence = turns.rows[0].sequences[0]
+    assert text_of(sequence, trained=False).startswith("<|im_start|>user")
+    assert text_of(sequence, trained=True).startswith("pong")
+
+
+def test_prompts_of_plain_text_for_a_model_of_chats_are_named(rl_config: dict[str, Any], tmp_path: Path) -> None:
+    write_rows(rl_config, {"prompt": "ping"})
+    del rl_config["batch_size"]
+    assert "columns: {instruction: prompt}" in "\n".join(show(rl_config).facts)
+
+
 def test_both_answers_of_a_pair_stand_side_by_side(base_config: dict[str, Any], tmp_path: Path) -> None:
     write_rows(base_config, {"prompt": "ping", "chosen": "pong", "rejected": "pang"})
     data = show(base_config | {"source": "preference", "loss": "dpo"}, rows=1)

@@ -205,7 +205,7 @@ class PreferenceSourceConfig(SourceConfig):
                 "pair. Set data.too_long to truncate, drop or error.",
             )
         for entry in (*run.data.train, *run.data.eval):
-            if entry.format != "auto":
+            if entry.format not in ("auto", "prompt_completion"):
                 yield Problem(
                     "name",
                     f"is {self.name}, which reads prompt, chosen and rejected, but a dataset has format: "

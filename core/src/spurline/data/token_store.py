@@ -257,7 +257,7 @@ def describe(name: str, summary: dict[str, Any]) -> list[str]:
     Of data that is not tokenized beforehand, `prompts` is all that is known.
     """
     if "prompts" in summary:
-        return [f"{name}: {summary['prompts']:,} prompts"]
+        return [f"{name}: {summary['prompts']:,} prompts", *(f"  {note}" for note in summary.get("notes", ()))]
     lines = [
         f"{name}: {summary['samples']:,} samples, {summary['tokens']:,} tokens, mean length "
         f"{summary['mean_length']:.0f}, longest {summary['longest']:,}, {summary['loss_share']:.0%} of tokens have loss"

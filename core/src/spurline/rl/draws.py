@@ -73,6 +73,7 @@ class PromptDraws:
             check_rows(item.dataset)
             if len(item.dataset) == 0:
                 raise DataError(f"{item.dataset.label} has no rows, so there is nothing to draw prompts from.")
+        self.datasets = datasets
         self._datasets = [item.dataset for item in datasets]
         self._configs = [item.config for item in datasets]
         self._labels = store_labels(datasets)

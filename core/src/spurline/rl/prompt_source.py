@@ -13,6 +13,7 @@ from functools import cached_property
 
 from spurline.data.batch import TrainingBatch
 from spurline.data.prompts import read_question
+from spurline.data.tokenization import plain_text_notes
 from spurline.errors import DataError, RunFailedError, listing
 from spurline.protocols.backend import Backend
 from spurline.protocols.evaluation import HeldOutEvaluation
@@ -133,11 +134,16 @@ class PromptSource(BatchSource):
         config = self._settings
         return {
             **self._prompts.summary(),
+            "notes": self._notes(),
             "samples_per_epoch": self._prompts.prompts_per_epoch,
             "samples_per_step": config.prompts_per_step,
             "step_of": f"{config.prompts_per_step} prompts x {config.samples_per_prompt} attempts",
             "objective": self._preparation.describe(),
         }
+
+    def _notes(self) -> list[str]:
+        # Another environment may make turns of any column itself.
+        return [] if self._survey is None else plain_text_notes(self._prompts.datasets, self._context.tokenizer)
 
     def longest(self) -> Longest | None:
         limit = self._settings.sampling.max_new_tokens

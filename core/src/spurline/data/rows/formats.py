@@ -176,7 +176,8 @@ def detect_format(config: DatasetConfig, row: Mapping[str, Any], *, needs_answer
         return config.format
     names = list(row)
     view = RowView(row, config.columns)
-    for name, signature in _SIGNATURES:
+    # What `columns` names is meant, also where the row has the columns of another format.
+    for name, signature in sorted(_SIGNATURES, key=lambda item: item[1].isdisjoint(config.columns)):
         if all(column in view for column in (signature if needs_answer else signature - ANSWER_COLUMNS)):
             return name
     if "chosen" in view and "rejected" in view:

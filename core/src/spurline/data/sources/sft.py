@@ -16,7 +16,7 @@ from spurline.config.section import ComponentConfig
 from spurline.data.batch import TrainingBatch
 from spurline.data.orders.columns import ColumnsOfRows
 from spurline.data.token_store import summarize
-from spurline.data.tokenization import open_datasets, share_read, tokenize
+from spurline.data.tokenization import open_datasets, plain_text_notes, share_read, tokenize
 from spurline.data.tokenizer import pad_token_id
 from spurline.protocols.collator import Collator
 from spurline.protocols.dataset import DatasetConfig
@@ -32,11 +32,15 @@ class SampleSet:
     shares: for each dataset the share of its rows that was read. labels: name of each dataset.
     """
 
+    answer = "completion"
+    """The column that is trained where a row is a prompt and what follows it."""
+
     def __init__(self, configs: Sequence[DatasetConfig], context: SourceContext) -> None:
         run, registry = context.config, context.host.registry
         opened = open_datasets(configs, registry, context.row_limit)
         self.shares = share_read(opened)
         self._opened = opened
+        self._plain_text = plain_text_notes(opened, context.tokenizer, self.answer)
         self._sources = self._to_tokenize(opened)
         context.progress(f"tokenizing {', '.join(item.dataset.label for item in opened)}")
         self._tokenized = tokenize(self._sources, run, registry, context.tokenizer)
@@ -58,7 +62,8 @@ class SampleSet:
         return self._tokenized.store.fingerprint
 
     def summary(self) -> dict[str, Any]:
-        return summarize(self._tokenized)
+        facts = summarize(self._tokenized)
+        return {**facts, "notes": [*facts["notes"], *self._plain_text]}
 
     def answered(self) -> Sequence[DatasetToTokenize]:
         return self._sources
