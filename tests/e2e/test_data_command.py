@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from spurline.config.loading import load_config
+from spurline.run.planning.plan import make_plan
 from spurline.run.shown_data import terminal
 from spurline.run.shown_data.page import write_page
 from spurline.run.shown_data.sequences import ShownData, ShownSequence, show_data
@@ -81,6 +82,84 @@ def test_what_is_cut_and_what_is_left_out_is_said(base_config: dict[str, Any]) -
     assert re.fullmatch(r"cut to 40 of \d+ tokens \(data.max_length\)", note)
     assert len(sequence.tokens) == 40
     assert any("left out: 1 x no_loss_tokens_after_truncation" in line for line in data.facts)
+
+
+def test_held_out_rows_that_are_trained_on_and_answers_that_are_empty_are_counted(base_config: dict[str, Any]) -> None:
+    write_rows(base_config, chat(("user", "a"), ("assistant", "b")), chat(("user", "c"), ("assistant", " ")))
+    trained = Path(base_config["data"]["train"])
+    held_out = trained.with_name("held_out.jsonl")
+    held_out.write_text(json.dumps(chat(("user", "e"), ("assistant", "b"))) + "\n" + trained.read_text())
+    base_config["data"]["eval"] = str(held_out)
+    base_config["evaluations"] = {"own": {"name": "loss", "data": str(held_out)}}
+    facts = show(base_config).facts
+    assert f"  1 rows have an empty answer, which trains the end token alone (first: {trained}:2)" in facts
+    shared = [fact for fact in facts if "2 of 3 held-out rows are also training rows" in fact]
+    assert len(shared) == 2
+    assert all(f"(first: {held_out}:2)" in fact for fact in shared)
+
+
+def test_only_an_answer_that_is_trained_and_says_nothing_is_empty(base_config: dict[str, Any]) -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    untrained = chat(("user", "a"), ("assistant", ""), ("user", "b"), ("assistant", "c"))
+    write_rows(base_config, {"messages": [{"role": "user", "content": "a"}, call]}, untrained)
+    base_config["model"]["chat_template"] = "chatml"
+    assert "empty answer" not in "\n".join(show(base_config).facts)
+    base_config["data"]["train_on"] = "all_assistants"
+    assert "1 rows have an empty answer" in "\n".join(show(base_config).facts)
+
+
+def test_held_out_pairs_that_are_trained_on_are_counted(base_config: dict[str, Any], tmp_path: Path) -> None:
+    pairs = [{"prompt": "ping", "chosen": answer, "rejected": "z"} for answer in "ab"]
+    write_rows(base_config, *pairs)
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text(json.dumps(pairs[1]) + "\n")
+    base_config["data"]["eval"] = str(held_out)
+    facts = show(base_config | {"source": "preference", "loss": "dpo"}).facts
+    assert "1 of 1 held-out rows are also training rows" in "\n".join(facts)
+
+
+def test_held_out_prompts_that_are_trained_on_are_counted(rl_config: dict[str, Any], tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": "user", "content": text}], "number": number} for number, text in enumerate("abc")]
+    write_rows(rl_config, *rows)
+    del rl_config["batch_size"]
+    held_out = tmp_path / "held_out.jsonl"
+    new = {"messages": [{"role": "user", "content": "z"}]}
+    held_out.write_text("".join(json.dumps(row | {"number": 9}) + "\n" for row in (new, rows[1])))
+    rl_config["data"]["eval"] = str(held_out)
+    rl_config["source"]["held_out"] = {"success": {"reward": "early"}}
+    success = {"reward": "early"}
+    rl_config["evaluations"] = {
+        "tries": {"name": "rollouts", "data": str(held_out), "success": success},
+        "greedy": {"name": "answers", "data": str(held_out), "rewards": rl_config["source"]["environment"]["rewards"]},
+    }
+    shared = [fact for fact in show(rl_config).facts if "1 of 2 held-out rows are also training rows" in fact]
+    assert len(shared) == 3
+    assert all(f"(first: {held_out}:2)" in fact for fact in shared)
+
+
+@pytest.mark.parametrize("where", ["train", "data.eval", "evaluations.own", "evaluations.greedy"])
+def test_a_row_without_the_reference_that_a_reward_needs_is_found_wherever_it_is(
+    rl_config: dict[str, Any], tmp_path: Path, where: str
+) -> None:
+    good = {"messages": [{"role": "user", "content": "a"}], "reference": "b"}
+    files = {
+        name: tmp_path / f"{name}.jsonl" for name in ("train", "data.eval", "evaluations.own", "evaluations.greedy")
+    }
+    for name, file in files.items():
+        bad = {**good, "reference": None} if name == where else good
+        file.write_text(json.dumps(good) + "\n" + json.dumps(bad) + "\n")
+    rl_config["data"] |= {"train": str(files["train"]), "eval": str(files["data.eval"])}
+    rl_config["source"]["environment"]["rewards"] = {"near": "prefix_match", "right": "exact_match"}
+    del rl_config["source"]["reward_weights"]
+    rl_config["source"]["held_out"] = {"success": {"reward": "right"}}
+    rl_config["evaluations"] = {
+        "own": {"name": "rollouts", "data": str(files["evaluations.own"]), "success": {"reward": "right"}},
+        "greedy": {"name": "answers", "data": str(files["evaluations.greedy"]), "rewards": "exact_match"},
+    }
+    [problem] = make_plan(load_config(rl_config)).problems
+    assert f"{files[where]}:2: " in str(problem)
+    assert "needs a reference answer" in str(problem)
+    assert where == "train" or str(problem).startswith(f"{where}: ")
 
 
 def test_plain_text_and_completions_have_runs_instead_of_roles(base_config: dict[str, Any]) -> None:

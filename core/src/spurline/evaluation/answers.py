@@ -6,12 +6,16 @@ Place on the way: rows -> prompts -> answers of the backend -> rewards, called a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any
 
-from spurline.data.prompts import read_examples
+import numpy as np
+
+from spurline.config.run_config import DataConfig
+from spurline.data.prompts import GenerationExample, question_key, read_examples
+from spurline.data.sources.sft import note_of_shared
 from spurline.data.token_store import fingerprint_of
 from spurline.data.tokenization import open_datasets, store_labels
 from spurline.errors import DataError, RunFailedError
@@ -22,6 +26,7 @@ from spurline.protocols.evaluation import EvaluationContext, HeldOutEvaluation
 from spurline.protocols.reward import Answer
 from spurline.protocols.source import Longest
 from spurline.protocols.tokenization import DatasetToTokenize
+from spurline.rl.rewards.references import no_reference
 from spurline.rl.scoring import close_all, make_rewards, terms_of_all
 
 
@@ -38,8 +43,9 @@ class AnswersEvaluation(HeldOutEvaluation):
         self._where = context.where
         self._tokenizer = context.run.tokenizer
         self._datasets = _rows(config, context) if datasets is None else datasets
-        data = context.run.config.data
-        every = (item for source in self._datasets for item in read_examples(source, self._tokenizer, data))
+        self._source = context.source
+        self._keys: list[int] = []
+        every = (item for source in self._datasets for item in self._usable(source, context.run.config.data))
         self._examples = list(islice(every, config.max_samples))
         if not self._examples:
             labels = ", ".join(source.dataset.label for source in self._datasets)
@@ -47,13 +53,33 @@ class AnswersEvaluation(HeldOutEvaluation):
         # Last: from here on there is something to close.
         self._rewards = make_rewards(config.rewards, context.run.host.registry)
 
+    def _usable(
+        self, source: DatasetToTokenize, data: DataConfig
+    ) -> Iterator[tuple[Mapping[str, Any], GenerationExample]]:
+        """The examples of a dataset. Raises DataError for one without the reference that a reward needs."""
+        needs = next((name for name, reward in self._config.rewards.items() if reward.needs_reference), None)
+        for row, example in read_examples(source, self._tokenizer, data):
+            if needs is None or example.reference_text is not None:
+                self._keys.append(question_key(row, source.config))
+                yield row, example
+            elif source.config.on_bad_row == "error":
+                raise no_reference(needs, row, f"{self._where}: {example.location}: ")
+
     def summary(self) -> Mapping[str, Any]:
         sizes = [len(source.dataset) for source in self._datasets]
         return {
             "prompts": len(self._examples),
             "sources": dict(zip(store_labels(self._datasets), sizes, strict=True)),
             "read_in_part": False,
+            "notes": self._notes_of_shared(),
         }
+
+    def _notes_of_shared(self) -> list[str]:
+        trained = self._source.sample_keys()
+        if trained is None:
+            return []
+        places = [example.location for _, example in self._examples]
+        return note_of_shared(np.array(self._keys, np.uint64), trained, places.__getitem__)
 
     def longest(self) -> Longest:
         """The longest prompt with a whole answer behind it."""

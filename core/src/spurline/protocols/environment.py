@@ -23,6 +23,11 @@ class EnvironmentConfig(ComponentConfig):
     """Whether clients elsewhere wait for answers of the run's process, which then must not stand still for long."""
 
     @property
+    def reference_terms(self) -> Collection[str]:
+        """Names of the reward terms that need the reference answer of a row."""
+        return ()
+
+    @property
     def reward_terms(self) -> Collection[str] | None:
         """Names of the reward terms of every attempt; None where only the attempts themselves tell."""
         return None

@@ -29,6 +29,8 @@ class RewardConfig(ComponentConfig):
     """Settings of a reward."""
 
     kind: ClassVar[str] = "reward"
+    needs_reference: ClassVar[bool] = False
+    """Whether it fails for a row without a reference answer; such rows are found before training."""
 
 
 @dataclass(frozen=True)

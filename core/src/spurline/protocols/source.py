@@ -84,6 +84,11 @@ class SourceConfig(ComponentConfig):
         return ()
 
     @property
+    def reference_terms(self) -> Collection[str]:
+        """Names of the reward terms that need the reference answer of a row."""
+        return ()
+
+    @property
     def reward_terms(self) -> Collection[str] | None:
         """Names of the reward terms of every attempt; None where only the attempts themselves tell."""
         return None
@@ -215,6 +220,10 @@ class DecoratedSourceConfig(SourceConfig):
     @property
     def reward_terms(self) -> Collection[str] | None:
         return self.of.reward_terms
+
+    @property
+    def reference_terms(self) -> Collection[str]:
+        return self.of.reference_terms
 
     @property
     def num_prompts(self) -> int | None:
@@ -376,6 +385,11 @@ class BatchSource(ABC):
         """The samples of held-out data, where a sample is not one row's tokens, else None; for evaluations of it."""
         return None
 
+    def sample_keys(self) -> NDArray[np.uint64] | None:
+        """Hashes that are equal for equal samples, or prompts, of the training data, as far as it is read before
+        training; None where it is not. Held-out data is compared with them."""
+        return None
+
     def given_up(self) -> Sequence[str]:
         """A line for each prompt given up, with the place of the row and the error, for summary.json and the report."""
         return ()
@@ -433,6 +447,9 @@ class DecoratedSource(BatchSource):
     def held_out(self, datasets: Sequence[DatasetConfig]) -> Samples | None:
         return self.inner.held_out(datasets)
 
+    def sample_keys(self) -> NDArray[np.uint64] | None:
+        return self.inner.sample_keys()
+
     @property
     def generates_with_copies(self) -> bool:
         """See `spurline.rl.held_out.MakesAttempts`."""
@@ -477,6 +494,14 @@ class Samples(Protocol):
 
     def summary(self) -> dict[str, Any]:
         """JSON-able facts; see `spurline.data.token_store`."""
+        ...
+
+    def keys(self) -> NDArray[np.uint64]:
+        """A hash of each sample, equal for equal ones; of the first million."""
+        ...
+
+    def location(self, number: int) -> str:
+        """Where the row of a sample is."""
         ...
 
     def answered(self) -> Sequence[DatasetToTokenize]:

@@ -350,6 +350,10 @@ class PromptSourceConfig(SourceConfig):
         return self.environment.reward_terms
 
     @property
+    def reference_terms(self) -> Collection[str]:
+        return self.environment.reference_terms
+
+    @property
     def num_prompts(self) -> int:
         return self.prompts_per_step
 

@@ -8,21 +8,29 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, cast
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from spurline.data.orders.columns import ColumnsOfRows
+from spurline.data.prompts import question_key, read_question
+from spurline.data.sources.sft import note_of_shared
 from spurline.data.tokenization import check_rows, open_datasets, share_read, store_labels
 from spurline.errors import DataError
 from spurline.protocols.dataset import DatasetConfig
 from spurline.protocols.order import AdaptiveOrder, Order, OrderConfig, SampleFacts, ScoredDraw, epoch_shares
 from spurline.protocols.source import SourceContext
 from spurline.protocols.tokenization import DatasetToTokenize
+from spurline.rl.rewards.references import no_reference
 from spurline.rl.trajectory import Group, group_returns
+
+_ROWS_COMPARED = 10_000
+"""Of each dataset, when held-out prompts are looked for among those trained on."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +147,33 @@ class PromptDraws:
         for start, size in zip(self._starts, self._sizes, strict=False):
             for place in range(min(size, limit)):
                 yield self._draw(place, int(start) + place)
+
+    @cached_property
+    def _keyed(self) -> list[tuple[int, str]]:
+        draws = [draw for draw in self.rows(_ROWS_COMPARED) if isinstance(draw, Draw)]
+        return [(question_key(draw.row, draw.dataset), draw.location) for draw in draws]
+
+    def keys(self) -> NDArray[np.uint64]:
+        """Hashes of the first prompts of each dataset, equal for equal ones."""
+        return np.array([key for key, _ in self._keyed], np.uint64)
+
+    def notes_of_shared(self, trained: NDArray[np.uint64] | None) -> list[str]:
+        """The note on prompts that are among those trained on. trained: their keys."""
+        return [] if trained is None else note_of_shared(self.keys(), trained, lambda number: self._keyed[number][1])
+
+    def require_references(self, terms: Collection[str], limit: int, where: str = "") -> None:
+        """Raise DataError for the first row without the reference that reward terms need. limit: rows of each dataset
+        that are looked at. where: begins the message."""
+        for draw in self.rows(limit) if terms else ():
+            if isinstance(draw, SkippedRow) or draw.dataset.on_bad_row == "skip":
+                continue
+            try:
+                question = read_question(draw.row, draw.dataset, has_chat_template=True)
+            except DataError:
+                # Whoever makes a prompt of it says what is wrong.
+                continue
+            if question.reference is None:
+                raise no_reference(next(iter(terms)), draw.row, f"{where}{draw.location}: ")
 
     def skip(self, row: SkippedRow) -> None:
         """Leave this row out from now on."""

@@ -16,7 +16,7 @@ from spurline.errors import ConfigError, DataError
 from spurline.protocols.backend import Backend
 from spurline.protocols.dataset import DatasetConfig
 from spurline.protocols.evaluation import EvaluationContext, HeldOutEvaluation
-from spurline.protocols.source import SourceContext
+from spurline.protocols.source import BatchSource, SourceContext
 from spurline.rl.configs import (
     HeldOutConfig,
     RolloutsEvaluationConfig,
@@ -27,6 +27,7 @@ from spurline.rl.configs import (
 from spurline.rl.draws import Draw, PromptDraws, SkippedRow
 from spurline.rl.group_runner import Outcome
 from spurline.rl.health import all_returns, mean_terms
+from spurline.rl.prompt_survey import ROWS_BEFORE_TRAINING
 from spurline.rl.trajectory import Group, Trajectory, group_returns, trajectory_return
 
 HELD_OUT = "held-out "
@@ -68,7 +69,8 @@ class AttemptsEvaluation(HeldOutEvaluation):
         self.measures_copies = source.generates_with_copies
 
     def summary(self) -> Mapping[str, Any]:
-        return self._prompts.summary()
+        trained = self._source.sample_keys() if isinstance(self._source, BatchSource) else None
+        return {**self._prompts.summary(), "notes": self._prompts.notes_of_shared(trained)}
 
     def fingerprint(self) -> str:
         return self._prompts.fingerprint()
@@ -138,6 +140,8 @@ class RolloutsEvaluation(AttemptsEvaluation):
         source = context.source
         assert isinstance(source, MakesAttempts), f"{type(source).__name__} makes no attempts, whatever its config says"
         prompts = open_held_out(config.data, context.run)
+        terms = context.run.config.source.reference_terms
+        prompts.require_references(terms, context.run.row_limit or ROWS_BEFORE_TRAINING, f"{context.where}: ")
         super().__init__(config, prompts, source, f"{context.where}.", context.run.config.source.reward_terms)
 
 

@@ -11,6 +11,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
+from numpy.typing import NDArray
+
 from spurline.data.batch import TrainingBatch
 from spurline.data.prompts import read_question
 from spurline.data.tokenization import plain_text_notes
@@ -143,7 +146,8 @@ class PromptSource(BatchSource):
 
     def _notes(self) -> list[str]:
         # Another environment may make turns of any column itself.
-        return [] if self._survey is None else plain_text_notes(self._prompts.datasets, self._context.tokenizer)
+        shows = self._attempts.shows_prompts
+        return plain_text_notes(self._prompts.datasets, self._context.tokenizer) if shows else []
 
     def longest(self) -> Longest | None:
         limit = self._settings.sampling.max_new_tokens
@@ -192,12 +196,17 @@ class PromptSource(BatchSource):
         return (
             None
             if self._held_out is None
-            else self._survey_of(self._held_out, "rendering held-out prompts", self._attempts.first_prompt)
+            else self._survey_of(
+                self._held_out, "rendering held-out prompts", self._attempts.first_prompt, where="data.eval: "
+            )
         )
 
-    def _survey_of(self, prompts: PromptDraws, doing: str, first_prompt: FindPrompt) -> PromptSurvey | None:
+    def _survey_of(
+        self, prompts: PromptDraws, doing: str, first_prompt: FindPrompt, where: str = ""
+    ) -> PromptSurvey | None:
         limit = self._context.row_limit or ROWS_BEFORE_TRAINING
         self._context.progress(doing)
+        prompts.require_references(self._settings.reference_terms, limit, where)
         return survey(prompts.rows(limit), first_prompt)
 
     def _first_prompt(self, draw: Draw) -> Sequence[int] | None:
@@ -210,6 +219,10 @@ class PromptSource(BatchSource):
         """Attempts at the held-out prompts with the weights as they are."""
         assert self._held_out is not None, "there is no held-out data"
         return AttemptsEvaluation(self._settings.held_out, self._held_out, self, OF_SOURCE, self._settings.reward_terms)
+
+    def sample_keys(self) -> NDArray[np.uint64]:
+        """Of prompts."""
+        return self._prompts.keys()
 
     def given_up(self) -> Sequence[str]:
         return [prompt.reason for prompt in self._attempts.given_up.prompts]

@@ -312,6 +312,10 @@ class PairSet(SampleSet):
         first = dataset.location(int(store.row[self._pairs[equal[0], 0]]))
         return [f"{len(equal):,} of them have the same tokens twice and prefer nothing (first: {first})"]
 
+    def _whole(self) -> NDArray[np.int64]:
+        # The chosen answer with its prompt.
+        return self._pairs[:, 0]
+
     def _rows(self) -> Sequence[NDArray[np.int64]]:
         rows = self._tokenized.store.row[self._pairs[:, 0]]
         return np.split(rows, np.cumsum(self._sizes)[:-1])

@@ -35,6 +35,10 @@ class RewardedEnvironmentConfig(EnvironmentConfig):
     def reward_terms(self) -> Collection[str]:
         return self.rewards
 
+    @property
+    def reference_terms(self) -> Collection[str]:
+        return [name for name, reward in self.rewards.items() if reward.needs_reference]
+
 
 class SingleTurnConfig(RewardedEnvironmentConfig):
     """One prompt, one answer, scored."""

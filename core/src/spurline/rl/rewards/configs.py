@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 class ExactMatchConfig(RewardConfig):
     """1 when the response equals the reference text, white space at both ends ignored; else 0."""
 
+    needs_reference = True
     name: str = "exact_match"
     ignore_case: bool = False
     """Compare without regard to case."""
@@ -68,6 +69,7 @@ class FunctionRewardConfig(RewardConfig):
 class MathVerifyConfig(RewardConfig):
     """1 when the response and the reference are the same mathematically; needs `pip install spurline[math]`."""
 
+    needs_reference = True
     name: str = "math_verify"
     timeout_s: Annotated[float, OnResume.BY_NAME] = Field(default=5.0, gt=0)
     """Seconds one comparison may take; an answer that takes longer counts as wrong."""
@@ -78,4 +80,5 @@ class MathVerifyConfig(RewardConfig):
 class PrefixMatchConfig(RewardConfig):
     """Share of the reference's words that the response has right before its first mistake, between 0 and 1."""
 
+    needs_reference = True
     name: str = "prefix_match"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from spurline.data.rows.usual_columns import guessed_reference
 from spurline.errors import DataError
 from spurline.protocols.reward import Answer
@@ -11,10 +14,15 @@ def required_reference(answer: Answer, name: str) -> str:
     """The reference, for the reward of this name. Raises DataError where the row has none."""
     if answer.reference is not None:
         return answer.reference
-    column = guessed_reference(answer.row).get("reference", "NAME")
-    raise DataError(
-        f"{name} needs a reference answer, but this row has none. Give it one, or name the column that holds it with "
-        f"`columns: {{reference: {column}}}`."
+    raise no_reference(name, answer.row)
+
+
+def no_reference(name: str, row: Mapping[str, Any], where: str = "") -> DataError:
+    """The error of a row without a reference, which the reward of this name needs. where: begins it."""
+    column = guessed_reference(row).get("reference", "NAME")
+    return DataError(
+        f"{where}{name} needs a reference answer, but this row has none. Give it one, or name the column that holds it "
+        f"with `columns: {{reference: {column}}}`."
     )
 
 
