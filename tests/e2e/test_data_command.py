@@ -61,7 +61,7 @@ def test_a_conversation_shows_its_roles_and_what_is_trained_of_each(
 
 
 def test_sequences_that_share_a_row_stand_apart(base_config: dict[str, Any]) -> None:
-    [row] = show(base_config, rows=1).rows
+    [row] = show(base_config, rows=8).rows
     assert row.length <= 256
     assert len(row.sequences) > 1
     assert all(text_of(sequence, trained=True).endswith("<|im_end|>") for sequence in row.sequences)
@@ -271,7 +271,7 @@ def test_a_page_is_written_where_it_is_asked_for(
     out = tmp_path / "data.html"
     code, said, err = spurline("data", write_config(base_config), "--html", out, "--rows", 2)
     assert (code, said.strip(), err) == (0, str(out), "")
-    assert out.read_text(encoding="utf-8").count("<h2>") == 2
+    assert out.read_text(encoding="utf-8").count('<div class="sequence">') == 2
 
 
 def test_no_weights_are_read(base_config: dict[str, Any]) -> None:
@@ -290,3 +290,19 @@ def test_a_plan_shows_one_sample(base_config: dict[str, Any], spurline: Spurline
     [line] = [line for line in out.splitlines() if "trained tokens in ⟦ ⟧" in line]
     example = out.split(line)[1].split("batches:")[0]
     assert re.search(r"\| ⟦\d+<\|im_end\|>⟧", example)
+
+
+def test_so_many_samples_are_shown_as_are_asked_for_however_many_share_a_row(base_config: dict[str, Any]) -> None:
+    write_rows(base_config, *(chat(("user", "a"), ("assistant", str(number))) for number in range(8)))
+    [row] = show(base_config, rows=3).rows
+    assert len(row.sequences) == 3
+    assert "the first 3 of 8 sequences" in row.title
+
+
+def test_rows_that_only_the_environment_reads_are_no_error(rl_config: dict[str, Any], tmp_path: Path) -> None:
+    write_rows(rl_config, {"secret": 3})
+    del rl_config["batch_size"], rl_config["source"]["reward_weights"]
+    (tmp_path / "guess.py").write_text("async def play(task, policy): ...\n")
+    rl_config["source"]["environment"] = f"{tmp_path / 'guess.py'}:play"
+    [row] = show(rl_config, rows=1).rows
+    assert "the prompt is not known before the environment runs" in row.sequences[0].notes

@@ -175,12 +175,16 @@ class PromptSource(BatchSource):
             notes.append(f"rewards: {listing(environment.reward_terms)}")
         try:
             ids = self._attempts.first_prompt(draw)
-            question = read_question(draw.row, draw.dataset, has_chat_template=tokenizer.chat_template is not None)
         except DataError as error:
             if draw.dataset.on_bad_row == "error":
                 raise explain_bad_row(draw.location, error) from error
             return FirstPrompt(draw.uid, (), (f"left out: {error}",))
-        if question.reference is not None:
+        try:
+            question = read_question(draw.row, draw.dataset, has_chat_template=tokenizer.chat_template is not None)
+        except DataError:
+            # Rows that only the environment reads may fit no format.
+            question = None
+        if question is not None and question.reference is not None:
             notes.append(f"reference answer: {question.reference}")
         notes += [f"{name}: {value}" for name, value in tags_of(draw.row).items()]
         if ids is None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 from unicodedata import category
 
@@ -121,6 +121,9 @@ def show_data(loaded: LoadedConfig, num_rows: int, row_limit: int | None, progre
                 f"read: the first {row_limit:,} rows of each dataset, so these rows come at another step of the run; "
                 "--whole reads all"
             )
+        if not rows:
+            name = loaded.config.source.name
+            facts.append(f"nothing can be shown: what the source '{name}' trains on is known only as it trains")
         return ShownData(str(loaded.origin), tuple(facts), tuple(rows))
 
 
@@ -140,16 +143,24 @@ def first_rows(loaded: LoadedConfig, data: DataComponents, num_rows: int) -> lis
 def _rows_of_batches(loaded: LoadedConfig, data: DataComponents, num_rows: int, pieces: TokenPieces) -> list[ShownRow]:
     rows: list[ShownRow] = []
     messages = _Messages(loaded, data)
+    left = num_rows
     for step in range(1, data.source.total_steps + 1):
         batch = data.source.build(step)
         for row in range(batch.num_rows):
-            if len(rows) == num_rows:
+            if left == 0:
                 break
             if not bool(batch.is_padding_row[row]):
-                sequences = tuple(_sequences(batch, row, pieces, messages))
-                rows.append(ShownRow(f"step {step}, row {row + 1} of {batch.num_rows}", sequences, batch.length))
+                # Both answers of a pair are one sample.
+                each = 2 if "pair_ids" in batch.tokens else 1
+                whole = len(batch.segments["uid"][row])
+                sequences = tuple(islice(_sequences(batch, row, pieces, messages), left * each))
+                title = f"step {step}, row {row + 1} of {batch.num_rows}"
+                is_whole = len(sequences) == whole
+                title += "" if is_whole else f", the first {len(sequences)} of {whole} sequences in it"
+                rows.append(ShownRow(title, sequences, batch.length if is_whole else 0))
+                left -= len(sequences) // each
         batch.release()
-        if len(rows) == num_rows:
+        if left == 0:
             break
     return rows
 
