@@ -88,11 +88,100 @@ def test_what_is_cut_and_what_is_left_out_is_said(base_config: dict[str, Any]) -
     assert any("left out: 1 x no_loss_tokens_after_truncation" in line for line in data.facts)
 
 
+def test_held_out_rows_that_are_trained_on_and_answers_that_are_empty_are_counted(base_config: dict[str, Any]) -> None:
+    write_rows(base_config, chat(("user", "a"), ("assistant", "b")), chat(("user", "c"), ("assistant", " ")))
+    trained = Path(base_config["data"]["train"])
+    held_out = trained.with_name("held_out.jsonl")
+    held_out.write_text(json.dumps(chat(("user", "e"), ("assistant", "b"))) + "\n" + trained.read_text())
+    base_config["data"]["eval"] = str(held_out)
+    base_config["evaluations"] = {"own": {"name": "loss", "data": str(held_out)}}
+    facts = show(base_config).facts
+    assert f"  1 rows have an empty answer, which trains the end token alone (first: {trained}:2)" in facts
+    shared = [fact for fact in facts if "2 of 3 held-out rows are also training rows" in fact]
+    assert len(shared) == 2
+    assert all(f"(first: {held_out}:2)" in fact for fact in shared)
+
+
+def test_only_an_answer_that_is_trained_and_says_nothing_is_empty(base_config: dict[str, Any]) -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    untrained = chat(("user", "a"), ("assistant", ""), ("user", "b"), ("assistant", "c"))
+    write_rows(base_config, {"messages": [{"role": "user", "content": "a"}, call]}, untrained)
+    base_config["model"]["chat_template"] = "chatml"
+    assert "empty answer" not in "\n".join(show(base_config).facts)
+    base_config["data"]["train_on"] = "all_assistants"
+    assert "1 rows have an empty answer" in "\n".join(show(base_config).facts)
+
+
+def test_held_out_pairs_that_are_trained_on_are_counted(base_config: dict[str, Any], tmp_path: Path) -> None:
+    pairs = [{"prompt": "ping", "chosen": answer, "rejected": "z"} for answer in "ab"]
+    write_rows(base_config, *pairs)
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text(json.dumps(pairs[1]) + "\n")
+    base_config["data"]["eval"] = str(held_out)
+    facts = show(base_config | {"source": "preference", "loss": "dpo"}).facts
+    assert "1 of 1 held-out rows are also training rows" in "\n".join(facts)
+
+
+def test_held_out_prompts_that_are_trained_on_are_counted(rl_config: dict[str, Any], tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": "user", "content": text}], "number": number} for number, text in enumerate("abc")]
+    write_rows(rl_config, *rows)
+    del rl_config["batch_size"]
+    held_out = tmp_path / "held_out.jsonl"
+    new = {"messages": [{"role": "user", "content": "z"}]}
+    held_out.write_text("".join(json.dumps(row | {"number": 9}) + "\n" for row in (new, rows[1])))
+    rl_config["data"]["eval"] = str(held_out)
+    rl_config["source"]["held_out"] = {"success": {"reward": "early"}}
+    success = {"reward": "early"}
+    rl_config["evaluations"] = {
+        "tries": {"name": "rollouts", "data": str(held_out), "success": success},
+        "greedy": {"name": "answers", "data": str(held_out), "rewards": rl_config["source"]["environment"]["rewards"]},
+    }
+    shared = [fact for fact in show(rl_config).facts if "1 of 2 held-out rows are also training rows" in fact]
+    assert len(shared) == 3
+    assert all(f"(first: {held_out}:2)" in fact for fact in shared)
+
+
 def test_plain_text_and_completions_have_runs_instead_of_roles(base_config: dict[str, Any]) -> None:
     write_rows(base_config, {"prompt": "two and two", "completion": " is four"})
     [sequence] = show(base_config, rows=1).rows[0].sequences
     assert [part.role for part in sequence.parts] == ["context", "trained"]
     assert text_of(sequence, trained=True).startswith(" is four")
+
+
+@pytest.mark.parametrize(
+    ("row", "settings", "columns"),
+    [
+        ({"prompt": "ping", "completion": "pong"}, {}, {"instruction": "prompt", "output": "completion"}),
+        (
+            {"prompt": "ping", "chosen": "pong", "rejected": "pang"},
+            {"source": "preference", "loss": "dpo"},
+            {"instruction": "prompt"},
+        ),
+    ],
+)
+def test_plain_text_for_a_model_of_chats_is_named_unless_it_is_meant(
+    base_config: dict[str, Any], row: dict[str, Any], settings: dict[str, Any], columns: dict[str, str]
+) -> None:
+    write_rows(base_config, row)
+    path = base_config["data"]["train"]
+    written = ", ".join(f"{name}: {column}" for name, column in columns.items())
+    plain = show(base_config | settings)
+    assert f"columns: {{{written}}}" in "\n".join(plain.facts)
+    base_config["data"]["train"] = {"path": path, "format": "prompt_completion"}
+    meant = show(base_config | settings)
+    assert meant.rows == plain.rows
+    base_config["data"]["train"] = {"path": path, "columns": columns}
+    turns = show(base_config | settings)
+    assert "plain text" not in "\n".join((*meant.facts, *turns.facts))
+    sequence = turns.rows[0].sequences[0]
+    assert text_of(sequence, trained=False).startswith("<|im_start|>user")
+    assert text_of(sequence, trained=True).startswith("pong")
+
+
+def test_prompts_of_plain_text_for_a_model_of_chats_are_named(rl_config: dict[str, Any], tmp_path: Path) -> None:
+    write_rows(rl_config, {"prompt": "ping"})
+    del rl_config["batch_size"]
+    assert "columns: {instruction: prompt}" in "\n".join(show(rl_config).facts)
 
 
 def test_both_answers_of_a_pair_stand_side_by_side(base_config: dict[str, Any], tmp_path: Path) -> None:

@@ -36,7 +36,21 @@ def rows(path: Path, row: dict[str, Any], count: int = 40) -> Path:
     ("row", "words", "expected"),
     [
         (CHAT, (), {"source": "sft", "loss": "cross_entropy", "task": "conversations"}),
-        ({"prompt": "one", "completion": "two"}, ("--lora", "--steps", "3"), {"source": "sft", "steps": 3, "rank": 16}),
+        (
+            {"prompt": "one", "completion": "two"},
+            ("--lora", "--steps", "3"),
+            {
+                "source": "sft",
+                "steps": 3,
+                "rank": 16,
+                "columns": {"instruction": "prompt", "output": "completion"},
+            },
+        ),
+        (
+            {"question": "one", "chosen": "two", "rejected": "three"},
+            (),
+            {"source": "preference", "columns": {"instruction": "question"}},
+        ),
         ({"text": "one two three"}, ("--epochs", "2"), {"source": "sft", "epochs": 2, "task": "plain text"}),
         (PAIR, (), {"source": "preference", "loss": "dpo", "task": "preference pairs"}),
         (CHAT, ("--task", "rl"), {"source": "rollouts", "loss": "ppo", "task": "prompts of conversations"}),
@@ -77,6 +91,7 @@ def test_what_is_written_plans_clean_and_can_be_trained(
     code, out, err = spurline("init", file, *given, "--yes", *words)
     assert code == 0, err
     assert "No problems found. Train with: spurline train" in out
+    assert "is plain text to go on from" not in out
     assert expected.get("task", "") in out
     config = load_config(file).config
     assert config.source.name == expected["source"]

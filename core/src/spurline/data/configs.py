@@ -22,10 +22,12 @@ from spurline.protocols.tokenization import TokenizationConfig
 
 @dataclass(frozen=True)
 class TableLimits:
-    """What files of others may hold. max_expansion: size of a table in terms of its file's."""
+    """What files of others may hold. max_expansion: size of a table in terms of its file's. checks_keys: whether a
+    repeated key is looked for whenever a row is read; otherwise once, when all rows are checked."""
 
     max_row_bytes: int
     max_expansion: int
+    checks_keys: bool = False
 
     def too_large_row(self, location: str) -> DataError:
         """The error of a row that is larger."""
@@ -55,7 +57,7 @@ class HfDatasetConfig(DatasetConfig):
 
     @property
     def limits(self) -> TableLimits:
-        return TableLimits(self.max_row_mb << 20, self.max_expansion)
+        return TableLimits(self.max_row_mb << 20, self.max_expansion, checks_keys=self.on_bad_row == "skip")
 
     @property
     def place(self) -> str:
@@ -205,7 +207,7 @@ class PreferenceSourceConfig(SourceConfig):
                 "pair. Set data.too_long to truncate, drop or error.",
             )
         for entry in (*run.data.train, *run.data.eval):
-            if entry.format != "auto":
+            if entry.format not in ("auto", "prompt_completion"):
                 yield Problem(
                     "name",
                     f"is {self.name}, which reads prompt, chosen and rejected, but a dataset has format: "

@@ -18,9 +18,11 @@ from transformers import PreTrainedTokenizerBase
 from spurline.config.run_config import DataConfig
 from spurline.data.chats.chat import ChatRenderer, TemplateRewritesHistory, is_doubtful, mask_of_spans
 from spurline.data.chats.left_out import find_left_out, refuse_left_out
-from spurline.data.rows.formats import FormatName, Row, TextPair, TokenRow, format_of, read_row
+from spurline.data.rows.formats import Conversation, FormatName, Row, TextPair, TokenRow, format_of, read_row
+from spurline.data.rows.messages import assistant_turns
 from spurline.data.rows.rows import BadRowError, require_text
 from spurline.data.token_bytes import Masked, Span, TokenBytes
+from spurline.data.token_store import EMPTY_ANSWER
 from spurline.errors import DataError, ModelError
 from spurline.protocols.tokenization import DatasetToTokenize
 
@@ -37,7 +39,7 @@ _MOST_DECLINED = 4
 @dataclass(frozen=True)
 class Sample:
     """A usable sample. loss_mask: uint8, one entry per token, 0 on the first. truncated: it was cut to `max_length`.
-    ignored: sorts of things in the row that the chat template leaves out."""
+    ignored: sorts of things in the row that the chat template leaves out, and EMPTY_ANSWER."""
 
     row: int
     tokens: NDArray[np.int32]
@@ -201,17 +203,19 @@ class RowEncoder:
                 require_end_of_sequence(self._tokenizer)
             text = item.prompt + item.completion
             require_text(text, values)
-            return _Text(text, ((len(item.prompt), len(text)),), is_chat=False, ends=item.ends)
+            empty = () if item.completion.strip() else (EMPTY_ANSWER,)
+            return _Text(text, ((len(item.prompt), len(text)),), is_chat=False, ends=item.ends, ignored=empty)
         if not has_template:
             require_chat_template(self._tokenizer, self._dataset.location(row))
         rendered = self._chat.render_for_training(item, self._data.train_on)
         require_text(rendered.text, values)
+        empty = (EMPTY_ANSWER,) if _has_empty_answer(item, self._data.train_on) else ()
         if not is_doubtful(item, rendered.text):
-            return _Text(rendered.text, rendered.spans, is_chat=True)
+            return _Text(rendered.text, rendered.spans, is_chat=True, ignored=empty)
         found = find_left_out(self._chat, item)
         if found and self._data.on_ignored == "error":
             refuse_left_out(found, self._tokenizer, self._dataset.location(row))
-        ignored = tuple(dict.fromkeys(left_out.what for left_out in found))
+        ignored = (*empty, *dict.fromkeys(left_out.what for left_out in found))
         return _Text(rendered.text, rendered.spans, is_chat=True, ignored=ignored)
 
     def _check_vocabulary(self, item: TokenRow) -> None:
@@ -251,6 +255,19 @@ class RowEncoder:
         if not mask[:limit].any():
             return [Dropped(row, NO_LOSS_TOKENS_AFTER_TRUNCATION)]
         return [Sample(row, tokens[:limit], mask[:limit], truncated=True, ignored=ignored)]
+
+
+def _has_empty_answer(conversation: Conversation, train_on: str) -> bool:
+    """Whether a turn that is trained says nothing, so that its end alone is learned."""
+    turns = assistant_turns(conversation.messages, conversation.first_trained or 0)
+    if conversation.first_trained is None and train_on == "last_assistant":
+        turns = turns[-1:]
+    for turn in turns:
+        message = conversation.messages[turn]
+        # Whatever else it has, such as a call or reasoning, may be written by the template.
+        if message.keys() <= {"role", "content"} and not str(message.get("content") or "").strip():
+            return True
+    return False
 
 
 def _pieces(sample: Sample, limit: int) -> list[Sample]:

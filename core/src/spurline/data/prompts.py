@@ -7,10 +7,12 @@ held-out generation: nothing here is trained on.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from spurline.config.run_config import DataConfig
@@ -85,11 +87,25 @@ def _reference(view: RowView) -> str | None:
 
 @dataclass(frozen=True)
 class GenerationExample:
-    """One prompt with its reference answer. prompt_ids encode prompt_text, plus a BOS if the tokenizer adds one."""
+    """One prompt with its reference answer. prompt_ids encode prompt_text, plus a BOS if the tokenizer adds one.
+    location: of its row."""
 
     prompt_ids: list[int]
     prompt_text: str
     reference_text: str | None
+    location: str = "row"
+
+
+def question_key(row: Mapping[str, Any], config: DatasetConfig) -> int:
+    """A hash that is equal for equal questions; of the whole row where only an environment can read it."""
+    try:
+        question = read_question(row, config, has_chat_template=True)
+    except DataError:
+        asked: Any = row
+    else:
+        is_chat = isinstance(question, ChatQuestion)
+        asked = question.messages[: question.answer_at] if is_chat else question.text
+    return xxhash.xxh3_64_intdigest(json.dumps(asked, sort_keys=True, default=str).encode())
 
 
 def prompt_and_reference(
@@ -167,7 +183,7 @@ def _split(
         # A tokenizer that ends every text would ask the model to answer after the end.
         if ids and ids[-1] == tokenizer.eos_token_id and encoding.special_tokens_mask[-1]:
             ids.pop()
-        return GenerationExample(ids, question.text, question.reference)
+        return GenerationExample(ids, question.text, question.reference, location)
     require_chat_template(tokenizer, location)
     asked = question.messages[: question.answer_at]
     text = renderer.render(asked, question.tools, add_generation_prompt=True)
@@ -177,4 +193,4 @@ def _split(
         found = find_left_out(renderer, conversation, add_generation_prompt=True)
         refuse_left_out(found, tokenizer, location)
     [encoding] = encode_batch(tokenizer, [text], is_chat=True)
-    return GenerationExample(list(encoding.ids), text, question.reference)
+    return GenerationExample(list(encoding.ids), text, question.reference, location)

@@ -199,6 +199,14 @@ def fingerprint_of(digests: Iterable[str]) -> str:
     return xxhash.xxh3_128_hexdigest("\0".join(digests).encode())
 
 
+def keys_of_samples(store: TokenStore, indices: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """A hash of the tokens of each of these samples, equal for equal ones. A microsecond for each."""
+    view = store.view(indices)
+    return np.array(
+        [xxhash.xxh3_64_intdigest(np.ascontiguousarray(view.tokens(i)).data) for i in range(len(view))], np.uint64
+    )
+
+
 def joined(parts: list[NDArray[Any]], dtype: DTypeLike) -> NDArray[Any]:
     """The arrays end to end; an empty array of `dtype` when there are none."""
     return np.concatenate(parts) if parts else np.zeros(0, dtype)
@@ -206,6 +214,9 @@ def joined(parts: list[NDArray[Any]], dtype: DTypeLike) -> NDArray[Any]:
 
 IGNORED = "ignored"
 """Begins the key in `Tokenized.examples` for the first row of which the chat template leaves something out."""
+
+EMPTY_ANSWER = "empty_answer"
+"""Counted as what a template leaves out is: the row is a sample, and trains an answer of nothing but its end."""
 
 HISTOGRAM_BINS = 40
 
@@ -257,7 +268,7 @@ def describe(name: str, summary: dict[str, Any]) -> list[str]:
     Of data that is not tokenized beforehand, `prompts` is all that is known.
     """
     if "prompts" in summary:
-        return [f"{name}: {summary['prompts']:,} prompts"]
+        return [f"{name}: {summary['prompts']:,} prompts", *(f"  {note}" for note in summary.get("notes", ()))]
     lines = [
         f"{name}: {summary['samples']:,} samples, {summary['tokens']:,} tokens, mean length "
         f"{summary['mean_length']:.0f}, longest {summary['longest']:,}, {summary['loss_share']:.0%} of tokens have loss"
@@ -267,7 +278,10 @@ def describe(name: str, summary: dict[str, Any]) -> list[str]:
         lines.append(f"  left out: {count:,} x {reason}" + (f" (first: {first})" if first else ""))
     for what, count in sorted(summary.get("ignored", {}).items()):
         first = summary["dropped_examples"].get(f"{IGNORED} {what}")
-        lines.append(f"  the chat template leaves out: {what} of {count:,} rows (first: {first})")
+        if what == EMPTY_ANSWER:
+            lines.append(f"  {count:,} rows have an empty answer, which trains the end token alone (first: {first})")
+        else:
+            lines.append(f"  the chat template leaves out: {what} of {count:,} rows (first: {first})")
     if summary["truncated"]:
         lines.append(f"  cut to max_length: {summary['truncated']:,}")
     return lines + [f"  {note}" for note in summary["notes"]]

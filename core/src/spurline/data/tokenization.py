@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from spurline.config.run_config import DataConfig, RunConfig
 from spurline.data.configs import SequentialTokenizationConfig
 from spurline.data.encoding import Dropped, RowEncoder, Sample
-from spurline.data.rows.rows import absent_column_problem, unknown_column_problem
+from spurline.data.rows.rows import RowView, absent_column_problem, unknown_column_problem
 from spurline.data.token_store import IGNORED, Count, SampleBlock, SampleSink, TokenStoreBuilder, joined
 from spurline.errors import DataError
 from spurline.protocols.dataset import ArrowDataset, CheckableDataset, Dataset, DatasetConfig
@@ -107,6 +107,33 @@ def _first_rows(dataset: Dataset, config: DatasetConfig) -> Iterator[Mapping[str
             yield dataset[row]
         except DataError:
             continue
+
+
+def plain_text_notes(
+    sources: Sequence[DatasetToTokenize], tokenizer: PreTrainedTokenizerBase, answer: str | None = None
+) -> list[str]:
+    """Name the datasets whose prompts are plain text for a model with a chat template, where nobody chose that.
+
+    Args:
+        sources: As opened, with the settings of the user. The first row that can be read decides.
+        tokenizer: Of the model.
+        answer: The column that is trained after the prompt; None where answers are generated.
+    """
+    notes: list[str] = []
+    for dataset, config in ((source.dataset, source.config) for source in sources):
+        view = RowView(next(_first_rows(dataset, config), {}), config.columns)
+        names = ["prompt", *([answer] if answer else [])]
+        is_plain = all(isinstance(view.get(name), str) for name in names)
+        is_chosen = config.format != "auto" or "instruction" in config.columns
+        if tokenizer.chat_template is None or is_chosen or not is_plain or "messages" in view:
+            continue
+        output = f", output: {view.label(answer)}" if answer == "completion" else ""
+        notes.append(
+            f"{dataset.label}: '{view.label('prompt')}' is plain text to go on from, although the model has a chat "
+            f"template. Set `columns: {{instruction: {view.label('prompt')}{output}}}` to make it a user's turn, or "
+            "`format: prompt_completion` where plain text is meant"
+        )
+    return notes
 
 
 def check_rows(dataset: Dataset) -> None:

@@ -11,7 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any
 
-from spurline.data.prompts import GenerationExample, read_examples
+import numpy as np
+
+from spurline.data.prompts import GenerationExample, question_key, read_examples
+from spurline.data.sources.sft import note_of_shared
 from spurline.data.token_store import fingerprint_of
 from spurline.data.tokenization import open_datasets, store_labels
 from spurline.errors import DataError, RunFailedError
@@ -39,11 +42,16 @@ class AnswersEvaluation(HeldOutEvaluation):
         self._where = context.where
         self._tokenizer = context.run.tokenizer
         self._datasets = _rows(config, context) if datasets is None else datasets
+        self._source = context.source
         data = context.run.config.data
         every = (
-            item for source in self._datasets for item in read_examples(source, self._tokenizer, data, self._check)
+            (source.config, row, example)
+            for source in self._datasets
+            for row, example in read_examples(source, self._tokenizer, data, self._check)
         )
-        self._examples = list(islice(every, config.max_samples))
+        taken = list(islice(every, config.max_samples))
+        self._examples = [(row, example) for _, row, example in taken]
+        self._keys = [question_key(row, dataset) for dataset, row, _ in taken]
         if not self._examples:
             labels = ", ".join(source.dataset.label for source in self._datasets)
             raise DataError(f"{labels}: no row can be used as a held-out prompt. Give at least one.")
@@ -59,7 +67,15 @@ class AnswersEvaluation(HeldOutEvaluation):
             "prompts": len(self._examples),
             "sources": dict(zip(store_labels(self._datasets), sizes, strict=True)),
             "read_in_part": False,
+            "notes": self._notes_of_shared(),
         }
+
+    def _notes_of_shared(self) -> list[str]:
+        trained = self._source.sample_keys()
+        if trained is None:
+            return []
+        places = [example.location for _, example in self._examples]
+        return note_of_shared(np.array(self._keys, np.uint64), trained, places.__getitem__)
 
     def longest(self) -> Longest:
         """The longest prompt with a whole answer behind it."""

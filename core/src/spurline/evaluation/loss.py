@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from spurline.data.batch import TrainingBatch
-from spurline.data.sources.sft import SampleSet, longest_sample
+from spurline.data.sources.sft import SampleSet, longest_sample, shared_note
 from spurline.evaluation.configs import LossEvaluationConfig
 from spurline.losses.configs import CrossEntropyConfig
 from spurline.losses.cross_entropy import CrossEntropy
@@ -41,7 +41,8 @@ class LossEvaluation(HeldOutEvaluation):
         self.samples: Samples = SampleSet(config.data, context.run) if own is None else own
 
     def summary(self) -> Mapping[str, Any]:
-        return self.samples.summary()
+        facts = self.samples.summary()
+        return {**facts, "notes": [*facts["notes"], *shared_note(self.samples, self._context.source)]}
 
     def longest(self) -> Longest:
         return longest_sample(self.samples)

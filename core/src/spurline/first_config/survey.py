@@ -75,8 +75,10 @@ def data_facts(
     if not len(opened.dataset):
         raise DataError(f"{data} has no rows.")
     row, where = opened.dataset[0], opened.dataset.location(0)
-    if not columns and (guess := _guess(row, opened.config, task)):
-        return replace(data_facts(model_path, model, data, task, guess), has_guessed=True)
+    if not columns:
+        guess = _guess(row, opened.config, task)
+        if named := _turns(row, guess, model):
+            return replace(data_facts(model_path, model, data, task, named), has_guessed=bool(guess))
     view = RowView(row, columns or {})
     is_pair = "chosen" in view and "rejected" in view
     chosen: Task = task or ("dpo" if is_pair else "rl" if _lacks_answer(row, loaded) else "sft")
@@ -103,6 +105,20 @@ def data_facts(
     return DataFacts(
         "rl", f"prompts of {_words(kind)}", longest, has_reference=references, is_chat=is_chat, columns=named
     )
+
+
+def _turns(row: Mapping[str, Any], guess: Mapping[str, str], model: ModelFacts) -> dict[str, str]:
+    """The guess; where the model has a chat template, a prompt of plain text and its answer become turns."""
+    view, columns = RowView(row, guess), dict(guess)
+    # A config for pairs of a model without template names one.
+    has_template = model.has_chat_template or "chosen" in view
+    others = [view.get(name) for name in ("completion", "chosen", "rejected")]
+    if not has_template or not isinstance(view.get("prompt"), str) or any(isinstance(other, list) for other in others):
+        return columns
+    columns["instruction"] = view.label("prompt")
+    if "completion" in view:
+        columns["output"] = view.label("completion")
+    return {name: label for name, label in columns.items() if name not in ("prompt", "completion")}
 
 
 def _guess(row: Mapping[str, Any], config: DatasetConfig, task: Task | None) -> dict[str, str]:

@@ -397,6 +397,11 @@ class BatchSource(ABC):
         """The samples of held-out data, where a sample is not one row's tokens, else None; for evaluations of it."""
         return None
 
+    def sample_keys(self) -> NDArray[np.uint64] | None:
+        """Hashes that are equal for equal samples, or prompts, of the training data, as far as it is read before
+        training; None where it is not. Held-out data is compared with them."""
+        return None
+
     def given_up(self) -> Sequence[str]:
         """A line for each prompt given up, with the place of the row and the error, for summary.json and the report."""
         return ()
@@ -454,6 +459,9 @@ class DecoratedSource(BatchSource):
     def held_out(self, datasets: Sequence[DatasetConfig]) -> Samples | None:
         return self.inner.held_out(datasets)
 
+    def sample_keys(self) -> NDArray[np.uint64] | None:
+        return self.inner.sample_keys()
+
     @property
     def generates_with_copies(self) -> bool:
         """See `spurline.rl.held_out.MakesAttempts`."""
@@ -503,6 +511,14 @@ class Samples(Protocol):
 
     def summary(self) -> dict[str, Any]:
         """JSON-able facts; see `spurline.data.token_store`."""
+        ...
+
+    def keys(self) -> NDArray[np.uint64]:
+        """A hash of each sample, equal for equal ones; of the first million."""
+        ...
+
+    def location(self, number: int) -> str:
+        """Where the row of a sample is."""
         ...
 
     def answered(self) -> Sequence[DatasetToTokenize]:

@@ -57,6 +57,11 @@ class Attempts:
         # Asked here and not by each attempt: isinstance with a Protocol takes longer than all else about a time limit.
         self._seconds_down = engine.seconds_down if isinstance(engine, MayBeDown) else _never_down
 
+    @property
+    def shows_prompts(self) -> bool:
+        """Whether the environment says beforehand what the model is first given."""
+        return isinstance(self._environment, ShowsPrompt)
+
     async def evaluate(self, prompts: Sequence[Draw], held_out: HeldOutConfig) -> Sequence[Outcome]:
         """Attempts at held-out prompts; failures count for this evaluation alone, penalties on length not at all."""
         given_up = GivenUpPrompts(self._config.faults.max_quarantined)

@@ -10,12 +10,16 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, cast
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from spurline.data.orders.columns import ColumnsOfRows
+from spurline.data.prompts import question_key
+from spurline.data.sources.sft import note_of_shared
 from spurline.data.tokenization import check_rows, open_datasets, share_read, store_labels
 from spurline.errors import DataError
 from spurline.protocols.dataset import DatasetConfig
@@ -23,6 +27,9 @@ from spurline.protocols.order import AdaptiveOrder, Order, OrderConfig, SampleFa
 from spurline.protocols.source import SourceContext
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline.rl.trajectory import Group, group_returns
+
+_ROWS_COMPARED = 10_000
+"""Of each dataset, when held-out prompts are looked for among those trained on."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +80,7 @@ class PromptDraws:
             check_rows(item.dataset)
             if len(item.dataset) == 0:
                 raise DataError(f"{item.dataset.label} has no rows, so there is nothing to draw prompts from.")
+        self.datasets = datasets
         self._datasets = [item.dataset for item in datasets]
         self._configs = [item.config for item in datasets]
         self._labels = store_labels(datasets)
@@ -138,6 +146,19 @@ class PromptDraws:
         for start, size in zip(self._starts, self._sizes, strict=False):
             for place in range(min(size, limit)):
                 yield self._draw(place, int(start) + place)
+
+    @cached_property
+    def _keyed(self) -> list[tuple[int, str]]:
+        draws = [draw for draw in self.rows(_ROWS_COMPARED) if isinstance(draw, Draw)]
+        return [(question_key(draw.row, draw.dataset), draw.location) for draw in draws]
+
+    def keys(self) -> NDArray[np.uint64]:
+        """Hashes of the first prompts of each dataset, equal for equal ones."""
+        return np.array([key for key, _ in self._keyed], np.uint64)
+
+    def notes_of_shared(self, trained: NDArray[np.uint64] | None) -> list[str]:
+        """The note on prompts that are among those trained on. trained: their keys."""
+        return [] if trained is None else note_of_shared(self.keys(), trained, lambda number: self._keyed[number][1])
 
     def skip(self, row: SkippedRow) -> None:
         """Leave this row out from now on."""

@@ -16,7 +16,7 @@ from spurline.errors import ConfigError, DataError
 from spurline.protocols.backend import Backend
 from spurline.protocols.dataset import DatasetConfig
 from spurline.protocols.evaluation import EvaluationContext, HeldOutEvaluation
-from spurline.protocols.source import Longest, SourceContext
+from spurline.protocols.source import BatchSource, Longest, SourceContext
 from spurline.rl.configs import (
     HeldOutConfig,
     RolloutsEvaluationConfig,
@@ -75,7 +75,8 @@ class AttemptsEvaluation(HeldOutEvaluation):
         self.measures_copies = source.generates_with_copies
 
     def summary(self) -> Mapping[str, Any]:
-        return self._prompts.summary()
+        trained = self._source.sample_keys() if isinstance(self._source, BatchSource) else None
+        return {**self._prompts.summary(), "notes": self._prompts.notes_of_shared(trained)}
 
     def longest(self) -> Longest | None:
         return self._source.longest_held_out(self._prompts)

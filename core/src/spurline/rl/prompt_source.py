@@ -11,9 +11,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
+from numpy.typing import NDArray
+
 from spurline.data.batch import TrainingBatch
 from spurline.data.prompts import read_question
 from spurline.data.rows.rows import explain_bad_row
+from spurline.data.tokenization import plain_text_notes
 from spurline.errors import DataError, RunFailedError, listing
 from spurline.protocols.backend import Backend
 from spurline.protocols.evaluation import HeldOutEvaluation
@@ -134,11 +138,17 @@ class PromptSource(BatchSource):
         config = self._settings
         return {
             **self._prompts.summary(),
+            "notes": self._notes(),
             "samples_per_epoch": self._prompts.prompts_per_epoch,
             "samples_per_step": config.prompts_per_step,
             "step_of": f"{config.prompts_per_step} prompts x {config.samples_per_prompt} attempts",
             "objective": self._preparation.describe(),
         }
+
+    def _notes(self) -> list[str]:
+        # Another environment may make turns of any column itself.
+        shows = self._attempts.shows_prompts
+        return plain_text_notes(self._prompts.datasets, self._context.tokenizer) if shows else []
 
     def longest(self) -> Longest | None:
         return self._with_response(self._survey)
@@ -206,6 +216,10 @@ class PromptSource(BatchSource):
         """Attempts at the held-out prompts with the weights as they are."""
         assert self._held_out is not None, "there is no held-out data"
         return AttemptsEvaluation(self._settings.held_out, self._held_out, self, OF_SOURCE, self._settings.reward_terms)
+
+    def sample_keys(self) -> NDArray[np.uint64]:
+        """Of prompts."""
+        return self._prompts.keys()
 
     def given_up(self) -> Sequence[str]:
         return [prompt.reason for prompt in self._attempts.given_up.prompts]

@@ -83,7 +83,7 @@ def plan(
 def data(
     config: ConfigArgument,
     overrides: SetOption = None,
-    rows: Annotated[int, typer.Option(metavar="N", min=1, help="How many rows, or prompts, are shown.")] = 3,
+    rows: Annotated[int, typer.Option(metavar="N", min=1, help="How many samples, or prompts, are shown.")] = 3,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write an HTML page instead; it shows every token.")
     ] = None,

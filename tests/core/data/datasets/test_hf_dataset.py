@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import pickle
@@ -82,6 +83,15 @@ def test_a_byte_order_mark_is_no_part_of_the_data():
     ("content", "problem"),
     [
         (b'{"n": 0}\n{"n": \n', "train.jsonl:2: not valid JSON: Expecting value (column 7)."),
+        (b'{"n": 0}\n{"n": 1, "m": "ab', "(column 15). The file ends there"),
+        (b'{"n": 0}\n{"n": 1,', "The file ends there"),
+        (b'{"n": 0}\n{"n": "\xc3', "The file ends there"),
+        (b'{"n": 0}\n{"n": 1, "m": [{"k": 2}], "n": 3}\n', "train.jsonl:2: the key 'n' stands 2 times"),
+        (b'{"n": 0}\n{"n" : [[{"k" : "\\"k\\": 1", "k" : 2}]]}\n', "train.jsonl:2: the key 'k' stands 2 times"),
+        (b"PAR1\x15\x00", "train.jsonl: is a Parquet table, although its name ends in .jsonl. Rename"),
+        (gzip.compress(b'{"n": 0}\n'), "train.jsonl: is compressed with gzip, although its name ends in .jsonl."),
+        ('{"n": 0}\n'.encode("utf-16"), "train.jsonl: is UTF-16 text"),
+        ('{"n": 0}\n'.encode("utf-16-le"), "train.jsonl: is UTF-16 text"),
         (b'{"n": 0}\n[1]\n', "train.jsonl:2: is a list, expected a JSON object with named fields."),
         (b'{"n": 0}\n{"n": "\xff"}\n', "train.jsonl:2: not valid UTF-8: invalid start byte at byte 8."),
         (b'[\n{"n": 0}\n]\n', "A file with one JSON list should end in .json."),
@@ -101,6 +111,8 @@ def test_a_malformed_line_is_an_error_naming_file_and_line(content, problem):
     [
         ('[\n{"n": 0},\n{"n" 1}\n]', "train.json:3: not valid JSON: Expecting ':' delimiter (column 6)."),
         ('[{"n": 0}, 3]', "train.json row 1: is a number (3), expected a JSON object with named fields."),
+        ('[{"n": 0}, {"n": ', "The file ends there"),
+        ('[{"n": 0}, {"n": 1, "n": 2}]', "train.json row 1: the key 'n' stands 2 times"),
         ('{\n"data": []\n}', "train.json: holds one JSON object. Expected a list of objects"),
         ("[]", "train.json: split 'train' is empty"),
     ],
@@ -110,6 +122,15 @@ def test_a_malformed_json_file_is_an_error_naming_the_place(content, problem):
     with pytest.raises(DataError) as error:
         open_data("train.json")
     assert problem in str(error.value)
+
+
+def test_a_text_that_looks_like_keys_repeats_none_and_a_repeated_key_is_a_bad_row_where_those_are_skipped():
+    rows = [{"n": '"n": 1, "n": 2: \\'}, {"n": {"n": [{"n": "n:"}]}, "m": '{"a": 1}'}]
+    write_lines("train.jsonl", *map(json.dumps, rows), '{"n" : 1}', '{"n": 1, "n": 2}')
+    dataset = open_data("train.jsonl", on_bad_row="skip")
+    assert [dict(dataset[row]) for row in range(3)] == [*rows, {"n": 1}]
+    with pytest.raises(DataError, match=r"train.jsonl:4: the key 'n'"):
+        dataset[3]
 
 
 def test_a_malformed_line_outside_the_split_or_in_a_skipping_dataset_does_not_stop_the_run():

@@ -405,6 +405,8 @@ def test_columns_written_the_other_way_round_are_named_so(tmp_path):
         ({"input": "a", "output": "b"}, "prompt: input, completion: output"),
         ({"Prompt": "a", "Completion": "b"}, "prompt: Prompt, completion: Completion"),
         ({"id": "a", "dialog": [{"role": "user", "content": "a"}]}, "messages: dialog"),
+        ({"id": "a", "talk": {"messages": [{"role": "user", "content": "a"}]}}, "messages: talk.messages"),
+        ({"item": {"question": "a", "answer": "b"}}, "instruction: item.question, output: item.answer"),
     ],
 )
 def test_columns_that_are_called_otherwise_get_a_renaming_that_is_read(row, columns):
@@ -413,6 +415,21 @@ def test_columns_that_are_called_otherwise_get_a_renaming_that_is_read(row, colu
     assert f"Rename columns with `columns: {{{columns}}}`" in str(error.value)
     renamed = dict(pair.split(": ") for pair in columns.split(", "))
     assert detect_format(HfDatasetConfig(path="x", columns=renamed), row)
+
+
+@pytest.mark.parametrize(
+    ("row", "advice"),
+    [
+        ({"data": [{"prompt": "a", "completion": "b"}]}, "'data' holds a list of objects: if these are the rows"),
+        ({"prompt;completion": "a;b"}, "not separated by commas"),
+        ({"data": {"a": 1}, "tags": ["a"]}, "columns: {instruction: NAME, output: NAME}"),
+    ],
+)
+def test_columns_that_no_renaming_mends_get_none(row, advice):
+    with pytest.raises(DataError) as error:
+        detect_format(HfDatasetConfig(path="x"), row)
+    assert advice in str(error.value)
+    assert not any(f": {name}" in str(error.value) for name in row)
 
 
 def test_a_question_alone_is_a_prompt_where_answers_are_generated():

@@ -74,6 +74,16 @@ def test_text_is_prompt_and_answer_with_an_end_token_and_loss_on_the_answer(toke
     assert [text for text, _ in found] == [f"Sort 2 1: 1 2{end}", f"Sort 2 1: 2 1{end}"]
 
 
+def test_a_prompt_called_instruction_is_a_turn_as_in_rows_of_one_answer(tokenizer: Any, tmp_path: Path) -> None:
+    text = {"prompt": "2 1", "chosen": "1 2", "rejected": "2 1"}
+    expected = texts(tokenize([MESSAGE_FORMS["prompt and answers are messages"]], tokenizer, tmp_path), tokenizer)
+    assert texts(tokenize([text], tokenizer, tmp_path, columns={"instruction": "prompt"}), tokenizer) == expected
+    row = {"instruction": "2", "input": "1", "chosen": [GOOD], "rejected": [BAD]}
+    [(whole, trained), _] = texts(tokenize([row], tokenizer, tmp_path), tokenizer)
+    assert "user\n2\n\n1<|im_end|>" in whole
+    assert trained.startswith("1 2")
+
+
 def test_conversations_part_where_they_first_differ(tokenizer: Any, tmp_path: Path) -> None:
     turns = [SYSTEM, USER, GOOD, USER]
     row = {"chosen": [*turns, GOOD], "rejected": [*turns, BAD, USER, GOOD]}

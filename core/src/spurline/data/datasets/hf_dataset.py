@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from spurline.data.configs import HfDatasetConfig, TableLimits
-from spurline.data.datasets.json_rows import JsonLines, JsonRows, open_json
+from spurline.data.datasets.json_rows import JsonLines, JsonRows, open_json, refuse_other_content
 from spurline.data.datasets.local_files import (
     HoldsTable,
     LocalFile,
@@ -181,6 +181,8 @@ def _split_opener(config: HfDatasetConfig) -> Callable[[str], _SplitRows]:
 
 def _open_rows(path: Path, limits: TableLimits) -> LocalRows:
     suffix = path.suffix.lower()
+    if suffix in (".jsonl", ".json", ".csv"):
+        refuse_other_content(path)
     if suffix == ".jsonl":
         return JsonLines(path, limits)
     if suffix == ".json":

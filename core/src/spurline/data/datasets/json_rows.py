@@ -46,7 +46,8 @@ class JsonRows:
                 content = file.read(max(size, _AHEAD_BYTES) if in_order else size)
             self._ahead = (first, content) if len(content) <= _AHEAD_BYTES else (0, b"")
         self._expected = row + 1
-        return read_json_line(content[begin - first : begin - first + size], self.location(row))
+        line = content[begin - first : begin - first + size]
+        return read_json_line(line, self.location(row), checks_keys=self._limits.checks_keys)
 
     def location(self, row: int) -> str:
         return f"{self._path} row {row}"
@@ -103,20 +104,73 @@ def skip_line(file: BinaryIO) -> int:
     return size
 
 
-def read_json_line(line: bytes, location: str) -> Mapping[str, Any]:
-    """The object on one line. Raises DataError with `location` in front."""
+def read_json_line(line: bytes, location: str, *, checks_keys: bool = True) -> Mapping[str, Any]:
+    """The object on one line. Raises DataError with `location` in front. checks_keys: whether also for a key that
+    stands in it twice, which takes a third as long again."""
     try:
-        values = json.loads(line.rstrip(b"\r\n"))
+        # As json.loads reads bytes, which takes half as long again to find out which encoding they have.
+        text = line.rstrip(b"\r\n").removeprefix(codecs.BOM_UTF8).decode("utf-8", "surrogatepass")
+        values = _DECODER.decode(text)
     except UnicodeDecodeError as error:
-        raise DataError(f"{location}: not valid UTF-8: {error.reason} at byte {error.start + 1}.") from error
+        cut = _CUT if error.reason == "unexpected end of data" else ""
+        raise DataError(f"{location}: not valid UTF-8: {error.reason} at byte {error.start + 1}.{cut}") from error
     except json.JSONDecodeError as error:
         hint = " A file with one JSON list should end in .json." if line.lstrip().startswith(b"[") else ""
-        raise DataError(f"{location}: not valid JSON: {error.msg} (column {error.pos + 1}).{hint}") from error
+        # Every line but the last ends with a line break.
+        cut = _CUT if not line.endswith(b"\n") and _needs_more(error) else ""
+        raise DataError(f"{location}: not valid JSON: {error.msg} (column {error.pos + 1}).{hint}{cut}") from error
     except RecursionError as error:
         raise DataError(f"{location}: not valid JSON: nested too deeply.") from error
     except ValueError as error:
         raise DataError(f"{location}: not readable JSON: {error}.") from error
-    return _require_object(values, location)
+    row = _require_object(values, location)
+    if checks_keys and (keys := _num_keys(row)) != line.count(b":") and not _has_marks(line, keys):
+        _refuse_repeated(text, location)
+    return row
+
+
+def _needs_more(error: json.JSONDecodeError) -> bool:
+    """Whether the text was well formed up to its end."""
+    return error.msg.startswith("Unterminated string") or error.pos >= len(error.doc.rstrip())
+
+
+def _num_keys(values: Mapping[str, Any]) -> int:
+    """Keys of this object and all inside it."""
+    keys = len(values)
+    for value in values.values():
+        if isinstance(value, dict):
+            keys += _num_keys(value)
+        elif isinstance(value, list):
+            for item in value:
+                if isinstance(item, dict):
+                    keys += _num_keys(item)
+                elif isinstance(item, list):
+                    keys += _num_keys({"": item}) - 1
+    return keys
+
+
+def _has_marks(line: bytes, keys: int) -> bool:
+    """Whether as many keys were written, each with a quote and a colon behind it, which inside a text is escaped."""
+    marks = line.count(b'":')
+    return marks == keys or marks - line.count(b'\\":') == keys
+
+
+def _refuse_repeated(text: str, location: str) -> None:
+    """Raise DataError for a key that an object has twice; `json` takes the last, and the other value is lost. Reading
+    with this takes twice as long, so only rows whose keys do not add up come here."""
+
+    def check(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [name for name, _ in pairs]
+            repeated = next(name for name in names if names.count(name) > 1)
+            raise DataError(
+                f"{location}: the key {repeated!r} stands {names.count(repeated)} times in one object, of which only "
+                "the last would be read. Rename or remove the others."
+            )
+        return found
+
+    json.loads(text, object_pairs_hook=check)
 
 
 class JsonArray(JsonRows):
@@ -232,9 +286,12 @@ class _ArrayText:
 
     def _error(self, message: str, place: int) -> DataError:
         line, column = self._position(place)
-        return DataError(f"{self._path}:{line}: not valid JSON: {message} (column {column}).")
+        unterminated = message.startswith("Unterminated string")
+        cut = _CUT if self._ended and (unterminated or place >= len(self._text.rstrip())) else ""
+        return DataError(f"{self._path}:{line}: not valid JSON: {message} (column {column}).{cut}")
 
 
+_CUT = " The file ends there, within a row: was it cut when it was written or copied?"
 _DECODER = json.JSONDecoder()
 _SPACE = re.compile(r"[ \t\n\r]*")
 _CHUNK_BYTES = 1 << 20
@@ -246,6 +303,28 @@ def _require_object(values: Any, location: str) -> Mapping[str, Any]:
     if not isinstance(values, dict):
         raise DataError(f"{location}: is {describe(values)}, expected a JSON object with named fields.")
     return values
+
+
+_OTHER_CONTENT: tuple[tuple[bytes, str, str], ...] = (
+    (b"PAR1", "a Parquet table", "Rename it so that it ends in .parquet."),
+    (b"ARROW1", "an Arrow table", "Rename it so that it ends in .arrow."),
+    (b"\x1f\x8b", "compressed with gzip", "Unpack it: `gunzip < FILE > OTHER`."),
+    (b"PK\x03\x04", "a zip archive", "Unpack it: `unzip FILE`."),
+    *(
+        (start, "UTF-16 text", "Convert it: `iconv -f UTF-16 -t UTF-8 FILE > OTHER`.")
+        for start in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, b"{\0", b"[\0", b"\0{", b"\0[")
+    ),
+)
+"""How a file begins that is no text in UTF-8, what it is, and what to do."""
+
+
+def refuse_other_content(path: Path) -> None:
+    """Raise DataError for a file of text that is something else by its content, whatever its name says."""
+    with path.open("rb") as file:
+        start = file.read(8)
+    for begins, what, fix in _OTHER_CONTENT:
+        if start.startswith(begins):
+            raise DataError(f"{path}: is {what}, although its name ends in {path.suffix}. {fix}")
 
 
 def open_json(path: Path, limits: TableLimits) -> JsonRows:

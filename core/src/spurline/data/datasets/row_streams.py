@@ -16,7 +16,7 @@ import datasets
 from spurline.data.configs import HfStreamConfig, TableLimits
 from spurline.data.datasets.arrow_rows import data_errors, without_padding
 from spurline.data.datasets.hf_dataset import default_label
-from spurline.data.datasets.json_rows import pieces_of_lines, read_json_line, skip_line
+from spurline.data.datasets.json_rows import pieces_of_lines, read_json_line, refuse_other_content, skip_line
 from spurline.data.datasets.local_files import find_files, looks_local
 from spurline.data.datasets.table_checks import batches_of, check_rows, open_parquet
 from spurline.data.hub import asked_once
@@ -102,6 +102,7 @@ class JsonLinesReader:
     """Lines of a file. place: byte and line that come next."""
 
     def __init__(self, path: Path, place: Sequence[int] | None, limits: TableLimits) -> None:
+        refuse_other_content(path)
         self._path, self._limits = path, limits
         self._file: BinaryIO = path.open("rb")
         self._offset, self._line = place or (0, 1)

@@ -15,7 +15,7 @@ import numpy as np
 
 from spurline.data.rows.messages import Message, assistant_turns, read_messages, read_tools, with_system
 from spurline.data.rows.rows import BadRowError, RowView, describe, unknown_column_problem
-from spurline.data.rows.usual_columns import renaming
+from spurline.data.rows.usual_columns import advice
 from spurline.errors import DataError, listing
 from spurline.protocols.dataset import DatasetConfig
 
@@ -176,15 +176,16 @@ def detect_format(config: DatasetConfig, row: Mapping[str, Any], *, needs_answer
         return config.format
     names = list(row)
     view = RowView(row, config.columns)
-    for name, signature in _SIGNATURES:
+    # What `columns` names is meant, also where the row has the columns of another format.
+    for name, signature in sorted(_SIGNATURES, key=lambda item: item[1].isdisjoint(config.columns)):
         if all(column in view for column in (signature if needs_answer else signature - ANSWER_COLUMNS)):
             return name
     if "chosen" in view and "rejected" in view:
         raise DataError(f"the columns ({listing(names)}) are those of preference pairs. Set `source: preference`.")
     needs = "; ".join(f"{name}: {columns}" for name, columns in NEEDS.items())
     raise DataError(
-        f"the columns ({listing(names)}) fit no format. Each format needs: {needs}. Rename columns with "
-        f"`columns: {{{renaming(row, needs_answer=needs_answer)}}}`, or set `format`."
+        f"the columns ({listing(names)}) fit no format. Each format needs: {needs}. "
+        f"{advice(row, needs_answer=needs_answer)}"
     )
 
 

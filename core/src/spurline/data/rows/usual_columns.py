@@ -75,25 +75,45 @@ def guessed_columns(row: Mapping[str, Any]) -> dict[str, str]:
         if all(_found(row, column) for column in form):
             found = {column: _found(row, column) for column in (*form, *_BESIDE.get(form, ()))}
             return {column: name for column, name in found.items() if name is not None and name != column}
+    for outer, value in row.items():
+        inner: Any = value
+        for form in _FORMS if isinstance(value, Mapping) else ():
+            if form != ("text",) and all(_found(inner, column) for column in form):
+                found = {column: _found(inner, column) for column in (*form, *_BESIDE.get(form, ()))}
+                return {column: f"{outer}.{name}" for column, name in found.items() if name is not None}
     return {}
 
 
-def renaming(row: Mapping[str, Any], *, needs_answer: bool) -> str:
-    """The inside of a `columns` setting for a row that fits no format: a guess, or an example of one.
+def advice(row: Mapping[str, Any], *, needs_answer: bool) -> str:
+    """What to do with a row that fits no format: a `columns` setting that can be read, or what is wrong with the file.
 
     needs_answer: False where answers are generated.
     """
     if found := guessed_columns(row):
-        return _written(found)
+        return _rename(_written(found))
     question = _found(row, "instruction")
     if question is not None and not needs_answer:
-        return _written({"instruction": question})
+        return _rename(_written({"instruction": question}))
+    if len(row) == 1 and any(mark in next(iter(row)) for mark in ";\t|"):
+        return "Its cells are not separated by commas: write the file anew with commas between them."
+    rows = next((name for name, value in row.items() if _is_conversation(value) and not _are_messages(value)), None)
+    if rows is not None:
+        return f"'{rows}' holds a list of objects: if these are the rows, write each on a line of its own."
     texts = [name for name, value in row.items() if _is_text(value)]
-    lists = [name for name, value in row.items() if isinstance(value, (list, tuple))]
-    # A lone column of text is raw text, a list may be messages.
-    if len(texts) == 1 and not lists:
-        return f"text: {texts[0]}"
-    return f"messages: {next(iter([*lists, *row]), 'NAME')}"
+    others = [value for value in row.values() if isinstance(value, (list, tuple, Mapping))]
+    # A lone column of text is raw text.
+    if len(texts) == 1 and not others:
+        return _rename(f"text: {texts[0]}")
+    messages = next((name for name, value in row.items() if _are_messages(value)), None)
+    return _rename("instruction: NAME, output: NAME" if messages is None else f"messages: {messages}")
+
+
+def _rename(columns: str) -> str:
+    return f"Rename columns with `columns: {{{columns}}}`, or set `format`."
+
+
+def _are_messages(value: Any) -> bool:
+    return _is_conversation(value) and all("role" in turn or "from" in turn for turn in value)
 
 
 def pair_renaming(row: Mapping[str, Any]) -> str:

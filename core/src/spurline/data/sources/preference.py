@@ -8,6 +8,7 @@ Afterwards each answer is a segment of its own, which sees nothing of the other.
 | form of a row | prompt | chosen, rejected |
 |---|---|---|
 | text | text | text |
+| turns as text | text, in `instruction`, which `input` adds to | text |
 | messages | messages, in `prompt` or `messages` | messages, or a single one |
 | whole conversations | none, or its text | messages that begin alike; what they share is the prompt |
 """
@@ -46,7 +47,7 @@ SIDES: tuple[Side, Side] = ("chosen", "rejected")
 
 # Part of the fingerprint, so that tokens cached by an older reading of the same rows are not served. Raise it with
 # every change to what a row becomes.
-_READING = 1
+_READING = 2
 
 
 def side_of(source: DatasetToTokenize, side: Side) -> DatasetToTokenize:
@@ -77,7 +78,8 @@ class PreferenceSide(DerivedDataset):
         view = RowView(values, self._columns)
         try:
             _check_columns(view, values)
-            prompt, answer = _split(view, self._side)
+            is_turn = "instruction" in self._columns or ("instruction" in view and not _has_prompt(view))
+            prompt, answer = _split(view, self._side, is_turn=is_turn)
         except BadRowError as error:
             raise error.at(self._dataset.location(row)) from error
         return {**values, view.label("prompt"): prompt, view.label(self._side): answer}
@@ -89,7 +91,7 @@ class PreferenceSide(DerivedDataset):
 def _check_columns(view: RowView, row: Mapping[str, Any]) -> None:
     """Raise BadRowError for a row that has its pair under other names, or text without what comes before it."""
     missing = [view.label(side) for side in SIDES if side not in view]
-    before = [name for name in ("prompt", "messages") if name in view]
+    before = _has_prompt(view) or "instruction" in view
     if missing and (meant := pair_renaming(row)):
         are = "are" if len(missing) > 1 else "is"
         raise BadRowError(
@@ -105,10 +107,16 @@ def _check_columns(view: RowView, row: Mapping[str, Any]) -> None:
         )
 
 
-def _split(view: RowView, side: Side) -> tuple[Any, Any]:
-    """Prompt and answer of one side, both text or both messages where the row is well formed."""
+def _split(view: RowView, side: Side, *, is_turn: bool) -> tuple[Any, Any]:
+    """Prompt and answer of one side, both text or both messages where the row is well formed. is_turn: whether the
+    prompt is the column `instruction`, a user's turn, as in rows of one answer."""
     answers = {name: _as_list(view.require(name)) for name in SIDES}
     prompt = view.get("prompt")
+    if is_turn:
+        extra = view.text("input") if view.get("input") is not None else ""
+        text = view.text("instruction")
+        asked = [{"role": "user", "content": f"{text}\n\n{extra}" if extra else text}]
+        return asked, _as_turn(answers[side])
     if prompt is None and "messages" in view:
         prompt = view.require("messages")
     if isinstance(answers[side], str) or (prompt is not None and not isinstance(prompt, str)):
@@ -124,6 +132,14 @@ def _split(view: RowView, side: Side) -> tuple[Any, Any]:
             "the messages before the answers in a column, and name it with `columns: {prompt: NAME}`.",
         )
     return [{"role": "user", "content": prompt}], whole[side]
+
+
+def _has_prompt(view: RowView) -> bool:
+    return "prompt" in view or "messages" in view
+
+
+def _as_turn(answer: Any) -> Any:
+    return [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
 
 
 def _as_list(answer: Any) -> Any:
@@ -233,6 +249,8 @@ OTHER_ANSWER_LEFT_OUT = "other_answer_left_out"
 class PairSet(SampleSet):
     """`Samples` of pairs. Rows of which one answer is unusable are left out and counted."""
 
+    answer = "chosen"
+
     def __init__(self, configs: Sequence[DatasetConfig], context: SourceContext) -> None:
         super().__init__(configs, context)
         store = self._tokenized.store
@@ -293,6 +311,10 @@ class PairSet(SampleSet):
         dataset = self.answered()[int(np.searchsorted(np.cumsum(self._sizes), equal[0], side="right"))].dataset
         first = dataset.location(int(store.row[self._pairs[equal[0], 0]]))
         return [f"{len(equal):,} of them have the same tokens twice and prefer nothing (first: {first})"]
+
+    def _whole(self) -> NDArray[np.int64]:
+        # The chosen answer with its prompt.
+        return self._pairs[:, 0]
 
     def _rows(self) -> Sequence[NDArray[np.int64]]:
         rows = self._tokenized.store.row[self._pairs[:, 0]]

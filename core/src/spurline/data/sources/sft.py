@@ -6,7 +6,8 @@ evaluation draws its own batches from a SampleSet.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,8 @@ from numpy.typing import NDArray
 from spurline.config.section import ComponentConfig
 from spurline.data.batch import TrainingBatch
 from spurline.data.orders.columns import ColumnsOfRows
-from spurline.data.token_store import summarize
-from spurline.data.tokenization import open_datasets, share_read, tokenize
+from spurline.data.token_store import keys_of_samples, summarize
+from spurline.data.tokenization import open_datasets, plain_text_notes, share_read, tokenize
 from spurline.data.tokenizer import pad_token_id
 from spurline.protocols.collator import Collator
 from spurline.protocols.dataset import DatasetConfig
@@ -25,6 +26,9 @@ from spurline.protocols.source import BatchSource, Longest, Samples, SourceConte
 from spurline.protocols.stateful import refuse_other_data
 from spurline.protocols.tokenization import DatasetToTokenize
 
+_MOST_KEYS = 1_000_000
+"""Samples that are compared with held-out ones: more would hold up the start."""
+
 
 class SampleSet:
     """See `Samples`. Raises DataError for data that cannot be found, read or used.
@@ -32,11 +36,15 @@ class SampleSet:
     shares: for each dataset the share of its rows that was read. labels: name of each dataset.
     """
 
+    answer = "completion"
+    """The column that is trained where a row is a prompt and what follows it."""
+
     def __init__(self, configs: Sequence[DatasetConfig], context: SourceContext) -> None:
         run, registry = context.config, context.host.registry
         opened = open_datasets(configs, registry, context.row_limit)
         self.shares = share_read(opened)
         self._opened = opened
+        self._plain_text = plain_text_notes(opened, context.tokenizer, self.answer)
         self._sources = self._to_tokenize(opened)
         context.progress(f"tokenizing {', '.join(item.dataset.label for item in opened)}")
         self._tokenized = tokenize(self._sources, run, registry, context.tokenizer)
@@ -58,7 +66,24 @@ class SampleSet:
         return self._tokenized.store.fingerprint
 
     def summary(self) -> dict[str, Any]:
-        return summarize(self._tokenized)
+        facts = summarize(self._tokenized)
+        return {**facts, "notes": [*facts["notes"], *self._plain_text]}
+
+    @cached_property
+    def _keys(self) -> NDArray[np.uint64]:
+        return keys_of_samples(self._tokenized.store, self._whole()[:_MOST_KEYS])
+
+    def keys(self) -> NDArray[np.uint64]:
+        return self._keys
+
+    def location(self, number: int) -> str:
+        store = self._tokenized.store
+        index = self._whole()[number]
+        return self._sources[int(store.source[index])].dataset.location(int(store.row[index]))
+
+    def _whole(self) -> NDArray[np.int64]:
+        """Of each sample the place in the store that tells it from others."""
+        return np.arange(len(self._tokenized.store), dtype=np.int64)
 
     def answered(self) -> Sequence[DatasetToTokenize]:
         return self._sources
@@ -79,6 +104,25 @@ class SampleSet:
     def _to_tokenize(self, opened: Sequence[DatasetToTokenize]) -> Sequence[DatasetToTokenize]:
         """What is handed to the tokenization; rows that hold several texts become several datasets."""
         return opened
+
+
+def shared_note(held_out: Samples, source: BatchSource) -> list[str]:
+    """How many held-out samples are also training samples, as a note; none where there are none, or nobody knows."""
+    trained = source.sample_keys()
+    return [] if trained is None else note_of_shared(held_out.keys(), trained, held_out.location)
+
+
+def note_of_shared(
+    held_out: NDArray[np.uint64], trained: NDArray[np.uint64], location: Callable[[int], str]
+) -> list[str]:
+    """The note on hashes of held-out rows that are among those of training rows. location: of a held-out row."""
+    shared = np.flatnonzero(np.isin(held_out, trained))
+    if not len(shared):
+        return []
+    return [
+        f"{len(shared):,} of {len(held_out):,} held-out rows are also training rows, so their scores do not tell what "
+        f"becomes of rows that are new (first: {location(int(shared[0]))})"
+    ]
 
 
 def longest_sample(samples: Samples) -> Longest:
@@ -124,6 +168,9 @@ class SftSource(BatchSource):
 
     def longest(self) -> Longest:
         return longest_sample(self._samples)
+
+    def sample_keys(self) -> NDArray[np.uint64]:
+        return self._samples.keys()
 
     def build(self, step: int) -> TrainingBatch:
         numbers = self._order.positions((step - 1) * self._batch_size, step * self._batch_size)

@@ -19,7 +19,13 @@ from spurline.data.configs import StreamSourceConfig
 from spurline.data.encoding import RowEncoder
 from spurline.data.orders.epochs import permutation
 from spurline.data.token_store import TokenStore, TokenStoreBuilder, summarize
-from spurline.data.tokenization import ROWS_PER_CALL, SampleCollector, block_of_outcomes, store_labels
+from spurline.data.tokenization import (
+    ROWS_PER_CALL,
+    SampleCollector,
+    block_of_outcomes,
+    plain_text_notes,
+    store_labels,
+)
 from spurline.data.tokenizer import pad_token_id
 from spurline.errors import DataError
 from spurline.protocols.collator import Collator
@@ -133,6 +139,10 @@ class _Blocks:
     def labels(self) -> list[str]:
         return store_labels(self._sources)
 
+    def plain_text_notes(self) -> list[str]:
+        """The notes of that name on the rows that were read last."""
+        return plain_text_notes(self._sources, self._tokenizer, "completion")
+
     def read(self, number: int, left_out: int) -> _Block:
         """The next block that has a sample. Raises DataError when two passes over a stream give none."""
         limit = self.cursors[0].passes + 2
@@ -200,7 +210,8 @@ class StreamSource(BatchSource):
         self._max_length = run.data.max_length
         self._taken = self._step = 0
         note = f"read as a stream; these are the first {len(self._block.store):,} samples"
-        self._facts = summarize(replace(self._block.tokenized, notes=(note,)))
+        notes = (note, *self._blocks.plain_text_notes())
+        self._facts = summarize(replace(self._block.tokenized, notes=notes))
 
     def summary(self) -> Mapping[str, object]:
         return self._facts
