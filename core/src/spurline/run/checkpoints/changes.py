@@ -58,10 +58,6 @@ class PermittedChanges:
         refused = [change for change in self._changed if change.mark is OnResume.REFUSED]
         asked = [change for change in self._changed if change.mark is OnResume.BY_NAME]
         ungranted = [change for change in asked if not any(change.is_named(name) for name in request.allow_change)]
-        if refused:
-            # Components that are set back bring their plugins back with them: there is nothing to allow.
-            plugins = [change for change in ungranted if change.key == "plugins"]
-            refused, ungranted = [*refused, *plugins], [change for change in ungranted if change not in plugins]
         if refused or ungranted:
             raise CheckpointError(_refusal(checkpoint, loaded, request, refused, ungranted))
 
@@ -111,7 +107,6 @@ def _refusal(
     lines = [f"{loaded.origin}: the config differs from that of {checkpoint.path}."]
     own = [change for change in refused if change.key == "backend"]
     if own:
-        own = [change for change in refused if change.key in ("backend", "plugins")]
         lines += ["A checkpoint is read by the backend that wrote it:", *(f"  {change}" for change in own)]
     others = [change for change in refused if change not in own]
     for mark, changes in ((OnResume.REFUSED, others), (OnResume.BY_NAME, ungranted)):
