@@ -5,23 +5,17 @@ from __future__ import annotations
 import importlib.metadata
 import sys
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any
+from typing import Any
 
 import pytest
 from fake_plugins import FakePlugins, of_kind, refused
-from pydantic import Field
 
 from spurline import load_config
-from spurline.config.section import Component, ComponentConfig
+from spurline.config.section import ComponentConfig
 from spurline.data.configs import PackedCollatorConfig
-from spurline.errors import ConfigError, PluginError
-from spurline.plugins.hookspecs import hookimpl
+from spurline.errors import PluginError
 from spurline.plugins.host import InstalledPlugin, Plugin, PluginHost, installed_commands, installed_plugins
 from spurline.plugins.registry import ComponentRegistrar
-from spurline.protocols.reward import RewardConfig
-from spurline.protocols.tracker import TrackerConfig
-from spurline.rl.rewards.configs import ExactMatchConfig
-from spurline.testing.plugin_contract import PluginContract
 
 SETTINGS = {"model": {"path": "m"}, "data": {"train": "rows.jsonl"}, "steps": 3}
 
@@ -97,62 +91,6 @@ def test_failure_while_registering_components_names_the_plugin(plugins: FakePlug
 
     available = plugins.add("clumsy", register=register)
     refused(["clumsy"], available, "Plugin 'clumsy' (spurline-clumsy 1.2.3) failed in register_components: KeyError")
-
-
-class NamelessConfig(TrackerConfig):
-    """Settings of a component without a name."""
-
-
-def fails(registry: ComponentRegistrar) -> None:
-    raise KeyError("oops")
-
-
-def adds_what_has_no_name(registry: ComponentRegistrar) -> None:
-    registry.add(NamelessConfig, "module:Class")
-
-
-@pytest.mark.parametrize("register", [fails, adds_what_has_no_name])
-def test_failure_while_registering_components_names_file_and_line_of_the_plugin(
-    plugins: FakePlugins, register: Callable[..., None]
-) -> None:
-    available = plugins.add("clumsy", register_components=hookimpl(register, specname="register_components"))
-    refused(["clumsy"], available, f"({__file__}, line {register.__code__.co_firstlineno + 1})")
-
-
-class KeepsAReward(TrackerConfig):
-    """A component that holds another as its default, as an instance of its registered class."""
-
-    name: str = "keeps"
-    reward: Annotated[RewardConfig, Component("reward")] = ExactMatchConfig()
-    """What it scores with."""
-
-
-class NamesAReward(TrackerConfig):
-    """The same, by its name."""
-
-    name: str = "names"
-    reward: Annotated[RewardConfig, Component("reward")] = Field(default="exact_match")
-    """What it scores with."""
-
-
-@pytest.mark.parametrize("config", [KeepsAReward, NamesAReward])
-def test_the_contract_refuses_an_instance_as_the_default_of_a_component(
-    plugins: FakePlugins, config: type[TrackerConfig]
-) -> None:
-    available = plugins.add("mine", register=lambda registry: registry.add(config, "module:Class"))
-    contract = PluginContract()
-    contract.plugin_module = available["mine"].module
-    run = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "x.jsonl"}, "steps": 1, "plugins": ["mine"]}
-    run |= {"trackers": [config.model_fields["name"].default]}
-    if config is NamesAReward:
-        contract.test_a_component_that_is_a_default_is_given_by_its_name()
-        tracker: Any = load_config(run, available=available).config.trackers[0]
-        assert tracker.reward.name == "exact_match"
-        return
-    with pytest.raises(AssertionError, match=r"KeepsAReward\.reward .*Field\(default='exact_match'\)"):
-        contract.test_a_component_that_is_a_default_is_given_by_its_name()
-    with pytest.raises(ConfigError, match="must be a mapping"):
-        load_config(run, available=available)
 
 
 def test_unlisted_plugin_is_never_imported(plugins: FakePlugins) -> None:

@@ -21,7 +21,7 @@ import pluggy
 from spurline.config.section import Section
 from spurline.errors import PluginError, listing, suggestion
 from spurline.plugins import hookspecs
-from spurline.plugins.calls import TRAIN_STEP, HookCalls, place_of
+from spurline.plugins.calls import TRAIN_STEP, HookCalls
 from spurline.plugins.official import OFFICIAL, install_command, plugin_with
 from spurline.plugins.registry import CORE, ComponentRegistrar, Registry
 
@@ -187,17 +187,13 @@ class PluginHost:
         call = self._manager.subset_hook_caller(REGISTER, remove_plugins=others)
         try:
             call(registry=ComponentRegistrar(self.registry, name, plugin.distribution))
-        except PluginError as error:
-            raise PluginError(f"{error} ({self._place(error, plugin)})") from error
+        except PluginError:
+            raise
         except Exception as error:
             raise PluginError(
                 f"Plugin '{name}' ({plugin.distribution} {plugin.version}) failed in register_components: "
-                f"{type(error).__name__}: {error} ({self._place(error, plugin)})"
+                f"{type(error).__name__}: {error}"
             ) from error
-
-    @staticmethod
-    def _place(error: Exception, plugin: LoadedPlugin) -> str:
-        return place_of(error, getattr(plugin.module, REGISTER))
 
 
 class _NamedHooks:
