@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 from fake_plugins import FakePlugins
+from pydantic import ValidationError
 
 from spurline import load_config
 from spurline.config.loading import config_model
 from spurline.config.other_names import OTHER_NAMES, key_path
+from spurline.config.section import Section
 from spurline.errors import ConfigError, PluginError, UserError, misspelling, suggestion
 from spurline.plugins.host import PluginHost
 from spurline.plugins.official import OFFICIAL
@@ -216,6 +218,36 @@ def test_what_the_plugins_of_this_project_have_beyond_core_is_as_the_table_says(
 def test_a_value_of_the_wrong_shape_is_told_the_right_one(failing: Failing, text: str, told: str) -> None:
     (line,) = failing(MINIMAL + text + "\n")
     assert told in line
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("steps", "steps: true"),
+        ("optimizer.learning_rate", "optimizer: {learning_rate: true}"),
+        # In a list, under a union with null, and inside a component that is chosen by its name.
+        ("optimizer.betas.1", "optimizer: {name: adamw, betas: [0.9, false]}"),
+        ("backend.rows_per_microbatch", "backend: {rows_per_microbatch: true}"),
+        ("trackers.0.every_steps", "trackers: [{name: console, every_steps: true}]"),
+    ],
+)
+def test_true_and_false_are_no_numbers(failing: Failing, key: str, text: str) -> None:
+    (line,) = failing(MINIMAL.replace("steps: 3\n", "" if key == "steps" else "steps: 3\n") + text + "\n")
+    assert f": {key} is {'False' if 'false' in text else 'True'}: it must be a number, not true or false." in line
+
+
+def test_a_setting_that_is_a_number_or_true_takes_both_wherever_its_section_stands() -> None:
+    class Inner(Section):
+        mixed: bool | int = 2
+        number: int = 1
+
+    class Outer(Section):
+        inner: Inner = Inner()
+
+    assert Outer.model_validate({"inner": {"mixed": True}}).inner.mixed is True
+    assert Outer.model_validate({"inner": {"mixed": 3, "number": "4"}}).inner == Inner(mixed=3, number=4)
+    with pytest.raises(ValidationError, match="not true or false"):
+        Outer.model_validate({"inner": {"number": False}})
 
 
 REWARDS = "environment: {rewards: exact_match}"
