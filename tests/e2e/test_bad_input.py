@@ -187,11 +187,14 @@ def test_two_runs_in_one_run_dir_are_refused(fails: Any, base_config: Any) -> No
         directory.close()
 
 
-def test_resume_never_refuses_a_run_dir_with_checkpoints(
+def test_resume_never_refuses_a_run_dir_with_checkpoints_and_a_word_is_told_which_there_are(
     fails: Any, spurline: Spurline, write_config: WriteConfig, base_config: Any
 ) -> None:
     spurline("train", write_config(base_config))
     assert "already has checkpoints" in fails(base_config, "--resume", "never")
+    text = fails(base_config, "--resume", "yes")
+    assert "no folder of this name" in text
+    assert f"{base_config['run_dir']}/checkpoints/step-0" in text
 
 
 def test_a_changed_setting_is_named_when_resuming(

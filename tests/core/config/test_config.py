@@ -15,7 +15,7 @@ from spurline import load_config
 from spurline.config.document import read_document
 from spurline.config.loading import LoadedConfig, config_model
 from spurline.config.section import Component, ComponentConfig, Section
-from spurline.errors import ConfigError, PluginError
+from spurline.errors import ConfigError, PluginError, UserError
 from spurline.plugins.host import PluginHost
 from spurline.plugins.registry import ComponentRegistrar
 
@@ -51,6 +51,18 @@ def test_a_mapping_is_accepted_and_left_untouched() -> None:
     config = load_config(given, ["model.path=other", "data.train.0.split=test"]).config
     assert config.model.path == "other"
     assert json.dumps(given) == before
+
+
+@pytest.mark.parametrize("source", [None, 5, [{"steps": 1}]])
+def test_what_is_neither_a_path_nor_a_mapping_is_told_so(source: Any) -> None:
+    with pytest.raises(UserError, match="takes the path of a config file or a mapping"):
+        load_config(source)
+
+
+@pytest.mark.parametrize("overrides", ["steps=5", {"steps": 5}, [("steps", 5)]])
+def test_overrides_that_are_no_list_of_texts_are_told_so(write: Callable[..., Path], overrides: Any) -> None:
+    with pytest.raises(UserError, match="text"):
+        load_config(write(MINIMAL), overrides)
 
 
 def test_what_the_file_leaves_out_gets_defaults(write: Callable[..., Path]) -> None:

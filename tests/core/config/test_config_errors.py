@@ -276,6 +276,23 @@ def test_what_is_half_right_is_told_whole(failing: Failing, text: str, told: str
     assert told in "".join(failing(MINIMAL + text + "\n"))
 
 
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("backend={name:fsdp}", "A space is missing after the colon: `name: fsdp`."),
+        ("trackers=[{name:jsonl}]", "A space is missing after the colon: `name: jsonl`."),
+        ("steps:5", "is not KEY=VALUE"),
+    ],
+)
+def test_a_colon_without_a_space_is_told_as_such(failing: Failing, override: str, told: str) -> None:
+    assert told in "".join(failing(MINIMAL, override))
+
+
+def test_a_key_path_in_a_file_is_told_to_be_written_inside_each_other(failing: Failing) -> None:
+    (line,) = failing(MINIMAL + "optimizer.learning_rate: 1e-4\n")
+    assert "`optimizer: {learning_rate: ...}`" in line
+
+
 def test_no_suggestion_is_the_very_word_that_was_given() -> None:
     assert suggestion("right", ["right", "wrong"]) == ""
     assert suggestion("right", ["right", "rights"]) == " Did you mean 'rights'?"

@@ -74,7 +74,11 @@ def _message(
     context = details.get("ctx", {})
     if kind == "extra_forbidden" and owner is not None:
         elsewhere = " A plugin's section needs that plugin in `plugins`." if len(path) == 1 else ""
-        return _unlisted_section(path, unlisted) or _unknown_key(path, owner, model, registry) + elsewhere
+        return (
+            _mispunctuated(path[-1])
+            or _unlisted_section(path, unlisted)
+            or _unknown_key(path, owner, model, registry) + elsewhere
+        )
     if kind == "unknown_component":
         return _unknown_component(details, registry, model, unlisted)
     if kind == "missing":
@@ -131,6 +135,14 @@ def _example_of(section: type[BaseModel], value: object) -> str:
 def _shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= _CHARACTERS_TOLD else f"{text[:_CHARACTERS_TOLD]}..."
+
+
+def _mispunctuated(key: str) -> str:
+    """What to say of `{name:fsdp}`, which YAML reads as one word, and of a key path; empty for any other key."""
+    if ":" in key:
+        return f"is not a setting. A space is missing after the colon: `{key.replace(':', ': ', 1)}`."
+    outer, dot, inner = key.partition(".")
+    return f"is not a setting. Write settings inside each other: `{outer}: {{{inner}: ...}}`." if dot else ""
 
 
 def _unlisted_section(path: list[str], unlisted: Collection[str]) -> str:
@@ -212,6 +224,13 @@ def _unknown_component(
     name = cast("Mapping[str, Any]", value).get("name") if isinstance(value, Mapping) else None
     names = registry.names(kind)
     if not isinstance(name, str):
+        unspaced = (
+            [str(key) for key in cast("Mapping[Any, Any]", value) if ":" in str(key)]
+            if isinstance(value, Mapping)
+            else []
+        )
+        if unspaced:
+            return _mispunctuated(unspaced[0])
         article = "an" if kind[0] in "aeiou" else "a"
         return f"must be {article} {kind}: its {shorthand}, or a mapping with `name:`. Available: {listing(names)}."
     if name in names:
