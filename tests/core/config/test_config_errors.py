@@ -293,6 +293,24 @@ def test_a_key_path_in_a_file_is_told_to_be_written_inside_each_other(failing: F
     assert "`optimizer: {learning_rate: ...}`" in line
 
 
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("backend: deepspeed", "`plugins: [fsdp_backend]` with `backend: fsdp`"),
+        ("backend: DDP", "`backend: {name: fsdp, ranks: N}`"),
+        ("backend: cuda", "`backend: {device: cuda}`"),
+        ("backend: {ranks: 2}", "`backend: {name: fsdp, ranks: N}`"),
+        ("backend: {nproc_per_node: 2}", "`backend: {name: fsdp, ranks: N}`"),
+        ("backend: {tensor: 2}", "`plugins: [megatron_backend]`"),
+        ("plugins: [fsdp_backend]\nbackend: {name: fsdp, tensor: 2}", "`plugins: [megatron_backend]`"),
+        ("plugins: [fsdp_backend]\nbackend: {name: fsdp, tensor_parallel_size: 2}", "`plugins: [megatron_backend]`"),
+    ],
+)
+def test_another_way_to_train_on_many_gpus_is_told_the_one_here(failing: Failing, text: str, told: str) -> None:
+    (line,) = failing(MINIMAL + text + "\n")
+    assert told in line
+
+
 def test_no_suggestion_is_the_very_word_that_was_given() -> None:
     assert suggestion("right", ["right", "wrong"]) == ""
     assert suggestion("right", ["right", "rights"]) == " Did you mean 'rights'?"
@@ -326,10 +344,15 @@ def test_a_section_of_an_installed_plugin_that_is_not_listed_says_so(plugins: Fa
 
 def test_an_unknown_component_names_installed_plugins_that_are_not_listed(plugins: FakePlugins) -> None:
     plugins.add("loud_metrics")
-    with pytest.raises(ConfigError, match=r"no loss has that name.*Installed, but not listed under plugins.*: loud_m"):
-        load_config(
-            {"model": {"path": "a"}, "data": {"train": "a"}, "steps": 1, "loss": "shout"}, available=plugins.available
-        )
+    plugins.add("collation_fast")
+    config = {"model": {"path": "a"}, "data": {"train": "a"}, "steps": 1, "loss": "shout"}
+    with pytest.raises(ConfigError, match=r"no loss has that name.*write plugins: \[loud_metrics\]") as raised:
+        load_config(config, available=plugins.available)
+    # It is known not to have it.
+    assert "collation_fast" not in str(raised.value)
+    plugins.add("quiet_metrics")
+    with pytest.raises(ConfigError, match=r"not listed under plugins.*: loud_metrics, quiet_metrics\. .* \[NAME\]"):
+        load_config(config, available=plugins.available)
 
 
 def test_near_misses_do_not_depend_on_case(failing: Failing) -> None:
@@ -442,7 +465,11 @@ def test_missing_file_lists_its_neighbours(tmp_path: Path) -> None:
 
 
 def test_folder_instead_of_a_file_is_a_config_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
+    (tmp_path / "a.yaml").touch()
+    with pytest.raises(ConfigError, match=r"is a folder\. .* a\.yaml\."):
+        load_config(tmp_path)
+    (tmp_path / "config.json").touch()
+    with pytest.raises(ConfigError, match=r"is the folder of a run\. Give the config .* or .*config\.json"):
         load_config(tmp_path)
 
 
