@@ -168,8 +168,6 @@ def _configs_in(folder: Path) -> str:
 def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
     """Change `document` in place. Raises ConfigError for text that is no override or goes nowhere."""
     for override in overrides:
-        if not isinstance(override, str):
-            raise _error("", f"{override!r} is not a text, KEY=VALUE, such as 'optimizer.learning_rate=1e-4'.")
         key, separator, text = override.partition("=")
         key = key.strip()
         if not separator or not all(key.split(".")):

@@ -110,7 +110,8 @@ def _check_arguments(source: object, overrides: object) -> None:
             "load_config takes the path of a config file or a mapping of settings, and Run also what load_config "
             f"returned. This is {type(source).__name__}."
         )
-    if isinstance(overrides, (str, Mapping)) or not isinstance(overrides, Sequence):
+    items: Any = overrides
+    if isinstance(overrides, (str, Mapping)) or not all(isinstance(item, str) for item in items):
         raise UserError(f"overrides is a list of texts, such as ['steps=5'], and not {overrides!r}.")
 
 
