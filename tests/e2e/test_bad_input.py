@@ -13,6 +13,7 @@ from run_helpers import read_metrics
 
 from spurline import Run, load_config
 from spurline.plugins.host import installed_plugins
+from spurline.plugins.official import install_command
 from spurline.run.directory import RunDirectory
 
 Spurline = Callable[..., tuple[int, str, str]]
@@ -48,7 +49,7 @@ def test_an_unknown_plugin_says_what_is_installed_and_offers_no_stranger_to_inst
     others = {name: plugin for name, plugin in installed_plugins().items() if name != "async_rl"}
     for module in ("config.loading", "plugins.host"):
         monkeypatch.setattr(f"spurline.{module}.installed_plugins", lambda: others)
-    assert "pip install spurline-async-rl" in fails(base_config | {"plugins": ["async_rl"]})
+    assert install_command("async_rl") in fails(base_config | {"plugins": ["async_rl"]})
 
 
 def test_a_missing_config_file_lists_its_neighbours(spurline: Spurline, write_config: WriteConfig) -> None:
@@ -187,11 +188,14 @@ def test_two_runs_in_one_run_dir_are_refused(fails: Any, base_config: Any) -> No
         directory.close()
 
 
-def test_resume_never_refuses_a_run_dir_with_checkpoints(
+def test_resume_never_refuses_a_run_dir_with_checkpoints_and_a_word_is_told_which_there_are(
     fails: Any, spurline: Spurline, write_config: WriteConfig, base_config: Any
 ) -> None:
     spurline("train", write_config(base_config))
     assert "already has checkpoints" in fails(base_config, "--resume", "never")
+    text = fails(base_config, "--resume", "yes")
+    assert "no folder of this name" in text
+    assert f"{base_config['run_dir']}/checkpoints/step-0" in text
 
 
 def test_a_changed_setting_is_named_when_resuming(
@@ -252,6 +256,45 @@ def test_a_plugin_that_is_missing_does_not_hide_the_other_problems(fails: Any, b
     assert "Plugin 'nowhere' is not installed" in text
     assert "batch_size" in text
     assert "'a'" not in text
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["steps=5"], "--set steps=5"),
+        (["--steps", "5"], "--set steps=VALUE"),
+        (["--lr=1e-4"], "--set optimizer.learning_rate=VALUE"),
+    ],
+)
+def test_a_setting_without_set_is_told_how_to_give_it(spurline: Spurline, words: list[str], told: str) -> None:
+    code, _, err = spurline("train", "run.yaml", *words)
+    assert code == 2
+    assert told in err
+
+
+def test_a_process_of_a_launcher_leaves_the_run_directory_alone(
+    fails: Any, base_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    text = fails(base_config)
+    assert "torchrun" in text
+    assert "backend: {name: fsdp, ranks: 2}" in text
+    assert not Path(base_config["run_dir"]).exists()
+
+
+def test_an_adapter_in_the_place_of_a_model_is_told_with_its_base_model(
+    fails: Any, spurline: Spurline, base_config: Any, tmp_path: Path
+) -> None:
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
+    base_config["model"] = {"path": str(folder)}
+    for text in (fails(base_config), spurline("generate", folder, "hello")[2]):
+        assert "is an adapter, not a model" in text
+        assert "org/base" in text
+    (folder / "adapter_config.json").write_text("[")
+    assert "is an adapter, not a model" in fails(base_config)
 
 
 def test_a_mistyped_command_gets_the_nearest(spurline: Spurline) -> None:

@@ -16,6 +16,7 @@ from spurline.data.rows.usual_columns import guessed_columns
 from spurline.first_config import command, init_command
 from spurline.first_config.survey import DataFacts, ModelFacts
 from spurline.first_config.text import Choices, config_text
+from spurline.plugins.official import install_command
 
 Spurline = Callable[..., tuple[int, str, str]]
 
@@ -146,7 +147,7 @@ def test_what_generates_beside_training_is_chosen_by_the_gpus(
     assert (str(source["engine"]), source["max_staleness"]) == (engine, staleness)
     monkeypatch.setattr(command, "installed_plugins", dict)
     code, _, err = spurline("init", tmp_path / "other.yaml", *given)
-    assert (code, "pip install spurline-async-rl" in err, (tmp_path / "other.yaml").exists()) == (2, True, False)
+    assert (code, install_command("async_rl") in err, (tmp_path / "other.yaml").exists()) == (2, True, False)
 
 
 @pytest.mark.parametrize(

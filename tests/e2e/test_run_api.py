@@ -379,6 +379,18 @@ def test_a_wrapper_that_takes_the_name_of_any_metric_of_the_step_is_refused(
     assert read_metrics(evaluated_config["run_dir"]) == []
 
 
+def test_a_run_takes_a_path_or_a_mapping_in_place_of_a_loaded_config(
+    base_config: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps(base_config), encoding="utf-8")
+    expected = load_config(base_config).resolved()
+    for given in (base_config, path, str(path)):
+        assert Run(given).loaded.resolved() == expected
+    with pytest.raises(UserError, match="the path of a config file or a mapping of settings, and Run also"):
+        Run(load_config(base_config).config)  # pyright: ignore[reportArgumentType]
+
+
 def test_what_exists_only_while_a_run_trains_says_so_before(base_config: dict[str, Any]) -> None:
     run = Run(load_config(base_config))
     for name in ("backend", "source", "tokenizer", "batches"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import re
 import sys
 import threading
 import traceback
@@ -25,6 +26,23 @@ from spurline.errors import SpurlineError, UserError, listing, suggestion
 from spurline.first_config.init_command import init
 from spurline.run.commands import data, diagnose_run, export, plan, train
 from spurline.terminal import OutputLostError, output_told_apart, printable, write_nowhere
+
+_UsageError: Any = typer.BadParameter.__base__
+"""What is raised for a wrong command line; typer brings its own click, or takes that which is installed."""
+
+
+def _settings_meant(error: Any) -> str:
+    """A sentence on `--set` where an option or argument that a command does not have may be a setting; else empty."""
+    from spurline.config.other_names import OTHER_NAMES
+
+    if error.ctx is None or all("--set" not in parameter.opts for parameter in error.ctx.command.params):
+        return ""
+    option = getattr(error, "option_name", "")
+    name = option.removeprefix("--").replace("-", "_")
+    extra = re.search(r"unexpected extra argument\S* \((.*)\)", error.message)
+    words = [f"{OTHER_NAMES.get(name, name)}=VALUE"] if option.startswith("--") else extra[1].split() if extra else []
+    sets = " ".join(f"--set {word}" for word in words if "=" in word)
+    return f". A setting of the config is given so: {sets}" if sets else ""
 
 
 class CommandGroup(typer.core.TyperGroup):
@@ -52,6 +70,9 @@ class CommandGroup(typer.core.TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
+        except _UsageError as error:
+            error.message += _settings_meant(error)
+            raise
         except KeyboardInterrupt as stop:
             # Typer would end the process without a word.
             raise InterruptedRunError(str(stop) or "Interrupted.") from stop

@@ -9,13 +9,14 @@ from typing import Annotated, Any
 
 import pytest
 from fake_plugins import FakePlugins, of_kind
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from spurline import load_config
 from spurline.config.document import read_document
 from spurline.config.loading import LoadedConfig, config_model
 from spurline.config.section import Component, ComponentConfig, Section
-from spurline.errors import ConfigError, PluginError
+from spurline.errors import ConfigError, PluginError, UserError
+from spurline.optimizers.configs import LinearConfig
 from spurline.plugins.host import PluginHost
 from spurline.plugins.registry import ComponentRegistrar
 
@@ -51,6 +52,18 @@ def test_a_mapping_is_accepted_and_left_untouched() -> None:
     config = load_config(given, ["model.path=other", "data.train.0.split=test"]).config
     assert config.model.path == "other"
     assert json.dumps(given) == before
+
+
+@pytest.mark.parametrize("source", [None, 5, [{"steps": 1}]])
+def test_what_is_neither_a_path_nor_a_mapping_is_told_so(source: Any) -> None:
+    with pytest.raises(UserError, match="takes the path of a config file or a mapping"):
+        load_config(source)
+
+
+@pytest.mark.parametrize("overrides", ["steps=5", {"steps": 5}, [("steps", 5)]])
+def test_overrides_that_are_no_list_of_texts_are_told_so(write: Callable[..., Path], overrides: Any) -> None:
+    with pytest.raises(UserError, match="text"):
+        load_config(write(MINIMAL), overrides)
 
 
 def test_what_the_file_leaves_out_gets_defaults(write: Callable[..., Path]) -> None:
@@ -141,6 +154,29 @@ def nested(plugins: FakePlugins, kind: str) -> LoadedConfig:
 def test_a_component_inside_a_component_is_chosen_by_name_too(plugins: FakePlugins) -> None:
     inner = nested(plugins, "source").resolved()["source"]["inner"]
     assert inner == {"name": "exact_match", "ignore_case": True}
+
+
+def test_sections_in_a_default_keep_what_was_set_in_them_wherever_they_stand(plugins: FakePlugins) -> None:
+    class Inner(Section):
+        schedule: Annotated[ComponentConfig, Component("schedule")]
+        """Holds a component, so that its class is made anew for each set of plugins."""
+
+    default = Inner(schedule=LinearConfig(min_ratio=0.5))
+
+    class Settings(Section):
+        one: Inner = default
+        """One."""
+        many: tuple[Inner, ...] = (default,)
+        """Many."""
+        named: dict[str, Inner] = {"a": default}
+        """By name."""
+        made: Inner = Field(default_factory=lambda: default)
+        """Made."""
+
+    base = {"plugins": ["meter"], "model": {"path": "m"}, "data": {"train": "a"}, "steps": 1}
+    meter = load_config(base, available=plugins.add("meter", config=Settings)).resolved()["meter"]
+    found = (meter["one"], meter["many"][0], meter["named"]["a"], meter["made"])
+    assert {(each["schedule"]["name"], each["schedule"]["min_ratio"]) for each in found} == {("linear", 0.5)}
 
 
 def test_a_component_may_hold_its_own_kind_but_never_itself(plugins: FakePlugins) -> None:

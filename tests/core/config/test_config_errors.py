@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 from fake_plugins import FakePlugins
+from pydantic import ValidationError
 
 from spurline import load_config
 from spurline.config.loading import config_model
 from spurline.config.other_names import OTHER_NAMES, key_path
+from spurline.config.section import Section
 from spurline.errors import ConfigError, PluginError, UserError, misspelling, suggestion
 from spurline.plugins.host import PluginHost
 from spurline.plugins.official import OFFICIAL
@@ -218,6 +220,36 @@ def test_a_value_of_the_wrong_shape_is_told_the_right_one(failing: Failing, text
     assert told in line
 
 
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("steps", "steps: true"),
+        ("optimizer.learning_rate", "optimizer: {learning_rate: true}"),
+        # In a list, under a union with null, and inside a component that is chosen by its name.
+        ("optimizer.betas.1", "optimizer: {name: adamw, betas: [0.9, false]}"),
+        ("backend.rows_per_microbatch", "backend: {rows_per_microbatch: true}"),
+        ("trackers.0.every_steps", "trackers: [{name: console, every_steps: true}]"),
+    ],
+)
+def test_true_and_false_are_no_numbers(failing: Failing, key: str, text: str) -> None:
+    (line,) = failing(MINIMAL.replace("steps: 3\n", "" if key == "steps" else "steps: 3\n") + text + "\n")
+    assert f": {key} is {'False' if 'false' in text else 'True'}: it must be a number, not true or false." in line
+
+
+def test_a_setting_that_is_a_number_or_true_takes_both_wherever_its_section_stands() -> None:
+    class Inner(Section):
+        mixed: bool | int = 2
+        number: int = 1
+
+    class Outer(Section):
+        inner: Inner = Inner()
+
+    assert Outer.model_validate({"inner": {"mixed": True}}).inner.mixed is True
+    assert Outer.model_validate({"inner": {"mixed": 3, "number": "4"}}).inner == Inner(mixed=3, number=4)
+    with pytest.raises(ValidationError, match="not true or false"):
+        Outer.model_validate({"inner": {"number": False}})
+
+
 REWARDS = "environment: {rewards: exact_match}"
 
 
@@ -242,6 +274,41 @@ REWARDS = "environment: {rewards: exact_match}"
 )
 def test_what_is_half_right_is_told_whole(failing: Failing, text: str, told: str) -> None:
     assert told in "".join(failing(MINIMAL + text + "\n"))
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("backend={name:fsdp}", "A space is missing after the colon: `name: fsdp`."),
+        ("trackers=[{name:jsonl}]", "A space is missing after the colon: `name: jsonl`."),
+        ("steps:5", "is not KEY=VALUE"),
+    ],
+)
+def test_a_colon_without_a_space_is_told_as_such(failing: Failing, override: str, told: str) -> None:
+    assert told in "".join(failing(MINIMAL, override))
+
+
+def test_a_key_path_in_a_file_is_told_to_be_written_inside_each_other(failing: Failing) -> None:
+    (line,) = failing(MINIMAL + "optimizer.learning_rate: 1e-4\n")
+    assert "`optimizer: {learning_rate: ...}`" in line
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("backend: deepspeed", "`plugins: [fsdp_backend]` with `backend: fsdp`"),
+        ("backend: DDP", "`backend: {name: fsdp, ranks: N}`"),
+        ("backend: cuda", "`backend: {device: cuda}`"),
+        ("backend: {ranks: 2}", "`backend: {name: fsdp, ranks: N}`"),
+        ("backend: {nproc_per_node: 2}", "`backend: {name: fsdp, ranks: N}`"),
+        ("backend: {tensor: 2}", "`plugins: [megatron_backend]`"),
+        ("plugins: [fsdp_backend]\nbackend: {name: fsdp, tensor: 2}", "`plugins: [megatron_backend]`"),
+        ("plugins: [fsdp_backend]\nbackend: {name: fsdp, tensor_parallel_size: 2}", "`plugins: [megatron_backend]`"),
+    ],
+)
+def test_another_way_to_train_on_many_gpus_is_told_the_one_here(failing: Failing, text: str, told: str) -> None:
+    (line,) = failing(MINIMAL + text + "\n")
+    assert told in line
 
 
 def test_no_suggestion_is_the_very_word_that_was_given() -> None:
@@ -277,10 +344,15 @@ def test_a_section_of_an_installed_plugin_that_is_not_listed_says_so(plugins: Fa
 
 def test_an_unknown_component_names_installed_plugins_that_are_not_listed(plugins: FakePlugins) -> None:
     plugins.add("loud_metrics")
-    with pytest.raises(ConfigError, match=r"no loss has that name.*Installed, but not listed under plugins.*: loud_m"):
-        load_config(
-            {"model": {"path": "a"}, "data": {"train": "a"}, "steps": 1, "loss": "shout"}, available=plugins.available
-        )
+    plugins.add("collation_fast")
+    config = {"model": {"path": "a"}, "data": {"train": "a"}, "steps": 1, "loss": "shout"}
+    with pytest.raises(ConfigError, match=r"no loss has that name.*write plugins: \[loud_metrics\]") as raised:
+        load_config(config, available=plugins.available)
+    # It is known not to have it.
+    assert "collation_fast" not in str(raised.value)
+    plugins.add("quiet_metrics")
+    with pytest.raises(ConfigError, match=r"not listed under plugins.*: loud_metrics, quiet_metrics\. .* \[NAME\]"):
+        load_config(config, available=plugins.available)
 
 
 def test_near_misses_do_not_depend_on_case(failing: Failing) -> None:
@@ -393,7 +465,11 @@ def test_missing_file_lists_its_neighbours(tmp_path: Path) -> None:
 
 
 def test_folder_instead_of_a_file_is_a_config_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
+    (tmp_path / "a.yaml").touch()
+    with pytest.raises(ConfigError, match=r"is a folder\. .* a\.yaml\."):
+        load_config(tmp_path)
+    (tmp_path / "config.json").touch()
+    with pytest.raises(ConfigError, match=r"is the folder of a run\. Give the config .* or .*config\.json"):
         load_config(tmp_path)
 
 

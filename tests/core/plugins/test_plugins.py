@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,9 @@ from spurline import load_config
 from spurline.config.section import ComponentConfig
 from spurline.data.configs import PackedCollatorConfig
 from spurline.errors import PluginError
+from spurline.plugins import hookimpl
 from spurline.plugins.host import InstalledPlugin, Plugin, PluginHost, installed_commands, installed_plugins
+from spurline.plugins.official import install_command
 from spurline.plugins.registry import ComponentRegistrar
 
 SETTINGS = {"model": {"path": "m"}, "data": {"train": "rows.jsonl"}, "steps": 3}
@@ -91,6 +95,43 @@ def test_failure_while_registering_components_names_the_plugin(plugins: FakePlug
 
     available = plugins.add("clumsy", register=register)
     refused(["clumsy"], available, "Plugin 'clumsy' (spurline-clumsy 1.2.3) failed in register_components: KeyError")
+
+
+def test_an_error_in_register_components_has_the_plugins_file_and_line(plugins: FakePlugins) -> None:
+    @hookimpl
+    def fails(registry: ComponentRegistrar) -> None:
+        raise KeyError("oops")
+
+    @hookimpl
+    def misuses(registry: ComponentRegistrar) -> None:
+        registry.add(of_kind(FastConfig, "loss"), "no_attribute")
+
+    for function, message in ((fails, "KeyError: 'oops'"), (misuses, "is malformed")):
+        available = plugins.add("clumsy", register_components=function)
+        last = function.__code__.co_firstlineno + 2
+        with pytest.raises(PluginError, match=rf"(?s){message}.* \(.*test_plugins\.py, line {last}\)$"):
+            PluginHost.load(["clumsy"], available)
+
+
+@pytest.mark.parametrize("written", ["spurline-meter", "Spurline_Meter"])
+def test_the_name_of_a_package_in_the_place_of_its_plugin_is_told_the_plugin(
+    plugins: FakePlugins, written: str
+) -> None:
+    refused([written], plugins.add("meter"), f"'{written}' is the package of the plugin 'meter'")
+
+
+def test_a_missing_plugin_of_this_project_is_installed_from_the_checkout_that_core_is_from(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "plugins" / "async_rl").mkdir(parents=True)
+    for origin, package in (
+        ({"url": f"{tmp_path.as_uri()}/core", "dir_info": {}}, f"{tmp_path}/plugins/async_rl"),
+        ({"url": f"{tmp_path.as_uri()}/gone/core", "dir_info": {}}, "spurline-async-rl"),
+        (None, "spurline-async-rl"),
+    ):
+        text = None if origin is None else json.dumps(origin)
+        monkeypatch.setattr(importlib.metadata.PathDistribution, "read_text", lambda _, name, text=text: text)
+        assert install_command("async_rl") == f"pip install {package}"
 
 
 def test_unlisted_plugin_is_never_imported(plugins: FakePlugins) -> None:

@@ -13,6 +13,7 @@ from spurline.answering.answers import Answer, answer, chat_prompt, raw_prompt
 from spurline.answering.rows import with_usual_columns
 from spurline.answering.target import Sampling, Target, is_run, no_run_or_model, open_model, open_run, seeded
 from spurline.config.loading import LoadedConfig
+from spurline.data.hub import refuse_adapter
 from spurline.data.prompts import ChatQuestion, TextQuestion, read_question
 from spurline.data.rows.messages import Message
 from spurline.errors import DataError, UserError, listing, suggestion
@@ -36,6 +37,7 @@ def opened(target: str, load_run: Any, checkpoint: str, progress: Progress) -> T
         raise _no_such_folder(path)
     if checkpoint != "latest":
         raise UserError(f"--checkpoint is for runs, and {target} is none.")
+    refuse_adapter("generate", target)
     if path.is_dir() and not (path / "config.json").is_file():
         raise no_run_or_model(target)
     return open_model(target, progress)

@@ -69,9 +69,12 @@ class _Builder:
             if default is not None:
                 copy.default = {"name": default}
                 copy.validate_default = True
-        elif isinstance(field.default, Section):
-            # The default instance has the unspecialised type: rebuild it from its values.
-            copy.default = field.default.model_dump(exclude_unset=True)
+        elif not field.is_required():
+            # Instances in the default have the unspecialised type: they are rebuilt from their values.
+            if field.default_factory is None:
+                copy.default = _values(field.default)
+            else:
+                copy.default_factory = lambda: _values(field.get_default(call_default_factory=True))
             copy.validate_default = True
         return copy
 
@@ -129,6 +132,18 @@ class _Builder:
             return self.specialized(self._registry.get(kind, name).config)
         finally:
             self._open.pop()
+
+
+def _values(default: Any) -> Any:
+    """A default with each section in it as the mapping of what was set there."""
+    if isinstance(default, Section):
+        chosen = {"name"} if isinstance(default, ComponentConfig) else set[str]()
+        return {name: _values(getattr(default, name)) for name in default.model_fields_set | chosen}
+    if isinstance(default, (tuple, list)):
+        return [_values(item) for item in cast("Sequence[Any]", default)]
+    if isinstance(default, dict):
+        return {key: _values(value) for key, value in cast("Mapping[Any, Any]", default).items()}
+    return default
 
 
 def _names(chain: Sequence[tuple[str, str]]) -> str:

@@ -20,7 +20,7 @@ from ruamel.yaml.scalarbool import ScalarBoolean
 
 from spurline.config.bounded_yaml import MAX_CHARACTERS, BadYamlError, parse_yaml
 from spurline.config.section import BARE, as_list
-from spurline.errors import ConfigError, Problem
+from spurline.errors import ConfigError, Problem, listing
 
 _MAX_BYTES = MAX_CHARACTERS
 _MAX_KEY_PARTS = 200
@@ -70,6 +70,8 @@ def read_document(path: Path) -> Document:
         text = content.decode("utf-8")
     except FileNotFoundError:
         raise ConfigError([Problem("", _missing(path))], str(path)) from None
+    except IsADirectoryError:
+        raise ConfigError([Problem("", _is_folder(path))], str(path)) from None
     except OSError as error:
         raise ConfigError([Problem("", f"cannot be read: {error}.")], str(path)) from error
     except UnicodeDecodeError as error:
@@ -149,9 +151,18 @@ def plain(node: Any) -> Any:
 def _missing(path: Path) -> str:
     if not path.parent.is_dir():
         return f"does not exist; neither does its folder '{path.parent}'. `spurline init` writes one."
-    names = sorted(entry.name for entry in path.parent.iterdir() if entry.suffix in {".yaml", ".yml", ".toml"})
-    found = ", ".join(names) if names else "(none)"
-    return f"does not exist. Config files in '{path.parent}': {found}. `spurline init` writes one."
+    return f"does not exist. Config files in '{path.parent}': {_configs_in(path.parent)}. `spurline init` writes one."
+
+
+def _is_folder(path: Path) -> str:
+    recorded = path / "config.json"
+    if recorded.is_file():
+        return f"is the folder of a run. Give the config that the run was started with, or {recorded}, its record."
+    return f"is a folder. Give a config file; there: {_configs_in(path)}."
+
+
+def _configs_in(folder: Path) -> str:
+    return listing(entry.name for entry in folder.iterdir() if entry.suffix in {".yaml", ".yml", ".toml"})
 
 
 def apply_overrides(document: Document, overrides: Sequence[str]) -> None:

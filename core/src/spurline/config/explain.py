@@ -17,7 +17,7 @@ from spurline.config.other_names import OTHER_NAMES, RECIPES, REPLACED, key_path
 from spurline.config.run_config import RunConfig
 from spurline.config.section import ComponentConfig
 from spurline.errors import Problem, listing, misspelling, nearest, suggestion
-from spurline.plugins.official import install_command, plugin_with
+from spurline.plugins.official import OFFICIAL, install_command, plugin_with
 from spurline.plugins.registry import CORE, Registration, Registry
 
 _PROBLEMS_TOLD = 50
@@ -74,7 +74,11 @@ def _message(
     context = details.get("ctx", {})
     if kind == "extra_forbidden" and owner is not None:
         elsewhere = " A plugin's section needs that plugin in `plugins`." if len(path) == 1 else ""
-        return _unlisted_section(path, unlisted) or _unknown_key(path, owner, model, registry) + elsewhere
+        return (
+            _mispunctuated(path[-1])
+            or _unlisted_section(path, unlisted)
+            or _unknown_key(path, owner, model, registry) + elsewhere
+        )
     if kind == "unknown_component":
         return _unknown_component(details, registry, model, unlisted)
     if kind == "missing":
@@ -133,6 +137,14 @@ def _shown(value: object) -> str:
     return text if len(text) <= _CHARACTERS_TOLD else f"{text[:_CHARACTERS_TOLD]}..."
 
 
+def _mispunctuated(key: str) -> str:
+    """What to say of `{name:fsdp}`, which YAML reads as one word, and of a key path; empty for any other key."""
+    if ":" in key:
+        return f"is not a setting. A space is missing after the colon: `{key.replace(':', ': ', 1)}`."
+    outer, dot, inner = key.partition(".")
+    return f"is not a setting. Write settings inside each other: `{outer}: {{{inner}: ...}}`." if dot else ""
+
+
 def _unlisted_section(path: list[str], unlisted: Collection[str]) -> str:
     """What to say of a top-level key that is, or nearly is, the name of such a plugin; empty for any other."""
     key = path[0]
@@ -148,8 +160,10 @@ def _unlisted_section(path: list[str], unlisted: Collection[str]) -> str:
 
 def _unknown_key(path: list[str], owner: type[BaseModel], model: type[BaseModel], registry: Registry) -> str:
     key = path[-1]
-    if issubclass(owner, ComponentConfig) and key in owner.missing_settings:
-        return f"is not a setting of '{_component_name(owner)}'. {owner.missing_settings[key]}"
+    missing: Mapping[str, str] = owner.missing_settings if issubclass(owner, ComponentConfig) else {}
+    told = missing.get(key) or missing.get(key_path(OTHER_NAMES.get(key, key)).rpartition(".")[2])
+    if told is not None:
+        return f"is not a setting of '{_component_name(owner)}'. {told}"
     names = list(owner.model_fields)
     hint = REPLACED.get(key) or _meant_elsewhere(path, names, model) or suggestion(key, names)
     others = _components_with(key, owner, registry)
@@ -212,6 +226,13 @@ def _unknown_component(
     name = cast("Mapping[str, Any]", value).get("name") if isinstance(value, Mapping) else None
     names = registry.names(kind)
     if not isinstance(name, str):
+        unspaced = (
+            [str(key) for key in cast("Mapping[Any, Any]", value) if ":" in str(key)]
+            if isinstance(value, Mapping)
+            else []
+        )
+        if unspaced:
+            return _mispunctuated(unspaced[0])
         article = "an" if kind[0] in "aeiou" else "a"
         return f"must be {article} {kind}: its {shorthand}, or a mapping with `name:`. Available: {listing(names)}."
     if name in names:
@@ -219,7 +240,7 @@ def _unknown_component(
         return f"is '{name}', which cannot hold itself. Choose another {kind}: {listing(others)}."
     if kind == "reward" and name.endswith(".py"):
         return f"is '{name}', a file, of which a function must be named too: `{name}:my_function`."
-    elsewhere = RECIPES.get(name.casefold(), "") if kind == "loss" else ""
+    elsewhere = RECIPES.get(f"{kind}/{name.casefold()}", "")
     elsewhere += "".join(_of_another_kind(name, entry, model) for entry in registry.entries() if entry.name == name)
     plugin = plugin_with(kind, name)
     if plugin is not None:
@@ -228,10 +249,14 @@ def _unknown_component(
             f"is '{name}', which the plugin '{plugin}' has: {install}list it under plugins: [{plugin}]. Available "
             f"without it: {listing(names)}."
         )
-    # Which other plugin has it cannot be known without importing it, and only listed plugins are imported.
+    # Which other plugin has it cannot be known without importing it, and only listed plugins are imported. Those of
+    # this project have been asked for above.
+    strangers = sorted(set(unlisted) - OFFICIAL.keys())
     plugins = (
-        f"Installed, but not listed under plugins, so that their components are not available: {listing(unlisted)}."
-        if unlisted
+        "Installed, but not listed under plugins, so that their components are not available: "
+        f"{listing(strangers)}. If it is of {strangers[0] if len(strangers) == 1 else 'one of these'}, write plugins: "
+        f"[{strangers[0] if len(strangers) == 1 else 'NAME'}]."
+        if strangers
         else "A component of a plugin needs that plugin in `plugins`."
     )
     return (

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from os import PathLike
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,7 +28,7 @@ from spurline.config.objects import is_rows
 from spurline.config.paths import ConfigPlace, expanded
 from spurline.config.run_config import RunConfig
 from spurline.config.section import BARE, as_list, expand_shorthand, sections_within
-from spurline.errors import ConfigError, PluginError, Problem, line_of
+from spurline.errors import ConfigError, PluginError, Problem, UserError, line_of
 from spurline.in_memory.functions import forget
 from spurline.in_memory.keeper import Trial
 from spurline.plugins.host import InstalledPlugin, PluginHost, installed_plugins
@@ -75,8 +76,9 @@ def load_config(
     overrides: `key.path=value` strings. available: installed plugins; read from package metadata when None.
     recorded: this is what a run wrote down, every default spelled out; it passed the checks across sections when it
     started, and they are not made again.
-    Raises ConfigError listing all problems, PluginError when a plugin cannot be loaded.
+    Raises ConfigError listing all problems, PluginError when a plugin cannot be loaded, UserError for other arguments.
     """
+    _check_arguments(source, overrides)
     document = Document("config", plain(source)) if isinstance(source, Mapping) else read_document(Path(source))
     apply_overrides(document, overrides)
     host = _loaded_plugins(document, available)
@@ -100,6 +102,17 @@ def load_config(
         raise _config_error(explain(error, model, host.registry, unlisted=unlisted), document) from None
     file = None if isinstance(source, Mapping) else Path(source)
     return LoadedConfig(config, host, document.origin, file, tuple(overrides))
+
+
+def _check_arguments(source: object, overrides: object) -> None:
+    if not isinstance(source, (str, PathLike, Mapping)):
+        raise UserError(
+            "load_config takes the path of a config file or a mapping of settings, and Run also what load_config "
+            f"returned. This is {type(source).__name__}."
+        )
+    items: Any = overrides
+    if isinstance(overrides, (str, Mapping)) or not all(isinstance(item, str) for item in items):
+        raise UserError(f"overrides is a list of texts, such as ['steps=5'], and not {overrides!r}.")
 
 
 def _run_dir(values: Mapping[str, Any]) -> Path:

@@ -156,14 +156,25 @@ REPLACED: Mapping[str, str] = {
 }
 """A setting that has no like here, of other trainers or earlier versions -> a sentence of what to do instead."""
 
+_FSDP = " Several ranks train together with `plugins: [fsdp_backend]` and `backend: {name: fsdp, ranks: N}`."
+_DEVICE = " Where the backend computes is its setting device: `backend: {device: cuda}`, or cpu."
+
 RECIPES: Mapping[str, str] = {
-    "dapo": (
+    "loss/dapo": (
         " DAPO is `loss: {name: ppo, clip_high: 0.28}` with `zero_variance: refill` and `overlong: {buffer_tokens: N}` "
         "in source."
     ),
-    "ipo": " IPO is `loss: {name: dpo, loss_type: ipo}`.",
+    "loss/ipo": " IPO is `loss: {name: dpo, loss_type: ipo}`.",
+    "backend/deepspeed": REPLACED["deepspeed"],
+    "backend/accelerate": _FSDP,
+    "backend/ddp": _FSDP,
+    "backend/fsdp2": _FSDP,
+    "backend/cpu": _DEVICE,
+    "backend/cuda": _DEVICE,
+    "backend/gpu": _DEVICE,
+    "rollout_engine/sglang": " Engines that serve a model are of vLLM: `plugins: [async_rl]` with `engine: vllm`.",
 }
-"""An algorithm that is no loss of its own here -> a sentence of how it is written."""
+"""KIND/NAME of what is no component of its own here -> a sentence of how it is written."""
 
 
 def key_path(meant: str) -> str:

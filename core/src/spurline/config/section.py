@@ -15,9 +15,17 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, ValidationInfo, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationInfo,
+    model_validator,
+)
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from spurline.config.paths import ConfigPlace
 from spurline.errors import Problem
@@ -25,6 +33,35 @@ from spurline.errors import Problem
 if TYPE_CHECKING:
     from spurline.config.run_config import RunConfig
     from spurline.ranks.group import ClusterNeed
+
+
+def _no_boolean(value: object) -> object:
+    if isinstance(value, bool):
+        raise PydanticCustomError("number_from_bool", "it must be a number, not true or false")
+    return value
+
+
+def _refuse_booleans(schema: Any, section: type[BaseModel]) -> None:
+    """Refuse true and false for every number in the schema of a section, as pydantic takes them for 1 and 0.
+
+    Sections inside it have done so themselves, and so has a schema that pydantic uses again.
+    """
+    if isinstance(schema, list):
+        for item in cast("list[Any]", schema):
+            _refuse_booleans(item, section)
+    elif isinstance(schema, dict):
+        node = cast("dict[str, Any]", schema)
+        kind = node.get("type")
+        if kind in ("int", "float"):
+            number = cast("CoreSchema", dict(node))
+            node.clear()
+            node.update(core_schema.no_info_before_validator_function(_no_boolean, number))
+        elif node.get("function") != _REFUSES_BOOLEANS and (kind != "model" or node.get("cls") is section):
+            for key in node.keys() - {"default", "metadata", "serialization"}:
+                _refuse_booleans(node[key], section)
+
+
+_REFUSES_BOOLEANS = core_schema.no_info_before_validator_function(_no_boolean, core_schema.any_schema())["function"]
 
 
 class Section(BaseModel):
@@ -41,6 +78,12 @@ class Section(BaseModel):
         cls.__doc__ = f"{summary_of(cls)}\n\n{_SETTINGS}\n{textwrap.indent(chr(10).join(meanings), '    ')}"
         # The schema describes each field where it stands.
         cls.model_config = {**cls.model_config, "json_schema_extra": {"description": summary} if summary else None}
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema = handler(source)
+        _refuse_booleans(handler.resolve_ref_schema(schema), cls)
+        return schema
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         """Checks that need other sections. Keys are relative to this section; override where a field needs one."""

@@ -7,11 +7,13 @@ within seconds; when it does not answer they look into the cache alone, which ta
 from __future__ import annotations
 
 import functools
+import json
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import constants, get_session
 
@@ -34,6 +36,23 @@ def finding(key: str, source: str) -> Iterator[None]:
         raise ModelError(f"{key}: {describe_missing_path(source)}")
     with asked_once():
         yield
+
+
+def refuse_adapter(key: str, source: str) -> None:
+    """Raise ModelError for a folder with an adapter in the place of a model, naming the model that it is for."""
+    folder = Path(source)
+    if (folder / "config.json").exists() or not (folder / "adapter_config.json").is_file():
+        return
+    try:
+        settings: Any = json.loads((folder / "adapter_config.json").read_bytes())
+    except (OSError, ValueError):
+        settings = None
+    base = settings.get("base_model_name_or_path") if isinstance(settings, dict) else None
+    raise ModelError(
+        f"{key}: {source} is an adapter, not a model: it has an adapter_config.json and no config.json. Its base model "
+        f"is {base or 'not said there'}. Merge it into that first, with PEFT's `merge_and_unload` and "
+        "`save_pretrained`; of a run of Spurline, `spurline export RUN_DIR OUT` writes the merged model."
+    )
 
 
 # What it changes belongs to the whole process.

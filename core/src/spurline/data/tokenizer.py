@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from spurline.config.run_config import CHAT_TEMPLATES, ModelConfig
-from spurline.data.hub import describe_missing_path, describe_unfound, finding, is_path, may_be_path
+from spurline.data.hub import describe_missing_path, describe_unfound, finding, is_path, may_be_path, refuse_adapter
 from spurline.errors import ModelError, listing, suggestion
 
 _TEMPLATES = Path(__file__).parent / "chats" / "templates"
@@ -31,6 +31,8 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     """
     source = model.tokenizer or model.path
     key = "model.tokenizer" if model.tokenizer else "model.path"
+    if not model.tokenizer:
+        refuse_adapter(key, source)
     try:
         with finding(key, source):
             tokenizer = AutoTokenizer.from_pretrained(

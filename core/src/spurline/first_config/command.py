@@ -16,6 +16,7 @@ from spurline.first_config.asking import Asker
 from spurline.first_config.survey import DataFacts, Task, data_facts, model_facts
 from spurline.first_config.text import Choices, Engine, config_text
 from spurline.plugins.host import installed_plugins
+from spurline.plugins.official import install_command
 from spurline.progress import Progress
 from spurline.ranks.machine import num_gpus
 from spurline.terminal import printable
@@ -88,7 +89,7 @@ def write_first_config(path: Path, wishes: Wishes, ask: Asker, progress: Progres
 def _engine() -> Engine:
     """What generates beside training on this machine. Raises UserError without the plugin."""
     if _ASYNC_PLUGIN not in installed_plugins():
-        raise UserError(f"--task async needs the plugin {_ASYNC_PLUGIN}: pip install spurline-async-rl")
+        raise UserError(f"--task async needs the plugin {_ASYNC_PLUGIN}: {install_command(_ASYNC_PLUGIN)}")
     gpus = num_gpus()
     # vLLM on a CPU is for those who ask for it: it takes most of its memory and cores.
     name = "vllm" if gpus and find_spec("vllm") else "child_process"

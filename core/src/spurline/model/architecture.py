@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from spurline.config.run_config import ModelConfig
-from spurline.data.hub import finding
+from spurline.data.hub import finding, refuse_adapter
 from spurline.data.tokenizer import describe_missing
 from spurline.errors import ModelError, listing, suggestion
 
@@ -75,6 +75,7 @@ def _count(config: PretrainedConfig, names: Sequence[str]) -> int | None:
 
 def load_model_config(model: ModelConfig) -> PretrainedConfig:
     """The architecture of `model.path` with `model.config_overrides` applied. Raises ModelError."""
+    refuse_adapter("model.path", model.path)
     try:
         with finding("model.path", model.path):
             config = AutoConfig.from_pretrained(

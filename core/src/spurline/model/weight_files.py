@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from spurline.config.run_config import ModelConfig
-from spurline.data.hub import finding
+from spurline.data.hub import finding, refuse_adapter
 from spurline.errors import CheckpointWriteError, ModelError, listing
 from spurline.model.adapters.adapter_weights import SETTINGS_FILE
 from spurline.tensor_files import BLOCK_BYTES, Values, header_of
@@ -71,6 +71,7 @@ def check_weight_files(model: ModelConfig) -> None:
     folder = Path(model.path)
     if model.init == "random" or not folder.is_dir():
         return
+    refuse_adapter("model.path", model.path)
     if (folder / SETTINGS_FILE).is_file():
         raise ModelError(
             f"model.path: {folder} has an {SETTINGS_FILE}: it is an adapter, which transformers would put on another "

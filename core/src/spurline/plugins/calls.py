@@ -92,7 +92,7 @@ class HookCalls:
                 error.say_where(where)
                 raise
             raise HookFailedError(
-                f"{where}: {type(error).__name__}: {error} ({_place(error, function)})", where=where
+                f"{where}: {type(error).__name__}: {error} ({place_of(error, function)})", where=where
             ) from error
         finally:
             self._plugins.pop()
@@ -163,7 +163,7 @@ def _shown(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _place(error: BaseException, function: Callable[..., Any]) -> str:
+def place_of(error: BaseException, function: Callable[..., Any]) -> str:
     """File and line of the plugin at which an error came out."""
     frames = traceback.extract_tb(error.__traceback__)
     code: Any = getattr(function, "__code__", None)

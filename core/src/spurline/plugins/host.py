@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -21,7 +22,7 @@ import pluggy
 from spurline.config.section import Section
 from spurline.errors import PluginError, listing, suggestion
 from spurline.plugins import hookspecs
-from spurline.plugins.calls import TRAIN_STEP, HookCalls
+from spurline.plugins.calls import TRAIN_STEP, HookCalls, place_of
 from spurline.plugins.official import OFFICIAL, install_command, plugin_with
 from spurline.plugins.registry import CORE, ComponentRegistrar, Registry
 
@@ -187,12 +188,15 @@ class PluginHost:
         call = self._manager.subset_hook_caller(REGISTER, remove_plugins=others)
         try:
             call(registry=ComponentRegistrar(self.registry, name, plugin.distribution))
-        except PluginError:
-            raise
         except Exception as error:
+            function = next(function for function, hook, _ in _hookimpls(plugin.module) if hook == REGISTER)
+            place = place_of(error, function)
+            if isinstance(error, PluginError):
+                error.args = (f"{error} ({place})",)
+                raise
             raise PluginError(
                 f"Plugin '{name}' ({plugin.distribution} {plugin.version}) failed in register_components: "
-                f"{type(error).__name__}: {error}"
+                f"{type(error).__name__}: {error} ({place})"
             ) from error
 
 
@@ -207,16 +211,31 @@ def _checked_names(names: Sequence[str], known: Mapping[str, InstalledPlugin]) -
         if name == CORE:
             raise PluginError(f"'{CORE}' is always enabled. Remove it from the list.")
         if name not in known:
-            how = "`spurline plugins` lists what is installed."
-            if name in OFFICIAL:
-                how = f"Install it with: {install_command(name)}."
-            meant = suggestion(name, known)
-            parts = [plugin for plugin in known if name in plugin.split("_")]
-            owner = parts[0] if len(parts) == 1 else plugin_with(None, name)
-            if not meant and owner in known:
-                meant = f" Did you mean '{owner}'?"
-            raise PluginError(f"Plugin '{name}' is not installed.{meant} Installed: {listing(known)}. {how}")
+            raise PluginError(_not_installed(name, known))
         yield name
+
+
+def _not_installed(name: str, known: Mapping[str, InstalledPlugin]) -> str:
+    package = _as_package(name)
+    here = [plugin.name for plugin in known.values() if _as_package(plugin.distribution) == package]
+    if here:
+        return f"'{name}' is the package of the plugin '{here[0]}'. Write plugins: [{here[0]}]."
+    official = package.removeprefix("spurline-").replace("-", "_")
+    how = "`spurline plugins` lists what is installed."
+    if official in OFFICIAL and official not in known:
+        listed = "" if official == name else f", and list it as {official}"
+        how = f"Install it with: {install_command(official)}{listed}."
+    meant = suggestion(name, known)
+    parts = [plugin for plugin in known if name in plugin.split("_")]
+    owner = parts[0] if len(parts) == 1 else plugin_with(None, name)
+    if not meant and owner in known:
+        meant = f" Did you mean '{owner}'?"
+    return f"Plugin '{name}' is not installed.{meant} Installed: {listing(known)}. {how}"
+
+
+def _as_package(name: str) -> str:
+    """The name of a distribution as pip compares it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def _import_plugin(installed: InstalledPlugin) -> LoadedPlugin:

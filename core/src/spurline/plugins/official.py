@@ -6,7 +6,12 @@ the plugins. Of other people's plugins nothing is known here, nor how to install
 
 from __future__ import annotations
 
+import importlib.metadata
+import json
+import shlex
 from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 OFFICIAL: Mapping[str, tuple[str, ...]] = {
     "async_rl": (
@@ -42,5 +47,10 @@ def plugin_with(kind: str | None, component: str) -> str | None:
 
 
 def install_command(plugin: str) -> str:
-    """How to install a plugin of this project."""
-    return f"pip install spurline-{plugin.replace('_', '-')}"
+    """How to install a plugin of this project: from the checkout that core was installed from, where that is there."""
+    origin: str = json.loads(importlib.metadata.distribution("spurline").read_text("direct_url.json") or "{}").get(
+        "url", ""
+    )
+    folder = Path(unquote(urlsplit(origin).path)).parent / "plugins" / plugin
+    is_there = origin.startswith("file:") and folder.is_dir()
+    return f"pip install {shlex.quote(str(folder))}" if is_there else f"pip install spurline-{plugin.replace('_', '-')}"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from spurline.data.token_store import describe
-from spurline.errors import RunDirectoryError, RunDirectoryLostError
+from spurline.errors import RunDirectoryError, RunDirectoryLostError, UserError
 from spurline.files import remove_unfinished, write_failure, write_json
 from spurline.rl.kept_rollouts.members import ROLLOUTS_FILE
 from spurline.trackers.jsonl import METRICS_FILE, cut_back
@@ -41,8 +41,9 @@ class RunDirectory:
     def open(self) -> None:
         """Create the folder, lock it, and remove what a killed process had begun to write into it or its subfolders.
 
-        Raises RunDirectoryError when another process holds it.
+        Raises RunDirectoryError when another process holds it, UserError when this is one of several that would.
         """
+        _refuse_launcher()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             # Emptied below: where a folder of others has a link here, not what that points to.
@@ -129,6 +130,18 @@ class RunDirectory:
         if self._folder is not None:
             os.close(self._folder)
             self._folder = None
+
+
+def _refuse_launcher() -> None:
+    """Torchrun and its like start a process for each rank, and end them all once the lock has stopped one."""
+    launched = all(name in os.environ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    if launched and os.environ["WORLD_SIZE"] != "1":
+        size = os.environ["WORLD_SIZE"]
+        raise UserError(
+            f"This is one of {size} processes that torchrun, accelerate launch or the like started (RANK is "
+            f"{os.environ['RANK']}), and each would train this run. Start it once, without a launcher: Spurline starts "
+            f"its ranks itself, with plugins: [fsdp_backend] and backend: {{name: fsdp, ranks: {size}}}."
+        )
 
 
 def _reason(error: OSError) -> str:

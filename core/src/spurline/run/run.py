@@ -15,7 +15,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from spurline.config.loading import LoadedConfig
+from spurline.config.loading import LoadedConfig, load_config
+from spurline.config.section import as_list
 from spurline.data.configs import SerialPrefetchConfig
 from spurline.errors import (
     RankFailedError,
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
 class Run:
     """One training run, and what a program or a hook can do with it. Hooks get it in `on_run_start`.
 
+    loaded: what `load_config` returned, or what it takes: the path of a config file or a mapping.
     resume: `auto` continues from the latest checkpoint of run_dir if there is one; `never` refuses a run_dir that has
     one; anything else is the path of a checkpoint folder. allow_change: settings that may differ from the checkpoint's
     although they change how the run trains, such as `optimizer.learning_rate`; each such change is kept in its history.
@@ -83,18 +85,19 @@ class Run:
 
     def __init__(
         self,
-        loaded: LoadedConfig,
-        resume: str = "auto",
+        loaded: LoadedConfig | Path | str | Mapping[str, Any],
+        resume: str | Path = "auto",
         allow_change: Sequence[str] = (),
         progress: Progress = silent,
         on_step: OnStep | Sequence[OnStep] = (),
     ) -> None:
+        loaded = loaded if isinstance(loaded, LoadedConfig) else load_config(loaded)
         self.loaded = loaded
         self.config = loaded.config
         self.hooks = loaded.host.hooks
         self.directory = RunDirectory(loaded.config.run_dir)
         self.state = RunState()
-        self._request = ResumeRequest(resume, tuple(allow_change))
+        self._request = ResumeRequest(str(resume), tuple(as_list(allow_change)))
         self._progress = progress
         self._on_step = OnStepHook(on_step)
         self._resumed = Resume(None)

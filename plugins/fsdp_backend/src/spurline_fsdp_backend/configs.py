@@ -29,6 +29,13 @@ from spurline.ranks.configs import RankBackendConfig
 class FsdpBackendConfig(RankBackendConfig):
     """FSDP2: every rank holds a part of the weights, gradients and optimizer, and trains on a part of the batch."""
 
+    missing_settings: ClassVar[Mapping[str, str]] = {
+        **RankBackendConfig.missing_settings,
+        **dict.fromkeys(
+            ("tensor", "pipeline"),
+            "The backend 'megatron' divides layers so: `plugins: [megatron_backend]`, `backend: {name: megatron}`.",
+        ),
+    }
     package: ClassVar[str] = "spurline_fsdp_backend"
     generates: ClassVar[bool] = True
     freezes: ClassVar[bool] = True

@@ -272,6 +272,18 @@ def test_other_data_cannot_be_allowed_by_name() -> None:
     assert "--allow-change" not in str(raised.value)
 
 
+def test_plugins_that_go_with_a_refused_component_are_to_be_set_back_with_it() -> None:
+    fsdp = {**BASE, "plugins": ["fsdp_backend"], "backend": "fsdp"}
+    for before, now in ((fsdp, BASE), (BASE, fsdp)):
+        checkpoint = Checkpoint(Path("c"), {"step": 40, "config": load_config(before).resolved()})
+        with pytest.raises(CheckpointError, match=r"backend: .*\n  plugins: .*\nSet these back") as raised:
+            PermittedChanges(checkpoint, load_config(now), ResumeRequest())
+        assert "allow" not in str(raised.value)
+    # A change beside them may still be allowed.
+    with pytest.raises(CheckpointError, match=r"allow_change=\['optimizer.learning_rate'\]"):
+        PermittedChanges(checkpoint, load_config(fsdp, ["optimizer.learning_rate=0.5"]), ResumeRequest())
+
+
 def test_a_name_that_is_no_setting_gets_a_near_miss() -> None:
     with pytest.raises(CheckpointError, match=r"no setting of this name. Did you mean 'optimizer.learning_rate'\?"):
         permit(merged(BASE, "optimizer.learning_rate", 0.5), "optimizer.learning_rat")

@@ -29,6 +29,13 @@ from spurline.protocols.backend import BackendConfig
 class LocalBackendConfig(BackendConfig):
     """One process, on CPU or one GPU."""
 
+    missing_settings: ClassVar[Mapping[str, str]] = {
+        "ranks": "It is one process. Several train with `plugins: [fsdp_backend]`, `backend: {name: fsdp, ranks: N}`.",
+        **dict.fromkeys(
+            ("tensor", "pipeline"),
+            "The backend 'megatron' divides layers so: `plugins: [megatron_backend]`, `backend: {name: megatron}`.",
+        ),
+    }
     generates: ClassVar[bool] = True
     lends_model: ClassVar[bool] = True
     lends_parameters: ClassVar[bool] = True

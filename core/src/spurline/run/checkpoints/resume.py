@@ -13,7 +13,14 @@ from typing import Any, Self
 
 from spurline.config.loading import LoadedConfig
 from spurline.digests import FileDigest
-from spurline.errors import CheckpointError, ConfigError, DamagedCheckpointError, Problem, RunDirectoryError
+from spurline.errors import (
+    CheckpointError,
+    ConfigError,
+    DamagedCheckpointError,
+    Problem,
+    RunDirectoryError,
+    listing,
+)
 from spurline.protocols.backend import Role, TakesSnapshots
 from spurline.protocols.stateful import Stateful
 from spurline.run.build import Components, Done
@@ -79,7 +86,7 @@ def find_resume(directory: RunDirectory, loaded: LoadedConfig, request: ResumeRe
         )
     checkpoint = None
     if request.choice != "never":
-        checkpoint = store.latest() if request.choice == "auto" else _chosen(Path(request.choice), verify)
+        checkpoint = store.latest() if request.choice == "auto" else _chosen(request.choice, store, verify)
     if checkpoint is None:
         if request.allow_change:
             raise CheckpointError(
@@ -94,8 +101,15 @@ def find_resume(directory: RunDirectory, loaded: LoadedConfig, request: ResumeRe
     return Resume(checkpoint, tuple(notes), foreign, changes.history())
 
 
-def _chosen(path: Path, verify: Verify) -> Checkpoint:
+def _chosen(choice: str, store: CheckpointStore, verify: Verify) -> Checkpoint:
     """The checkpoint at this path; for a run directory its latest."""
+    path = Path(choice)
+    if not path.is_dir():
+        raise CheckpointError(
+            f"--resume {choice}: there is no folder of this name. Leave it out to go on from the latest checkpoint of "
+            "run_dir, or give never, or the path of a checkpoint. Checkpoints of this run: "
+            f"{listing(map(str, store.paths()))}."
+        )
     inside = CheckpointStore(path / "checkpoints", verify).latest() if (path / "checkpoints").is_dir() else None
     return inside if inside is not None else open_checkpoint(path, verify)
 
