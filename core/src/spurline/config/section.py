@@ -24,6 +24,7 @@ from spurline.errors import Problem
 
 if TYPE_CHECKING:
     from spurline.config.run_config import RunConfig
+    from spurline.progress import Progress
     from spurline.ranks.group import ClusterNeed
 
 
@@ -114,6 +115,13 @@ class ComponentConfig(Section):
     def cluster_need(self, run: RunConfig) -> ClusterNeed | None:
         """The room that it needs on the run's Ray cluster; None where it is not placed there."""
         return None
+
+    def await_services(self, progress: Progress) -> None:
+        """Return when what the component uses and the run does not start, such as servers, answers.
+
+        Called as a run starts, before anything loads. progress: told what is waited for. Raises UserError for what does
+        not answer within a limit.
+        """
 
 
 @dataclass(frozen=True)
