@@ -306,6 +306,31 @@ def test_a_pause_between_two_looks_at_a_request_does_not_count_either() -> None:
     run_virtually(main())
 
 
+class NeverCloses(ScriptedMember):
+    """Neither starts nor ends, as a process that stands still."""
+
+    async def start(self) -> None:
+        await asyncio.Event().wait()
+
+    async def close(self) -> None:
+        await asyncio.Event().wait()
+
+
+def test_an_engine_that_has_not_started_is_not_given_the_time_to_end_in_order() -> None:
+    async def main() -> tuple[float, float]:
+        config = PoolConfig(name="scripted", close_timeout_s=1000)
+        engine = PooledEngine(NeverCloses("engine 0", World()), config, (), lambda: None)
+        life = asyncio.create_task(engine.live())
+        await asyncio.sleep(1)
+        began = asyncio.get_running_loop().time()
+        await engine.close()
+        await life
+        return asyncio.get_running_loop().time() - began, config.close_timeout_s
+
+    took_s, in_order_s = run_virtually(main())
+    assert took_s < in_order_s / 10
+
+
 def test_an_engine_that_does_not_pause_in_time_is_replaced() -> None:
     world = World()
 
