@@ -105,6 +105,8 @@ def test_a_call_that_never_returns_fails_in_time_and_the_others_go_on(quick, run
 def test_many_workers_may_be_killed_at_the_same_time():
     reward = make_reward(timeout_s=0.2, workers=16)
     try:
+        # One that has never returned would end the run.
+        assert scores(reward, answer("fine")) == [1.0]
         failed = scores(reward, *(answer("deadlock") for _ in range(48)))
     finally:
         reward.close()
