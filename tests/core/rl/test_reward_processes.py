@@ -27,6 +27,7 @@ from spurline.protocols.reward import Answer
 from spurline.rl.rewards import worker_processes
 from spurline.rl.rewards.configs import FunctionRewardConfig
 from spurline.rl.rewards.function import FunctionReward
+from spurline.rl.rewards.killable import SHOWN_BYTES
 from spurline.rl.rewards.sent_answers import pack_as_text, unpack
 from spurline.rl.scoring import reward_terms
 
@@ -118,6 +119,19 @@ def test_many_workers_may_be_killed_at_the_same_time():
 def test_a_call_that_takes_all_memory_fails(quick):
     assert "runaway_rewards:behaves took more than memory_gb: 2." in why(quick, answer("eat memory"))
     assert scores(quick, answer("fine")) == [1.0]
+
+
+def test_calls_that_print_without_end_are_shown_for_a_while_and_go_on(capfd):
+    reward = make_reward(workers=2)
+    try:
+        assert scores(reward, *(answer("shout") for _ in range(4))) == [1.0] * 4
+    finally:
+        reward.close()
+    shown = capfd.readouterr()
+    assert "first words\n" in shown.err
+    assert shown.err.endswith("\nrunaway_rewards:behaves has printed 1 MiB; what else it prints is not shown.\n")
+    assert len(shown.err) < 1.01 * SHOWN_BYTES
+    assert not shown.out
 
 
 def test_what_a_killed_call_has_started_is_killed_too(patient, tmp_path):
