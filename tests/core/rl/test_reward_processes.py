@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from datetime import date, datetime, timedelta
 from decimal import Decimal
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from living_processes import is_alive
 from rl_attempts import run
 from runaway_rewards import fingerprint
 
@@ -77,14 +77,6 @@ def patient() -> Iterator[FunctionReward]:
         reward = make_reward(timeout_s=float("inf"), import_timeout_s=float("inf"), workers=1)
     yield reward
     reward.close()
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        # A process that has ended counts until it is waited for; its parent may take a moment.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def wait_until_dead(*pids: int) -> None:
