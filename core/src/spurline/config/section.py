@@ -47,6 +47,13 @@ class Section(BaseModel):
         """Checks that need other sections. Keys are relative to this section; override where a field needs one."""
         return ()
 
+    def await_services(self, progress: Progress) -> None:
+        """Return when what the section names and the run does not start, such as servers, answers.
+
+        Called as a run starts, before anything loads. progress: told what is waited for. Raises UserError for what does
+        not answer within a limit.
+        """
+
 
 _SETTINGS = "Settings:"
 """The line between a section's own docstring and that of its fields."""
@@ -115,13 +122,6 @@ class ComponentConfig(Section):
     def cluster_need(self, run: RunConfig) -> ClusterNeed | None:
         """The room that it needs on the run's Ray cluster; None where it is not placed there."""
         return None
-
-    def await_services(self, progress: Progress) -> None:
-        """Return when what the component uses and the run does not start, such as servers, answers.
-
-        Called as a run starts, before anything loads. progress: told what is waited for. Raises UserError for what does
-        not answer within a limit.
-        """
 
 
 @dataclass(frozen=True)
