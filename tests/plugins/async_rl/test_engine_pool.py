@@ -347,6 +347,19 @@ def test_an_engine_that_does_not_pause_in_time_is_replaced() -> None:
     assert world.members[0].is_closed
 
 
+def test_engines_of_which_none_ever_starts_are_not_tried_as_often_as_those_that_die() -> None:
+    async def main() -> int:
+        world = World()
+        world.fail_at["start"] = lambda member: True
+        pool = world.pool(2)
+        with pytest.raises(RunFailedError, match=r"No engine has started in 3 tries.*cannot start"):
+            await pool.start()
+        await pool.close()
+        return len(world.members)
+
+    assert run_virtually(main()) <= 6
+
+
 def test_the_run_fails_when_engines_have_died_too_often(capsys: pytest.CaptureFixture[str]) -> None:
     world = World(dict.fromkeys(range(200), "raise before"))
 
