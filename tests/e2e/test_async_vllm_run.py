@@ -14,6 +14,7 @@ import psutil
 import pytest
 from async_runs import assert_every_prompt_ended_once
 from every_run import SOAK
+from living_processes import living_below
 from run_helpers import read_metrics, train_command, wait_for
 from vllm_engines import SMALL_VLLM, vllm_models
 
@@ -47,11 +48,6 @@ def vllm_config(rl_config: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
     return rl_config
 
 
-def engine_processes(pid: int) -> list[psutil.Process]:
-    """vLLM's processes among the descendants of a process."""
-    return [child for child in psutil.Process(pid).children(recursive=True) if "VLLM" in " ".join(child.cmdline())]
-
-
 def blocks(pid: int, number: signal.Signals) -> bool:
     """Whether a process never gets this signal."""
     status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
@@ -68,7 +64,7 @@ class KillEngineAtStep3:
     @hookimpl
     def on_weights_synced(self, step: int) -> None:
         if step == 3:
-            for process in engine_processes(os.getpid()):
+            for process in living_below(os.getpid(), "VLLM"):
                 # Ctrl-C in a terminal must leave the engine to the run, which finishes its step.
                 assert blocks(process.pid, signal.SIGINT)
                 self.killed.append(process.pid)
@@ -100,7 +96,7 @@ def test_a_run_trains_on_tokens_of_the_right_weights_also_after_its_engine_was_k
     assert max(line["staleness/max"] for line in lines) <= 2
     fresh = [line for line in lines if line["staleness/max"] == 0]
     assert all(line["mismatch/logprob_diff/max"] < 1e-4 for line in fresh)
-    assert engine_processes(os.getpid()) == []
+    assert living_below(os.getpid(), "VLLM") == []
 
 
 @pytest.mark.skipif(not SOAK, reason="starts three engines; SPURLINE_SOAK=1")
@@ -114,7 +110,7 @@ def test_a_controller_that_is_killed_leaves_no_engine_and_loses_no_prompt(
         written = metrics.stat().st_size if metrics.exists() else 0
         controller = subprocess.Popen(train_command(path), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         wait_for(lambda: metrics.exists() and metrics.stat().st_size > written + 500, "some steps", 900)  # noqa: B023
-        engines = engine_processes(controller.pid)
+        engines = living_below(controller.pid, "VLLM")
         assert engines
         controller.kill()
         controller.wait(10)

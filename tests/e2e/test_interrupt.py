@@ -15,6 +15,7 @@ import pytest
 from run_helpers import read_metrics, wait_for
 
 from spurline import Run, load_config
+from spurline.data.sources.sft import SftSource
 from spurline.plugins.hookspecs import hookimpl
 from spurline.report.page import write_run_report
 from spurline.run.directory import RunDirectory
@@ -64,6 +65,30 @@ def test_one_before_the_first_step_says_so(base_config: dict[str, Any], capfd: p
     loaded.host.attach(AtRunStart(), "interrupt")
     assert Run(loaded).train().step == 0
     assert "Stopping before step 1; press Ctrl-C again to stop now." in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_the_first_one_ends_a_start_that_waits(
+    base_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, number: signal.Signals, when: str
+) -> None:
+    loaded = load_config(base_config)
+
+    class AtRunStart:
+        @hookimpl
+        def on_run_start(self) -> None:
+            if when == "before":
+                signal.raise_signal(number)
+
+    def start(*_: object) -> None:
+        if when == "meanwhile":
+            signal.raise_signal(number)
+        raise AssertionError("the start goes on")
+
+    loaded.host.attach(AtRunStart(), "interrupt")
+    monkeypatch.setattr(SftSource, "start", start)
+    result = Run(loaded).train()
+    assert (result.status, result.step, result.signal) == ("stopped", 0, number)
 
 
 def test_a_closed_standard_error_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+from living_processes import is_alive
 from reward_functions import in_process
 from run_helpers import num_lines, read_metrics, wait_for
 from warm_runs import WarmRuns
@@ -47,14 +48,14 @@ def test_a_run_ends_whose_reward_never_gives_the_interpreter_back(
     log = tmp_path / "log"
     run = warm_runs.start("train", write_config(rl_config), output=log)
     wait_for(lambda: (rewards.parent / "called").exists() or run.poll() is not None, "the first call of the reward")
-    family = [psutil.Process(run.pid), *psutil.Process(run.pid).children(recursive=True)]
+    family = [run.pid, *(child.pid for child in psutil.Process(run.pid).children(recursive=True))]
     for _ in range(3):
         os.kill(run.pid, signal.SIGTERM)
         # Those that come together are one.
         time.sleep(4 * TOGETHER_S)
     assert run.wait(30) == -signal.SIGKILL, log.read_text()
     assert "Killed at the third signal, with all that it had started." in log.read_text()
-    wait_for(lambda: not any(map(is_running, family)), "the end of all processes", 25)
+    wait_for(lambda: not any(map(is_alive, family)), "the end of all processes", 25)
 
 
 def test_a_run_whose_terminal_closes_finishes_and_saves_its_step(
@@ -73,7 +74,3 @@ def test_a_run_whose_terminal_closes_finishes_and_saves_its_step(
     assert run.wait(60) == 128 + signal.SIGHUP
     last = read_metrics(run_dir)[-1]["step"]
     assert (run_dir / f"checkpoints/step-{last:08d}").is_dir()
-
-
-def is_running(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from living_processes import living_below
 from run_helpers import deterministic, read_metrics
 
 from spurline import Run, load_config
@@ -94,12 +95,6 @@ def _close(value: Any, other: Any, tolerance: float) -> bool:
 
 def ranks_of(controller: int) -> list[psutil.Process]:
     """Its ranks: forks of the process that it has started for them."""
-    try:
-        servers = [child for child in psutil.Process(controller).children() if _serves_ranks(child)]
-    except psutil.NoSuchProcess:
-        return []
-    return [rank for server in servers for rank in server.children()]
-
-
-def _serves_ranks(process: psutil.Process) -> bool:
-    return "spurline.ranks.rank_server" in process.cmdline()
+    # A fork has the command line of the process that it was forked from.
+    command = "spurline.ranks.rank_server"
+    return [rank for server in living_below(controller, command) for rank in living_below(server.pid, command)]

@@ -59,8 +59,8 @@ class FakeVllmServer:
         self._running.set()
         self._runner: web.AppRunner | None = None
 
-    async def start(self) -> str:
-        """Its base URL."""
+    async def start(self, port: int = 0) -> str:
+        """Its base URL. port: 0 for a free one."""
         app = web.Application(client_max_size=1 << 24, middlewares=[self._ask_for_key])
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._done)
@@ -75,7 +75,7 @@ class FakeVllmServer:
             app.router.add_post("/v1/unload_lora_adapter", self._unload_adapter)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        site = web.TCPSite(self._runner, "127.0.0.1", port)
         await site.start()
         host, port = self._runner.addresses[0][:2]
         return f"http://{host}:{port}"

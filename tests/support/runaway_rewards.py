@@ -51,6 +51,11 @@ def behaves(answer: Answer) -> Any:
             if answer.row.get("dies"):
                 os.abort()
             time.sleep(600)
+        case "shout":
+            print("first words")
+            print("x" * 3_000_000, file=sys.stderr)
+            os.write(1, b"y" * 3_000_000)
+            subprocess.run(["sh", "-c", "yes | head -c 3000000"], check=True)
         case "read":
             return float(len(sys.stdin.read()))
         case "row":

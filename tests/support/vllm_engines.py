@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
 from backend_batches import run_config
+from living_processes import living_below
 
 from spurline.backends.local.configs import LocalBackendConfig
 from spurline.config.run_config import ModelConfig
@@ -148,12 +150,4 @@ async def publish(engine: Any, version: int, model: Path, sync: Any = None) -> A
 
 def engine_processes() -> list[psutil.Process]:
     """All processes of vLLM engines that this one has started."""
-    return [process for process in psutil.Process().children(recursive=True) if "VLLM" in _title(process)]
-
-
-def _title(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:
-        # It has ended; nothing can be said of it.
-        return ""
+    return living_below(os.getpid(), "VLLM")

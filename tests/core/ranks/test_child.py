@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
+from living_processes import is_alive
 from run_helpers import wait_for
 
 from spurline.errors import RunFailedError
@@ -61,13 +61,6 @@ def start() -> Iterator[Start]:
         each.child.end()
         assert each.ends == [each.child]
     assert not [thread.name for thread in threading.enumerate() if thread.name == "child-child_modules"]
-
-
-def is_alive(process_id: int) -> bool:
-    try:
-        return psutil.Process(process_id).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def test_messages_arrive_whole_and_in_order_in_both_directions(start: Start) -> None:

@@ -187,6 +187,24 @@ def test_the_mismatch_is_drawn_to_its_powers_of_ten_without_what_has_none() -> N
     assert drawn["1st to 99th percentile"]["y"] == [1.02] * 8
 
 
+def test_the_mismatch_of_older_tokens_is_told_as_drift_and_held_against_no_bound() -> None:
+    drifted = {"mismatch__logprob_diff": 0.3, "staleness__mean": 1.5}
+    fragment = shown("MismatchPanel", record_of([rl_metrics(step, **drifted) for step in STEPS]))
+    assert "Mean difference 0.3000 nats" in fragment
+    assert "drift" in fragment
+    assert "engines of another precision" not in fragment
+    assert "warning above 0.05 on average" not in traces(fragment)
+
+
+def test_the_mismatch_of_steps_without_older_tokens_is_judged_apart() -> None:
+    lines = [rl_metrics(step, staleness__mean=0.0) for step in STEPS]
+    lines[-1] |= {"mismatch/logprob_diff": 0.3, "staleness/mean": 1.5}
+    fragment = shown("MismatchPanel", record_of(lines))
+    assert "Mean difference 0.002000 nats, largest step 0.002000; engines of another precision" in fragment
+    assert "Mean difference 0.3000 nats, largest step 0.3000 in the 1 other steps, with tokens of older" in fragment
+    assert traces(fragment)["warning above 0.05 on average"]["x"] == [STEPS[0], STEPS[-2]]
+
+
 def test_corrections_add_their_shares_and_mean_factor() -> None:
     lines = [rl_metrics(step, correction__truncated=0.03, correction__factor=0.98) for step in STEPS]
     fragment = shown("MismatchPanel", record_of(lines))

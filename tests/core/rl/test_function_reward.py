@@ -138,6 +138,38 @@ def test_an_async_function_that_hangs_is_cancelled():
         terms("hangs_later", timeout_s=0.05)
 
 
+def rounds_of_scores(reward: FunctionReward) -> list[BaseException]:
+    """The errors of four rounds of four calls side by side."""
+
+    async def score_all() -> list[BaseException]:
+        errors: list[BaseException] = []
+        for _ in range(4):
+            scores = (reward_terms({"mine": reward}, ANSWER) for _ in range(4))
+            outcomes = await asyncio.gather(*scores, return_exceptions=True)
+            errors += [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        return errors
+
+    try:
+        return run(score_all())
+    finally:
+        reward.close()
+
+
+@pytest.mark.parametrize("in_process", [True, pytest.param(False, marks=pytest.mark.processes)])
+def test_a_function_that_has_never_returned_ends_the_run_before_every_prompt_has_waited_for_it(in_process: bool):
+    path = "reward_functions:hangs_later"
+    errors = rounds_of_scores(FunctionReward(FunctionRewardConfig(path=path, timeout_s=0.02, in_process=in_process)))
+    # A retry may have more luck, as with a judge that wakes up.
+    assert [type(error) for error in errors[:7]] == [AttemptFailedError] * 7
+    assert isinstance(errors[-1], RunFailedError)
+    assert re.search(rf"'mine': All \d+ calls of {path} so far .* timeout_s: 0\.02", str(errors[-1]))
+
+
+def test_a_function_that_has_returned_once_may_hang_as_often_as_the_faults_allow():
+    errors = rounds_of_scores(make_reward("hangs_from_the_second_on", timeout_s=0.02))
+    assert [type(error) for error in errors] == [AttemptFailedError] * 15
+
+
 def test_a_function_with_other_arguments_is_refused_at_the_start():
     with pytest.raises(ConfigError) as caught:
         make_reward("two_arguments")

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from datetime import date, datetime, timedelta
 from decimal import Decimal
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from living_processes import is_alive
 from rl_attempts import run
 from runaway_rewards import fingerprint
 
@@ -27,6 +27,7 @@ from spurline.protocols.reward import Answer
 from spurline.rl.rewards import worker_processes
 from spurline.rl.rewards.configs import FunctionRewardConfig
 from spurline.rl.rewards.function import FunctionReward
+from spurline.rl.rewards.killable import SHOWN_BYTES
 from spurline.rl.rewards.sent_answers import pack_as_text, unpack
 from spurline.rl.scoring import reward_terms
 
@@ -78,14 +79,6 @@ def patient() -> Iterator[FunctionReward]:
     reward.close()
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        # A process that has ended counts until it is waited for; its parent may take a moment.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def wait_until_dead(*pids: int) -> None:
     deadline = time.monotonic() + GENEROUS_S
     while alive := [pid for pid in pids if is_alive(pid)]:
@@ -105,6 +98,8 @@ def test_a_call_that_never_returns_fails_in_time_and_the_others_go_on(quick, run
 def test_many_workers_may_be_killed_at_the_same_time():
     reward = make_reward(timeout_s=0.2, workers=16)
     try:
+        # One that has never returned would end the run.
+        assert scores(reward, answer("fine")) == [1.0]
         failed = scores(reward, *(answer("deadlock") for _ in range(48)))
     finally:
         reward.close()
@@ -116,6 +111,19 @@ def test_many_workers_may_be_killed_at_the_same_time():
 def test_a_call_that_takes_all_memory_fails(quick):
     assert "runaway_rewards:behaves took more than memory_gb: 2." in why(quick, answer("eat memory"))
     assert scores(quick, answer("fine")) == [1.0]
+
+
+def test_calls_that_print_without_end_are_shown_for_a_while_and_go_on(capfd):
+    reward = make_reward(workers=2)
+    try:
+        assert scores(reward, *(answer("shout") for _ in range(4))) == [1.0] * 4
+    finally:
+        reward.close()
+    shown = capfd.readouterr()
+    assert "first words\n" in shown.err
+    assert shown.err.endswith("\nrunaway_rewards:behaves has printed 1 MiB; what else it prints is not shown.\n")
+    assert len(shown.err) < 1.01 * SHOWN_BYTES
+    assert not shown.out
 
 
 def test_what_a_killed_call_has_started_is_killed_too(patient, tmp_path):

@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 from child_engines import ENGINE, child_engine
+from living_processes import living_below
 
 from spurline.errors import RunFailedError
 from spurline.protocols.weight_sync import SyncReport
@@ -105,8 +106,7 @@ def drive(fleet: Fleet, use: Callable[[Fleet], Awaitable[None]]) -> None:
 
 def engines() -> list[psutil.Process]:
     """The processes of this one's engines, the older one first."""
-    children = [child for child in psutil.Process().children() if ENGINE in child.cmdline()]
-    return sorted(children, key=lambda process: (process.create_time(), process.pid))
+    return sorted(living_below(os.getpid(), ENGINE), key=lambda process: (process.create_time(), process.pid))
 
 
 def test_an_engine_killed_while_a_broadcast_is_on_its_way_comes_back_with_the_weights_that_the_other_got(

@@ -306,6 +306,31 @@ def test_a_pause_between_two_looks_at_a_request_does_not_count_either() -> None:
     run_virtually(main())
 
 
+class NeverCloses(ScriptedMember):
+    """Neither starts nor ends, as a process that stands still."""
+
+    async def start(self) -> None:
+        await asyncio.Event().wait()
+
+    async def close(self) -> None:
+        await asyncio.Event().wait()
+
+
+def test_an_engine_that_has_not_started_is_not_given_the_time_to_end_in_order() -> None:
+    async def main() -> tuple[float, float]:
+        config = PoolConfig(name="scripted", close_timeout_s=1000)
+        engine = PooledEngine(NeverCloses("engine 0", World()), config, (), lambda: None)
+        life = asyncio.create_task(engine.live())
+        await asyncio.sleep(1)
+        began = asyncio.get_running_loop().time()
+        await engine.close()
+        await life
+        return asyncio.get_running_loop().time() - began, config.close_timeout_s
+
+    took_s, in_order_s = run_virtually(main())
+    assert took_s < in_order_s / 10
+
+
 def test_an_engine_that_does_not_pause_in_time_is_replaced() -> None:
     world = World()
 
@@ -320,6 +345,19 @@ def test_an_engine_that_does_not_pause_in_time_is_replaced() -> None:
 
     check(asked(1), use(lambda: world.pool(2, pause_timeout_s=0.1), body))
     assert world.members[0].is_closed
+
+
+def test_engines_of_which_none_ever_starts_are_not_tried_as_often_as_those_that_die() -> None:
+    async def main() -> int:
+        world = World()
+        world.fail_at["start"] = lambda member: True
+        pool = world.pool(2)
+        with pytest.raises(RunFailedError, match=r"No engine has started in 3 tries.*cannot start"):
+            await pool.start()
+        await pool.close()
+        return len(world.members)
+
+    assert run_virtually(main()) <= 6
 
 
 def test_the_run_fails_when_engines_have_died_too_often(capsys: pytest.CaptureFixture[str]) -> None:

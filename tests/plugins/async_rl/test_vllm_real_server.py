@@ -14,9 +14,9 @@ from typing import Any
 
 import aiohttp
 import numpy as np
-import psutil
 import pytest
 import torch
+from living_processes import living_below
 from safetensors.torch import load_file
 from vllm_engines import LIMIT_S, START_S, disk, publish, vllm_engine, vllm_models
 
@@ -207,8 +207,7 @@ async def _publish_adapter(engine: Any, version: int, folder: Path, shared: Path
 def _kill(process: subprocess.Popen[bytes]) -> None:
     """With its engine, which would outlive it, but not the resource tracker, which frees their shared memory."""
     if process.poll() is None:
-        engine = [part for part in psutil.Process(process.pid).children(recursive=True) if "VLLM" in part.cmdline()[0]]
-        for part in (*engine, process):
+        for part in (*living_below(process.pid, "VLLM"), process):
             part.kill()
     process.wait()
 

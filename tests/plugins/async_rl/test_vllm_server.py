@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 import torch
+from aiohttp import web
 from backend_batches import run_config
 from fake_vllm_server import FakeVllmServer
 from vllm_engines import disk
@@ -20,9 +23,10 @@ from spurline.testing.engine_update_contract import WeightsOf
 from spurline.testing.inputs import tiny_tokenizer
 from spurline.testing.rollout_engine_contract import request
 from spurline_async_rl.engines.configs import VllmEngineConfig
+from spurline_async_rl.engines.vllm import server as server_module
 from spurline_async_rl.engines.vllm.engine import VllmEngine
 from spurline_async_rl.engines.vllm.launch import WORKER_EXTENSION
-from spurline_async_rl.engines.vllm.server import ServerApi
+from spurline_async_rl.engines.vllm.server import ServerApi, await_servers
 from spurline_async_rl.engines.vllm.server_files import ServerFiles
 from spurline_async_rl.weights.disk import FileMaker
 
@@ -364,3 +368,64 @@ def test_a_server_that_was_started_otherwise_is_an_error_that_says_how(
 
     with pytest.raises((ConfigError, RunFailedError), match=message):
         drive(use, **fake)
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def test_servers_that_are_not_there_are_named_before_anything_starts(free_port: int) -> None:
+    said: list[str] = []
+    urls = (f"http://127.0.0.1:{free_port}", "http://name.invalid:8000")
+    config = VllmEngineConfig(mode="server", urls=urls, start_timeout_s=0.1)
+    with pytest.raises(
+        ConfigError, match=r"source\.engine\.urls.*within 0\.1 s \(source\.engine\.start_timeout_s\)"
+    ) as error:
+        await_servers(config, said.append)
+    assert len(said) == 1
+    for text in (said[0], str(error.value)):
+        assert all(url in text for url in urls)
+        assert "ConnectionRefusedError" in text
+        assert "VLLM_SERVER_DEV_MODE=1" in text
+
+
+def test_a_server_that_still_loads_is_waited_for(free_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "_ASK_AGAIN_S", 0.02)
+    config = VllmEngineConfig(mode="server", urls=(f"http://127.0.0.1:{free_port}",))
+    assert config.start_timeout_s < VllmEngineConfig().start_timeout_s
+
+    async def main() -> None:
+        server, said = FakeVllmServer(), threading.Event()
+        waiting = asyncio.create_task(asyncio.to_thread(await_servers, config, lambda _: said.set()))
+        async with asyncio.timeout(60):
+            await asyncio.to_thread(said.wait, 60)
+            assert not waiting.done()
+            await server.start(free_port)
+            await waiting
+        await server.stop()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("status", [200, 404])
+def test_something_else_at_the_url_is_told_at_once(status: int) -> None:
+    """Nothing is said to be waited for."""
+
+    async def main() -> None:
+        async def answer(_: web.BaseRequest) -> web.Response:
+            return web.Response(status=status, text="hello")
+
+        runner = web.ServerRunner(web.Server(answer))
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        host, port = runner.addresses[0][:2]
+        config = VllmEngineConfig(mode="server", urls=(f"http://{host}:{port}",))
+        try:
+            with pytest.raises(ConfigError, match=rf"urls.*{port}.*VLLM_SERVER_DEV_MODE=1"):
+                await asyncio.to_thread(await_servers, config, pytest.fail)
+        finally:
+            await runner.cleanup()
+
+    asyncio.run(main())

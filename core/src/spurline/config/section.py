@@ -32,6 +32,7 @@ from spurline.errors import Problem
 
 if TYPE_CHECKING:
     from spurline.config.run_config import RunConfig
+    from spurline.progress import Progress
     from spurline.ranks.group import ClusterNeed
 
 
@@ -88,6 +89,13 @@ class Section(BaseModel):
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         """Checks that need other sections. Keys are relative to this section; override where a field needs one."""
         return ()
+
+    def await_services(self, progress: Progress) -> None:
+        """Return when what the section names and the run does not start, such as servers, answers.
+
+        Called as a run starts, before anything loads. progress: told what is waited for. Raises UserError for what does
+        not answer within a limit.
+        """
 
 
 _SETTINGS = "Settings:"

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from spurline.errors import ConfigError, PluginError, Problem, SpurlineError, listing, suggestion
+from spurline.errors import ConfigError, PluginError, Problem, RunFailedError, SpurlineError, listing, suggestion
 from spurline.plugins.registry import Registry
 from spurline.protocols.environment import AttemptFailedError
 from spurline.protocols.reward import Answer, Reward, RewardConfig, ScoresOnLoop
@@ -101,6 +101,8 @@ async def _call(name: str, reward: Reward, answer: Answer) -> float:
             value = await in_thread(reward.score, answer)
     except AttemptFailedError as error:
         raise AttemptFailedError(f"Reward '{name}' on {_place(answer)}: {error}") from error
+    except RunFailedError as error:
+        raise RunFailedError(f"Reward '{name}': {error}") from error
     except SpurlineError:
         raise
     except Exception as error:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spurline.config.loading import LoadedConfig
+from spurline.config.section import sections_within
 from spurline.data.tokenizer import load_tokenizer, template_notes
 from spurline.model.memory import describe_count
 from spurline.model.trainable import check_trainable
@@ -96,6 +97,8 @@ def build_components(
     trackers = build_trackers(loaded)
     # Before the data, which may take hours to tokenize.
     check_trainable(loaded.config)
+    for _, section in sections_within(loaded.config):
+        section.await_services(progress)
     data = build_data(loaded, stack, progress=progress)
     notes = [
         *check_lengths(loaded, data.source, data.evaluations),

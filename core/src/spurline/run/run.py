@@ -134,8 +134,10 @@ class Run:
                 self.hooks.on_run_start(run=self)
                 self._notes += self._hook_states.close()
                 self._start_trackers(stack)
-                self._start_batches(stack)
-                self._settle_start()
+                # Engines may take minutes to start, and nothing is trained by then.
+                self._stop.cut_short(lambda: self._start_batches(stack))
+                if self._stop.signal is None:
+                    self._settle_start()
                 loop.train(self)
                 self._saving.take_written(wait=True)
                 if self.state.step > self.state.saved_step:

@@ -65,15 +65,34 @@ class MismatchPanel(Panel):
         steps, differences = record.series("mismatch/logprob_diff")
         if not steps:
             return None
-        head = (
-            f"Mean difference {score(sum(differences) / len(differences))} nats, largest step "
-            f"{score(max(differences))}; engines of another precision show 0.01 to 0.03"
-        )
+        fresh = set(_fresh_steps(record))
+        of_fresh = [value for step, value in zip(steps, differences, strict=True) if step in fresh]
+        of_older = [value for step, value in zip(steps, differences, strict=True) if step not in fresh]
+        heads: list[str] = []
+        if of_fresh:
+            heads.append(f"{_mean_and_largest(of_fresh)}; engines of another precision show 0.01 to 0.03")
+        if of_older:
+            where = f"in the {len(of_older):,} other steps, with" if of_fresh else "with"
+            heads.append(
+                f"{_mean_and_largest(of_older)} {where} tokens of older weights, which includes what the policy itself "
+                "has changed since (drift)"
+            )
+        head = "; ".join(heads)
         _, factors = record.series("correction/factor")
         if factors:
             head += f"; mean correction factor {score(sum(factors) / len(factors))}"
         plots = [plot for plot in (_differences(record), _percentiles(record), _corrections(record)) if plot]
         return block(caption(head), columns(*plots), wide=True) if len(plots) > 1 else block(caption(head), *plots)
+
+
+def _fresh_steps(record: RunRecord) -> list[int]:
+    """Steps whose tokens were all generated with the weights that are trained on them: what differs is the engine."""
+    ages = dict(zip(*record.series("staleness/mean"), strict=True))
+    return [step for step in record.series("mismatch/logprob_diff")[0] if ages.get(step, 0.0) <= 0]
+
+
+def _mean_and_largest(differences: Sequence[float]) -> str:
+    return f"Mean difference {score(sum(differences) / len(differences))} nats, largest step {score(max(differences))}"
 
 
 def _entropy(record: RunRecord) -> str:
@@ -144,8 +163,8 @@ def _differences(record: RunRecord) -> str:
     for trace in traces:
         # What is 0 or, by rounding, negative has no place on a logarithmic axis.
         trace["y"] = [value if value > 0 else math.nan for value in trace["y"]]
-    steps, _ = record.series("mismatch/logprob_diff")
-    traces.append(level(f"warning above {LARGEST_MISMATCH:g} on average", steps, LARGEST_MISMATCH, "--series-6"))
+    if fresh := _fresh_steps(record):
+        traces.append(level(f"warning above {LARGEST_MISMATCH:g} on average", fresh, LARGEST_MISMATCH, "--series-6"))
     y_axis: dict[str, Any] = {"type": "log", "exponentformat": "power"}
     return step_figure(traces, "Nats per token", label="Logprob differences over steps", **y_axis)
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import time
 from collections.abc import Callable
 from typing import Any
 
-from spurline.errors import ConfigError
+from spurline.errors import ConfigError, RunFailedError
 from spurline.protocols.environment import AttemptFailedError
 from spurline.protocols.reward import Answer
 from spurline.rl.concurrency import is_async, within
@@ -22,6 +23,8 @@ from spurline.rl.rewards.references import missing_reference
 from spurline.rl.rewards.sent_answers import NOT_JSON, pack, pack_as_text, unpack
 
 _SHOWN_CHARACTERS = 300
+_HOPELESS_CALLS = 8
+"""Calls that have run into the limit, for three times as long as it is, after which none is expected to return."""
 
 
 class FunctionReward:
@@ -33,6 +36,8 @@ class FunctionReward:
 
     def __init__(self, config: FunctionRewardConfig) -> None:
         self._config = config
+        self._has_ended_one = False
+        self._num_late, self._first_late_at = 0, 0.0
         self._pool: KillablePool | None = None
         if config.in_process:
             self._function = _load(config.path)
@@ -66,16 +71,31 @@ class FunctionReward:
         """What the function returns.
 
         Raises AttemptFailedError when it takes longer than `timeout_s` or more memory than `memory_gb`, or ends its
-        process; DataError for a row that cannot be sent there. In this process, what the function raises.
+        process; DataError for a row that cannot be sent there; RunFailedError when every call so far has taken longer.
+        In this process, what the function raises.
         """
+        try:
+            value = await self._value(answer)
+        except Exception as error:
+            cause = error.__cause__
+            if isinstance(cause, TimeoutError | TookTooLong) and not isinstance(cause, OutOfMemory):
+                self._count_late()
+            else:
+                self._has_ended_one = True
+            raise
+        self._has_ended_one = True
+        # Whoever checks scores says what it is instead of a number.
+        return _Shown(value["shown"]) if isinstance(value, dict) else value  # pyright: ignore[reportReturnType]
+
+    async def _value(self, answer: Answer) -> Any:
         what, limit_s = f"The function {self._config.path}", self._config.timeout_s
         if self._pool is None:
             return await within(limit_s, what, self._function, answer)
         try:
             try:
-                value = await self._pool.call_async(*pack(answer))
+                return await self._pool.call_async(*pack(answer))
             except NOT_JSON:
-                value = await self._pool.call_async(*pack_as_text(answer))
+                return await self._pool.call_async(*pack_as_text(answer))
         except OutOfMemory as error:
             raise AttemptFailedError(f"{what} took more than memory_gb: {self._config.memory_gb:g}.") from error
         except TookTooLong as error:
@@ -84,8 +104,18 @@ class FunctionReward:
             if not (hint := missing_reference(answer)):
                 raise
             raise AttemptFailedError(f"{str(error).rstrip('.')}. {hint}") from error
-        # Whoever checks scores says what it is instead of a number.
-        return _Shown(value["shown"]) if isinstance(value, dict) else value  # pyright: ignore[reportReturnType]
+
+    def _count_late(self) -> None:
+        """Raise RunFailedError when retries have no prospect either: else they cost every prompt its whole limit."""
+        now, limit_s = time.monotonic(), self._config.timeout_s
+        self._first_late_at = self._first_late_at if self._num_late else now
+        self._num_late += 1
+        if self._has_ended_one or self._num_late < _HOPELESS_CALLS or now - self._first_late_at < 2 * limit_s:
+            return
+        raise RunFailedError(
+            f"All {self._num_late} calls of {self._config.path} so far have run into timeout_s: {limit_s:g}. Look for "
+            "what it waits for, or raise timeout_s."
+        )
 
     def close(self) -> None:
         """End the worker processes."""

@@ -41,6 +41,10 @@ MEMORY_LIMIT_BYTES = 8 << 30
 """Memory of a worker: a result with billions of digits must not take the machine down."""
 
 
+SHOWN_BYTES = 1 << 20
+"""Of what all calls of a pool print: a disk must not fill up with it."""
+
+
 class TookTooLong(Exception):  # noqa: N818 - a finding about one call, for the caller to judge
     """The call exceeded its limit of time or memory."""
 
@@ -75,7 +79,8 @@ class KillablePool:
     adapter: `module:function` that makes the function out of `function`, whatever that is then.
     workers: processes at most; 0 for one where the function is async, and otherwise as many as there are processors,
     within bounds. imports: modules that the function imports when it is called. import_timeout_s: START_TIMEOUT_S by
-    default. memory_bytes: of one worker. shows_output: what it prints goes where the run's messages go.
+    default. memory_bytes: of one worker. shows_output: the first SHOWN_BYTES of what it prints go where the run's
+    messages go.
     """
 
     def __init__(
@@ -104,6 +109,8 @@ class KillablePool:
             python_path=os.environ.get("PYTHONPATH"),
         )
         self._shows_output = shows_output
+        self._left_to_show = SHOWN_BYTES
+        self._showing: threading.Thread | None = None
         self._lock = threading.Lock()
         self._closed = False
         self._child: ChildProcess | None = None
@@ -200,6 +207,9 @@ class KillablePool:
             self._closed, child = True, self._child
         if child is not None:
             child.end(_CLOSE_PATIENCE_S)
+        if self._showing is not None:
+            # What a call has left running may hold the pipe open.
+            self._showing.join(_CLOSE_PATIENCE_S)
 
     def _running_child(self) -> ChildProcess:
         """Under the lock. Raises RunFailedError once the pool is closed."""
@@ -208,7 +218,7 @@ class KillablePool:
         if self._child is None:
             self._ready = Future()
             # Its own standard error is kept, to be told when it dies.
-            with _copy_of_stderr(self._shows_output) as output:
+            with self._output() as output:
                 self._child = ChildProcess(
                     "spurline.rl.rewards.worker_processes",
                     (json.dumps(asdict(replace(self._settings, output=output))),),
@@ -218,6 +228,43 @@ class KillablePool:
                     pass_fds=() if output is None else (output,),
                 )
         return self._child
+
+    @contextmanager
+    def _output(self) -> Iterator[int | None]:
+        """What calls print into; None where nothing is shown."""
+        try:
+            shown = os.dup(2) if self._shows_output else None
+        except OSError:
+            # This process has none, so that there is nowhere to show anything.
+            shown = None
+        if shown is None:
+            yield None
+            return
+        printed, pipe = os.pipe()
+        name = f"output-{self._function}"
+        self._showing = threading.Thread(target=self._show, args=(printed, shown), name=name, daemon=True)
+        self._showing.start()
+        try:
+            yield pipe
+        finally:
+            os.close(pipe)
+
+    def _show(self, printed: int, shown: int) -> None:
+        """Pass on the first of what calls print, and let the rest go, until no process is left that may print."""
+        with open(printed, "rb", buffering=0) as pipe, open(shown, "wb", buffering=0) as out:
+            while part := pipe.read(1 << 16):
+                if self._left_to_show <= 0:
+                    continue
+                said = part[: self._left_to_show]
+                self._left_to_show -= len(said)
+                if self._left_to_show == 0:
+                    words = (
+                        f"{self._function} has printed {SHOWN_BYTES / 2**20:g} MiB; what else it prints is not shown."
+                    )
+                    said += f"\n{words}\n".encode()
+                # A terminal may be gone; what prints must go on all the same.
+                with suppress(OSError):
+                    out.write(said)
 
     def _take(self, messages: list[dict[str, Any]]) -> None:
         outcomes: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Outcome], Outcome]]] = defaultdict(list)
@@ -256,20 +303,6 @@ class KillablePool:
 
 _ONE_THREAD = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
 """The processes are what computes side by side; and a library's threads would be lost in a fork."""
-
-
-@contextmanager
-def _copy_of_stderr(is_wanted: bool) -> Iterator[int | None]:
-    try:
-        copy = os.dup(2) if is_wanted else None
-    except OSError:
-        # This process has none, so that there is nowhere to show anything.
-        copy = None
-    try:
-        yield copy
-    finally:
-        if copy is not None:
-            os.close(copy)
 
 
 def _our_error(classes: Sequence[str], text: str, problems: Sequence[tuple[str, str]]) -> SpurlineError:

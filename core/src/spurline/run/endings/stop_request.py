@@ -28,6 +28,7 @@ class StopRequest:
         self.reason: str | None = None
         self._words = words
         self._previous: dict[signal.Signals, Any] = {}
+        self._cuts_short = False
 
     def __bool__(self) -> bool:
         return self.signal is not None or self.reason is not None
@@ -46,21 +47,43 @@ class StopRequest:
             signal.signal(number, signal.SIG_IGN if again else handler)
         self._previous = {}
 
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGHUP:
-            _leave_closed_terminal()
-            # The shell and the kernel both send it when a terminal closes.
-            self.signal = self.signal or signal.SIGHUP
-            return
+    def cut_short(self, work: Callable[[], None]) -> None:
+        """Call this unless a signal came before; the first one ends it at once, as nothing in it is worth finishing."""
         if self.signal is not None:
+            return
+        self._cuts_short = True
+        try:
+            work()
+        except _CutShort:
+            # What it waited for has been let go; the run goes on to its end.
+            pass
+        finally:
+            self._cuts_short = False
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        is_first = self.signal is None
+        if number == signal.SIGHUP:
+            # The shell and the kernel both send it when a terminal closes.
+            _leave_closed_terminal()
+        elif not is_first:
             raise KeyboardInterrupt(f"second {signal.Signals(number).name}")
-        self.signal = signal.Signals(number)
+        self.signal = self.signal or signal.Signals(number)
+        if number != signal.SIGHUP:
+            self._acknowledge(number)
+        if is_first and self._cuts_short:
+            raise _CutShort
+
+    def _acknowledge(self, number: int) -> None:
         again = "press Ctrl-C again to stop now" if number == signal.SIGINT else "a second signal stops it now"
         # On a terminal `^C` stands on the line. Not through sys.stderr, in whose own work this may have come.
         begin = "\n" if os.isatty(2) else ""
         # The run ends in order also when nobody reads its messages.
         with suppress(OSError):
             os.write(2, f"{begin}{self._words()}; {again}.\n".encode())
+
+
+class _CutShort(KeyboardInterrupt):
+    """The first signal, inside `cut_short`."""
 
 
 def _is_ignored(number: signal.Signals) -> bool:

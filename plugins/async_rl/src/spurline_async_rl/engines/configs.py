@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from urllib.parse import urlsplit
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from spurline.config.section import OnResume
 from spurline.errors import Problem
 from spurline.plugins.registry import resolve
+from spurline.progress import Progress
 from spurline.protocols.rollout_engine import EngineMemory, RolloutEngineConfig
 from spurline.ranks.group import ClusterNeed
 from spurline.ranks.machine import gpu_names, num_gpus
@@ -116,6 +119,15 @@ class PoolConfig(RolloutEngineConfig):
 
     def _takes_gpus(self) -> bool:
         return num_gpus() > 0
+
+
+def _is_base_url(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        # The port is no number, or an IPv6 address lacks its brackets.
+        return False
 
 
 def _memory_bandwidth() -> float | None:
@@ -255,6 +267,8 @@ _MEMORY_BANDWIDTH = {"B200": 8.0e12, "H200": 4.8e12, "H100": 3.35e12, "A100": 2.
 """Bytes per second, by a part of the GPU's name; of several kinds of one name that of the fastest."""
 _SHORTEST_STEP_S = 0.005
 """Of a step of vLLM with hundreds of responses, however small the model: it is scheduled on the CPU."""
+_SERVER_START_TIMEOUT_S = 300.0
+"""Default seconds that a run waits for a server that does not answer: most of them were never started."""
 CPU_KV_CACHE_GB = 4.0
 """What `kv_cache_gb: null` is on a CPU, which has no share of a GPU's memory to take."""
 
@@ -265,7 +279,8 @@ class VllmEngineConfig(PoolConfig):
 
     name: str = "vllm"
     mode: Literal["engine", "server"] = "engine"
-    """Start engines, or use OpenAI-compatible vLLM servers that run already."""
+    """Start engines, or use OpenAI-compatible vLLM servers that run already. A run asks each server as it starts, and
+    waits `start_timeout_s`, then 300 by default, for those that do not answer, such as one that loads its model."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of weights and computation; `auto` is bfloat16 on GPUs and float32 on CPUs."""
     max_model_len: int | None = Field(default=None, gt=1)
@@ -294,7 +309,16 @@ class VllmEngineConfig(PoolConfig):
     `--logprobs-mode processed_logprobs` and, unless weights are to come by `disk` alone,
     `--worker-extension-cls spurline_async_rl.engines.vllm.worker_extension.WorkerExtension`."""
     api_key_env: Annotated[str, OnResume.FREE] = "VLLM_API_KEY"
-    """`mode: server`: environment variable with the servers' API key, if they want one."""
+    """`mode: server`: environment variable with the servers' API key, if they want one. Must be set unless it
+    is the default."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _wait_less_for_servers(cls, values: Any) -> Any:
+        """A server that loads its model refuses connections, as does one that nobody has started."""
+        if isinstance(values, Mapping) and cast("Mapping[str, Any]", values).get("mode") == "server":
+            return {"start_timeout_s": _SERVER_START_TIMEOUT_S, **cast("Mapping[str, Any]", values)}
+        return values
 
     @classmethod
     def defaults_on_cluster(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -413,6 +437,16 @@ class VllmEngineConfig(PoolConfig):
             return
         if not self.urls:
             yield Problem("urls", "is empty. Give the base URL of each server, such as [http://localhost:8000].")
+        for url in self.urls:
+            if not _is_base_url(url):
+                fix = f"http://{url}" if _is_base_url(f"http://{url}") else "http://HOST:PORT"
+                yield Problem("urls", f"has {url!r}, which is not the base URL of a server. Write {fix}.")
+        if self.api_key_env != type(self).model_fields["api_key_env"].default and self.api_key_env not in os.environ:
+            yield Problem(
+                "api_key_env",
+                f"names the environment variable {self.api_key_env}, which is not set. Set it to the servers' API key, "
+                "or remove the setting where they want none.",
+            )
         if "engines" in self.model_fields_set and self.engines != len(self.urls):
             yield Problem("engines", f"is {self.engines}, but there are {len(self.urls)} urls. Remove it.")
         for name in _ENGINE_ONLY:
@@ -424,6 +458,11 @@ class VllmEngineConfig(PoolConfig):
                 "is keep, but responses of servers are continued from their tokens, which computes keys and values "
                 "anew. Remove it.",
             )
+
+    def await_services(self, progress: Progress) -> None:
+        if self.mode == "server":
+            # By name: a config imports no HTTP client.
+            resolve("spurline_async_rl.engines.vllm.server:await_servers", "servers")(self, progress)
 
     def _handle_problems(self, run: RunConfig, ranks: RankRequest) -> Iterable[Problem]:
         """Handles of a rank's memory reach processes on that rank's GPU alone."""

@@ -69,7 +69,7 @@ State = Literal["starting", "awaiting", "ready", "dead"]
 """awaiting: started, with weights of unknown version, so that it must not generate before an update."""
 
 _GIVEN_UP_CLOSE_S = 5.0
-"""Seconds an engine that counts as dead may take to end before it is killed."""
+"""Seconds an engine that counts as dead, or has not started yet, may take to end before it is killed."""
 _HANDING_OVER_S = 1.0
 """Seconds in which a member whose engine is dead may hand over tokens that it has already."""
 
@@ -202,8 +202,9 @@ class PooledEngine(ControlledEngine):
             self._become("dead")
 
     async def close(self) -> None:
-        """End its processes: in order when it lives, else soon."""
-        limit = _GIVEN_UP_CLOSE_S if self._end.done() else self._config.close_timeout_s
+        """End its processes: in order when it generates, else soon."""
+        ends_in_order = self.has_started and not self._end.done()
+        limit = self._config.close_timeout_s if ends_in_order else _GIVEN_UP_CLOSE_S
         self.kill(f"{self.name} was closed")
         if self._asked:
             # A start that was cancelled may still be about to make processes.

@@ -35,6 +35,8 @@ _REMEMBERED = 8192
 """Prompts; older ones are forgotten, so that memory has a bound."""
 _LONGEST_BREAK_S = 60.0
 """Seconds between two tries to start an engine, which double from 1."""
+_FIRST_TRIES = 3
+"""Failed starts of an engine after which none is expected to succeed, where none of the run ever has."""
 
 
 class Router:
@@ -93,6 +95,7 @@ class EnginePool(ControlledEngine):
         self._down_s = 0.0
         self._down_since: float | None = None
         self._has_started = False
+        self._any_started = False
         self._failure: Exception | None = None
 
     @property
@@ -243,6 +246,8 @@ class EnginePool(ControlledEngine):
                 failed_starts = 0 if engine.has_started else failed_starts + 1
                 if self._failure is not None:
                     return
+                if failed_starts >= _FIRST_TRIES and not self._any_started:
+                    raise RunFailedError(f"No engine has started in {failed_starts} tries; the last one: {reason}")
                 self._deaths += 1
                 if self._deaths > self._config.max_restarts:
                     raise RunFailedError(
@@ -275,6 +280,7 @@ class EnginePool(ControlledEngine):
 
     def _changed(self) -> None:
         self._note_down()
+        self._any_started = self._any_started or bool(self._started())
         # Whoever waits is woken; whoever waits from now on gets a new one.
         self._change.set()
         self._change = asyncio.Event()

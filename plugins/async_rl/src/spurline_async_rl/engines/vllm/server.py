@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import secrets
 import sys
+import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from ipaddress import ip_address
 from itertools import count
@@ -32,12 +34,17 @@ from spurline_async_rl.engines.commands import (
     FinishUpdate,
     LoadBucket,
 )
+from spurline_async_rl.engines.configs import VllmEngineConfig
 from spurline_async_rl.engines.member import EngineDiedError
 from spurline_async_rl.engines.progress import Progress
 from spurline_async_rl.engines.vllm.launch import WORKER_EXTENSION, check_complete
 from spurline_async_rl.engines.vllm.member import Delta, Gate, VllmResponse, worker_call
 from spurline_async_rl.engines.vllm.server_files import ServerFiles
 
+_ASK_TIMEOUT_S = 5.0
+"""Seconds that a server has for each answer as a run starts."""
+_ASK_AGAIN_S = 2.0
+"""Seconds between two questions to a server that does not answer yet."""
 _LONGEST_LINE = 1 << 24
 """Bytes; the first event of a stream repeats the prompt."""
 START_HINT = (
@@ -77,7 +84,8 @@ class ServerApi:
     """Errors: EngineDiedError when the server cannot be reached or fails, DataError when it refuses a request."""
 
     def __init__(self, url: str, api_key: str | None, connect_timeout_s: float):
-        self._url = url.rstrip("/")
+        # Clients of OpenAI's API are given their URL with its version.
+        self._url = url.rstrip("/").removesuffix("/v1")
         self._stranger_limit = aiohttp.ClientTimeout(total=connect_timeout_s)
         # Whole calls are limited by whoever makes them.
         self._session = aiohttp.ClientSession(
@@ -90,7 +98,9 @@ class ServerApi:
     async def model(self) -> ServedModel:
         """Raises ConfigError for a server that was not started as one of ours must be."""
         listed = await self._call("GET", "/v1/models")
-        config = (await self._call("GET", "/server_info", params={"config_format": "json"}))["vllm_config"]
+        config = (await self._call("GET", "/server_info", params={"config_format": "json"})).get("vllm_config")
+        if not config or not listed.get("data"):
+            raise self._config_error(f"answers, but not as vLLM does. {START_HINT}")
         model, parallel = config["model_config"], config["parallel_config"]
         mode, extension = model["logprobs_mode"], parallel["worker_extension_cls"]
         if mode != "processed_logprobs":
@@ -264,10 +274,49 @@ class ServerApi:
         return Delta(tokens, logprobs, reason)
 
     def _lost(self, error: BaseException) -> EngineDiedError:
-        return EngineDiedError(f"{self._url} cannot be reached: {type(error).__name__}: {error}")
+        # What aiohttp says around it does not tell a refused connection from others.
+        cause = getattr(error, "os_error", error)
+        return EngineDiedError(f"{self._url} cannot be reached: {type(cause).__name__}: {cause}")
 
     def _config_error(self, text: str) -> ConfigError:
         return ConfigError.at("source.engine.urls", f"names {self._url}, which {text}")
+
+
+def await_servers(config: VllmEngineConfig, tell: Callable[[str], None]) -> None:
+    """Return when all servers of these settings answer as a run needs it.
+
+    tell: a `Progress`, told once what is waited for. Raises ConfigError for servers that do not answer within
+    `start_timeout_s`, and at once for one that was not started as it must be.
+    """
+
+    async def problem_of(url: str) -> str:
+        api = ServerApi(url, os.environ.get(config.api_key_env), _ASK_TIMEOUT_S)
+        try:
+            async with asyncio.timeout(_ASK_TIMEOUT_S):
+                await api.model()
+        except TimeoutError:
+            return f"{url} gives no answer in {_ASK_TIMEOUT_S:g} s"
+        except EngineDiedError as error:
+            return str(error)
+        finally:
+            await api.close()
+        return ""
+
+    async def wait() -> None:
+        limit = f"within {config.start_timeout_s:g} s (source.engine.start_timeout_s)"
+        deadline = time.monotonic() + config.start_timeout_s
+        has_told = False
+        while problems := "; ".join(filter(None, await asyncio.gather(*map(problem_of, config.urls)))):
+            if time.monotonic() >= deadline:
+                raise ConfigError.at(
+                    "source.engine.urls", f"names servers that did not answer {limit}: {problems}. {START_HINT}"
+                )
+            if not has_told:
+                tell(f"waiting for servers to answer {limit}: {problems}. {START_HINT.rstrip('.')}")
+                has_told = True
+            await asyncio.sleep(_ASK_AGAIN_S)
+
+    asyncio.run(wait())
 
 
 class ServerMember:
