@@ -42,7 +42,7 @@ def refusals(config: Config) -> tuple[list[str], str]:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"backend.lora": {"target_modules": ["nope"]}}, "backend.lora.target_modules: Target modules"),
+        ({"backend.lora": {"target_modules": ["nope"]}}, "backend.lora.target_modules.0 is 'nope', and no module"),
         ({"backend.lora": {"target_modules": ["embed_tokens"], "dora": True}}, "trains the lengths of linear layers"),
         ({"model.freeze": ["*"]}, "model.freeze leaves nothing to train"),
         ({"optimizer.groups": NOWHERE}, "no trained parameter has such a name"),
@@ -190,7 +190,7 @@ def test_metrics_that_only_an_evaluation_tells_are_not_refused_before(base_confi
 
 def test_a_model_that_cannot_be_trained_is_refused_before_its_data_is_read(base_config: Config) -> None:
     said: list[str] = []
-    with pytest.raises(UserError, match="Target modules"):
+    with pytest.raises(UserError, match="is 'nope', and no module"):
         Run(
             load_config(changed(base_config, {"backend.lora": {"target_modules": ["nope"]}})), progress=said.append
         ).train()
