@@ -19,7 +19,7 @@ from spurline.data.batch import TrainingBatch
 from spurline.data.dealing import deal
 from spurline.data.token_store import describe
 from spurline.data.tokenizer import template_notes
-from spurline.errors import ConfigError, Problem, UserError
+from spurline.errors import ConfigError, Problem, RunDirectoryError, UserError
 from spurline.model.architecture import load_model_config
 from spurline.model.loading import check_weights_fit
 from spurline.model.memory import count_parameters, describe_count
@@ -117,9 +117,11 @@ def make_plan(
             _attempt(plan, lambda: check_watched(loaded.config, lambda: metrics_of(data.evaluations)))
     # Last: a config alone, whose weights are yet to be fetched, tells everything above.
     _attempt(plan, lambda: _check_weights(loaded.config.model))
-    here = [*([warning] if warning else []), *_run_dir_notes(loaded.config)]
-    if here:
-        plan.sections["on this machine"] = here
+    if device_bytes is None:
+        # A plan for devices of another size is one for another machine.
+        _attempt(plan, lambda: _check_run_dir(loaded.config))
+    if warning:
+        plan.sections["on this machine"] = [warning]
     plan.sections["plugins"] = _plugins(loaded)
     plan.problems = [
         problem.in_file(loaded.origin) if isinstance(problem, ConfigError) else problem for problem in plan.problems
@@ -148,12 +150,13 @@ def _model(loaded: LoadedConfig) -> _Model:
     return _Model(count_parameters(model), context, getattr(config.get_text_config(), "vocab_size", None))
 
 
-def _run_dir_notes(config: RunConfig) -> list[str]:
-    """No problem of the plan: the run may be for another machine."""
+def _check_run_dir(config: RunConfig) -> None:
+    """Raise RunDirectoryError where the start of a run here would fail."""
     obstacle = RunDirectory(config.run_dir).obstacle()
-    if obstacle is None:
-        return []
-    return [f"run_dir {config.run_dir} cannot be written: {obstacle}. To train here set another"]
+    if obstacle is not None:
+        raise RunDirectoryError(
+            f"run_dir {config.run_dir} cannot be written: {obstacle}. Choose another with --set run_dir=PATH."
+        )
 
 
 def _check_weights(model: ModelConfig) -> None:
