@@ -31,7 +31,7 @@ from spurline.plugins.registry import CORE, group_by_kind
 from spurline.progress import Progress, silent
 from spurline.protocols.loss import Loss
 from spurline.ranks.messages import check_losses
-from spurline.run.build import DataComponents, build_data, build_trackers
+from spurline.run.build import DataComponents, build_data, build_trackers, interval_notes
 from spurline.run.checkpoints.best import check_watched
 from spurline.run.directory import RunDirectory
 from spurline.run.evaluations.evaluation import metrics_of
@@ -98,7 +98,11 @@ def make_plan(
         if data is not None:
             plan.sections["data"] = _data(data, row_limit)
             plan.sections["objective"] = _objective(loaded, data)
-            plan.sections["steps"] = [*_steps(loaded, data), *loaded.config.schedule.notes(data.total_updates())]
+            plan.sections["steps"] = [
+                *_steps(loaded, data),
+                *loaded.config.schedule.notes(data.total_updates()),
+                *interval_notes(loaded.config, data),
+            ]
             if model is not None:
                 notes = _attempt(plan, lambda: check_lengths(loaded, data.source, data.evaluations))
                 plan.sections["data"] += [
