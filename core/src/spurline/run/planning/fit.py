@@ -63,7 +63,7 @@ def memory_lines(run: RunConfig, load: Load, device_bytes: int | None) -> list[s
     total = f"total: {peak / 2**20:,.0f} MiB"
     # Less than the parts of an update add up to, some of which come while others go.
     if spared := -sum(size for size in parts.values() if size < 0) >> 20:
-        total += f" at once, {spared:,} less than the sum of all"
+        total += f" at once, {spared:,} MiB less than the sum of the parts"
     if generation:
         total += ", as an update and generating take turns"
     if not load.tokens:
