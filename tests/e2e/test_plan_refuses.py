@@ -43,7 +43,7 @@ def refusals(config: Config) -> tuple[list[str], str]:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"backend.lora": {"target_modules": ["nope"]}}, "backend.lora.target_modules: Target modules"),
+        ({"backend.lora": {"target_modules": ["nope"]}}, "backend.lora.target_modules.0 is 'nope', and no module"),
         ({"backend.lora": {"target_modules": ["embed_tokens"], "dora": True}}, "trains the lengths of linear layers"),
         ({"model.freeze": ["*"]}, "model.freeze leaves nothing to train"),
         ({"optimizer.groups": NOWHERE}, "no trained parameter has such a name"),
@@ -171,12 +171,14 @@ def test_a_reward_that_an_order_goes_by_must_be_one_of_the_environment(rl_config
         load_config(config)
 
 
-def test_a_run_dir_that_cannot_be_written_is_said_of_this_machine_alone(base_config: Config, tmp_path: Path) -> None:
+def test_a_run_dir_that_cannot_be_written_is_a_problem_of_a_plan_for_this_machine(
+    base_config: Config, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("no folder", encoding="utf-8")
-    plan = make_plan(load_config(base_config | {"run_dir": str(tmp_path / "file" / "run")}))
-    assert plan.problems == []
-    [line] = plan.sections["on this machine"]
-    assert f"{tmp_path}/file is no folder. To train here set another" in line
+    loaded = load_config(base_config | {"run_dir": str(tmp_path / "file" / "run")})
+    (problem,) = make_plan(loaded).problems
+    assert f"{tmp_path}/file is no folder. Choose another with --set run_dir=PATH" in str(problem)
+    assert make_plan(loaded, device_bytes=2**40).problems == []
 
 
 def test_metrics_that_only_an_evaluation_tells_are_not_refused_before(base_config: Config) -> None:
@@ -191,7 +193,7 @@ def test_metrics_that_only_an_evaluation_tells_are_not_refused_before(base_confi
 
 def test_a_model_that_cannot_be_trained_is_refused_before_its_data_is_read(base_config: Config) -> None:
     said: list[str] = []
-    with pytest.raises(UserError, match="Target modules"):
+    with pytest.raises(UserError, match="is 'nope', and no module"):
         Run(
             load_config(changed(base_config, {"backend.lora": {"target_modules": ["nope"]}})), progress=said.append
         ).train()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from backend_batches import lay_out, local_backend, make_samples, run_config, write_model_folder
+from expert_models import write_expert_model
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -18,6 +19,7 @@ from spurline.losses.cross_entropy import CrossEntropy
 from spurline.model.configs import LoraConfig
 from spurline.model.memory import NOT_AT_ONCE, model_shapes, token_activations
 from spurline.protocols.loss import Objective
+from spurline.run.planning.fit import Load, memory_lines
 
 OBJECTIVE = Objective(CrossEntropy(CrossEntropyConfig()), 100.0)
 LAYERS = 5
@@ -63,6 +65,28 @@ def test_shapes_that_depend_on_values_are_counted_by_rule_of_thumb(tmp_path: Pat
     config = AutoConfig.for_model("mamba", hidden_size=32, num_hidden_layers=2, vocab_size=300, state_size=4)
     config.save_pretrained(tmp_path)
     assert token_activations(ModelConfig(path=str(tmp_path), init="random"), None, "fp32").kept(checkpointing=False) > 0
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_stored_experts_are_counted_in_any_dtype_and_in_silence(
+    tmp_path: Path, precision: Literal["fp32", "bf16"], capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = ModelConfig(path=str(write_expert_model(tmp_path)), init="random")
+    said = token_activations(model, None, precision).kept(checkpointing=False)
+    backend = local_backend(tmp_path, run={"model": model}, probe=False, precision=precision)
+    vocabulary = backend._model.causal.config.vocab_size
+    grown = (kept_bytes(backend, 320) - kept_bytes(backend, 64)) / 256
+    assert said + 4 * vocabulary == pytest.approx(grown, rel=0.05)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_plan_prints_no_negative_part(tmp_path: Path) -> None:
+    run = run_config(write_model_folder(tmp_path, num_hidden_layers=2, vocab_size=20_000, hidden_size=256))
+    config = LocalBackendConfig()
+    assert config.estimate_memory(run, 4096, 4096)[NOT_AT_ONCE] < -(2**20)
+    *_, total, _ = lines = memory_lines(run.model_copy(update={"backend": config}), Load(4096, 4096), 80 << 30)
+    assert not any("-" in line for line in lines)
+    assert "less than the sum" in total
 
 
 def test_a_model_whose_files_have_changed_is_looked_at_again(tmp_path: Path) -> None:

@@ -8,15 +8,17 @@ from typing import Any
 import pytest
 import torch
 from backend_batches import lay_out, local_backend, make_samples, run_config
+from expert_models import write_expert_model
 from model_families import FAMILIES, tiny_model
 
 from spurline.backends.local.configs import LocalBackendConfig
 from spurline.config.run_config import ModelConfig
-from spurline.errors import ModelError
+from spurline.errors import ConfigError, ModelError
 from spurline.losses.configs import CrossEntropyConfig
 from spurline.losses.cross_entropy import CrossEntropy
 from spurline.model.adapters.lora import adapted_layers
 from spurline.model.configs import LoraConfig
+from spurline.model.trainable import check_trainable
 from spurline.protocols.loss import Objective
 
 OBJECTIVE = Objective(CrossEntropy(CrossEntropyConfig()), 9.0)
@@ -52,7 +54,7 @@ def test_what_cannot_carry_an_adapter_is_left_out_and_named(
     merged = dict(backend.named_weights())
     assert merged.keys() == {name for name, _ in local_backend(tmp_path, run=run).named_weights()}
     config = LocalBackendConfig(lora=lora)
-    (note,) = config.notes(run_config(tmp_path, **run))
+    _, note = config.notes(run_config(tmp_path, **run))
     assert f"all-linear leaves out {', '.join(left_out)} (" in note
     parts = config.estimate_memory(run_config(tmp_path, **run), 100, 100)
     assert parts["gradients"] == sum(value.nbytes for value in backend._policy.parameters.values())
@@ -67,8 +69,36 @@ def test_a_module_that_cannot_carry_an_adapter_is_refused_by_name(model_type: st
         local_backend(tmp_path, lora=LoraConfig(target_modules=(name,)), run=run)
 
 
-def test_nothing_is_said_of_a_model_whose_linear_layers_all_can(tmp_path: Path) -> None:
-    config = LocalBackendConfig(lora=LoraConfig())
-    assert not config.notes(run_config(tmp_path, **model_of("llama", tmp_path)))
-    named = LocalBackendConfig(lora=LoraConfig(target_modules=("q_proj",)))
-    assert not named.notes(run_config(tmp_path, **model_of("mamba", tmp_path)))
+@pytest.mark.parametrize(
+    ("lora", "said"),
+    [
+        ({"target_modules": ["q_proj", "v_proj"], "rank": 8}, "LoRA rank 8 on 2 x q_proj, 2 x v_proj: 2 K trained "),
+        ({"dora": True}, "2 x down_proj"),
+    ],
+)
+def test_notes_count_the_adapted_modules_by_name(tmp_path: Path, lora: dict[str, Any], said: str) -> None:
+    config = LocalBackendConfig(lora=LoraConfig.model_validate(lora))
+    (note,) = config.notes(run_config(tmp_path, **model_of("llama", tmp_path)))
+    assert said in note
+    assert note.startswith("DoRA rank 16" if config.lora and config.lora.dora else "LoRA rank 8")
+
+
+def test_notes_name_the_tensors_of_stored_experts(tmp_path: Path) -> None:
+    """A name that PEFT turns into that of a stored tensor counts as one that matches."""
+    write_expert_model(tmp_path)
+    config = LocalBackendConfig(lora=LoraConfig(target_modules=("q_proj", "down_proj")))
+    (note,) = config.notes(run_config(tmp_path))
+    assert "2 x q_proj" in note
+    assert "2 x down_proj" in note
+
+
+@pytest.mark.parametrize("targets", [("q_proj", "vproj"), ("vproj", "q_proj"), ("vproj",)])
+def test_every_target_must_name_a_module(tmp_path: Path, targets: tuple[str, ...]) -> None:
+    run = run_config(tmp_path, **model_of("llama", tmp_path))
+    with pytest.raises(
+        ConfigError, match=rf"target_modules\.{targets.index('vproj')} is 'vproj'.*Did you mean 'v_proj'"
+    ):
+        LocalBackendConfig(lora=LoraConfig(target_modules=targets)).notes(run)
+    run = run.model_copy(update={"backend": LocalBackendConfig(lora=LoraConfig(target_modules=targets))})
+    with pytest.raises(ConfigError, match="is 'vproj'"):
+        check_trainable(run)

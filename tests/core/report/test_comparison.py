@@ -51,6 +51,40 @@ def test_curves_of_the_runs_lie_over_each_other_in_a_colour_for_each(runs: list[
     assert max(max(trace["x"]) for trace in drawn["loss"]["data"]) == 20
 
 
+@pytest.mark.parametrize(
+    ("key", "values", "unlike"),
+    [
+        ("data", [{"max_length": 64}, {"max_length": 128}], ["eval/loss", "eval/hard/exact_match"]),
+        ("data", [{"eval": [{"path": "a"}]}, {"eval": [{"path": "b"}]}], ["eval/loss"]),
+        ("evaluations", [{"hard": {"max_samples": 4}}, {"hard": {"max_samples": 8}}], ["eval/hard/exact_match"]),
+        ("evaluations", [{"hard": {"every_steps": 4}}, {"hard": {"every_steps": 8}}], []),
+        ("evaluation", [{"generate": {"max_new_tokens": 4}}, {"generate": None}], []),
+    ],
+)
+def test_no_run_is_the_best_where_evaluations_measured_otherwise(
+    runs: list[Path], tmp_path: Path, key: str, values: list[Any], unlike: list[str]
+) -> None:
+    for folder, value in zip(runs, values, strict=True):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {key: value}))
+    page = write_comparison(runs, tmp_path / "comparison.html")
+    table = rows_of(page)
+    for name in ("eval/loss", "eval/hard/exact_match"):
+        assert ("<strong>best" in table[name]) is (name not in unlike), name
+    said = words(page)
+    assert ("No best of all runs for" in said) is bool(unlike)
+    assert all(name in said.partition("No best of all runs for")[2].partition(" differs.")[0] for name in unlike)
+
+
+def rows_of(page: Path) -> dict[str, str]:
+    """The HTML of each metric's row of results."""
+    html = page.read_text(encoding="utf-8")
+    if body := re.search(r'id="body">(.*?)</script>', html):
+        html = unpacked(body[1])
+    results = html.partition("Results")[2].partition("</table>")[0]
+    return {row.partition("</td>")[0].rpartition(">")[2]: row for row in results.split("<tr>")}
+
+
 def test_what_was_measured_before_the_first_step_is_drawn_and_in_the_table(runs: list[Path], tmp_path: Path) -> None:
     page = write_comparison(runs, tmp_path / "comparison.html")
     assert [trace["x"][0] for trace in figures(page)["eval/loss"]["data"]] == [0, 0]

@@ -133,6 +133,11 @@ def test_a_terminal_shows_a_bar_with_loss_and_evaluations_above_it(width: int) -
         assert "grad 0.50" in last_bar
 
 
+def test_a_step_of_pairs_reads_accuracy_and_margin_beside_the_loss() -> None:
+    (line,) = plain_lines(range(1, 2), step_1={"dpo/accuracy": 0.625, "dpo/margin": -0.0315})
+    assert line.startswith("step 1/200  loss 2.000  accuracy 62%  margin -0.032  lr 3.0e-04")
+
+
 def rl_lines(*steps: dict[str, float], every_steps: int = 1000) -> list[str]:
     output = io.StringIO()
     tracker = ConsoleTracker(ConsoleTrackerConfig(every_steps=every_steps), Console(file=output))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from backend_batches import run_config, write_model_folder
 
 from spurline.model.memory import count_parameters, estimate_cache
+from spurline_async_rl.engines import configs
 from spurline_async_rl.engines.configs import ChildProcessEngineConfig, VllmEngineConfig
 
 
@@ -22,7 +24,16 @@ def test_a_child_process_holds_its_own_copy_and_cache(tmp_path: Path) -> None:
     assert ChildProcessEngineConfig().estimate_memory(run, 128, 1024) == {}, "it is not the trainer's memory"
 
 
-def test_vllm_takes_its_share_of_its_gpus(tmp_path: Path) -> None:
+def test_vllm_says_nothing_of_gpus_where_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_config(write_model_folder(tmp_path / "model"))
+    monkeypatch.setattr(configs, "num_gpus", lambda: 0)
+    [line] = VllmEngineConfig().describe(run, 128, 1024)
+    assert line.startswith("engine vllm: 1, without a GPU here, of 4 GiB of keys and values")
+    assert "%" not in line
+
+
+def test_vllm_takes_its_share_of_its_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(configs, "num_gpus", lambda: 8)
     run = run_config(write_model_folder(tmp_path / "model"))
     config = VllmEngineConfig(engines=2, tensor_parallel_size=4, gpu_memory_utilization=0.4, max_model_len=4096)
     [line] = config.describe(run, 128, 1024)

@@ -8,6 +8,7 @@ and frozen parts, except those whose shapes depend on values.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, PreTrainedModel
 
 from spurline.model.architecture import LOADING_ERRORS, decoder_layers, find_decoder
@@ -59,7 +61,7 @@ def count_activations(causal: PreTrainedModel, *, autocast: bool) -> TokenActiva
     bf16. None where shapes depend on values. Its attention is replaced.
     """
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with _told_by_results(), FakeTensorMode(allow_non_fake_inputs=True), _CountedExperts():
             # Buffers that are made with values, such as rotary frequencies, become fake as well.
             _make_fake(causal)
             causal.set_attn_implementation(_COUNTED_ATTENTION)
@@ -70,6 +72,18 @@ def count_activations(causal: PreTrainedModel, *, autocast: bool) -> TokenActiva
     more = _TOKENS[1] - _TOKENS[0]
     layers = tuple((large - small) // more for small, large in zip(few.layers, many.layers, strict=True))
     return TokenActivations(layers, (many.outside - few.outside) // more, (many.layer_input - few.layer_input) // more)
+
+
+@contextmanager
+def _told_by_results() -> Iterator[None]:
+    """A context in which torch does not print the traceback of what fails: it is answered with None."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = log.disabled
+    log.disabled = True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def _make_fake(causal: PreTrainedModel) -> None:
@@ -168,6 +182,24 @@ def _kind(layer: nn.Module) -> Hashable:
     """Equal for layers that keep equally much."""
     shapes = ((name, value.shape, value.requires_grad) for name, value in layer.named_parameters())
     return (type(layer), getattr(layer, "layer_type", None), getattr(layer, "attention_type", None), *shapes)
+
+
+class _CountedExperts(TorchFunctionMode):
+    """Products of experts in any dtype: fake tensors have those of bf16 alone, and devices more."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") == "_grouped_mm" and args[0].dtype != torch.bfloat16:
+            return _KeepsItsFactors.apply(*args[:2])
+        return func(*args, **(kwargs or {}))
+
+
+class _KeepsItsFactors(torch.autograd.Function):
+    """Rows [S, K] times the matrix of their group of [G, K, N]; keeps both."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, matrices: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, matrices)
+        return rows.new_empty(rows.shape[0], matrices.shape[-1])
 
 
 class _KeepsWhatKernelsKeep(torch.autograd.Function):

@@ -87,10 +87,8 @@ def adapter_page(model: ModelConfig, lora: LoraConfig) -> str:
 
 
 def adapter_notes(model: ModelConfig, lora: LoraConfig) -> list[str]:
-    """What `all-linear` leaves out of this model, in a sentence; nothing for a list of names. Raises ModelError."""
-    if lora.target_modules != "all-linear":
-        return []
-    return resolve("spurline.model.adapters.adapter_targets:notes", "the modules that can carry adapters")(model)
+    """Say which modules of this model get adapters, and what `all-linear` leaves out of it. Raises UserError."""
+    return resolve("spurline.model.adapters.lora:notes", "the modules that carry adapters")(model, lora)
 
 
 def no_peft() -> ConfigError:

@@ -42,6 +42,8 @@ def register_components(registry: ComponentRegistrar) -> None:
 def on_run_start(run: Run) -> None:
     """Called once before the first step, after a checkpoint (if any) was loaded.
 
+    Not called, nor is `on_run_end`, where a run has already finished: nothing is loaded then.
+
     run: the run with all components built; `run.state.step` is the last finished step (0 in a new run). This is the
         place for `run.keep_state`, which puts the state of a resumed run back at once.
     Errors: any exception ends the run before it trained.

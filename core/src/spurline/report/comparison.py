@@ -226,18 +226,54 @@ def _direction(runs: Sequence[ComparedRun], name: str) -> Callable[..., Any] | N
     return max if all(name in run.shares for run in runs if name in run.metrics) else None
 
 
+_OF_TEXTS = ("data.max_length", "data.too_long", "data.train_on", "model.tokenizer", "model.chat_template")
+"""Settings by which the same rows become other held-out tokens."""
+_OF_ANSWERS = ("evaluation.generate", "source.held_out")
+_OF_RHYTHM = ("every_steps", "at_start", "batch_size")
+"""Settings of an evaluation that change no value."""
+
+
+def _measured_otherwise(runs: Sequence[ComparedRun], name: str) -> list[str]:
+    """Settings that differ between the runs which recorded this evaluation metric, and change what it measures."""
+    recorded = [run for run in runs if name in run.metrics]
+    prefix = max(
+        (prefix for run in recorded for prefix in evaluations_of(run.record) if name.startswith(prefix)), key=len
+    )
+    keys = [*_OF_TEXTS, "data.eval", *(() if any(name in run.losses for run in recorded) else _OF_ANSWERS)]
+    if prefix != "eval/":
+        keys = [*_OF_TEXTS, f"evaluations.{prefix.removeprefix('eval/').rstrip('/')}"]
+    flat = [
+        {
+            key: value
+            for key, value in _flat(run.record.config).items()
+            if key.startswith(tuple(keys)) and key.rpartition(".")[2] not in _OF_RHYTHM
+        }
+        for run in recorded
+    ]
+    found = dict.fromkeys(key for settings in flat for key in settings)
+    return [key for key in found if len({settings.get(key, _NOTHING) for settings in flat}) > 1]
+
+
 def _results(runs: Sequence[ComparedRun], most: int) -> str:
     recorded = {name for run in runs for name in run.metrics}
     names = [name for name in _HEADLINES if name in recorded]
     names += sorted(name for name in recorded if name.startswith("eval/") and not name.endswith("/time"))
     rows: list[list[str]] = []
+    unlike: dict[str, list[str]] = {}
     for name in names[:most]:
         direction = _direction(runs, name)
         series = [run.series(name) for run in runs]
-        bests = [direction(values) for _, values in series if values] if direction else []
+        otherwise = ", ".join(_measured_otherwise(runs, name)) if name.startswith("eval/") else ""
+        if otherwise:
+            unlike.setdefault(otherwise, []).append(name)
+        bests = [direction(values) for _, values in series if values] if direction and not otherwise else []
         rows.append([text(name), *(_result(steps, values, direction, bests) for steps, values in series)])
     return block(
         caption("The last value of each metric, and the best one with its step; the best of all runs is bold."),
+        *(
+            caption(f"No best of all runs for {listing(names)}: they were measured otherwise, as {keys} differs.")
+            for keys, names in unlike.items()
+        ),
         _run_table(["Metric"], runs, rows),
         *_left_out(len(names) - len(rows), "metrics"),
         wide=True,

@@ -23,19 +23,22 @@ from spurline.errors import (
     RunFailedError,
     UserError,
 )
+from spurline.model.trainable import check_trainable
 from spurline.progress import Progress, silent
 from spurline.protocols.backend import Backend
 from spurline.protocols.prefetch import Prefetch
 from spurline.protocols.source import BatchSource
 from spurline.protocols.stateful import Stateful
-from spurline.protocols.tracker import RunInfo
+from spurline.protocols.tracker import RunInfo, Tracker
 from spurline.report.page import write_run_report
+from spurline.report.record import read_mapping
 from spurline.run import loop
-from spurline.run.build import build_components, build_update, summarize_run
+from spurline.run.build import build_components, build_data, build_trackers, build_update, summarize_run
 from spurline.run.checkpoints.best import BestSoFar
 from spurline.run.checkpoints.changes import ResumeRequest
+from spurline.run.checkpoints.checkpoint import Checkpoint
 from spurline.run.checkpoints.hook_state import HookStates
-from spurline.run.checkpoints.resume import Course, Resume, find_resume, restore
+from spurline.run.checkpoints.resume import Course, Resume, find_resume, rate_notes, restore, restore_best
 from spurline.run.checkpoints.saving import Saving
 from spurline.run.directory import RunDirectory, RunRecordFiles
 from spurline.run.endings.ending import Ending, RunResult, Status, go_on
@@ -124,7 +127,8 @@ class Run:
             self.directory.open()
             stack.callback(self.directory.close)
             try:
-                self._build(stack)
+                if not self._build(stack):
+                    return self._already_finished()
             except KeyboardInterrupt:
                 text = f"Interrupted before training began; nothing in {self.directory.path} is lost."
                 raise KeyboardInterrupt(f"{text} {go_on(self.loaded, self._request.options())}") from None
@@ -133,7 +137,7 @@ class Run:
             try:
                 self.hooks.on_run_start(run=self)
                 self._notes += self._hook_states.close()
-                self._start_trackers(stack)
+                self._start_trackers(stack, self._components.trackers, [*self._notes, *self._files.data_notes()])
                 # Engines may take minutes to start, and nothing is trained by then.
                 self._stop.cut_short(lambda: self._start_batches(stack))
                 if self._stop.signal is None:
@@ -154,20 +158,7 @@ class Run:
                 raise error from raised
             finally:
                 self._end(error)
-            report = write_run_report(self.loaded, self.directory) if self.config.report.enabled else None
-            return RunResult(
-                self._status(),
-                self.state.step,
-                self.state.metrics,
-                self.state.checkpoint,
-                report,
-                self._stop.signal,
-                self._stop_reason(),
-                self._ending.go_on(),
-                self._best.facts(),
-                self._ending.lasting_warnings(),
-                *self._exported(),
-            )
+            return self._result(self._ending.go_on(), self._ending.lasting_warnings())
 
     def keep_state(self, name: str, state: Stateful) -> None:
         """Save the state of a plugin in every checkpoint, under `hooks/PLUGIN/NAME`, and restore it on a resume.
@@ -229,14 +220,25 @@ class Run:
         """
         self._stop.reason = self._stop.reason or reason or "no reason was given"
 
-    def _build(self, stack: ExitStack) -> None:
+    def _build(self, stack: ExitStack) -> bool:
+        """Build the run up to its first step; False where its end has been reached, before weights and ranks load."""
         resume = self._resumed = find_resume(self.directory, self.loaded, self._request)
-        built = build_components(self.loaded, stack, self._progress, resume.done)
+        trackers = build_trackers(self.loaded)
+        # Before the data, which may take hours to tokenize.
+        check_trainable(self.config)
+        data = build_data(self.loaded, stack, progress=self._progress)
+        self.source = data.source
+        if resume.checkpoint is not None and self._has_ended(resume.checkpoint):
+            best = restore_best(resume.checkpoint, self.config, data.evaluations, self._best)
+            self.state = RunState(resume.checkpoint.step, resume.checkpoint.step, resume.checkpoint.path)
+            self._start_trackers(stack, trackers, [*resume.notes, *best])
+            return False
+        built = build_components(self.loaded, data, trackers, stack, self._progress, resume.done)
         components = self._components = replace(built, hook_states=self._hook_states)
         self.directory.check_present()
-        self.source, self.backend = components.data.source, components.backend
+        self.backend = components.backend
         self.tokenizer = components.data.context.tokenizer
-        self._notes = [*components.notes, *resume.notes]
+        self._notes = [*components.notes, *resume.notes, *rate_notes(resume, self.loaded, data)]
         if resume.checkpoint is not None:
             self._progress("restoring the checkpoint")
             self._notes += restore(resume.checkpoint, components, self.loaded, self._best, self._early_stop)
@@ -266,17 +268,54 @@ class Run:
             self._files,
             self._request.options(),
         )
+        return True
+
+    def _has_ended(self, checkpoint: Checkpoint) -> bool:
+        """Whether an earlier process made the last step, and left all that this one would."""
+        wanted, folders = self.config.checkpoint, self.directory
+        exported = {folders.exported_model: wanted.export_hf, folders.exported_adapter: wanted.export_adapter}
+        return (
+            checkpoint.step == self.source.total_steps
+            and self._request.choice == "auto"
+            and self._resumed.pending is None
+            and read_mapping(folders.summary).get("status") == "finished"
+            and all(path.exists() for path, is_wanted in exported.items() if is_wanted)
+        )
+
+    def _already_finished(self) -> RunResult:
+        """The result of a run that has no step left. Plugins are not told, as nothing begins."""
+        self._on_step.on_run_end()
+        found: list[Mapping[str, Any]] = read_mapping(self.directory.summary).get("warnings", [])
+        lasting = tuple(warning["words"] for warning in found if warning["lasts"])
+        return self._result(go_on(self.loaded, ()), lasting)
+
+    def _result(self, continuing: str, warnings: tuple[str, ...]) -> RunResult:
+        report = write_run_report(self.loaded, self.directory) if self.config.report.enabled else None
+        return RunResult(
+            self._status(),
+            self.state.step,
+            self.state.metrics,
+            self.state.checkpoint,
+            report,
+            self._stop.signal,
+            self._stop_reason(),
+            continuing,
+            self._best.facts(),
+            warnings,
+            *self._exported(),
+        )
 
     def _course(self, pending: Mapping[str, float] | None) -> Course:
         return Course(self._update.done, self._resumed.history, self._best, self._early_stop, pending)
 
-    def _start_trackers(self, stack: ExitStack) -> None:
+    def _start_trackers(self, stack: ExitStack, trackers: Mapping[str, Tracker], notes: Sequence[str]) -> None:
         # A step whose evaluation is still to come gets its line when that is done.
         kept = self.state.step - (1 if self._resumed.pending is not None else 0)
-        notes = (*self._notes, *self._files.data_notes())
         continues = self._resumed.checkpoint is not None
-        info = RunInfo(self.directory.path, kept, self.source.total_steps, self.loaded.resolved(), notes, continues)
-        for tracker in self._components.trackers.values():
+        info = RunInfo(
+            self.directory.path, kept, self.source.total_steps, self.loaded.resolved(), tuple(notes), continues
+        )
+        for tracker in trackers.values():
             tracker.start(info)
             stack.callback(tracker.close)
 

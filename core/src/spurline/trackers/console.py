@@ -1,8 +1,8 @@
 """Progress of a run on the terminal: a live bar, or plain lines when the output is a file or a pipe.
 
 Reads the metrics it is given, and after a resume those before it; writes to stdout. Always on, next to the JSONL
-tracker. Steps of reinforcement learning show their reward where others show the loss, which tells nothing there. What
-is off is said in words.
+tracker. Steps of reinforcement learning show their reward where others show the loss, which tells nothing there; of
+preference pairs also how often and how far the chosen answer is ahead. What is off is said in words.
 """
 
 from __future__ import annotations
@@ -204,20 +204,26 @@ class _WhileItCanBeWritten:
 
 
 def _progress_fields(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-    """What tells whether the model gets better: the reward where there is one, else the loss."""
+    """What tells whether the model gets better: the reward where there is one, else the loss, with what it
+    comes to for pairs."""
     if "reward/mean" in metrics:
         fields = [("reward", f"reward {metrics['reward/mean']:.3f}")]
         equal = metrics.get("groups/zero_variance", 0.0)
         # In updates of the model; where generation goes on beside training.
         age = [("age", f"age {metrics['staleness/mean']:.1f}")] if "staleness/mean" in metrics else []
         return [*fields, *age, *([("equal", f"equal groups {equal:.0%}")] if equal > 0 else [])]
-    return [("loss", f"loss {metrics['loss']:.3f}")] if "loss" in metrics else []
+    fields = [("loss", f"loss {metrics['loss']:.3f}")] if "loss" in metrics else []
+    if "dpo/accuracy" in metrics:
+        fields.append(("accuracy", f"accuracy {metrics['dpo/accuracy']:.0%}"))
+    if "dpo/margin" in metrics:
+        fields.append(("margin", f"margin {metrics['dpo/margin']:.3f}"))
+    return fields
 
 
 def _drop_until_fit(fields: list[tuple[str, str]], width: int) -> list[str]:
     """Field texts, less the least important ones until they fit into `width` columns."""
     texts = dict(fields)
-    for dropped in ("grad_norm", "lr", "equal", "age", "tokens", "eta"):
+    for dropped in ("grad_norm", "lr", "equal", "age", "tokens", "margin", "eta", "accuracy"):
         if len(_SEPARATOR.join(texts.values())) <= width:
             break
         texts.pop(dropped, None)

@@ -26,7 +26,7 @@ UNKNOWN_AGE = -1
 """`max_age` of attempts whose versions are not told."""
 
 _PREVIEW = 200
-"""Characters of a response that a list shows."""
+"""Characters of a prompt and of a response that a list shows."""
 _MOST_GIVEN_UP = 200
 """Prompts given up that an answer holds."""
 _OPENED_STEPS = 4
@@ -252,6 +252,7 @@ class _StepColumns:
                     "finish": attempt.finish_reason,
                     "max_age": None if ages[place] == UNKNOWN_AGE else int(ages[place]),
                     "max_gap": float(gaps[place]),
+                    "prompt": attempt.turns[0].prompt_text[:_PREVIEW] if attempt.turns else "",
                     "preview": (responses[-1] if responses else "")[:_PREVIEW],
                 }
             )

@@ -7,9 +7,6 @@ from collections.abc import Mapping
 from torch import nn
 from transformers import PreTrainedModel
 
-from spurline.config.run_config import ModelConfig
-from spurline.errors import listing
-from spurline.model.architecture import build_without_memory, load_model_config
 from spurline.model.configs import LoraConfig
 from spurline.model.holding.quantized_weights import QuantizedLinear
 
@@ -42,15 +39,3 @@ def is_target(name: str, lora: LoraConfig) -> bool:
     """Whether a module of this name is to get an adapter, if it can carry one. The output layer is not asked about."""
     targets = lora.target_modules
     return targets == "all-linear" or any(name == target or name.endswith(f".{target}") for target in targets)
-
-
-def notes(model: ModelConfig) -> list[str]:
-    """What `all-linear` leaves out of this model, in a sentence, if there is anything. Raises ModelError."""
-    reasons: dict[str, set[str]] = {}
-    for name, reason in unadaptable(build_without_memory(load_model_config(model), model)).items():
-        reasons.setdefault(reason, set()).add(name.rpartition(".")[2])
-    return [f"lora.target_modules: all-linear leaves out {_named(reasons)}."] if reasons else []
-
-
-def _named(reasons: Mapping[str, set[str]]) -> str:
-    return "; ".join(f"{listing(names)} ({reason})" for reason, names in reasons.items())

@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -20,10 +21,12 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from spurline.config.run_config import ModelConfig
-from spurline.errors import ModelError, listing
+from spurline.errors import ConfigError, ModelError, listing, suggestion
 from spurline.importing import quiet_bitsandbytes
 from spurline.model.adapters.adapter_targets import is_target, unadaptable
+from spurline.model.architecture import build_without_memory, load_model_config
 from spurline.model.configs import LoraConfig, no_peft
+from spurline.model.memory import describe_count
 
 quiet_bitsandbytes()
 try:
@@ -60,6 +63,7 @@ def add_adapters(causal: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
     dtype = torch.float32
     for parameter in causal.parameters():
         dtype = torch.promote_types(dtype, parameter.dtype)
+    names = [name for name, _ in causal.named_modules()]
     linear = {name.rpartition(".")[2] for name, module in causal.named_modules() if isinstance(module, nn.Linear)}
     try:
         with warnings.catch_warnings():
@@ -69,6 +73,7 @@ def add_adapters(causal: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
             # Otherwise PEFT draws values on the host first, of which there may be gigabytes.
             peft.get_peft_model(causal, settings, low_cpu_mem_usage=causal.device.type == "meta")
     except ValueError as error:
+        _refuse_unmatched(settings, lora, names, linear)
         # PEFT puts adapters on experts that are stored as one tensor too, but not of this kind.
         advice = (
             " backend.lora.dora is for linear layers alone: set it to false, or let target_modules name some."
@@ -76,6 +81,7 @@ def add_adapters(causal: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
             else ""
         )
         raise ModelError(f"backend.lora.target_modules: {error}{advice}\nLinear modules: {listing(linear)}.") from error
+    _refuse_unmatched(settings, lora, names, linear)
     _refuse_adapted_tied_weights(causal)
     if lora.dora:
         _refuse_lengths_of_others(causal)
@@ -205,6 +211,46 @@ def adapters_off(causal: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.enable_adapters(True)
+
+
+def notes(model: ModelConfig, lora: LoraConfig) -> list[str]:
+    """Say which modules of this model get adapters, and what `all-linear` leaves out of it. Raises UserError."""
+    causal = build_without_memory(load_model_config(model), model)
+    total = sum(parameter.numel() for parameter in causal.parameters())
+    reasons: dict[str, set[str]] = {}
+    for name, reason in unadaptable(causal).items():
+        reasons.setdefault(reason, set()).add(name.rpartition(".")[2])
+    add_adapters(causal, lora, 0)
+    adapted = Counter(
+        # Experts that are stored as one tensor are adapted by the name of that.
+        str(getattr(layer, "parameter_name", name.rpartition(".")[2]))
+        for name, layer in adapted_layers(causal)
+    )
+    trained = sum(parameter.numel() for parameter in causal.parameters() if parameter.requires_grad)
+    said = [
+        f"{'DoRA' if lora.dora else 'LoRA'} rank {lora.rank} on "
+        + ", ".join(f"{count} x {name}" for name, count in adapted.items())
+        + f": {describe_count(trained)} trained beside {describe_count(total)} frozen parameters"
+    ]
+    if reasons and lora.target_modules == "all-linear":
+        left_out = "; ".join(f"{listing(names)} ({reason})" for reason, names in reasons.items())
+        said.append(f"lora.target_modules: all-linear leaves out {left_out}.")
+    return said
+
+
+def _refuse_unmatched(settings: peft.LoraConfig, lora: LoraConfig, names: list[str], linear: set[str]) -> None:
+    """Raise ConfigError for an entry of `target_modules` that names no module: PEFT asks for one match of all.
+
+    settings: as PEFT leaves them, without the entries that it has turned into names of parameters.
+    """
+    for number, target in enumerate(() if lora.target_modules == "all-linear" else lora.target_modules):
+        is_turned = settings.target_parameters and target not in (settings.target_modules or ())
+        if not is_turned and not any(name == target or name.endswith(f".{target}") for name in names):
+            raise ConfigError.at(
+                f"backend.lora.target_modules.{number}",
+                f"is {target!r}, and no module of the model has such a name.{suggestion(target, linear)} "
+                f"Linear modules: {listing(linear)}.",
+            )
 
 
 def _refuse_named(left_out: Mapping[str, str], lora: LoraConfig) -> None:

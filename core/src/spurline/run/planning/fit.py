@@ -55,10 +55,15 @@ def memory_lines(run: RunConfig, load: Load, device_bytes: int | None) -> list[s
     if not parts:
         return []
     # Without a batch, what grows with its tokens comes out as 0.
-    lines = [f"{name}: {size / 2**20:,.0f} MiB" for name, size in parts.items() if size or load.tokens]
+    lines = [
+        f"{name}: {size / 2**20:,.0f} MiB" for name, size in parts.items() if size > 0 or (load.tokens and not size)
+    ]
     lines += [f"{name}, while generating: {size / 2**20:,.0f} MiB" for name, size in generation.items()]
     peak = peak_memory(parts, generation, run.backend.update_parts)
     total = f"total: {peak / 2**20:,.0f} MiB"
+    # Less than the parts of an update add up to, some of which come while others go.
+    if spared := -sum(size for size in parts.values() if size < 0) >> 20:
+        total += f" at once, {spared:,} MiB less than the sum of the parts"
     if generation:
         total += ", as an update and generating take turns"
     if not load.tokens:

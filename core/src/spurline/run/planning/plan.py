@@ -19,7 +19,7 @@ from spurline.data.batch import TrainingBatch
 from spurline.data.dealing import deal
 from spurline.data.token_store import describe
 from spurline.data.tokenizer import template_notes
-from spurline.errors import ConfigError, Problem, UserError
+from spurline.errors import ConfigError, Problem, RunDirectoryError, UserError
 from spurline.model.architecture import load_model_config
 from spurline.model.loading import check_weights_fit
 from spurline.model.memory import count_parameters, describe_count
@@ -31,7 +31,7 @@ from spurline.plugins.registry import CORE, group_by_kind
 from spurline.progress import Progress, silent
 from spurline.protocols.loss import Loss
 from spurline.ranks.messages import check_losses
-from spurline.run.build import DataComponents, build_data, build_trackers
+from spurline.run.build import DataComponents, build_data, build_trackers, interval_notes
 from spurline.run.checkpoints.best import check_watched
 from spurline.run.directory import RunDirectory
 from spurline.run.evaluations.evaluation import metrics_of
@@ -98,7 +98,11 @@ def make_plan(
         if data is not None:
             plan.sections["data"] = _data(data, row_limit)
             plan.sections["objective"] = _objective(loaded, data)
-            plan.sections["steps"] = [*_steps(loaded, data), *loaded.config.schedule.notes(data.total_updates())]
+            plan.sections["steps"] = [
+                *_steps(loaded, data),
+                *loaded.config.schedule.notes(data.total_updates()),
+                *interval_notes(loaded.config, data),
+            ]
             if model is not None:
                 notes = _attempt(plan, lambda: check_lengths(loaded, data.source, data.evaluations))
                 plan.sections["data"] += [
@@ -117,9 +121,11 @@ def make_plan(
             _attempt(plan, lambda: check_watched(loaded.config, lambda: metrics_of(data.evaluations)))
     # Last: a config alone, whose weights are yet to be fetched, tells everything above.
     _attempt(plan, lambda: _check_weights(loaded.config.model))
-    here = [*([warning] if warning else []), *_run_dir_notes(loaded.config)]
-    if here:
-        plan.sections["on this machine"] = here
+    if device_bytes is None:
+        # A plan for devices of another size is one for another machine.
+        _attempt(plan, lambda: _check_run_dir(loaded.config))
+    if warning:
+        plan.sections["on this machine"] = [warning]
     plan.sections["plugins"] = _plugins(loaded)
     plan.problems = [
         problem.in_file(loaded.origin) if isinstance(problem, ConfigError) else problem for problem in plan.problems
@@ -148,12 +154,13 @@ def _model(loaded: LoadedConfig) -> _Model:
     return _Model(count_parameters(model), context, getattr(config.get_text_config(), "vocab_size", None))
 
 
-def _run_dir_notes(config: RunConfig) -> list[str]:
-    """No problem of the plan: the run may be for another machine."""
+def _check_run_dir(config: RunConfig) -> None:
+    """Raise RunDirectoryError where the start of a run here would fail."""
     obstacle = RunDirectory(config.run_dir).obstacle()
-    if obstacle is None:
-        return []
-    return [f"run_dir {config.run_dir} cannot be written: {obstacle}. To train here set another"]
+    if obstacle is not None:
+        raise RunDirectoryError(
+            f"run_dir {config.run_dir} cannot be written: {obstacle}. Choose another with --set run_dir=PATH."
+        )
 
 
 def _check_weights(model: ModelConfig) -> None:

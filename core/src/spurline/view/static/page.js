@@ -310,7 +310,7 @@ function listRow(run, row, limit) {
   const isOld = limit !== null && limit !== undefined && row.max_age > limit;
   const cell = (name, value, attributes = {}) => make("td", { "data-name": name, ...attributes }, value);
   const link = make("a", { href: "#attempt?" + attemptQuery(run, row) }, row.preview.trim() || "(empty)");
-  return make("tr", {}, cell("step", short(row.step)), cell("", row.uid), cell("sample", short(row.sample)),
+  return make("tr", {}, cell("step", short(row.step)), cell("", row.prompt.trim() || row.uid, { title: row.uid }), cell("sample", short(row.sample)),
     cell("reward", short(row.reward)), cell("tokens", short(row.tokens)),
     cell("age", short(row.max_age), isOld ? { class: "marked", title: `over the limit of ${limit}` } : {}),
     cell("gap", short(row.max_gap)), make("td", {}, link));

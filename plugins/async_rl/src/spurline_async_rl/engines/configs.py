@@ -412,11 +412,13 @@ class VllmEngineConfig(PoolConfig):
             cache = f", {self.kv_cache_gb:g} GiB of keys and values each"
         share = f"{self.gpu_memory_utilization:.0%} of each of its GPUs (gpu_memory_utilization)"
         where = {"local": "", "ray": " on the Ray cluster", "colocated": " on the trainer's devices"}[self.placement]
-        return [
-            f"engine {self.name}{where}: {self.engines} of {self.tensor_parallel_size} GPU each, which takes "
-            f"{share}{cache}; "
-            f"up to {min(responses, self.max_num_seqs * self.engines):,} responses decoded together"
-        ]
+        takes = f"{self.engines} of {self.tensor_parallel_size} GPU each, which takes {share}{cache}"
+        if self.placement != "ray" and not num_gpus():
+            # Of a cluster only its machines know.
+            room = CPU_KV_CACHE_GB if self.kv_cache_gb is None else self.kv_cache_gb
+            takes = f"{self.engines}, without a GPU here, of {room:g} GiB of keys and values each (kv_cache_gb)"
+        decoded = min(responses, self.max_num_seqs * self.engines)
+        return [f"engine {self.name}{where}: {takes}; up to {decoded:,} responses decoded together"]
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if self.mode == "engine":
