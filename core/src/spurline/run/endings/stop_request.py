@@ -63,6 +63,16 @@ class StopRequest:
             os.write(2, f"{begin}{self._words()}; {again}.\n".encode())
 
 
+def let_the_process_end() -> None:
+    """From here on the first SIGINT or SIGTERM is without effect: all is done but what Python does when it ends.
+
+    For a program that owns its process. Caught, not ignored: `second_signal` counts what is caught, and ends a process
+    that hangs.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+
+
 def _is_ignored(number: signal.Signals) -> bool:
     return signal.getsignal(number) == signal.SIG_IGN
 
