@@ -53,7 +53,7 @@ class StopRequest:
             self.signal = self.signal or signal.SIGHUP
             return
         if self.signal is not None:
-            raise KeyboardInterrupt(f"second {signal.Signals(number).name}")
+            raise KeyboardInterrupt(f"Interrupted by a second signal, {signal.Signals(number).name}.")
         self.signal = signal.Signals(number)
         again = "press Ctrl-C again to stop now" if number == signal.SIGINT else "a second signal stops it now"
         # On a terminal `^C` stands on the line. Not through sys.stderr, in whose own work this may have come.
