@@ -139,6 +139,17 @@ def test_one_while_the_run_is_built_leaves_everything_as_it_was(
     assert [path.name for path in Path(base_config["run_dir"]).iterdir()] == ["run.lock"]
 
 
+def test_one_while_what_was_started_ends_leaves_a_finished_run_finished(
+    base_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from spurline.backends.local.backend import LocalBackend
+
+    monkeypatch.setattr(LocalBackend, "close", lambda _: signal.raise_signal(signal.SIGINT))
+    result = Run(load_config(base_config)).train()
+    assert (result.status, result.signal) == ("finished", None)
+    assert "Ending what the run has started; press Ctrl-C again" in capfd.readouterr().err
+
+
 def test_the_end_says_how_to_go_on(
     spurline: Spurline, write_config: WriteConfig, base_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,6 +183,30 @@ def test_the_words_of_an_interruption_reach_the_terminal(
     assert code == 130
     assert err.endswith(f"is lost. Go on with: spurline train {path} --resume never\n")
     assert not err.startswith("Error")
+
+
+def test_one_after_the_last_step_has_stopped_nothing(
+    spurline: Spurline, write_config: WriteConfig, base_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Run, "_export_if_finished", lambda _: signal.raise_signal(signal.SIGINT))
+    code, out, _ = spurline("train", write_config(base_config))
+    assert (code, "Finished at step 6." in out) == (0, True)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])
+def test_one_after_the_summary_changes_neither_what_is_printed_nor_the_exit_code(
+    write_config: WriteConfig, base_config: dict[str, Any], number: str
+) -> None:
+    program = (
+        f"import atexit, signal; atexit.register(signal.raise_signal, signal.{number}); "
+        "from spurline.cli import main; main()"
+    )
+    command = [sys.executable, "-c", program, "train", str(write_config(base_config))]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (ended.returncode, "Finished at step 6." in ended.stdout) == (0, True)
+    assert "Interrupted" not in ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 @pytest.mark.processes

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from spurline import progress
 from spurline.cli import main
 
 WriteConfig = Callable[[dict[str, Any]], Path]
@@ -48,6 +50,33 @@ def test_a_start_says_what_takes_time(
         "loading weights",
     ]
     assert done[5] == "41 K parameters, on cpu"
+
+
+def test_what_takes_long_to_start_is_said_again_until_it_is_done(
+    base_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from spurline.backends.local.backend import LocalBackend
+    from spurline.config.loading import load_config
+    from spurline.run.run import Run
+
+    said: list[str] = []
+    again = threading.Event()
+    start = LocalBackend.__init__
+
+    def say(text: str) -> None:
+        said.append(text)
+        if text.startswith("still loading weights ("):
+            again.set()
+
+    def start_slowly(*arguments: Any, **named: Any) -> None:
+        assert again.wait(60)
+        start(*arguments, **named)
+
+    monkeypatch.setattr(progress, "REPEAT_S", 0.01)
+    monkeypatch.setattr(LocalBackend, "__init__", start_slowly)
+    Run(load_config(base_config), progress=say).train()
+    assert said.index("loading weights") < said.index("41 K parameters, on cpu")
+    assert not any(text.startswith("still") for text in said[said.index("41 K parameters, on cpu") :])
 
 
 def test_the_lines_can_be_switched_off(

@@ -1,15 +1,46 @@
 """What a start says while it works: one seam, handed down from whoever begins a run.
 
 A `Progress` takes a short text in the present tense, without an end mark: `tokenizing 1,200 rows`. It is called between
-pieces of work, on the thread that does them. From Python a run is silent unless it is given one.
+pieces of work, on the thread that does them, and by `waiting` beside it. From Python a run is silent unless it is given
+one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 Progress = Callable[[str], None]
+
+REPEAT_S = 15.0
+"""Seconds after which `waiting` says once more what it waits for."""
 
 
 def silent(text: str) -> None:
     """Say nothing."""
+
+
+@contextmanager
+def waiting(progress: Progress, text: str, limit: str = "") -> Iterator[None]:
+    """Say what begins, and every 15 s that it is not done yet, until the block ends.
+
+    For what computes in other processes, or in libraries that say nothing of their own.
+    limit: how long it may take, in words, for whoever waits already.
+    """
+    progress(text)
+    began, ended = time.monotonic(), threading.Event()
+
+    def repeat() -> None:
+        while not ended.wait(REPEAT_S):
+            facts = [f"{time.monotonic() - began:.0f} s", *([limit] if limit else [])]
+            progress(f"still {text} ({'; '.join(facts)})")
+
+    thread = threading.Thread(target=repeat, name="spurline-waiting", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import os
 import sys
 from dataclasses import replace
@@ -25,16 +26,20 @@ from spurline.testing.inputs import tiny_tokenizer, write_tiny_moe_model
 from spurline.testing.rollout_engine_contract import request
 from spurline_async_rl.engines.commands import BeginAdapterUpdate, BeginUpdate, from_plain
 from spurline_async_rl.engines.configs import VllmEngineConfig
+from spurline_async_rl.engines.member import EngineDiedError
 from spurline_async_rl.engines.progress import Progress
 from spurline_async_rl.engines.vllm import launch, requirements
 from spurline_async_rl.engines.vllm.adapters import EngineAdapter
 from spurline_async_rl.engines.vllm.async_engine import AsyncEngine
 from spurline_async_rl.engines.vllm.launch import (
     EngineSpec,
+    EngineStart,
     check_complete,
     engine_arguments,
     engine_environment,
     engine_spec,
+    held_back,
+    writing_to,
 )
 from spurline_async_rl.engines.vllm.member import Delta, VllmResponse, worker_call
 from spurline_async_rl.engines.vllm.worker_extension import WorkerExtension
@@ -151,6 +156,46 @@ def test_the_environment_is_as_before_when_an_engine_has_been_started(monkeypatc
         assert os.environ[launch.OWNER] == str(os.getpid())
         assert "VLLM_CPU_KVCACHE_SPACE" not in os.environ
     assert dict(os.environ) == before
+
+
+@pytest.mark.processes
+def test_what_processes_of_an_engine_write_goes_to_its_log_and_nothing_else_does(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "engines" / "engine-0.log"
+    with writing_to(log):
+        engine = multiprocessing.get_context("spawn").Process(target=os.write, args=(2, b"noise"))
+        engine.start()
+        os.write(2, b"ours")
+        engine.join(60)
+    assert (capfd.readouterr().err, log.read_text()) == ("ours", "noise")
+
+
+def test_an_engine_that_does_not_start_shows_the_end_of_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "engine-0.log"
+
+    def fail(_: object) -> None:
+        log.write_text("noise\nValueError: no memory for the cache\n")
+        raise RuntimeError("See root cause above.")
+
+    platform = SimpleNamespace(is_cpu=lambda: True)
+    for name, module in {
+        "vllm": SimpleNamespace(AsyncEngineArgs=dict),
+        "vllm.platforms": SimpleNamespace(current_platform=platform),
+        "vllm.v1.engine.async_llm": SimpleNamespace(AsyncLLM=SimpleNamespace(from_engine_args=fail)),
+    }.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    with pytest.raises(EngineDiedError, match=r"(?s)See root cause above.*engine-0\.log.*no memory for the cache"):
+        EngineStart(replace(spec(), log=log)).run()
+
+
+def test_a_level_of_logging_that_somebody_sets_shows_what_engines_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
+    assert held_back()
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
+    assert not held_back()
 
 
 @pytest.mark.parametrize(
@@ -359,7 +404,9 @@ def test_an_engine_that_is_closed_ends_its_requests_and_does_not_say_that_it_die
         async def nothing() -> None:
             await asyncio.sleep(0)
 
-        def shutdown() -> None:
+        def shutdown(timeout: float) -> None:
+            # Its own limit kills processes that are about to free what they share.
+            assert timeout == engine._spec.config.close_timeout_s
             # As vLLM's does: whoever waits for outputs learns on the loop's thread that the processes are gone, while
             # this one goes on, and is cancelled by nobody yet.
             loop.call_soon_threadsafe(outputs.put_nowait, RuntimeError("the processes are gone"))

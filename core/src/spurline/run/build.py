@@ -13,7 +13,7 @@ from spurline.config.run_config import RunConfig
 from spurline.config.section import sections_within
 from spurline.data.tokenizer import load_tokenizer, template_notes
 from spurline.model.memory import describe_count
-from spurline.progress import Progress, silent
+from spurline.progress import Progress, silent, waiting
 from spurline.protocols.backend import Backend, Role
 from spurline.protocols.evaluation import EvaluationContext
 from spurline.protocols.loss import Loss
@@ -115,8 +115,11 @@ def build_components(
     check_watched(loaded.config, lambda: metrics_of(data.evaluations))
     # Before anything loads: what ranks would take of the cluster, engines would miss minutes later.
     stack.enter_context(room_on_cluster(loaded.config))
-    progress("drawing weights" if loaded.config.model.init == "random" else "loading weights")
-    backend = build_backend(loaded, stack, data.total_updates(done))
+    ranks = loaded.config.backend.rank_request()
+    starting = "" if ranks is None else f"starting {ranks.count} ranks and "
+    drawing = "drawing weights" if loaded.config.model.init == "random" else "loading weights"
+    with waiting(progress, f"{starting}{drawing}"):
+        backend = build_backend(loaded, stack, data.total_updates(done))
     facts = backend.facts()
     if "parameters" in facts:
         progress(f"{describe_count(int(facts['parameters']))} parameters, on {facts.get('device', 'its devices')}")

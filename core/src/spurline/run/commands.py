@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from spurline.cli_options import ConfigArgument, RunDirArgument, SetOption, importing_libraries, load, load_run
+from spurline.cli_options import (
+    OWNS_PROCESS,
+    ConfigArgument,
+    RunDirArgument,
+    SetOption,
+    importing_libraries,
+    load,
+    load_run,
+)
 from spurline.errors import ConfigError
 from spurline.terminal import printable
 
@@ -40,14 +48,18 @@ def train(
     start.show(banner(loaded))
     start("loading PyTorch and transformers")
     with importing_libraries():
+        from spurline.run.endings.stop_request import let_the_process_end
         from spurline.run.run import Run
 
     try:
         result = Run(loaded, resume, allow_change or (), start).train()
     except ConfigError as error:
         raise error.in_file(loaded.origin) from error
+    if OWNS_PROCESS.get():
+        let_the_process_end()
     print_result(result)
-    if result.signal is not None:
+    # One that came when all was trained has stopped nothing.
+    if result.signal is not None and result.status == "stopped":
         raise typer.Exit(128 + result.signal)
 
 

@@ -110,7 +110,7 @@ class Run:
         self._under_way = StepUnderWay()
         self._stop = StopRequest(self._words_on_stop)
         self._hook_states = HookStates()
-        self._is_started = False
+        self._is_started = self._is_over = False
 
     def __getattr__(self, name: str) -> Any:
         if name in ("source", "backend", "batches", "tokenizer"):
@@ -120,9 +120,11 @@ class Run:
     def train(self) -> RunResult:
         """Train to the end or to a stop signal. Raises SpurlineError; what was saved before an error is intact.
 
-        Signals are caught once training begins; before that there is nothing to save, and they act as usual.
+        Signals are caught from the beginning of training until all that was started has ended; before that there is
+        nothing to save, and they act as usual.
         """
-        with ExitStack() as stack:
+        # Engines and ranks take seconds to end, in which an interruption would lose the result of a run that is saved.
+        with ExitStack() as signals, ExitStack() as stack:
             stack.enter_context(own_event_loops())
             self.directory.open()
             stack.callback(self.directory.close)
@@ -132,7 +134,7 @@ class Run:
             except KeyboardInterrupt:
                 text = f"Interrupted before training began; nothing in {self.directory.path} is lost."
                 raise KeyboardInterrupt(f"{text} {go_on(self.loaded, self._request.options())}") from None
-            stack.enter_context(self._stop)
+            signals.enter_context(self._stop)
             error: BaseException | None = None
             try:
                 self.hooks.on_run_start(run=self)
@@ -157,6 +159,7 @@ class Run:
                     raise
                 raise error from raised
             finally:
+                self._is_over = True
                 self._end(error)
             return self._result(self._ending.go_on(), self._ending.lasting_warnings())
 
@@ -472,6 +475,8 @@ class Run:
         self._ending.record(error, self._status(), self._stop_reason())
 
     def _words_on_stop(self) -> str:
+        if self._is_over:
+            return "Ending what the run has started"
         step = self._under_way.number
         if step is not None:
             return f"Finishing step {step:,} and saving"

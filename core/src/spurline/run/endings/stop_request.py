@@ -66,7 +66,7 @@ class StopRequest:
             # The shell and the kernel both send it when a terminal closes.
             _leave_closed_terminal()
         elif not is_first:
-            raise KeyboardInterrupt(f"second {signal.Signals(number).name}")
+            raise KeyboardInterrupt(f"Interrupted by a second signal, {signal.Signals(number).name}.")
         self.signal = self.signal or signal.Signals(number)
         if number != signal.SIGHUP:
             self._acknowledge(number)
@@ -84,6 +84,16 @@ class StopRequest:
 
 class _CutShort(KeyboardInterrupt):
     """The first signal, inside `cut_short`."""
+
+
+def let_the_process_end() -> None:
+    """From here on the first SIGINT or SIGTERM is without effect: all is done but what Python does when it ends.
+
+    For a program that owns its process. Caught, not ignored: `second_signal` counts what is caught, and ends a process
+    that hangs.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
 
 
 def _is_ignored(number: signal.Signals) -> bool:

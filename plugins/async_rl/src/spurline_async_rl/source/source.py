@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any, cast
 
 from spurline.data.batch import TrainingBatch
+from spurline.progress import waiting
 from spurline.protocols.backend import Backend
 from spurline.protocols.rollout_engine import RolloutEngine
 from spurline.protocols.source import SourceContext
@@ -26,6 +27,7 @@ from spurline.rl.configs import HeldOutConfig
 from spurline.rl.draws import Draw
 from spurline.rl.group_runner import Outcome
 from spurline.rl.prompt_source import Collected, PromptSource
+from spurline_async_rl.engines.configs import PoolConfig
 from spurline_async_rl.scheduling.scheduler import Scheduler, SchedulerLimits
 from spurline_async_rl.source.colocation import Colocation, as_sleeping, check_capable
 from spurline_async_rl.source.configs import AsyncRolloutsConfig
@@ -118,8 +120,6 @@ class AsyncRolloutSource(PromptSource):
             self._timeline,
             notify=self._changed.set,
         )
-        # vLLM takes a minute or more, in which nothing else is to be seen.
-        self._context.progress(f"starting rollout engine '{self._config.engine.name}'")
         if self._config.engine.is_colocated:
             self._colocation = Colocation(
                 *check_capable(self._engine, backend, self._context.config),
@@ -128,10 +128,17 @@ class AsyncRolloutSource(PromptSource):
                 offloads_trainer=self._config.engine.offloads_trainer,
                 watchdog_s=self._config.watchdog_s,
             )
-            self._colocation.start()
-        else:
-            self._publisher.start_engines()
-            self._advance()
+        # vLLM takes a minute or more, in which nothing else is to be seen.
+        engine = self._config.engine
+        limit = (
+            f"limit source.engine.start_timeout_s {engine.start_timeout_s:g}" if isinstance(engine, PoolConfig) else ""
+        )
+        with waiting(self._context.progress, f"starting rollout engine '{engine.name}'", limit):
+            if self._colocation is not None:
+                self._colocation.start()
+            else:
+                self._publisher.start_engines()
+                self._advance()
         if self._is_quiet:
             self._collector.quiet()
         if self._colocation is None:

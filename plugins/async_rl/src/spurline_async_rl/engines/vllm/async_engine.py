@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from spurline.errors import DataError, ModelError, RunFailedError, listing
 from spurline.protocols.rollout_engine import Sampling
+from spurline.ranks.ray_node import last_words
 from spurline.rl.concurrency import in_thread
 from spurline_async_rl.engines.chunks import longest_wait_s
 from spurline_async_rl.engines.commands import UPDATE, Command, Sleep, WakeCache, WakeWeights
@@ -131,7 +133,8 @@ class AsyncEngine:
 
     async def wait_ended(self) -> str:
         """Return how it ended, as soon as it has."""
-        return await self.processes.wait_ended()
+        how, log = await self.processes.wait_ended(), self._spec.log
+        return how if log is None else f"{how}; the end of {log}:\n{last_words(str(log))}"
 
     async def close(self) -> None:
         """End its processes; when cancelled, kill them."""
@@ -142,11 +145,12 @@ class AsyncEngine:
         llm, self._llm = self._llm, None
         self._end_output(llm)
         try:
-            await in_thread(llm.shutdown)
+            # vLLM's own 5 s are too short for its processes, which would be killed and leave shared memory behind.
+            await in_thread(partial(llm.shutdown, timeout=self._spec.config.close_timeout_s))
         finally:
             self.processes.kill()
             # Its __del__ shuts down once more, maybe when the interpreter ends and half of what that needs is gone.
-            llm.shutdown = lambda: None
+            llm.shutdown = lambda timeout=None: None
 
     def _end_output(self, llm: Any) -> None:
         """Hand on no more tokens, and end requests that still wait for some.

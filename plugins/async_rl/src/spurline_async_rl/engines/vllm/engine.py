@@ -17,7 +17,7 @@ from spurline_async_rl.engines.gpus import own_gpus
 from spurline_async_rl.engines.member import EngineMember
 from spurline_async_rl.engines.pool import EnginePool
 from spurline_async_rl.engines.vllm.async_engine import AsyncEngine
-from spurline_async_rl.engines.vllm.launch import engine_spec
+from spurline_async_rl.engines.vllm.launch import engine_spec, held_back
 from spurline_async_rl.engines.vllm.member import VllmMember
 from spurline_async_rl.engines.vllm.requirements import require, require_vllm
 from spurline_async_rl.engines.vllm.server import ServedModel, ServerApi, ServerMember
@@ -68,7 +68,9 @@ class VllmEngine(EnginePool):
             return ServerMember(f"server {url}", make_api, self._model_tokenizer, self._note_served)
         each = config.tensor_parallel_size
         if self._cluster is None:
-            engine = AsyncEngine(replace(self._spec, gpus=own_gpus(self._run, number, config.engines, each)))
+            gpus = own_gpus(self._run, number, config.engines, each)
+            log = self._run.run_dir / "engines" / f"engine-{number}.log"
+            engine = AsyncEngine(replace(self._spec, gpus=gpus, log=log if held_back() else None))
         else:
             engine = self._cluster.engine(self._spec, number)
         return VllmMember(f"engine {number}", engine, self._model_tokenizer)

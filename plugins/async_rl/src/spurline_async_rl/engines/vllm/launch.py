@@ -15,7 +15,8 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
+from multiprocessing import resource_tracker, util
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -23,6 +24,7 @@ import psutil
 from spurline.config.run_config import ModelConfig, RunConfig
 from spurline.errors import BucketLostError, RunFailedError, listing
 from spurline.ranks.network import variables_of_one_machine
+from spurline.ranks.ray_node import last_words
 from spurline_async_rl.engines.configs import CPU_KV_CACHE_GB, VllmEngineConfig
 from spurline_async_rl.engines.gpus import VISIBLE
 from spurline_async_rl.engines.member import EngineDiedError
@@ -65,7 +67,8 @@ class EngineSpec:
 
     notes_experts: whether it tells which experts it chose. gpus: the GPUs that it sees, as CUDA_VISIBLE_DEVICES names
     them; None: those that whoever starts it sees. adapter: what it is sent alone; None: it is sent whole weights.
-    peers_elsewhere: whether it may get weights from other machines.
+    peers_elsewhere: whether it may get weights from other machines. log: the file that its processes write to; None:
+    they write where whoever starts it does.
     """
 
     config: VllmEngineConfig
@@ -74,6 +77,7 @@ class EngineSpec:
     gpus: str | None = None
     adapter: EngineAdapter | None = None
     peers_elsewhere: bool = True
+    log: Path | None = None
 
     def to_plain(self) -> PlainSpec:
         """The spec for a process of a cluster, which gives it its GPUs; config classes are imported, not unpickled."""
@@ -164,6 +168,8 @@ def engine_environment(
         # It would take precedence over kv_cache_gb.
         "VLLM_CPU_KVCACHE_SPACE": None,
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+        # An engine that dies leaves its queue's shared memory to Python's tracker, which frees it and warns of it.
+        "PYTHONWARNINGS": ",".join(filter(None, (os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker"))),
         "VLLM_NO_USAGE_STATS": os.environ.get("VLLM_NO_USAGE_STATS", "1"),
         **interfaces,
         **({} if gpus is None else {VISIBLE: gpus}),
@@ -237,7 +243,7 @@ class EngineStart:
 
     def run(self) -> Any:
         """The AsyncLLM. Blocks for a minute. Raises EngineDiedError with vLLM's own words when it cannot start."""
-        with _ONE_AT_A_TIME, self._environment(), _without_ctrl_c():
+        with _ONE_AT_A_TIME, self._environment(), _without_ctrl_c(), writing_to(self._spec.log):
             from vllm import AsyncEngineArgs
             from vllm.platforms import current_platform
             from vllm.v1.engine.async_llm import AsyncLLM
@@ -251,7 +257,9 @@ class EngineStart:
                 raise
             except Exception as error:
                 hint = "" if self._spec.adapter is None else f" {_NO_ADAPTER}"
-                raise EngineDiedError(f"vLLM does not start: {type(error).__name__}: {error}{hint}") from error
+                log = self._spec.log
+                written = f"\nThe end of {log}:\n{last_words(str(log))}" if log is not None and log.exists() else ""
+                raise EngineDiedError(f"vLLM does not start: {type(error).__name__}: {error}{hint}{written}") from error
             finally:
                 self._others = None
         if self._given_up:
@@ -289,6 +297,45 @@ def _without_ctrl_c() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def held_back() -> bool:
+    """Whether what vLLM's processes write stays off the terminal: unless VLLM_LOGGING_LEVEL asks to see it."""
+    return "VLLM_LOGGING_LEVEL" not in os.environ
+
+
+@contextmanager
+def writing_to(log: Path | None) -> Iterator[None]:
+    """Processes that this thread spawns within have this file as their output, and so have those that they start.
+
+    Neither vLLM nor multiprocessing has a setting for it, and the output of this process is also that of its other
+    threads, which train meanwhile: it is another one only for the moment of a spawn.
+    """
+    if log is None:
+        yield
+        return
+    log.parent.mkdir(parents=True, exist_ok=True)
+    spawn, mine = util.spawnv_passfds, threading.get_ident()
+
+    def spawn_into_log(path: bytes, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
+        if threading.get_ident() != mine:
+            return spawn(path, arguments, descriptors)
+        before = {stream: os.dup(stream) for stream in (1, 2)}
+        try:
+            for stream in before:
+                os.dup2(file.fileno(), stream)
+            return spawn(path, arguments, descriptors)
+        finally:
+            for stream, copy in before.items():
+                os.dup2(copy, stream)
+                os.close(copy)
+
+    with log.open("ab") as file:
+        util.spawnv_passfds = spawn_into_log
+        try:
+            yield
+        finally:
+            util.spawnv_passfds = spawn
 
 
 def _engine_cores() -> list[Any]:
