@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from spurline.errors import RunDirectoryError, listing
+from spurline.files import regular_file
 from spurline.protocols.report_panel import RunRecord
 from spurline.trackers.jsonl import METRICS_FILE, read_json_lines
 
@@ -58,7 +59,8 @@ def _holds_a_run(folder: Path) -> bool:
 def read_mapping(path: Path) -> dict[str, Any]:
     """The JSON object in a file; a missing one is empty. Raises RunDirectoryError for anything else."""
     try:
-        content = json.loads(path.read_bytes())
+        with open(path, "rb", opener=regular_file) as file:
+            content = json.loads(file.read())
     except FileNotFoundError:
         return {}
     except OSError as error:

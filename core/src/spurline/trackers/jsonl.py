@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from spurline.errors import RunDirectoryError, RunDirectoryLostError, RunFailedError
-from spurline.files import replace_file, write_failure
+from spurline.files import own_file, regular_file, replace_file, write_failure
 from spurline.protocols.tracker import RunInfo
 from spurline.trackers.configs import JsonlTrackerConfig
 
@@ -43,7 +43,7 @@ class JsonlTracker:
         path = info.run_dir / METRICS_FILE
         cut_back(path, info.first_step - 1)
         try:
-            self._file = path.open("ab", buffering=0)
+            self._file = open(path, "ab", buffering=0, opener=own_file)  # noqa: SIM115 - closed by `close`
         except OSError as error:
             raise write_failure(path, error) from error
 
@@ -133,7 +133,8 @@ def cut_back(path: Path, last_step: int) -> None:
 def _parse_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """Raw bytes (without newline) and content of each complete line."""
     try:
-        content = path.read_bytes()
+        with open(path, "rb", opener=regular_file) as file:
+            content = file.read()
     except FileNotFoundError:
         return
     except OSError as error:
