@@ -16,7 +16,7 @@ from typing import Any
 from spurline.errors import RunDirectoryError, listing
 from spurline.files import regular_file
 from spurline.protocols.report_panel import RunRecord
-from spurline.trackers.jsonl import METRICS_FILE, read_json_lines
+from spurline.trackers.jsonl import METRICS_FILE, read_metrics
 
 CONFIG_FILE = "config.json"
 """The resolved config, inside the run directory."""
@@ -33,7 +33,8 @@ def read_record(run_dir: Path) -> RunRecord:
     check_run_directory(run_dir)
     return RunRecord(
         run_dir=run_dir,
-        metrics=read_json_lines(run_dir / METRICS_FILE),
+        # A run that is at its end has trained all the same.
+        metrics=read_metrics(run_dir / METRICS_FILE, skip_foreign=True),
         config=read_mapping(run_dir / CONFIG_FILE),
         summary=read_mapping(run_dir / SUMMARY_FILE),
     )
