@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from spurline.data.datasets import arrow_rows
-from spurline.errors import CheckpointError, DamagedCheckpointError, RunDirectoryError, UserError
+from spurline.errors import CheckpointError, DamagedCheckpointError, RunDirectoryError, RunFailedError, UserError
 from spurline.files import private_folder, write_text
+from spurline.ranks.child import ChildProcess
+from spurline.report.record import read_record
+from spurline.rl.kept_rollouts import members
 from spurline.run.checkpoints.checkpoint import MANIFEST, CheckpointStore, open_checkpoint
 from spurline.run.checkpoints.state_files import read_state
-from spurline.run.directory import RunDirectory
+from spurline.run.directory import RunDirectory, RunRecordFiles
 from spurline.run.export import _write_beside  # pyright: ignore[reportPrivateUsage]
 
 FACTS = {"config": {"seed": 0}, "versions": {"spurline": "0"}}
@@ -199,3 +203,50 @@ def test_tables_are_kept_in_a_private_folder_where_the_home_cannot_be_written(
     folder = arrow_rows._cache_folder()  # pyright: ignore[reportPrivateUsage]
     assert folder == tmp_path / f"spurline-datasets-{os.getuid()}"
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def _cut_rollouts_back(path: Path) -> None:
+    members.cut_back(path / members.ROLLOUTS_FILE, 0)
+
+
+def _add_rollouts(path: Path) -> None:
+    members.MemberFile(path / members.ROLLOUTS_FILE, 1000).append(1, members.pack(1, [b"{}\n"]))
+
+
+def _add_samples(path: Path) -> None:
+    RunRecordFiles(RunDirectory(path), {}).add_samples(1, [{"answer": "4"}])
+
+
+def _log_a_child(path: Path) -> None:
+    ChildProcess("spurline.none", take=print, on_end=print, log=path / "engine.log")
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        (members.ROLLOUTS_FILE, _cut_rollouts_back),
+        (members.ROLLOUTS_FILE, _add_rollouts),
+        ("eval_samples.jsonl", _add_samples),
+        ("engine.log", _log_a_child),
+    ],
+)
+def test_a_file_that_a_run_adds_to_follows_no_link(
+    name: str, write: Callable[[Path], None], tmp_path: Path, precious: Path
+) -> None:
+    (tmp_path / name).symlink_to(precious / "thesis.txt")
+    with pytest.raises((RunFailedError, OSError), match="is a link, which is not followed"):
+        write(tmp_path)
+    assert (precious / "thesis.txt").read_text() == "years of work"
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "summary.json"])
+def test_a_pipe_in_place_of_a_file_of_a_run_is_not_waited_for(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(RunDirectoryError, match=rf"{name}: cannot be read: it is no regular file"):
+        read_record(tmp_path)
+
+
+def test_a_pipe_in_place_of_kept_rollouts_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / members.ROLLOUTS_FILE)
+    with pytest.raises(RunDirectoryError, match="it is no regular file"):
+        members.members_of(tmp_path / members.ROLLOUTS_FILE)

@@ -1,10 +1,12 @@
 """Write files so that a kill or a power cut leaves either the old content or the new, never a mixture.
 
-Links that somebody put where a file is written or removed give way themselves: what they point to is left alone.
+Links that somebody put where a file is replaced or removed give way themselves, and those where one is added to are
+refused: what they point to is left alone.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -29,6 +31,29 @@ def sync_file(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def own_file(path: str, flags: int) -> int:
+    """Open a file that a run adds to or cuts back, as `opener` of `open`. Raises OSError for a link, whose target is
+    somebody else's, and for what is no regular file."""
+    try:
+        return regular_file(path, flags | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "it is a link, which is not followed; remove it", path) from None
+        raise
+
+
+def regular_file(path: str, flags: int) -> int:
+    """Open a file of a run directory, as `opener` of `open`. Raises OSError for a pipe or a device, which could be read
+    or waited for without end."""
+    # To open a pipe would wait for its other end; to a regular file the flag is nothing.
+    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+        return descriptor
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "it is no regular file", path)
 
 
 def write_text(path: Path, text: str) -> None:

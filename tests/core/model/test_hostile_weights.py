@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Qwen3_5TextConfig
 
 from spurline.config.run_config import ModelConfig
 from spurline.errors import ModelError
 from spurline.model import weight_files
+from spurline.model.architecture import load_model_config
 from spurline.model.device_profile import device_profile
 from spurline.model.loading import load_model
 from spurline.model.weight_files import check_weight_files, layout_of, stored_dtype
@@ -200,3 +201,22 @@ def test_a_config_cannot_name_other_weights_than_those_that_were_checked(tmp_pat
     loaded = load(folder).state_dict()
     name = next(iter(honest))
     assert torch.equal(loaded[name], honest[name].float())
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "experts_implementation"])
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_a_config_names_no_kernel_of_the_hub_unless_its_code_is_trusted(
+    key: str, is_nested: bool, tmp_path: Path
+) -> None:
+    text = Qwen3_5TextConfig(num_hidden_layers=1).to_dict()
+    nested = {"model_type": "qwen3_5", "text_config": text, key: {"text_config": "evil/kernel"}}
+    config = nested if is_nested else text | {key: "evil/kernel"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    def kernels(**settings: Any) -> set[str | None]:
+        read = load_model_config(ModelConfig(path=str(tmp_path), **settings))
+        every = (read, read.get_text_config())
+        return {one._attn_implementation for one in every} | {one._experts_implementation for one in every}
+
+    assert kernels() == {None}
+    assert "evil/kernel" in kernels(trust_remote_code=True)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from spurline.errors import RunDirectoryError, RunFailedError
 from spurline.protocols.tracker import RunInfo
+from spurline.report.record import read_record
 from spurline.trackers.configs import JsonlTrackerConfig
 from spurline.trackers.jsonl import JsonlTracker, cut_back, encode_line, read_json_lines
 
@@ -194,3 +195,22 @@ def test_a_run_directory_that_cannot_hold_the_file_is_reported(tmp_path: Path) -
     (tmp_path / "taken").write_text("a file where the folder should be")
     with pytest.raises((RunFailedError, RunDirectoryError), match="taken"):
         started(tmp_path / "taken")
+
+
+FOREIGN = ['{"step": 2, "loss": "low"}', '{"loss": 1.0}', '{"step": true}', "[2]", "step 2: loss 0.5"]
+
+
+@pytest.mark.parametrize("line", FOREIGN)
+def test_a_line_of_others_is_named_when_a_run_resumes(line: str, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
+    with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl"):
+        started(tmp_path, 3)
+
+
+@pytest.mark.parametrize("line", FOREIGN)
+def test_a_line_of_others_is_left_out_of_the_report_with_a_word(
+    line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
+    assert read_record(tmp_path).series("step") == ([1, 3], [1.0, 3.0])
+    assert "metrics.jsonl:2" in capsys.readouterr().err

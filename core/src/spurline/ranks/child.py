@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from spurline.errors import RunFailedError
+from spurline.files import own_file
 from spurline.importing import importing
 
 Message = Mapping[str, Any]
@@ -65,7 +66,7 @@ class ChildProcess:
         """None as long as it runs; negative when a signal killed it."""
         self._take, self._on_end = take, on_end
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._log = tempfile.TemporaryFile() if log is None else log.open("ab+")  # noqa: SIM115 - closed by `last_words`
+        self._log = tempfile.TemporaryFile() if log is None else open(log, "ab+", opener=own_file)  # noqa: SIM115 - closed by `last_words`
         self._log_lock = threading.Lock()
         self._end_of_log = self._trouble = ""
         start = partial(

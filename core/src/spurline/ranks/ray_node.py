@@ -18,6 +18,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
+from spurline.files import own_file
 from spurline.ranks.machine import num_cores
 from spurline.ranks.outcomes import Outcome, Raised, Value
 
@@ -48,7 +49,7 @@ def write_into(log: str) -> None:
     What earlier processes wrote there stays; a line says where this one begins.
     """
     Path(log).parent.mkdir(parents=True, exist_ok=True)
-    file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    file = own_file(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     for stream in (1, 2):
         os.dup2(file, stream)
     os.close(file)

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from spurline.errors import RunDirectoryError, listing
+from spurline.files import regular_file
 from spurline.protocols.report_panel import RunRecord
-from spurline.trackers.jsonl import METRICS_FILE, read_json_lines
+from spurline.trackers.jsonl import METRICS_FILE, read_metrics
 
 CONFIG_FILE = "config.json"
 """The resolved config, inside the run directory."""
@@ -32,7 +33,8 @@ def read_record(run_dir: Path) -> RunRecord:
     check_run_directory(run_dir)
     return RunRecord(
         run_dir=run_dir,
-        metrics=read_json_lines(run_dir / METRICS_FILE),
+        # A run that is at its end has trained all the same.
+        metrics=read_metrics(run_dir / METRICS_FILE, skip_foreign=True),
         config=read_mapping(run_dir / CONFIG_FILE),
         summary=read_mapping(run_dir / SUMMARY_FILE),
     )
@@ -58,7 +60,8 @@ def _holds_a_run(folder: Path) -> bool:
 def read_mapping(path: Path) -> dict[str, Any]:
     """The JSON object in a file; a missing one is empty. Raises RunDirectoryError for anything else."""
     try:
-        content = json.loads(path.read_bytes())
+        with open(path, "rb", opener=regular_file) as file:
+            content = json.loads(file.read())
     except FileNotFoundError:
         return {}
     except OSError as error:

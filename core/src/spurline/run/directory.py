@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from spurline.data.token_store import describe
 from spurline.errors import RunDirectoryError, RunDirectoryLostError, UserError
-from spurline.files import remove_unfinished, write_failure, write_json
+from spurline.files import own_file, remove_unfinished, write_failure, write_json
 from spurline.rl.kept_rollouts.members import ROLLOUTS_FILE
 from spurline.trackers.jsonl import METRICS_FILE, cut_back
 
@@ -192,7 +192,8 @@ class RunRecordFiles:
             text = "".join(json.dumps({"step": step, **sample}, ensure_ascii=False) + "\n" for sample in samples)
             # Half a surrogate pair, which no file can hold, becomes what JSON writes for it.
             try:
-                with self._directory.eval_samples.open("a", encoding="utf-8", errors="backslashreplace") as file:
+                place = self._directory.eval_samples
+                with open(place, "a", encoding="utf-8", errors="backslashreplace", opener=own_file) as file:
                     file.write(text)
             except OSError as error:
                 raise write_failure(self._directory.eval_samples, error) from error

@@ -23,7 +23,7 @@ from spurline.protocols.tracker import RunInfo
 from spurline.run.health import HealthWatch
 from spurline.terminal import printable, write_nowhere
 from spurline.trackers.configs import ConsoleTrackerConfig
-from spurline.trackers.jsonl import METRICS_FILE, read_json_lines
+from spurline.trackers.jsonl import METRICS_FILE, read_metrics
 from spurline.trackers.readout import Smoothed, clock, quantity, scores_of, seconds_of_generation, training_seconds
 
 _SEPARATOR = "  "
@@ -59,7 +59,7 @@ class ConsoleTracker:
         self._health = HealthWatch(info.config)
         if info.is_resumed:
             # What comes is compared with what was, also before a resume.
-            for metrics in read_json_lines(info.run_dir / METRICS_FILE):
+            for metrics in read_metrics(info.run_dir / METRICS_FILE):
                 self._health.judge(int(metrics["step"]), metrics)
         for note in info.notes:
             self._print(note)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spurline.errors import UserError
-from spurline.trackers.jsonl import METRICS_FILE, read_json_lines
+from spurline.trackers.jsonl import METRICS_FILE, read_metrics
 
 if TYPE_CHECKING:
     import pandas
@@ -25,6 +25,6 @@ def metrics_frame(run_dir: Path | str) -> pandas.DataFrame:
     folder = Path(run_dir)
     if not folder.is_dir():
         raise UserError(f"{folder}: no such run directory.")
-    lines = read_json_lines(folder / METRICS_FILE)
+    lines = read_metrics(folder / METRICS_FILE)
     frame = pandas.DataFrame.from_records(lines) if lines else pandas.DataFrame({"step": pandas.Series(dtype="int64")})
     return frame.set_index("step")

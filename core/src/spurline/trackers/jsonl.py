@@ -10,6 +10,7 @@ import errno
 import json
 import math
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from io import FileIO
 from numbers import Integral
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from spurline.errors import RunDirectoryError, RunDirectoryLostError, RunFailedError
-from spurline.files import replace_file, write_failure
+from spurline.files import own_file, regular_file, replace_file, write_failure
 from spurline.protocols.tracker import RunInfo
 from spurline.trackers.configs import JsonlTrackerConfig
 
@@ -37,13 +38,15 @@ class JsonlTracker:
     def start(self, info: RunInfo) -> None:
         """Create the file, or cut an earlier one back to the lines before `info.first_step`.
 
-        Raises RunDirectoryError when a line other than a torn last one is unreadable.
+        Raises RunDirectoryError when a line other than a torn last one is unreadable, or no step of a run.
         """
         assert self._file is None, f"{info.run_dir / METRICS_FILE} is already open"
         path = info.run_dir / METRICS_FILE
         cut_back(path, info.first_step - 1)
+        # Here, and not when the report is drawn at the end of the run.
+        read_metrics(path)
         try:
-            self._file = path.open("ab", buffering=0)
+            self._file = open(path, "ab", buffering=0, opener=own_file)  # noqa: SIM115 - closed by `close`
         except OSError as error:
             raise write_failure(path, error) from error
 
@@ -109,6 +112,38 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     return [line for _, line in _parse_lines(path)]
 
 
+def read_metrics(path: Path, *, skip_foreign: bool = False) -> list[dict[str, Any]]:
+    """Return the recorded steps of a metrics file: each line has a whole number under `step`, and only numbers.
+
+    Args:
+        path: A missing file has none.
+        skip_foreign: Whether lines that no run has written are left out, with a word on standard error.
+
+    Raises:
+        RunDirectoryError: If there is such a line, naming it, and it is not to be left out.
+    """
+    steps: list[dict[str, Any]] = []
+    first = ""
+    for number, _, line in _lines(path):
+        if (wrong := str(line) if isinstance(line, ValueError) else _not_metrics(line)) is None:
+            assert isinstance(line, dict)
+            steps.append(line)
+        elif not skip_foreign:
+            raise _foreign(path, number, wrong)
+        else:
+            first = first or f"{path}:{number}: {wrong}. Lines that no run has written are left out."
+    if first:
+        print(first, file=sys.stderr, flush=True)
+    return steps
+
+
+def _not_metrics(line: Mapping[str, Any]) -> str | None:
+    if type(line.get("step")) is not int:
+        return "no whole number under 'step'"
+    odd = next((name for name, value in line.items() if not isinstance(value, int | float)), None)
+    return None if odd is None else f"no number under '{odd[:100]}'"
+
+
 def cut_back(path: Path, last_step: int) -> None:
     """Keep the lines up to the last one whose `step` is at most `last_step`, byte for byte; create a missing file.
 
@@ -132,8 +167,24 @@ def cut_back(path: Path, last_step: int) -> None:
 
 def _parse_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """Raw bytes (without newline) and content of each complete line."""
+    for number, raw, line in _lines(path):
+        if isinstance(line, ValueError):
+            raise _foreign(path, number, f"unreadable line ({line})") from line
+        yield raw, line
+
+
+def _foreign(path: Path, number: int, wrong: str) -> RunDirectoryError:
+    return RunDirectoryError(
+        f"{path}:{number}: {wrong}. Only the last line may be cut off by a kill; this file was changed by something "
+        "else. Repair or remove that line."
+    )
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any] | ValueError]]:
+    """Number, raw bytes (without newline) and content of each complete line; what is wrong with an unreadable one."""
     try:
-        content = path.read_bytes()
+        with open(path, "rb", opener=regular_file) as file:
+            content = file.read()
     except FileNotFoundError:
         return
     except OSError as error:
@@ -148,13 +199,10 @@ def _parse_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
                 raise ValueError("not a JSON object")
         except ValueError as error:
             # Only the piece after the last newline can come from a write that was cut short.
-            if number == len(pieces):
-                return
-            raise RunDirectoryError(
-                f"{path}:{number}: unreadable line ({error}). Only the last line may be cut off by a kill; this file "
-                "was changed by something else. Repair or remove that line."
-            ) from error
-        yield raw, line
+            if number < len(pieces):
+                yield number, raw, error
+        else:
+            yield number, raw, line
 
 
 def _read_step(line: Mapping[str, Any], path: Path) -> int:

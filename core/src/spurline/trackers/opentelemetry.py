@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from spurline.errors import ConfigError, Problem
-from spurline.files import replace_file
+from spurline.files import own_file, replace_file
 from spurline.protocols.tracker import RunInfo
 from spurline.trackers.configs import OpenTelemetryTrackerConfig
 from spurline.trackers.jsonl import read_json_lines
@@ -83,7 +83,7 @@ class OpenTelemetryTracker(SendingTracker):
         path = info.run_dir / SENT_FILE
         last = self._take_up(path) if info.is_resumed else NO_STEP
         replace_file(path, json.dumps(self._current) + "\n" if self._current["step"] != NO_STEP else "")
-        self._sent = path.open("ab", buffering=0)
+        self._sent = open(path, "ab", buffering=0, opener=own_file)  # noqa: SIM115 - closed by `close`
         return lambda name: last
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:

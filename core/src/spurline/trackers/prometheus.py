@@ -14,7 +14,7 @@ from typing import Any
 from spurline.errors import ConfigError, Problem
 from spurline.protocols.tracker import RunInfo
 from spurline.trackers.configs import PrometheusTrackerConfig
-from spurline.trackers.jsonl import METRICS_FILE, read_json_lines
+from spurline.trackers.jsonl import METRICS_FILE, read_metrics
 from spurline.trackers.library import tracker_library
 
 _STOP_WAIT_S = 5.0
@@ -42,7 +42,7 @@ class PrometheusTracker:
         assert self._server is None, "PrometheusTracker is already started"
         self._run, self._total_steps = info.run_dir.resolve().name, info.total_steps
         self._values = dict(_NOTHING_YET)
-        for line in read_json_lines(info.run_dir / METRICS_FILE) if info.is_resumed else []:
+        for line in read_metrics(info.run_dir / METRICS_FILE) if info.is_resumed else []:
             if line["step"] <= info.resume_step:
                 self.log(int(line["step"]), line)
         registry = self._library.CollectorRegistry()

@@ -20,7 +20,7 @@ from typing import ClassVar
 from spurline.errors import ConfigError, Problem
 from spurline.protocols.tracker import RunInfo
 from spurline.terminal import printable
-from spurline.trackers.jsonl import METRICS_FILE, read_json_lines
+from spurline.trackers.jsonl import METRICS_FILE, read_metrics
 
 LastStep = Callable[[str], int]
 """The last step that the store holds of the metric with this name; NO_STEP where it has none."""
@@ -91,7 +91,7 @@ class SendingTracker(ABC):
                 self._is_closing.set()
                 raise self._refused(f"no answer within {_START_WAIT_S:.0f} s.") from error
             raise self._refused(f"{_words(error)}.") from error
-        earlier = read_json_lines(info.run_dir / METRICS_FILE) if info.is_resumed else []
+        earlier = read_metrics(info.run_dir / METRICS_FILE) if info.is_resumed else []
         for line in earlier:
             if line["step"] <= info.resume_step:
                 self._enqueue(int(line["step"]), line)

@@ -9,6 +9,7 @@ from threading import Lock
 from typing import Any
 
 from spurline.errors import RunDirectoryError
+from spurline.files import regular_file
 from spurline.protocols.report_panel import RunRecord
 from spurline.report.figure import thinned
 from spurline.report.record import (
@@ -107,7 +108,7 @@ class _MetricLines:
         """All complete lines. Raises RunDirectoryError naming the place of one that is unreadable."""
         with self._lock:
             try:
-                with self._path.open("rb") as file:
+                with open(self._path, "rb", opener=regular_file) as file:
                     stat = self._path.stat()
                     # A run that is resumed puts a shorter file in its place.
                     if stat.st_ino != self._inode or stat.st_size < self._end:

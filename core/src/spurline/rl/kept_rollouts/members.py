@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from spurline.errors import RunDirectoryError, RunDirectoryLostError
-from spurline.files import sync_file, write_failure
+from spurline.files import own_file, regular_file, sync_file, write_failure
 
 ROLLOUTS_FILE = "rollouts.jsonl.gz"
 """Name of the file inside the run directory."""
@@ -72,7 +72,7 @@ def members_of(path: Path) -> list[Member]:
     Reads headers alone. Raises RunDirectoryError naming the place where something else than a member begins.
     """
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=regular_file) as file:
             return list(_members(file, path))
     except FileNotFoundError:
         return []
@@ -101,7 +101,7 @@ def unpack(path: Path, member: Member) -> Iterator[bytes] | None:
     """The lines of a member, without their newlines; None where it lies elsewhere or is gone, as the run has thinned
     the file out since it was found. Raises RunDirectoryError when it is damaged."""
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=regular_file) as file:
             file.seek(member.offset)
             packed = file.read(member.size)
     except FileNotFoundError:
@@ -123,21 +123,21 @@ def cut_back(path: Path, last_step: int) -> None:
     What comes after them was never forced to the disk, so a power cut may have left anything there. Raises
     RunDirectoryError when something else than a member comes before.
     """
-    if not path.exists():
-        return
     end, reached = 0, 0
     try:
-        with path.open("rb") as file:
-            for member in _members(file, path):
-                if member.step > last_step:
-                    break
-                end, reached = member.end, member.step
-    except RunDirectoryError:
-        if reached < last_step:
-            raise
-    try:
-        os.truncate(path, end)
-        sync_file(path)
+        with open(path, "r+b", opener=own_file) as file:
+            try:
+                for member in _members(file, path):
+                    if member.step > last_step:
+                        break
+                    end, reached = member.end, member.step
+            except RunDirectoryError:
+                if reached < last_step:
+                    raise
+            file.truncate(end)
+            os.fsync(file.fileno())
+    except FileNotFoundError:
+        return
     except OSError as error:
         raise write_failure(path, error) from error
 
@@ -186,7 +186,7 @@ class MemberFile:
 
     def _open(self) -> FileIO:
         try:
-            return self._path.open("ab", buffering=0)
+            return open(self._path, "ab", buffering=0, opener=own_file)
         except OSError as error:
             raise write_failure(self._path, error) from error
 
@@ -194,8 +194,9 @@ class MemberFile:
         kept = thinned(self._members, self._most_bytes)
         temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}.tmp")
         moved: list[Member] = []
+        temporary.unlink(missing_ok=True)
         try:
-            with self._path.open("rb") as before, temporary.open("wb") as after:
+            with self._path.open("rb") as before, temporary.open("xb") as after:
                 for member in kept:
                     moved.append(Member(member.step, after.tell(), member.size))
                     before.seek(member.offset)

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 
 from spurline.run.health import BUSY_LOOP
-from spurline.trackers.jsonl import METRICS_FILE, read_json_lines
+from spurline.trackers.jsonl import METRICS_FILE, read_metrics
 
 _TOKEN_S_HERE = 10e-6
 """CPU seconds of the event loop's thread per token of an engine that this process takes every step of: vLLM on CPU with
@@ -42,7 +42,7 @@ def capacity_notes(run_dir: Path, fastest: float | None, *, streams_here: bool) 
         if streams_here
         else "Divide the work between several runs, or have fewer engines."
     )
-    lines = read_json_lines(run_dir / METRICS_FILE)[-_LAST_STEPS:]
+    lines = read_metrics(run_dir / METRICS_FILE)[-_LAST_STEPS:]
     measured = [line for line in lines if {"controller/cpu_share", "controller/tokens_per_s"} <= line.keys()]
     if measured:
         share, rate = (

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from spurline.files import write_failure, write_text
+from spurline.files import own_file, write_failure, write_text
 from spurline_async_rl.timeline.records import (
     GroupSpan,
     GroupState,
@@ -117,7 +117,7 @@ class Timeline:
 def _append(path: Path, line: bytes) -> None:
     """One write call: a kill in the middle of it tears this line at most."""
     try:
-        handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        handle = own_file(str(path), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
         try:
             written = os.write(handle, line)
         finally:
