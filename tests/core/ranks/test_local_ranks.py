@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ from listening import listening, reachable
 from rank_workers import TwoPartError
 from run_helpers import wait_for
 
-from spurline.errors import ConfigError, DataError, RankFailedError, RunFailedError
-from spurline.ranks import calls, devices, machine, processes
+from spurline.errors import ConfigError, DataError, RankFailedError, RunFailedError, UserError
+from spurline.ranks import calls, devices, machine, network, processes
 from spurline.ranks.group import RankRequest, TimeLimits
 from spurline.ranks.launch import open_ranks
 from spurline.ranks.processes import LocalRanks
@@ -103,6 +104,38 @@ def test_interfaces_are_left_to_whoever_has_set_them_and_nccl_s_to_ranks_that_se
     here, beyond = (devices.local_environments(RankRequest(1, peers_elsewhere=there))[0] for there in (False, True))
     assert here == {"NCCL_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
     assert beyond == {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def test_an_interface_that_does_not_exist_is_named_with_its_variable_and_those_that_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth77")
+    with pytest.raises(UserError, match=r"variable GLOO_SOCKET_IFNAME is 'eth77'.* It has lo\b") as raised:
+        open_ranks(RankRequest(1), "rank_workers:Worker", (), TimeLimits(60, 60, 60))
+    assert "rank 0 of 1" in raised.value.__notes__[0]
+
+
+@pytest.mark.parametrize(
+    ("library", "chosen", "is_wrong"),
+    [
+        ("gloo", "lo", False),
+        ("gloo", "l", True),
+        ("gloo", "lo,eth77", True),
+        ("nccl", "l", False),
+        ("nccl", "eth77,lo", False),
+        ("nccl", "=lo", False),
+        ("nccl", "=l", True),
+        ("nccl", "^eth77", False),
+        ("nccl", "eth77", True),
+    ],
+)
+def test_names_of_interfaces_are_read_as_each_library_reads_them(
+    library: str, chosen: str, is_wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", chosen)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", chosen)
+    with pytest.raises(UserError, match=f"{library.upper()}_SOCKET_IFNAME") if is_wrong else nullcontext():
+        network.check_interfaces(library)
 
 
 def test_calls_of_several_threads_take_turns(start: Start) -> None:
