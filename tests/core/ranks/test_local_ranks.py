@@ -313,13 +313,41 @@ def test_a_rank_that_the_others_wait_for_too_long_is_named_beside_the_one_that_g
     assert "in _stands_still_here" in note
 
 
-def test_a_rank_that_cannot_run_python_is_named_as_well(start: Start) -> None:
+def test_a_rank_that_cannot_run_python_is_named_as_well_with_why_there_is_no_stack(start: Start) -> None:
     ranks = start(2, call_s=2.0)
     pids = ranks.call("pid")
-    os.kill(pids[0], signal.SIGSTOP)
-    with pytest.raises(RankFailedError, match=r"rank 0 of 2 .*: does not say what it does"):
-        ranks.call("pid")
+    os.kill(pids[1], signal.SIGSTOP)
+    with pytest.raises(RankFailedError, match=r"rank 1 of 2 .*: does not say what it does") as raised:
+        ranks.call("sum", np.ones(1))
+    assert raised.value.pid == pids[1], "not the one that waits for it"
+    assert f"Stack of rank 1:\nNone: process {pids[1]} is stopped" in str(raised.value)
     _assert_all_gone(pids)
+
+
+def test_a_stopped_rank_is_blamed_before_the_words_of_the_exchange_that_failed_without_it(start: Start) -> None:
+    ranks = start(2, collective_s=2.0)
+    pids = ranks.call("pid")
+    os.kill(pids[1], signal.SIGSTOP)
+    with pytest.raises(RankFailedError) as raised:
+        ranks.call("sum", np.ones(1))
+    first, *_, last = str(raised.value).splitlines()
+    assert first.startswith(f"Rank 1 of 2 (process {pids[1]} on {os.uname().nodename}) has not answered `sum` for ")
+    assert "backend.collective_timeout_s: 2 s" in first
+    assert f"process {pids[1]} is stopped" in str(raised.value)
+    assert last.startswith("RuntimeError: ")
+    assert (raised.value.rank, raised.value.pid) == (1, pids[1])
+
+
+def test_a_rank_that_stands_still_while_it_starts_is_named_with_its_stack_and_the_limit_beforehand(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    open_ranks(RankRequest(1), "rank_workers:Worker", (), TimeLimits(60, 60, 60)).close()
+    monkeypatch.setattr(calls, "PATIENCE_S", 0.5)
+    with pytest.raises(RankFailedError, match=r"`start` was not done within 5 s.*start_timeout_s") as raised:
+        open_ranks(RankRequest(2), "rank_workers:StandsStill", (), TimeLimits(5, 1, 60))
+    assert "in _stands_still_here" in str(raised.value).partition("Stack of rank 1:")[2]
+    said = capsys.readouterr().err
+    assert re.search(r"Waiting for `start` for \d s \(limit backend.start_timeout_s: 5 s\)", said)
 
 
 @pytest.mark.parametrize(("call_s", "stopped_s", "after_s"), [(2.0, 60.0, 2), (CALL_S, 1.5, 1.5)])
@@ -371,7 +399,7 @@ def test_a_long_wait_says_who_is_missing(
     monkeypatch.setattr(calls, "PATIENCE_S", 0.5)
     assert start(2).call("after", "done", per_rank=[0.0, 1.2]) == ["done", "done"]
     said = capsys.readouterr().err
-    assert "Waiting for `after`" in said
+    assert re.search(r"Waiting for `after` for \d s \(limit backend.call_timeout_s: 60 s\)", said)
     assert "1 of 2 ranks have not answered:\n  rank 1 of 2" in said
     assert "in `after`, for" in said
     assert "rank 0 of 2" not in said
