@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ from listening import listening, reachable
 from rank_workers import TwoPartError
 from run_helpers import wait_for
 
-from spurline.errors import ConfigError, DataError, RankFailedError, RunFailedError
-from spurline.ranks import calls, devices, machine, processes
+from spurline.errors import ConfigError, DataError, RankFailedError, RunFailedError, UserError
+from spurline.ranks import calls, devices, machine, network, processes
 from spurline.ranks.group import RankRequest, TimeLimits
 from spurline.ranks.launch import open_ranks
 from spurline.ranks.processes import LocalRanks
@@ -103,6 +104,38 @@ def test_interfaces_are_left_to_whoever_has_set_them_and_nccl_s_to_ranks_that_se
     here, beyond = (devices.local_environments(RankRequest(1, peers_elsewhere=there))[0] for there in (False, True))
     assert here == {"NCCL_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
     assert beyond == {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def test_an_interface_that_does_not_exist_is_named_with_its_variable_and_those_that_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth77")
+    with pytest.raises(UserError, match=r"variable GLOO_SOCKET_IFNAME is 'eth77'.* It has lo\b") as raised:
+        open_ranks(RankRequest(1), "rank_workers:Worker", (), TimeLimits(60, 60, 60))
+    assert "rank 0 of 1" in raised.value.__notes__[0]
+
+
+@pytest.mark.parametrize(
+    ("library", "chosen", "is_wrong"),
+    [
+        ("gloo", "lo", False),
+        ("gloo", "l", True),
+        ("gloo", "lo,eth77", True),
+        ("nccl", "l", False),
+        ("nccl", "eth77,lo", False),
+        ("nccl", "=lo", False),
+        ("nccl", "=l", True),
+        ("nccl", "^eth77", False),
+        ("nccl", "eth77", True),
+    ],
+)
+def test_names_of_interfaces_are_read_as_each_library_reads_them(
+    library: str, chosen: str, is_wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", chosen)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", chosen)
+    with pytest.raises(UserError, match=f"{library.upper()}_SOCKET_IFNAME") if is_wrong else nullcontext():
+        network.check_interfaces(library)
 
 
 def test_calls_of_several_threads_take_turns(start: Start) -> None:
@@ -280,13 +313,41 @@ def test_a_rank_that_the_others_wait_for_too_long_is_named_beside_the_one_that_g
     assert "in _stands_still_here" in note
 
 
-def test_a_rank_that_cannot_run_python_is_named_as_well(start: Start) -> None:
+def test_a_rank_that_cannot_run_python_is_named_as_well_with_why_there_is_no_stack(start: Start) -> None:
     ranks = start(2, call_s=2.0)
     pids = ranks.call("pid")
-    os.kill(pids[0], signal.SIGSTOP)
-    with pytest.raises(RankFailedError, match=r"rank 0 of 2 .*: does not say what it does"):
-        ranks.call("pid")
+    os.kill(pids[1], signal.SIGSTOP)
+    with pytest.raises(RankFailedError, match=r"rank 1 of 2 .*: does not say what it does") as raised:
+        ranks.call("sum", np.ones(1))
+    assert raised.value.pid == pids[1], "not the one that waits for it"
+    assert f"Stack of rank 1:\nNone: process {pids[1]} is stopped" in str(raised.value)
     _assert_all_gone(pids)
+
+
+def test_a_stopped_rank_is_blamed_before_the_words_of_the_exchange_that_failed_without_it(start: Start) -> None:
+    ranks = start(2, collective_s=2.0)
+    pids = ranks.call("pid")
+    os.kill(pids[1], signal.SIGSTOP)
+    with pytest.raises(RankFailedError) as raised:
+        ranks.call("sum", np.ones(1))
+    first, *_, last = str(raised.value).splitlines()
+    assert first.startswith(f"Rank 1 of 2 (process {pids[1]} on {os.uname().nodename}) has not answered `sum` for ")
+    assert "backend.collective_timeout_s: 2 s" in first
+    assert f"process {pids[1]} is stopped" in str(raised.value)
+    assert last.startswith("RuntimeError: ")
+    assert (raised.value.rank, raised.value.pid) == (1, pids[1])
+
+
+def test_a_rank_that_stands_still_while_it_starts_is_named_with_its_stack_and_the_limit_beforehand(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    open_ranks(RankRequest(1), "rank_workers:Worker", (), TimeLimits(60, 60, 60)).close()
+    monkeypatch.setattr(calls, "PATIENCE_S", 0.5)
+    with pytest.raises(RankFailedError, match=r"`start` was not done within 5 s.*start_timeout_s") as raised:
+        open_ranks(RankRequest(2), "rank_workers:StandsStill", (), TimeLimits(5, 1, 60))
+    assert "in _stands_still_here" in str(raised.value).partition("Stack of rank 1:")[2]
+    said = capsys.readouterr().err
+    assert re.search(r"Waiting for `start` for \d s \(limit backend.start_timeout_s: 5 s\)", said)
 
 
 @pytest.mark.parametrize(("call_s", "stopped_s", "after_s"), [(2.0, 60.0, 2), (CALL_S, 1.5, 1.5)])
@@ -338,7 +399,7 @@ def test_a_long_wait_says_who_is_missing(
     monkeypatch.setattr(calls, "PATIENCE_S", 0.5)
     assert start(2).call("after", "done", per_rank=[0.0, 1.2]) == ["done", "done"]
     said = capsys.readouterr().err
-    assert "Waiting for `after`" in said
+    assert re.search(r"Waiting for `after` for \d s \(limit backend.call_timeout_s: 60 s\)", said)
     assert "1 of 2 ranks have not answered:\n  rank 1 of 2" in said
     assert "in `after`, for" in said
     assert "rank 0 of 2" not in said

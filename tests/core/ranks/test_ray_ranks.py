@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -169,6 +170,20 @@ def test_a_machine_sends_no_signal_for_a_rank_whose_process_is_not_known(monkeyp
     assert ray_node.NodeActor().stacks(0, "", 30.0) == ""
     assert sent == []
     assert time.monotonic() - began < 30, "it waits for nothing"
+
+
+@pytest.mark.processes
+def test_a_machine_says_of_a_stopped_rank_that_it_is_stopped_where_it_has_no_stack(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.touch()
+    with subprocess.Popen(["sleep", "600"]) as process:
+        try:
+            process.send_signal(signal.SIGSTOP)
+            wait_for(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, "it to stop", 30)
+            said = ray_node.NodeActor().stacks(process.pid, str(log), 0.1)
+        finally:
+            process.kill()
+    assert f"process {process.pid} is stopped" in said
 
 
 @pytest.mark.processes

@@ -250,7 +250,7 @@ def test_the_code_version_covers_all_that_tokenization_imports() -> None:
         "spurline_collation_fast.configs",
         "spurline.data.configs",  # Settings are in the key by value.
         "spurline.data.hub",  # Whether the hub is asked; not what it gives.
-        "spurline_collation_fast.tokenization.own_folder",  # Where files lie for a while.
+        "spurline.own_folder",  # Where files lie for a while.
         "spurline_collation_fast.tokenization.worker_choice",  # Who encodes which rows; not what becomes of them.
     )
     found, waiting = (

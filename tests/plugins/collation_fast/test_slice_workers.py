@@ -16,11 +16,11 @@ import pytest
 from run_helpers import wait_for
 from worker_rows import TrappedRows, chat_rows, data_config, is_alive, source
 
+from spurline import own_folder
 from spurline.errors import DataError, RunFailedError
+from spurline.own_folder import OwnFolder
 from spurline.testing.inputs import tiny_tokenizer
-from spurline_collation_fast.tokenization import own_folder
 from spurline_collation_fast.tokenization.chunks import RowLine, even_slices
-from spurline_collation_fast.tokenization.own_folder import OwnFolder
 from spurline_collation_fast.tokenization.slice_worker import SliceTask, UnsharableDataError
 from spurline_collation_fast.tokenization.slice_workers import SliceWorkers
 
@@ -151,7 +151,7 @@ def test_data_that_cannot_be_pickled_is_found_out_before_a_worker_starts() -> No
 
 def test_the_files_of_a_whole_tree_that_was_killed_go_with_the_next_start() -> None:
     place = Path(tempfile.gettempdir())
-    owner = OwnFolder()
+    owner = OwnFolder("spurline-tokenize-")
     (owner.path / "slice-0").write_bytes(b"tokens")
     # A process that is gone: its lock went with it.
     os.close(owner._lock)
@@ -159,7 +159,7 @@ def test_the_files_of_a_whole_tree_that_was_killed_go_with_the_next_start() -> N
     elsewhere.mkdir()
     link = place / "spurline-tokenize-link"
     link.symlink_to(elsewhere)
-    next_one = OwnFolder()
+    next_one = OwnFolder("spurline-tokenize-")
     assert sorted(place.iterdir()) == sorted([link, next_one.path])
     assert elsewhere.is_dir()
     link.unlink()
@@ -167,7 +167,7 @@ def test_the_files_of_a_whole_tree_that_was_killed_go_with_the_next_start() -> N
 
 
 def test_the_files_of_a_living_owner_stay() -> None:
-    mine, others = OwnFolder(), OwnFolder()
+    mine, others = OwnFolder("spurline-tokenize-"), OwnFolder("spurline-tokenize-")
     assert mine.path.is_dir()
     mine.remove()
     others.remove()
@@ -182,6 +182,6 @@ def test_a_folder_that_was_swept_before_it_was_locked_is_made_again(monkeypatch:
             made[0].rmdir()
 
     monkeypatch.setattr(own_folder.fcntl, "flock", flock)
-    owner = OwnFolder()
+    owner = OwnFolder("spurline-tokenize-")
     assert owner.path == made[-1] != made[0]
     owner.remove()

@@ -89,6 +89,12 @@ def test_a_plan_counts_micro_batches_in_which_a_rank_has_nothing_to_do(config: d
     assert "2 micro-batches on each of 8 data-parallel ranks, of which 4 idle for want of rows" in first
 
 
+def test_a_plan_passes_a_batch_of_fewer_samples_than_ranks_as_the_backend_trains_it(config: dict[str, Any]) -> None:
+    plan = planned(config | {"batch_size": 1}, ranks=3)
+    assert plan.problems == []
+    assert "of which 2 idle for want of rows" in plan.sections["dealt to ranks"][0]
+
+
 def test_a_plan_says_what_evens_out_rows_that_make_ranks_wait(config: dict[str, Any]) -> None:
     packed = {"name": "packed", "max_tokens": 4096}
     uneven = planned(config | {"collator": packed | {"algorithm": "ffd"}}).sections["dealt to ranks"]

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from spurline.errors import RankFailedError, RunFailedError
 from spurline.ranks.group import TimeLimits
-from spurline.ranks.outcomes import Died, Identity, Outcome, Raised, Value, error_of, first_cause
+from spurline.ranks.outcomes import Died, Identity, Outcome, Raised, Value, at_beginning, error_of, first_cause
 
 START = "start"
 """What the first call is named in texts: processes come up, join each other and make their workers."""
@@ -51,7 +51,7 @@ class RankCalls(ABC):
 
     @abstractmethod
     def _stacks(self, missing: Sequence[int]) -> Mapping[int, str]:
-        """The stack of every thread of each; in few seconds."""
+        """The stack of every thread of each, or why it has written none; in few seconds."""
 
     def _gone(self, ranks: Sequence[int]) -> Mapping[int, Died]:
         """Those of them that are gone although nobody has told so yet, found by asking their machines; in few seconds,
@@ -110,8 +110,9 @@ class RankCalls(ABC):
                 told = time.monotonic()
                 if told - began >= limit_s:
                     self._give_up(call, missing, limit_s)
-                text = f"Waiting for `{call}` for {told - began:.0f} s. {self._who_is_missing(missing)}"
-                print(text, file=sys.stderr, flush=True)
+                limit = f"limit {_setting(call)}: {limit_s:g} s"
+                who = self._who_is_missing(missing, self._doing(missing))
+                print(f"Waiting for `{call}` for {told - began:.0f} s ({limit}). {who}", file=sys.stderr, flush=True)
         return [values[rank] for rank in range(self.size)]
 
     def _fail(self, call: str, failures: dict[int, Raised | Died], missing: Sequence[int], began: float) -> None:
@@ -131,25 +132,41 @@ class RankCalls(ABC):
         error = error_of(who, call, failure)
         others = [rank for rank in missing if rank not in failures]
         # Who fails so late has probably waited for one that stands still, until the exchange between them gave up.
-        if others and time.monotonic() - began >= self._limits.collective_s:
-            error.add_note(self._where_they_stand(others))
+        if others and (waited_s := time.monotonic() - began) >= self._limits.collective_s:
+            where, silent = self._where_they_stand(others)
+            if silent is not None and isinstance(failure, Raised) and not failure.classes:
+                culprit = self._identity(silent)
+                limit = f"limit backend.collective_timeout_s: {self._limits.collective_s:g} s"
+                text = (
+                    f"{at_beginning(culprit)} has not answered `{call}` for {waited_s:.0f} s, and does not say what it "
+                    f"does; an exchange failed meanwhile ({limit}). {where}\n{error}"
+                )
+                error = RankFailedError(text, culprit.rank, culprit.node, culprit.pid, call, failure.traceback)
+            else:
+                error.add_note(where)
         raise error
 
     def _give_up(self, call: str, missing: Sequence[int], limit_s: float) -> None:
-        who = self._identity(missing[0])
-        setting = "backend.start_timeout_s" if call == START else "backend.call_timeout_s"
-        text = f"`{call}` was not done within {limit_s:g} s, its limit by {setting}. {self._where_they_stand(missing)}"
+        where, silent = self._where_they_stand(missing)
+        who = self._identity(missing[0] if silent is None else silent)
+        text = f"`{call}` was not done within {limit_s:g} s, its limit by {_setting(call)}. {where}"
         raise RankFailedError(text, who.rank, who.node, who.pid, call)
 
-    def _where_they_stand(self, missing: Sequence[int]) -> str:
-        who = self._who_is_missing(missing)
-        stacks = [f"Stack of rank {rank}:\n{_of_worker(stack)}" for rank, stack in self._stacks(missing).items()]
-        return "\n".join([who, *stacks])
-
-    def _who_is_missing(self, missing: Sequence[int]) -> str:
+    def _where_they_stand(self, missing: Sequence[int]) -> tuple[str, int | None]:
+        """What each does, with its stack, in words; and the first that does not say it."""
         doing = self._doing(missing)
+        stacks = [f"Stack of rank {rank}:\n{_of_worker(stack)}" for rank, stack in self._stacks(missing).items()]
+        silent = next((rank for rank in missing if rank not in doing), None)
+        return "\n".join([self._who_is_missing(missing, doing), *stacks]), silent
+
+    def _who_is_missing(self, missing: Sequence[int], doing: Mapping[int, str]) -> str:
         lines = [f"  {self._identity(rank)}: {doing.get(rank, 'does not say what it does')}" for rank in missing]
         return "\n".join([f"{len(missing)} of {self.size} ranks have not answered:", *lines])
+
+
+def _setting(call: str) -> str:
+    """The setting with the limit of a call."""
+    return "backend.start_timeout_s" if call == START else "backend.call_timeout_s"
 
 
 def _failures(outcomes: Mapping[int, Outcome]) -> dict[int, Raised | Died]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -59,6 +60,15 @@ def this_machine() -> str:
     """A name that two processes share when each can reach the other's memory: one machine, and no container between."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot}-{Path('/proc/self/ns/pid').stat().st_ino}"
+
+
+def why_silent(pid: int) -> str:
+    """Return why a process of this machine writes no stack, as a sentence."""
+    with suppress(OSError):
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(") ")[2][:1]
+        if state in "Tt":
+            return f"None: process {pid} is stopped, as by SIGSTOP or a debugger."
+    return "None: the process does not answer."
 
 
 def check_ray() -> None:

@@ -116,7 +116,7 @@ def error_of(who: Identity, call: str, failure: Raised | Died) -> SpurlineError:
     """The error to raise for a failure during `call`. The traceback of an error of ours is its cause: what the user is
     told needs none."""
     if isinstance(failure, Died):
-        text = f"{_begin(who)} {failure.how} during `{call}`."
+        text = f"{at_beginning(who)} {failure.how} during `{call}`."
         if failure.last_words:
             text += f" The end of what it wrote:\n{failure.last_words}"
         return RankFailedError(text, who.rank, who.node, who.pid, call)
@@ -126,7 +126,7 @@ def error_of(who: Identity, call: str, failure: Raised | Died) -> SpurlineError:
         error.__cause__ = _TracebackOfRank(failure.traceback)
         return error
     return RankFailedError(
-        f"{_begin(who)} failed during `{call}`: {failure.name}: {failure.text}\n{failure.traceback}",
+        f"{at_beginning(who)} failed during `{call}`: {failure.name}: {failure.text}\n{failure.traceback}",
         who.rank,
         who.node,
         who.pid,
@@ -135,7 +135,8 @@ def error_of(who: Identity, call: str, failure: Raised | Died) -> SpurlineError:
     )
 
 
-def _begin(who: Identity) -> str:
+def at_beginning(who: Identity) -> str:
+    """Return the rank as the beginning of a sentence."""
     text = str(who)
     return text[0].upper() + text[1:]
 

@@ -30,6 +30,7 @@ from spurline.ranks.calls import RankCalls
 from spurline.ranks.child import ChildProcess
 from spurline.ranks.devices import local_environments, num_threads
 from spurline.ranks.group import RankRequest, TimeLimits
+from spurline.ranks.machine import why_silent
 from spurline.ranks.network import LOOPBACK
 from spurline.ranks.outcomes import Died, Identity, Outcome
 from spurline.ranks.rank_main import RankOrder
@@ -123,7 +124,8 @@ class LocalRanks(RankCalls):
         until = time.monotonic() + _ANSWER_TIMEOUT_S
         stacks: dict[int, str] = {}
         for rank in missing:
-            stacks[rank] = self._ranks[rank].written_since(before[rank], until)
+            process = self._ranks[rank]
+            stacks[rank] = process.written_since(before[rank], until) or why_silent(process.pid)
         return stacks
 
     def _end(self) -> None:
@@ -142,9 +144,6 @@ class LocalRanks(RankCalls):
 
 class _Process:
     """One rank, as the controller sees it."""
-
-    pid = 0
-    """Known when it has said it."""
 
     def __init__(self, server: _Server, order: RankOrder) -> None:
         self.order = order
@@ -198,6 +197,11 @@ class _Process:
         return outcome
 
     @property
+    def pid(self) -> int:
+        """0 until it is known."""
+        return self._server.pids.get(self.number, 0)
+
+    @property
     def has_outcome(self) -> bool:
         return self._early is not None
 
@@ -234,10 +238,8 @@ class _Process:
             return self._death()
         if kind == "outcome":
             return value
-        if kind == "doing":
-            self._said = value
-        else:
-            self.pid = value
+        assert kind == "doing", kind
+        self._said = value
         return None
 
     def _death(self) -> Died:
@@ -285,6 +287,8 @@ class _Server:
         self._is_ready = self.has_ended = False
         self._num_started = 0
         self._codes: dict[int, int] = {}
+        self.pids: dict[int, int] = {}
+        """By the number of the rank."""
         self._control, theirs = socket.socketpair()
         with theirs:
             self._child = ChildProcess(
@@ -310,7 +314,8 @@ class _Server:
             )
         self._child.end()
         raise RunFailedError(
-            f"Importing torch, transformers and {self._module} for the ranks took longer than {limit_s:g} s."
+            f"Importing torch, transformers and {self._module} for the ranks took longer than {limit_s:g} s, the limit "
+            "by backend.start_timeout_s."
         )
 
     def start_rank(self, connection: int, log: int) -> int:
@@ -339,6 +344,8 @@ class _Server:
             for message in messages:
                 if "ready" in message:
                     self._is_ready = True
+                elif "started" in message:
+                    self.pids[message["started"]] = message["pid"]
                 else:
                     self._codes[message["ended"]] = message["code"]
             self._changed.notify_all()

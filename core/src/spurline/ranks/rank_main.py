@@ -21,6 +21,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from spurline.model.device_profile import device_profile
 from spurline.ranks.group import Place, TimeLimits
+from spurline.ranks.network import check_interfaces
 from spurline.ranks.outcomes import Outcome, Raised, Value
 
 
@@ -96,6 +97,7 @@ class RankMain:
         order = self._order
         torch.set_num_threads(order.num_threads)
         profile = device_profile(order.device)
+        check_interfaces(profile.process_group)
         host, port = order.store
         self.say(f"joining the other ranks at {host}:{port}")
         # The group has a limit for each exchange; the store for each rank that is late at the start.

@@ -1,8 +1,8 @@
 """The process that ranks of this machine are forked from; it has imported what is slow to import, nothing else.
 
-The controller hands it a connection and a log for each rank over a socket, and gets told how each has ended. Every
-rank has a session of its own, so that Ctrl-C stays the controller's to handle, and is killed by Linux when this process
-dies, which is killed when the controller dies.
+The controller hands it a connection and a log for each rank over a socket, and gets told its process and how it has
+ended. Every rank has a session of its own, so that Ctrl-C stays the controller's to handle, and is killed by Linux when
+this process dies, which is killed when the controller dies.
 """
 
 from __future__ import annotations
@@ -94,6 +94,7 @@ class _Server:
         pid = os.fork()
         if pid:
             self._pids[self._num_started] = pid
+            self._parent.send({"started": self._num_started, "pid": pid})
             self._num_started += 1
             os.close(connection)
             os.close(log)
@@ -155,7 +156,6 @@ class _Rank:
 
     def serve(self) -> None:
         threading.Thread(target=self._listen, name="connection", daemon=True).start()
-        self._say(("pid", os.getpid()))
         self._say(("outcome", self._main.start()))
         while True:
             method, arguments = self._calls.get()

@@ -19,7 +19,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from spurline.files import own_file
-from spurline.ranks.machine import num_cores
+from spurline.ranks.machine import num_cores, why_silent
 from spurline.ranks.outcomes import Outcome, Raised, Value
 
 _LAST_WORDS_BYTES = 3000
@@ -93,7 +93,7 @@ class NodeActor:
         return last_words(log)
 
     def stacks(self, pid: int, log: str, limit_s: float) -> str:
-        """Where each thread of a rank stands; the rank writes that to its log when it is sent SIGUSR1.
+        """Where each thread of a rank stands, or why it does not tell; it writes that to its log at SIGUSR1.
 
         Nothing for a rank whose process is not known: 0 would be this process and its group.
         """
@@ -106,7 +106,7 @@ class NodeActor:
         while time.monotonic() < until and (path.stat().st_size == begin or path.stat().st_size > size):
             size = path.stat().st_size
             time.sleep(_WRITING_S)
-        return _end_of(path, min(_STACKS_BYTES, path.stat().st_size - begin))
+        return _end_of(path, min(_STACKS_BYTES, path.stat().st_size - begin)) or why_silent(pid)
 
     def end(self, pids: Sequence[int], limit_s: float) -> list[int]:
         """See these ranks end, which Ray has killed; returns those that are still there when the time is over.

@@ -12,13 +12,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from tempfile import TemporaryDirectory, gettempdir
+from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 from ray import _raylet
 from ray._private import ray_constants
 
 from spurline.errors import RunFailedError
+from spurline.own_folder import OwnFolder
 
 _COMPILED: Any = _raylet
 
@@ -26,7 +28,8 @@ _OWN_VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 _STRANGER = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1])"
 _STRANGER_LIMIT_S = 60.0
-_LONGEST_BASE = 107 - len("/ray-12345678/r/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store")
+_PREFIX = "spurl-ray-"
+_LONGEST_BASE = 107 - len(f"/{_PREFIX}12345678/r/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store")
 """Bytes of the path of a folder in which Ray's can be: that of a socket has 107 at most."""
 _SHORT_BASE = "/tmp"
 
@@ -57,14 +60,18 @@ def starting_for_us_alone() -> Iterator[None]:
 
 @contextmanager
 def folder_of_ours() -> Iterator[str]:
-    """A folder for such a cluster's sockets, logs and copies of code, gone afterwards. Ray lets all users of a machine
+    """A folder for such a cluster's sockets, logs and copies of code, gone afterwards, or with the next one where this
+    process is killed. Ray lets all users of a machine
     write to its folders, where they could put other code: this is in one that nobody else may enter."""
     base = os.environ.get("RAY_TMPDIR") or gettempdir()
     if len(os.fsencode(base)) > _LONGEST_BASE:
         base = _SHORT_BASE
     os.makedirs(base, exist_ok=True)
-    with TemporaryDirectory(prefix="ray-", dir=base, ignore_cleanup_errors=True) as closed:
-        yield os.path.join(closed, "r")
+    closed = OwnFolder(_PREFIX, Path(base))
+    try:
+        yield str(closed.path / "r")
+    finally:
+        closed.remove()
 
 
 def read_authentication() -> None:

@@ -357,6 +357,9 @@ def _dealt(run: RunConfig, minibatches: Sequence[TrainingBatch]) -> tuple[str, f
 
 def _divisibility(loaded: LoadedConfig, data: DataComponents) -> None:
     config, layout = loaded.config, data.context.layout
+    if layout.deals_rows:
+        # It trains with ranks that have none of a batch's rows.
+        return
     if config.source.num_prompts is None and config.batch_size < layout.data:
         problem = Problem(
             "batch_size",

@@ -18,13 +18,14 @@ from typing import Any
 
 from spurline import errors
 from spurline.data.token_store import SampleBlock
+from spurline.own_folder import OwnFolder
 from spurline.ranks.child import ChildProcess
 from spurline_collation_fast.tokenization.chunks import RowLine, even_slices, read_block
-from spurline_collation_fast.tokenization.own_folder import OwnFolder
 from spurline_collation_fast.tokenization.slice_worker import SliceTask, UnsharableDataError, slice_path
 
 _ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 """Environment of a worker: the workers are what runs in parallel."""
+_FOLDER_PREFIX = "spurline-tokenize-"
 
 
 @dataclass
@@ -67,7 +68,7 @@ class SliceWorkers:
 
     def __enter__(self) -> SliceWorkers:
         """Start the workers. Raises UnsharableDataError when they cannot be given the data."""
-        self._own_folder = OwnFolder(self._parent_folder)
+        self._own_folder = OwnFolder(_FOLDER_PREFIX, self._parent_folder)
         self._folder = self._own_folder.path
         try:
             self._task.save(self._folder)

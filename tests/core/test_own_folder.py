@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from spurline_collation_fast.tokenization.own_folder import OwnFolder
+from spurline.own_folder import OwnFolder
 
-PREFIX = "spurline-tokenize-"
+PREFIX = "spurline-test-"
 
 
 def test_a_folder_whose_owner_is_gone_is_removed_by_the_next_and_one_in_use_is_not(tmp_path: Path) -> None:
     left = tmp_path / f"{PREFIX}left"
     left.mkdir()
     (left / "slice-0").write_bytes(b"tokens")
-    first = OwnFolder(tmp_path)
+    first = OwnFolder(PREFIX, tmp_path)
     assert not left.exists()
-    second = OwnFolder(tmp_path)
+    second = OwnFolder(PREFIX, tmp_path)
     assert first.path.is_dir()
     assert first.path.stat().st_mode & 0o777 == 0o700
     first.remove()
@@ -32,7 +32,7 @@ def test_a_link_and_a_file_of_that_name_are_left_alone(tmp_path: Path) -> None:
     (precious / "thesis").touch()
     (tmp_path / f"{PREFIX}link").symlink_to(precious)
     (tmp_path / f"{PREFIX}file").touch()
-    OwnFolder(tmp_path).remove()
+    OwnFolder(PREFIX, tmp_path).remove()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["precious", f"{PREFIX}file", f"{PREFIX}link"]
     assert (precious / "thesis").exists()
 
@@ -43,5 +43,5 @@ def test_storage_without_locks_is_used_all_the_same(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     (tmp_path / f"{PREFIX}other").mkdir()
-    OwnFolder(tmp_path).remove()
+    OwnFolder(PREFIX, tmp_path).remove()
     assert [path.name for path in tmp_path.iterdir()] == [f"{PREFIX}other"], "it may be in use"

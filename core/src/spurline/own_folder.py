@@ -12,17 +12,18 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-_PREFIX = "spurline-tokenize-"
-
 
 class OwnFolder:
-    """A new folder in this one, or in that for temporary files; those of dead owners there are removed."""
+    """A new folder in this one, or in that for temporary files; those of dead owners there are removed.
 
-    def __init__(self, parent: Path | None = None) -> None:
+    prefix: of its name, and of what is removed; nobody else's folders begin so.
+    """
+
+    def __init__(self, prefix: str, parent: Path | None = None) -> None:
         place = Path(tempfile.gettempdir()) if parent is None else parent
-        _sweep(place)
+        _sweep(place, prefix)
         while True:
-            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place))
+            self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=place))
             # Who sweeps just now may have taken it for abandoned before it was locked.
             with suppress(FileNotFoundError):
                 self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
@@ -34,13 +35,13 @@ class OwnFolder:
                 os.close(self._lock)
 
     def remove(self) -> None:
-        """With all that is in it."""
-        shutil.rmtree(self.path)
+        """With all that is in it, but what another process writes there just now; the next sweep takes that."""
+        shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 
 
-def _sweep(place: Path) -> None:
-    for folder in place.glob(f"{_PREFIX}*"):
+def _sweep(place: Path, prefix: str) -> None:
+    for folder in place.glob(f"{prefix}*"):
         # Another user's cannot be opened, which is how it stays; what is no folder, such as a link to one, is not ours.
         with suppress(OSError):
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
