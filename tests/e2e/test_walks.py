@@ -29,7 +29,7 @@ SET_UP = re.compile(
     | spurline/ranks/(devices|launch)\.py
     | spurline/trackers/(console|readout)\.py
     | spurline/optimizers/(groups|state|adamw|sgd|muon)\.py
-    | spurline/rl/(health_words|held_out|functions|prompt_survey|kept_rollouts/reader)\.py
+    | spurline/rl/(health_words|held_out|functions|prompt_survey|rewards/references|kept_rollouts/reader)\.py
     | spurline/data/(tokenizer|hub|datasets/file_digest)\.py
     | spurline/rl/engines/in_process/(own_cache|weight_writer)\.py
     | .*/configs\.py
