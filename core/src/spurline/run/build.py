@@ -143,7 +143,7 @@ def interval_notes(config: RunConfig, data: DataComponents) -> list[str]:
             key = f"evaluations.{evaluation.name}" if evaluation.name else "evaluation"
             notes.append(
                 f"{key}.every_steps is {evaluation.every_steps:,} and the run has {steps:,} steps, so it measures at "
-                "the end alone"
+                f"{'the start and ' if evaluation.at_start else ''}the end alone"
             )
     saves = config.checkpoint.every_steps
     if saves is not None and saves > steps:
