@@ -37,6 +37,9 @@ def _settings_meant(error: Any) -> str:
 
     if error.ctx is None or all("--set" not in parameter.opts for parameter in error.ctx.command.params):
         return ""
+    if set(getattr(error, "possibilities", None) or ()) - {"--help", "--set"}:
+        # More likely one of the command's own options, misspelled, which click names.
+        return ""
     option = getattr(error, "option_name", "")
     name = option.removeprefix("--").replace("-", "_")
     extra = re.search(r"unexpected extra argument\S* \((.*)\)", error.message)
