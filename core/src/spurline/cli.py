@@ -28,7 +28,7 @@ from spurline.run.commands import data, diagnose_run, export, plan, train
 from spurline.terminal import OutputLostError, output_told_apart, printable, write_nowhere
 
 _UsageError: Any = typer.BadParameter.__base__
-"""What is raised for a wrong command line; typer brings its own click, or takes that which is installed."""
+"""The error of a wrong command line; typer brings its own click, or takes that which is installed."""
 
 
 def _settings_meant(error: Any) -> str:

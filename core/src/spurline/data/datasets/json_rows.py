@@ -165,7 +165,7 @@ def _refuse_repeated(text: str, location: str) -> None:
             names = [name for name, _ in pairs]
             repeated = next(name for name in names if names.count(name) > 1)
             raise DataError(
-                f"{location}: the key {repeated!r} stands {names.count(repeated)} times in one object, of which only "
+                f"{location}: the key {repeated!r} stands {names.count(repeated)} times in one object, and only "
                 "the last would be read. Rename or remove the others."
             )
         return found

@@ -85,7 +85,7 @@ def guessed_columns(row: Mapping[str, Any]) -> dict[str, str]:
 
 
 def advice(row: Mapping[str, Any], *, needs_answer: bool) -> str:
-    """What to do with a row that fits no format: a `columns` setting that can be read, or what is wrong with the file.
+    """Say what to do with a row that fits no format: a readable `columns` setting, or what is wrong with the file.
 
     needs_answer: False where answers are generated.
     """
