@@ -272,6 +272,12 @@ def test_a_setting_without_set_is_told_how_to_give_it(spurline: Spurline, words:
     assert told in err
 
 
+def test_a_misspelled_option_is_not_taken_for_a_setting(spurline: Spurline) -> None:
+    _, _, err = spurline("train", "run.yaml", "--resme", "auto")
+    assert "--resume" in err
+    assert "--set resme" not in err
+
+
 def test_a_process_of_a_launcher_leaves_the_run_directory_alone(
     fails: Any, base_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -112,6 +112,11 @@ def test_only_an_answer_that_is_trained_and_says_nothing_is_empty(base_config: d
     assert "1 rows have an empty answer" in "\n".join(show(base_config).facts)
 
 
+def test_an_empty_line_of_raw_text_is_no_empty_answer(base_config: dict[str, Any]) -> None:
+    write_rows(base_config, {"text": "a b"}, {"text": " \n"})
+    assert "empty answer" not in "\n".join(show(base_config).facts)
+
+
 def test_held_out_pairs_that_are_trained_on_are_counted(base_config: dict[str, Any], tmp_path: Path) -> None:
     pairs = [{"prompt": "ping", "chosen": answer, "rejected": "z"} for answer in "ab"]
     write_rows(base_config, *pairs)

@@ -16,10 +16,12 @@ from run_helpers import read_metrics, wait_for
 
 from spurline import Run, load_config
 from spurline.data.sources.sft import SftSource
+from spurline.errors import RunFailedError
 from spurline.plugins.hookspecs import hookimpl
 from spurline.report.page import write_run_report
 from spurline.run.directory import RunDirectory
 from spurline.run.endings.stop_request import StopRequest
+from spurline.run.evaluations.evaluation import DataEvaluation
 
 Spurline = Callable[..., tuple[int, str, str]]
 WriteConfig = Callable[[dict[str, Any]], Path]
@@ -89,6 +91,31 @@ def test_the_first_one_ends_a_start_that_waits(
     monkeypatch.setattr(SftSource, "start", start)
     result = Run(loaded).train()
     assert (result.status, result.step, result.signal) == ("stopped", 0, number)
+
+
+def test_one_during_the_start_leaves_the_evaluation_that_the_last_step_is_owed(
+    base_config: dict[str, Any], spurline_chat_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RunFailedError("a reward")
+
+    class AtRunStart:
+        @hookimpl
+        def on_run_start(self) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+    base_config |= {"steps": 2, "checkpoint": {"export_hf": True}}
+    base_config["data"]["eval"] = str(spurline_chat_file)
+    with monkeypatch.context() as patch:
+        patch.setattr(DataEvaluation, "evaluate", fail)
+        with pytest.raises(RunFailedError):
+            Run(load_config(base_config)).train()
+    loaded = load_config(base_config)
+    loaded.host.attach(AtRunStart(), "interrupt")
+    result = Run(loaded).train()
+    assert (result.status, result.model, result.signal) == ("stopped", None, signal.SIGTERM)
+    assert Run(load_config(base_config)).train().status == "finished"
+    assert ["eval/loss" in line for line in read_metrics(base_config["run_dir"])] == [False, True]
 
 
 def test_a_closed_standard_error_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

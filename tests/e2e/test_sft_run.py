@@ -253,6 +253,19 @@ def test_a_finished_run_says_that_nothing_is_left_to_do_before_its_model_loads(
     assert (run_dir / "report.html").exists()
 
 
+def test_a_line_of_others_that_comes_during_training_does_not_fail_the_run_at_its_end(
+    base_config: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    metrics = Path(base_config["run_dir"]) / "metrics.jsonl"
+
+    def write(step: int, _: object) -> None:
+        if step == 2:
+            metrics.write_text(metrics.read_text() + '{"note": "of others"}\n')
+
+    assert Run(load_config(base_config), on_step=write).train().status == "finished"
+    assert "metrics.jsonl:3: no whole number under 'step'" in capsys.readouterr().err
+
+
 def test_a_finished_run_still_writes_what_it_is_asked_to_export_now(base_config: dict[str, Any]) -> None:
     Run(load_config(base_config)).train()
     base_config["checkpoint"]["export_hf"] = True
@@ -270,9 +283,12 @@ def test_a_finished_run_whose_end_was_not_recorded_ends_again(base_config: dict[
     assert json.loads(path.read_text())["status"] == "finished"
 
 
-@pytest.mark.parametrize(("schedule", "is_said"), [("cosine", True), ("constant", False)])
+@pytest.mark.parametrize(
+    ("schedule", "is_said"),
+    [("cosine", True), ("constant", False), ({"name": "constant", "warmup_steps": 6}, False)],
+)
 def test_a_longer_run_says_where_its_learning_rate_jumps(
-    base_config: dict[str, Any], capsys: pytest.CaptureFixture[str], schedule: str, is_said: bool
+    base_config: dict[str, Any], capsys: pytest.CaptureFixture[str], schedule: Any, is_said: bool
 ) -> None:
     base_config["schedule"] = schedule
     Run(load_config(base_config | {"steps": 4})).train()
@@ -301,6 +317,9 @@ def test_intervals_that_are_longer_than_the_run_are_said_by_plan_and_start(
     Run(load_config(base_config)).train()
     notes = capsys.readouterr().out
     assert all(line in notes for line in said if "every_steps" in line)
+    base_config["evaluation"]["at_start"] = True
+    said = make_plan(load_config(base_config)).sections["steps"]
+    assert any("it measures at the start and the end alone" in line for line in said)
 
 
 @pytest.mark.parametrize(("at_start", "patience", "is_said"), [(False, 2, True), (False, 1, False), (True, 2, False)])

@@ -28,7 +28,7 @@ from spurline.run.commands import data, diagnose_run, export, plan, train
 from spurline.terminal import OutputLostError, output_told_apart, printable, write_nowhere
 
 _UsageError: Any = typer.BadParameter.__base__
-"""What is raised for a wrong command line; typer brings its own click, or takes that which is installed."""
+"""The error of a wrong command line; typer brings its own click, or takes that which is installed."""
 
 
 def _settings_meant(error: Any) -> str:
@@ -36,6 +36,9 @@ def _settings_meant(error: Any) -> str:
     from spurline.config.other_names import OTHER_NAMES
 
     if error.ctx is None or all("--set" not in parameter.opts for parameter in error.ctx.command.params):
+        return ""
+    if set(getattr(error, "possibilities", None) or ()) - {"--help", "--set"}:
+        # More likely one of the command's own options, misspelled, which click names.
         return ""
     option = getattr(error, "option_name", "")
     name = option.removeprefix("--").replace("-", "_")

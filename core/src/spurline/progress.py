@@ -27,7 +27,7 @@ def waiting(progress: Progress, text: str, limit: str = "") -> Iterator[None]:
     """Say what begins, and every 15 s that it is not done yet, until the block ends.
 
     For what computes in other processes, or in libraries that say nothing of their own.
-    limit: how long it may take, in words, for whoever waits already.
+    limit: how long it may take, in words, for people who wait already.
     """
     progress(text)
     began, ended = time.monotonic(), threading.Event()

@@ -60,7 +60,7 @@ def test_what_is_neither_a_path_nor_a_mapping_is_told_so(source: Any) -> None:
         load_config(source)
 
 
-@pytest.mark.parametrize("overrides", ["steps=5", {"steps": 5}, [("steps", 5)]])
+@pytest.mark.parametrize("overrides", ["steps=5", {"steps": 5}, [("steps", 5)], None])
 def test_overrides_that_are_no_list_of_texts_are_told_so(write: Callable[..., Path], overrides: Any) -> None:
     with pytest.raises(UserError, match="text"):
         load_config(write(MINIMAL), overrides)

@@ -138,7 +138,7 @@ def _shown(value: object) -> str:
 
 
 def _mispunctuated(key: str) -> str:
-    """What to say of `{name:fsdp}`, which YAML reads as one word, and of a key path; empty for any other key."""
+    """Explain `{name:fsdp}`, which YAML reads as one word, and a key path; empty for any other key."""
     if ":" in key:
         return f"is not a setting. A space is missing after the colon: `{key.replace(':', ': ', 1)}`."
     outer, dot, inner = key.partition(".")

@@ -110,8 +110,8 @@ def _check_arguments(source: object, overrides: object) -> None:
             "load_config takes the path of a config file or a mapping of settings, and Run also what load_config "
             f"returned. This is {type(source).__name__}."
         )
-    items: Any = overrides
-    if isinstance(overrides, (str, Mapping)) or not all(isinstance(item, str) for item in items):
+    texts = cast("Sequence[Any]", overrides) if isinstance(overrides, Sequence) else [None]
+    if isinstance(overrides, str) or not all(isinstance(text, str) for text in texts):
         raise UserError(f"overrides is a list of texts, such as ['steps=5'], and not {overrides!r}.")
 
 

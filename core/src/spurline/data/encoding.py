@@ -203,7 +203,8 @@ class RowEncoder:
                 require_end_of_sequence(self._tokenizer)
             text = item.prompt + item.completion
             require_text(text, values)
-            empty = () if item.completion.strip() else (EMPTY_ANSWER,)
+            # Without a prompt it is raw text, which may well have an empty line.
+            empty = (EMPTY_ANSWER,) if item.prompt and not item.completion.strip() else ()
             return _Text(text, ((len(item.prompt), len(text)),), is_chat=False, ends=item.ends, ignored=empty)
         if not has_template:
             require_chat_template(self._tokenizer, self._dataset.location(row))

@@ -97,7 +97,7 @@ class GenerationExample:
 
 
 def question_key(row: Mapping[str, Any], config: DatasetConfig) -> int:
-    """A hash that is equal for equal questions; of the whole row where only an environment can read it."""
+    """Return a hash that is equal for equal questions; of the whole row where only an environment can read it."""
     try:
         question = read_question(row, config, has_chat_template=True)
     except DataError:

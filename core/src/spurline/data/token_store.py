@@ -200,7 +200,7 @@ def fingerprint_of(digests: Iterable[str]) -> str:
 
 
 def keys_of_samples(store: TokenStore, indices: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """A hash of the tokens of each of these samples, equal for equal ones. A microsecond for each."""
+    """Return a hash of the tokens of each of these samples, equal for equal ones. Each takes two microseconds."""
     view = store.view(indices)
     return np.array(
         [xxhash.xxh3_64_intdigest(np.ascontiguousarray(view.tokens(i)).data) for i in range(len(view))], np.uint64

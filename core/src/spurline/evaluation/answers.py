@@ -42,7 +42,7 @@ class AnswersEvaluation(HeldOutEvaluation):
         self._where = context.where
         self._tokenizer = context.run.tokenizer
         self._datasets = _rows(config, context) if datasets is None else datasets
-        self._source = context.source
+        self._source, self._generates = context.source, context.run.config.source.num_prompts is not None
         data = context.run.config.data
         every = (
             (source.config, row, example)
@@ -71,7 +71,8 @@ class AnswersEvaluation(HeldOutEvaluation):
         }
 
     def _notes_of_shared(self) -> list[str]:
-        trained = self._source.sample_keys()
+        # A source that does not generate has keys of whole samples.
+        trained = self._source.sample_keys() if self._generates else None
         if trained is None:
             return []
         places = [example.location for _, example in self._examples]

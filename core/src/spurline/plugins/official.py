@@ -47,7 +47,7 @@ def plugin_with(kind: str | None, component: str) -> str | None:
 
 
 def install_command(plugin: str) -> str:
-    """How to install a plugin of this project: from the checkout that core was installed from, where that is there."""
+    """Return how to install a plugin of this project: from the checkout that core came from, where that is there."""
     origin: str = json.loads(importlib.metadata.distribution("spurline").read_text("direct_url.json") or "{}").get(
         "url", ""
     )

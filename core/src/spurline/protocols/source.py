@@ -398,7 +398,7 @@ class BatchSource(ABC):
         return None
 
     def sample_keys(self) -> NDArray[np.uint64] | None:
-        """Hashes that are equal for equal samples, or prompts, of the training data, as far as it is read before
+        """Return hashes that are equal for equal samples, or prompts, of the training data, as far as it is read before
         training; None where it is not. Held-out data is compared with them."""
         return None
 
@@ -514,11 +514,11 @@ class Samples(Protocol):
         ...
 
     def keys(self) -> NDArray[np.uint64]:
-        """A hash of each sample, equal for equal ones; of the first million."""
+        """Return a hash of each sample, equal for equal ones; of the first million."""
         ...
 
     def location(self, number: int) -> str:
-        """Where the row of a sample is."""
+        """Return where the row of a sample is."""
         ...
 
     def answered(self) -> Sequence[DatasetToTokenize]:

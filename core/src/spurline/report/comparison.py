@@ -246,7 +246,7 @@ def _measured_otherwise(runs: Sequence[ComparedRun], name: str) -> list[str]:
         {
             key: value
             for key, value in _flat(run.record.config).items()
-            if key.startswith(tuple(keys)) and key.rpartition(".")[2] not in _OF_RHYTHM
+            if any(f"{key}.".startswith(f"{wanted}.") for wanted in keys) and key.rpartition(".")[2] not in _OF_RHYTHM
         }
         for run in recorded
     ]

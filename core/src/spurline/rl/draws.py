@@ -29,7 +29,7 @@ from spurline.protocols.tokenization import DatasetToTokenize
 from spurline.rl.trajectory import Group, group_returns
 
 _ROWS_COMPARED = 10_000
-"""Of each dataset, when held-out prompts are looked for among those trained on."""
+"""Rows of each dataset among which held-out prompts are looked for."""
 
 
 @dataclass(frozen=True)
@@ -153,11 +153,11 @@ class PromptDraws:
         return [(question_key(draw.row, draw.dataset), draw.location) for draw in draws]
 
     def keys(self) -> NDArray[np.uint64]:
-        """Hashes of the first prompts of each dataset, equal for equal ones."""
+        """Return hashes of the first prompts of each dataset, equal for equal ones."""
         return np.array([key for key, _ in self._keyed], np.uint64)
 
     def notes_of_shared(self, trained: NDArray[np.uint64] | None) -> list[str]:
-        """The note on prompts that are among those trained on. trained: their keys."""
+        """Say how many prompts are among those trained on. trained: the keys of those."""
         return [] if trained is None else note_of_shared(self.keys(), trained, lambda number: self._keyed[number][1])
 
     def skip(self, row: SkippedRow) -> None:

@@ -218,7 +218,6 @@ class PromptSource(BatchSource):
         return AttemptsEvaluation(self._settings.held_out, self._held_out, self, OF_SOURCE, self._settings.reward_terms)
 
     def sample_keys(self) -> NDArray[np.uint64]:
-        """Of prompts."""
         return self._prompts.keys()
 
     def given_up(self) -> Sequence[str]:

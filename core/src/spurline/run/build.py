@@ -50,7 +50,7 @@ class DataComponents:
     """That of `data.eval` first, if there is one."""
 
     def updates_behind(self, done: Done) -> int:
-        """Optimizer steps of the policy in the steps done."""
+        """Count the optimizer steps of the policy in the steps done."""
         return done.step * self.minibatches.steps_per_batch() if done.updates is None else done.updates["policy"]
 
     def total_updates(self, done: Done = Done()) -> int:
@@ -136,14 +136,14 @@ def build_components(
 
 
 def interval_notes(config: RunConfig, data: DataComponents) -> list[str]:
-    """Sentences on intervals and a patience that are longer than the run, so that nothing comes of them."""
+    """Name intervals and a patience that are longer than the run, so that nothing comes of them."""
     steps, notes = data.source.total_steps, list[str]()
     for evaluation in data.evaluations:
         if evaluation.every_steps is not None and evaluation.every_steps > steps:
             key = f"evaluations.{evaluation.name}" if evaluation.name else "evaluation"
             notes.append(
                 f"{key}.every_steps is {evaluation.every_steps:,} and the run has {steps:,} steps, so it measures at "
-                "the end alone"
+                f"{'the start and ' if evaluation.at_start else ''}the end alone"
             )
     saves = config.checkpoint.every_steps
     if saves is not None and saves > steps:

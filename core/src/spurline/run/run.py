@@ -440,7 +440,10 @@ class Run:
         return self.state.step >= self.source.total_steps or self._early_stop.reason is not None
 
     def _status(self) -> Status:
-        return "finished" if self.is_done else "stopped"
+        # A signal during the start may leave the evaluation of the last step, which then has no metrics, to the next
+        # process.
+        is_owed = self._resumed.pending is not None and not self.state.metrics
+        return "finished" if self.is_done and not is_owed else "stopped"
 
     def _stop_reason(self) -> str | None:
         if self.state.step >= self.source.total_steps:

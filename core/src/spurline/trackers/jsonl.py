@@ -140,8 +140,10 @@ def read_metrics(path: Path, *, skip_foreign: bool = False) -> list[dict[str, An
 def _not_metrics(line: Mapping[str, Any]) -> str | None:
     if type(line.get("step")) is not int:
         return "no whole number under 'step'"
-    odd = next((name for name, value in line.items() if not isinstance(value, int | float)), None)
-    return None if odd is None else f"no number under '{odd[:100]}'"
+    if {*map(type, line.values())} <= {int, float, bool}:
+        return None
+    odd = next(name for name, value in line.items() if not isinstance(value, int | float))
+    return f"no number under '{odd[:100]}'"
 
 
 def cut_back(path: Path, last_step: int) -> None:

@@ -88,6 +88,7 @@ def test_a_byte_order_mark_is_no_part_of_the_data():
         (b'{"n": 0}\n{"n": "\xc3', "The file ends there"),
         (b'{"n": 0}\n{"n": 1, "m": [{"k": 2}], "n": 3}\n', "train.jsonl:2: the key 'n' stands 2 times"),
         (b'{"n": 0}\n{"n" : [[{"k" : "\\"k\\": 1", "k" : 2}]]}\n', "train.jsonl:2: the key 'k' stands 2 times"),
+        (b'{"n" : 0, "n": 1}\n', "train.jsonl:1: the key 'n' stands 2 times"),
         (b"PAR1\x15\x00", "train.jsonl: is a Parquet table, although its name ends in .jsonl. Rename"),
         (gzip.compress(b'{"n": 0}\n'), "train.jsonl: is compressed with gzip, although its name ends in .jsonl."),
         ('{"n": 0}\n'.encode("utf-16"), "train.jsonl: is UTF-16 text"),
@@ -222,6 +223,11 @@ def test_keys_that_arrow_adds_to_objects_are_taken_away_again():
     datasets.Dataset.from_list([{"messages": [call]}, {"messages": [other]}]).to_parquet("rows.parquet")
     first = open_data("rows.parquet")[0]["messages"][0]
     assert first["tool_calls"] == [{"name": "f", "arguments": {"a": 1}}]
+
+
+def test_a_csv_header_may_begin_as_a_parquet_file_does():
+    Path("rows.csv").write_text("PAR1,b\n1,2\n")
+    assert rows_of(open_data("rows.csv")) == [{"PAR1": "1", "b": "2"}]
 
 
 def test_csv_cells_stay_text_whatever_they_look_like():

@@ -28,6 +28,8 @@ MESSAGE_FORMS: dict[str, dict[str, Any]] = {
     "answers are whole conversations": {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
     "and the prompt is given as text too": {"prompt": "2 1", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
     "the prompt is text, answers are messages": {"prompt": "2 1", "chosen": [GOOD], "rejected": [BAD]},
+    "it is called instruction": {"instruction": "2 1", "chosen": [GOOD], "rejected": [BAD]},
+    "and is in the answers too": {"instruction": "2 1", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
 }
 
 

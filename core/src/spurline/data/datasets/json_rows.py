@@ -152,7 +152,7 @@ def _num_keys(values: Mapping[str, Any]) -> int:
 def _has_marks(line: bytes, keys: int) -> bool:
     """Whether as many keys were written, each with a quote and a colon behind it, which inside a text is escaped."""
     marks = line.count(b'":')
-    return marks == keys or marks - line.count(b'\\":') == keys
+    return b'" :' not in line and (marks == keys or marks - line.count(b'\\":') == keys)
 
 
 def _refuse_repeated(text: str, location: str) -> None:
@@ -165,7 +165,7 @@ def _refuse_repeated(text: str, location: str) -> None:
             names = [name for name, _ in pairs]
             repeated = next(name for name in names if names.count(name) > 1)
             raise DataError(
-                f"{location}: the key {repeated!r} stands {names.count(repeated)} times in one object, of which only "
+                f"{location}: the key {repeated!r} stands {names.count(repeated)} times in one object, and only "
                 "the last would be read. Rename or remove the others."
             )
         return found
@@ -306,8 +306,8 @@ def _require_object(values: Any, location: str) -> Mapping[str, Any]:
 
 
 _OTHER_CONTENT: tuple[tuple[bytes, str, str], ...] = (
-    (b"PAR1", "a Parquet table", "Rename it so that it ends in .parquet."),
-    (b"ARROW1", "an Arrow table", "Rename it so that it ends in .arrow."),
+    (b"PAR1\x15", "a Parquet table", "Rename it so that it ends in .parquet."),
+    (b"ARROW1\0\0", "an Arrow table", "Rename it so that it ends in .arrow."),
     (b"\x1f\x8b", "compressed with gzip", "Unpack it: `gunzip < FILE > OTHER`."),
     (b"PK\x03\x04", "a zip archive", "Unpack it: `unzip FILE`."),
     *(

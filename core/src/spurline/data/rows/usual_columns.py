@@ -85,7 +85,7 @@ def guessed_columns(row: Mapping[str, Any]) -> dict[str, str]:
 
 
 def advice(row: Mapping[str, Any], *, needs_answer: bool) -> str:
-    """What to do with a row that fits no format: a `columns` setting that can be read, or what is wrong with the file.
+    """Say what to do with a row that fits no format: a readable `columns` setting, or what is wrong with the file.
 
     needs_answer: False where answers are generated.
     """
@@ -95,7 +95,7 @@ def advice(row: Mapping[str, Any], *, needs_answer: bool) -> str:
     if question is not None and not needs_answer:
         return _rename(_written({"instruction": question}))
     if len(row) == 1 and any(mark in next(iter(row)) for mark in ";\t|"):
-        return "Its cells are not separated by commas: write the file anew with commas between them."
+        return "Its cells are not separated by commas: write the file with commas between them."
     rows = next((name for name, value in row.items() if _is_conversation(value) and not _are_messages(value)), None)
     if rows is not None:
         return f"'{rows}' holds a list of objects: if these are the rows, write each on a line of its own."

@@ -115,8 +115,9 @@ def _split(view: RowView, side: Side, *, is_turn: bool) -> tuple[Any, Any]:
     if is_turn:
         extra = view.text("input") if view.get("input") is not None else ""
         text = view.text("instruction")
-        asked = [{"role": "user", "content": f"{text}\n\n{extra}" if extra else text}]
-        return asked, _as_turn(answers[side])
+        prompt = f"{text}\n\n{extra}" if extra else text
+        if isinstance(answers[side], str):
+            return [{"role": "user", "content": prompt}], [{"role": "assistant", "content": answers[side]}]
     if prompt is None and "messages" in view:
         prompt = view.require("messages")
     if isinstance(answers[side], str) or (prompt is not None and not isinstance(prompt, str)):
@@ -136,10 +137,6 @@ def _split(view: RowView, side: Side, *, is_turn: bool) -> tuple[Any, Any]:
 
 def _has_prompt(view: RowView) -> bool:
     return "prompt" in view or "messages" in view
-
-
-def _as_turn(answer: Any) -> Any:
-    return [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
 
 
 def _as_list(answer: Any) -> Any:

@@ -82,7 +82,7 @@ class SampleSet:
         return self._sources[int(store.source[index])].dataset.location(int(store.row[index]))
 
     def _whole(self) -> NDArray[np.int64]:
-        """Of each sample the place in the store that tells it from others."""
+        """Return for each sample the place in the store that tells it from others."""
         return np.arange(len(self._tokenized.store), dtype=np.int64)
 
     def answered(self) -> Sequence[DatasetToTokenize]:
@@ -107,7 +107,7 @@ class SampleSet:
 
 
 def shared_note(held_out: Samples, source: BatchSource) -> list[str]:
-    """How many held-out samples are also training samples, as a note; none where there are none, or nobody knows."""
+    """Say how many held-out samples are also training samples; nothing where none are, or nobody knows."""
     trained = source.sample_keys()
     return [] if trained is None else note_of_shared(held_out.keys(), trained, held_out.location)
 
@@ -115,7 +115,7 @@ def shared_note(held_out: Samples, source: BatchSource) -> list[str]:
 def note_of_shared(
     held_out: NDArray[np.uint64], trained: NDArray[np.uint64], location: Callable[[int], str]
 ) -> list[str]:
-    """The note on hashes of held-out rows that are among those of training rows. location: of a held-out row."""
+    """Say how many hashes of held-out rows are among those of training rows. location: of a held-out row."""
     shared = np.flatnonzero(np.isin(held_out, trained))
     if not len(shared):
         return []

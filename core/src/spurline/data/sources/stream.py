@@ -140,7 +140,7 @@ class _Blocks:
         return store_labels(self._sources)
 
     def plain_text_notes(self) -> list[str]:
-        """The notes of that name on the rows that were read last."""
+        """Return `plain_text_notes` of the rows that were read last."""
         return plain_text_notes(self._sources, self._tokenizer, "completion")
 
     def read(self, number: int, left_out: int) -> _Block:

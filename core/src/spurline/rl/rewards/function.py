@@ -77,7 +77,7 @@ class FunctionReward:
         try:
             value = await self._value(answer)
         except Exception as error:
-            cause = error.__cause__
+            cause = error.__cause__ if isinstance(error, AttemptFailedError) else None
             if isinstance(cause, TimeoutError | TookTooLong) and not isinstance(cause, OutOfMemory):
                 self._count_late()
             else:

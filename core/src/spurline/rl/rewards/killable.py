@@ -42,7 +42,7 @@ MEMORY_LIMIT_BYTES = 8 << 30
 
 
 SHOWN_BYTES = 1 << 20
-"""Of what all calls of a pool print: a disk must not fill up with it."""
+"""Bytes that are shown of what all calls of a pool print: a disk must not fill up with it."""
 
 
 class TookTooLong(Exception):  # noqa: N818 - a finding about one call, for the caller to judge
@@ -231,7 +231,7 @@ class KillablePool:
 
     @contextmanager
     def _output(self) -> Iterator[int | None]:
-        """What calls print into; None where nothing is shown."""
+        """Yield the pipe that calls print into; None where nothing is shown."""
         try:
             shown = os.dup(2) if self._shows_output else None
         except OSError:

@@ -43,7 +43,7 @@ from spurline.run.checkpoints.state_files import copied_state, read_state, write
 from spurline.run.directory import RunDirectory
 from spurline.run.evaluations.early_stop import EarlyStop
 from spurline.run.evaluations.evaluation import ScheduledEvaluation, fingerprints
-from spurline.trackers.jsonl import METRICS_FILE, read_json_lines
+from spurline.trackers.jsonl import METRICS_FILE, read_metrics
 
 
 @dataclass(frozen=True)
@@ -292,20 +292,21 @@ def restore_best(
 
 
 def rate_notes(resume: Resume, loaded: LoadedConfig, data: DataComponents) -> list[str]:
-    """Say where the learning rate jumps, as a schedule runs over all steps of a run that has become longer."""
+    """Say where the learning rate jumps, as a schedule runs over all steps of a run whose length has changed."""
     checkpoint, config = resume.checkpoint, loaded.config
     if checkpoint is None or all(checkpoint.config.get(key) == getattr(config, key) for key in ("steps", "epochs")):
         return []
-    lines = read_json_lines(checkpoint.path.parent.parent / METRICS_FILE)
+    lines = read_metrics(checkpoint.path.parent.parent / METRICS_FILE, skip_foreign=True)
     before = next((line["lr"] for line in reversed(lines) if line["step"] == checkpoint.step and "lr" in line), None)
     schedule: Schedule = loaded.host.registry.create("schedule", config.schedule)
-    first = data.updates_behind(resume.done) + 1
-    now = config.optimizer.learning_rate * schedule.factor(first, data.total_updates(resume.done))
-    if before is None or math.isclose(before, now, rel_tol=0.01):
+    done, total = data.updates_behind(resume.done), data.total_updates(resume.done)
+    there, now = (config.optimizer.learning_rate * schedule.factor(update, total) for update in (done, done + 1))
+    # A rate that also changes from step to step has jumped only where the new schedule has another for the same step.
+    if before is None or math.isclose(before, there, rel_tol=0.01):
         return []
     return [
-        f"Schedule '{config.schedule.name}' now runs over the longer run: the learning rate was {before:.2e} at step "
-        f"{checkpoint.step:,} and is {now:.2e} at step {checkpoint.step + 1:,}."
+        f"Schedule '{config.schedule.name}' now runs over {data.source.total_steps:,} steps: the learning rate was "
+        f"{before:.2e} at step {checkpoint.step:,} and is {now:.2e} at step {checkpoint.step + 1:,}."
     ]
 
 

@@ -26,7 +26,7 @@ from spurline.run.directory import RunDirectory, RunRecordFiles
 from spurline.run.endings.rescue import rescue
 from spurline.run.health import findings, trained_steps
 from spurline.run.state import RunState, StepUnderWay
-from spurline.trackers.jsonl import read_json_lines
+from spurline.trackers.jsonl import read_metrics
 
 Status = Literal["finished", "stopped"]
 
@@ -137,7 +137,7 @@ class Ending:
 
     def _warnings(self) -> list[dict[str, Any]]:
         """What was off at any step, as the report says it."""
-        lines = read_json_lines(self._directory.metrics)
+        lines = read_metrics(self._directory.metrics, skip_foreign=True)
         steps = trained_steps(lines)
         return [
             {"kind": found.kind, "words": f"{found.words} {found.when(steps)}.", "lasts": found.lasts}

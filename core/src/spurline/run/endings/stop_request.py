@@ -51,8 +51,8 @@ class StopRequest:
         """Call this unless a signal came before; the first one ends it at once, as nothing in it is worth finishing."""
         if self.signal is not None:
             return
-        self._cuts_short = True
         try:
+            self._cuts_short = True
             work()
         except _CutShort:
             # What it waited for has been let go; the run goes on to its end.

@@ -158,7 +158,7 @@ def first_rows(loaded: LoadedConfig, data: DataComponents, num_rows: int) -> lis
 
 
 def _rows_of_batches(loaded: LoadedConfig, data: DataComponents, num_rows: int, pieces: TokenPieces) -> list[ShownRow]:
-    """num_rows: of the data, of which a packed row of a batch holds many."""
+    """Return the first rows of batches with `num_rows` rows of the data; a packed row holds many."""
     rows: list[ShownRow] = []
     messages = _Messages(loaded, data)
     left = num_rows * (len(SIDES) if loaded.config.source.supplies == "pairs" else 1)
