@@ -77,6 +77,12 @@ async def hangs_later(answer: Answer) -> float:
     return 1.0
 
 
+async def judge_is_down(answer: Answer) -> float:
+    """Fail as clients of HTTP do that give up before `timeout_s`."""
+    await asyncio.sleep(0.04)
+    raise ConnectionError("no answer") from TimeoutError()
+
+
 class HangsFromTheSecondOn:
     """An async function whose first call returns before anything can be late."""
 

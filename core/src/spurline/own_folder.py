@@ -35,7 +35,7 @@ class OwnFolder:
                 os.close(self._lock)
 
     def remove(self) -> None:
-        """With all that is in it, but what another process writes there just now; the next sweep takes that."""
+        """Remove it with all in it, but what another process writes there just now: the next sweep takes that."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 

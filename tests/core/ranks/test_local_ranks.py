@@ -121,6 +121,7 @@ def test_an_interface_that_does_not_exist_is_named_with_its_variable_and_those_t
         ("gloo", "lo", False),
         ("gloo", "l", True),
         ("gloo", "lo,eth77", True),
+        ("gloo", "lo:1", False),
         ("nccl", "l", False),
         ("nccl", "eth77,lo", False),
         ("nccl", "=lo", False),

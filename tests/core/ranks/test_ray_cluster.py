@@ -154,7 +154,7 @@ def test_ranks_get_their_environment_and_nothing_is_left_of_a_driver_that_was_ki
     if whose == "joined":
         environment |= {"RAY_ADDRESS": two_machines().address, "RAY_AUTH_MODE": "disabled"}
     # What a cluster leaves behind whose driver was killed; in a path as short as sockets need.
-    environment["TMPDIR"] = scratch = tempfile.mkdtemp()
+    environment["TMPDIR"] = scratch = tempfile.mkdtemp(dir="/tmp")
     with (tmp_path / "log").open("w") as log:
         command = [sys.executable, SUPPORT / "ray_driver.py", out, folder]
         driver = subprocess.Popen(command, stdout=log, stderr=log, env=environment)

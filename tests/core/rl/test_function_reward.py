@@ -170,6 +170,11 @@ def test_a_function_that_has_returned_once_may_hang_as_often_as_the_faults_allow
     assert [type(error) for error in errors] == [AttemptFailedError] * 15
 
 
+def test_a_function_that_fails_since_something_else_took_too_long_has_returned():
+    errors = rounds_of_scores(make_reward("judge_is_down", timeout_s=0.05))
+    assert not [error for error in errors if isinstance(error, RunFailedError)]
+
+
 def test_a_function_with_other_arguments_is_refused_at_the_start():
     with pytest.raises(ConfigError) as caught:
         make_reward("two_arguments")

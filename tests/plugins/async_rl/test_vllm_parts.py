@@ -22,9 +22,10 @@ from spurline.config.run_config import ModelConfig
 from spurline.errors import BucketLostError, ConfigError, DataError, RunFailedError
 from spurline.model.configs import LoraConfig
 from spurline.protocols.rollout_engine import TensorPlace, WeightBucket
+from spurline.ranks.ray_node import last_words
 from spurline.testing.inputs import tiny_tokenizer, write_tiny_moe_model
 from spurline.testing.rollout_engine_contract import request
-from spurline_async_rl.engines.commands import BeginAdapterUpdate, BeginUpdate, from_plain
+from spurline_async_rl.engines.commands import BeginAdapterUpdate, BeginUpdate, Resume, from_plain
 from spurline_async_rl.engines.configs import VllmEngineConfig
 from spurline_async_rl.engines.member import EngineDiedError
 from spurline_async_rl.engines.progress import Progress
@@ -168,16 +169,35 @@ def test_what_processes_of_an_engine_write_goes_to_its_log_and_nothing_else_does
         engine.start()
         os.write(2, b"ours")
         engine.join(60)
-    assert (capfd.readouterr().err, log.read_text()) == ("ours", "noise")
+    assert (capfd.readouterr().err, last_words(str(log))) == ("ours", "noise")
 
 
-def test_an_engine_that_does_not_start_shows_the_end_of_its_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+_WORKER = "(Worker_TP1 pid=738) ERROR 11-23 22:17:25 [multiproc_executor.py:944] "
+_CORE = "(EngineCore pid=326) "
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        # As vLLM's processes write: the worker that fails, and whoever waits for it.
+        (
+            [f"{_WORKER}  File {'x' * 100}", f"{_WORKER}    param.load(", f"{_WORKER}RuntimeError: wrong size"]
+            + [f"{_CORE}  File {'y' * 100}, line {number}" for number in range(100)]
+            + [f"{_CORE}Exception: See stack trace."],
+            [f"{_WORKER}RuntimeError: wrong size", f"{_CORE}Exception: See stack trace."],
+        ),
+        ([], []),
+    ],
+)
+def test_an_engine_that_does_not_start_shows_the_errors_in_its_log_and_nothing_of_earlier_ones(
+    written: list[str], shown: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = tmp_path / "engine-0.log"
+    log.write_text("earlier words\n")
 
     def fail(_: object) -> None:
-        log.write_text("noise\nValueError: no memory for the cache\n")
+        with log.open("a") as file:
+            file.write("\n".join(written))
         raise RuntimeError("See root cause above.")
 
     platform = SimpleNamespace(is_cpu=lambda: True)
@@ -187,8 +207,34 @@ def test_an_engine_that_does_not_start_shows_the_end_of_its_log(
         "vllm.v1.engine.async_llm": SimpleNamespace(AsyncLLM=SimpleNamespace(from_engine_args=fail)),
     }.items():
         monkeypatch.setitem(sys.modules, name, module)
-    with pytest.raises(EngineDiedError, match=r"(?s)See root cause above.*engine-0\.log.*no memory for the cache"):
+    with pytest.raises(EngineDiedError, match="See root cause above") as refused:
         EngineStart(replace(spec(), log=log)).run()
+    first, *lines = str(refused.value).splitlines()
+    assert ("engine-0.log" in str(refused.value), lines[1:]) == (bool(written), shown), first
+
+
+def test_an_engine_that_dies_shows_the_end_of_its_log(tmp_path: Path) -> None:
+    log = tmp_path / "engine-0.log"
+    log.write_text("ValueError: the cause\n")
+    engine: Any = AsyncEngine(replace(spec(), log=log))
+
+    async def end() -> str:
+        return "process 7 has ended"
+
+    class Dead:
+        """Processes that have ended, and an engine that therefore never answers."""
+
+        wait_ended = staticmethod(end)
+
+        def __str__(self) -> str:
+            return "process 7"
+
+        async def resume_generation(self) -> None:
+            await asyncio.Event().wait()
+
+    engine.processes = engine._llm = Dead()
+    with pytest.raises(EngineDiedError, match=r"(?s)^process 7 ended while.*engine-0\.log.*:\nValueError: the cause$"):
+        asyncio.run(engine.control(Resume()))
 
 
 def test_a_level_of_logging_that_somebody_sets_shows_what_engines_write(monkeypatch: pytest.MonkeyPatch) -> None:

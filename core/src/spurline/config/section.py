@@ -93,8 +93,8 @@ class Section(BaseModel):
     def await_services(self, progress: Progress) -> None:
         """Return when what the section names and the run does not start, such as servers, answers.
 
-        Called as a run starts, before anything loads. progress: told what is waited for. Raises UserError for what does
-        not answer within a limit.
+        Called as a run starts, when its data is read and before its model loads. progress: told what is waited for.
+        Raises UserError for what does not answer within a limit.
         """
 
 

@@ -38,7 +38,9 @@ def check_interfaces(process_group: str) -> None:
     """
     there = [name for _, name in socket.if_nameindex()]
     if "gloo" in process_group and (chosen := os.environ.get("GLOO_SOCKET_IFNAME")):
-        _check_interfaces("GLOO_SOCKET_IFNAME", chosen, there, all(name in there for name in chosen.split(",") if name))
+        # An address with a label of its own, such as `eth0:1`, is one of eth0.
+        names = [name.partition(":")[0] for name in chosen.split(",") if name]
+        _check_interfaces("GLOO_SOCKET_IFNAME", chosen, there, {*names} <= {*there})
     # A list of beginnings of names, of whole names after `=`, or of those that are not to be taken after `^`.
     chosen = os.environ.get("NCCL_SOCKET_IFNAME", "")
     if "nccl" in process_group and chosen and not chosen.startswith("^"):

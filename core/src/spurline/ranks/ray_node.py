@@ -44,21 +44,27 @@ def unpacked(wire: bytes) -> Any:
 
 
 def write_into(log: str) -> None:
-    """Make this file, and its folder, the output of this process and of those that it will start.
+    """Make this file, and its folder, the output of this process and of those that it will start."""
+    file = begin_log(log)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    os.close(file)
+
+
+def begin_log(log: str) -> int:
+    """Open this file, and make its folder, for the output of this process or of those that it starts.
 
     What earlier processes wrote there stays; a line says where this one begins.
     """
     Path(log).parent.mkdir(parents=True, exist_ok=True)
     file = own_file(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    for stream in (1, 2):
-        os.dup2(file, stream)
-    os.close(file)
-    os.write(2, f"{_BEGIN}{os.getpid()} on {platform.node()} at {datetime.now():%Y-%m-%d %H:%M:%S}\n".encode())
+    os.write(file, f"{_BEGIN}{os.getpid()} on {platform.node()} at {datetime.now():%Y-%m-%d %H:%M:%S}\n".encode())
+    return file
 
 
-def last_words(log: str) -> str:
-    """The end of what the last process wrote that writes there."""
-    lines = _end_of(Path(log), _LAST_WORDS_BYTES).splitlines() if Path(log).is_file() else []
+def last_words(log: str, num_bytes: int = _LAST_WORDS_BYTES) -> str:
+    """Return the end of what the last process wrote that writes there."""
+    lines = _end_of(Path(log), num_bytes).splitlines() if Path(log).is_file() else []
     begin = max((number + 1 for number, line in enumerate(lines) if line.startswith(_BEGIN)), default=0)
     return "\n".join(line for line in lines[begin:] if not line.startswith(_RAYS_OWN)).strip()
 

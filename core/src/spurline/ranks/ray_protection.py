@@ -61,8 +61,8 @@ def starting_for_us_alone() -> Iterator[None]:
 @contextmanager
 def folder_of_ours() -> Iterator[str]:
     """A folder for such a cluster's sockets, logs and copies of code, gone afterwards, or with the next one where this
-    process is killed. Ray lets all users of a machine
-    write to its folders, where they could put other code: this is in one that nobody else may enter."""
+    process is killed. Ray lets all users of a machine write to its folders, where they could put other code: this is in
+    one that nobody else may enter."""
     base = os.environ.get("RAY_TMPDIR") or gettempdir()
     if len(os.fsencode(base)) > _LONGEST_BASE:
         base = _SHORT_BASE

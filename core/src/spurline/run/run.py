@@ -94,8 +94,7 @@ class Run:
         progress: Progress = silent,
         on_step: OnStep | Sequence[OnStep] = (),
     ) -> None:
-        loaded = loaded if isinstance(loaded, LoadedConfig) else load_config(loaded)
-        self.loaded = loaded
+        self.loaded = loaded = as_loaded(loaded)
         self.config = loaded.config
         self.hooks = loaded.host.hooks
         self.directory = RunDirectory(loaded.config.run_dir)

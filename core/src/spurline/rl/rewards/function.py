@@ -77,8 +77,9 @@ class FunctionReward:
         try:
             value = await self._value(answer)
         except Exception as error:
-            cause = error.__cause__ if isinstance(error, AttemptFailedError) else None
-            if isinstance(cause, TimeoutError | TookTooLong) and not isinstance(cause, OutOfMemory):
+            cause = error.__cause__
+            is_late = isinstance(error, AttemptFailedError) and isinstance(cause, TimeoutError | TookTooLong)
+            if is_late and not isinstance(cause, OutOfMemory):
                 self._count_late()
             else:
                 self._has_ended_one = True

@@ -87,7 +87,7 @@ class _CutShort(KeyboardInterrupt):
 
 
 def let_the_process_end() -> None:
-    """From here on the first SIGINT or SIGTERM is without effect: all is done but what Python does when it ends.
+    """Let the first SIGINT or SIGTERM from here on be without effect: all is done but what Python does when it ends.
 
     For a program that owns its process. Caught, not ignored: `second_signal` counts what is caught, and ends a process
     that hangs.

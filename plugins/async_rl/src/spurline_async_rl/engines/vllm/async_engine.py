@@ -14,13 +14,12 @@ from typing import Any, TypeVar
 
 from spurline.errors import DataError, ModelError, RunFailedError, listing
 from spurline.protocols.rollout_engine import Sampling
-from spurline.ranks.ray_node import last_words
 from spurline.rl.concurrency import in_thread
 from spurline_async_rl.engines.chunks import longest_wait_s
 from spurline_async_rl.engines.commands import UPDATE, Command, Sleep, WakeCache, WakeWeights
 from spurline_async_rl.engines.member import EngineDiedError
 from spurline_async_rl.engines.vllm.adapters import adapter_request
-from spurline_async_rl.engines.vllm.launch import EngineProcesses, EngineSpec, EngineStart, check_complete
+from spurline_async_rl.engines.vllm.launch import EngineProcesses, EngineSpec, EngineStart, check_complete, end_of
 from spurline_async_rl.engines.vllm.member import Delta, worker_call
 
 _Result = TypeVar("_Result")
@@ -99,7 +98,7 @@ class AsyncEngine:
             raise
         except (EngineDeadError, EngineGenerateError) as error:
             yield stream.take()
-            raise EngineDiedError(f"{self.where} failed: {error}") from error
+            raise self._died(f"failed: {error}") from error
         except ValueError as error:
             raise DataError(f"vLLM refuses the request: {error}") from error
         finally:
@@ -133,8 +132,7 @@ class AsyncEngine:
 
     async def wait_ended(self) -> str:
         """Return how it ended, as soon as it has."""
-        how, log = await self.processes.wait_ended(), self._spec.log
-        return how if log is None else f"{how}; the end of {log}:\n{last_words(str(log))}"
+        return f"{await self.processes.wait_ended()}{end_of(self._spec.log)}"
 
     async def close(self) -> None:
         """End its processes; when cancelled, kill them."""
@@ -202,7 +200,7 @@ class AsyncEngine:
         except EngineDiedError:
             raise
         except EngineDeadError as error:
-            raise EngineDiedError(f"{self.where} died when it was to {command}: {error}") from error
+            raise self._died(f"died when it was to {command}: {error}") from error
         except Exception as error:
             raise RunFailedError(f"vLLM could not {command}: {error}") from error
 
@@ -215,9 +213,13 @@ class AsyncEngine:
         except EngineDiedError:
             raise
         except EngineDeadError as error:
-            raise EngineDiedError(f"{self.where} died in {method}: {error}") from error
+            raise self._died(f"died in {method}: {error}") from error
         except Exception as error:
             raise RunFailedError(f"vLLM's worker failed in {method}: {error}") from error
+
+    def _died(self, how: str) -> EngineDiedError:
+        """vLLM's own words point to what its processes wrote."""
+        return EngineDiedError(f"{self.where} {how}{end_of(self._spec.log)}")
 
     async def _answer_of(self, call: Awaitable[_Result]) -> _Result:
         """vLLM leaves whoever waits for a call to an engine that has died waiting for ever."""
@@ -226,9 +228,7 @@ class AsyncEngine:
         try:
             await asyncio.wait({answer, dead}, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
-                raise EngineDiedError(
-                    f"{dead.result()} while it was asked to pause, resume, sleep, wake or take weights"
-                )
+                raise self._died("ended while it was asked to pause, resume, sleep, wake or take weights")
             return answer.result()
         finally:
             for task in (answer, dead):

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import multiprocessing
 import os
+import re
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ import psutil
 from spurline.config.run_config import ModelConfig, RunConfig
 from spurline.errors import BucketLostError, RunFailedError, listing
 from spurline.ranks.network import variables_of_one_machine
-from spurline.ranks.ray_node import last_words
+from spurline.ranks.ray_node import begin_log, last_words
 from spurline_async_rl.engines.configs import CPU_KV_CACHE_GB, VllmEngineConfig
 from spurline_async_rl.engines.gpus import VISIBLE
 from spurline_async_rl.engines.member import EngineDiedError
@@ -38,6 +39,10 @@ _MANY_MACHINES = {"distributed_executor_backend", "nnodes"}
 """Arguments of vLLM by which an engine spreads over several; otherwise it has one."""
 _ONE_AT_A_TIME = threading.Lock()
 """The environment, and what has been started meanwhile, belong to the whole process."""
+_FRAME = re.compile(r"(\(.*?pid=\d+\) )?([A-Z]+ [-\d: ]+\[[^]]*\] )? ")
+"""How lines of a traceback begin that name a place or quote it, after what vLLM puts before each line."""
+_READ_BYTES, _SHOWN_CHARACTERS = 100_000, 4000
+"""The end of a log that is looked at, and the end of that which is shown."""
 
 
 LOST = "lost"
@@ -257,9 +262,8 @@ class EngineStart:
                 raise
             except Exception as error:
                 hint = "" if self._spec.adapter is None else f" {_NO_ADAPTER}"
-                log = self._spec.log
-                written = f"\nThe end of {log}:\n{last_words(str(log))}" if log is not None and log.exists() else ""
-                raise EngineDiedError(f"vLLM does not start: {type(error).__name__}: {error}{hint}{written}") from error
+                text = f"vLLM does not start: {type(error).__name__}: {error}{hint}{end_of(self._spec.log)}"
+                raise EngineDiedError(text) from error
             finally:
                 self._others = None
         if self._given_up:
@@ -299,6 +303,16 @@ def _without_ctrl_c() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def end_of(log: Path | None) -> str:
+    """Return the end of what an engine wrote to its log, with a line before it; empty where it wrote nothing.
+
+    Each of vLLM's processes prints a traceback of 50 lines, and the first one tells the cause: frames are left out.
+    """
+    lines = [] if log is None else last_words(str(log), _READ_BYTES).splitlines()
+    words = "\n".join(line for line in lines if not _FRAME.match(line))[-_SHOWN_CHARACTERS:]
+    return f"\nThe end of {log}, without the frames of tracebacks:\n{words}" if words else ""
+
+
 def held_back() -> bool:
     """Whether what vLLM's processes write stays off the terminal: unless VLLM_LOGGING_LEVEL asks to see it."""
     return "VLLM_LOGGING_LEVEL" not in os.environ
@@ -314,7 +328,6 @@ def writing_to(log: Path | None) -> Iterator[None]:
     if log is None:
         yield
         return
-    log.parent.mkdir(parents=True, exist_ok=True)
     spawn, mine = util.spawnv_passfds, threading.get_ident()
 
     def spawn_into_log(path: bytes, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
@@ -323,19 +336,20 @@ def writing_to(log: Path | None) -> Iterator[None]:
         before = {stream: os.dup(stream) for stream in (1, 2)}
         try:
             for stream in before:
-                os.dup2(file.fileno(), stream)
+                os.dup2(file, stream)
             return spawn(path, arguments, descriptors)
         finally:
             for stream, copy in before.items():
                 os.dup2(copy, stream)
                 os.close(copy)
 
-    with log.open("ab") as file:
-        util.spawnv_passfds = spawn_into_log
-        try:
-            yield
-        finally:
-            util.spawnv_passfds = spawn
+    file = begin_log(str(log))
+    util.spawnv_passfds = spawn_into_log
+    try:
+        yield
+    finally:
+        util.spawnv_passfds = spawn
+        os.close(file)
 
 
 def _engine_cores() -> list[Any]:

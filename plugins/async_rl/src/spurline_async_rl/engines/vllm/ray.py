@@ -13,9 +13,10 @@ import itertools
 import sys
 import threading
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import resource_tracker
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -182,9 +183,11 @@ class EngineActor:
 
     def __init__(self, plain_spec: PlainSpec, log: str | None):
         """log: what the engine and its processes write goes there."""
+        spec = EngineSpec.from_plain(plain_spec)
         if log is not None:
             write_into(log)
-        self._engine = AsyncEngine(EngineSpec.from_plain(plain_spec))
+            spec = replace(spec, log=Path(log))
+        self._engine = AsyncEngine(spec)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._events: list[tuple[str, News]] = []
         self._more, self._urgent = asyncio.Event(), asyncio.Event()
