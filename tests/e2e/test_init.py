@@ -189,6 +189,15 @@ def test_the_answers_that_prompts_are_compared_with_are_found_too(
     assert config.data.train[0].columns == {"reference": "reward_model.ground_truth"}
 
 
+def test_a_file_that_no_column_mends_is_not_told_to_name_columns(
+    spurline: Spurline, spurline_tiny_model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.csv").write_text("prompt;completion\n1;2\n")
+    given = ("--model", spurline_tiny_model, "--data", tmp_path / "rows.csv", "--yes", "--no-plan")
+    err = spurline("init", tmp_path / "run.yaml", *given)[2]
+    assert ("not separated by commas" in err, "--column" in err) == (True, False), err
+
+
 def test_columns_that_nobody_can_guess_are_named_by_an_option(
     spurline: Spurline, spurline_tiny_model: Path, tmp_path: Path
 ) -> None:

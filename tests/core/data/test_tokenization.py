@@ -153,7 +153,7 @@ def test_a_dataset_without_usable_sample_is_an_error_with_reasons_and_counts(mak
         tokenize(make_tokenizer(), [ids([1, 2], 1)], unusable, max_length=5)
     assert str(error.value) == (
         "d1: no usable sample in 3 rows. Left out: no_loss_tokens: 2 (first at d1.jsonl:1), "
-        "no_loss_tokens_after_truncation: 1 (first at d1.jsonl:3)."
+        "no_loss_tokens_after_truncation: 1 (first at d1.jsonl:3). Raise data.max_length."
     )
 
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from spurline.config.run_config import DataConfig, RunConfig
 from spurline.data.configs import SequentialTokenizationConfig
-from spurline.data.encoding import Dropped, RowEncoder, Sample
+from spurline.data.encoding import NO_LOSS_TOKENS_AFTER_TRUNCATION, Dropped, RowEncoder, Sample
 from spurline.data.rows.rows import RowView, absent_column_problem, unknown_column_problem
 from spurline.data.token_store import IGNORED, Count, SampleBlock, SampleSink, TokenStoreBuilder, joined
 from spurline.errors import DataError
@@ -267,8 +267,10 @@ class SampleCollector:
         counts = ", ".join(
             f"{reason}: {count} (first at {examples[reason]})" for reason, count in self._dropped[source].most_common()
         )
+        fix = " Raise data.max_length." if NO_LOSS_TOKENS_AFTER_TRUNCATION in examples else ""
         return (
-            f"{dataset.label}: no usable sample in {len(dataset)} rows. Left out: {counts or 'nothing, it is empty'}."
+            f"{dataset.label}: no usable sample in {len(dataset)} rows. "
+            f"Left out: {counts or 'nothing, it is empty'}.{fix}"
         )
 
 

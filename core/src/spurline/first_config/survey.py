@@ -92,9 +92,8 @@ def data_facts(
     try:
         kind = detect_format(loaded.config.data.train[0], row, needs_answer=chosen == "sft")
     except DataError as error:
-        raise DataError(
-            f"{where}: {error} Here they are named by --column, such as --column instruction=NAME --column output=NAME."
-        ) from error
+        how = " Here they are named by --column, such as --column instruction=NAME --column output=NAME."
+        raise DataError(f"{where}: {error}{how if 'Rename columns' in str(error) else ''}") from error
     is_chat = kind == "chat" or isinstance(view.get("prompt"), list)
     if chosen == "sft":
         longest = _longest_sample(model_path, data, template, model, named)

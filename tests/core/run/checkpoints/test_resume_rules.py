@@ -272,6 +272,15 @@ def test_other_data_cannot_be_allowed_by_name() -> None:
     assert "--allow-change" not in str(raised.value)
 
 
+def test_a_change_that_may_be_allowed_is_not_advised_with_one_that_was_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps(BASE))
+    checkpoint = Checkpoint(Path("c"), {"step": 40, "config": load_config(path).resolved()})
+    now = load_config(path, ["seed=5", "optimizer.learning_rate=0.5"])
+    with pytest.raises(CheckpointError, match=r"with: --allow-change optimizer.learning_rate$"):
+        PermittedChanges(checkpoint, now, ResumeRequest())
+
+
 def test_plugins_that_go_with_a_refused_component_are_to_be_set_back_with_it() -> None:
     fsdp = {**BASE, "plugins": ["fsdp_backend"], "backend": "fsdp"}
     for before, now in ((fsdp, BASE), (BASE, fsdp)):

@@ -105,7 +105,12 @@ def advice(row: Mapping[str, Any], *, needs_answer: bool) -> str:
     if len(texts) == 1 and not others:
         return _rename(f"text: {texts[0]}")
     messages = next((name for name, value in row.items() if _are_messages(value)), None)
-    return _rename("instruction: NAME, output: NAME" if messages is None else f"messages: {messages}")
+    if messages is None:
+        return _rename("instruction: NAME, output: NAME")
+    roles = {turn.get("role", turn.get("from")) for turn in row[messages]}
+    if needs_answer and roles <= {"system", "developer", "user", "human"}:
+        return f"'{messages}' holds turns without an answer, which is generated with `source: rollouts`."
+    return _rename(f"messages: {messages}")
 
 
 def _rename(columns: str) -> str:

@@ -124,8 +124,10 @@ def _refusal(
         )
     if ungranted:
         names = dict.fromkeys([*request.allow_change, *(change.key for change in ungranted)])
-        command = loaded.train_command(*ResumeRequest(request.choice, tuple(names)).options())
-        how = command if command is not None else f"Run(..., allow_change={[*names]})"
+        options = ResumeRequest(request.choice, tuple(names)).options()
+        # The whole command would give again what is refused.
+        command = " ".join(options) if refused else loaded.train_command(*options)
+        how = command if loaded.file is not None else f"Run(..., allow_change={[*names]})"
         lines.append(f"{'Then allow' if refused else 'Set them back, or allow'} the change{_s(ungranted)} with: {how}")
     return "\n".join(lines)
 
