@@ -62,6 +62,11 @@ class LoadedConfig:
         return shlex.join(["spurline", "train", str(self.file), *sets, *options])
 
 
+def as_loaded(config: LoadedConfig | Path | str | Mapping[str, Any]) -> LoadedConfig:
+    """Return a loaded config as it is, and load what `load_config` takes."""
+    return config if isinstance(config, LoadedConfig) else load_config(config)
+
+
 def load_config(
     source: Path | str | Mapping[str, Any],
     overrides: Sequence[str] = (),

@@ -49,6 +49,11 @@ class RolloutEngineConfig(ComponentConfig):
         return None
 
     @property
+    def start_limit_s(self) -> float | None:
+        """Seconds that its engines may take to start; None where they are there at once."""
+        return None
+
+    @property
     def num_engines(self) -> int:
         """Engines that requests are spread over."""
         return 1

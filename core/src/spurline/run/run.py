@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from spurline.config.loading import LoadedConfig, load_config
+from spurline.config.loading import LoadedConfig, as_loaded
 from spurline.config.section import as_list
 from spurline.data.configs import SerialPrefetchConfig
 from spurline.errors import (

@@ -70,6 +70,10 @@ class PoolConfig(RolloutEngineConfig):
         return self.update_timeout_s
 
     @property
+    def start_limit_s(self) -> float | None:
+        return self.start_timeout_s
+
+    @property
     def offloads_trainer(self) -> bool:
         return self.is_colocated and self.offload_trainer
 

@@ -27,7 +27,6 @@ from spurline.rl.configs import HeldOutConfig
 from spurline.rl.draws import Draw
 from spurline.rl.group_runner import Outcome
 from spurline.rl.prompt_source import Collected, PromptSource
-from spurline_async_rl.engines.configs import PoolConfig
 from spurline_async_rl.scheduling.scheduler import Scheduler, SchedulerLimits
 from spurline_async_rl.source.colocation import Colocation, as_sleeping, check_capable
 from spurline_async_rl.source.configs import AsyncRolloutsConfig
@@ -130,9 +129,7 @@ class AsyncRolloutSource(PromptSource):
             )
         # vLLM takes a minute or more, in which nothing else is to be seen.
         engine = self._config.engine
-        limit = (
-            f"limit source.engine.start_timeout_s {engine.start_timeout_s:g}" if isinstance(engine, PoolConfig) else ""
-        )
+        limit = "" if engine.start_limit_s is None else f"limit source.engine.start_timeout_s {engine.start_limit_s:g}"
         with waiting(self._context.progress, f"starting rollout engine '{engine.name}'", limit):
             if self._colocation is not None:
                 self._colocation.start()
