@@ -179,6 +179,16 @@ def test_export_refuses_a_folder_with_something_in_it(
     assert (tmp_path / "precious" / "config.json").read_text() == "{}"
 
 
+@pytest.mark.parametrize("command", ["export", "report"])
+def test_a_model_in_the_place_of_a_run_is_told_in_a_sentence(
+    spurline: Spurline, spurline_tiny_model: Path, tmp_path: Path, command: str
+) -> None:
+    code, _, err = spurline(command, spurline_tiny_model, *([tmp_path / "out"] if command == "export" else []))
+    assert code == 2
+    assert "not a run directory" in err
+    assert "is not a setting" not in err
+
+
 def test_two_runs_in_one_run_dir_are_refused(fails: Any, base_config: Any) -> None:
     directory = RunDirectory(Path(base_config["run_dir"]))
     directory.open()
@@ -264,6 +274,9 @@ def test_a_plugin_that_is_missing_does_not_hide_the_other_problems(fails: Any, b
         (["steps=5"], "--set steps=5"),
         (["--steps", "5"], "--set steps=VALUE"),
         (["--lr=1e-4"], "--set optimizer.learning_rate=VALUE"),
+        (["--packing"], "--set collator=packed"),
+        (["--gpus", "8"], "--set KEY=VALUE"),
+        (["--config", "run.yaml"], "without an option: spurline train CONFIG"),
     ],
 )
 def test_a_setting_without_set_is_told_how_to_give_it(spurline: Spurline, words: list[str], told: str) -> None:
@@ -276,6 +289,10 @@ def test_a_misspelled_option_is_not_taken_for_a_setting(spurline: Spurline) -> N
     _, _, err = spurline("train", "run.yaml", "--resme", "auto")
     assert "--resume" in err
     assert "--set resme" not in err
+
+
+def test_a_config_without_a_command_is_told_the_command(spurline: Spurline) -> None:
+    assert "spurline train run.yaml" in spurline("run.yaml")[2]
 
 
 def test_a_process_of_a_launcher_leaves_the_run_directory_alone(

@@ -31,21 +31,34 @@ _UsageError: Any = typer.BadParameter.__base__
 """The error of a wrong command line; typer brings its own click, or takes that which is installed."""
 
 
-def _settings_meant(error: Any) -> str:
-    """A sentence on `--set` where an option or argument that a command does not have may be a setting; else empty."""
-    from spurline.config.other_names import OTHER_NAMES
-
-    if error.ctx is None or all("--set" not in parameter.opts for parameter in error.ctx.command.params):
+def _meant_instead(error: Any) -> str:
+    """How to give what was given as an option or argument that a command does not have; empty where that is unknown."""
+    if error.ctx is None:
         return ""
     if set(getattr(error, "possibilities", None) or ()) - {"--help", "--set"}:
         # More likely one of the command's own options, misspelled, which click names.
         return ""
+    parameters = error.ctx.command.params
     option = getattr(error, "option_name", "")
     name = option.removeprefix("--").replace("-", "_")
+    arguments = [parameter.name for parameter in parameters if parameter.param_type_name == "argument"]
+    if name in {*arguments, *(argument.removesuffix("s") for argument in arguments)}:
+        return f". It is given without an option: spurline {error.ctx.info_name} {' '.join(arguments).upper()}"
+    if all("--set" not in parameter.opts for parameter in parameters):
+        return ""
     extra = re.search(r"unexpected extra argument\S* \((.*)\)", error.message)
-    words = [f"{OTHER_NAMES.get(name, name)}=VALUE"] if option.startswith("--") else extra[1].split() if extra else []
+    words = [_as_setting(name)] if option.startswith("--") else extra[1].split() if extra else []
     sets = " ".join(f"--set {word}" for word in words if "=" in word)
     return f". A setting of the config is given so: {sets}" if sets else ""
+
+
+def _as_setting(name: str) -> str:
+    """The text behind `--set` for a setting that may be known by another trainer's name."""
+    from spurline.config.other_names import OTHER_NAMES
+    from spurline.config.run_config import RunConfig
+
+    meant, _, value = OTHER_NAMES.get(name, name).partition(": ")
+    return f"{meant}={value or 'VALUE'}" if meant.split(".")[0] in RunConfig.model_fields else "KEY=VALUE"
 
 
 class CommandGroup(typer.core.TyperGroup):
@@ -65,16 +78,16 @@ class CommandGroup(typer.core.TyperGroup):
         entry = installed_commands().get(cmd_name)
         if entry is None:
             known = self.list_commands(ctx)
-            raise UserError(
-                f"spurline has no command '{cmd_name}'.{suggestion(cmd_name, known)} Commands: {listing(known)}."
-            )
+            is_config = cmd_name.endswith((".yaml", ".yml", ".toml"))
+            meant = f" Train it with: spurline train {cmd_name}." if is_config else suggestion(cmd_name, known)
+            raise UserError(f"spurline has no command '{cmd_name}'.{meant} Commands: {listing(known)}.")
         return typer.main.get_command(entry.load())
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except _UsageError as error:
-            error.message += _settings_meant(error)
+            error.message += _meant_instead(error)
             raise
         except KeyboardInterrupt as stop:
             # Typer would end the process without a word.

@@ -90,11 +90,11 @@ def load(config: Path, overrides: list[str] | None) -> LoadedConfig:
 
 def load_run(run_dir: Path) -> LoadedConfig:
     """The config of a finished or running run, its run_dir being the folder given (it may have been moved)."""
+    from spurline.config.document import describes_a_model
     from spurline.config.loading import load_config
 
     path = run_dir / "config.json"
-    if not path.is_file():
-        raise UserError(
-            f"{run_dir} is not a run directory: it has no config.json. Give the `run_dir` of a training run."
-        )
+    if not path.is_file() or describes_a_model(path):
+        what = "it has no config.json" if not path.is_file() else "it holds a model"
+        raise UserError(f"{run_dir} is not a run directory: {what}. Give the `run_dir` of a training run.")
     return load_config({**json.loads(path.read_text(encoding="utf-8")), "run_dir": str(run_dir)}, recorded=True)

@@ -145,6 +145,7 @@ def test_a_slip_of_the_pen_is_corrected(failing: Failing, written: str) -> None:
         ("checkpoint: {save_total_limit: 8}", "Did you mean 'keep_last'?"),
         ("packing: true", "Write `collator: packed`."),
         ("bf16: true", "There is `backend.precision: bf16`."),
+        ("reward: my.py:is_right", "There is source.environment.rewards."),
         # Theirs is of one device.
         ("per_device_train_batch_size: 4", "is not a setting. batch_size is the samples of an optimizer step"),
         ("gradient_accumulation_steps: 4", "is not a setting. It is not needed: batch_size is the samples of"),
@@ -470,6 +471,23 @@ def test_folder_instead_of_a_file_is_a_config_error(tmp_path: Path) -> None:
         load_config(tmp_path)
     (tmp_path / "config.json").touch()
     with pytest.raises(ConfigError, match=r"is the folder of a run\. Give the config .* or .*config\.json"):
+        load_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("rows.jsonl", '{"messages": []}', r"is data .*`spurline init --data .*rows\.jsonl`"),
+        ("config.json", '{"model_type": "qwen3"}', r"is a model .*`model: \{path: .*\}`"),
+    ],
+)
+def test_data_or_a_model_in_the_place_of_a_config_is_told_as_that(
+    tmp_path: Path, name: str, content: str, told: str
+) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError, match=told):
+        load_config(tmp_path / name)
+    with pytest.raises(ConfigError, match="is a folder" if name == "rows.jsonl" else told):
         load_config(tmp_path)
 
 

@@ -37,6 +37,7 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_no_run_is_refused_with_what_it_holds(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").touch()
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     with pytest.raises(RunDirectoryError, match=r"not a run directory.*notes\.txt"):
         read_record(tmp_path)
 

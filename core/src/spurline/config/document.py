@@ -62,7 +62,11 @@ class Document:
 
 def read_document(path: Path) -> Document:
     """Parse the file. Raises ConfigError for a missing file, a syntax error, a duplicate key, a non-mapping, or a file
-    that is larger, deeper or longer than a config is."""
+    that is larger, deeper or longer than a config is, or that is data or the config of a model."""
+    if path.is_file() and path.suffix.lower() in _DATA:
+        raise ConfigError([Problem("", _NOT_DATA.format(path=path))], str(path))
+    if describes_a_model(path):
+        raise ConfigError([Problem("", _NOT_OF_A_MODEL.format(path=path.parent))], str(path))
     try:
         with path.open("rb") as file:
             # One byte more than is read of any file tells that there is more; a device has no end.
@@ -156,9 +160,25 @@ def _missing(path: Path) -> str:
 
 def _is_folder(path: Path) -> str:
     recorded = path / "config.json"
+    if describes_a_model(recorded):
+        return _NOT_OF_A_MODEL.format(path=path)
     if recorded.is_file():
         return f"is the folder of a run. Give the config that the run was started with, or {recorded}, its record."
     return f"is a folder. Give a config file; there: {_configs_in(path)}."
+
+
+_NOT_OF_A_MODEL = "is a model and no config. `spurline init --model {path}` writes one, with `model: {{path: {path}}}`."
+_NOT_DATA = "is data and no config. `spurline init --data {path}` writes one, with `data: {{train: {path}}}`."
+_DATA = frozenset({".jsonl", ".csv", ".parquet", ".arrow"})
+
+
+def describes_a_model(file: Path) -> bool:
+    """Whether a file is the `config.json` of a model, and not the record that a run leaves under that name."""
+    if not file.is_file():
+        return False
+    with file.open("rb") as opened:
+        head = opened.read(_MAX_BYTES)
+    return b'"model_type"' in head and b'"run_dir"' not in head
 
 
 def _configs_in(folder: Path) -> str:

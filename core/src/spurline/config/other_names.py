@@ -111,6 +111,7 @@ OTHER_NAMES: Mapping[str, str] = {
     "rollout_batch_size": "source.prompts_per_step",
     "max_completion_length": "source.sampling.max_new_tokens",
     "max_response_length": "source.sampling.max_new_tokens",
+    "reward": "source.environment.rewards",
     "reward_funcs": "source.environment.rewards",
     "reward_function": "source.environment.rewards",
     "custom_reward_function": "source.environment.rewards",

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from spurline.config.document import describes_a_model
 from spurline.errors import RunDirectoryError, listing
 from spurline.files import regular_file
 from spurline.protocols.report_panel import RunRecord
@@ -49,12 +50,13 @@ def check_run_directory(run_dir: Path) -> None:
         runs = [str(entry) for entry in entries if entry.is_dir() and _holds_a_run(entry)]
         found = f"Runs in it: {listing(runs)}" if runs else f"It has: {listing(entry.name for entry in entries[:20])}"
         raise RunDirectoryError(
-            f"{run_dir}: not a run directory: no {METRICS_FILE}, {CONFIG_FILE} or {SUMMARY_FILE}. {found}."
+            f"{run_dir}: not a run directory: no {METRICS_FILE}, {SUMMARY_FILE} or {CONFIG_FILE} of a run. {found}."
         )
 
 
 def _holds_a_run(folder: Path) -> bool:
-    return any((folder / name).exists() for name in (METRICS_FILE, CONFIG_FILE, SUMMARY_FILE))
+    files = [folder / name for name in (METRICS_FILE, CONFIG_FILE, SUMMARY_FILE)]
+    return any(file.exists() and not describes_a_model(file) for file in files)
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
