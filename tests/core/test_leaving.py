@@ -52,3 +52,10 @@ def test_what_a_program_holds_when_it_calls_a_command_may_become_garbage() -> No
     with importing_libraries():
         pass
     assert gc.get_freeze_count() == frozen
+
+
+@pytest.mark.processes
+def test_the_command_line_is_also_a_module() -> None:
+    command = [sys.executable, "-m", "spurline", "--help"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert "train" in said

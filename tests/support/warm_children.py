@@ -106,10 +106,7 @@ class ForkedChildren(WarmChildren):
 
     @staticmethod
     def prepare() -> None:
-        for name in IMPORTED:
-            importlib.import_module(name)
-        # It looks for its place when it is first called, and finds none once the environment is another one.
-        importlib.import_module("setproctitle").getproctitle()
+        _import_all()
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,6 +121,13 @@ class ForkedChildren(WarmChildren):
         os._exit(0)
 
 
+def _import_all() -> None:
+    # It looks for its place when it is first called, and finds too little once a library has changed the environment.
+    importlib.import_module("setproctitle").getproctitle()
+    for name in IMPORTED:
+        importlib.import_module(name)
+
+
 def _adopt(on: bool) -> None:
     """Whether grandchildren whose parent ends become children of this process."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0)
@@ -132,8 +136,7 @@ def _adopt(on: bool) -> None:
 def serve(control: socket.socket) -> dict[str, Any] | None:
     """Fork for every order, in a process without threads, which a fork would lose. Returns again in each fork, with
     its order; None at the end."""
-    for name in IMPORTED:
-        importlib.import_module(name)
+    _import_all()
     threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
     # The allocator of pyarrow has one, and handles forks.
     assert len(threads) - threads.count("jemalloc_bg_thd") == 1, threads

@@ -409,13 +409,15 @@ def test_a_server_that_still_loads_is_waited_for(free_port: int, monkeypatch: py
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("status", [200, 404])
-def test_something_else_at_the_url_is_told_at_once(status: int) -> None:
+@pytest.mark.parametrize(
+    ("status", "text"), [(200, "hello"), (404, "hello"), (200, "[1]"), (200, '{"data": [1], "vllm_config": "text"}')]
+)
+def test_something_else_at_the_url_is_told_at_once(status: int, text: str) -> None:
     """Nothing is said to be waited for."""
 
     async def main() -> None:
         async def answer(_: web.BaseRequest) -> web.Response:
-            return web.Response(status=status, text="hello")
+            return web.Response(status=status, text=text, content_type="application/json")
 
         runner = web.ServerRunner(web.Server(answer))
         await runner.setup()

@@ -96,7 +96,14 @@ class ServerApi:
         )
 
     async def model(self) -> ServedModel:
-        """Raises ConfigError for a server that was not started as one of ours must be."""
+        """Return what the server serves. Raises ConfigError for one that was not started as one of ours must be."""
+        try:
+            return await self._read_model()
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            text = f"answers, but not as vLLM does ({type(error).__name__}: {error}). {START_HINT}"
+            raise self._config_error(text) from error
+
+    async def _read_model(self) -> ServedModel:
         listed = await self._call("GET", "/v1/models")
         config = (await self._call("GET", "/server_info", params={"config_format": "json"})).get("vllm_config")
         if not config or not listed.get("data"):
