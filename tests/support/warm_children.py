@@ -121,9 +121,13 @@ class ForkedChildren(WarmChildren):
         os._exit(0)
 
 
-def _import_all() -> None:
-    # It looks for its place when it is first called, and finds too little once a library has changed the environment.
+def find_room_for_titles() -> None:
+    """Look for it before the imports: less is found once a library has changed the environment."""
     importlib.import_module("setproctitle").getproctitle()
+
+
+def _import_all() -> None:
+    find_room_for_titles()
     for name in IMPORTED:
         importlib.import_module(name)
 

@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from warm_children import ForkedChildren
+from warm_children import ForkedChildren, find_room_for_titles
 
 import spurline
 from spurline.ranks import child
@@ -105,6 +105,7 @@ class WarmRuns:
 
 def serve() -> None:
     """Fork for every order on stdin, in a process without threads, which a fork would lose."""
+    find_room_for_titles()
     own = (module.name for module in pkgutil.walk_packages(spurline.__path__, "spurline."))
     for name in (*IMPORTED, *(name for name in own if not name.startswith("spurline.testing"))):
         importlib.import_module(name)
