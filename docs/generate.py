@@ -27,8 +27,9 @@ from spurline import testing
 from spurline.config.run_config import RunConfig
 from spurline.config.section import Component, ComponentConfig, OnResume, Section, summary_of
 from spurline.plugins import hookspecs
-from spurline.plugins.host import API_VERSION, PluginHost
-from spurline.plugins.registry import KINDS, Registration
+from spurline.plugins.host import API_VERSION, PluginHost, hooks_of
+from spurline.plugins.registry import Registration
+from spurline.rl import hookspecs as rl_hookspecs
 
 COVERED = (
     "spurline",
@@ -101,7 +102,7 @@ def config_page() -> str:
         "",
     ]
     registry = PluginHost.load([]).registry
-    for kind in KINDS:
+    for kind in registry.kinds:
         entries = [entry for entry in registry.entries() if entry.kind == kind and kind != "report_panel"]
         if entries:
             lines += [f"### Kind `{kind}`", ""]
@@ -151,14 +152,12 @@ def hooks_page() -> str:
     lines = [
         "# Hooks",
         "",
-        "Generated from `spurline.plugins.hookspecs` by `docs/generate.py`.",
+        "Generated from `spurline.plugins.hookspecs` and `spurline.rl.hookspecs` by `docs/generate.py`.",
         "",
         inspect.getdoc(hookspecs) or "",
         "",
     ]
-    for name, hook in vars(hookspecs).items():
-        if not hasattr(hook, f"{hookspecs.PROJECT}_spec"):
-            continue
+    for name, hook in {**hooks_of(hookspecs), **hooks_of(rl_hookspecs)}.items():
         arguments = ", ".join(str(parameter) for parameter in inspect.signature(hook).parameters.values())
         lines += [f"## `{name}`", "", f"```python\n{name}({arguments})\n```", "", *_paragraphs(hook), ""]
     return "\n".join(lines).rstrip() + "\n"
@@ -323,8 +322,8 @@ def component_table() -> list[str]:
     """Every kind with what it decides, as its protocol's docstring begins, and core's components of it."""
     registry = PluginHost.load([]).registry
     lines = ["| kind | decides | Protocol in `spurline.protocols` | in core |", "|---|---|---|---|"]
-    for kind, reference in KINDS.items():
-        module, _, protocol = reference.partition(":")
+    for kind, declared in registry.kinds.items():
+        module, _, protocol = declared.protocol.partition(":")
         text = (inspect.getdoc(importlib.import_module(module)) or "").splitlines()[0].partition(": ")[2].rstrip(".")
         default = registry.default(kind)
         names = [f"`{name}`" + (" (default)" if name == default else "") for name in registry.names(kind)]

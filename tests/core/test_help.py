@@ -15,7 +15,9 @@ from spurline.config.loading import config_model
 from spurline.config.run_config import RunConfig
 from spurline.config.section import ComponentConfig, Section, summary_of
 from spurline.plugins.host import PluginHost
-from spurline.plugins.registry import KINDS, resolve
+from spurline.plugins.registry import resolve
+
+KINDS = PluginHost.load([]).registry.kinds
 
 
 def told(thing: object) -> str:
@@ -40,7 +42,7 @@ def test_help_of_the_contract_kit_lists_every_contract_with_what_a_subclass_prov
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_help_of_a_kinds_protocol_tells_what_each_of_its_attributes_means(kind: str) -> None:
-    protocol = resolve(KINDS[kind], kind)
+    protocol = resolve(KINDS[kind].protocol, kind)
     text = told(protocol)
     for name in inspect.get_annotations(protocol):
         assert f" {name}: " in text, name

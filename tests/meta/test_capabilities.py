@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from spurline.plugins.host import PluginHost
-from spurline.plugins.registry import KINDS
+
+KINDS = PluginHost.load([]).registry.kinds
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {path.name: path for path in sorted(ROOT.glob("*/src/*")) + sorted(ROOT.glob("plugins/*/src/*"))}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -15,7 +14,9 @@ from spurline.config.section import ComponentConfig, Section
 from spurline.errors import PluginError
 from spurline.plugins.hookspecs import hookimpl
 from spurline.plugins.host import API_VERSION, InstalledPlugin, Plugin, PluginHost
-from spurline.plugins.registry import KINDS, ComponentRegistrar
+from spurline.plugins.registry import ComponentRegistrar
+
+KINDS = PluginHost.load([]).registry.kinds
 
 
 class FakePlugins:
@@ -78,6 +79,4 @@ def of_kind(config: type[ComponentConfig], kind: str) -> type[ComponentConfig]:
     """The same config class, derived from the base of this kind too; of a kind that does not exist, by name alone."""
     if kind not in KINDS:
         return type(config)(config.__name__, (config,), {"kind": kind})
-    home = importlib.import_module(KINDS[kind].partition(":")[0])
-    base = next(value for value in vars(home).values() if getattr(value, "kind", None) == kind)
-    return type(config)(config.__name__, (config, base), {})
+    return type(config)(config.__name__, (config, KINDS[kind].config), {})

@@ -5,7 +5,10 @@ Kind and name of each component are those of its config class.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from spurline.backends.local.configs import LocalBackendConfig
+from spurline.config.section import ComponentConfig
 from spurline.data import configs as data
 from spurline.data.orders import configs as orders
 from spurline.evaluation.configs import AnswersEvaluationConfig, LossEvaluationConfig
@@ -13,7 +16,27 @@ from spurline.losses import configs as losses
 from spurline.optimizers import configs as optimizers
 from spurline.plugins import API_VERSION, ComponentRegistrar, Plugin, hookimpl
 from spurline.plugins.registry import CORE
+from spurline.protocols.advantage import AdvantageConfig
+from spurline.protocols.backend import BackendConfig
+from spurline.protocols.collator import CollatorConfig
+from spurline.protocols.correction import CorrectionConfig
+from spurline.protocols.dataset import DatasetConfig
+from spurline.protocols.environment import EnvironmentConfig
+from spurline.protocols.evaluation import EvaluationConfig
+from spurline.protocols.loss import LossConfig
+from spurline.protocols.minibatches import MiniBatchesConfig
+from spurline.protocols.optimizer import OptimizerConfig
+from spurline.protocols.order import OrderConfig
+from spurline.protocols.prefetch import PrefetchConfig
 from spurline.protocols.report_panel import LongPanelConfig, ReportPanelConfig
+from spurline.protocols.reward import RewardConfig
+from spurline.protocols.rollout_engine import RolloutEngineConfig
+from spurline.protocols.schedule import ScheduleConfig
+from spurline.protocols.source import SourceConfig
+from spurline.protocols.tokenization import TokenizationConfig
+from spurline.protocols.tracker import TrackerConfig
+from spurline.protocols.weight_sync import WeightSyncConfig
+from spurline.rl import hookspecs as rl_hookspecs
 from spurline.rl.advantages import configs as advantages
 from spurline.rl.configs import RolloutsEvaluationConfig, RolloutSourceConfig
 from spurline.rl.engines.configs import InProcessEngineConfig
@@ -27,6 +50,9 @@ PLUGIN = Plugin(CORE, api=API_VERSION)
 
 @hookimpl
 def register_components(registry: ComponentRegistrar) -> None:
+    for config, protocol in _KINDS.items():
+        registry.add_kind(config, f"spurline.protocols.{protocol}")
+    registry.add_hookspecs(rl_hookspecs)
     add = registry.add
     add(data.HfDatasetConfig, "spurline.data.datasets.hf_dataset:HfDataset", default=True)
     add(data.HfStreamConfig, "spurline.data.datasets.row_streams:HfStream")
@@ -104,6 +130,28 @@ def register_components(registry: ComponentRegistrar) -> None:
             add(config, f"spurline.report.panels.{panel}", name=name)
 
 
+_KINDS: Mapping[type[ComponentConfig], str] = {
+    DatasetConfig: "dataset:Dataset",
+    TokenizationConfig: "tokenization:Tokenization",
+    CollatorConfig: "collator:Collator",
+    OrderConfig: "order:Order",
+    PrefetchConfig: "prefetch:Prefetch",
+    MiniBatchesConfig: "minibatches:MiniBatches",
+    LossConfig: "loss:Loss",
+    AdvantageConfig: "advantage:Advantage",
+    CorrectionConfig: "correction:Correction",
+    RewardConfig: "reward:Reward",
+    EnvironmentConfig: "environment:Environment",
+    RolloutEngineConfig: "rollout_engine:RolloutEngine",
+    EvaluationConfig: "evaluation:HeldOutEvaluation",
+    SourceConfig: "source:BatchSource",
+    WeightSyncConfig: "weight_sync:WeightSync",
+    OptimizerConfig: "optimizer:Optimizer",
+    ScheduleConfig: "schedule:Schedule",
+    BackendConfig: "backend:Backend",
+    TrackerConfig: "tracker:Tracker",
+    ReportPanelConfig: "report_panel:ReportPanel",
+}
 # In page order; panels without settings share one config class.
 _REPORT_PANELS = {
     "summary": "summary:SummaryPanel",

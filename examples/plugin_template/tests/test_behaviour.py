@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
 from spurline import load_config
 from spurline.errors import ConfigError
+from spurline.plugins import ComponentRegistrar, Plugin, hookimpl
 from spurline.plugins.host import InstalledPlugin
 from spurline.protocols.loss import TokenLossInputs
 from spurline_plugin_template.config import FocalConfig, LionConfig, TemplateConfig
@@ -18,6 +22,7 @@ from spurline_plugin_template.focal_loss import FocalLoss
 from spurline_plugin_template.lion import Lion
 from spurline_plugin_template.percentiles import percentile
 from spurline_plugin_template.step_times import FILE_NAME, StepTimes
+from spurline_plugin_template.typical_time import TypicalTimeConfig
 
 # Found by module name, so that the tests run from a checkout too; a user's config needs no such argument.
 AVAILABLE = {
@@ -86,28 +91,63 @@ def test_warm_up_as_long_as_the_run_is_refused() -> None:
         load_config({**CONFIG, "plugin_template": {"warm_up_steps": 100}}, available=AVAILABLE)
 
 
-def test_slow_step_is_warned_about_and_written_down(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    times = StepTimes(TemplateConfig(warm_up_steps=1, warn_factor=2), tmp_path)
+def step_times(run_dir: Path, told: dict[int, float] | None = None, **settings: Any) -> StepTimes:
+    """What a run has in `run_dir`. told: gets what the plugin's hook is called with."""
+    host = load_config({**CONFIG, "plugin_template": settings}, available=AVAILABLE).host
+
+    class Listener:
+        @hookimpl
+        def on_slow_step(self, step: int, seconds: float) -> None:
+            (told if told is not None else {})[step] = seconds
+
+    host.attach(Listener(), "listener")
+    config = TemplateConfig(**settings)
+    return StepTimes(config, run_dir, host.registry.create("typical_time", config.typical), host.hooks)
+
+
+def test_slow_step_is_warned_about_told_and_written_down(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    told: dict[int, float] = {}
+    times = step_times(tmp_path, told, warm_up_steps=1, warn_factor=2)
     with caplog.at_level(logging.WARNING):
         for step, seconds in enumerate([9.0, 1.0, 1.0, 5.0, 1.0], start=1):
             times.on_step_end(step, {"time/step": seconds})
     times.on_run_end()
     written = json.loads((tmp_path / FILE_NAME).read_text())
-    assert caplog.messages == ["step 4 took 5 s, 5.0 times the median"]
+    assert caplog.messages == ["step 4 took 5 s, 5.0 times the typical time"]
+    assert told == {4: 5.0}
     assert written["steps"] == 4
     assert written["slow_steps_s"] == {"4": 5.0}
     assert written["percentiles_s"]["50"] == 1.0
 
 
+def test_another_plugin_listed_earlier_offers_a_component_of_the_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    class FastestConfig(TypicalTimeConfig):
+        """The fastest step so far."""
+
+        name: str = "fastest"
+
+    @hookimpl
+    def register_components(registry: ComponentRegistrar) -> None:
+        registry.add(FastestConfig, "builtins:object")
+
+    module = ModuleType("spurline_fastest")
+    vars(module).update(PLUGIN=Plugin("fastest", api=1), register_components=register_components)
+    monkeypatch.setitem(sys.modules, "spurline_fastest", module)
+    available = AVAILABLE | {"fastest": InstalledPlugin("fastest", "spurline_fastest", "spurline-fastest", "0")}
+    settings = {"plugins": ["fastest", "plugin_template"], "plugin_template": {"typical": "fastest"}}
+    loaded = load_config({**CONFIG, **settings}, available=available)
+    assert loaded.config.model_dump()["plugin_template"]["typical"] == {"name": "fastest"}
+
+
 def test_evaluation_does_not_make_a_step_slow(tmp_path: Path) -> None:
-    times = StepTimes(TemplateConfig(), tmp_path)
+    times = step_times(tmp_path)
     for step in range(1, 6):
         times.on_step_end(step, {"time/step": 1.0 if step < 5 else 10.0, "time/evaluate": 0.0 if step < 5 else 9.0})
     assert times.summary()["slow_steps_s"] == {}
 
 
 def test_run_that_ends_before_the_warm_up_still_writes_its_file(tmp_path: Path) -> None:
-    StepTimes(TemplateConfig(), tmp_path).on_run_end()
+    step_times(tmp_path).on_run_end()
     assert json.loads((tmp_path / FILE_NAME).read_text())["percentiles_s"] == {}
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
+from types import ModuleType
 from typing import Any
 
 import pytest
 from fake_plugins import FakePlugins, refused
 
 from spurline.errors import PluginError
-from spurline.plugins.hookspecs import hookimpl
+from spurline.plugins.hookspecs import hookimpl, hookspec
 from spurline.plugins.host import PluginHost
 
 
@@ -103,3 +104,47 @@ def test_attached_object_is_called_before_the_plugins_and_checked_like_them(plug
     assert log == ["attached", "a 1"]
     with pytest.raises(PluginError, match="'typo' implements an unknown hook 'on_step_begin'"):
         host.attach(Typo(), "typo")
+
+
+def hookspecs_of(*functions: Callable[..., None]) -> ModuleType:
+    module = ModuleType("hookspecs_of_a_plugin")
+    vars(module).update({function.__name__: hookspec(function) for function in functions})
+    return module
+
+
+def on_draft(step: int) -> None:
+    """Called after a draft."""
+
+
+def test_a_plugin_opens_a_hook_that_one_before_it_implements(plugins: FakePlugins) -> None:
+    told: list[int] = []
+
+    def listen(step: int) -> None:
+        told.append(step)
+
+    listen.__name__ = "on_draft"
+    plugins.add("early", hooks=(listen,))
+    plugins.add("late", register=lambda registry: registry.add_hookspecs(hookspecs_of(on_draft)))
+    PluginHost.load(["early", "late"], plugins.available).hooks.on_draft(step=3)
+    assert told == [3]
+    refused(["early"], plugins.available, "'early' implements an unknown hook 'on_draft'")
+
+
+def test_a_hook_of_a_plugin_that_is_left_out_may_be_marked_as_optional(plugins: FakePlugins) -> None:
+    plugins.add("early", on_draft=hookimpl(on_draft, optionalhook=True))
+    assert "on_draft" in PluginHost.load(["early"], plugins.available).plugins["early"].hooks
+
+
+@pytest.mark.parametrize(
+    ("added", "told"),
+    [
+        ((on_draft,), "opens the hook 'on_draft', which there is already"),
+        ((), "finds no hook there. Mark its functions with @hookspec"),
+    ],
+)
+def test_hooks_that_are_there_or_are_none_are_refused(
+    plugins: FakePlugins, added: tuple[Callable[..., None], ...], told: str
+) -> None:
+    plugins.add("a", register=lambda registry: registry.add_hookspecs(hookspecs_of(on_draft)))
+    plugins.add("b", register=lambda registry: registry.add_hookspecs(hookspecs_of(*added)))
+    refused(["a", "b"], plugins.available, told)

@@ -174,7 +174,7 @@ def test_hooks_and_versions_of_a_plugin_are_listed(plugins: FakePlugins) -> None
     def on_step_end(step: int) -> None: ...
 
     host = PluginHost.load(["a"], plugins.add("a", hooks=(on_step_end,), register=offer("loss", "fast")))
-    assert host.plugins["a"].hooks == ["register_components", "on_step_end"]
+    assert host.plugins["a"].hooks == ["on_step_end", "register_components"]
     assert host.versions() == {"spurline": importlib.metadata.version("spurline"), "spurline-a": "1.2.3"}
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from typing import ClassVar
 
 import pytest
-from fake_plugins import of_kind
+from fake_plugins import KINDS, of_kind
 
 from spurline.config.section import ComponentConfig
 from spurline.errors import PluginError
-from spurline.plugins.registry import CORE, KINDS, ComponentRegistrar, Registry, group_by_kind, resolve
+from spurline.plugins.registry import CORE, ComponentRegistrar, Registry, group_by_kind, resolve
 
 
 class Config(ComponentConfig):
@@ -30,6 +31,8 @@ FACTORY = f"{__name__}:Made"
 def registry() -> Registry:
     """Core offers the collators `padded` and `packed`, the latter by default."""
     filled = Registry()
+    for kind in KINDS.values():
+        filled.insert_kind(kind)
     core = ComponentRegistrar(filled, CORE, "spurline")
     core.add(of_kind(Config, "collator"), FACTORY, name="padded")
     core.add(of_kind(Config, "collator"), FACTORY, name="packed", default=True)
@@ -92,8 +95,44 @@ def test_name_and_kind_are_those_of_the_config_class(registry: Registry) -> None
 
 
 def test_unknown_kind_gets_a_near_miss(registry: Registry) -> None:
+    registrar = plugin(registry)
+    registrar.add(of_kind(Config, "colator"), FACTORY, name="x")
     with pytest.raises(PluginError, match=r"spurline-fast registers 'x' under the unknown kind 'colator'\. Did"):
-        plugin(registry).add(of_kind(Config, "colator"), FACTORY, name="x")
+        registrar.finish()
+
+
+class StyleConfig(ComponentConfig):
+    kind: ClassVar[str] = "style"
+
+
+class PlainConfig(StyleConfig):
+    name: str = "plain"
+
+
+def test_a_plugin_opens_a_kind_that_one_before_it_adds_to(registry: Registry) -> None:
+    early, late = plugin(registry, "early"), plugin(registry, "late")
+    early.add(PlainConfig, FACTORY, default=True)
+    late.add_kind(StyleConfig, f"{__name__}:Made")
+    early.finish()
+    assert registry.default("style") == "plain"
+    assert isinstance(registry.create("style", PlainConfig()), Made)
+
+
+def test_two_plugins_cannot_open_one_kind(registry: Registry) -> None:
+    plugin(registry, "fast").add_kind(StyleConfig, f"{__name__}:Made")
+    with pytest.raises(PluginError, match=r"the kind 'style': spurline-fast .* and spurline-quick"):
+        plugin(registry, "quick").add_kind(StyleConfig, f"{__name__}:Made")
+
+
+@pytest.mark.parametrize(
+    ("config", "protocol", "told"),
+    [(Config, "module:Class", "names no kind.*kind: ClassVar"), (StyleConfig, "module.Class", "'module:Class'")],
+)
+def test_a_kind_has_a_name_and_a_protocol(
+    registry: Registry, config: type[ComponentConfig], protocol: str, told: str
+) -> None:
+    with pytest.raises(PluginError, match=told):
+        plugin(registry).add_kind(config, protocol)
 
 
 def test_unknown_name_gets_a_near_miss(registry: Registry) -> None:
@@ -165,6 +204,6 @@ def test_entries_leave_aliases_out_and_can_be_limited_to_a_plugin(registry: Regi
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_names_a_protocol_or_abstract_base_with_a_docstring(kind: str) -> None:
-    protocol = resolve(KINDS[kind], f"protocol of {kind}")
+    protocol = resolve(KINDS[kind].protocol, f"protocol of {kind}")
     assert getattr(protocol, "_is_protocol", False) or inspect.isabstract(protocol)
     assert "Factory:" in (protocol.__doc__ or "")

@@ -1,7 +1,7 @@
-"""What a plugin needs to be one: `PLUGIN = Plugin(...)`, hook implementations and the registrar of its components."""
+"""What a plugin needs to be one: `PLUGIN = Plugin(...)`, the marks of hooks, and the registrar of its components."""
 
-from spurline.plugins.hookspecs import hookimpl
+from spurline.plugins.hookspecs import hookimpl, hookspec
 from spurline.plugins.host import API_VERSION, Plugin
 from spurline.plugins.registry import ComponentRegistrar
 
-__all__ = ["API_VERSION", "ComponentRegistrar", "Plugin", "hookimpl"]
+__all__ = ["API_VERSION", "ComponentRegistrar", "Plugin", "hookimpl", "hookspec"]

@@ -1,9 +1,9 @@
-"""The hooks: every point of a run at which several plugins may be told something.
+"""The hooks of core: every point of a run at which several plugins may be told something.
 
-All hooks run on the loop's thread of the controller process, in the order of the config's `plugins` list. Anything that
-exactly one plugin must answer is a component instead (see `spurline.plugins.registry.KINDS`). Hookimpls take any subset
-of the arguments and give them no defaults. What one raises reaches the user with the plugin's and the hook's name: a
-`SpurlineError` as it is, anything else as the cause of a `HookFailedError`.
+A plugin opens hooks of its own with `registry.add_hookspecs`. All hooks run on the loop's thread of the controller
+process, in the order of the config's `plugins` list. Anything that exactly one plugin must answer is a component
+instead. Hookimpls take any subset of the arguments and give them no defaults. What one raises reaches the user with the
+plugin's and the hook's name: a `SpurlineError` as it is, anything else as the cause of a `HookFailedError`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from spurline.data.batch import TrainingBatch
     from spurline.plugins.registry import ComponentRegistrar
     from spurline.protocols.backend import Role
-    from spurline.protocols.weight_sync import SyncReport
-    from spurline.rl.trajectory import Group
     from spurline.run.run import Run
 
 
@@ -33,7 +31,8 @@ def register_components(registry: ComponentRegistrar) -> None:
     """Offer components by kind and name.
 
     When: while the config is loaded, before anything is validated; in every process of a run.
-    registry: call `registry.add(ConfigClass, "module:Class")`; kind and name are those of the config class.
+    registry: call `registry.add(ConfigClass, "module:Class")`; kind and name are those of the config class. With
+        `registry.add_kind` and `registry.add_hookspecs` a plugin opens kinds and hooks of its own.
     Errors: an unknown kind or a name that is taken stops loading with both distributions named. Import no torch here.
     """
 
@@ -109,24 +108,6 @@ def on_checkpoint_saved(step: int, path: Path) -> None:
     With `checkpoint.async` that is when a later step has ended, after its `on_step_end`; or when the run does.
     step: the last step it covers. path: its folder.
     Errors: any exception ends the run; this checkpoint stands.
-    """
-
-
-@hookspec
-def on_rollouts_scored(step: int, groups: tuple[Group, ...]) -> None:
-    """Called when the groups of an RL step have rewards, before advantages are computed.
-
-    step: the step that will train on them. groups: read-only, in training order.
-    Errors: any exception ends the run; the last checkpoint stands.
-    """
-
-
-@hookspec
-def on_weights_synced(step: int, report: SyncReport) -> None:
-    """Called after new weights reached every rollout engine.
-
-    step: the step whose update made them. report: version, bytes sent, seconds of transfer and pause.
-    Errors: any exception ends the run; the last checkpoint stands.
     """
 
 

@@ -74,8 +74,7 @@ class LoadedPlugin:
     @property
     def hooks(self) -> list[str]:
         """Names of the hooks it implements."""
-        implemented = implemented_hooks(self.module)
-        return [name for name in hook_names() if name in implemented]
+        return implemented_hooks(self.module)
 
 
 def installed_plugins() -> dict[str, InstalledPlugin]:
@@ -98,7 +97,8 @@ class PluginHost:
         self.plugins: dict[str, LoadedPlugin] = {}
         self.calls = HookCalls()
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
-        self._manager.add_hookspecs(hookspecs)
+        self._hookspecs: dict[str, Callable[..., Any]] = {}
+        self._add_hookspecs(hookspecs, "spurline")
 
     @property
     def hooks(self) -> Any:
@@ -134,7 +134,7 @@ class PluginHost:
                 f"'{name}' is attached already. Give each object a name of its own, detach the first one, or load the "
                 "config anew for another run."
             )
-        check_hookimpls(implementations, name, may_replace_train_step=name.startswith(f"{CORE}/"))
+        check_hookimpls(implementations, name, self._hookspecs, may_replace_train_step=name.startswith(f"{CORE}/"))
         self._manager.register(self._named(implementations, self.calls.plugin or name.partition("/")[0]), name)
 
     def detach(self, name: str) -> None:
@@ -160,15 +160,33 @@ class PluginHost:
                     )
 
     def _register(self) -> None:
+        registrars = {
+            name: ComponentRegistrar(self.registry, name, plugin.distribution) for name, plugin in self.plugins.items()
+        }
+        for name, registrar in registrars.items():
+            self._register_components(name, lambda implementation, given=registrar: _call(implementation, given))
+        # A plugin may add to a kind, and implement a hook, of one that is listed after it.
+        for name, registrar in registrars.items():
+            self._register_components(name, lambda _, given=registrar: given.finish())
+            for module in registrar.hookspecs:
+                self._add_hookspecs(module, self.plugins[name].distribution)
         # pluggy calls the last registered first, so registering in reverse makes list order the call order.
-        registered: dict[str, object] = {}
         for name, plugin in reversed(list(self.plugins.items())):
-            check_hookimpls(plugin.module, name)
-            registered[name] = self._named(plugin.module, name)
-            self._manager.register(registered[name], name)
+            check_hookimpls(plugin.module, name, self._hookspecs)
+            self._manager.register(self._named(plugin.module, name), name)
         self._manager.check_pending()
-        for name, plugin in self.plugins.items():
-            self._register_components(name, plugin, [registered[other] for other in registered if other != name])
+
+    def _add_hookspecs(self, module: ModuleType, distribution: str) -> None:
+        added = hooks_of(module)
+        for name in added.keys() & self._hookspecs.keys():
+            raise PluginError(f"{distribution} opens the hook '{name}', which there is already. Give it another name.")
+        if not added:
+            raise PluginError(
+                f"{distribution}: registry.add_hookspecs({module!r}) finds no hook there. Mark its functions with "
+                "@hookspec of spurline.plugins."
+            )
+        self._hookspecs |= added
+        self._manager.add_hookspecs(module)
 
     def _named(self, implementations: object, plugin: str) -> object:
         """The hookimpls as pluggy gets them: with the plugin's name on what they raise. What core does is its own."""
@@ -176,28 +194,37 @@ class PluginHost:
             return implementations
         named = _NamedHooks()
         for number, (function, hook, options) in enumerate(_hookimpls(implementations)):
-            call = function
-            # Components are registered while the plugin is loaded, whose errors name it in their own way.
-            if hook != REGISTER:
-                call = self.calls.named(function, plugin, hook, wrapper=bool(options.get("wrapper")))
-                setattr(call, f"{hookspecs.PROJECT}_impl", {**options, "specname": hook})
-            setattr(named, hook if hook == REGISTER else f"{hook}_{number}", call)
+            # Components are registered while the plugin is loaded.
+            if hook == REGISTER:
+                continue
+            call = self.calls.named(function, plugin, hook, wrapper=bool(options.get("wrapper")))
+            setattr(call, f"{hookspecs.PROJECT}_impl", {**options, "specname": hook})
+            setattr(named, f"{hook}_{number}", call)
         return named
 
-    def _register_components(self, name: str, plugin: LoadedPlugin, others: Sequence[object]) -> None:
-        call = self._manager.subset_hook_caller(REGISTER, remove_plugins=others)
-        try:
-            call(registry=ComponentRegistrar(self.registry, name, plugin.distribution))
-        except Exception as error:
-            function = next(function for function, hook, _ in _hookimpls(plugin.module) if hook == REGISTER)
-            place = place_of(error, function)
-            if isinstance(error, PluginError):
-                error.args = (f"{error} ({place})",)
-                raise
-            raise PluginError(
-                f"Plugin '{name}' ({plugin.distribution} {plugin.version}) failed in register_components: "
-                f"{type(error).__name__}: {error} ({place})"
-            ) from error
+    def _register_components(self, name: str, register: Callable[[Callable[..., Any]], None]) -> None:
+        """Hand each `register_components` of a plugin to `register`, with the plugin named in what is raised."""
+        plugin = self.plugins[name]
+        for function, hook, _ in _hookimpls(plugin.module):
+            if hook != REGISTER:
+                continue
+            _check_arguments(function, hook, name, self._hookspecs[hook])
+            try:
+                register(function)
+            except Exception as error:
+                place = place_of(error, function)
+                if isinstance(error, PluginError):
+                    error.args = (f"{error} ({place})",)
+                    raise
+                raise PluginError(
+                    f"Plugin '{name}' ({plugin.distribution} {plugin.version}) failed in {REGISTER}: "
+                    f"{type(error).__name__}: {error} ({place})"
+                ) from error
+
+
+def _call(implementation: Callable[..., Any], registrar: ComponentRegistrar) -> None:
+    """Call a `register_components`, which may leave its argument out."""
+    implementation(**dict.fromkeys(inspect.signature(implementation).parameters, registrar))
 
 
 class _NamedHooks:
@@ -293,9 +320,9 @@ def _refuse_rival(what: str, first: str, second: InstalledPlugin | CommandEntry)
         )
 
 
-def hook_names() -> list[str]:
-    """Every hook of `spurline.plugins.hookspecs`."""
-    return [name for name, value in vars(hookspecs).items() if hasattr(value, f"{hookspecs.PROJECT}_spec")]
+def hooks_of(module: ModuleType) -> dict[str, Callable[..., Any]]:
+    """Return the hooks that a module specifies, by name."""
+    return {name: value for name, value in vars(module).items() if hasattr(value, f"{hookspecs.PROJECT}_spec")}
 
 
 def implemented_hooks(implementations: object) -> list[str]:
@@ -303,16 +330,27 @@ def implemented_hooks(implementations: object) -> list[str]:
     return [hook for _, hook, _ in _hookimpls(implementations)]
 
 
-def check_hookimpls(implementations: object, plugin: str, *, may_replace_train_step: bool = False) -> None:
-    """Raises PluginError for an unknown hook or argument, a default value, or a `train_step` that is no wrapper."""
-    names = hook_names()
+def check_hookimpls(
+    implementations: object,
+    plugin: str,
+    specs: Mapping[str, Callable[..., Any]],
+    *,
+    may_replace_train_step: bool = False,
+) -> None:
+    """Check hook implementations, which pluggy would ignore where they are misspelled.
+
+    Raises:
+        PluginError: A hook or argument is unknown, has a default value, or `train_step` is no wrapper.
+    """
     for function, hook, options in _hookimpls(implementations):
-        if hook not in names:
+        if hook not in specs:
+            if options.get("optionalhook"):
+                continue
             raise PluginError(
-                f"Plugin '{plugin}' implements an unknown hook '{hook}'.{suggestion(hook, names)} "
-                f"Hooks: {listing(names)}."
+                f"Plugin '{plugin}' implements an unknown hook '{hook}'.{suggestion(hook, specs)} "
+                f"Hooks: {listing(specs)}."
             )
-        _check_arguments(function, hook, plugin)
+        _check_arguments(function, hook, plugin, specs[hook])
         if options.get("hookwrapper"):
             raise PluginError(
                 f"Plugin '{plugin}' marks '{hook}' with hookwrapper=True. Mark it with @hookimpl(wrapper=True), where "
@@ -326,8 +364,8 @@ def check_hookimpls(implementations: object, plugin: str, *, may_replace_train_s
             )
 
 
-def _check_arguments(function: Callable[..., Any], hook: str, plugin: str) -> None:
-    known = list(inspect.signature(getattr(hookspecs, hook)).parameters)
+def _check_arguments(function: Callable[..., Any], hook: str, plugin: str, spec: Callable[..., Any]) -> None:
+    known = list(inspect.signature(spec).parameters)
     for name, parameter in inspect.signature(function).parameters.items():
         if name not in known:
             raise PluginError(

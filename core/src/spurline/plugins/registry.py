@@ -10,39 +10,31 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, cast
 
 from spurline.config.section import ComponentConfig
 from spurline.errors import PluginError, SpurlineError, listing, misspelling, suggestion
 
-KINDS: dict[str, str] = {
-    "dataset": "spurline.protocols.dataset:Dataset",
-    "tokenization": "spurline.protocols.tokenization:Tokenization",
-    "collator": "spurline.protocols.collator:Collator",
-    "order": "spurline.protocols.order:Order",
-    "prefetch": "spurline.protocols.prefetch:Prefetch",
-    "minibatches": "spurline.protocols.minibatches:MiniBatches",
-    "loss": "spurline.protocols.loss:Loss",
-    "advantage": "spurline.protocols.advantage:Advantage",
-    "correction": "spurline.protocols.correction:Correction",
-    "reward": "spurline.protocols.reward:Reward",
-    "environment": "spurline.protocols.environment:Environment",
-    "rollout_engine": "spurline.protocols.rollout_engine:RolloutEngine",
-    "evaluation": "spurline.protocols.evaluation:HeldOutEvaluation",
-    "source": "spurline.protocols.source:BatchSource",
-    "weight_sync": "spurline.protocols.weight_sync:WeightSync",
-    "optimizer": "spurline.protocols.optimizer:Optimizer",
-    "schedule": "spurline.protocols.schedule:Schedule",
-    "backend": "spurline.protocols.backend:Backend",
-    "tracker": "spurline.protocols.tracker:Tracker",
-    "report_panel": "spurline.protocols.report_panel:ReportPanel",
-}
-"""Every component kind and the Protocol its implementations satisfy."""
-
 CORE = "core"
 """Prefix under which a built-in stays reachable when a plugin replaces it: `core/packed`."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of component, owned by the plugin whose idea it is.
+
+    name: the `kind` of its config classes. config: the base class of these. protocol: `"module:Class"`, the Protocol or
+    base class that its implementations satisfy. plugin, distribution: whose it is.
+    """
+
+    name: str
+    config: type[ComponentConfig]
+    protocol: str
+    plugin: str
+    distribution: str
 
 
 @dataclass(frozen=True)
@@ -63,19 +55,37 @@ class Registration:
 
 
 class Registry:
-    """All components of one run, from core and from the enabled plugins."""
+    """All kinds and components of one run, from core and from the enabled plugins."""
 
     def __init__(self) -> None:
+        self.kinds: dict[str, Kind] = {}
         self._entries: dict[tuple[str, str], Registration] = {}
         self._builtin_defaults: dict[str, str] = {}
         self._plugin_defaults: dict[str, Registration] = {}
 
+    def insert_kind(self, kind: Kind) -> None:
+        """Add a kind. Raises PluginError when another plugin has one of that name."""
+        present = self.kinds.setdefault(kind.name, kind)
+        if present is not kind:
+            raise PluginError(
+                f"Two plugins claim the kind '{kind.name}': {present.distribution} (plugin '{present.plugin}') and "
+                f"{kind.distribution} (plugin '{kind.plugin}'). Enable one of them."
+            )
+
     def insert(self, entry: Registration) -> None:
-        """Add one component. Raises PluginError on an unknown kind or a name that is already taken."""
-        if entry.kind not in KINDS:
+        """Add one component. Raises PluginError on an unknown kind, a config of another or a name that is taken."""
+        kind = self.kinds.get(entry.kind)
+        if kind is None:
             raise PluginError(
                 f"{entry.distribution} registers '{entry.name}' under the unknown kind '{entry.kind}'."
-                f"{suggestion(entry.kind, KINDS)} Kinds: {listing(KINDS)}."
+                f"{suggestion(entry.kind, self.kinds)} Kinds: {listing(self.kinds)}. Enable the plugin that opens it "
+                "too."
+            )
+        if not issubclass(entry.config, kind.config):
+            base = f"from {kind.config.__module__} import {kind.config.__name__}"
+            raise PluginError(
+                f"{entry.distribution}: {entry.config.__name__} says kind '{entry.kind}' and is no "
+                f"{kind.config.__name__}. Derive it from that class: `{base}`."
             )
         if entry.plugin == CORE:
             self._entries[(entry.kind, f"{CORE}/{entry.name}")] = entry
@@ -153,7 +163,7 @@ class Registry:
         entry = self.get(kind, config.name)
         what = f"{kind} '{entry.name}' of {entry.distribution}"
         made = resolve(entry.factory, what)(config, **dependencies)
-        protocol = KINDS[kind]
+        protocol = self.kinds[kind].protocol
         lacking = [name for name in _attributes(resolve(protocol, kind)) if not hasattr(made, name)]
         if lacking:
             raise PluginError(
@@ -164,12 +174,47 @@ class Registry:
 
 
 class ComponentRegistrar:
-    """What a plugin's `register_components(registry)` receives: `add`, bound to that plugin."""
+    """What a plugin's `register_components(registry)` receives: `add` and what goes with it, bound to that plugin."""
 
     def __init__(self, registry: Registry, plugin: str, distribution: str) -> None:
         self._registry = registry
         self._plugin = plugin
         self._distribution = distribution
+        self._hookspecs: list[ModuleType] = []
+        self._of_later_kinds: list[Registration] = []
+
+    @property
+    def hookspecs(self) -> Sequence[ModuleType]:
+        """The modules given to `add_hookspecs`."""
+        return self._hookspecs
+
+    def add_kind(self, config: type[ComponentConfig], protocol: str) -> None:
+        """Open a kind of component, which every plugin may then add to, also one that the config lists earlier.
+
+        A setting that chooses one is marked with it: `critic_of_style: Annotated[StyleConfig, Component("style")]`.
+
+        Args:
+            config: Base class of the configs of its components; the ClassVar `kind` says the kind's name. Its module
+                must not import torch.
+            protocol: `"module:Class"` of the Protocol or base class that implementations satisfy. Its docstring lists
+                under Factory what `registry.create` passes besides the config.
+
+        Raises:
+            PluginError: Another plugin has a kind of that name, or the class says none.
+        """
+        call = f"{self._distribution}: registry.add_kind({config.__name__}, {protocol!r})"
+        if not config.kind:
+            raise PluginError(f'{call} names no kind. Give {config.__name__} one: `kind: ClassVar[str] = "mine"`.')
+        if protocol.count(":") != 1:
+            raise PluginError(f"{call} is malformed. Write the protocol as 'module:Class'.")
+        self._registry.insert_kind(Kind(config.kind, config, protocol, self._plugin, self._distribution))
+
+    def add_hookspecs(self, module: ModuleType) -> None:
+        """Open further hooks: the functions of a module that are marked with `spurline.plugins.hookspec`.
+
+        Every plugin may then implement them. Call one with `host.hooks.NAME(argument=value)` on the loop's thread.
+        """
+        self._hookspecs.append(module)
 
     def add(
         self,
@@ -192,8 +237,7 @@ class ComponentRegistrar:
         """
         name = name or config.model_fields["name"].default
         call = f"{self._distribution}: registry.add({config.__name__}, {factory!r})"
-        home = KINDS.get(config.kind, "").partition(":")[0]
-        if not config.kind or (home and all(base.__module__ != home for base in config.__mro__)):
+        if not config.kind:
             raise PluginError(
                 f"{call} has no kind. Derive {config.__name__} from the base class of its kind: "
                 "`from spurline.protocols.loss import LossConfig` for a loss, and so on."
@@ -205,11 +249,19 @@ class ComponentRegistrar:
             )
         if factory.count(":") != 1:
             raise PluginError(f"{call} is malformed. Write the factory as 'module:Class'.")
-        self._registry.insert(
-            Registration(
-                config.kind, name, config, factory, self._plugin, self._distribution, replaces_builtin, default
-            )
+        entry = Registration(
+            config.kind, name, config, factory, self._plugin, self._distribution, replaces_builtin, default
         )
+        if entry.kind in self._registry.kinds:
+            self._registry.insert(entry)
+        else:
+            self._of_later_kinds.append(entry)
+
+    def finish(self) -> None:
+        """Insert the components whose kinds are those of plugins that registered later. Raises PluginError."""
+        waiting, self._of_later_kinds = self._of_later_kinds, []
+        for entry in waiting:
+            self._registry.insert(entry)
 
 
 @functools.cache

@@ -11,12 +11,13 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from spurline.config.run_config import RunConfig
-from spurline.config.section import OnResume, Section
+from spurline.config.section import Component, OnResume, Section
 from spurline.errors import Problem
 from spurline.protocols.loss import LossConfig
 from spurline.protocols.optimizer import OptimizerConfig, num_values
 from spurline.protocols.order import OrderConfig
 from spurline.protocols.report_panel import ReportPanelConfig
+from spurline_plugin_template.typical_time import MedianConfig, TypicalTimeConfig
 
 
 class TemplateConfig(Section):
@@ -26,7 +27,9 @@ class TemplateConfig(Section):
     percentiles: Annotated[tuple[Annotated[float, Field(ge=0, le=100)], ...], OnResume.FREE] = (50, 90, 99)
     """Percentiles of the step time to write to RUN_DIR/step_times.json."""
     warn_factor: Annotated[float, OnResume.FREE] = Field(default=3.0, gt=1)
-    """Warn about a step that takes this many times the median of the steps before it."""
+    """Warn about a step that takes this many times the typical time of the steps before it."""
+    typical: Annotated[TypicalTimeConfig, Component("typical_time"), OnResume.FREE] = MedianConfig()
+    """Which time is typical."""
     warm_up_steps: Annotated[int, OnResume.FREE] = Field(default=1, ge=1)
     """First steps of a process, left out of the statistics: they allocate memory and compile."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from spurline.plugins import ComponentRegistrar, Plugin, hookimpl
+from spurline_plugin_template import hookspecs
 from spurline_plugin_template.config import (
     ByDifficultyConfig,
     FocalConfig,
@@ -16,6 +17,7 @@ from spurline_plugin_template.config import (
     TemplateConfig,
 )
 from spurline_plugin_template.step_times import StepTimes
+from spurline_plugin_template.typical_time import MedianConfig, TypicalTime, TypicalTimeConfig
 
 if TYPE_CHECKING:
     from spurline.run.run import Run
@@ -30,10 +32,15 @@ def register_components(registry: ComponentRegistrar) -> None:
     registry.add(ByDifficultyConfig, "spurline_plugin_template.by_difficulty:ByDifficulty")
     registry.add(LionConfig, "spurline_plugin_template.lion:Lion")
     registry.add(StepTimesPanelConfig, "spurline_plugin_template.panel:StepTimesPanel")
+    registry.add_kind(TypicalTimeConfig, "spurline_plugin_template.typical_time:TypicalTime")
+    registry.add_hookspecs(hookspecs)
+    registry.add(MedianConfig, "spurline_plugin_template.typical_time:Median", default=True)
 
 
 @hookimpl
 def on_run_start(run: Run) -> None:
     # What a run collects lives in an object of that run, not in this module: a process may train twice.
     settings: TemplateConfig = getattr(run.config, PLUGIN.name)
-    run.loaded.host.attach(StepTimes(settings, run.directory.path), f"{PLUGIN.name}/step_times")
+    typical: TypicalTime = run.loaded.host.registry.create("typical_time", settings.typical)
+    step_times = StepTimes(settings, run.directory.path, typical, run.hooks)
+    run.loaded.host.attach(step_times, f"{PLUGIN.name}/step_times")

@@ -10,10 +10,12 @@ import logging
 import time
 from collections.abc import Generator, Mapping
 from pathlib import Path
+from typing import Any
 
 from spurline.plugins import hookimpl
 from spurline_plugin_template.config import TemplateConfig
 from spurline_plugin_template.percentiles import percentile
+from spurline_plugin_template.typical_time import TypicalTime
 
 FILE_NAME = "step_times.json"
 
@@ -23,9 +25,11 @@ logger = logging.getLogger(__name__)
 class StepTimes:
     """Hook implementations of one run. Steps done before a resume are not counted: their machine may be another."""
 
-    def __init__(self, settings: TemplateConfig, run_dir: Path) -> None:
+    def __init__(self, settings: TemplateConfig, run_dir: Path, typical: TypicalTime, hooks: Any) -> None:
         self._settings = settings
         self._run_dir = run_dir
+        self._typical = typical
+        self._hooks = hooks
         self._skipped = 0
         self._seconds: list[float] = []
         self._slow: dict[int, float] = {}
@@ -45,10 +49,11 @@ class StepTimes:
         # Evaluation is not part of every step: counted in, each step that has one would look slow.
         seconds = metrics["time/step"] - metrics.get("time/evaluate", 0.0)
         if self._seconds:
-            median = percentile(self._seconds, 50)
-            if seconds > self._settings.warn_factor * median:
+            usual = self._typical.seconds(self._seconds)
+            if seconds > self._settings.warn_factor * usual:
                 self._slow[step] = seconds
-                logger.warning("step %d took %.3g s, %.1f times the median", step, seconds, seconds / median)
+                logger.warning("step %d took %.3g s, %.1f times the typical time", step, seconds, seconds / usual)
+                self._hooks.on_slow_step(step=step, seconds=seconds)
         self._seconds.append(seconds)
 
     @hookimpl

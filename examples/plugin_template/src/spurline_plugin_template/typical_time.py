@@ -1,0 +1,45 @@
+"""Kind `typical_time`, which this plugin opens: which time of a step is the usual one, that slow steps are told by.
+
+Another plugin offers a component of it as it would of core's kinds: it derives a config from `TypicalTimeConfig`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, Protocol
+
+from spurline.config.section import ComponentConfig
+from spurline_plugin_template.percentiles import percentile
+
+
+class TypicalTimeConfig(ComponentConfig):
+    """Base of the settings of a typical time."""
+
+    kind: ClassVar[str] = "typical_time"
+
+
+class TypicalTime(Protocol):
+    """Say how long a step usually takes.
+
+    Factory: `Class(config)`.
+    """
+
+    def seconds(self, before: Sequence[float]) -> float:
+        """Return the usual time. before: seconds of the steps so far, one at least, in their order."""
+        ...
+
+
+class MedianConfig(TypicalTimeConfig):
+    """The median of all steps so far."""
+
+    name: str = "median"
+
+
+class Median:
+    """The median, which a few slow steps do not move."""
+
+    def __init__(self, config: MedianConfig) -> None:
+        del config
+
+    def seconds(self, before: Sequence[float]) -> float:
+        return percentile(before, 50)
