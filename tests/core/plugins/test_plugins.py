@@ -141,6 +141,51 @@ def test_unlisted_plugin_is_never_imported(plugins: FakePlugins) -> None:
     assert "this_import_would_fail" not in sys.modules
 
 
+@pytest.mark.parametrize(
+    ("listed", "loaded"),
+    [
+        ([], ["models", "trackers"]),
+        (["mine"], ["models", "trackers", "mine"]),
+        (["-trackers", "mine"], ["models", "mine"]),
+        (["mine", "models"], ["trackers", "mine", "models"]),
+        (["-rl"], ["models", "trackers"]),
+    ],
+)
+def test_default_plugins_that_are_installed_come_first_unless_they_are_left_out(
+    plugins: FakePlugins, listed: list[str], loaded: list[str]
+) -> None:
+    for name in ("trackers", "mine", "models"):
+        plugins.add(name)
+    config = load_config({**SETTINGS, "plugins": listed}, available=plugins.available)
+    mine = [name for name in config.host.plugins if name in plugins.available]
+    assert mine == loaded
+    assert config.config.plugins == tuple(listed)
+
+
+@pytest.mark.parametrize(
+    ("listed", "told"),
+    [
+        (["-mine"], "'-mine' leaves out a plugin that is not loaded by default"),
+        (["-tracker"], "Did you mean 'trackers'?"),
+        (["-models", "models"], "'models' and '-models' are both listed"),
+    ],
+)
+def test_only_a_default_plugin_is_left_out(plugins: FakePlugins, listed: list[str], told: str) -> None:
+    for name in ("models", "mine"):
+        plugins.add(name)
+    refused(listed, plugins.available, told)
+
+
+def test_a_component_of_a_default_plugin_may_be_replaced_and_stays_reachable(plugins: FakePlugins) -> None:
+    plugins.add("models", register=offer("optimizer", "steady", default=True))
+    plugins.add("turbo", register=offer("optimizer", "steady", replaces_builtin=True))
+    registry = PluginHost.load(["turbo"], plugins.available).registry
+    assert registry.get("optimizer", "steady").plugin == "turbo"
+    assert registry.get("optimizer", "models/steady").plugin == "models"
+    assert "models/steady" in registry.names("optimizer")
+    assert registry.default("optimizer") == "steady"
+
+
 def test_two_plugins_claiming_one_name_are_an_error_naming_both_distributions(plugins: FakePlugins) -> None:
     plugins.add("one", register=offer("loss", "fast"))
     plugins.add("two", register=offer("loss", "fast"))

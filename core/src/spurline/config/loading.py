@@ -203,7 +203,7 @@ def _problems_without(
 ) -> list[str]:
     """What is wrong in the rest of the file when a plugin cannot be loaded, as far as that can be told without it."""
     known = installed_plugins() if available is None else available
-    usable = [name for name in dict.fromkeys(names) if name in known]
+    usable = [name for name in dict.fromkeys(names) if name in known or name.startswith("-")]
     try:
         host = PluginHost.load(usable, available)
         model = config_model(host)

@@ -395,7 +395,8 @@ class RunConfig(Section):
     """One training run: the whole configuration file."""
 
     plugins: Annotated[tuple[str, ...], OnResume.BY_NAME] = ()
-    """Plugins to enable, in the order their hooks are called."""
+    """Plugins to enable, in the order their hooks are called, after those that are loaded by default; `-NAME` leaves
+    one of these out."""
     run_dir: Annotated[Path, OnResume.FREE, PathSetting()] = Path("runs/default")
     """Folder for metrics, checkpoints and the report; one run at a time. Relative to the working directory."""
     seed: int = Field(default=0, ge=0, lt=2**63)

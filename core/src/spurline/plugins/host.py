@@ -1,9 +1,9 @@
 """Find, check, order and load plugins, and call their hooks.
 
-A plugin is an entry point of group `spurline.plugins` whose module defines `PLUGIN` and hookimpls. Only plugins that
-the config lists are imported. `PluginHost` is the typed facade over pluggy; one host exists per run and per process,
-and a child process builds its own from the plugin names. Hookimpls are checked before pluggy registers them: it would
-ignore a misspelled hook or a defaulted argument silently.
+A plugin is an entry point of group `spurline.plugins` whose module defines `PLUGIN` and hookimpls. Imported are those
+that the config lists, and those of `DEFAULT_PLUGINS` that are installed. `PluginHost` is the typed facade over pluggy;
+one host exists per run and per process, and a child process builds its own from the plugin names. Hookimpls are checked
+before pluggy registers them: it would ignore a misspelled hook or a defaulted argument silently.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from spurline.config.section import Section
 from spurline.errors import PluginError, listing, suggestion
 from spurline.plugins import hookspecs
 from spurline.plugins.calls import TRAIN_STEP, HookCalls, place_of
-from spurline.plugins.official import OFFICIAL, install_command, plugin_with
+from spurline.plugins.official import DEFAULT_PLUGINS, OFFICIAL, install_command, plugin_with
 from spurline.plugins.registry import CORE, ComponentRegistrar, Registry
 
 API_VERSION = 1
@@ -107,17 +107,24 @@ class PluginHost:
 
     @classmethod
     def load(cls, names: Sequence[str], available: Mapping[str, InstalledPlugin] | None = None) -> PluginHost:
-        """Load core's own components and the named plugins, in order.
+        """Load core, the default plugins that are installed, and the named plugins, in this order.
 
-        available: what is installed; read from package metadata when None.
-        Raises PluginError for a missing, incompatible or conflicting plugin.
+        Args:
+            names: As the config lists them: a plugin, which may be a default one, or `-NAME` to leave a default one
+                out.
+            available: What is installed, in place of what package metadata says; default plugins are looked for there
+                and in the metadata.
+
+        Raises:
+            PluginError: A plugin is missing, is incompatible with this core or conflicts with another.
         """
         host = cls()
         core_version = importlib.metadata.version("spurline")
         core = InstalledPlugin(CORE, BUILTIN_MODULE, "spurline", core_version)
         host.plugins[CORE] = _import_plugin(core)
-        known = installed_plugins() if available is None and names else dict(available or {})
-        for name in _checked_names(names, known):
+        installed = installed_plugins()
+        known = installed if available is None else {**_only_default(installed), **available}
+        for name in _loaded_names(names, known):
             host.plugins[name] = _import_plugin(known[name])
         host._check_relations()
         host._register()
@@ -231,10 +238,36 @@ class _NamedHooks:
     """What stands for a plugin's module or an attached object in pluggy; its attributes are hookimpls."""
 
 
+def _only_default(installed: Mapping[str, InstalledPlugin]) -> dict[str, InstalledPlugin]:
+    return {name: plugin for name, plugin in installed.items() if name in DEFAULT_PLUGINS}
+
+
+def _loaded_names(names: Sequence[str], known: Mapping[str, InstalledPlugin]) -> Iterable[str]:
+    """The default plugins that are installed and not left out, and then those that are listed."""
+    listed = list(_checked_names(names, known))
+    left_out = {name.removeprefix("-") for name in names if name.startswith("-")}
+    for name in DEFAULT_PLUGINS:
+        if name in known and name not in left_out and name not in listed:
+            yield name
+    yield from listed
+
+
 def _checked_names(names: Sequence[str], known: Mapping[str, InstalledPlugin]) -> Iterable[str]:
+    """The names of plugins to enable, which a name with a dash in front is not."""
     for position, name in enumerate(names):
         if name in names[:position]:
             raise PluginError(f"'{name}' is listed twice. Remove one.")
+        left_out = name.removeprefix("-")
+        if left_out != name:
+            if left_out in names:
+                raise PluginError(f"'{left_out}' and '{name}' are both listed. Remove one.")
+            if left_out not in DEFAULT_PLUGINS:
+                raise PluginError(
+                    f"'{name}' leaves out a plugin that is not loaded by default."
+                    f"{suggestion(left_out, DEFAULT_PLUGINS)} Loaded by default where installed: "
+                    f"{listing(DEFAULT_PLUGINS)}. Remove the name from the list."
+                )
+            continue
         if name == CORE:
             raise PluginError(f"'{CORE}' is always enabled. Remove it from the list.")
         if name not in known:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from spurline.config.loading import LoadedConfig, config_model
 from spurline.errors import SpurlineError
 from spurline.plugins.host import InstalledPlugin, Plugin, PluginHost, installed_commands, installed_plugins
+from spurline.plugins.official import DEFAULT_PLUGINS
 from spurline.plugins.registry import CORE, group_by_kind, resolve
 
 
@@ -16,8 +17,12 @@ def installed_lines() -> list[str]:
     found = installed_plugins()
     if not found:
         return ["No plugins are installed."]
-    lines = [f"{name}  {plugin.version}  ({plugin.distribution})" for name, plugin in sorted(found.items())]
-    return [*lines, "Enable one with `plugins: [NAME]` in the config."]
+    lines = [f"{name}  {plugin.version}  ({_origin(plugin)})" for name, plugin in sorted(found.items())]
+    return [*lines, "Enable one with `plugins: [NAME]` in the config; leave one of those by default out with -NAME."]
+
+
+def _origin(plugin: InstalledPlugin) -> str:
+    return f"{plugin.distribution}, by default" if plugin.name in DEFAULT_PLUGINS else plugin.distribution
 
 
 def enabled_lines(loaded: LoadedConfig) -> list[str]:

@@ -1,4 +1,4 @@
-"""What the plugins of this project bring, so that a message can name the one that is missing.
+"""The plugins of this project: those loaded by default, and what the others bring, so that a message can name one.
 
 A plugin that is not listed is never imported, so what it has must be known without it; a test compares this table with
 the plugins. Of other people's plugins nothing is known here, nor how to install them.
@@ -12,6 +12,9 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
+
+DEFAULT_PLUGINS = ("text", "models", "preference", "rl", "insight", "planning", "trackers")
+"""Plugins that are loaded where they are installed, before those that a config lists, unless it lists `-NAME`."""
 
 OFFICIAL: Mapping[str, tuple[str, ...]] = {
     "async_rl": (

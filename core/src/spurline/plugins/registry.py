@@ -17,9 +17,10 @@ from typing import Any, cast
 
 from spurline.config.section import ComponentConfig
 from spurline.errors import PluginError, SpurlineError, listing, misspelling, suggestion
+from spurline.plugins.official import DEFAULT_PLUGINS
 
 CORE = "core"
-"""Prefix under which a built-in stays reachable when a plugin replaces it: `core/packed`."""
+"""Core's name among plugins, and the prefix under which what is core's stays reachable when another replaces it."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,11 @@ class Registration:
     distribution: str
     replaces_builtin: bool = False
     default: bool = False
+
+    @property
+    def is_builtin(self) -> bool:
+        """Whether it is of core or of a plugin that is loaded by default, so that another one may take its place."""
+        return self.plugin == CORE or self.plugin in DEFAULT_PLUGINS
 
 
 class Registry:
@@ -87,8 +93,8 @@ class Registry:
                 f"{entry.distribution}: {entry.config.__name__} says kind '{entry.kind}' and is no "
                 f"{kind.config.__name__}. Derive it from that class: `{base}`."
             )
-        if entry.plugin == CORE:
-            self._entries[(entry.kind, f"{CORE}/{entry.name}")] = entry
+        if entry.is_builtin:
+            self._entries[(entry.kind, f"{entry.plugin}/{entry.name}")] = entry
         self._check_name(entry, self._entries.get((entry.kind, entry.name)))
         self._entries[(entry.kind, entry.name)] = entry
         if entry.default:
@@ -99,22 +105,23 @@ class Registry:
             if entry.replaces_builtin:
                 names = self.names(entry.kind)
                 raise PluginError(
-                    f"{entry.distribution} registers {entry.kind} '{entry.name}' with replaces_builtin=True, but core "
-                    f"has none of that name.{suggestion(entry.name, names)} Available: {listing(names)}."
+                    f"{entry.distribution} registers {entry.kind} '{entry.name}' with replaces_builtin=True, but there "
+                    f"is none of that name.{suggestion(entry.name, names)} Available: {listing(names)}."
                 )
             return
         if present.plugin == entry.plugin:
             raise PluginError(f"{entry.distribution} registers {entry.kind} '{entry.name}' twice.")
-        if present.plugin == CORE and entry.replaces_builtin:
+        if present.is_builtin and entry.replaces_builtin:
             return
-        hint = "; pass replaces_builtin=True to registry.add to replace core's own" if present.plugin == CORE else ""
+        hint = f"; pass replaces_builtin=True to registry.add to replace that of {present.plugin}"
+        hint = hint if present.is_builtin else ""
         raise PluginError(
             f"Two plugins claim {entry.kind} '{entry.name}': {present.distribution} (plugin '{present.plugin}') "
             f"and {entry.distribution} (plugin '{entry.plugin}'). Enable one of them{hint}."
         )
 
     def _claim_default(self, entry: Registration) -> None:
-        if entry.plugin == CORE:
+        if entry.is_builtin:
             self._builtin_defaults[entry.kind] = entry.name
             return
         rival = self._plugin_defaults.get(entry.kind)
@@ -127,7 +134,7 @@ class Registry:
         self._plugin_defaults[entry.kind] = entry
 
     def get(self, kind: str, name: str) -> Registration:
-        """The component registered as `name`, a plain name or `core/NAME`. Raises PluginError when there is none."""
+        """The component registered as `name`, a plain name or `OWNER/NAME`. Raises PluginError when there is none."""
         entry = self._entries.get((kind, name))
         if entry is None:
             names = self.names(kind)
@@ -135,20 +142,20 @@ class Registry:
         return entry
 
     def names(self, kind: str) -> list[str]:
-        """Names usable in the config for this kind. `core/NAME` is listed only where a plugin replaced NAME."""
-        own = f"{CORE}/"
-        return [
-            name
-            for name in self.all_names(kind)
-            if not name.startswith(own) or self._entries[(kind, name.removeprefix(own))].plugin != CORE
-        ]
+        """Names usable in the config for this kind. `OWNER/NAME` is listed only where a plugin replaced NAME."""
+        shown: list[str] = []
+        for name in self.all_names(kind):
+            entry = self._entries[(kind, name)]
+            if name == entry.name or self._entries[(kind, entry.name)] is not entry:
+                shown.append(name)
+        return shown
 
     def all_names(self, kind: str) -> list[str]:
-        """Every accepted name, each `core/NAME` alias included."""
+        """Every accepted name, each `OWNER/NAME` alias included."""
         return sorted(name for (entry_kind, name) in self._entries if entry_kind == kind)
 
     def default(self, kind: str) -> str | None:
-        """Name used when the config leaves this kind out: the enabled plugin's claim, else core's."""
+        """Name used when the config leaves this kind out: the enabled plugin's claim, else the built-in one."""
         claimed = self._plugin_defaults.get(kind)
         return claimed.name if claimed is not None else self._builtin_defaults.get(kind)
 
@@ -231,7 +238,8 @@ class ComponentRegistrar:
         ...), which says the kind. Its module must not import torch.
         factory: `"module:Class"`, called as `Class(config, **dependencies)`; the kind's Protocol lists them.
         name: what the config file says under `name:`; the default of the class's field `name` if left out.
-        replaces_builtin: take over core's component of the same name, which stays reachable as `core/NAME`.
+        replaces_builtin: take over the component of the same name of core, or of a plugin that is loaded by default,
+        which stays reachable as `OWNER/NAME`, such as `core/packed`.
         default: use this one when the config names none.
         Raises PluginError when another plugin holds the name.
         """
@@ -242,10 +250,9 @@ class ComponentRegistrar:
                 f"{call} has no kind. Derive {config.__name__} from the base class of its kind: "
                 "`from spurline.protocols.loss import LossConfig` for a loss, and so on."
             )
-        if not isinstance(name, str) or name.startswith(f"{CORE}/"):
+        if not isinstance(name, str) or "/" in name:
             raise PluginError(
-                f"{call} has no usable name. Give {config.__name__} one without the '{CORE}/' prefix, "
-                'as in `name: str = "mine"`.'
+                f'{call} has no usable name. Give {config.__name__} one without a slash, as in `name: str = "mine"`.'
             )
         if factory.count(":") != 1:
             raise PluginError(f"{call} is malformed. Write the factory as 'module:Class'.")
