@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import importlib
 import inspect
 import pkgutil
@@ -20,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field, create_model
 from pydantic.fields import FieldInfo
 
 from spurline import testing
@@ -90,8 +91,9 @@ def config_page() -> str:
         "without a word there it may not. [More](../configuration.md#what-a-resume-may-change).",
         "",
     ]
-    lines += _section("Top level", RunConfig)
-    for name, field in RunConfig.model_fields.items():
+    whole = whole_file()
+    lines += _section("Top level", whole)
+    for name, field in whole.model_fields.items():
         section = _section_type(field)
         if section is not None and not any(isinstance(item, Component) for item in field.metadata):
             lines += _nested(name, section, _mark(field))
@@ -294,7 +296,7 @@ def _mark(field: FieldInfo, above: OnResume = OnResume.REFUSED) -> OnResume:
 
 def _mark_of_kind(kind: str) -> OnResume:
     """What holds for the components of a kind wherever one is chosen; REFUSED where that depends on the place."""
-    marks = set(_marks_of_kind(kind, RunConfig, OnResume.REFUSED))
+    marks = set(_marks_of_kind(kind, whole_file(), OnResume.REFUSED))
     for entry in PluginHost.load(PLUGINS).registry.entries():
         marks |= set(_marks_of_kind(kind, entry.config, OnResume.REFUSED))
     return marks.pop() if len(marks) == 1 else OnResume.REFUSED
@@ -316,6 +318,16 @@ def _section_type(field: FieldInfo) -> type[BaseModel] | None:
 
 def _mentions_component(field: FieldInfo) -> bool:
     return any(isinstance(item, Component) for item in field.metadata)
+
+
+@functools.cache
+def whole_file() -> type[BaseModel]:
+    """The settings of a file with the sections that core's own plugins add, as they are written in the code."""
+    fields: dict[str, Any] = {
+        name: (section.annotation, Field(default_factory=dict, description=summary_of(get_args(section.annotation)[0])))
+        for name, section in PluginHost.load([]).registry.sections.items()
+    }
+    return create_model("RunConfig", __base__=RunConfig, __doc__=RunConfig.__doc__, **fields)
 
 
 def component_table() -> list[str]:

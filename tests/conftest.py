@@ -63,7 +63,7 @@ MODELS: dict[tuple[object, ...], type[RunConfig]] = {}
 
 def assemble_once(registry: Registry, sections: Mapping[str, type[Section]]) -> type[RunConfig]:
     """A process of the product makes one config model; the tests would make a thousand equal ones."""
-    key = (*registry.entries(), *sections.items())
+    key = (*registry.entries(), *sections.items(), *((name, each.optional) for name, each in registry.sections.items()))
     if key not in MODELS:
         MODELS[key] = assemble(registry, sections)
     return MODELS[key]

@@ -16,6 +16,7 @@ import torch
 
 from spurline.backends.local.backend import LocalBackend
 from spurline.backends.local.configs import LocalBackendConfig
+from spurline.config.cluster import ClusterConfig
 from spurline.config.run_config import DataConfig, ModelConfig, RunConfig
 from spurline.data import configs
 from spurline.data.batch import Ragged, TrainingBatch
@@ -52,6 +53,12 @@ def write_model_folder(folder: Path, **changes: Any) -> Path:
     return folder
 
 
+class _RunConfig(RunConfig):
+    """The file's model with a section that a plugin adds, before any union over components is built."""
+
+    cluster: ClusterConfig = ClusterConfig()
+
+
 def run_config(model: Path | str, /, **sections: Any) -> RunConfig:
     """A run of core's own components; `sections` replaces any of them."""
     optimizer = AdamWConfig(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=1.0)
@@ -69,7 +76,7 @@ def run_config(model: Path | str, /, **sections: Any) -> RunConfig:
         "optimizer": optimizer,
         "schedule": ConstantConfig(),
     }
-    return RunConfig(**(values | sections))
+    return _RunConfig(**(values | sections))
 
 
 def local_backend(model: Path | str, *, run: dict[str, Any] | None = None, **settings: Any) -> LocalBackend:

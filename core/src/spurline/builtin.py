@@ -6,9 +6,11 @@ Kind and name of each component are those of its config class.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Annotated
 
 from spurline.backends.local.configs import LocalBackendConfig
-from spurline.config.section import ComponentConfig
+from spurline.config.cluster import ClusterConfig
+from spurline.config.section import ComponentConfig, OnResume, SchemaOfShorthand
 from spurline.data import configs as data
 from spurline.data.orders import configs as orders
 from spurline.evaluation.configs import AnswersEvaluationConfig, LossEvaluationConfig
@@ -36,6 +38,7 @@ from spurline.protocols.source import SourceConfig
 from spurline.protocols.tokenization import TokenizationConfig
 from spurline.protocols.tracker import TrackerConfig
 from spurline.protocols.weight_sync import WeightSyncConfig
+from spurline.report.configs import ReportConfig
 from spurline.rl import hookspecs as rl_hookspecs
 from spurline.rl.advantages import configs as advantages
 from spurline.rl.configs import RolloutsEvaluationConfig, RolloutSourceConfig
@@ -53,6 +56,8 @@ def register_components(registry: ComponentRegistrar) -> None:
     for config, protocol in _KINDS.items():
         registry.add_kind(config, f"spurline.protocols.{protocol}")
     registry.add_hookspecs(rl_hookspecs)
+    registry.add_section("cluster", Annotated[ClusterConfig, OnResume.FREE, SchemaOfShorthand(None)])
+    registry.add_section("report", Annotated[ReportConfig, OnResume.FREE])
     add = registry.add
     add(data.HfDatasetConfig, "spurline.data.datasets.hf_dataset:HfDataset", default=True)
     add(data.HfStreamConfig, "spurline.data.datasets.row_streams:HfStream")

@@ -131,7 +131,7 @@ def test_a_plugin_may_not_take_the_name_of_a_core_setting(plugins: FakePlugins) 
         pass
 
     available = plugins.add("model", config=Settings)
-    with pytest.raises(PluginError, match="'model' has the name of a core setting"):
+    with pytest.raises(PluginError, match="'model' adds the config section 'model', which there is already"):
         load_config({"plugins": ["model"]}, available=available)
 
 
@@ -226,7 +226,9 @@ def test_every_example_fits_the_json_schema(example: Path, validator: Any) -> No
 def test_the_json_schema_describes_every_core_setting(schema: dict[str, Any]) -> None:
     assert {"model", "data", "collator", "loss", "optimizer"} <= set(schema["properties"])
     assert schema["additionalProperties"] is False
-    assert all("description" in setting for setting in schema["properties"].values())
+    sections = {f"#/$defs/{name}": section for name, section in schema["$defs"].items()}
+    described = [{**sections.get(setting.get("$ref"), {}), **setting} for setting in schema["properties"].values()]
+    assert all("description" in setting for setting in described)
 
 
 def test_the_json_schema_knows_the_shorthands(schema: dict[str, Any]) -> None:
@@ -236,3 +238,35 @@ def test_the_json_schema_knows_the_shorthands(schema: dict[str, Any]) -> None:
     many, *single = schema["$defs"]["DataConfig"]["properties"]["train"]["anyOf"]
     assert many["items"] in single
     assert "oneOf" not in json.dumps(schema)
+
+
+class LimitsConfig(Section):
+    """What a plugin may take."""
+
+    seconds: float = 10.0
+    """Time."""
+
+
+def test_a_plugin_adds_a_section_under_a_name_of_choice(plugins: FakePlugins) -> None:
+    plugins.add("strict", register=lambda registry: registry.add_section("limits", LimitsConfig))
+    settings = {"model": {"path": "m"}, "data": {"train": "a.jsonl"}, "steps": 3, "plugins": ["strict"]}
+    given = load_config({**settings, "limits": {"seconds": 3}}, available=plugins.available).config
+    assert given.section(LimitsConfig).seconds == 3.0
+    assert load_config(settings, available=plugins.available).config.section(LimitsConfig) == LimitsConfig()
+    with pytest.raises(ConfigError, match=r"limits\.secnds"):
+        load_config({**settings, "limits": {"secnds": 3}}, available=plugins.available)
+
+
+def test_an_optional_section_of_a_plugin_is_there_when_the_file_has_it(plugins: FakePlugins) -> None:
+    plugins.add("strict", register=lambda registry: registry.add_section("limits", LimitsConfig, optional=True))
+    settings = {"model": {"path": "m"}, "data": {"train": "a.jsonl"}, "steps": 3, "plugins": ["strict"]}
+    assert load_config({**settings, "limits": {}}, available=plugins.available).config.section(LimitsConfig)
+    with pytest.raises(LookupError, match="no section LimitsConfig"):
+        load_config(settings, available=plugins.available).config.section(LimitsConfig)
+
+
+def test_two_plugins_cannot_add_one_section(plugins: FakePlugins) -> None:
+    for name in ("a", "b"):
+        plugins.add(name, register=lambda registry: registry.add_section("limits", LimitsConfig))
+    with pytest.raises(PluginError, match="the config section 'limits', which plugin 'a' has"):
+        PluginHost.load(["a", "b"], plugins.available)

@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from spurline.config.run_config import RunConfig
 from spurline.config.section import Component, ComponentConfig, SchemaOfShorthand, Section, expand_shorthand, summary_of
 from spurline.errors import PluginError
-from spurline.plugins.registry import Registry
+from spurline.plugins.registry import Registry, TopLevelSection
 
 
 def assemble(registry: Registry, plugin_sections: Mapping[str, type[Section]]) -> type[RunConfig]:
@@ -29,11 +29,18 @@ def assemble(registry: Registry, plugin_sections: Mapping[str, type[Section]]) -
     """
     builder = _Builder(registry)
     fields: dict[str, Any] = {}
-    for name, section in plugin_sections.items():
-        if name in RunConfig.model_fields:
-            raise PluginError(f"Plugin '{name}' has the name of a core setting; its config section needs another name.")
-        default = Field(default_factory=dict, validate_default=True, description=summary_of(section))
-        fields[name] = (builder.specialized(section), default)
+    sections = {name: TopLevelSection(section, False, name) for name, section in plugin_sections.items()}
+    for name, declared in {**registry.sections, **sections}.items():
+        if name in RunConfig.model_fields or (name in sections and name in registry.sections):
+            raise PluginError(
+                f"Plugin '{declared.plugin}' adds the config section '{name}', which there is already. Give it another "
+                "name."
+            )
+        marked = declared.annotation
+        section = get_args(marked)[0] if get_origin(marked) is Annotated else marked
+        annotation = builder.replaced(marked | None) if declared.optional else builder.replaced(marked)
+        default: Any = {"default": None} if declared.optional else {"default_factory": dict, "validate_default": True}
+        fields[name] = (annotation, Field(**default, description=summary_of(section)))
     return cast("type[RunConfig]", builder.specialized(RunConfig, fields))
 
 
@@ -49,7 +56,7 @@ class _Builder:
         replaced: dict[str, Any] = {}
         for name, field in model.model_fields.items():
             mark = _component_mark(field.metadata)
-            annotation = self._union(mark) if mark else self._replace(field.annotation)
+            annotation = self._union(mark) if mark else self.replaced(field.annotation)
             if mark is None and annotation is field.annotation:
                 continue
             replaced[name] = (annotation, self._with_default(field, mark))
@@ -78,7 +85,7 @@ class _Builder:
             copy.validate_default = True
         return copy
 
-    def _replace(self, annotation: Any) -> Any:
+    def replaced(self, annotation: Any) -> Any:
         """Specialise Section types and marked types anywhere inside a type expression."""
         section: object = annotation
         if isinstance(section, type) and issubclass(section, Section):
@@ -88,11 +95,11 @@ class _Builder:
             mark = _component_mark(arguments[1:])
             if mark is not None:
                 return self._union(mark)
-            inner = self._replace(arguments[0])
+            inner = self.replaced(arguments[0])
             return annotation if inner is arguments[0] else _annotated(inner, arguments[1:])
         if not arguments or origin is None:
             return annotation
-        new = [self._replace(argument) for argument in arguments]
+        new = [self.replaced(argument) for argument in arguments]
         if all(a is b for a, b in zip(new, arguments, strict=True)):
             return annotation
         return _union_of(new) if origin in (Union, types.UnionType) else _generic(origin, new)

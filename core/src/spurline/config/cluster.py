@@ -83,11 +83,12 @@ def cluster_needs(run: RunConfig) -> Iterator[tuple[str, ClusterNeed]]:
 
 def cluster_request(run: RunConfig) -> ClusterRequest:
     """The cluster of this run, as plain data."""
-    env = run.cluster.runtime_env
+    cluster = run.section(ClusterConfig)
+    env = cluster.runtime_env
     return ClusterRequest(
-        run.cluster.address if run.cluster.is_used else "auto",
+        cluster.address if cluster.is_used else "auto",
         RuntimeEnv(env.env_vars, env.working_dir),
-        run.cluster.room_timeout_s,
+        cluster.room_timeout_s,
         str(run.run_dir.absolute() / "logs"),
     )
 

@@ -11,12 +11,11 @@ import re
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from spurline.config.cluster import ClusterConfig
 from spurline.config.objects import ObjectSetting
 from spurline.config.paths import PathSetting
 from spurline.config.section import (
@@ -39,12 +38,13 @@ from spurline.protocols.minibatches import MiniBatchesConfig
 from spurline.protocols.optimizer import OptimizerConfig, pattern_problem
 from spurline.protocols.order import OrderConfig
 from spurline.protocols.prefetch import PrefetchConfig
-from spurline.protocols.report_panel import ReportPanelConfig
 from spurline.protocols.reward import RewardTable
 from spurline.protocols.schedule import ScheduleConfig
 from spurline.protocols.source import SourceConfig
 from spurline.protocols.tokenization import TokenizationConfig
 from spurline.protocols.tracker import TrackerConfig
+
+SectionT = TypeVar("SectionT", bound=Section)
 
 
 class CriticConfig(Section):
@@ -379,15 +379,6 @@ class DataEvaluationConfig(Section):
             )
 
 
-class ReportConfig(Section):
-    """The HTML page written to RUN_DIR/report.html."""
-
-    enabled: bool = True
-    """Write the page when the run ends."""
-    panels: tuple[Annotated[ReportPanelConfig, Component("report_panel")], ...] | None = None
-    """Panels in page order; null shows every panel of core and of the enabled plugins."""
-
-
 _METRICS_OF_DATA_EVAL = ("loss", "rewards", "time")
 
 
@@ -433,8 +424,6 @@ class RunConfig(Section):
     """The critic of an advantage that needs one, `gae`; null for none."""
     backend: Annotated[BackendConfig, Component("backend")]
     """Where and how forward, backward and the optimizer run."""
-    cluster: Annotated[ClusterConfig, OnResume.FREE, SchemaOfShorthand(None)] = ClusterConfig()
-    """The Ray cluster that ranks and engines are placed on."""
     evaluation: Annotated[DataEvaluationConfig, OnResume.FREE] = DataEvaluationConfig()
     """Held-out evaluation on `data.eval`."""
     evaluations: Annotated[dict[str, Annotated[EvaluationConfig, Component("evaluation")]], OnResume.FREE] = {}
@@ -445,8 +434,6 @@ class RunConfig(Section):
     """Saving."""
     trackers: Annotated[tuple[Annotated[TrackerConfig, Component("tracker")], ...], OnResume.FREE] = ()
     """Where metrics go besides RUN_DIR/metrics.jsonl and the terminal."""
-    report: Annotated[ReportConfig, OnResume.FREE] = ReportConfig()
-    """The HTML report."""
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if (self.steps is None) == (self.epochs is None):
@@ -463,6 +450,18 @@ class RunConfig(Section):
         for position, name in enumerate(names):
             if name in names[:position]:
                 yield Problem(f"trackers.{position}", f"lists '{name}' a second time. Remove one.")
+
+    def section(self, kind: type[SectionT]) -> SectionT:
+        """Return the top-level section of this class, which a plugin added.
+
+        Raises:
+            LookupError: The plugin is not enabled, or the section is an optional one that the file leaves out.
+        """
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            if isinstance(value, kind):
+                return value
+        raise LookupError(f"This run has no section {kind.__name__}.")
 
     def total_steps(self, samples_per_epoch: int, samples_per_step: int | None = None) -> int:
         """Number of loop steps of this run for data with so many samples per epoch.

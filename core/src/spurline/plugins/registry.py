@@ -60,11 +60,25 @@ class Registration:
         return self.plugin == CORE or self.plugin in DEFAULT_PLUGINS
 
 
+@dataclass(frozen=True)
+class TopLevelSection:
+    """A top-level key of the config that a plugin reads.
+
+    annotation: its type, marks included. optional: whether it is None where the file leaves it out, instead of a
+    section of defaults. plugin: whose it is.
+    """
+
+    annotation: Any
+    optional: bool
+    plugin: str
+
+
 class Registry:
-    """All kinds and components of one run, from core and from the enabled plugins."""
+    """All kinds, components and config sections of one run, from core and from the enabled plugins."""
 
     def __init__(self) -> None:
         self.kinds: dict[str, Kind] = {}
+        self.sections: dict[str, TopLevelSection] = {}
         self._entries: dict[tuple[str, str], Registration] = {}
         self._builtin_defaults: dict[str, str] = {}
         self._plugin_defaults: dict[str, Registration] = {}
@@ -215,6 +229,28 @@ class ComponentRegistrar:
         if protocol.count(":") != 1:
             raise PluginError(f"{call} is malformed. Write the protocol as 'module:Class'.")
         self._registry.insert_kind(Kind(config.kind, config, protocol, self._plugin, self._distribution))
+
+    def add_section(self, name: str, annotation: Any, *, optional: bool = False) -> None:
+        """Give the config a top-level section under a name of choice; that of `Plugin.config` has the plugin's name.
+
+        `run.config.section(ClusterConfig)` reads it.
+
+        Args:
+            name: The key in the file.
+            annotation: A Section, or `Annotated[Section, OnResume.FREE]` with its marks. Its module must not import
+                torch.
+            optional: Make it None where the file leaves it out, so that its presence says something; otherwise it has
+                its defaults then.
+
+        Raises:
+            PluginError: Another plugin has a section of that name.
+        """
+        present = self._registry.sections.setdefault(name, TopLevelSection(annotation, optional, self._plugin))
+        if present.plugin != self._plugin:
+            raise PluginError(
+                f"{self._distribution} adds the config section '{name}', which plugin '{present.plugin}' has. Enable "
+                "one of them."
+            )
 
     def add_hookspecs(self, module: ModuleType) -> None:
         """Open further hooks: the functions of a module that are marked with `spurline.plugins.hookspec`.

@@ -17,6 +17,7 @@ from spurline.errors import RunFailedError
 from spurline.files import replace_file
 from spurline.plugins.registry import Registry
 from spurline.protocols.report_panel import ReportPanel, ReportPanelConfig, RunRecord
+from spurline.report.configs import ReportConfig
 from spurline.report.document import document
 from spurline.report.markup import footer, status_mark, text
 from spurline.report.record import read_record, setting
@@ -102,7 +103,7 @@ def facts_of(config: Any, summary: Mapping[str, Any]) -> list[str]:
 
 def write_run_report(loaded: LoadedConfig, directory: RunDirectory) -> Path:
     """Render RUN_DIR/report.html from what the run left behind; returns its path."""
-    registry, configs = loaded.host.registry, loaded.config.report.panels
+    registry, configs = loaded.host.registry, loaded.config.section(ReportConfig).panels
     if configs is None:
         configs = default_panels(registry)
     panels: list[ReportPanel] = [registry.create("report_panel", config) for config in configs]

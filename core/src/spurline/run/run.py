@@ -30,6 +30,7 @@ from spurline.protocols.prefetch import Prefetch
 from spurline.protocols.source import BatchSource
 from spurline.protocols.stateful import Stateful
 from spurline.protocols.tracker import RunInfo, Tracker
+from spurline.report.configs import ReportConfig
 from spurline.report.page import write_run_report
 from spurline.report.record import read_mapping
 from spurline.run import loop
@@ -292,7 +293,7 @@ class Run:
         return self._result(go_on(self.loaded, ()), lasting)
 
     def _result(self, continuing: str, warnings: tuple[str, ...]) -> RunResult:
-        report = write_run_report(self.loaded, self.directory) if self.config.report.enabled else None
+        report = write_run_report(self.loaded, self.directory) if self.config.section(ReportConfig).enabled else None
         return RunResult(
             self._status(),
             self.state.step,
