@@ -202,20 +202,15 @@ def complaint(words: list[str], targets: set[str]) -> str | None:
     if words[0] != "spurline" or words[1:2] == ["--help"]:
         return None
     command: Any = typer.main.get_command(app)
-    if len(words) > 1 and words[1] not in command.commands:
-        return None if words[1] in plugin_commands() else f"spurline has no command '{words[1]}'"
-    for word in words[1:]:
+    if len(words) > 1:
+        if words[1] not in command.list_commands(None):
+            return f"spurline has no command '{words[1]}'"
+        command = command.get_command(None, words[1])
+    for word in words[2:]:
         command = getattr(command, "commands", {}).get(word, command)
     known = {option for parameter in command.params for option in parameter.opts}
     unknown = [word for word in words if word.startswith("--") and word.split("=")[0] not in known]
     return f"'{' '.join(words[:2])}' has no option {unknown}" if unknown else None
-
-
-def plugin_commands() -> set[str]:
-    """Subcommands of the plugins of this repository, the template's included."""
-    projects = [*ROOT.glob("plugins/*/pyproject.toml"), *ROOT.glob("examples/*/pyproject.toml")]
-    text = "\n".join(path.read_text(encoding="utf-8") for path in projects)
-    return set(re.findall(r'^([a-z-]+) = "\S+:\S+"$', text, re.M))
 
 
 @pytest.fixture(scope="module")

@@ -20,11 +20,9 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from spurline.answering.generate_command import generate
-from spurline.cli_options import OWNS_PROCESS, load, load_run
+from spurline.cli_options import OWNS_PROCESS, load
 from spurline.errors import SpurlineError, UserError, listing, suggestion
-from spurline.first_config.init_command import init
-from spurline.run.commands import data, diagnose_run, export, plan, train
+from spurline.run.commands import export, train
 from spurline.terminal import OutputLostError, output_told_apart, printable, write_nowhere
 
 _UsageError: Any = typer.BadParameter.__base__
@@ -61,6 +59,10 @@ def _as_setting(name: str) -> str:
     return f"{meant}={value or 'VALUE'}" if meant.split(".")[0] in RunConfig.model_fields else "KEY=VALUE"
 
 
+_HELP_WIDTH = 200
+"""Characters of a command's line in `spurline --help`, which is wrapped."""
+
+
 class CommandGroup(typer.core.TyperGroup):
     """Core's commands and those of installed plugins, which are imported only when invoked."""
 
@@ -81,7 +83,20 @@ class CommandGroup(typer.core.TyperGroup):
             is_config = cmd_name.endswith((".yaml", ".yml", ".toml"))
             meant = f" Train it with: spurline train {cmd_name}." if is_config else suggestion(cmd_name, known)
             raise UserError(f"spurline has no command '{cmd_name}'.{meant} Commands: {listing(known)}.")
-        return typer.main.get_command(entry.load())
+        loaded = entry.load()
+        if not isinstance(loaded, typer.Typer):
+            function, loaded = loaded, typer.Typer(add_completion=False, rich_markup_mode=None)
+            loaded.command(cmd_name)(function)
+        return typer.main.get_command(loaded)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """List plugins' commands by what is written in their modules, which are not imported for that."""
+        from spurline.plugins.host import installed_commands
+
+        own = {name: self.get_command(ctx, name).get_short_help_str(_HELP_WIDTH) for name in super().list_commands(ctx)}
+        others = {name: entry.summary() for name, entry in sorted(installed_commands().items())}
+        with formatter.section("Commands"):
+            formatter.write_dl([*own.items(), *others.items()])
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -150,39 +165,6 @@ def doctor() -> None:
         raise typer.Exit(2)
 
 
-def report(
-    run_dirs: Annotated[list[Path], typer.Argument(help="Folders of runs, finished or going on.")],
-    out: Annotated[
-        Path | None, typer.Option(help="Where a comparison is written; comparison.html in this folder if not given.")
-    ] = None,
-) -> None:
-    """Write RUN_DIR/report.html from the metrics so far, also while the run is going on. Several runs are compared."""
-    from spurline.report.page import write_run_report
-    from spurline.report.record import check_run_directory
-    from spurline.run.directory import RunDirectory
-
-    if len(run_dirs) > 1:
-        from spurline.report.comparison import COMPARISON_FILE, write_comparison
-
-        typer.echo(write_comparison(run_dirs, out or Path(COMPARISON_FILE)))
-        return
-    if out is not None:
-        raise UserError("--out is for a comparison of several runs: the report of one is RUN_DIR/report.html.")
-    check_run_directory(run_dirs[0])
-    typer.echo(write_run_report(load_run(run_dirs[0]), RunDirectory(run_dirs[0])))
-
-
-def view(
-    run_dirs: Annotated[list[Path], typer.Argument(help="Folders of runs, finished or going on.")],
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Where to listen on 127.0.0.1; 0 for a free one.")] = 0,
-    no_open: Annotated[bool, typer.Option("--no-open", help="Print the address, and open no browser.")] = False,
-) -> None:
-    """Serve a local page over runs: curves, evaluations, rollouts token by token. Ends at Ctrl-C; writes nothing."""
-    from spurline.view.server import serve
-
-    serve(run_dirs, port, opens_browser=not no_open, say=typer.echo)
-
-
 def schema(
     with_plugin: Annotated[list[str] | None, typer.Option("--plugin", help="Include this plugin's settings.")] = None,
 ) -> None:
@@ -195,14 +177,7 @@ def schema(
 
 for name, command in {
     "train": train,
-    "plan": plan,
-    "data": data,
-    "init": init,
-    "doctor": diagnose_run,
-    "report": report,
-    "view": view,
     "export": export,
-    "generate": generate,
     "schema": schema,
 }.items():
     app.command(name)(command)

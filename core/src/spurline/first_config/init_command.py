@@ -10,7 +10,7 @@ import typer
 from spurline.cli_options import ColumnOption, columns_of, importing_libraries
 from spurline.errors import UserError, suggestion
 from spurline.first_config.asking import Asker
-from spurline.run.commands import plan
+from spurline.run.planning.commands import plan
 from spurline.terminal import is_person_asking
 
 _TASKS = ("sft", "dpo", "rl", "async")

@@ -8,12 +8,15 @@ before pluggy registers them: it would ignore a misspelled hook or a defaulted a
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.metadata
+import importlib.util
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
@@ -325,7 +328,19 @@ class CommandEntry:
 
     name: str
     distribution: str
+    target: str
     load: Any = field(repr=False)
+
+    def summary(self) -> str:
+        """Return what it does in a line: how its function's docstring begins, or else its module's. Imports neither."""
+        name, _, attribute = self.target.partition(":")
+        module = importlib.util.find_spec(name)
+        if module is None or module.origin is None:
+            return f"of {self.distribution}"
+        tree = ast.parse(Path(module.origin).read_text(encoding="utf-8"))
+        function = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == attribute]
+        text = (ast.get_docstring(function[0]) if function else None) or ast.get_docstring(tree) or ""
+        return text.partition("\n")[0] or f"of {self.distribution}"
 
 
 def installed_commands() -> dict[str, CommandEntry]:
@@ -335,7 +350,7 @@ def installed_commands() -> dict[str, CommandEntry]:
     """
     found: dict[str, CommandEntry] = {}
     for entry in importlib.metadata.entry_points(group=COMMAND_GROUP):
-        command = CommandEntry(entry.name, _distribution_of(entry)[0], entry.load)
+        command = CommandEntry(entry.name, _distribution_of(entry)[0], entry.value, entry.load)
         _refuse_rival(f"subcommand '{entry.name}'", found.setdefault(entry.name, command).distribution, command)
     return found
 

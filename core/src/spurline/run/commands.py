@@ -1,14 +1,11 @@
-"""The commands on one run: train it, plan it, look at its data and its machine, export what it trained.
+"""The commands of core on one run: train it, and export what it trained.
 
 torch is imported inside the commands, after what can be said without it.
 """
 
 from __future__ import annotations
 
-import json
 import shlex
-import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -27,7 +24,6 @@ from spurline.errors import ConfigError
 from spurline.terminal import printable
 
 if TYPE_CHECKING:
-    from spurline.protocols.backend import Finding
     from spurline.run.endings.ending import RunResult
 
 
@@ -61,92 +57,6 @@ def train(
     # One that came when all was trained has stopped nothing.
     if result.signal is not None and result.status == "stopped":
         raise typer.Exit(128 + result.signal)
-
-
-def plan(
-    config: ConfigArgument,
-    overrides: SetOption = None,
-    gpu_gib: Annotated[
-        float | None, typer.Option(metavar="GIB", min=1, help="Memory of the GPUs, where the run trains elsewhere.")
-    ] = None,
-) -> None:
-    """Check config, data and memory, and say what training would do. Exit code 2 on any problem."""
-    loaded = load(config, overrides)
-    from spurline.trackers.start_lines import StartLines
-
-    start = StartLines.of(loaded)
-    start("loading PyTorch and transformers")
-    with importing_libraries():
-        from spurline.run.planning.plan import make_plan
-
-    made = make_plan(loaded, progress=start, device_bytes=None if gpu_gib is None else int(gpu_gib * 2**30))
-    for heading, lines in made.sections.items():
-        typer.echo(f"{heading}:")
-        for line in lines:
-            typer.echo(printable(f"  {line}"))
-    for problem in made.problems:
-        typer.echo(printable(f"Error: {problem}"), err=True)
-    if made.problems:
-        raise typer.Exit(2)
-    sets = "".join(f" --set {shlex.quote(override)}" for override in overrides or ())
-    typer.echo(f"No problems found. Train with: spurline train {shlex.quote(str(config))}{sets}")
-
-
-def data(
-    config: ConfigArgument,
-    overrides: SetOption = None,
-    rows: Annotated[int, typer.Option(metavar="N", min=1, help="How many samples, or prompts, are shown.")] = 3,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write an HTML page instead; it shows every token.")
-    ] = None,
-    whole: Annotated[bool, typer.Option("--whole", help="Read all of large data, as training does.")] = False,
-) -> None:
-    """Show the first rows as they will be trained: every token, which are trained, what was cut or left out."""
-    loaded = load(config, overrides)
-    from spurline.trackers.start_lines import StartLines
-
-    start = StartLines.of(loaded)
-    start("loading PyTorch and transformers")
-    with importing_libraries():
-        from spurline.run.shown_data.page import write_page
-        from spurline.run.shown_data.sequences import ROW_LIMIT, show_data
-        from spurline.run.shown_data.terminal import print_data
-
-    try:
-        shown = show_data(loaded, rows, None if whole else ROW_LIMIT, start)
-    except ConfigError as error:
-        raise error.in_file(loaded.origin) from error
-    if html is None:
-        print_data(shown, sys.stdout)
-    else:
-        write_page(shown, html)
-        typer.echo(html)
-
-
-def diagnose_run(
-    config: ConfigArgument,
-    overrides: SetOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print all findings as JSON.")] = False,
-) -> None:
-    """Look at machine, folders, devices and ranks as a run would meet them. Exit code 2 on any problem."""
-    loaded = load(config, overrides)
-    from spurline.trackers.start_lines import StartLines
-
-    StartLines.of(loaded)("loading PyTorch and transformers")
-    with importing_libraries():
-        from spurline.run.planning.doctor import find
-
-    findings: list[Finding] = []
-    for finding in find(loaded):
-        findings.append(finding)
-        if not as_json:
-            typer.echo(f"{'problem' if finding.fix else 'ok':8} {finding.what}: {finding.value}")
-            if finding.fix:
-                typer.echo(f"{'':8} fix: {finding.fix}")
-    if as_json:
-        typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
-    if any(finding.fix for finding in findings):
-        raise typer.Exit(2)
 
 
 def export(

@@ -1,4 +1,4 @@
-"""The `spurline cache` command: list, verify and prune what is in the token cache.
+"""Look after the cache of tokenized data.
 
 Mounted by entry point; imports numpy and the cache only inside a command, so that `spurline --help` stays quick.
 """

@@ -17,13 +17,10 @@ if TYPE_CHECKING:
     from spurline_async_rl.scheduling.depth import Depth
     from spurline_async_rl.simulation.workload import Knobs
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None)
-
 _GROUPS_SIMULATED = 1500
 _FEWEST_STEPS, _MOST_STEPS = 12, 60
 
 
-@app.command()
 def simulate(
     config: Annotated[Path, typer.Argument(help="Run config with source async_rollouts: a YAML or TOML file.")],
     overrides: Annotated[
