@@ -48,8 +48,9 @@ from spurline.data.batch import TrainingBatch
 from spurline.data.collators.packed import PackedCollator
 from spurline.data.collators.packing import PackingAlgorithm, pack
 from spurline.data.collators.padded import PaddedCollator, RolloutsCollator
-from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig, RolloutsCollatorConfig
+from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig
 from spurline.protocols.collator import ParallelLayout
+from spurline.rl.configs import RolloutsCollatorConfig
 from spurline.rl.flat_turns import FlatTurns
 from spurline.testing.collator_contract import assert_batches_equal, clone
 from spurline_collation_fast.collators import FastPackedCollator, FastPaddedCollator, FastRolloutsCollator

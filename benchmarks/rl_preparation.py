@@ -19,14 +19,13 @@ from timing import Gate, Timing, round_robin
 from torch import Tensor
 
 from spurline.data.batch import TrainingBatch
-from spurline.data.configs import RolloutsCollatorConfig
 from spurline.losses.configs import PpoConfig, TruncatedImportanceSamplingConfig
 from spurline.plugins.host import PluginHost
 from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.environment import EnvironmentConfig
 from spurline.protocols.rollout_engine import RolloutEngineConfig
 from spurline.rl.advantages.configs import GrpoConfig
-from spurline.rl.configs import RolloutSourceConfig, SamplingConfig
+from spurline.rl.configs import RolloutsCollatorConfig, RolloutSourceConfig, SamplingConfig
 from spurline.rl.preparation import Preparation
 from spurline.rl.trajectory import Group, Trajectory
 from spurline.update.configs import ByPromptConfig

@@ -37,7 +37,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from spurline.config.run_config import DataConfig
-from spurline.data.configs import SequentialTokenizationConfig
+from spurline.data.text_configs import SequentialTokenizationConfig
 from spurline.data.token_store import TokenStore
 from spurline.data.tokenization import SequentialTokenization
 from spurline.protocols.dataset import DatasetConfig

@@ -44,6 +44,8 @@ COVERED = (
     "spurline.config.paths",
     "spurline.data.batch",
     "spurline.data.configs",
+    "spurline.data.text_configs",
+    "spurline.data.sources.preference_configs",
     "spurline.data.token_store",
     "spurline.data.tokenization",
     "spurline.data.tokenizer",

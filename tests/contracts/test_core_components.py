@@ -12,20 +12,16 @@ from spurline import load_config
 from spurline.builtin import PLUGIN
 from spurline.data.collators.packed import PackedCollator
 from spurline.data.collators.padded import PaddedCollator, RolloutsCollator
-from spurline.data.configs import (
-    PackedCollatorConfig,
-    PaddedCollatorConfig,
-    RolloutsCollatorConfig,
-    SequentialTokenizationConfig,
-    SerialPrefetchConfig,
-)
+from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig, SerialPrefetchConfig
 from spurline.data.serial_prefetch import SerialPrefetch
+from spurline.data.text_configs import SequentialTokenizationConfig
 from spurline.data.tokenization import SequentialTokenization
 from spurline.losses.configs import CrossEntropyConfig, DynamicFineTuningConfig
 from spurline.losses.cross_entropy import CrossEntropy, DynamicFineTuning
 from spurline.plugins.host import PluginHost
 from spurline.plugins.registry import resolve
 from spurline.protocols.report_panel import ReportPanelConfig
+from spurline.rl.configs import RolloutsCollatorConfig
 from spurline.testing import (
     AdapterContract,
     BackendContract,

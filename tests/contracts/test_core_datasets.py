@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from spurline.data.configs import HfDatasetConfig
 from spurline.data.datasets.hf_dataset import HfDataset
+from spurline.data.text_configs import HfDatasetConfig
 from spurline.protocols.dataset import Dataset
 from spurline.testing import DatasetContract
 

@@ -36,7 +36,7 @@ LISTING = (
 
 ROWS = f"""
 from pathlib import Path
-from spurline.data.configs import HfDatasetConfig
+from spurline.data.text_configs import HfDatasetConfig
 from spurline.data.datasets.hf_dataset import HfDataset
 rows = HfDataset(HfDatasetConfig(path={str(EXAMPLES / "data" / "sort_eval.jsonl")!r}))
 assert rows[7]["messages"] and rows.fingerprint()

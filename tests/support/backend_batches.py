@@ -18,7 +18,7 @@ from spurline.backends.local.backend import LocalBackend
 from spurline.backends.local.configs import LocalBackendConfig
 from spurline.config.cluster import ClusterConfig
 from spurline.config.run_config import DataConfig, ModelConfig, RunConfig
-from spurline.data import configs
+from spurline.data import configs, text_configs
 from spurline.data.batch import Ragged, TrainingBatch
 from spurline.losses.configs import CrossEntropyConfig
 from spurline.optimizers.configs import AdamWConfig, ConstantConfig
@@ -64,10 +64,10 @@ def run_config(model: Path | str, /, **sections: Any) -> RunConfig:
     optimizer = AdamWConfig(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=1.0)
     values: dict[str, Any] = {
         "model": ModelConfig(path=str(model), init="random"),
-        "data": DataConfig(train=(configs.HfDatasetConfig(path="unused.jsonl"),)),
+        "data": DataConfig(train=(text_configs.HfDatasetConfig(path="unused.jsonl"),)),
         "steps": 10,
         "source": configs.SftSourceConfig(),
-        "tokenization": configs.SequentialTokenizationConfig(),
+        "tokenization": text_configs.SequentialTokenizationConfig(),
         "collator": configs.PackedCollatorConfig(),
         "prefetch": configs.SerialPrefetchConfig(),
         "minibatches": WholeBatchConfig(),

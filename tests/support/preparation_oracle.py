@@ -18,10 +18,10 @@ from torch import Tensor
 
 from spurline.data.batch import TrainingBatch
 from spurline.data.collators.padded import RolloutsCollator
-from spurline.data.configs import RolloutsCollatorConfig
 from spurline.protocols.advantage import Advantage
 from spurline.protocols.backend import Role
 from spurline.protocols.collator import ParallelLayout
+from spurline.rl.configs import RolloutsCollatorConfig
 from spurline.rl.trajectory import Group, Trajectory, Turn, merge_turns, with_turns
 from spurline.testing.inputs import PAD
 

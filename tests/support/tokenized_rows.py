@@ -8,8 +8,8 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from spurline.config.run_config import DataConfig
-from spurline.data.configs import HfDatasetConfig, SequentialTokenizationConfig
 from spurline.data.datasets.hf_dataset import HfDataset
+from spurline.data.text_configs import HfDatasetConfig, SequentialTokenizationConfig
 from spurline.data.tokenization import SequentialTokenization
 from spurline.protocols.tokenization import DatasetToTokenize, Tokenized
 from spurline_collation_fast.configs import ParallelTokenizationConfig

@@ -12,7 +12,9 @@ from spurline.backends.local.configs import LocalBackendConfig
 from spurline.config.cluster import ClusterConfig
 from spurline.config.section import ComponentConfig, OnResume, SchemaOfShorthand
 from spurline.data import configs as data
+from spurline.data import text_configs as text
 from spurline.data.orders import configs as orders
+from spurline.data.sources.preference_configs import PreferenceSourceConfig
 from spurline.evaluation.configs import AnswersEvaluationConfig, LossEvaluationConfig
 from spurline.losses import configs as losses
 from spurline.optimizers import configs as optimizers
@@ -41,7 +43,7 @@ from spurline.protocols.weight_sync import WeightSyncConfig
 from spurline.report.configs import ReportConfig
 from spurline.rl import hookspecs as rl_hookspecs
 from spurline.rl.advantages import configs as advantages
-from spurline.rl.configs import RolloutsEvaluationConfig, RolloutSourceConfig
+from spurline.rl.configs import RolloutsCollatorConfig, RolloutsEvaluationConfig, RolloutSourceConfig
 from spurline.rl.engines.configs import InProcessEngineConfig
 from spurline.rl.environments.configs import CustomConfig, SingleTurnConfig, ToolsConfig
 from spurline.rl.rewards import configs as rewards
@@ -59,12 +61,12 @@ def register_components(registry: ComponentRegistrar) -> None:
     registry.add_section("cluster", Annotated[ClusterConfig, OnResume.FREE, SchemaOfShorthand(None)])
     registry.add_section("report", Annotated[ReportConfig, OnResume.FREE])
     add = registry.add
-    add(data.HfDatasetConfig, "spurline.data.datasets.hf_dataset:HfDataset", default=True)
-    add(data.HfStreamConfig, "spurline.data.datasets.row_streams:HfStream")
-    add(data.SequentialTokenizationConfig, "spurline.data.tokenization:SequentialTokenization", default=True)
+    add(text.HfDatasetConfig, "spurline.data.datasets.hf_dataset:HfDataset", default=True)
+    add(text.HfStreamConfig, "spurline.data.datasets.row_streams:HfStream")
+    add(text.SequentialTokenizationConfig, "spurline.data.tokenization:SequentialTokenization", default=True)
     add(data.PaddedCollatorConfig, "spurline.data.collators.padded:PaddedCollator")
     add(data.PackedCollatorConfig, "spurline.data.collators.packed:PackedCollator", default=True)
-    add(data.RolloutsCollatorConfig, "spurline.data.collators.padded:RolloutsCollator")
+    add(RolloutsCollatorConfig, "spurline.data.collators.padded:RolloutsCollator")
     add(orders.UniformOrderConfig, "spurline.data.orders.epochs:UniformOrder", default=True)
     add(orders.SequentialOrderConfig, "spurline.data.orders.epochs:SequentialOrder")
     add(orders.LengthGroupedOrderConfig, "spurline.data.orders.length_grouped:LengthGroupedOrder")
@@ -72,8 +74,8 @@ def register_components(registry: ComponentRegistrar) -> None:
     add(orders.RewardAdaptiveOrderConfig, "spurline.data.orders.reward_adaptive:RewardAdaptiveOrder")
     add(data.SerialPrefetchConfig, "spurline.data.serial_prefetch:SerialPrefetch", default=True)
     add(data.SftSourceConfig, "spurline.data.sources.sft:SftSource", default=True)
-    add(data.StreamSourceConfig, "spurline.data.sources.stream:StreamSource")
-    add(data.PreferenceSourceConfig, "spurline.data.sources.preference:PreferenceSource")
+    add(text.StreamSourceConfig, "spurline.data.sources.stream:StreamSource")
+    add(PreferenceSourceConfig, "spurline.data.sources.preference:PreferenceSource")
     add(RolloutSourceConfig, "spurline.rl.source:RolloutSource")
 
     add(LossEvaluationConfig, "spurline.evaluation.loss:LossEvaluation")

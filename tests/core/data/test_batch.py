@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from spurline.data.batch import LazyRagged, TrainingBatch
 from spurline.data.collators.packed import PackedCollator
 from spurline.data.collators.padded import RolloutsCollator
-from spurline.data.configs import PackedCollatorConfig, RolloutsCollatorConfig
+from spurline.data.configs import PackedCollatorConfig
 from spurline.errors import DataError
 from spurline.protocols.collator import ParallelLayout
+from spurline.rl.configs import RolloutsCollatorConfig
 from spurline.testing.collator_contract import assert_batches_equal
 from spurline.testing.inputs import PAD, make_trajectories, make_view
 

@@ -12,8 +12,8 @@ from huggingface_hub import constants
 
 from spurline.config.run_config import ModelConfig
 from spurline.data import hub
-from spurline.data.configs import HfDatasetConfig
 from spurline.data.datasets.hf_dataset import HfDataset
+from spurline.data.text_configs import HfDatasetConfig
 from spurline.data.tokenizer import load_tokenizer
 from spurline.errors import DataError, ModelError
 from spurline.testing.inputs import write_tiny_model

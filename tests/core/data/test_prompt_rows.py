@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from spurline.config.run_config import DataConfig
-from spurline.data.configs import HfDatasetConfig
 from spurline.data.prompts import ChatQuestion, TextQuestion, prompt_and_reference, read_question
 from spurline.data.rows.rows import BadRowError
+from spurline.data.text_configs import HfDatasetConfig
 from spurline.errors import DataError
 
 USER, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}

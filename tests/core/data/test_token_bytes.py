@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from spurline.config.run_config import DataConfig
 from spurline.data import encoding, token_bytes
-from spurline.data.configs import HfDatasetConfig
 from spurline.data.encoding import RowEncoder, Sample
+from spurline.data.text_configs import HfDatasetConfig
 from spurline.data.token_bytes import TokenBytes
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline.testing.tokenization_contract import ListDataset

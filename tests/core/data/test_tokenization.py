@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spurline.config.run_config import DataConfig
-from spurline.data.configs import HfDatasetConfig, SequentialTokenizationConfig
 from spurline.data.encoding import RowEncoder, Sample
+from spurline.data.text_configs import HfDatasetConfig, SequentialTokenizationConfig
 from spurline.data.tokenization import ROWS_PER_CALL, SequentialTokenization, distinct_labels
 from spurline.errors import DataError
 from spurline.protocols.tokenization import DatasetToTokenize

@@ -26,9 +26,8 @@ from spurline.data.sources.preference import join_pairs, split_pairs
 from spurline.data.token_store import TokenStore, TokenStoreBuilder
 from spurline.losses.configs import DpoConfig
 from spurline.losses.dpo import Dpo
-from spurline.model.streams.stream_model import ENTROPY
 from spurline.protocols.collator import Collator, ParallelLayout
-from spurline.protocols.loss import Objective
+from spurline.protocols.loss import ENTROPY, Objective
 from spurline.testing.backend_cases import assert_gradients_close
 from spurline.update.reduction import REDUCTIONS
 

@@ -21,7 +21,6 @@ from spurline.backends.local.backend import LocalBackend
 from spurline.config.run_config import CriticConfig
 from spurline.data.batch import Ragged, TrainingBatch
 from spurline.data.collators.padded import RolloutsCollator
-from spurline.data.configs import RolloutsCollatorConfig
 from spurline.data.dealing import deal
 from spurline.losses import configs as losses_configs
 from spurline.losses.cispo import Cispo
@@ -34,12 +33,12 @@ from spurline.losses.policy_gradient import PolicyGradient
 from spurline.losses.ppo import Ppo
 from spurline.losses.sapo import Sapo
 from spurline.losses.value import ValueLoss
-from spurline.model.streams.stream_model import ENTROPY
 from spurline.optimizers.configs import AdamWConfig
 from spurline.protocols.backend import Role
 from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.correction import Correction
-from spurline.protocols.loss import Loss, Objective
+from spurline.protocols.loss import ENTROPY, Loss, Objective
+from spurline.rl.configs import RolloutsCollatorConfig
 from spurline.rl.trajectory import Trajectory, Turn, merge_turns
 from spurline.testing.backend_cases import assert_gradients_close
 from spurline.update.configs import ByPromptConfig

@@ -12,7 +12,7 @@ from backend_batches import excite, lay_out, local_backend, make_samples, write_
 from model_families import FAMILIES, tiny_model
 
 from spurline.config.run_config import DataConfig
-from spurline.data.configs import HfDatasetConfig
+from spurline.data.text_configs import HfDatasetConfig
 from spurline.losses.configs import CrossEntropyConfig
 from spurline.losses.cross_entropy import CrossEntropy
 from spurline.model import generation

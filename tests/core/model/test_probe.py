@@ -10,7 +10,7 @@ import torch
 from backend_batches import lay_out, local_backend, make_samples, write_model_folder
 
 from spurline.config.run_config import DataConfig, ModelConfig
-from spurline.data import configs
+from spurline.data import text_configs
 from spurline.errors import DataError, ModelError
 from spurline.losses.configs import CrossEntropyConfig
 from spurline.losses.cross_entropy import CrossEntropy
@@ -133,7 +133,7 @@ SWITCHING = {
 
 
 def up_to(max_length: int) -> dict[str, Any]:
-    return {"data": DataConfig(train=(configs.HfDatasetConfig(path="unused.jsonl"),), max_length=max_length)}
+    return {"data": DataConfig(train=(text_configs.HfDatasetConfig(path="unused.jsonl"),), max_length=max_length)}
 
 
 @pytest.mark.parametrize("probe", [True, False])

@@ -15,14 +15,14 @@ from spurline import load_config
 from spurline.config.run_config import RunConfig
 from spurline.data.batch import Ragged, TrainingBatch
 from spurline.data.collators.padded import RolloutsCollator
-from spurline.data.configs import RolloutsCollatorConfig, SftSourceConfig
+from spurline.data.configs import SftSourceConfig
 from spurline.errors import ConfigError, RunFailedError
 from spurline.plugins.host import PluginHost
 from spurline.protocols.advantage import AdvantageConfig
 from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.environment import EnvironmentConfig
 from spurline.protocols.rollout_engine import RolloutEngineConfig
-from spurline.rl.configs import PromptSourceConfig
+from spurline.rl.configs import PromptSourceConfig, RolloutsCollatorConfig
 from spurline.rl.trajectory import Trajectory
 from spurline.testing.inputs import PAD, fuzzing, make_trajectories
 from spurline.update.configs import ByPromptConfig, WholeBatchConfig

@@ -276,7 +276,7 @@ def test_weight_versions_are_those_of_the_step_that_wrote_the_token(tmp_path: Pa
 
 def test_the_context_is_that_of_the_model_or_of_rotary_frequencies_that_switch(tmp_path: Path) -> None:
     from spurline.config.run_config import DataConfig
-    from spurline.data.configs import HfDatasetConfig
+    from spurline.data.text_configs import HfDatasetConfig
 
     longrope = {
         "rope_type": "longrope",

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from spurline.backends.local.backend import LocalBackend
 from spurline.config.run_config import ModelConfig
 from spurline.data.collators.padded import RolloutsCollator
-from spurline.data.configs import RolloutsCollatorConfig
 from spurline.data.tokenizer import load_tokenizer
 from spurline.errors import RunFailedError
 from spurline.losses.configs import CrossEntropyConfig
@@ -33,6 +32,7 @@ from spurline.protocols.rollout_engine import (
     TensorPlace,
     WeightBucket,
 )
+from spurline.rl.configs import RolloutsCollatorConfig
 from spurline.rl.engines.configs import InProcessEngineConfig
 from spurline.rl.engines.in_process.decoder import Decoder
 from spurline.rl.engines.in_process.engine import InProcessEngine

@@ -11,7 +11,6 @@ from preparation_oracle import CAP, EPS, GAMMA, LAM, FakeBackend, Oracle, make_g
 from rl_attempts import core_registry
 
 from spurline.data.batch import TrainingBatch
-from spurline.data.configs import RolloutsCollatorConfig
 from spurline.losses.configs import KlConfig, PpoConfig, TruncatedImportanceSamplingConfig
 from spurline.protocols.advantage import AdvantageConfig
 from spurline.protocols.collator import ParallelLayout
@@ -19,7 +18,7 @@ from spurline.protocols.environment import EnvironmentConfig
 from spurline.protocols.minibatches import MiniBatchesConfig
 from spurline.protocols.rollout_engine import RolloutEngineConfig
 from spurline.rl.advantages.configs import GaeConfig, RlooConfig
-from spurline.rl.configs import KlInRewardConfig, RolloutSourceConfig, SamplingConfig
+from spurline.rl.configs import KlInRewardConfig, RolloutsCollatorConfig, RolloutSourceConfig, SamplingConfig
 from spurline.rl.preparation import Preparation
 from spurline.testing.inputs import PAD
 from spurline.update.configs import ByPromptConfig

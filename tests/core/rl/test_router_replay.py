@@ -23,13 +23,13 @@ from spurline.backends.local.configs import LocalBackendConfig
 from spurline.config.run_config import ModelConfig
 from spurline.data.batch import TrainingBatch
 from spurline.data.collators.padded import RolloutsCollator
-from spurline.data.configs import RolloutsCollatorConfig
 from spurline.data.tokenizer import load_tokenizer
 from spurline.errors import DataError
 from spurline.losses.configs import PpoConfig
 from spurline.model.weights import NamedWeights
 from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult, RolloutEngineConfig
+from spurline.rl.configs import RolloutsCollatorConfig
 from spurline.rl.engines.configs import InProcessEngineConfig
 from spurline.rl.engines.in_process.engine import InProcessEngine
 from spurline.rl.engines.in_process.response import ExpertRecord

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spurline.data.collators.padded import RolloutsCollator
-from spurline.data.configs import RolloutsCollatorConfig
 from spurline.protocols.collator import ParallelLayout
+from spurline.rl.configs import RolloutsCollatorConfig
 from spurline.rl.preparation import TurnColumns
 from spurline.rl.trajectory import Trajectory, Turn, merge_turns
 

@@ -17,10 +17,10 @@ from vllm_engines import LIMIT_S, START_S, publish, vllm_expert_models
 
 from spurline.config.run_config import ModelConfig
 from spurline.data.collators.padded import RolloutsCollator
-from spurline.data.configs import RolloutsCollatorConfig
 from spurline.data.tokenizer import load_tokenizer
 from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult
+from spurline.rl.configs import RolloutsCollatorConfig
 from spurline.rl.trajectory import Trajectory, Turn
 from spurline.testing.inputs import PAD
 from spurline.testing.rollout_engine_contract import PROMPTS, model_logprobs, request

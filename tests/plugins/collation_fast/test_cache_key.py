@@ -15,8 +15,8 @@ import pytest
 from transformers import AddedToken
 
 from spurline.config.run_config import DataConfig
-from spurline.data.configs import HfDatasetConfig
 from spurline.data.datasets.hf_dataset import HfDataset
+from spurline.data.text_configs import HfDatasetConfig
 from spurline.errors import ModelError
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline.testing.inputs import tiny_tokenizer
@@ -248,7 +248,8 @@ def test_the_code_version_covers_all_that_tokenization_imports() -> None:
     no_matter = (
         "spurline_collation_fast.cache",  # Its layout has a version of its own.
         "spurline_collation_fast.configs",
-        "spurline.data.configs",  # Settings are in the key by value.
+        "spurline.data.configs",
+        "spurline.data.text_configs",  # Settings are in the key by value.
         "spurline.data.hub",  # Whether the hub is asked; not what it gives.
         "spurline.own_folder",  # Where files lie for a while.
         "spurline_collation_fast.tokenization.worker_choice",  # Who encodes which rows; not what becomes of them.

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spurline.data.collators.padded import RolloutsCollator
-from spurline.data.configs import RolloutsCollatorConfig
 from spurline.protocols.collator import ParallelLayout
+from spurline.rl.configs import RolloutsCollatorConfig
 from spurline.rl.flat_turns import FlatTurns
 from spurline.testing.collator_contract import assert_batches_equal
 from spurline.testing.inputs import make_trajectories

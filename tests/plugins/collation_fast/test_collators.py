@@ -11,10 +11,11 @@ from fast_kernels import dirty_kernels
 
 from spurline.data.collators.packed import PackedCollator
 from spurline.data.collators.padded import PaddedCollator, RolloutsCollator
-from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig, RolloutsCollatorConfig
+from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig
 from spurline.data.token_store import TokenStore, TokenStoreBuilder
 from spurline.errors import DataError
 from spurline.protocols.collator import ParallelLayout
+from spurline.rl.configs import RolloutsCollatorConfig
 from spurline.rl.trajectory import Trajectory, Turn
 from spurline.testing import CollatorContract, RolloutCollatorContract
 from spurline.testing.collator_contract import assert_batches_equal, clone

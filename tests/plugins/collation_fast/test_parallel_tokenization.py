@@ -21,9 +21,9 @@ from worker_rows import TrappedRows, chat_rows, data_config, is_alive, source
 
 from spurline import load_config
 from spurline.config.run_config import DataConfig
-from spurline.data.configs import HfDatasetConfig, SequentialTokenizationConfig
 from spurline.data.datasets.hf_dataset import HfDataset
 from spurline.data.encoding import RowEncoder
+from spurline.data.text_configs import HfDatasetConfig, SequentialTokenizationConfig
 from spurline.data.token_store import summarize
 from spurline.data.tokenization import SequentialTokenization, open_datasets
 from spurline.errors import DataError

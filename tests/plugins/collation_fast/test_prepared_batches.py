@@ -15,7 +15,6 @@ from preparation_oracle import FakeBackend, batch_of_records, make_groups
 
 from spurline.data.batch import TrainingBatch
 from spurline.data.collators.padded import RolloutsCollator
-from spurline.data.configs import RolloutsCollatorConfig
 from spurline.losses.configs import PpoConfig
 from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.environment import EnvironmentConfig
@@ -23,7 +22,7 @@ from spurline.protocols.rollout_engine import RolloutEngineConfig
 from spurline.rl.advantages.configs import DrGrpoConfig, GrpoConfig, ReinforcePlusPlusConfig, RlooConfig
 from spurline.rl.advantages.group_relative import DrGrpo, Grpo, Rloo
 from spurline.rl.advantages.reinforce_pp import ReinforcePlusPlus
-from spurline.rl.configs import RolloutSourceConfig
+from spurline.rl.configs import RolloutsCollatorConfig, RolloutSourceConfig
 from spurline.rl.preparation import Preparation
 from spurline.rl.trajectory import Group, Trajectory, turns_of, with_turns
 from spurline.testing.inputs import PAD

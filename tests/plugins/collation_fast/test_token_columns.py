@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worker_rows import data_config, source
 
-from spurline.data.configs import SequentialTokenizationConfig
+from spurline.data.text_configs import SequentialTokenizationConfig
 from spurline.data.tokenization import SequentialTokenization
 from spurline.errors import DataError
 from spurline.protocols.tokenization import Tokenized

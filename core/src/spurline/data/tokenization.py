@@ -16,9 +16,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from spurline.config.run_config import DataConfig, RunConfig
-from spurline.data.configs import SequentialTokenizationConfig
 from spurline.data.encoding import NO_LOSS_TOKENS_AFTER_TRUNCATION, Dropped, RowEncoder, Sample
 from spurline.data.rows.rows import RowView, absent_column_problem, unknown_column_problem
+from spurline.data.text_configs import SequentialTokenizationConfig
 from spurline.data.token_store import IGNORED, Count, SampleBlock, SampleSink, TokenStoreBuilder, joined
 from spurline.errors import DataError
 from spurline.protocols.dataset import ArrowDataset, CheckableDataset, Dataset, DatasetConfig

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+ENTROPY = "entropy"
+"""What a loss names among its needs to see the entropy of the distribution at each position."""
+
+
 @dataclass(frozen=True)
 class TokenLossInputs:
     """What a loss sees: the N positions of a micro-batch that carry loss, flattened, whole segments together.

@@ -26,11 +26,10 @@ from spurline.model.experts.expert_loads import load_metrics
 from spurline.model.experts.router_replay import check_replayed
 from spurline.model.holding.offloading import refuse
 from spurline.model.loading import length_limit
-from spurline.model.streams.stream_model import ENTROPY
 from spurline.model.streams.token_stream import check_columns, check_tokens
 from spurline.plugins.registry import Registry
 from spurline.protocols.backend import LossSums, Role, check_trained
-from spurline.protocols.loss import Objective
+from spurline.protocols.loss import ENTROPY, Objective
 from spurline.protocols.rollout_engine import WeightBucket
 from spurline.protocols.weight_sync import MakerChoice
 from spurline.ranks.cluster_checks import prepare_nodes

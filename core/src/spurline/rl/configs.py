@@ -9,6 +9,7 @@ from pydantic import Field, field_validator
 
 from spurline.config.run_config import RunConfig
 from spurline.config.section import Component, OnResume, Section
+from spurline.data.configs import PaddedCollatorConfig
 from spurline.errors import Problem, listing, suggestion
 from spurline.protocols.advantage import AdvantageConfig
 from spurline.protocols.correction import CorrectionConfig
@@ -438,3 +439,10 @@ class RolloutSourceConfig(PromptSourceConfig):
                 f"is colocated, and source '{self.name}' does not change between trainer and engines. Set source: "
                 "async_rollouts with max_staleness: 0, which trains on the same batches.",
             )
+
+
+class RolloutsCollatorConfig(PaddedCollatorConfig):
+    """One turn of a trajectory per row."""
+
+    one_turn_per_row = True
+    name: str = "rollouts"

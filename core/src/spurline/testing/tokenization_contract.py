@@ -62,7 +62,7 @@ class TokenizationContract:
         )
 
     def test_samples_keep_row_order_and_equal_the_reference(self) -> None:
-        from spurline.data.configs import SequentialTokenizationConfig
+        from spurline.data.text_configs import SequentialTokenizationConfig
         from spurline.data.tokenization import SequentialTokenization
 
         config = DatasetConfig(name="rows", format="chat")

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 import torch
 
 from spurline.data.batch import TrainingBatch
-from spurline.model.streams.stream_model import ENTROPY
 from spurline.plugins.hookspecs import hookimpl
 from spurline.protocols.backend import Backend, Role
-from spurline.protocols.loss import Loss, Objective
+from spurline.protocols.loss import ENTROPY, Loss, Objective
 from spurline.protocols.minibatches import MiniBatches
 from spurline.update.reduction import Reduce, reduce_corrected, token_mean
 

@@ -9,10 +9,11 @@ from pydantic import Field
 
 from spurline.config.paths import PathSetting
 from spurline.config.section import OnResume
-from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig, RolloutsCollatorConfig
+from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig
 from spurline.protocols.prefetch import PrefetchConfig
 from spurline.protocols.report_panel import ReportPanelConfig
 from spurline.protocols.tokenization import TokenizationConfig
+from spurline.rl.configs import RolloutsCollatorConfig
 
 DAY_S = 86_400
 """The longest that anything is waited for: a hanging run has to end, and the system's waits have a limit too."""

@@ -33,11 +33,12 @@ from spurline.model.generation import generate_greedily, stop_tokens
 from spurline.model.holding.offloading import DeviceMemory, DeviceTensors
 from spurline.model.loading import check_config
 from spurline.model.streams.sequence_sharing import check_sharing
-from spurline.model.streams.stream_model import ENTROPY, StreamModel
+from spurline.model.streams.stream_model import StreamModel
 from spurline.model.streams.token_stream import TokenStream, share_streams
 from spurline.model.weights import NamedWeights
 from spurline.optimizers.optimization import critic_optimization, policy_optimization
 from spurline.protocols.backend import Role
+from spurline.protocols.loss import ENTROPY
 from spurline.ranks.group import Place
 from spurline.ranks.messages import read_objective, read_run
 from spurline.ranks.publishing import Publishing

@@ -17,10 +17,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from spurline.model.streams.sequence_sharing import SequenceSharing
-from spurline.model.streams.stream_model import ENTROPY
 from spurline.model.streams.token_stream import TokenStream
 from spurline.model.streams.value_model import ValueHead
-from spurline.protocols.loss import TokenLossInputs
+from spurline.protocols.loss import ENTROPY, TokenLossInputs
 from spurline_megatron_backend.parallel_state import Groups
 from spurline_megatron_backend.vocab_parallel import VocabularyLogprobs
 

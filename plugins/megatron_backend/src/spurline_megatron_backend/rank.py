@@ -30,13 +30,12 @@ from spurline.model.experts.expert_loads import ExpertLoads
 from spurline.model.experts.router_replay import no_routers
 from spurline.model.holding.offloading import DeviceMemory, DeviceTensors
 from spurline.model.streams.sequence_sharing import SequenceSharing
-from spurline.model.streams.stream_model import ENTROPY
 from spurline.model.streams.token_stream import TokenStream, share_streams
 from spurline.model.weights import NamedWeights, check_initial_weights
 from spurline.optimizers.optimization import OptimizationRecipe, critic_optimization, policy_optimization
 from spurline.plugins.registry import Registry
 from spurline.protocols.backend import Role
-from spurline.protocols.loss import TokenLossInputs
+from spurline.protocols.loss import ENTROPY, TokenLossInputs
 from spurline.ranks.group import Place
 from spurline.ranks.messages import read_objective
 from spurline.ranks.publishing import Publishing

@@ -9,8 +9,8 @@ import pytest
 from spurline.config.run_config import CHAT_TEMPLATES, DataConfig, ModelConfig
 from spurline.data import tokenizer as tokenizers
 from spurline.data.chats.chat import ChatRenderer
-from spurline.data.configs import HfDatasetConfig
 from spurline.data.encoding import RowEncoder
+from spurline.data.text_configs import HfDatasetConfig
 from spurline.data.tokenizer import load_tokenizer, template_notes
 from spurline.errors import DataError, ModelError
 from spurline.protocols.tokenization import DatasetToTokenize

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from spurline.config.run_config import DataConfig
 from spurline.data.chats.chat import ChatRenderer, TemplateRewritesHistory
 from spurline.data.chats.chat_template import ChatTemplate
-from spurline.data.configs import HfDatasetConfig
 from spurline.data.encoding import Dropped, RowEncoder, Sample, mask_of_spans
 from spurline.data.rows.formats import Conversation
+from spurline.data.text_configs import HfDatasetConfig
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline.testing.tokenization_contract import ListDataset
 

@@ -9,10 +9,10 @@ import pytest
 from tokenized_rows import tokenized
 
 from spurline.config.run_config import DataConfig
-from spurline.data.configs import HfDatasetConfig, SequentialTokenizationConfig
 from spurline.data.datasets.hf_dataset import HfDataset
 from spurline.data.prompts import prompt_and_reference
 from spurline.data.sources.preference import side_of
+from spurline.data.text_configs import HfDatasetConfig, SequentialTokenizationConfig
 from spurline.data.token_store import describe, summarize
 from spurline.data.tokenization import SequentialTokenization
 from spurline.errors import DataError

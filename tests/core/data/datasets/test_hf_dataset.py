@@ -12,8 +12,8 @@ from pathlib import Path
 import datasets
 import pytest
 
-from spurline.data.configs import HfDatasetConfig
 from spurline.data.datasets.hf_dataset import HfDataset
+from spurline.data.text_configs import HfDatasetConfig
 from spurline.errors import DataError
 
 

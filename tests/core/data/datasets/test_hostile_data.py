@@ -19,13 +19,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spurline.data.configs import HfDatasetConfig, HfStreamConfig, TableLimits
 from spurline.data.datasets import json_rows, local_files, table_checks
 from spurline.data.datasets.hf_dataset import HfDataset
 from spurline.data.datasets.json_rows import JsonArray
 from spurline.data.datasets.row_streams import HfStream
 from spurline.data.datasets.table_checks import check_rows, open_parquet
 from spurline.data.rows.rows import BadRowError, RowView, absent_column_problem, describe
+from spurline.data.text_configs import HfDatasetConfig, HfStreamConfig, TableLimits
 from spurline.errors import DataError, listing, suggestion
 
 MB = 1 << 20

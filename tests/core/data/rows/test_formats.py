@@ -11,13 +11,13 @@ import pytest
 
 from spurline.config.loading import load_config
 from spurline.config.run_config import DataConfig
-from spurline.data.configs import HfDatasetConfig, SequentialTokenizationConfig
 from spurline.data.datasets.hf_dataset import HfDataset
 from spurline.data.encoding import Dropped, RowEncoder
 from spurline.data.prompts import prompt_and_reference, read_examples
 from spurline.data.rows.formats import detect_format
 from spurline.data.rows.rows import BadRowError, RowView
 from spurline.data.sources.preference import side_of
+from spurline.data.text_configs import HfDatasetConfig, SequentialTokenizationConfig
 from spurline.data.tokenization import SequentialTokenization, open_datasets
 from spurline.errors import DataError, ModelError
 from spurline.protocols.tokenization import DatasetToTokenize

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from spurline.config.run_config import DataConfig
-from spurline.data.configs import HfDatasetConfig, SequentialTokenizationConfig
 from spurline.data.datasets.hf_dataset import HfDataset
 from spurline.data.sources.preference import SIDES, side_of
+from spurline.data.text_configs import HfDatasetConfig, SequentialTokenizationConfig
 from spurline.data.tokenization import SequentialTokenization
 from spurline.data.tokenizer import load_tokenizer
 from spurline.errors import DataError

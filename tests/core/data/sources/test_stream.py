@@ -16,9 +16,9 @@ from huggingface_hub import constants
 
 from spurline import load_config
 from spurline.data import hub
-from spurline.data.configs import HfStreamConfig
 from spurline.data.datasets.row_streams import FilesReader, HfStream, HubReader
 from spurline.data.sources.stream import StreamSource
+from spurline.data.text_configs import HfStreamConfig
 from spurline.data.tokenizer import load_tokenizer
 from spurline.errors import CheckpointError, ConfigError, DataError
 from spurline.protocols.source import SourceContext

@@ -53,7 +53,7 @@ from spurline.model.holding.quantized_weights import num_parameters
 from spurline.model.holding.stand_ins import StandIns
 from spurline.model.loading import HeldDtypes, check_config, load_model
 from spurline.model.probe import check_exactness, check_routers, choose_reading
-from spurline.model.streams.stream_model import ENTROPY, StreamModel
+from spurline.model.streams.stream_model import StreamModel
 from spurline.model.streams.token_stream import TokenStream, check_columns, check_tokens, token_stream, tokens_per_row
 from spurline.model.streams.value_model import ValueModel, put_value_head
 from spurline.model.weight_files import WeightStream, write_weight_files
@@ -61,7 +61,7 @@ from spurline.model.weights import NamedWeights
 from spurline.optimizers.optimization import OptimizationRecipe, critic_optimization, policy_optimization
 from spurline.plugins.registry import Registry
 from spurline.protocols.backend import GenerationModel, LossSums, Role, check_trained
-from spurline.protocols.loss import Objective
+from spurline.protocols.loss import ENTROPY, Objective
 
 _CRITIC_FOLDER = "critic"
 """Where in the backend's part of a checkpoint the critic lies; the policy lies at its top."""

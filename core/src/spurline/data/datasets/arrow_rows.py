@@ -23,10 +23,10 @@ from datasets import Features, Json, Value
 from datasets.config import HF_DATASETS_CACHE
 from datasets.exceptions import DatasetsError
 
-from spurline.data.configs import TableLimits
 from spurline.data.datasets.file_digest import digest_of_file, digest_of_files
 from spurline.data.datasets.table_checks import check_csv, check_parquet, csv_header
 from spurline.data.hub import asked_once
+from spurline.data.text_configs import TableLimits
 from spurline.errors import DataError
 from spurline.files import private_folder
 

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from spurline.data.configs import HfDatasetConfig, TableLimits
 from spurline.data.datasets.json_rows import JsonLines, JsonRows, open_json, refuse_other_content
 from spurline.data.datasets.local_files import (
     HoldsTable,
@@ -29,6 +28,7 @@ from spurline.data.datasets.local_files import (
     is_saved_dataset,
     looks_local,
 )
+from spurline.data.text_configs import HfDatasetConfig, TableLimits
 from spurline.errors import DataError, listing, suggestion
 
 if TYPE_CHECKING:

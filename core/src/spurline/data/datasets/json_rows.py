@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from spurline.data.configs import TableLimits
 from spurline.data.rows.rows import describe
+from spurline.data.text_configs import TableLimits
 from spurline.errors import DataError
 
 _AHEAD_BYTES = 1 << 14

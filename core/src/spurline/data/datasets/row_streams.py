@@ -13,13 +13,13 @@ from typing import Any, BinaryIO, cast
 
 import datasets
 
-from spurline.data.configs import HfStreamConfig, TableLimits
 from spurline.data.datasets.arrow_rows import data_errors, without_padding
 from spurline.data.datasets.hf_dataset import default_label
 from spurline.data.datasets.json_rows import pieces_of_lines, read_json_line, refuse_other_content, skip_line
 from spurline.data.datasets.local_files import find_files, looks_local
 from spurline.data.datasets.table_checks import batches_of, check_rows, open_parquet
 from spurline.data.hub import asked_once
+from spurline.data.text_configs import HfStreamConfig, TableLimits
 from spurline.errors import DataError, listing, suggestion
 from spurline.protocols.dataset import RowReader, StreamedRow
 

@@ -16,7 +16,7 @@ import pyarrow
 import pyarrow.compute
 import pyarrow.parquet
 
-from spurline.data.configs import TableLimits
+from spurline.data.text_configs import TableLimits
 from spurline.errors import DataError
 
 _ALWAYS_ALLOWED_BYTES = 4 << 30

@@ -29,10 +29,10 @@ from torch import Tensor
 
 from spurline.data.batch import Ragged, TrainingBatch, sums_by_number
 from spurline.data.collators.packing import round_up
-from spurline.data.configs import PreferenceSourceConfig
 from spurline.data.rows.messages import Message, read_messages
 from spurline.data.rows.rows import BadRowError, RowView, unknown_column_problem
 from spurline.data.rows.usual_columns import pair_renaming
+from spurline.data.sources.preference_configs import PreferenceSourceConfig
 from spurline.data.sources.sft import SampleSet, SftSource
 from spurline.data.token_store import TokenStore, TokenStoreBuilder, TokenView, fingerprint_of
 from spurline.data.tokenization import DerivedDataset, distinct_labels

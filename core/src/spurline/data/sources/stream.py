@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spurline.data.batch import TrainingBatch
-from spurline.data.configs import StreamSourceConfig
 from spurline.data.encoding import RowEncoder
 from spurline.data.orders.epochs import permutation
+from spurline.data.text_configs import StreamSourceConfig
 from spurline.data.token_store import TokenStore, TokenStoreBuilder, summarize
 from spurline.data.tokenization import (
     ROWS_PER_CALL,

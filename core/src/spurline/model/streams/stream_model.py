@@ -32,9 +32,7 @@ from spurline.model.streams.row_passes import RowPass, row_passes
 from spurline.model.streams.segment_attention import ATTENTION_NAME
 from spurline.model.streams.token_logprobs import OutputLogits, TokenLogprobs
 from spurline.model.streams.token_stream import SegmentPlan, TokenStream
-from spurline.protocols.loss import TokenLossInputs
-
-ENTROPY = "entropy"
+from spurline.protocols.loss import ENTROPY, TokenLossInputs
 
 Reading = Literal["stream", "rows", "plain_rows"]
 """How a decoder reads a stream: as it is; as rows of one segment each, for one that mixes tokens outside of attention;
