@@ -58,7 +58,11 @@ def register_components(registry: ComponentRegistrar) -> None:
     for config, protocol in _KINDS.items():
         registry.add_kind(config, f"spurline.protocols.{protocol}")
     registry.add_hookspecs(rl_hookspecs)
-    registry.add_section("cluster", Annotated[ClusterConfig, OnResume.FREE, SchemaOfShorthand(None)])
+    registry.add_section(
+        "cluster",
+        Annotated[ClusterConfig, OnResume.FREE, SchemaOfShorthand(None)],
+        held="spurline.ranks.launch:room_on_cluster",
+    )
     registry.add_section("report", Annotated[ReportConfig, OnResume.FREE])
     add = registry.add
     add(text.HfDatasetConfig, "spurline.data.datasets.hf_dataset:HfDataset", default=True)

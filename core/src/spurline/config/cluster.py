@@ -1,18 +1,18 @@
 """Section `cluster`: the Ray cluster that a run is placed on, for all of its parts that go there.
 
-Ranks of a backend and engines take their place on it by themselves; see `ComponentConfig.defaults_on_cluster`.
+Ranks of a backend and engines take their place on it by themselves; see `names_cluster`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, cast, runtime_checkable
 
 from pydantic import Field, model_validator
 
 from spurline.config.paths import PathSetting
-from spurline.config.section import ComponentConfig, Section, expand_shorthand, sections_within
+from spurline.config.section import Section, expand_shorthand, sections_within
 from spurline.errors import Problem
 from spurline.ranks.group import ClusterNeed, ClusterRequest, RuntimeEnv
 
@@ -73,10 +73,19 @@ class ClusterConfig(Section):
             yield Problem("runtime_env", "is for the machines of a cluster. Set cluster.address: auto, or remove it.")
 
 
+@runtime_checkable
+class PlacedOnCluster(Protocol):
+    """Settings of a component whose processes may be placed on the run's Ray cluster."""
+
+    def cluster_need(self, run: RunConfig) -> ClusterNeed | None:
+        """Return the room that it needs there; None where these settings place nothing on it."""
+        ...
+
+
 def cluster_needs(run: RunConfig) -> Iterator[tuple[str, ClusterNeed]]:
     """(key of the section, what it needs) of everything that this run places on its cluster, ranks first: those need
     whole machines, which others would take pieces of."""
-    sections = [(path, section) for path, section in sections_within(run) if isinstance(section, ComponentConfig)]
+    sections = [(path, section) for path, section in sections_within(run) if isinstance(section, PlacedOnCluster)]
     needs = [(path, need) for path, section in sections if (need := section.cluster_need(run)) is not None]
     yield from sorted(needs, key=lambda found: not found[1].together)
 

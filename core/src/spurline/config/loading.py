@@ -20,7 +20,6 @@ from pydantic import ValidationError
 from pydantic_core import PydanticCustomError
 
 from spurline.config.assembly import assemble
-from spurline.config.cluster import names_cluster
 from spurline.config.document import Document, apply_overrides, plain, read_document
 from spurline.config.explain import explain
 from spurline.config.hidden import hide_secrets
@@ -91,7 +90,7 @@ def load_config(
     values = _with_defaults_of_source(document.values, host.registry)
     folder = None if isinstance(source, Mapping) else Path(source).absolute().parent
     trial = Trial(_run_dir(document.values)) if isinstance(source, Mapping) and not recorded else None
-    place = ConfigPlace(folder, recorded, not recorded and names_cluster(document.values), trial)
+    place = ConfigPlace(folder, recorded, None if recorded else document.values, trial)
     # A closure may hold a model: it goes with the last copy of this config, all of which have the host.
     weakref.finalize(host, forget, place.functions)
     try:

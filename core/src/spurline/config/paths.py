@@ -10,6 +10,7 @@ from __future__ import annotations
 import glob
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,13 +29,13 @@ class ConfigPlace:
     """Validation context: where relative paths begin. folder: of the config file, or None when there is none.
 
     recorded: a run wrote these settings down; they are expanded and absolute, and stay as they are.
-    on_cluster: section `cluster` places the run on a cluster. objects: keeps what a program gives in place of a path.
-    functions: references that were made to functions.
+    file: all settings as they are written; None where their defaults are spelled out.
+    objects: keeps what a program gives in place of a path. functions: references that were made to functions.
     """
 
     folder: Path | None = None
     recorded: bool = False
-    on_cluster: bool = False
+    file: Mapping[str, Any] | None = None
     objects: KeepsObjects | None = None
     functions: list[str] = field(default_factory=list[str])
 

@@ -33,7 +33,6 @@ from spurline.errors import Problem
 if TYPE_CHECKING:
     from spurline.config.run_config import RunConfig
     from spurline.progress import Progress
-    from spurline.ranks.group import ClusterNeed
 
 
 def _no_boolean(value: object) -> object:
@@ -146,25 +145,23 @@ class ComponentConfig(Section):
     """Which component to use."""
 
     @classmethod
-    def defaults_on_cluster(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Settings that it takes where section `cluster` places the run on a cluster and they are not said.
+    def defaults_beside(cls, given: Mapping[str, Any], file: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return settings that it takes by what other sections say, where they are not said.
 
-        given: its settings as they are written.
+        Args:
+            given: Its settings as they are written.
+            file: All settings of the file as they are written.
         """
         return {}
 
     @model_validator(mode="before")
     @classmethod
-    def _take_defaults_on_cluster(cls, value: Any, info: ValidationInfo) -> Any:
+    def _take_defaults(cls, value: Any, info: ValidationInfo) -> Any:
         place: object = info.context
-        if not isinstance(value, Mapping) or not isinstance(place, ConfigPlace) or not place.on_cluster:
+        if not isinstance(value, Mapping) or not isinstance(place, ConfigPlace) or place.file is None:
             return cast("Any", value)
         given = cast("Mapping[str, Any]", value)
-        return {**cls.defaults_on_cluster(given), **given}
-
-    def cluster_need(self, run: RunConfig) -> ClusterNeed | None:
-        """The room that it needs on the run's Ray cluster; None where it is not placed there."""
-        return None
+        return {**cls.defaults_beside(given, place.file), **given}
 
 
 @dataclass(frozen=True)

@@ -65,12 +65,13 @@ class TopLevelSection:
     """A top-level key of the config that a plugin reads.
 
     annotation: its type, marks included. optional: whether it is None where the file leaves it out, instead of a
-    section of defaults. plugin: whose it is.
+    section of defaults. plugin: whose it is. held: `"module:function"` of a context that a run is in, or None.
     """
 
     annotation: Any
     optional: bool
     plugin: str
+    held: str | None = None
 
 
 class Registry:
@@ -230,7 +231,7 @@ class ComponentRegistrar:
             raise PluginError(f"{call} is malformed. Write the protocol as 'module:Class'.")
         self._registry.insert_kind(Kind(config.kind, config, protocol, self._plugin, self._distribution))
 
-    def add_section(self, name: str, annotation: Any, *, optional: bool = False) -> None:
+    def add_section(self, name: str, annotation: Any, *, optional: bool = False, held: str | None = None) -> None:
         """Give the config a top-level section under a name of choice; that of `Plugin.config` has the plugin's name.
 
         `run.config.section(ClusterConfig)` reads it.
@@ -241,11 +242,13 @@ class ComponentRegistrar:
                 torch.
             optional: Make it None where the file leaves it out, so that its presence says something; otherwise it has
                 its defaults then.
+            held: `"module:function"`, called with the run's config once its data is read, before any weight loads. The
+                run is in the context that it returns until all that was started has ended.
 
         Raises:
             PluginError: Another plugin has a section of that name.
         """
-        present = self._registry.sections.setdefault(name, TopLevelSection(annotation, optional, self._plugin))
+        present = self._registry.sections.setdefault(name, TopLevelSection(annotation, optional, self._plugin, held))
         if present.plugin != self._plugin:
             raise PluginError(
                 f"{self._distribution} adds the config section '{name}', which plugin '{present.plugin}' has. Enable "

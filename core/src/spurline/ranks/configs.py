@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from spurline.config.cluster import names_cluster
 from spurline.config.run_config import RunConfig
 from spurline.config.section import OnResume
 from spurline.errors import Problem
@@ -70,8 +71,8 @@ class RankBackendConfig(BackendConfig):
     """Seconds that one exchange between ranks may take."""
 
     @classmethod
-    def defaults_on_cluster(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {"launch": "ray"}
+    def defaults_beside(cls, given: Mapping[str, Any], file: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"launch": "ray"} if names_cluster(file) else {}
 
     def cluster_need(self, run: RunConfig) -> ClusterNeed | None:
         return self.rank_request().cluster_need()

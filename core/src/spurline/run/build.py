@@ -13,6 +13,7 @@ from spurline.config.run_config import RunConfig
 from spurline.config.section import sections_within
 from spurline.data.tokenizer import load_tokenizer, template_notes
 from spurline.model.memory import describe_count
+from spurline.plugins.registry import resolve
 from spurline.progress import Progress, silent, waiting
 from spurline.protocols.backend import Backend, Role
 from spurline.protocols.evaluation import EvaluationContext
@@ -20,7 +21,6 @@ from spurline.protocols.loss import Loss
 from spurline.protocols.minibatches import MiniBatches
 from spurline.protocols.source import BatchSource, SourceContext
 from spurline.protocols.tracker import Tracker
-from spurline.ranks.launch import room_on_cluster
 from spurline.run.checkpoints.best import check_watched
 from spurline.run.checkpoints.hook_state import HookStates
 from spurline.run.evaluations.evaluation import ScheduledEvaluation, build_evaluations, metrics_of
@@ -114,7 +114,9 @@ def build_components(
     ]
     check_watched(loaded.config, lambda: metrics_of(data.evaluations))
     # Before anything loads: what ranks would take of the cluster, engines would miss minutes later.
-    stack.enter_context(room_on_cluster(loaded.config))
+    for name, section in loaded.host.registry.sections.items():
+        if section.held is not None:
+            stack.enter_context(resolve(section.held, f"section '{name}'")(loaded.config))
     ranks = loaded.config.backend.rank_request()
     starting = "" if ranks is None else f"starting {ranks.count} ranks and "
     drawing = "drawing weights" if loaded.config.model.init == "random" else "loading weights"

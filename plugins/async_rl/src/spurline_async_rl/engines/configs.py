@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
+from spurline.config.cluster import names_cluster
 from spurline.config.section import OnResume
 from spurline.errors import Problem
 from spurline.plugins.registry import resolve
@@ -325,8 +326,8 @@ class VllmEngineConfig(PoolConfig):
         return values
 
     @classmethod
-    def defaults_on_cluster(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {} if given.get("mode") == "server" else {"placement": "ray"}
+    def defaults_beside(cls, given: Mapping[str, Any], file: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"placement": "ray"} if names_cluster(file) and given.get("mode") != "server" else {}
 
     def cluster_need(self, run: RunConfig) -> ClusterNeed | None:
         if self.mode == "server" or self.placement != "ray":
