@@ -17,7 +17,14 @@ from spurline.config.section import ComponentConfig
 from spurline.data.configs import PackedCollatorConfig
 from spurline.errors import PluginError
 from spurline.plugins import hookimpl
-from spurline.plugins.host import InstalledPlugin, Plugin, PluginHost, installed_commands, installed_plugins
+from spurline.plugins.host import (
+    CommandEntry,
+    InstalledPlugin,
+    Plugin,
+    PluginHost,
+    installed_commands,
+    installed_plugins,
+)
 from spurline.plugins.official import install_command
 from spurline.plugins.registry import ComponentRegistrar
 
@@ -252,3 +259,17 @@ def test_installed_plugins_are_read_from_metadata(monkeypatch: pytest.MonkeyPatc
         "a": InstalledPlugin("a", "some_module", "dist-a", "1"),
         "b": InstalledPlugin("b", "some_module", "dist-b", "1"),
     }
+
+
+@pytest.mark.parametrize(
+    ("target", "line"),
+    [
+        ("spurline.run.planning.commands:plan", "Check config, data and memory, and say what training would do."),
+        ("spurline_plugin_template.command:command", "`spurline step-times RUN_DIR`: print"),
+        ("no_such_package.command:run", "(of spurline-x, which cannot be read: No module named 'no_such_package')"),
+    ],
+)
+def test_a_command_is_summed_up_without_being_imported(target: str, line: str) -> None:
+    imported = set(sys.modules)
+    assert CommandEntry("x", "spurline-x", target, None).summary().startswith(line)
+    assert {name for name in set(sys.modules) - imported if name.endswith(("command", "commands"))} == set()

@@ -332,12 +332,18 @@ class CommandEntry:
     load: Any = field(repr=False)
 
     def summary(self) -> str:
-        """Return what it does in a line: how its function's docstring begins, or else its module's. Imports neither."""
+        """Return what it does in a line: how its function's docstring begins, or else its module's.
+
+        Neither is imported. Of a package that is broken the line says so, as the help of all others must stand.
+        """
         name, _, attribute = self.target.partition(":")
-        module = importlib.util.find_spec(name)
-        if module is None or module.origin is None:
-            return f"of {self.distribution}"
-        tree = ast.parse(Path(module.origin).read_text(encoding="utf-8"))
+        try:
+            module = importlib.util.find_spec(name)
+            if module is None or module.origin is None:
+                raise ModuleNotFoundError(f"no module {name}")
+            tree = ast.parse(Path(module.origin).read_text(encoding="utf-8"))
+        except (ImportError, OSError, SyntaxError, ValueError) as error:
+            return f"(of {self.distribution}, which cannot be read: {error})"
         function = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == attribute]
         text = (ast.get_docstring(function[0]) if function else None) or ast.get_docstring(tree) or ""
         return text.partition("\n")[0] or f"of {self.distribution}"
