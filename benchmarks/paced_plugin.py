@@ -22,13 +22,8 @@ from spurline.plugins.hookspecs import hookimpl
 from spurline.plugins.host import API_VERSION, InstalledPlugin, Plugin
 from spurline.plugins.registry import ComponentRegistrar
 from spurline.protocols.backend import Backend
-from spurline.protocols.rollout_engine import (
-    GenerationRequest,
-    GenerationResult,
-    RolloutEngineConfig,
-    TakesWeights,
-    WeightBucket,
-)
+from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult, RolloutEngineConfig, TakesWeights
+from spurline.protocols.weights import WeightBucket
 from spurline_async_rl.simulation.workload import Times
 
 PLUGIN = Plugin("paced", api=API_VERSION)

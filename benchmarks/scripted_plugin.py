@@ -24,13 +24,8 @@ from spurline.plugins.registry import ComponentRegistrar
 from spurline.protocols.backend import BackendConfig
 from spurline.protocols.environment import EnvironmentConfig, PolicyHandle, Task
 from spurline.protocols.loss import Objective
-from spurline.protocols.rollout_engine import (
-    GenerationRequest,
-    GenerationResult,
-    RolloutEngineConfig,
-    TakesWeights,
-    WeightBucket,
-)
+from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult, RolloutEngineConfig, TakesWeights
+from spurline.protocols.weights import WeightBucket
 from spurline.rl.trajectory import Trajectory
 
 PLUGIN = Plugin("scripted", api=API_VERSION)

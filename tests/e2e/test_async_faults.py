@@ -13,7 +13,7 @@ from reward_functions import in_process
 from spurline import Run, load_config
 from spurline.errors import RunFailedError
 from spurline.protocols.backend import Backend
-from spurline.protocols.rollout_engine import WeightBucket
+from spurline.protocols.weights import WeightBucket
 from spurline.rl.draws import row_of
 from spurline.rl.kept_rollouts import KeptRollouts
 from spurline_async_rl.scheduling.scheduler import State

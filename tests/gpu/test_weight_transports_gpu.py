@@ -18,7 +18,8 @@ from vllm_engines import vllm_engine
 
 from spurline.config.loading import LoadedConfig, load_config
 from spurline.data.tokenizer import load_tokenizer
-from spurline.protocols.rollout_engine import GenerationResult, WeightBucket
+from spurline.protocols.rollout_engine import GenerationResult
+from spurline.protocols.weights import WeightBucket
 from spurline.testing.backend_cases import minibatch
 from spurline.testing.backend_runs import opened
 from spurline.testing.inputs import write_tiny_model

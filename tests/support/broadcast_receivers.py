@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from spurline.errors import BucketLostError
-from spurline.protocols.rollout_engine import TakesWeights, WeightBucket
+from spurline.protocols.rollout_engine import TakesWeights
+from spurline.protocols.weights import WeightBucket
 from spurline.rl.concurrency import in_thread
 from spurline_async_rl.weights.collective import BroadcastReader
 

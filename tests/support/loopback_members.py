@@ -13,7 +13,8 @@ from typing import Any
 
 from scripted_members import ENDS, Tokenizer, next_token
 
-from spurline.protocols.rollout_engine import GenerationRequest, WeightBucket
+from spurline.protocols.rollout_engine import GenerationRequest
+from spurline.protocols.weights import WeightBucket
 from spurline.rl.engines.in_process.response import Written
 from spurline_async_rl.engines.child.main import Child
 from spurline_async_rl.engines.child.member import ChildMember

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spurline.protocols.rollout_engine import TensorPlace, WeightBucket
-from spurline.protocols.weight_sync import MakerChoice
+from spurline.protocols.weights import MakerChoice, TensorPlace, WeightBucket
 from spurline_async_rl.weights.buckets import bucket_bytes
 
 MAKER = f"{__name__}:RecordingMaker"

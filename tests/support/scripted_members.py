@@ -8,7 +8,8 @@ from typing import Any
 
 import xxhash
 
-from spurline.protocols.rollout_engine import GenerationRequest, WeightBucket
+from spurline.protocols.rollout_engine import GenerationRequest
+from spurline.protocols.weights import WeightBucket
 from spurline.rl.trajectory import FinishReason
 from spurline_async_rl.engines.commands import Command, FinishUpdate
 from spurline_async_rl.engines.configs import PoolConfig

@@ -10,8 +10,9 @@ from typing import Any
 from scripted_members import ScriptedMember, World
 
 from spurline.errors import RunFailedError
-from spurline.protocols.rollout_engine import GenerationRequest, WeightBucket
-from spurline.protocols.weight_sync import PublishedPart, SyncReport
+from spurline.protocols.rollout_engine import GenerationRequest
+from spurline.protocols.weight_sync import SyncReport
+from spurline.protocols.weights import PublishedPart, WeightBucket
 from spurline.rl.trajectory import FinishReason
 from spurline_async_rl.engines.commands import Command, Sleep, WakeCache, WakeWeights
 from spurline_async_rl.engines.member import EngineDiedError

@@ -11,7 +11,8 @@ import pytest
 from torch import Tensor
 
 from spurline.protocols.collator import ParallelLayout
-from spurline.protocols.rollout_engine import TakesWeights, WeightBucket
+from spurline.protocols.rollout_engine import TakesWeights
+from spurline.protocols.weights import WeightBucket
 from spurline.testing.backend_cases import assert_weights_equal, minibatch, weights_of
 from spurline_async_rl.weights.configs import DiskSyncConfig, SharedMemorySyncConfig
 from spurline_async_rl.weights.disk import DiskSync, read_file

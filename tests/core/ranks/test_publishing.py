@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from spurline.protocols.rollout_engine import TensorPlace, WeightBucket
+from spurline.protocols.weights import TensorPlace, WeightBucket
 from spurline.ranks.publishing import join_buckets
 
 PLACES = (TensorPlace("w", "float32", (2, 3)),)

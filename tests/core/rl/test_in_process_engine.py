@@ -25,13 +25,8 @@ from spurline.losses.configs import CrossEntropyConfig
 from spurline.losses.cross_entropy import CrossEntropy
 from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.loss import Objective
-from spurline.protocols.rollout_engine import (
-    GenerationRequest,
-    GenerationResult,
-    RolloutEngine,
-    TensorPlace,
-    WeightBucket,
-)
+from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult, RolloutEngine
+from spurline.protocols.weights import TensorPlace, WeightBucket
 from spurline.rl.configs import RolloutsCollatorConfig
 from spurline.rl.engines.configs import InProcessEngineConfig
 from spurline.rl.engines.in_process.decoder import Decoder

@@ -24,8 +24,9 @@ from spurline.losses.configs import CrossEntropyConfig
 from spurline.losses.cross_entropy import CrossEntropy
 from spurline.model.configs import LoraConfig
 from spurline.protocols.loss import Objective
-from spurline.protocols.rollout_engine import TakesWeights, WeightBucket
+from spurline.protocols.rollout_engine import TakesWeights
 from spurline.protocols.weight_sync import SyncReport
+from spurline.protocols.weights import WeightBucket
 from spurline.testing.backend_cases import assert_weights_equal, minibatch
 from spurline.testing.backend_runs import backend_run, opened
 from spurline_async_rl.engines.configs import VllmEngineConfig

@@ -17,8 +17,9 @@ from listening import listening, reachable
 from torch import Tensor
 
 from spurline.errors import BucketLostError, RunFailedError
-from spurline.protocols.rollout_engine import TakesWeights, TensorPlace, WeightBucket
+from spurline.protocols.rollout_engine import TakesWeights
 from spurline.protocols.weight_sync import SyncReport
+from spurline.protocols.weights import TensorPlace, WeightBucket
 from spurline.rl.concurrency import in_thread
 from spurline_async_rl.engines.configs import ChildProcessEngineConfig, PoolConfig, VllmEngineConfig
 from spurline_async_rl.weights import exchange

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from spurline.errors import RunFailedError
-from spurline.protocols.rollout_engine import WeightBucket
+from spurline.protocols.weights import WeightBucket
 from spurline.ranks.publishing import join_buckets
 from spurline_async_rl.weights.configs import CudaIpcSyncConfig
 from spurline_async_rl.weights.cuda_ipc import CudaIpcSync, HandleMaker, fixed_segments, read_handles

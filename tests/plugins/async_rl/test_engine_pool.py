@@ -18,14 +18,8 @@ from scripted_members import ScriptedMember, Trainer, World, reference
 from virtual_loop import run_virtually
 
 from spurline.errors import DataError, ModelError, RunFailedError
-from spurline.protocols.rollout_engine import (
-    GenerationRequest,
-    GenerationResult,
-    Sampling,
-    TakesWeights,
-    TensorPlace,
-    WeightBucket,
-)
+from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult, Sampling, TakesWeights
+from spurline.protocols.weights import TensorPlace, WeightBucket
 from spurline.rl.trajectory import FinishReason
 from spurline_async_rl.engines import member as member_module
 from spurline_async_rl.engines.commands import BeginUpdate, FinishUpdate, LoadBucket, Pause, Resume, from_plain

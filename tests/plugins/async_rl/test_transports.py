@@ -21,8 +21,9 @@ from torch import Tensor
 from spurline.errors import ConfigError, RunFailedError
 from spurline.plugins.host import PluginHost
 from spurline.plugins.registry import resolve
-from spurline.protocols.rollout_engine import TakesWeights, WeightBucket
-from spurline.protocols.weight_sync import MakerChoice, SyncReport
+from spurline.protocols.rollout_engine import TakesWeights
+from spurline.protocols.weight_sync import SyncReport
+from spurline.protocols.weights import MakerChoice, WeightBucket
 from spurline.ranks.group import RankRequest
 from spurline_async_rl.source.loop_thread import LoopThread
 from spurline_async_rl.source.publishing import Publisher, choose_sync
@@ -272,7 +273,7 @@ def test_the_memory_of_another_process_with_the_number_of_one_that_ended_is_not_
 
 READ = """
 import json, sys
-from spurline.protocols.rollout_engine import WeightBucket
+from spurline.protocols.weights import WeightBucket
 from spurline_async_rl.weights.shared_memory import MemoryReader
 bucket = WeightBucket.from_plain(json.loads(sys.argv[1]))
 print(float(MemoryReader().read(bucket)[0][1].sum()), flush=True)

@@ -21,7 +21,7 @@ from spurline.backends.local.configs import LocalBackendConfig
 from spurline.config.run_config import ModelConfig
 from spurline.errors import BucketLostError, ConfigError, DataError, RunFailedError
 from spurline.model.configs import LoraConfig
-from spurline.protocols.rollout_engine import TensorPlace, WeightBucket
+from spurline.protocols.weights import TensorPlace, WeightBucket
 from spurline.ranks.ray_node import last_words
 from spurline.testing.inputs import tiny_tokenizer, write_tiny_moe_model
 from spurline.testing.rollout_engine_contract import request

@@ -21,8 +21,7 @@ from weight_takers import Taker, make_sync, update_and_publish
 from spurline.config.loading import LoadedConfig
 from spurline.errors import ModelError, RankFailedError, RunFailedError
 from spurline.protocols.collator import ParallelLayout
-from spurline.protocols.rollout_engine import WeightBucket
-from spurline.protocols.weight_sync import MakerChoice
+from spurline.protocols.weights import MakerChoice, WeightBucket
 from spurline.ranks.machine import this_machine
 from spurline.testing.backend_cases import assert_weights_equal, minibatch, weights_of
 from spurline.testing.backend_runs import backend_run, opened

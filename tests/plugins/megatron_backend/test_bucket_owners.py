@@ -17,8 +17,8 @@ from megatron_layouts import on
 from recording_makers import choice_of, record
 from safetensors.torch import load_file
 
-from spurline.protocols.rollout_engine import TakesWeights, WeightBucket
-from spurline.protocols.weight_sync import MakerChoice
+from spurline.protocols.rollout_engine import TakesWeights
+from spurline.protocols.weights import MakerChoice, WeightBucket
 from spurline.ranks.group import RankGroup, RankRequest, TimeLimits
 from spurline.ranks.launch import open_ranks
 from spurline.ranks.publishing import buckets_of_ranks

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from spurline.data.batch import TrainingBatch
     from spurline.model.configs import LoraConfig
     from spurline.protocols.loss import Objective
-    from spurline.protocols.rollout_engine import WeightBucket
-    from spurline.protocols.weight_sync import MakerChoice
+    from spurline.protocols.weights import MakerChoice, WeightBucket
 
 
 Role = Literal["policy", "reference", "critic"]

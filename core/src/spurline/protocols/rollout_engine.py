@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from spurline.config.section import ComponentConfig
@@ -12,10 +12,10 @@ from spurline.config.section import ComponentConfig
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-    from torch import Tensor
 
     from spurline.config.run_config import RunConfig
     from spurline.protocols.backend import Backend
+    from spurline.protocols.weights import WeightBucket
     from spurline.rl.trajectory import FinishReason
 
 
@@ -249,62 +249,6 @@ class MayBeDown(Protocol):
     def seconds_down(self) -> float:
         """Seconds so far in which no engine could generate; they do not count against the time limit of an attempt."""
         ...
-
-
-@dataclass(frozen=True)
-class TensorPlace:
-    """A tensor within what a transport carries.
-
-    name: hf_name. dtype: as torch writes it, without `torch.`: `float32`. shape: of the tensor.
-    offset: bytes from the beginning of the bucket's memory or file; 0 where the transport has neither.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int = 0
-
-    @classmethod
-    def of(cls, name: str, tensor: Tensor, offset: int = 0) -> TensorPlace:
-        """The place of this tensor."""
-        return cls(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset)
-
-
-@dataclass(frozen=True)
-class WeightBucket:
-    """Some of a model's weights on their way to an engine; a tensor is never divided between buckets.
-
-    transport: the way they take, such as `shared_memory`; says how to read `where`.
-    places: what is in it. where: JSON-able, such as `{"path": "..."}`.
-    tensors: the tensors themselves, in the order of `places`, for transports within this process; else empty.
-    machine: the one whose processes alone can read it, as `spurline.ranks.machine.this_machine` names it; empty when
-    others can too.
-    receiver: which of an engine's `receivers` reads this copy of the description; set on the way to it.
-    """
-
-    transport: str
-    places: tuple[TensorPlace, ...]
-    where: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    tensors: tuple[Tensor, ...] = ()
-    machine: str = ""
-    receiver: str = ""
-
-    def to_plain(self) -> dict[str, Any]:
-        """The bucket as JSON can hold it; tensors of a transport within one process do not travel."""
-        places = [[place.name, place.dtype, list(place.shape), place.offset] for place in self.places]
-        return {
-            "transport": self.transport,
-            "places": places,
-            "where": dict(self.where),
-            "machine": self.machine,
-            "receiver": self.receiver,
-        }
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> WeightBucket:
-        """The bucket that `to_plain` wrote."""
-        places = tuple(TensorPlace(name, dtype, tuple(shape), offset) for name, dtype, shape, offset in plain["places"])
-        return cls(plain["transport"], places, plain["where"], machine=plain["machine"], receiver=plain["receiver"])
 
 
 class TakesWeights(ABC):

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from spurline.config.section import ComponentConfig
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from spurline.protocols.backend import Backend
-    from spurline.protocols.rollout_engine import TakesWeights, WeightBucket
+    from spurline.protocols.rollout_engine import TakesWeights
 
 
 class WeightSyncConfig(ComponentConfig):
@@ -46,55 +44,6 @@ class SyncReport:
     bytes_sent: int
     transfer_s: float
     pause_s: float
-
-
-PublishedPart = Literal["model", "adapter"]
-"""What engines are sent."""
-
-
-@dataclass(frozen=True)
-class MakerChoice:
-    """Which `BucketMaker` is to make the buckets, in whatever process the weights are: plain data.
-
-    maker: "module:Class". settings: its arguments by name, as JSON can hold them.
-    max_bytes: of the weights in a bucket; a larger tensor travels alone.
-    dtype: what weights of floating point are cast to, as torch writes it without `torch.`; None: that of the backend.
-    part: the whole model with adapters merged into it, or the tensors of its adapters alone.
-    made_by: of several processes with weights, the one that makes a bucket: the `first`; the one among its `owners`
-    that has most of it already; or `all`, each a copy of its own, whose `where` are joined into one. Unless it is
-    `first`, makers get two arguments more: `sender`, their number, and `senders`, how many there are.
-    """
-
-    maker: str
-    settings: Mapping[str, Any]
-    max_bytes: int
-    dtype: str | None = None
-    part: PublishedPart = "model"
-    made_by: Literal["first", "owners", "all"] = "first"
-
-
-class BucketMaker(Protocol):
-    """Makes the buckets of a transport in the process where the weights are; what engines are told is elsewhere.
-
-    Factory: `Class(**settings)`, of a `MakerChoice`. One bucket is out at a time, or being made while engines take the
-    last one over, where its `WeightSync` asks for that.
-    """
-
-    def make(self, version: int, number: int, weights: Iterable[tuple[str, Tensor]]) -> WeightBucket:
-        """The bucket of this number, from 1, with these weights: (hf_name, tensor), each asked for once, in order.
-
-        Ends what the last bucket held. All weights are asked for, whatever comes; the bucket has no `tensors`. The same
-        number comes again when engines did not get the bucket.
-        """
-        ...
-
-    def taken(self) -> None:
-        """Every engine has taken the last bucket over, so that what it held may go. May be called again."""
-        ...
-
-    def close(self) -> None:
-        """Free memory and files."""
-        ...
 
 
 class WeightSync(Protocol):

@@ -30,8 +30,7 @@ from spurline.model.streams.token_stream import check_columns, check_tokens
 from spurline.plugins.registry import Registry
 from spurline.protocols.backend import LossSums, Role, check_trained
 from spurline.protocols.loss import ENTROPY, Objective
-from spurline.protocols.rollout_engine import WeightBucket
-from spurline.protocols.weight_sync import MakerChoice
+from spurline.protocols.weights import MakerChoice, WeightBucket
 from spurline.ranks.cluster_checks import prepare_nodes
 from spurline.ranks.configs import RankBackendConfig
 from spurline.ranks.launch import open_ranks

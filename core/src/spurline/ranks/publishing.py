@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from spurline.plugins.registry import resolve
-from spurline.protocols.rollout_engine import WeightBucket
-from spurline.protocols.weight_sync import BucketMaker, MakerChoice
+from spurline.protocols.weights import BucketMaker, MakerChoice, WeightBucket
 from spurline.ranks.group import Place, RankGroup
 from spurline.ranks.weight_gathering import Bucket, WeightGathering
 

@@ -15,8 +15,9 @@ from typing import cast
 from spurline.data.batch import TrainingBatch
 from spurline.errors import ConfigError
 from spurline.protocols.backend import Backend
-from spurline.protocols.rollout_engine import RolloutEngine, SharesWeights, TakesWeights, TensorPlace, WeightBucket
+from spurline.protocols.rollout_engine import RolloutEngine, SharesWeights, TakesWeights
 from spurline.protocols.source import SourceContext
+from spurline.protocols.weights import TensorPlace, WeightBucket
 from spurline.rl.configs import HeldOutConfig, RolloutSourceConfig
 from spurline.rl.draws import Draw, SkippedRow
 from spurline.rl.group_runner import Outcome

@@ -19,8 +19,7 @@ from transformers import AutoModelForCausalLM
 from spurline.model.adapters.adapter_weights import AdapterStream, write_adapter_files
 from spurline.protocols.backend import Backend, MakesBuckets, TrainsAdapters
 from spurline.protocols.collator import ParallelLayout
-from spurline.protocols.rollout_engine import TensorPlace, WeightBucket
-from spurline.protocols.weight_sync import MakerChoice
+from spurline.protocols.weights import MakerChoice, TensorPlace, WeightBucket
 from spurline.testing.backend_cases import assert_weights_equal, minibatch, own_logprobs, weights_of
 from spurline.testing.backend_runs import backend_run, opened
 

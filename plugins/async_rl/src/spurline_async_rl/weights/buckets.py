@@ -21,8 +21,9 @@ from torch import Tensor
 from spurline.errors import BucketLostError, ConfigError, RunFailedError, listing
 from spurline.plugins.registry import resolve
 from spurline.protocols.backend import MakesBuckets, TrainsAdapters
-from spurline.protocols.rollout_engine import TakesWeights, TensorPlace, WeightBucket
-from spurline.protocols.weight_sync import BucketMaker, MakerChoice, PublishedPart, SyncReport
+from spurline.protocols.rollout_engine import TakesWeights
+from spurline.protocols.weight_sync import SyncReport
+from spurline.protocols.weights import BucketMaker, MakerChoice, PublishedPart, TensorPlace, WeightBucket
 from spurline.rl.concurrency import in_thread
 from spurline_async_rl.engines.commands import BeginAdapterUpdate, BeginUpdate, Command, FinishUpdate, LoadBucket
 from spurline_async_rl.engines.vllm.requirements import require_vllm

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from spurline.errors import BucketLostError, RunFailedError, listing
-from spurline.protocols.rollout_engine import TensorPlace, WeightBucket
+from spurline.protocols.weights import TensorPlace, WeightBucket
 from spurline.ranks.store import open_store
 from spurline_async_rl.weights.buckets import MakerSync, end_of, weights_on_gpu
 from spurline_async_rl.weights.configs import CollectiveSyncConfig

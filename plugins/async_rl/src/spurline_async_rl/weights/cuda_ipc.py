@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from spurline.errors import RunFailedError, listing
-from spurline.protocols.rollout_engine import WeightBucket
+from spurline.protocols.weights import WeightBucket
 from spurline.ranks.machine import this_machine
 from spurline_async_rl.weights.buckets import MakerSync, end_of
 from spurline_async_rl.weights.packing import checksum, pack, unpack

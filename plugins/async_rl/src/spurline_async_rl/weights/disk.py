@@ -20,7 +20,7 @@ from torch import Tensor
 
 from spurline.errors import RunFailedError
 from spurline.files import remove
-from spurline.protocols.rollout_engine import TensorPlace, WeightBucket
+from spurline.protocols.weights import TensorPlace, WeightBucket
 from spurline_async_rl.weights.buckets import MakerSync
 from spurline_async_rl.weights.configs import DiskSyncConfig
 

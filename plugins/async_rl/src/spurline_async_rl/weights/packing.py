@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from spurline.protocols.rollout_engine import TensorPlace
+from spurline.protocols.weights import TensorPlace
 from spurline_async_rl.weights.buckets import aligned, end_of
 
 _WORDS_AT_ONCE = 1 << 17

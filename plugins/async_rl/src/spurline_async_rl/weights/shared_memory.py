@@ -17,7 +17,7 @@ import xxhash
 from torch import Tensor
 
 from spurline.errors import RunFailedError
-from spurline.protocols.rollout_engine import TensorPlace, WeightBucket
+from spurline.protocols.weights import TensorPlace, WeightBucket
 from spurline.ranks.machine import this_machine
 from spurline_async_rl.weights.buckets import MakerSync, aligned, end_of, view
 

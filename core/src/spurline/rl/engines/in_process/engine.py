@@ -29,13 +29,8 @@ from spurline.model.loading import check_config, load_model
 from spurline.model.probe import check_exactness
 from spurline.model.streams.stream_model import StreamModel
 from spurline.protocols.backend import Backend, GenerationModel, LendsModel
-from spurline.protocols.rollout_engine import (
-    EngineMemory,
-    GenerationRequest,
-    GenerationResult,
-    TakesWeights,
-    WeightBucket,
-)
+from spurline.protocols.rollout_engine import EngineMemory, GenerationRequest, GenerationResult, TakesWeights
+from spurline.protocols.weights import WeightBucket
 from spurline.rl.engines.configs import InProcessEngineConfig
 from spurline.rl.engines.in_process.attention import generating
 from spurline.rl.engines.in_process.decoder import Decoder, probed_decoder

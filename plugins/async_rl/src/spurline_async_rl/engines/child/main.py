@@ -15,7 +15,8 @@ from typing import Any
 from spurline.config.loading import load_config
 from spurline.data.tokenizer import load_tokenizer
 from spurline.errors import BucketLostError, DataError, SpurlineError, UserError
-from spurline.protocols.rollout_engine import GenerationRequest, Sampling, WeightBucket
+from spurline.protocols.rollout_engine import GenerationRequest, Sampling
+from spurline.protocols.weights import WeightBucket
 from spurline.ranks.child import Parent
 from spurline.rl.concurrency import in_thread
 from spurline.rl.engines.configs import InProcessEngineConfig

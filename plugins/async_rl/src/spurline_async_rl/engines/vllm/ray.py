@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 from spurline.config.cluster import cluster_request
 from spurline.config.run_config import RunConfig
 from spurline.errors import ConfigError
-from spurline.protocols.rollout_engine import Sampling, WeightBucket
+from spurline.protocols.rollout_engine import Sampling
+from spurline.protocols.weights import WeightBucket
 from spurline.ranks.cluster_room import Place, each_needs, placed, room_for
 from spurline.ranks.machine import this_machine
 from spurline.ranks.ray_cluster import RayCluster, amounts

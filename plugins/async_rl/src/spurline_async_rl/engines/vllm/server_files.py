@@ -17,7 +17,7 @@ from typing import Any
 
 from spurline.errors import RunFailedError
 from spurline.files import remove
-from spurline.protocols.rollout_engine import WeightBucket
+from spurline.protocols.weights import WeightBucket
 from spurline_async_rl.weights.disk import DiskSync, checked_file
 
 _HEAD, _EXPERTS = "lm_head.weight", ".experts."

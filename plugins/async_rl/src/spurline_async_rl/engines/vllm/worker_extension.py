@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from spurline.errors import BucketLostError, RunFailedError
-from spurline.protocols.rollout_engine import WeightBucket
+from spurline.protocols.weights import WeightBucket
 from spurline_async_rl.engines.vllm.adapters import AdapterUpdate, prepare_adapters
 from spurline_async_rl.engines.vllm.launch import LOST, OWNER
 from spurline_async_rl.weights.collective import BroadcastReader
