@@ -460,12 +460,3 @@ def estimate_cache(model: ModelConfig, tokens: int, *, precision: Literal["fp32"
 def count_parameters(model: ModelConfig) -> int:
     """Parameters of `model.path`, without reading its weights. Raises ModelError."""
     return model_shapes(model, None).parameters
-
-
-def describe_count(number: int) -> str:
-    """A number of parameters as people say it: `596 M`, `8.2 B`."""
-    for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
-        if number >= size:
-            value = number / size
-            return f"{value:.1f} {letter}" if value < 100 and letter == "B" else f"{value:,.0f} {letter}"
-    return f"{number:,}"

@@ -12,9 +12,8 @@ from spurline.config.loading import LoadedConfig
 from spurline.config.run_config import RunConfig
 from spurline.config.section import sections_within
 from spurline.data.tokenizer import load_tokenizer, template_notes
-from spurline.model.memory import describe_count
 from spurline.plugins.registry import resolve
-from spurline.progress import Progress, silent, waiting
+from spurline.progress import Progress, describe_count, silent, waiting
 from spurline.protocols.backend import Backend, Role
 from spurline.protocols.evaluation import EvaluationContext
 from spurline.protocols.loss import Loss

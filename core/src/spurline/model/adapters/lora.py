@@ -26,7 +26,7 @@ from spurline.importing import quiet_bitsandbytes
 from spurline.model.adapters.adapter_targets import is_target, unadaptable
 from spurline.model.architecture import build_without_memory, load_model_config
 from spurline.model.configs import LoraConfig, no_peft
-from spurline.model.memory import describe_count
+from spurline.progress import describe_count
 
 quiet_bitsandbytes()
 try:

@@ -21,8 +21,9 @@ from spurline.config.run_config import RunConfig
 from spurline.errors import ConfigError, UserError
 from spurline.files import scratch_inside
 from spurline.model.architecture import load_model_config
-from spurline.model.memory import count_parameters, describe_count
+from spurline.model.memory import count_parameters
 from spurline.model.weight_files import check_weight_files
+from spurline.progress import describe_count
 from spurline.protocols.backend import Finding
 from spurline.ranks.machine import memory_bytes, num_cores
 

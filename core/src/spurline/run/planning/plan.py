@@ -22,13 +22,13 @@ from spurline.data.tokenizer import template_notes
 from spurline.errors import ConfigError, Problem, RunDirectoryError, UserError
 from spurline.model.architecture import load_model_config
 from spurline.model.loading import check_weights_fit
-from spurline.model.memory import count_parameters, describe_count
+from spurline.model.memory import count_parameters
 from spurline.model.streams.positions import position_limit
 from spurline.model.streams.token_stream import check_columns, check_tokens
 from spurline.model.trainable import check_trainable
 from spurline.model.weight_files import check_weight_files
 from spurline.plugins.registry import CORE, group_by_kind
-from spurline.progress import Progress, silent
+from spurline.progress import Progress, describe_count, silent
 from spurline.protocols.loss import Loss
 from spurline.ranks.messages import check_losses
 from spurline.run.build import DataComponents, build_data, build_trackers, interval_notes
