@@ -32,7 +32,7 @@ SET_UP = re.compile(
     | spurline/rl/(health_words|held_out|functions|prompt_survey|rewards/references|kept_rollouts/reader)\.py
     | spurline/data/(tokenizer|hub|datasets/file_digest)\.py
     | spurline/rl/engines/in_process/(own_cache|weight_writer)\.py
-    | .*/configs\.py
+    | .*configs\.py
     | spurline_async_rl/source/colocation\.py
     | spurline_async_rl/engines/vllm/(launch|adapters)\.py)$""",
     re.VERBOSE,
