@@ -128,8 +128,8 @@ class Registry:
             raise PluginError(f"{entry.distribution} registers {entry.kind} '{entry.name}' twice.")
         if present.is_builtin and entry.replaces_builtin:
             return
-        hint = f"; pass replaces_builtin=True to registry.add to replace that of {present.plugin}"
-        hint = hint if present.is_builtin else ""
+        replacing = f"; pass replaces_builtin=True to registry.add to replace that of {present.plugin}"
+        hint = replacing if present.is_builtin else ""
         raise PluginError(
             f"Two plugins claim {entry.kind} '{entry.name}': {present.distribution} (plugin '{present.plugin}') "
             f"and {entry.distribution} (plugin '{entry.plugin}'). Enable one of them{hint}."
@@ -158,12 +158,8 @@ class Registry:
 
     def names(self, kind: str) -> list[str]:
         """Names usable in the config for this kind. `OWNER/NAME` is listed only where a plugin replaced NAME."""
-        shown: list[str] = []
-        for name in self.all_names(kind):
-            entry = self._entries[(kind, name)]
-            if name == entry.name or self._entries[(kind, entry.name)] is not entry:
-                shown.append(name)
-        return shown
+        entries = {name: self._entries[(kind, name)] for name in self.all_names(kind)}
+        return [name for name, entry in entries.items() if name == entry.name or entries[entry.name] is not entry]
 
     def all_names(self, kind: str) -> list[str]:
         """Every accepted name, each `OWNER/NAME` alias included."""
