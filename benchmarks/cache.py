@@ -46,7 +46,6 @@ from timing import (
 
 from spurline.data.batch import TrainingBatch
 from spurline.data.token_store import SampleBlock, TokenStore, TokenStoreBuilder
-from spurline.data.tokenization import Findings
 from spurline.protocols.collator import ParallelLayout
 from spurline_collation_fast.cache import mapped_store
 from spurline_collation_fast.cache.folder import TokenCache
@@ -55,6 +54,7 @@ from spurline_collation_fast.cache.mapped_store import MappedTokenStore
 from spurline_collation_fast.collators import FastPackedCollator
 from spurline_collation_fast.configs import FastPackedCollatorConfig
 from spurline_collation_fast.kernels import Kernels, best_kernels, kernels_named
+from spurline_text.tokenization import Findings
 
 SIZES = (10_000, 100_000, 1_000_000)
 ROWS_PER_WRITE = 4096

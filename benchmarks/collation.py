@@ -47,15 +47,16 @@ from timing import (
 from spurline.data.batch import TrainingBatch
 from spurline.data.collators.packed import PackedCollator
 from spurline.data.collators.packing import PackingAlgorithm, pack
-from spurline.data.collators.padded import PaddedCollator, RolloutsCollator
+from spurline.data.collators.padded import PaddedCollator
 from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig
 from spurline.protocols.collator import ParallelLayout
-from spurline.rl.configs import RolloutsCollatorConfig
-from spurline.rl.flat_turns import FlatTurns
 from spurline.testing.collator_contract import assert_batches_equal, clone
 from spurline_collation_fast.collators import FastPackedCollator, FastPaddedCollator, FastRolloutsCollator
 from spurline_collation_fast.kernels import ALGORITHMS, kernels_named
 from spurline_collation_fast.row_writer import BufferPool
+from spurline_rl.configs import RolloutsCollatorConfig
+from spurline_rl.flat_turns import FlatTurns
+from spurline_rl.rollouts_collator import RolloutsCollator
 
 RANKS = 8
 GROUP = 8

@@ -17,7 +17,7 @@ from spurline.data.batch import TOKEN_COLUMNS, Ragged, TrainingBatch
 from spurline.data.collators.layout import layout_info
 from spurline.data.collators.packing import straggler_factor
 from spurline.data.token_store import TokenStore, TokenView
-from spurline.rl.trajectory import Trajectory, Turn
+from spurline_rl.trajectory import Trajectory, Turn
 
 BATCH = 1024
 STORE_TIMES = 20

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from timing import Gate, gates_as_json, print_gates, print_timings, round_robin, timings_as_json
 
 from spurline.data.batch import Ragged, TrainingBatch
-from spurline.data.dealing import deal
+from spurline_models.dealing import deal
 
 CASES = ((256, 8, 8192), (1024, 8, 16384), (1024, 64, 16384))
 """Rows, ranks, and tokens of a micro-batch."""

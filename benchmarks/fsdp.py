@@ -39,17 +39,18 @@ from timing import Gate, gates_as_json, print_gates
 from spurline.data.batch import TrainingBatch
 from spurline.data.collators.padded import PaddedCollator
 from spurline.data.configs import PaddedCollatorConfig
-from spurline.data.dealing import deal
-from spurline.losses.configs import CrossEntropyConfig
-from spurline.losses.cross_entropy import CrossEntropy
 from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.loss import Objective
-from spurline.ranks.group import RankGroup, RankRequest, TimeLimits
-from spurline.ranks.launch import open_ranks
-from spurline.ranks.messages import plain_objective, plain_run
+from spurline.protocols.ranks import RankRequest
 from spurline.testing import make_store
-from spurline.testing.backend_runs import backend_run, opened
 from spurline.update.reduction import token_mean
+from spurline_models.dealing import deal
+from spurline_models.losses.configs import CrossEntropyConfig
+from spurline_models.losses.cross_entropy import CrossEntropy
+from spurline_ranks.group import RankGroup, TimeLimits
+from spurline_ranks.launch import open_ranks
+from spurline_ranks.messages import plain_objective, plain_run
+from spurline_rl.testing.backend_runs import backend_run, opened
 
 PLUGINS = ("fsdp_backend",)
 VOCABULARY = 8192

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
-from spurline.data.dealing import RankShare
 from spurline_fsdp_backend.rank import FsdpRank
+from spurline_models.dealing import RankShare
 
 _COLLECTIVE = "gloo:"
 """What the names of gloo's collectives begin with in a profile."""

@@ -133,11 +133,11 @@ def spurline_step(job: Job, folder: Path, settings: dict[str, Any]) -> Step:
     from spurline.data.collators.packed import PackedCollator
     from spurline.data.configs import PackedCollatorConfig
     from spurline.data.token_store import TokenStoreBuilder
-    from spurline.losses.configs import CrossEntropyConfig
-    from spurline.losses.cross_entropy import CrossEntropy
     from spurline.protocols.collator import ParallelLayout
     from spurline.protocols.loss import Objective
     from spurline.update.reduction import token_mean
+    from spurline_models.losses.configs import CrossEntropyConfig
+    from spurline_models.losses.cross_entropy import CrossEntropy
 
     backend_settings: dict[str, Any] = {
         "name": "local",

@@ -31,15 +31,15 @@ from spurline.data.collators.packed import PackedCollator
 from spurline.data.collators.padded import PaddedCollator
 from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig
 from spurline.data.token_store import TokenView
-from spurline.losses.configs import CrossEntropyConfig
-from spurline.losses.cross_entropy import CrossEntropy
-from spurline.model.streams.segment_attention import ATTENTION_NAME
-from spurline.model.streams.token_stream import plan_segments
 from spurline.plugins.hookspecs import hookimpl
 from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.loss import Objective
 from spurline.testing import make_store
 from spurline.update.reduction import token_mean
+from spurline_models.losses.configs import CrossEntropyConfig
+from spurline_models.losses.cross_entropy import CrossEntropy
+from spurline_models.streams.segment_attention import ATTENTION_NAME
+from spurline_models.streams.token_stream import plan_segments
 
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "models" / "tiny-qwen3"

@@ -154,9 +154,9 @@ def write_model(folder: Path, shape: Mapping[str, Any], stored: str) -> Path:
     import torch
 
     from spurline.config.run_config import ModelConfig
-    from spurline.model.architecture import build_without_memory, load_model_config
-    from spurline.model.weight_files import WeightStream, write_weight_files
-    from spurline.testing.inputs import write_tiny_model
+    from spurline_models.architecture import build_without_memory, load_model_config
+    from spurline_models.testing.inputs import write_tiny_model
+    from spurline_models.weight_files import WeightStream, write_weight_files
 
     write_tiny_model(folder, **shape, dtype=stored)
     (folder / "model.safetensors").unlink()
@@ -173,7 +173,7 @@ def train(path: Path) -> None:
     """Child: train for a few steps, say what the plan says, and end."""
     from spurline import Run, load_config
     from spurline.plugins.hookspecs import hookimpl
-    from spurline.run.planning.fit import peak_memory
+    from spurline_planning.fit import peak_memory
 
     loaded = load_config(path)
     config = loaded.config
@@ -233,11 +233,12 @@ def run(folder: Path, case: Case, threads: int) -> Measured:
 def count(config: Mapping[str, Any]) -> tuple[int, int]:
     """Parameters of the model, and of the adapters on it."""
     from spurline.config.loading import load_config
-    from spurline.model.memory import count_parameters, model_shapes
     from spurline.protocols.optimizer import num_values
+    from spurline_models.backend_config import adapters_of
+    from spurline_models.memory import count_parameters, model_shapes
 
     checked = load_config(dict(config)).config
-    adapters = checked.backend.adapters
+    adapters = adapters_of(checked)
     own = 0 if adapters is None else num_values(model_shapes(checked.model, adapters).trained)
     return count_parameters(checked.model), own
 

@@ -17,9 +17,9 @@ import torch
 from timing import Gate, gates_as_json, print_gates, print_timings, round_robin, timings_as_json
 
 from spurline.data.batch import TrainingBatch
-from spurline.losses.log_ratios import BatchLogRatios
 from spurline.plugins.host import PluginHost
-from spurline.rl.token_metrics import advantage_metrics, mismatch_metrics
+from spurline_rl.losses.batch_log_ratios import BatchLogRatios
+from spurline_rl.token_metrics import advantage_metrics, mismatch_metrics
 
 CORRECTIONS: dict[str, dict[str, Any]] = {
     "tis": {"name": "tis"},

@@ -34,18 +34,18 @@ from step_parts import Seconds, StepParts, patched
 from timing import Gate, gates_as_json, print_gates, print_timings, timings_as_json
 
 from spurline import Run, load_config
-from spurline.backends.local.backend import LocalBackend
 from spurline.plugins.hookspecs import hookimpl
-from spurline.rl import source
-from spurline.rl.draws import PromptDraws
-from spurline.rl.engines.in_process.decoder import Decoder
-from spurline.rl.environments.single_turn import SingleTurn
-from spurline.rl.kept_rollouts.keeper import RolloutKeeper
-from spurline.rl.preparation import Preparation
-from spurline.rl.prompt_source import PromptSource
-from spurline.rl.rewards.matching import ExactMatch
 from spurline.update.update import Update
 from spurline_collation_fast.collators import FastRolloutsCollator
+from spurline_models.local.backend import LocalBackend
+from spurline_rl import source
+from spurline_rl.draws import PromptDraws
+from spurline_rl.engines.in_process.decoder import Decoder
+from spurline_rl.environments.single_turn import SingleTurn
+from spurline_rl.kept_rollouts.keeper import RolloutKeeper
+from spurline_rl.preparation import Preparation
+from spurline_rl.prompt_source import PromptSource
+from spurline_rl.rewards.matching import ExactMatch
 
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "models" / "tiny-qwen3"

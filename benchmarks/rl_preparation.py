@@ -19,16 +19,16 @@ from timing import Gate, Timing, round_robin
 from torch import Tensor
 
 from spurline.data.batch import TrainingBatch
-from spurline.losses.configs import PpoConfig, TruncatedImportanceSamplingConfig
 from spurline.plugins.host import PluginHost
 from spurline.protocols.collator import ParallelLayout
-from spurline.protocols.environment import EnvironmentConfig
-from spurline.protocols.rollout_engine import RolloutEngineConfig
-from spurline.rl.advantages.configs import GrpoConfig
-from spurline.rl.configs import RolloutsCollatorConfig, RolloutSourceConfig, SamplingConfig
-from spurline.rl.preparation import Preparation
-from spurline.rl.trajectory import Group, Trajectory
-from spurline.update.configs import ByPromptConfig
+from spurline_rl.advantages.configs import GrpoConfig
+from spurline_rl.configs import RolloutsCollatorConfig, RolloutSourceConfig, SamplingConfig
+from spurline_rl.losses.configs import PpoConfig, TruncatedImportanceSamplingConfig
+from spurline_rl.preparation import Preparation
+from spurline_rl.protocols.environment import EnvironmentConfig
+from spurline_rl.protocols.rollout_engine import RolloutEngineConfig
+from spurline_rl.training_configs import ByPromptConfig
+from spurline_rl.trajectory import Group, Trajectory
 
 SAMPLES = 8
 PROMPTS = 128

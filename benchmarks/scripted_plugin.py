@@ -22,11 +22,11 @@ from spurline.plugins.hookspecs import hookimpl
 from spurline.plugins.host import API_VERSION, InstalledPlugin, Plugin
 from spurline.plugins.registry import ComponentRegistrar
 from spurline.protocols.backend import BackendConfig
-from spurline.protocols.environment import EnvironmentConfig, PolicyHandle, Task
 from spurline.protocols.loss import Objective
-from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult, RolloutEngineConfig, TakesWeights
-from spurline.protocols.weights import WeightBucket
-from spurline.rl.trajectory import Trajectory
+from spurline_models.weight_buckets import WeightBucket
+from spurline_rl.protocols.environment import EnvironmentConfig, PolicyHandle, Task
+from spurline_rl.protocols.rollout_engine import GenerationRequest, GenerationResult, RolloutEngineConfig, TakesWeights
+from spurline_rl.trajectory import Trajectory
 
 PLUGIN = Plugin("scripted", api=API_VERSION)
 INSTALLED = InstalledPlugin("scripted", __name__, "benchmarks", "0")

@@ -9,10 +9,10 @@ from typing import Any
 
 from paced_runs import Predicted, Result
 
-from spurline.protocols.report_panel import RunRecord
-from spurline.report.figure import Trace, figure, series_color
-from spurline.report.markup import block, caption, columns
-from spurline.report.page import write_report
+from spurline_insight.report.figure import Trace, figure, series_color
+from spurline_insight.report.markup import block, caption, columns
+from spurline_insight.report.page import write_report
+from spurline_insight.report_panel import RunRecord
 
 
 @dataclass(frozen=True)

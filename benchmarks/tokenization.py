@@ -10,7 +10,7 @@ Compared, in turns within one process:
   length gives the mask. The usual way.
 - encode_batch: the tokenizer alone on texts that are rendered already, in chunks. The floor.
 - parallel: rows to a token store with masks, in this process (`workers: 0`), no cache.
-- sequential: the same by `core/sequential`, for information.
+- sequential: the same by `text/sequential`, for information.
 
 On two threads and on one, each in a process that is held to so many cores. For information: `auto` and at most two
 worker processes on eight times the samples, start included, and from how many rows on `auto` starts workers at the
@@ -37,16 +37,16 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from spurline.config.run_config import DataConfig
-from spurline.data.text_configs import SequentialTokenizationConfig
 from spurline.data.token_store import TokenStore
-from spurline.data.tokenization import SequentialTokenization
 from spurline.protocols.dataset import DatasetConfig
 from spurline.protocols.tokenization import DatasetToTokenize
-from spurline.testing.inputs import CHAT_TEMPLATE
-from spurline.testing.tokenization_contract import ListDataset
 from spurline_collation_fast.configs import ParallelTokenizationConfig
 from spurline_collation_fast.tokenization.parallel import ROWS_PER_CHUNK, ParallelTokenization
 from spurline_collation_fast.tokenization.worker_choice import CLEARLY, CostMeter, idle_cores, workers_worth_starting
+from spurline_text.configs import SequentialTokenizationConfig
+from spurline_text.testing.inputs import CHAT_TEMPLATE
+from spurline_text.testing.tokenization_contract import ListDataset
+from spurline_text.tokenization import SequentialTokenization
 
 WORDS_PER_MESSAGE = 70
 MESSAGES = 4

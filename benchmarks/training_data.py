@@ -53,10 +53,10 @@ def fill_cache(config: Path, rows: int) -> None:
     """Put an entry for the data of this config into its cache: as many samples as rows."""
     from spurline import load_config
     from spurline.data.token_store import SampleBlock
-    from spurline.data.tokenization import Findings, open_datasets
-    from spurline.data.tokenizer import load_tokenizer
     from spurline_collation_fast.cache.folder import TokenCache
     from spurline_collation_fast.cache.key import cache_key
+    from spurline_text.tokenization import Findings, open_datasets
+    from spurline_text.tokenizer import load_tokenizer
 
     loaded = load_config(config)
     run = loaded.config

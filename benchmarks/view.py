@@ -20,12 +20,12 @@ import numpy as np
 from starlette.testclient import TestClient
 from timing import Gate, Timing, gates_as_json, print_gates, print_timings, round_robin, timings_as_json
 
-from spurline.rl.kept_rollouts import ROLLOUTS_FILE
-from spurline.rl.kept_rollouts.blocks import PieceTable, TokenScores, encode, split_groups
-from spurline.rl.kept_rollouts.members import pack
-from spurline.rl.trajectory import Group, Trajectory, Turn
-from spurline.view.app import make_app
-from spurline.view.runs import open_runs
+from spurline_insight.view.app import make_app
+from spurline_insight.view.runs import open_runs
+from spurline_rl.kept_rollouts import ROLLOUTS_FILE
+from spurline_rl.kept_rollouts.blocks import PieceTable, TokenScores, encode, split_groups
+from spurline_rl.kept_rollouts.members import pack
+from spurline_rl.trajectory import Group, Trajectory, Turn
 
 PROMPT, RESPONSE, SAMPLES, PROMPTS_PER_STEP = 200, 500, 8, 32
 VOCABULARY = 50_000

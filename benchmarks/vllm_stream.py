@@ -24,14 +24,14 @@ import ray
 import ray.cloudpickle
 
 from spurline.config.run_config import ModelConfig
-from spurline.protocols.rollout_engine import GenerationRequest, Sampling
-from spurline.testing.inputs import tiny_tokenizer
 from spurline_async_rl.engines.configs import VllmEngineConfig
 from spurline_async_rl.engines.progress import Progress
 from spurline_async_rl.engines.vllm import ray as engines_on_ray
 from spurline_async_rl.engines.vllm.launch import EngineSpec, PlainSpec
 from spurline_async_rl.engines.vllm.member import VllmMember
 from spurline_async_rl.engines.vllm.ray import EngineActor
+from spurline_rl.protocols.rollout_engine import GenerationRequest, Sampling
+from spurline_text.testing.inputs import tiny_tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 import recorded_vllm

@@ -35,14 +35,14 @@ import torch
 from timing import Gate, gates_as_json, print_gates
 
 from spurline.config.run_config import RunConfig
-from spurline.data.tokenizer import load_tokenizer
 from spurline.plugins.host import PluginHost
-from spurline.protocols.rollout_engine import TakesWeights
-from spurline.protocols.weight_sync import WeightSync
-from spurline.testing import write_tiny_model
-from spurline.testing.backend_runs import backend_run, opened
 from spurline_async_rl.engines.child.member import ChildProcessEngine
 from spurline_async_rl.engines.configs import ChildProcessEngineConfig
+from spurline_models.testing import write_tiny_model
+from spurline_rl.protocols.rollout_engine import TakesWeights
+from spurline_rl.protocols.weight_sync import WeightSync
+from spurline_rl.testing.backend_runs import backend_run, opened
+from spurline_text.tokenizer import load_tokenizer
 
 TRANSPORTS = ("shared_memory", "collective", "disk")
 SAMPLE_EVERY_S = 0.003

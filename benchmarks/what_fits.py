@@ -24,7 +24,8 @@ from typing import Any
 from transformers import Qwen3Config
 
 from spurline.config.loading import load_config
-from spurline.run.planning.fit import peak_memory
+from spurline_planning.fit import peak_memory
+from spurline_planning.protocols import planned
 
 MODELS: dict[str, dict[str, Any]] = {
     "Qwen3-0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
@@ -95,13 +96,16 @@ def on_many_gpus() -> dict[str, dict[str, Any]]:
 def _estimate(model: Path, settings: Mapping[str, Any]) -> float:
     data = {"train": "rows.jsonl", "max_length": SAMPLE_TOKENS}
     loaded = load_config({"model": {"path": str(model)}, "data": data, "steps": 1, **settings})
-    source = loaded.config.source
-    update = source.largest_update(loaded.config, PROMPT_TOKENS, None)
+    rollouts = planned(loaded.config.source)
     # One micro-batch on each rank.
     tokens = MICROBATCH_TOKENS * loaded.config.backend.layout().data
-    row_length, tokens = (SAMPLE_TOKENS, tokens) if update is None else (update.row_length, update.tokens)
+    row_length = SAMPLE_TOKENS
+    generation: Mapping[str, int] = {}
+    if rollouts is not None:
+        update = rollouts.largest_update(loaded.config, PROMPT_TOKENS, None)
+        row_length, tokens = update.row_length, update.tokens
+        generation = rollouts.generation_memory(loaded.config, PROMPT_TOKENS, None)
     parts = loaded.config.backend.estimate_memory(loaded.config, row_length, tokens)
-    generation = source.generation_memory(loaded.config, PROMPT_TOKENS, None)
     return peak_memory(parts, generation, loaded.config.backend.update_parts) / 2**30
 
 

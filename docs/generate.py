@@ -9,11 +9,9 @@ The pages are committed, so that a reader needs no build; a test keeps them in s
 from __future__ import annotations
 
 import argparse
-import ast
 import functools
 import importlib
 import inspect
-import pkgutil
 import sys
 import tomllib
 import types
@@ -24,63 +22,29 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, Field, create_model
 from pydantic.fields import FieldInfo
 
-from spurline import testing
 from spurline.config.run_config import RunConfig
 from spurline.config.section import Component, ComponentConfig, OnResume, Section, summary_of
 from spurline.plugins import hookspecs
 from spurline.plugins.host import API_VERSION, PluginHost, hooks_of
+from spurline.plugins.official import DEFAULT_PLUGINS, OFFICIAL
 from spurline.plugins.registry import Registration
-from spurline.rl import hookspecs as rl_hookspecs
-
-COVERED = (
-    "spurline",
-    "spurline.errors",
-    "spurline.plugins",
-    "spurline.plugins.hookspecs",
-    "spurline.protocols.*",
-    "spurline.config.section",
-    "spurline.config.run_config",
-    "spurline.config.loading",
-    "spurline.config.paths",
-    "spurline.data.batch",
-    "spurline.data.configs",
-    "spurline.data.text_configs",
-    "spurline.data.sources.preference_configs",
-    "spurline.data.token_store",
-    "spurline.data.tokenization",
-    "spurline.data.tokenizer",
-    "spurline.data.collators.layout",
-    "spurline.data.orders.configs",
-    "spurline.data.orders.epochs",
-    "spurline.losses.configs",
-    "spurline.losses.policy_loss",
-    "spurline.optimizers.configs",
-    "spurline.optimizers.groups",
-    "spurline.optimizers.schedules",
-    "spurline.update.configs",
-    "spurline.rl.configs",
-    "spurline.rl.concurrency",
-    "spurline.rl.flat_turns",
-    "spurline.rl.prompt_source",
-    "spurline.rl.trajectory",
-    "spurline.rl.advantages.configs",
-    "spurline.rl.advantages.shared",
-    "spurline.report.figure",
-    "spurline.report.markup",
-    "spurline.report.record",
-    "spurline.testing",
-)
-"""Modules whose public names the plugin interface covers; `.*` stands for every module in a package."""
-
-PLUGINS = ("collation_fast", "async_rl", "fsdp_backend", "megatron_backend")
-"""Those of this repository."""
+from spurline_rl import hookspecs as rl_hookspecs
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
+sys.path.append(str(ROOT / "tests/support"))
+
+from interface import offered  # noqa: E402 - beside the tests, which use it too
+
+PLUGINS = tuple(name for name in OFFICIAL if name not in DEFAULT_PLUGINS)
+"""Plugins of this repository that a config has to list."""
+KITS = ("spurline", "spurline_text", "spurline_models", "spurline_rl", "spurline_insight")
+"""Packages with a contract kit, `testing`."""
+API_LISTS = ROOT / "tests/meta/api"
 
 
 def config_page() -> str:
-    """Every section and component of core, then what each plugin adds, with types, defaults and meaning."""
+    """Every section and component that needs no `plugins:`, then what each other plugin adds."""
     lines = [
         "# Config reference",
         "",
@@ -105,6 +69,11 @@ def config_page() -> str:
         "(`collator: packed`), and for a dataset short for `path`.",
         "",
     ]
+    lines += [
+        "Those below are of core and of the plugins that are loaded wherever they are installed; the package of each",
+        "stands beside its name.",
+        "",
+    ]
     registry = PluginHost.load([]).registry
     for kind in registry.kinds:
         entries = [entry for entry in registry.entries() if entry.kind == kind and kind != "report_panel"]
@@ -118,7 +87,7 @@ def config_page() -> str:
 
 
 def _plugin(name: str) -> list[str]:
-    """The components one plugin adds; of a config that extends one of core's, what it adds to that."""
+    """The components one plugin adds; of a config that extends another one, what it adds to that."""
     lines = [f"## Plugin `{name}`", ""]
     registry = PluginHost.load([name]).registry
     for entry in registry.entries(name):
@@ -130,12 +99,12 @@ def _plugin(name: str) -> list[str]:
         if own:
             lines += [*_table(entry.config, skip=(*others, "name"), above=_mark_of_kind(entry.kind)), ""]
         if others:
-            lines += [f"And as in core: {', '.join(f'`{other}`' for other in others)}.", ""]
+            lines += [f"And as without the plugin: {', '.join(f'`{other}`' for other in others)}.", ""]
     return lines
 
 
 def _own_fields(config: type[ComponentConfig]) -> list[str]:
-    """Settings that no component of core has: the plugin's, and those of a base in core that only plugins use."""
+    """Settings that no component has which is there without the plugin, and those of a base that only it uses."""
     core = PluginHost.load([]).registry
     said = {
         (name, _declares(entry.config, name))
@@ -156,7 +125,7 @@ def hooks_page() -> str:
     lines = [
         "# Hooks",
         "",
-        "Generated from `spurline.plugins.hookspecs` and `spurline.rl.hookspecs` by `docs/generate.py`.",
+        "Generated from `spurline.plugins.hookspecs` and `spurline_rl.hookspecs` by `docs/generate.py`.",
         "",
         inspect.getdoc(hookspecs) or "",
         "",
@@ -191,7 +160,7 @@ def _section(title: str, section: type[BaseModel], above: OnResume = OnResume.RE
 
 
 def _component(entry: Registration, default: bool) -> list[str]:
-    heading = f"#### `{entry.name}`" + (" (default)" if default else "")
+    heading = f"#### `{entry.name}`" + (" (default)" if default else "") + f" of {entry.distribution}"
     lines = [heading, "", summary_of(entry.config), ""]
     above = _mark_of_kind(entry.kind)
     if set(entry.config.model_fields) - {"name"}:
@@ -324,110 +293,118 @@ def _mentions_component(field: FieldInfo) -> bool:
 
 @functools.cache
 def whole_file() -> type[BaseModel]:
-    """The settings of a file with the sections that core's own plugins add, as they are written in the code."""
-    fields: dict[str, Any] = {
-        name: (section.annotation, Field(default_factory=dict, description=summary_of(get_args(section.annotation)[0])))
-        for name, section in PluginHost.load([]).registry.sections.items()
-    }
-    return create_model("RunConfig", __base__=RunConfig, __doc__=RunConfig.__doc__, **fields)
+    """The settings of a file with the sections that default plugins add, as they are written in the code."""
+    fields: dict[str, dict[str, Any]] = {"": {}}
+    for name, section in PluginHost.load([]).registry.sections.items():
+        parent, _, key = name.rpartition(".")
+        summary = summary_of((get_args(section.annotation) or (section.annotation,))[0])
+        annotation = section.annotation | None if section.optional else section.annotation
+        default = Field(default=None) if section.optional else Field(default_factory=dict)
+        default.description = summary
+        fields.setdefault(parent, {})[key] = (annotation, default)
+    top = fields.pop("")
+    for parent, inner in fields.items():
+        field = RunConfig.model_fields[parent]
+        base = field.annotation
+        assert isinstance(base, type)
+        made = create_model(base.__name__, __base__=base, __doc__=base.__doc__, **inner)
+        top[parent] = (Annotated[made, *field.metadata], Field(default_factory=made, description=field.description))
+    return create_model("RunConfig", __base__=RunConfig, __doc__=RunConfig.__doc__, **top)
 
 
 def component_table() -> list[str]:
-    """Every kind with what it decides, as its protocol's docstring begins, and core's components of it."""
+    """Every kind with what it decides, as its protocol's docstring begins, whose it is, and the components by package.
+
+    Without those of the plugins that a config has to list.
+    """
     registry = PluginHost.load([]).registry
-    lines = ["| kind | decides | Protocol in `spurline.protocols` | in core |", "|---|---|---|---|"]
+    lines = ["| kind | decides | Protocol | components |", "|---|---|---|---|"]
     for kind, declared in registry.kinds.items():
         module, _, protocol = declared.protocol.partition(":")
         text = (inspect.getdoc(importlib.import_module(module)) or "").splitlines()[0].partition(": ")[2].rstrip(".")
         default = registry.default(kind)
-        names = [f"`{name}`" + (" (default)" if name == default else "") for name in registry.names(kind)]
-        shown = ", ".join(names) if kind != "report_panel" else f"{len(names)} panels"
-        lines.append(f"| `{kind}` | {text} | `{module.rpartition('.')[2]}.{protocol}` | {shown or '-'} |")
+        packages: dict[str, list[str]] = {}
+        for entry in registry.entries():
+            if entry.kind == kind:
+                mark = " (default)" if entry.name == default else ""
+                packages.setdefault(entry.distribution, []).append(f"`{entry.name}`{mark}")
+        shown = [
+            f"{package}: {', '.join(names) if kind != 'report_panel' else len(names)}"
+            for package, names in packages.items()
+        ]
+        lines.append(f"| `{kind}` | {text} | `{module}.{protocol}` | {'; '.join(shown) or '-'} |")
     return lines
 
 
 def layers() -> list[str]:
-    """The layers that import-linter checks, from top to bottom."""
+    """The layers that import-linter checks, from top to bottom: the packages, and within core."""
     tools = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
-    named = next(contract for contract in tools["contracts"] if contract["type"] == "layers")
-    return ["```", *(layer.replace("spurline.", "").replace(" : ", ", ") for layer in named["layers"]), "```"]
+    lines: list[str] = []
+    for contract in [contract for contract in tools["contracts"] if contract["type"] == "layers"]:
+        rows = [layer.replace(" : ", ", ").replace(" | ", ", ") for layer in contract["layers"]]
+        if len(rows) > 10:
+            rows = [row.replace("spurline.", "") for row in rows]
+        lines += [f"{contract['name']}:", "", "```", *rows, "```", ""]
+    return lines[:-1]
 
 
 def contracts() -> list[str]:
-    """The suites of the contract kit, and what a subclass of each provides."""
-    lines = ["| suite | to use it | in `spurline.testing` |", "|---|---|---|"]
-    for name in testing.__all__:
-        suite = getattr(testing, name)
-        if inspect.isclass(suite):
-            first = " ".join((inspect.getdoc(suite) or "").partition("\n\n")[0].split()).rstrip(".")
-            lines.append(f"| `{name}` | {first} | `{suite.__module__.rpartition('.')[2]}` |")
+    """The suites of the contract kits, and what a subclass of each provides."""
+    lines = ["| suite | to use it | from |", "|---|---|---|"]
+    for package in KITS:
+        kit = importlib.import_module(f"{package}.testing")
+        for name in kit.__all__:
+            suite = getattr(kit, name)
+            if inspect.isclass(suite):
+                first = " ".join((inspect.getdoc(suite) or "").partition("\n\n")[0].split()).rstrip(".")
+                lines.append(f"| `{name}` | {first} | `{kit.__name__}` |")
     return lines
 
 
-def covered_modules() -> list[str]:
-    """The names of `COVERED`, packages spelled out."""
-    names: list[str] = []
-    for name in COVERED:
-        package = importlib.import_module(name.removesuffix(".*"))
-        inner = pkgutil.iter_modules(package.__path__) if name.endswith(".*") else ()
-        names += [f"{package.__name__}.{module.name}" for module in inner] or [name]
-    return names
+@functools.cache
+def interface() -> dict[str, list[str]]:
+    """Package -> the lines of its list."""
+    return offered()
 
 
-def public_names(module: types.ModuleType) -> dict[str, Any]:
-    """What a module offers: what its `__all__` lists, else what it defines without an underscore."""
-    if hasattr(module, "__all__"):
-        return {name: getattr(module, name) for name in sorted(module.__all__)}
-    tree = ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))
-    defined: list[str] = []
-    for node in tree.body:
-        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            defined.append(node.name)
-        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            defined += [target.id for target in targets if isinstance(target, ast.Name)]
-    return {name: getattr(module, name) for name in sorted(defined) if not name.startswith("_")}
-
-
-def public_api() -> list[str]:
-    """A line for each covered name: `module.name`, with its parameters, and `module.Class.member`."""
-    lines: list[str] = []
-    for name in covered_modules():
-        for attribute, value in public_names(importlib.import_module(name)).items():
-            lines.append(f"{name}.{attribute}{_parameters(value)}")
-            if inspect.isclass(value):
-                members = {*vars(value), *inspect.get_annotations(value)}
-                lines += [
-                    f"{name}.{attribute}.{member}{_parameters(inspect.getattr_static(value, member, None))}"
-                    for member in sorted(members)
-                    # Tests of a suite may come and go.
-                    if not member.startswith(("_", "test_", "model_"))
-                ]
-    return lines
-
-
-def _parameters(value: Any) -> str:
-    """Names of a function's parameters in brackets; nothing for anything else."""
-    if not inspect.isfunction(value):
-        return ""
-    return f"({', '.join(name for name in inspect.signature(value).parameters if name != 'self')})"
+def api_list(package: str) -> str:
+    """The list of a package, with a head that says how it is made."""
+    lines = interface()[package]
+    head = [
+        f"# What other packages may import of {package}: {len(lines)} modules and names.",
+        "# `python docs/generate.py` makes the list of what plugins/*/src, examples/ and the pages' Python import.",
+        "# A line that comes is a promise, so look whether the name is meant for others. One that goes or gets other",
+        f"# parameters breaks plugins of others: raise API_VERSION, now {API_VERSION}, unless no release had it.",
+    ]
+    return "\n".join([*head, *lines]) + "\n"
 
 
 def api_page() -> str:
-    """What plugins may rely on, by module, and for what."""
+    """What plugins may rely on, by package and module."""
     lines = [
         "# Plugin interface",
         "",
-        "Generated from the code by `docs/generate.py`. These are the modules and names that `api=1` covers: a plugin",
-        "that declares it may import them, and a release of Spurline that takes one away, or changes what it means,",
-        "has another number. [Architecture](../architecture.md#what-a-plugin-may-import) says what else may be",
-        "imported.",
+        "Generated from the code by `docs/generate.py`. These are the modules and names that",
+        f"`api={API_VERSION}` covers: a plugin that declares it may import them, and a release of Spurline that takes",
+        "one away, or changes what it means, has another number. They are what the plugins of this project, its",
+        "examples and these pages import.",
+        "[Architecture](../architecture.md#what-a-plugin-may-import) says what else may be imported.",
         "",
     ]
-    for name in covered_modules():
-        module = importlib.import_module(name)
-        names = ", ".join(f"`{attribute}`" for attribute in public_names(module))
-        lines += [f"## `{name}`", "", (inspect.getdoc(module) or "").splitlines()[0], "", names, ""]
+    for package, entries in interface().items():
+        lines += [f"## Package `{package}`", ""]
+        for name in sorted({entry.partition(":")[0] for entry in entries}):
+            module = importlib.import_module(name)
+            names = [entry.partition(":")[2].partition("(")[0] for entry in entries if entry.startswith(f"{name}:")]
+            shown = ", ".join(f"`{attribute}`" for attribute in names)
+            lines += [
+                f"### `{name}`",
+                "",
+                (inspect.getdoc(module) or "").splitlines()[0],
+                "",
+                shown or "The module.",
+                "",
+            ]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -445,18 +422,8 @@ PARTS: dict[str, dict[str, Callable[[], list[str]]]] = {
 """Generated parts of written pages, between `<!-- generated: NAME -->` and `<!-- end -->`."""
 
 
-PROMISED = ROOT / "tests" / "meta" / f"api_{API_VERSION}.txt"
-"""Every line of `public_api` that was ever there under this number; only a hand takes one out."""
-
-
-def promised() -> str:
-    """The file of promises with what has come since."""
-    before = PROMISED.read_text(encoding="utf-8").splitlines() if PROMISED.exists() else []
-    return "\n".join(sorted({*before, *public_api()})) + "\n"
-
-
 def with_parts(text: str, parts: dict[str, Callable[[], list[str]]]) -> str:
-    """The page with its generated parts made anew. Raises SystemExit when the page has no place for one."""
+    """The page with its generated parts written again. Raises SystemExit when the page has no place for one."""
     for name, build in parts.items():
         begin, end = f"<!-- generated: {name} -->\n", "<!-- end -->"
         if text.count(begin) != 1:
@@ -471,7 +438,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="only say which pages are stale")
     check = parser.parse_args().check
-    built = {DOCS / name: build() for name, build in PAGES.items()} | {PROMISED: promised()}
+    built = {DOCS / name: build() for name, build in PAGES.items()}
+    built |= {API_LISTS / f"{package}.txt": api_list(package) for package in interface()}
     for name, parts in PARTS.items():
         built[DOCS / name] = with_parts((DOCS / name).read_text(encoding="utf-8"), parts)
     stale = [path for path, text in built.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
@@ -479,6 +447,7 @@ def main() -> int:
         if check:
             print(f"{path} is not what the code says; run: python docs/generate.py")
         else:
+            path.parent.mkdir(exist_ok=True)
             path.write_text(built[path], encoding="utf-8")
             print(f"wrote {path}")
     return 1 if check and stale else 0

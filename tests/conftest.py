@@ -10,8 +10,8 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Generator, Mapping
-from typing import Any
+from collections.abc import Generator, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -27,15 +27,17 @@ import pytest  # noqa: E402 - transformers reads the environment when a test imp
 from hypothesis import HealthCheck, settings  # noqa: E402
 from hypothesis.configuration import set_hypothesis_home_dir  # noqa: E402
 from hypothesis.internal.conjecture import providers  # noqa: E402
-from warm_children import WarmChildren  # noqa: E402
-from warm_vllm import warm_context  # noqa: E402
 
+from spurline import child  # noqa: E402
 from spurline.config import loading  # noqa: E402
 from spurline.config.assembly import assemble  # noqa: E402
 from spurline.config.run_config import RunConfig  # noqa: E402
 from spurline.config.section import Section  # noqa: E402
 from spurline.plugins.registry import Registry  # noqa: E402
-from spurline.ranks import child  # noqa: E402
+
+if TYPE_CHECKING:
+    from fake_plugins import FakePlugins
+    from warm_children import WarmChildren
 
 SOAK = bool(os.environ.get("SPURLINE_SOAK"))
 
@@ -84,6 +86,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def forked_children() -> Generator[WarmChildren, None, None]:
+    # Tests of core alone come here too, where the packages that it and `warm_vllm` import are not installed.
+    from warm_children import WarmChildren
+
     children = WarmChildren()
     yield children
     children.close()
@@ -101,10 +106,22 @@ def warm_children(forked_children: WarmChildren) -> Generator[None, None, None]:
 @pytest.fixture(scope="module")
 def warm_vllm() -> Generator[None, None, None]:
     """Engines of vLLM of this module need no imports, except in long runs."""
+    from warm_vllm import warm_context
+
     with pytest.MonkeyPatch.context() as patch:
         if not SOAK:
             patch.setattr("vllm.v1.engine.utils.get_mp_context", warm_context)
         yield
+
+
+@pytest.fixture
+def plugins() -> Iterator[FakePlugins]:
+    """Plugins that exist only in memory, gone after the test."""
+    # Loads the default plugins.
+    from fake_plugins import FakePlugins
+
+    with FakePlugins() as fakes:
+        yield fakes
 
 
 STARTED: list[str] = []

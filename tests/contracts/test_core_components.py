@@ -11,37 +11,35 @@ from fsdp_layouts import in_bf16
 from spurline import load_config
 from spurline.builtin import PLUGIN
 from spurline.data.collators.packed import PackedCollator
-from spurline.data.collators.padded import PaddedCollator, RolloutsCollator
+from spurline.data.collators.padded import PaddedCollator
 from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig, SerialPrefetchConfig
 from spurline.data.serial_prefetch import SerialPrefetch
-from spurline.data.text_configs import SequentialTokenizationConfig
-from spurline.data.tokenization import SequentialTokenization
-from spurline.losses.configs import CrossEntropyConfig, DynamicFineTuningConfig
-from spurline.losses.cross_entropy import CrossEntropy, DynamicFineTuning
 from spurline.plugins.host import PluginHost
 from spurline.plugins.registry import resolve
-from spurline.protocols.report_panel import ReportPanelConfig
-from spurline.rl.configs import RolloutsCollatorConfig
 from spurline.testing import (
-    AdapterContract,
-    BackendContract,
     CollatorContract,
     LossContract,
     MiniBatchesContract,
     PluginContract,
     PrefetchContract,
-    ReportPanelContract,
-    RolloutCollatorContract,
-    TokenizationContract,
     TrackerContract,
-    write_tiny_model,
-    write_tiny_moe_model,
 )
 from spurline.trackers.configs import ConsoleTrackerConfig, JsonlTrackerConfig
 from spurline.trackers.console import ConsoleTracker
 from spurline.trackers.jsonl import JsonlTracker
 from spurline.update.configs import WholeBatchConfig
 from spurline.update.minibatches import WholeBatch
+from spurline_insight.report_panel import ReportPanelConfig
+from spurline_insight.testing import ReportPanelContract
+from spurline_models.losses.configs import CrossEntropyConfig, DynamicFineTuningConfig
+from spurline_models.losses.cross_entropy import CrossEntropy, DynamicFineTuning
+from spurline_models.testing import write_tiny_model, write_tiny_moe_model
+from spurline_rl.configs import RolloutsCollatorConfig
+from spurline_rl.rollouts_collator import RolloutsCollator
+from spurline_rl.testing import AdapterContract, BackendContract, RolloutCollatorContract
+from spurline_text.configs import SequentialTokenizationConfig
+from spurline_text.testing import TokenizationContract
+from spurline_text.tokenization import SequentialTokenization
 
 MINIMAL_RUN = load_config({"model": {"path": "unused"}, "data": {"train": "unused.jsonl"}, "steps": 1}).config
 

@@ -11,10 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from spurline.data.datasets.hf_dataset import HfDataset
-from spurline.data.text_configs import HfDatasetConfig
 from spurline.protocols.dataset import Dataset
-from spurline.testing import DatasetContract
+from spurline_text.configs import HfDatasetConfig
+from spurline_text.datasets.hf_dataset import HfDataset
+from spurline_text.testing import DatasetContract
 
 
 class TestJsonLines(DatasetContract):

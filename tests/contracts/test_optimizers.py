@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 from torch.nn import Parameter
 
-from spurline.optimizers.adamw import make_adamw, make_adamw_8bit
-from spurline.optimizers.configs import (
+from spurline.protocols.optimizer import Optimizer
+from spurline.protocols.schedule import Schedule
+from spurline_models.optimizers.adamw import make_adamw, make_adamw_8bit
+from spurline_models.optimizers.configs import (
     AdamW8BitConfig,
     AdamWConfig,
     ConstantConfig,
@@ -19,12 +21,10 @@ from spurline.optimizers.configs import (
     SgdConfig,
     WsdConfig,
 )
-from spurline.optimizers.muon import Muon
-from spurline.optimizers.schedules import Constant, Cosine, Linear, WarmupStableDecay
-from spurline.optimizers.sgd import make_sgd
-from spurline.protocols.optimizer import Optimizer
-from spurline.protocols.schedule import Schedule
-from spurline.testing import OptimizerContract, ScheduleContract
+from spurline_models.optimizers.muon import Muon
+from spurline_models.optimizers.schedules import Constant, Cosine, Linear, WarmupStableDecay
+from spurline_models.optimizers.sgd import make_sgd
+from spurline_models.testing import OptimizerContract, ScheduleContract
 
 
 class TestAdamW(OptimizerContract):

@@ -11,17 +11,17 @@ import pytest
 from spurline.data.orders.configs import (
     CurriculumOrderConfig,
     LengthGroupedOrderConfig,
-    RewardAdaptiveOrderConfig,
     SequentialOrderConfig,
     UniformOrderConfig,
 )
 from spurline.data.orders.curriculum import CurriculumOrder
 from spurline.data.orders.epochs import Indices, SequentialOrder, UniformOrder
 from spurline.data.orders.length_grouped import LengthGroupedOrder
-from spurline.data.orders.reward_adaptive import RewardAdaptiveOrder
 from spurline.protocols.order import Order, OrderConfig, SampleFacts, ScoredDraw
 from spurline.testing import OrderContract
 from spurline.testing.order_contract import MIXTURES
+from spurline_rl.reward_adaptive import RewardAdaptiveOrder
+from spurline_rl.training_configs import RewardAdaptiveOrderConfig
 
 
 class TestUniform(OrderContract):

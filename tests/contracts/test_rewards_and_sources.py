@@ -12,13 +12,14 @@ import torch
 from reward_functions import in_process
 
 from spurline.data.batch import TrainingBatch
-from spurline.data.sources.sft import SftSource
-from spurline.protocols.reward import Answer, Reward
-from spurline.rl.rewards.configs import ExactMatchConfig, FunctionRewardConfig, MathVerifyConfig, PrefixMatchConfig
-from spurline.rl.rewards.function import FunctionReward
-from spurline.rl.rewards.matching import ExactMatch, PrefixMatch
-from spurline.rl.rewards.math_verify import MathVerify
-from spurline.testing import RewardContract, SourceContract
+from spurline_models.testing import SourceContract
+from spurline_rl.protocols.reward import Answer, Reward
+from spurline_rl.rewards.configs import ExactMatchConfig, FunctionRewardConfig, MathVerifyConfig, PrefixMatchConfig
+from spurline_rl.rewards.function import FunctionReward
+from spurline_rl.rewards.matching import ExactMatch, PrefixMatch
+from spurline_rl.rewards.math_verify import MathVerify
+from spurline_rl.testing import RewardContract
+from spurline_text.sources.sft import SftSource
 
 
 class TestExactMatch(RewardContract):

@@ -7,9 +7,9 @@ import os
 import pydoc
 
 import pytest
+from bare_components import TableConfig
 
 from spurline import testing
-from spurline.backends.local.configs import LocalBackendConfig
 from spurline.cli import main
 from spurline.config.loading import config_model
 from spurline.config.run_config import RunConfig
@@ -24,7 +24,7 @@ def told(thing: object) -> str:
     return pydoc.plain(pydoc.render_doc(thing))
 
 
-@pytest.mark.parametrize("section", [RunConfig, LocalBackendConfig])
+@pytest.mark.parametrize("section", [RunConfig, TableConfig])
 def test_help_of_a_section_tells_what_each_setting_means(section: type[Section]) -> None:
     text = told(section)
     assert summary_of(section).splitlines()[0] in text
@@ -48,14 +48,14 @@ def test_help_of_a_kinds_protocol_tells_what_each_of_its_attributes_means(kind: 
         assert f" {name}: " in text, name
 
 
-def test_sections_made_at_run_time_repeat_no_settings_and_the_schema_describes_each_once() -> None:
-    class Named(LocalBackendConfig):
+def test_sections_made_at_run_time_repeat_no_settings_and_the_schema_describes_each_once(bare: None) -> None:
+    class Named(TableConfig):
         name: str = "named"
 
     model = config_model(PluginHost.load([]))
     for section in (Named, model):
         assert (section.__doc__ or "").count("Settings:") == 1
-    assert summary_of(Named) == summary_of(LocalBackendConfig) == "One process, on CPU or one GPU."
+    assert summary_of(Named) == summary_of(TableConfig) == "A table of logits in this process."
     schema = model.model_json_schema()
     described = [schema["description"], *(part.get("description", "") for part in schema["$defs"].values())]
     assert all("Settings:" not in text for text in described)

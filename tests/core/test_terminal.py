@@ -31,10 +31,12 @@ def test_an_error_with_escape_sequences_in_it_is_printed_without(
 
 
 @pytest.mark.parametrize(
-    "words", [["--help"], ["--version"], ["schema"], ["plugins"], ["cache", "path"]], ids=lambda words: words[-1]
+    "words",
+    [["--help"], ["--version"], ["schema"], ["plugins"], ["shout", "--words=a"]],
+    ids=lambda words: words[-1],
 )
 def test_an_output_that_cannot_be_written_is_an_error_of_one_line(
-    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    bare: None, words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Closing writes what is in the buffer, as the end of the process does, and must not fail again.
     with Path("/dev/full").open("w", encoding="utf-8") as output:

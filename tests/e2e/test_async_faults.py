@@ -13,11 +13,11 @@ from reward_functions import in_process
 from spurline import Run, load_config
 from spurline.errors import RunFailedError
 from spurline.protocols.backend import Backend
-from spurline.protocols.weights import WeightBucket
-from spurline.rl.draws import row_of
-from spurline.rl.kept_rollouts import KeptRollouts
 from spurline_async_rl.scheduling.scheduler import State
 from spurline_async_rl.weights.buckets import InProcessSync
+from spurline_models.weight_buckets import WeightBucket
+from spurline_rl.draws import row_of
+from spurline_rl.kept_rollouts import KeptRollouts
 
 
 @pytest.fixture

@@ -57,7 +57,7 @@ def fated_config(rl_config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "modules" / "fated_rewards.py").write_text(REWARDS, encoding="utf-8")
     rl_config["data"] = {"train": str(tmp_path / "fated.jsonl"), "max_length": 128, "on_ignored": "warn"}
     write_prompts(tmp_path / "fated.jsonl")
-    rl_config["plugins"] = ["async_rl"]
+    rl_config["plugins"] = ["async_rl", "agents"]
     rl_config["report"] = {"enabled": False}
     rl_config["minibatches"]["prompts_per_minibatch"] = 1
     rl_config["checkpoint"] = {"every_steps": 2, "keep_last": 1}
@@ -226,7 +226,7 @@ def test_a_run_killed_while_it_fills_the_token_cache_fills_it_anew(
     train_and_kill(base_config, kills)
     [entry] = (tmp_path / "cache").iterdir()
     assert damage(entry) is None
-    whole = base_config | {"run_dir": str(tmp_path / "whole"), "tokenization": {"name": "core/sequential"}}
+    whole = base_config | {"run_dir": str(tmp_path / "whole"), "tokenization": {"name": "text/sequential"}}
     whole["plugins"] = ["collation_fast"]
     Run(load_config(whole)).train()
     assert comparable(base_config) == comparable(whole)

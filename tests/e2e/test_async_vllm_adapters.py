@@ -14,7 +14,7 @@ from torch import Tensor
 from vllm_engines import SMALL_VLLM, vllm_models
 
 from spurline import Run, load_config
-from spurline.run.export import export_run
+from spurline_models.export import export_run
 
 pytestmark = [
     pytest.mark.slow,

@@ -110,7 +110,7 @@ def test_nan_loss_stops_with_the_samples_and_keeps_the_last_checkpoint(
 def test_a_full_disk_at_checkpoint_time_keeps_the_previous_one(
     fails: Any, base_config: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, beside: bool
 ) -> None:
-    from spurline.backends.local import checkpoint
+    from spurline_models.local import checkpoint
 
     real_write, written = checkpoint.write_tensor_file, []
 

@@ -13,9 +13,9 @@ from run_helpers import fail_at, read_metrics
 from spurline import Run, load_config
 from spurline.errors import ConfigError
 from spurline.plugins.hookspecs import hookimpl
-from spurline.report.record import read_record
 from spurline.run.checkpoints import saving
 from spurline.run.evaluations.evaluation import DataEvaluation
+from spurline_insight.report.record import read_record
 
 Spurline = Callable[..., tuple[int, str, str]]
 WriteConfig = Callable[[dict[str, Any]], Path]

@@ -17,8 +17,8 @@ from vllm_engines import vllm_models
 
 pytest.importorskip("ray")
 pytest.importorskip("vllm", reason="make test installs vLLM on machines without a GPU", exc_type=ImportError)
-from spurline.ranks.group import ANY_CLUSTER
-from spurline.ranks.ray_cluster import RayCluster
+from spurline_ranks.group import ANY_CLUSTER
+from spurline_ranks.ray_cluster import RayCluster
 
 pytestmark = [
     pytest.mark.slow,

@@ -17,9 +17,9 @@ from run_helpers import assert_same_weights, deterministic, num_lines, read_metr
 from warm_runs import WarmRuns
 
 from spurline import Run, load_config
-from spurline.backends.local.backend import LocalBackend
 from spurline.errors import ConfigError, RunFailedError
 from spurline.plugins.hookspecs import hookimpl
+from spurline_models.local.backend import LocalBackend
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_children")]
 

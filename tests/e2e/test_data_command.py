@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from spurline.config.loading import load_config
-from spurline.data.sources.sft import SftSource
-from spurline.run.shown_data import terminal
-from spurline.run.shown_data.page import write_page
-from spurline.run.shown_data.sequences import ShownData, ShownSequence, show_data
-from spurline.run.shown_data.terminal import plain_lines, print_data
+from spurline_planning.shown_data import terminal
+from spurline_planning.shown_data.page import write_page
+from spurline_planning.shown_data.sequences import ShownData, ShownSequence, show_data
+from spurline_planning.shown_data.terminal import plain_lines, print_data
+from spurline_text.sources.sft import SftSource
 
 Spurline = Callable[..., tuple[int, str, str]]
 WriteConfig = Callable[[dict[str, Any]], Path]

@@ -12,10 +12,10 @@ from run_helpers import fail_at, read_metrics
 from spurline import Run, load_config
 from spurline.errors import ConfigError, HookFailedError, RunFailedError
 from spurline.plugins.hookspecs import hookimpl
-from spurline.report.record import read_record
 from spurline.run.evaluations.evaluation import DataEvaluation
-from spurline.run.planning.plan import make_plan
 from spurline.trackers.jsonl import read_json_lines
+from spurline_insight.report.record import read_record
+from spurline_planning.plan import make_plan
 
 Config = dict[str, Any]
 Spurline = Callable[..., tuple[int, str, str]]

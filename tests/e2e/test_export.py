@@ -6,6 +6,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -18,17 +19,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from spurline import Run, load_config
-from spurline.answering.target import open_model, open_run
-from spurline.backends.local.configs import LocalBackendConfig
 from spurline.cli import app
 from spurline.config.loading import LoadedConfig
 from spurline.errors import CheckpointError, ConfigError, RunFailedError, UserError
-from spurline.model import saved_weights
-from spurline.model.adapters.adapter_weights import write_adapter_files
 from spurline.progress import silent
-from spurline.run import export
-from spurline.run.export import export_run
-from spurline.testing.inputs import write_tiny_model, write_tiny_moe_model
+from spurline_models import export, saved_weights
+from spurline_models.adapters.adapter_weights import write_adapter_files
+from spurline_models.answering.target import open_model, open_run
+from spurline_models.export import export_run
+from spurline_models.local.configs import LocalBackendConfig
+from spurline_models.testing.inputs import write_tiny_model, write_tiny_moe_model
 
 ADAPTERS = {"rank": 4, "alpha": 16.0}
 NF4 = ADAPTERS | {"base_dtype": "nf4"}
@@ -104,7 +104,7 @@ def test_a_backend_that_alone_can_read_its_checkpoints_is_built_to_answer(
     base_config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = trained(base_config, Path(base_config["model"]["path"]), lora=ADAPTERS)
-    monkeypatch.setattr(LocalBackendConfig, "checkpoint_reader", None)
+    monkeypatch.setattr(LocalBackendConfig, "facts", replace(loaded.config.backend.facts, checkpoint_reader=None))
     assert_answers_as_exported(loaded, Path(base_config["run_dir"]) / "model", tmp_path / "nothing")
 
 

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from warm_runs import WarmRuns
 
 from spurline import Run, load_config
-from spurline.answering import command
 from spurline.terminal import printable
+from spurline_models.answering import command
 
 Config = dict[str, Any]
 Spurline = Callable[..., tuple[int, str, str]]

@@ -12,11 +12,11 @@ import typer
 from ruamel.yaml import YAML
 
 from spurline import Run, load_config
-from spurline.data.rows.usual_columns import guessed_columns
-from spurline.first_config import command, init_command
-from spurline.first_config.survey import DataFacts, ModelFacts
-from spurline.first_config.text import Choices, config_text
 from spurline.plugins.official import install_command
+from spurline_planning.first_config import command, init_command
+from spurline_planning.first_config.survey import DataFacts, ModelFacts
+from spurline_planning.first_config.text import Choices, config_text
+from spurline_text.rows.usual_columns import guessed_columns
 
 Spurline = Callable[..., tuple[int, str, str]]
 
@@ -100,7 +100,7 @@ def test_what_is_written_plans_clean_and_can_be_trained(
     assert config.loss.name == expected.get("loss", config.loss.name)
     assert config.steps == expected.get("steps", config.steps)
     assert config.epochs == expected.get("epochs", config.epochs)
-    assert (config.backend.adapters is not None) == ("rank" in expected)
+    assert config.backend.facts.trains_adapters == ("rank" in expected)
     settings = [line for line in file.read_text().splitlines() if "  # " in line]
     assert len({line.index(" # ") for line in settings if line.index(" # ") <= 33}) == 1, settings
     if expected["source"] not in ("rollouts", "async_rollouts"):
@@ -231,7 +231,7 @@ def test_a_terminal_is_asked_for_what_was_not_given(
         "Which training data",
         "Train adapters",
     ]
-    assert load_config(tmp_path / "run.yaml").config.backend.adapters is not None
+    assert load_config(tmp_path / "run.yaml").config.backend.facts.trains_adapters
 
 
 @pytest.mark.parametrize(

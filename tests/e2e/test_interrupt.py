@@ -15,13 +15,13 @@ import pytest
 from run_helpers import read_metrics, wait_for
 
 from spurline import Run, load_config
-from spurline.data.sources.sft import SftSource
 from spurline.errors import RunFailedError
 from spurline.plugins.hookspecs import hookimpl
-from spurline.report.page import write_run_report
 from spurline.run.directory import RunDirectory
 from spurline.run.endings.stop_request import StopRequest
 from spurline.run.evaluations.evaluation import DataEvaluation
+from spurline_insight.report.page import write_run_report
+from spurline_text.sources.sft import SftSource
 
 Spurline = Callable[..., tuple[int, str, str]]
 WriteConfig = Callable[[dict[str, Any]], Path]
@@ -150,7 +150,7 @@ def test_a_second_one_is_an_interruption_and_no_failure(base_config: dict[str, A
 def test_one_while_the_run_is_built_leaves_everything_as_it_was(
     base_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from spurline.backends.local.backend import LocalBackend
+    from spurline_models.local.backend import LocalBackend
 
     def interrupted(*_: object, **__: object) -> None:
         signal.raise_signal(signal.SIGINT)
@@ -169,7 +169,7 @@ def test_one_while_the_run_is_built_leaves_everything_as_it_was(
 def test_one_while_what_was_started_ends_leaves_a_finished_run_finished(
     base_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from spurline.backends.local.backend import LocalBackend
+    from spurline_models.local.backend import LocalBackend
 
     monkeypatch.setattr(LocalBackend, "close", lambda _: signal.raise_signal(signal.SIGINT))
     result = Run(load_config(base_config)).train()
@@ -199,7 +199,7 @@ def test_the_end_says_how_to_go_on(
 def test_the_words_of_an_interruption_reach_the_terminal(
     spurline: Spurline, write_config: WriteConfig, base_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from spurline.backends.local.backend import LocalBackend
+    from spurline_models.local.backend import LocalBackend
 
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
@@ -234,6 +234,20 @@ def test_one_after_the_summary_changes_neither_what_is_printed_nor_the_exit_code
     assert (ended.returncode, "Finished at step 6." in ended.stdout) == (0, True)
     assert "Interrupted" not in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.processes
+def test_two_after_the_summary_end_a_process_that_does_not_end_by_itself(
+    write_config: WriteConfig, base_config: dict[str, Any]
+) -> None:
+    program = (
+        "import atexit, signal, time\n"
+        "def hang():\n    for _ in range(2):\n        signal.raise_signal(signal.SIGINT)\n    time.sleep(600)\n"
+        "atexit.register(hang)\nfrom spurline.cli import main; main()"
+    )
+    command = [sys.executable, "-c", program, "train", str(write_config(base_config))]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (ended.returncode, "Finished at step 6." in ended.stdout) == (-signal.SIGINT, True)
 
 
 @pytest.mark.processes

@@ -13,8 +13,8 @@ from run_helpers import read_metrics
 
 from spurline import Run, load_config
 from spurline.plugins.hookspecs import hookimpl
-from spurline.rl.kept_rollouts import ROLLOUTS_FILE, KeptRollouts
-from spurline.rl.kept_rollouts.members import MemberFile
+from spurline_rl.kept_rollouts import ROLLOUTS_FILE, KeptRollouts
+from spurline_rl.kept_rollouts.members import MemberFile
 
 ASYNC = {"name": "async_rollouts", "max_staleness": 0, "weight_sync": "in_process"}
 

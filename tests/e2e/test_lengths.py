@@ -12,9 +12,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from spurline.config.loading import load_config
 from spurline.errors import ConfigError
-from spurline.run.lengths import check_lengths
 from spurline.run.run import Run
-from spurline.testing.inputs import tiny_tokenizer, write_tiny_model
+from spurline_models.lengths import check_lengths
+from spurline_models.testing.inputs import write_tiny_model
+from spurline_text.testing.inputs import tiny_tokenizer
 
 Spurline = Callable[..., tuple[int, str, str]]
 WriteConfig = Callable[[dict[str, Any]], Path]
@@ -145,7 +146,7 @@ def test_an_engine_that_takes_less_than_prompts_need_is_refused(rl_config: dict[
     source = rl_config["source"] | {"name": "async_rollouts", "max_staleness": 0}
     source["engine"] = {"name": "vllm", "max_model_len": 20}
     loaded = load_config(rl_config | {"plugins": ["async_rl"], "source": source})
-    from spurline.protocols.source import Longest
+    from spurline.protocols.lengths import Longest
 
     class Prompts:
         def longest(self) -> Longest:

@@ -11,7 +11,7 @@ from run_helpers import assert_same_weights, deterministic, read_metrics
 from transformers import AutoConfig
 
 from spurline import Run, load_config
-from spurline.testing.inputs import write_model
+from spurline_models.testing.inputs import write_model
 
 FAMILY_NAMES = ("qwen3_5_text", "gpt_oss", "mixtral")
 TWO_LAYERS = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}

@@ -13,8 +13,8 @@ from run_helpers import read_metrics
 from safetensors.torch import load_file
 
 from spurline import Run, load_config
-from spurline.backends.local.backend import LocalBackend
 from spurline.data.batch import MAY_BE_WIDE
+from spurline_models.local.backend import LocalBackend
 
 Config = dict[str, Any]
 

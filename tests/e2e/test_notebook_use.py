@@ -15,11 +15,12 @@ import torch
 from run_helpers import deterministic, read_metrics
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from spurline import Run, load_config, notebook
+from spurline import Run, load_config
 from spurline.errors import CheckpointError, ConfigError, HookFailedError, UserError
-from spurline.notebook import LivePlot, metrics_frame
-from spurline.rl.chat_front import ChatFront
 from spurline.run.on_step import OnStepHook
+from spurline_insight import notebook
+from spurline_insight.notebook import LivePlot, metrics_frame
+from spurline_rl.chat_front import ChatFront
 
 
 def rows_of(file: Path) -> list[dict[str, Any]]:

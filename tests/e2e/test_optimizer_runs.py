@@ -14,12 +14,12 @@ from torch.nn import Parameter
 
 from spurline import Run, load_config
 from spurline.errors import CheckpointError, CheckpointWriteError, ConfigError
-from spurline.optimizers.groups import parameter_groups
-from spurline.optimizers.schedules import WarmedUp
 from spurline.plugins.registry import ComponentRegistrar
 from spurline.protocols.optimizer import OptimizerConfig
 from spurline.protocols.schedule import ScheduleConfig
-from spurline.run.planning.plan import make_plan
+from spurline_models.optimizers.groups import parameter_groups
+from spurline_models.optimizers.schedules import WarmedUp
+from spurline_planning.plan import make_plan
 
 GROUPS = [{"match": "*embed*", "learning_rate_scale": 0.1}, {"match": "*norm*", "weight_decay": 0.2}]
 

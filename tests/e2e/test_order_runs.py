@@ -15,12 +15,12 @@ import pytest
 from run_helpers import StopAfter, assert_same_weights, deterministic, read_metrics
 
 from spurline import Run, load_config
-from spurline.data.orders.reward_adaptive import RewardAdaptiveOrder
 from spurline.errors import ConfigError
 from spurline.protocols.order import ScoredDraw
 from spurline.run.build import build_data
 from spurline.run.checkpoints.checkpoint import CheckpointStore
 from spurline.run.checkpoints.state_files import read_state
+from spurline_rl.reward_adaptive import RewardAdaptiveOrder
 
 Spurline = Callable[..., tuple[int, str, str]]
 WriteConfig = Callable[[dict[str, Any]], Path]

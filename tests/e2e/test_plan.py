@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from spurline.backends.local.configs import LocalBackendConfig
 from spurline.config.loading import load_config
 from spurline.errors import CheckpointError
 from spurline.run.checkpoints.checkpoint import CheckpointStore
-from spurline.run.planning.fit import peak_memory
-from spurline.run.planning.plan import make_plan
-from spurline.testing.inputs import write_tiny_moe_model
+from spurline_models.local.configs import LocalBackendConfig
+from spurline_models.testing.inputs import write_tiny_moe_model
+from spurline_planning.fit import peak_memory
+from spurline_planning.plan import make_plan
+from spurline_planning.protocols import planned
 
 Spurline = Callable[..., tuple[int, str, str]]
 WriteConfig = Callable[[dict[str, Any]], Path]
@@ -83,8 +84,9 @@ def test_microbatches_bound_the_activations_of_rollouts(rl_config: dict[str, Any
 
     def activations(**backend: int) -> int:
         loaded = load_config(rl_config | {"backend": rl_config["backend"] | backend})
-        update = loaded.config.source.largest_update(loaded.config, 25, 512)
-        assert update is not None
+        rollouts = planned(loaded.config.source)
+        assert rollouts is not None
+        update = rollouts.largest_update(loaded.config, 25, 512)
         return loaded.config.backend.estimate_memory(loaded.config, update.row_length, update.tokens)["activations"]
 
     assert activations() == 8 * activations(rows_per_microbatch=1)
@@ -132,7 +134,7 @@ def test_a_row_that_is_no_prompt_is_found_before_anything_is_generated(
 def test_a_plan_finds_broken_weights(
     spurline: Spurline, write_config: WriteConfig, base_config: dict[str, Any], tmp_path: Path
 ) -> None:
-    from spurline.testing.inputs import write_tiny_model
+    from spurline_models.testing.inputs import write_tiny_model
 
     folder = write_tiny_model(tmp_path / "broken")
     (folder / "model.safetensors").write_bytes(b"")
@@ -144,7 +146,7 @@ def test_a_plan_finds_broken_weights(
 def test_a_plan_sizes_a_run_whose_weights_are_not_there_yet(
     spurline: Spurline, write_config: WriteConfig, base_config: dict[str, Any], tmp_path: Path
 ) -> None:
-    from spurline.testing.inputs import write_tiny_model
+    from spurline_models.testing.inputs import write_tiny_model
 
     folder = write_tiny_model(tmp_path / "fetched")
     config = write_config(base_config | {"model": {"path": str(folder)}})
@@ -193,15 +195,15 @@ def test_a_missing_checkpoint_lists_those_there_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("library", "backend", "fix"),
     [
-        ("peft", {"name": "local", "lora": {"rank": 2}}, "pip install 'spurline[lora]'"),
-        ("peft", {"name": "fsdp", "device": "cpu", "lora": {"rank": 2}}, "pip install 'spurline[lora]'"),
-        ("ray", {"name": "fsdp", "device": "cpu", "ranks": 2, "launch": "ray"}, "pip install 'spurline[ray]'"),
+        ("peft", {"name": "local", "lora": {"rank": 2}}, "pip install 'spurline-models[lora]'"),
+        ("peft", {"name": "fsdp", "device": "cpu", "lora": {"rank": 2}}, "pip install 'spurline-models[lora]'"),
+        ("ray", {"name": "fsdp", "device": "cpu", "ranks": 2, "launch": "ray"}, "pip install 'spurline-ranks[ray]'"),
     ],
 )
 def test_a_library_that_the_backend_lacks_is_a_problem_of_the_plan(
     base_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, library: str, backend: dict[str, Any], fix: str
 ) -> None:
-    for module in ("spurline.model.configs", "spurline.ranks.machine"):
+    for module in ("spurline_models.configs", "spurline_models.machine"):
         monkeypatch.setattr(f"{module}.find_spec", lambda name: None if name == library else name)
     plan = make_plan(load_config(base_config | {"plugins": ["fsdp_backend"], "backend": backend}))
     assert any(fix in str(problem) for problem in plan.problems)

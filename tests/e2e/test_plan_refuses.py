@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from spurline import Run, load_config
 from spurline.errors import ConfigError, UserError
-from spurline.model import configs, loading
-from spurline.run.planning.plan import make_plan
-from spurline.testing.inputs import write_tiny_model
+from spurline_models import configs, loading
+from spurline_models.testing.inputs import write_tiny_model
+from spurline_planning.plan import make_plan
 
 Config = dict[str, Any]
 NOWHERE = [{"match": "*nope*", "learning_rate": 1e-4}]
@@ -203,7 +203,7 @@ def test_a_model_that_cannot_be_trained_is_refused_before_its_data_is_read(base_
 def test_a_missing_library_for_adapters_is_said_once(base_config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(configs, "find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "peft", None)
-    monkeypatch.delitem(sys.modules, "spurline.model.adapters.lora", raising=False)
+    monkeypatch.delitem(sys.modules, "spurline_models.adapters.lora", raising=False)
     found, raised = refusals(changed(base_config, {"backend.lora": {}}))
     assert found == [raised]
     assert "needs peft, which is not installed" in raised

@@ -86,7 +86,7 @@ def test_padded_rows_micro_batches_and_the_fast_plugin_learn_what_packed_rows_le
 
 
 def test_a_plan_says_what_is_counted_and_compared(preference_config: dict[str, Any]) -> None:
-    from spurline.run.planning.plan import make_plan
+    from spurline_planning.plan import make_plan
 
     plan = make_plan(load_config(preference_config))
     assert plan.problems == []
@@ -97,7 +97,7 @@ def test_a_plan_says_what_is_counted_and_compared(preference_config: dict[str, A
 
 
 def test_a_plan_counts_pairs_that_prefer_nothing(preference_config: dict[str, Any], tmp_path: Path) -> None:
-    from spurline.run.planning.plan import make_plan
+    from spurline_planning.plan import make_plan
 
     answers = [("good", "bad"), ("fine", "poor"), ("fine", "fine"), ("same", "same")]
     for name, rows in {"clean": answers[:2], "doubtful": answers}.items():

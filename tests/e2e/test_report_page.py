@@ -12,11 +12,11 @@ from headless_browser import CHROMIUM, Browser
 from rl_run_record import RL_SUMMARY, rl_metrics
 
 from spurline.plugins.host import PluginHost
-from spurline.protocols.report_panel import RunRecord
-from spurline.report.comparison import write_comparison
-from spurline.report.document import document
-from spurline.report.figure import line, step_figure
-from spurline.report.page import default_panels, write_report
+from spurline_insight.report.comparison import write_comparison
+from spurline_insight.report.document import document
+from spurline_insight.report.figure import line, step_figure
+from spurline_insight.report.page import default_panels, write_report
+from spurline_insight.report_panel import RunRecord
 
 pytestmark = [pytest.mark.processes, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is on the PATH")]
 pytest.importorskip("websockets", reason="drives the browser")
@@ -43,7 +43,7 @@ def opened(browser: Browser, page: Path) -> None:
 
 def test_the_plots_of_a_run_are_drawn_from_the_file_alone(browser: Browser, tmp_path: Path) -> None:
     registry = PluginHost.load([]).registry
-    panels = [registry.create("report_panel", config) for config in default_panels(registry)]
+    panels = default_panels(registry)
     record = RunRecord(tmp_path, [rl_metrics(step) for step in range(1, 30)], {}, RL_SUMMARY)
     page = write_report(record, panels, tmp_path / "report.html")
     opened(browser, page)

@@ -13,8 +13,8 @@ from run_helpers import StopAfter, assert_same_weights, deterministic, read_metr
 from spurline import Run, load_config
 from spurline.errors import CheckpointError
 from spurline.plugins.hookspecs import hookimpl
-from spurline.report.page import write_run_report
 from spurline.run.directory import RunDirectory
+from spurline_insight.report.page import write_run_report
 
 Spurline = Callable[..., tuple[int, str, str]]
 WriteConfig = Callable[[dict[str, Any]], Path]

@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,13 @@ from safetensors.torch import load_file, save_file
 from warm_runs import WarmRuns
 
 from spurline import Run, load_config
-from spurline.backends.local.configs import LocalBackendConfig
 from spurline.errors import CheckpointError, ConfigError, DataError, RunFailedError
 from spurline.plugins.registry import ComponentRegistrar
+from spurline.protocols.backend import BackendFacts
 from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.source import MODEL_DROPOUT
-from spurline.rl.kept_rollouts import KeptRollouts
+from spurline_models.local.configs import LocalBackendConfig
+from spurline_rl.kept_rollouts import KeptRollouts
 
 Spurline = Callable[..., tuple[int, str, str]]
 WriteConfig = Callable[[dict[str, Any]], Path]
@@ -329,15 +331,17 @@ class ElsewhereConfig(LocalBackendConfig):
     """Computes as `local` does, but its model cannot be borrowed, as if it were in other processes."""
 
     name: str = "elsewhere"
-    lends_model = False
-    lends_parameters = False
+
+    @property
+    def facts(self) -> BackendFacts:
+        return replace(super().facts, lends_model=False, lends_parameters=False)
 
 
 def test_an_engine_with_a_copy_of_the_weights_trains_what_one_that_shares_them_does(
     rl_config: dict[str, Any], spurline_chat_file: Path, tmp_path: Path
 ) -> None:
     def register(registry: ComponentRegistrar) -> None:
-        registry.add(ElsewhereConfig, "spurline.backends.local.backend:LocalBackend")
+        registry.add(ElsewhereConfig, "spurline_models.local.backend:LocalBackend")
 
     rl_config["data"]["eval"] = str(spurline_chat_file)
     rl_config["source"]["held_out"] = HELD_OUT
@@ -363,7 +367,7 @@ def test_an_engine_with_a_copy_of_narrow_weights_samples_from_what_masters_are_r
     rl_config: dict[str, Any], tmp_path: Path
 ) -> None:
     def register(registry: ComponentRegistrar) -> None:
-        registry.add(ElsewhereConfig, "spurline.backends.local.backend:LocalBackend")
+        registry.add(ElsewhereConfig, "spurline_models.local.backend:LocalBackend")
 
     rl_config |= {"steps": 2, "report": {"enabled": False}}
     rl_config["source"]["engine"]["precision"] = "bf16"

@@ -10,7 +10,7 @@ from run_helpers import assert_same_weights, deterministic, read_metrics
 
 from spurline import Run, load_config
 from spurline.errors import ConfigError, ModelError
-from spurline.testing import write_tiny_moe_model
+from spurline_models.testing import write_tiny_moe_model
 
 
 @pytest.fixture

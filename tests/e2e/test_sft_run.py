@@ -19,7 +19,7 @@ from spurline import Run, load_config
 from spurline.errors import HookFailedError, RunFailedError
 from spurline.plugins.hookspecs import hookimpl
 from spurline.run import run
-from spurline.run.planning.plan import make_plan
+from spurline_planning.plan import make_plan
 
 Spurline = Callable[..., tuple[int, str, str]]
 WriteConfig = Callable[[dict[str, Any]], Path]
@@ -130,7 +130,7 @@ def test_resuming_another_runs_checkpoint_into_a_used_run_dir_is_refused(
 def test_a_resume_that_fails_to_load_sets_nothing_aside(
     spurline: Spurline, write_config: WriteConfig, base_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from spurline.backends.local.backend import LocalBackend
+    from spurline_models.local.backend import LocalBackend
 
     path = write_config(base_config)
     spurline("train", path)
@@ -199,7 +199,7 @@ def test_metrics_that_hooks_see_are_read_only(base_config: dict[str, Any]) -> No
 def test_a_failing_evaluation_does_not_cost_the_training_before_it(
     base_config: dict[str, Any], spurline_chat_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from spurline.rl.rewards.matching import ExactMatch
+    from spurline_rl.rewards.matching import ExactMatch
 
     async def broken(self: ExactMatch, answer: Any) -> float:
         raise KeyError("answer")
@@ -221,8 +221,8 @@ def test_a_failing_evaluation_does_not_cost_the_training_before_it(
 
 
 def test_the_report_of_a_killed_run_says_so(base_config: dict[str, Any]) -> None:
-    from spurline.report.page import write_run_report
     from spurline.run.directory import RunDirectory
+    from spurline_insight.report.page import write_run_report
 
     Run(load_config(base_config)).train()
     run_dir = Path(base_config["run_dir"])

@@ -18,7 +18,7 @@ import psutil
 import pytest
 from run_helpers import read_metrics, wait_for
 
-from spurline.testing.inputs import write_tiny_model
+from spurline_models.testing.inputs import write_tiny_model
 
 pytest.importorskip("ray")
 pytestmark = [

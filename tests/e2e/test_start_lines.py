@@ -55,9 +55,9 @@ def test_a_start_says_what_takes_time(
 def test_what_takes_long_to_start_is_said_again_until_it_is_done(
     base_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from spurline.backends.local.backend import LocalBackend
     from spurline.config.loading import load_config
     from spurline.run.run import Run
+    from spurline_models.local.backend import LocalBackend
 
     said: list[str] = []
     again = threading.Event()

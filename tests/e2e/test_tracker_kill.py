@@ -125,7 +125,7 @@ def trackio_values() -> list[tuple[str, int]]:
 
 
 def swanlab_values(run_dir: Path) -> list[tuple[str, int]]:
-    from spurline.trackers.swanlab import scalars
+    from spurline_trackers.swanlab import scalars
 
     files = sorted((run_dir / "swanlab").glob("run-*/*.swanlab"))
     assert len(files) == 2

@@ -16,16 +16,17 @@ import pytest
 from headless_browser import CHROMIUM, Browser
 from viewed_runs import add_step, member, write_run
 
-from spurline.rl.kept_rollouts import ROLLOUTS_FILE
 from spurline.run.directory import RunDirectory
+from spurline_rl.kept_rollouts import ROLLOUTS_FILE
 
-pytest.importorskip("uvicorn", reason="needs the extra spurline[view]")
+pytest.importorskip("uvicorn", reason="needs the extra spurline-insight[view]")
 
 import uvicorn
 
-from spurline.view import app, server
-from spurline.view.guard import Guard
-from spurline.view.runs import open_runs
+from spurline_insight.view import app, server
+from spurline_insight.view.guard import Guard
+from spurline_insight.view.runs import open_runs
+from spurline_planning.shown_data import viewing as samples
 
 pytestmark = pytest.mark.processes
 
@@ -74,7 +75,7 @@ def test_a_reader_asks_for_samples_and_sees_which_tokens_are_trained(
     pair = [{"kind": kind, **sequence} for kind in ("chosen", "rejected")]
     read = {"facts": ["x" * 300], "rows": [{"title": "step 1, row 1 of 1", "length": 16, "sequences": pair}]}
     asked: list[Path] = []
-    monkeypatch.setattr(app, "read_samples", lambda run_dir: asked.append(run_dir) or read)
+    monkeypatch.setattr(samples, "read_samples", lambda run_dir: asked.append(run_dir) or read)
     run = write_run(tmp_path / "run", 1)
     with server._listening(0) as listener, closing(Browser(tmp_path / "profile")) as page:
         port = listener.getsockname()[1]

@@ -11,7 +11,7 @@ from spurline.data.collators.packed import PackedCollator
 from spurline.data.configs import PackedCollatorConfig
 from spurline.protocols.collator import ParallelLayout
 from spurline.testing.collator_contract import assert_batches_equal
-from spurline.testing.inputs import make_view
+from spurline.testing.samples import make_view
 from spurline_collation_fast.collators import FastPackedCollator
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -16,14 +16,14 @@ pytest.importorskip("vllm")
 from backend_batches import run_config
 
 from spurline.config.run_config import ModelConfig
-from spurline.data.tokenizer import load_tokenizer
-from spurline.protocols.rollout_engine import GenerationResult
-from spurline.testing.inputs import write_tiny_model
-from spurline.testing.rollout_engine_contract import PROMPTS, model_logprobs, request
 from spurline_async_rl.engines.configs import VllmEngineConfig
 from spurline_async_rl.engines.vllm.engine import VllmEngine
 from spurline_async_rl.weights.configs import SharedMemorySyncConfig
 from spurline_async_rl.weights.shared_memory import SharedMemorySync
+from spurline_models.testing.inputs import write_tiny_model
+from spurline_rl.protocols.rollout_engine import GenerationResult
+from spurline_rl.testing.rollout_engine_contract import PROMPTS, model_logprobs, request
+from spurline_text.tokenizer import load_tokenizer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

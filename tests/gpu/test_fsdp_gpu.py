@@ -16,16 +16,18 @@ import pytest
 import torch
 from fsdp_layouts import LONG, in_bf16
 
-from spurline.data.dealing import deal
 from spurline.errors import RankFailedError
 from spurline.protocols.backend import Backend, Role, YieldsDevice
-from spurline.ranks.group import RankRequest, TimeLimits
-from spurline.ranks.launch import open_ranks
-from spurline.ranks.messages import plain_objective, plain_run
-from spurline.testing import BackendContract, write_tiny_model, write_tiny_moe_model
-from spurline.testing.backend_cases import assert_critics_close, minibatch, values_batch, weights_of, without_times
-from spurline.testing.backend_runs import backend_run, opened
+from spurline.protocols.ranks import RankRequest
 from spurline_fsdp_backend.configs import FsdpBackendConfig
+from spurline_models.dealing import deal
+from spurline_models.testing import write_tiny_model, write_tiny_moe_model
+from spurline_ranks.group import TimeLimits
+from spurline_ranks.launch import open_ranks
+from spurline_ranks.messages import plain_objective, plain_run
+from spurline_rl.testing import BackendContract
+from spurline_rl.testing.backend_cases import assert_critics_close, minibatch, values_batch, weights_of, without_times
+from spurline_rl.testing.backend_runs import backend_run, opened
 
 NUM_GPUS = torch.cuda.device_count()
 
@@ -55,7 +57,7 @@ class ContractOnGpus(BackendContract):
 
     @contextmanager
     def local(self, model: Path, *, critic: bool = False) -> Iterator[Backend]:
-        with opened(backend_run(model, {"name": "core/local", "device": "cuda"}, critic=critic)) as (backend, _):
+        with opened(backend_run(model, {"name": "models/local", "device": "cuda"}, critic=critic)) as (backend, _):
             yield backend
 
 
@@ -100,8 +102,8 @@ RANKS = [1, pytest.param(2, marks=needs(2)), pytest.param(4, marks=needs(4))]
 @pytest.mark.parametrize("ranks", RANKS)
 def test_bf16_steps_stay_near_those_of_one_gpu_in_bf16(spurline_tiny_model: Path, ranks: int, compiled: bool) -> None:
     run = backend_run(spurline_tiny_model, on(ranks, precision="bf16", compile=compiled), ("fsdp_backend",))
-    alone = backend_run(spurline_tiny_model, {"name": "core/local", "device": "cuda", "precision": "bf16"})
-    exact = backend_run(spurline_tiny_model, {"name": "core/local", "device": "cuda"})
+    alone = backend_run(spurline_tiny_model, {"name": "models/local", "device": "cuda", "precision": "bf16"})
+    exact = backend_run(spurline_tiny_model, {"name": "models/local", "device": "cuda"})
     with opened(run) as (backend, layout), opened(alone) as (local, _), opened(exact) as (reference, _):
         batch, _ = minibatch("packed", layout)
         # The half-precision attention kernel is another one than that of fp32.
@@ -122,7 +124,7 @@ def test_steps_by_fused_kernels_are_those_of_one_gpu_without(
 ) -> None:
     pytest.importorskip("liger_kernel", reason="the extra liger is not installed")
     run = backend_run(spurline_tiny_model, on(ranks, precision="fp32", probe=True, **settings), ("fsdp_backend",))
-    alone = backend_run(spurline_tiny_model, {"name": "core/local", "device": "cuda", "kernels": "none"})
+    alone = backend_run(spurline_tiny_model, {"name": "models/local", "device": "cuda", "kernels": "none"})
     with opened(run) as (backend, layout), opened(alone) as (local, _):
         for step in range(3):
             found, expected = (one.update(*minibatch("packed", layout, step)) for one in (backend, local))
@@ -145,7 +147,9 @@ def test_the_reference_in_bf16_is_the_policy_before_training_over_long_rows(
 def test_adapters_on_files_of_bf16_train_as_on_one_gpu_over_long_rows(tmp_path: Path, ranks: int, targets: Any) -> None:
     model = in_bf16(write_tiny_model(tmp_path))
     lora = {"rank": 4, "alpha": 8.0, "target_modules": targets}
-    alone = backend_run(model, {"name": "core/local", "device": "cuda", "precision": "fp32", "lora": lora}, critic=True)
+    alone = backend_run(
+        model, {"name": "models/local", "device": "cuda", "precision": "fp32", "lora": lora}, critic=True
+    )
     run = backend_run(model, on(ranks, lora=lora), ("fsdp_backend",), critic=True)
     roles: tuple[Role, ...] = ("policy", "reference", "critic")
     with opened(run) as (backend, layout), opened(alone) as (local, _):

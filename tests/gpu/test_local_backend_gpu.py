@@ -9,16 +9,16 @@ import pytest
 import torch
 from backend_batches import excite, lay_out, local_backend, make_samples, write_model_folder
 
-from spurline.backends.local.backend import LocalBackend
 from spurline.errors import ConfigError
-from spurline.losses.configs import CrossEntropyConfig
-from spurline.losses.cross_entropy import CrossEntropy
-from spurline.model.configs import LoraConfig
-from spurline.model.holding.quantized_weights import quantized_layers
-from spurline.model.streams import segment_attention
-from spurline.optimizers.configs import AdamW8BitConfig, AdamWConfig, MuonConfig, SgdConfig
 from spurline.protocols.loss import Objective
 from spurline.protocols.optimizer import OptimizerConfig
+from spurline_models.configs import LoraConfig
+from spurline_models.holding.quantized_weights import quantized_layers
+from spurline_models.local.backend import LocalBackend
+from spurline_models.losses.configs import CrossEntropyConfig
+from spurline_models.losses.cross_entropy import CrossEntropy
+from spurline_models.optimizers.configs import AdamW8BitConfig, AdamWConfig, MuonConfig, SgdConfig
+from spurline_models.streams import segment_attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

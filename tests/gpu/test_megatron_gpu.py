@@ -22,20 +22,21 @@ from fsdp_layouts import LONG
 from megatron_layouts import write_qwen3, write_qwen3_moe
 from run_helpers import wait_for
 
-from spurline.data.dealing import deal
 from spurline.errors import RankFailedError
 from spurline.protocols.backend import Backend
-from spurline.ranks.launch import open_ranks
-from spurline.ranks.messages import plain_objective, plain_run
-from spurline.testing import BackendContract, write_tiny_model
-from spurline.testing.backend_cases import minibatch, values_batch, weights_of, without_times
-from spurline.testing.backend_runs import backend_run, opened
-from spurline.testing.rollout_engine_contract import PROMPTS, model_logprobs, request
 from spurline_async_rl.weights.configs import CudaIpcSyncConfig, SharedMemorySyncConfig
 from spurline_async_rl.weights.cuda_ipc import CudaIpcSync
 from spurline_async_rl.weights.shared_memory import SharedMemorySync
 from spurline_megatron_backend.backend import MegatronBackend
 from spurline_megatron_backend.configs import MegatronBackendConfig
+from spurline_models.dealing import deal
+from spurline_models.testing import write_tiny_model
+from spurline_ranks.launch import open_ranks
+from spurline_ranks.messages import plain_objective, plain_run
+from spurline_rl.testing import BackendContract
+from spurline_rl.testing.backend_cases import minibatch, values_batch, weights_of, without_times
+from spurline_rl.testing.backend_runs import backend_run, opened
+from spurline_rl.testing.rollout_engine_contract import PROMPTS, model_logprobs, request
 
 NUM_GPUS = torch.cuda.device_count()
 
@@ -47,7 +48,7 @@ pytestmark = [
 
 MIB = 1 << 20
 PLUGINS = ("megatron_backend",)
-LOCAL = {"name": "core/local", "device": "cuda"}
+LOCAL = {"name": "models/local", "device": "cuda"}
 
 
 def needs(gpus: int) -> pytest.MarkDecorator:

@@ -10,13 +10,13 @@ import pytest
 import torch
 from backend_batches import Sample, lay_out, local_backend, run_config, write_model_folder
 
-from spurline.backends.local.configs import LocalBackendConfig
 from spurline.config.run_config import ModelConfig
-from spurline.losses.configs import CrossEntropyConfig
-from spurline.losses.cross_entropy import CrossEntropy
-from spurline.model.configs import LoraConfig
-from spurline.optimizers.configs import AdamW8BitConfig, AdamWConfig
 from spurline.protocols.loss import Objective
+from spurline_models.configs import LoraConfig
+from spurline_models.local.configs import LocalBackendConfig
+from spurline_models.losses.configs import CrossEntropyConfig
+from spurline_models.losses.cross_entropy import CrossEntropy
+from spurline_models.optimizers.configs import AdamW8BitConfig, AdamWConfig
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

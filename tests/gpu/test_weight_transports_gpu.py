@@ -17,17 +17,17 @@ pytest.importorskip("vllm")
 from vllm_engines import vllm_engine
 
 from spurline.config.loading import LoadedConfig, load_config
-from spurline.data.tokenizer import load_tokenizer
-from spurline.protocols.rollout_engine import GenerationResult
-from spurline.protocols.weights import WeightBucket
-from spurline.testing.backend_cases import minibatch
-from spurline.testing.backend_runs import opened
-from spurline.testing.inputs import write_tiny_model
-from spurline.testing.rollout_engine_contract import PROMPTS, model_logprobs, request
 from spurline_async_rl.engines.vllm.engine import VllmEngine
 from spurline_async_rl.weights.collective import CollectiveSync
 from spurline_async_rl.weights.configs import CollectiveSyncConfig, CudaIpcSyncConfig
 from spurline_async_rl.weights.cuda_ipc import CudaIpcSync, HandleMaker, read_handles
+from spurline_models.testing.inputs import write_tiny_model
+from spurline_models.weight_buckets import WeightBucket
+from spurline_rl.protocols.rollout_engine import GenerationResult
+from spurline_rl.testing.backend_cases import minibatch
+from spurline_rl.testing.backend_runs import opened
+from spurline_rl.testing.rollout_engine_contract import PROMPTS, model_logprobs, request
+from spurline_text.tokenizer import load_tokenizer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -9,17 +9,18 @@ from pathlib import Path
 import pytest
 
 from spurline.plugins.host import PluginHost
+from spurline.plugins.official import DEFAULT_PLUGINS, OFFICIAL
 
 KINDS = PluginHost.load([]).registry.kinds
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {path.name: path for path in sorted(ROOT.glob("*/src/*")) + sorted(ROOT.glob("plugins/*/src/*"))}
-PLUGINS = sorted(name.removeprefix("spurline_") for name in PACKAGES if name != "spurline")
+PLUGINS = [name for name in OFFICIAL if name not in DEFAULT_PLUGINS]
 REFUSED_FOLDERS = {"builtin", "utils", "manager"}
 
 
 def component_names(plugins: list[str]) -> dict[str, set[str]]:
-    """Kind -> names of all components of core and of these plugins."""
+    """Kind -> names of all components: of core, of default plugins and of these."""
     names: dict[str, set[str]] = {}
     for entry in PluginHost.load(plugins).registry.entries():
         # Panels are called like what they show, `loss` or `config`, so their names say nothing.
@@ -38,7 +39,7 @@ def checks_of_classes(tree: ast.Module) -> Iterator[tuple[int, str]]:
             if found := sorted(name for name in classes if name.endswith("Config")):
                 yield (
                     node.lineno,
-                    f"{node.func.id} of {', '.join(found)}: declare a property on the kind",
+                    f"{node.func.id} of {', '.join(found)}: say it in the kind's facts",
                 )
 
 
@@ -50,7 +51,7 @@ def probes(tree: ast.Module) -> Iterator[tuple[int, str]]:
         if node.func.id == "getattr":
             asked, name = node.args[:2]
             if isinstance(asked, ast.Attribute) and asked.attr in KINDS and isinstance(name, ast.Constant):
-                yield node.lineno, f"getattr of {ast.unparse(asked)}: declare a property on the kind"
+                yield node.lineno, f"getattr of {ast.unparse(asked)}: say it in the kind's facts"
 
 
 def dotted_names(node: ast.expr) -> list[str]:
@@ -72,9 +73,9 @@ def lists_of_components(tree: ast.Module, names: dict[str, set[str]]) -> Iterato
             continue
         texts = {item.value for item in items if isinstance(item, ast.Constant) and isinstance(item.value, str)}
         for kind, known in names.items():
-            found = sorted(text for text in texts if text.removeprefix("core/") in known)
+            found = sorted(text for text in texts if text.rpartition("/")[2] in known)
             if len(found) > 1:
-                yield node.lineno, f"a list of {kind} names, {', '.join(found)}: declare a property on the kind"
+                yield node.lineno, f"a list of {kind} names, {', '.join(found)}: say it in the kind's facts"
 
 
 def parts_that_declare(tree: ast.Module) -> Iterator[ast.AST]:
@@ -152,7 +153,7 @@ def test_every_folder_is_called_after_its_subject() -> None:
         ("most = getattr(run.collator, 'max_tokens', None)", "getattr of run.collator"),
         ("value = getattr(run.sampling, name)", None),
         ("flat = name in ('packed', 'padded')", "a list of collator names, packed, padded"),
-        ("_OWN = frozenset({'core/cross_entropy', 'dft'})", "a list of loss names, core/cross_entropy, dft"),
+        ("_OWN = frozenset({'models/cross_entropy', 'dft'})", "a list of loss names, dft, models/cross_entropy"),
         ("classes = {'ppo': Ppo, 'gspo': Gspo}", "a list of loss names, gspo, ppo"),
         ("defaults = {'collator': 'rollouts', 'loss': 'ppo'}", None),
         ("mode: Literal['serial', 'async'] = 'serial'", None),
@@ -160,8 +161,8 @@ def test_every_folder_is_called_after_its_subject() -> None:
         ("self._readers = {'shared_memory': read, 'disk': read_file}", None),
         ("ends_here = wire['transport'] in ('shared_memory', 'cuda_ipc')", "a list of weight_sync names"),
         ("needs = ('loss', 'packed')", None),
-        ("from spurline.model._rows import cut", "imports spurline.model._rows.cut, which is private to spurline"),
-        ("from spurline.model.rows import _cut", "imports spurline.model.rows._cut"),
+        ("from spurline_models._rows import cut", "imports spurline_models._rows.cut, which is private to spurline"),
+        ("from spurline_models.rows import _cut", "imports spurline_models.rows._cut"),
         ("import spurline._rows", "imports spurline._rows"),
         ("from spurline import __version__", None),
         ("from spurline_mine.rows import _cut", None),
@@ -179,7 +180,7 @@ def test_the_checks_see_what_they_are_for(text: str, problem: str | None, names:
 
 def test_config_and_the_tables_of_components_may_hold_what_other_files_may_not(names: dict[str, set[str]]) -> None:
     asks, lists = "isinstance(owner, ComponentConfig)", "names = ('packed', 'padded')"
-    assert not complaints(Path("spurline/config/explain.py"), asks, "spurline", names)
+    assert not complaints(Path("spurline/config/error_messages.py"), asks, "spurline", names)
     assert not complaints(Path("spurline/builtin.py"), lists, "spurline", names)
     assert complaints(Path("spurline/builtin.py"), asks, "spurline", names)
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pins import pin_of
 
 ROOT = Path(__file__).parents[2]
-CORE = tomllib.loads((ROOT / "core/pyproject.toml").read_text())["project"]
 NAMES = {
     "megatron": "megatron-core",
     "mlflow": "mlflow-skinny",
@@ -24,6 +25,8 @@ PARTS = {"pydantic_core": "pydantic", "llvmlite": "numba", "msgspec": "vllm"}
 """Modules of libraries that cannot be installed without them: the one fixes the other's version."""
 OF_USERS = {"IPython", "pandas"}
 """Used where a user has them; what needs them says so."""
+RUNS_WITH = {("spurline-preference", "spurline-models")}
+"""A package, and another one with components that every run of it needs."""
 BESIDE = {
     "alembic": "mlflow",
     "opentelemetry-exporter-otlp-proto-http": "opentelemetry",
@@ -35,26 +38,87 @@ BESIDE = {
 
 
 FOLDERS = ["core", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "plugins").iterdir())]
+PROJECTS = {folder: tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"] for folder in FOLDERS}
+OURS = {project["name"]: project for project in PROJECTS.values()}
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_what_is_imported_is_declared_and_nothing_else_is(folder: str) -> None:
-    project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
+    project = PROJECTS[folder]
     own = {project["name"].replace("-", "_")}
     imported = {name for path in (ROOT / folder / "src").rglob("*.py") for name in imports(path)} - own - OF_USERS
     libraries = {PARTS.get(name) or NAMES.get(name) or name.replace("_", "-") for name in imported}
     required = {distribution(entry) for entry in project["dependencies"]}
     extras = [entry for entries in project.get("optional-dependencies", {}).values() for entry in entries]
-    optional = {distribution(entry) for entry in extras} - {"spurline"}
-    assert libraries - required - optional - of_core(extras) == set(), "imported, but not declared"
-    assert required - libraries == set(), "declared, but not imported"
-    assert {name for name in optional - libraries if BESIDE.get(name) not in imported} == set(), "extras not imported"
+    optional = {distribution(entry) for entry in extras}
+    passed_on = {name for entry in extras for name in of_extras(entry)}
+    assert libraries - required - optional - passed_on == set(), "imported, but not declared"
+    run_with = {other for name, other in RUNS_WITH if name == project["name"]}
+    assert required - libraries == run_with, "declared, but not imported"
+    # Extras of core name the usual sets of our own packages.
+    unused = optional - libraries - (OURS.keys() if folder == "core" else required)
+    assert {name for name in unused if BESIDE.get(name) not in imported} == set(), "extras not imported"
 
 
-def of_core(extras: list[str]) -> set[str]:
-    """What extras such as `spurline[ray]` stand for."""
-    passed_on = [found[1] for entry in extras if (found := re.match(r"spurline\[(.+)\]", entry))]
-    return {distribution(entry) for name in passed_on for entry in CORE["optional-dependencies"][name]}
+def test_packages_of_this_project_go_together_by_minor_version() -> None:
+    for folder, project in PROJECTS.items():
+        extras = [entry for entries in project.get("optional-dependencies", {}).values() for entry in entries]
+        for entry in [entry for entry in (*project["dependencies"], *extras) if distribution(entry) in OURS]:
+            pin = pin_of(OURS[distribution(entry)]["version"])
+            assert entry.endswith(pin) or "[" in entry, f"{folder}: {entry}"
+
+
+def test_extras_that_pages_and_messages_name_exist() -> None:
+    """`pip install spurline-models[lora]` is what an error tells a user to type."""
+    pages = [path for pattern in ("README.md", "*/*.md", "plugins/*/README.md") for path in ROOT.glob(pattern)]
+    named = {
+        found
+        for path in [*pages, *(path for folder in FOLDERS for path in (ROOT / folder / "src").rglob("*.py"))]
+        for found in re.findall(r"(?<![\w-])(spurline[\w-]*)\[([\w-]+)\]", path.read_text(encoding="utf-8"))
+    }
+    assert ("spurline-models", "lora") in named
+    assert [entry for entry in named if entry[1] not in OURS[entry[0]].get("optional-dependencies", {})] == []
+
+
+KITS = [folder for folder in FOLDERS if [*(ROOT / folder).glob("src/*/testing/__init__.py")]]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("folder", KITS)
+def test_a_contract_kit_needs_no_more_than_its_package_and_its_extra_for_testing(folder: str) -> None:
+    (kit,) = (ROOT / folder).glob("src/*/testing")
+    modules = [f"{kit.parent.name}.testing.{path.stem}" for path in sorted(kit.glob("*.py")) if path.stem != "__init__"]
+    extras = {name: project.get("optional-dependencies", {}).get("testing", []) for name, project in PROJECTS.items()}
+    brought = {distribution(entry) for entry in (*PROJECTS[folder]["dependencies"], *extras[folder])}
+    absent = {distribution(entry) for entries in extras.values() for entry in entries} - brought
+    program = f"""
+import importlib, sys
+sys.modules.update(dict.fromkeys({absent!r}))
+for name in {modules!r}:
+    importlib.import_module(name)
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, f"without {absent}: {result.stderr}"
+
+
+@pytest.mark.processes
+def test_the_tiny_model_is_written_with_pytest_alone(tmp_path: Path) -> None:
+    program = f"""
+import sys
+sys.modules.update(hypothesis=None, peft=None)
+from pathlib import Path
+from spurline_models.testing.inputs import write_tiny_model
+print(sorted(path.name for path in write_tiny_model(Path({str(tmp_path)!r})).iterdir()))
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert "'model.safetensors'" in result.stdout
+
+
+def of_extras(entry: str) -> set[str]:
+    """What an extra of a package of ours stands for, such as `spurline-ranks[ray]`."""
+    found = re.match(r"(spurline[\w-]*)\[(.+)\]", entry)
+    return {distribution(each) for each in OURS[found[1]]["optional-dependencies"][found[2]]} if found else set()
 
 
 def distribution(requirement: str) -> str:

@@ -27,8 +27,9 @@ from ruamel.yaml import YAML
 from spurline import load_config
 from spurline.cli import app
 from spurline.config.loading import config_model
-from spurline.config.other_names import OTHER_NAMES, key_path
 from spurline.plugins.host import InstalledPlugin, PluginHost, installed_plugins
+from spurline.plugins.official import DEFAULT_PLUGINS
+from spurline_planning.other_names import NAMES, OTHER_NAMES
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted(path.parent for path in ROOT.glob("examples/*/pyproject.toml"))
@@ -38,7 +39,7 @@ PAGES = sorted(
     for path in ROOT.glob(pattern)
 )
 COMPLETION = {"model": {"path": "any"}, "data": {"train": "any.jsonl", "eval": "any.jsonl"}}
-ENTRY_POINT_GROUPS = ("spurline.plugins", "spurline.commands")
+ENTRY_POINT_GROUPS = ("spurline.plugins", "spurline.commands", "spurline.view")
 ROOTS = (ROOT, ROOT / "core/src/spurline", *EXAMPLES)
 """Where the files that a page names may lie."""
 
@@ -103,7 +104,7 @@ def test_names_of_other_trainers_stand_beside_the_settings_that_an_error_would_n
         shown = set(paths_of(parse(block)))
         for comment in re.findall(r"# (.*)", block):
             names = set(re.findall(r"\w+", comment)) & {*OTHER_NAMES}
-            wrong = {name: OTHER_NAMES[name] for name in names if key_path(OTHER_NAMES[name]) not in shown}
+            wrong = {name: OTHER_NAMES[name] for name in names if NAMES.path_of(name) not in shown}
             assert not wrong, comment
             compared |= names
     assert {"num_generations", "save_steps", "lora_r", "kl_loss_coef"} <= compared
@@ -162,7 +163,7 @@ def model() -> type[BaseModel]:
         for folder in EXAMPLES:
             patch.syspath_prepend(str(folder / "src"))
         known = available()
-        return config_model(PluginHost.load(sorted(known), known))
+        return config_model(PluginHost.load(sorted(known.keys() - {*DEFAULT_PLUGINS}), known))
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import importlib.util
 import inspect
 import pydoc
@@ -10,13 +12,14 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-from spurline import testing
-from spurline.plugins import API_VERSION
+from import_graph import imports_in
 
 ROOT = Path(__file__).parents[2]
-PROMISED = Path(__file__).with_name(f"api_{API_VERSION}.txt")
-SUITES = [name for name in testing.__all__ if inspect.isclass(getattr(testing, name))]
+KITS = [
+    importlib.import_module(f"{name}.testing")
+    for name in ("spurline", "spurline_text", "spurline_models", "spurline_rl", "spurline_insight")
+]
+SUITES = [getattr(kit, name) for kit in KITS for name in kit.__all__ if inspect.isclass(getattr(kit, name))]
 
 
 @pytest.fixture(scope="module")
@@ -30,37 +33,44 @@ def generate() -> ModuleType:
     return module
 
 
-def test_nothing_that_the_plugin_interface_promised_has_gone(generate: ModuleType) -> None:
-    gone = sorted({*PROMISED.read_text(encoding="utf-8").splitlines()} - {*generate.public_api()})
-    assert not gone, (
-        f"api={API_VERSION} promises these to plugins, and they are gone or have other parameters:\n  "
-        + "\n  ".join(gone)
-        + "\nKeep them, say under the old name. If they must go: raise API_VERSION, say so in CHANGELOG.md, and take "
-        f"the lines out of {PROMISED.relative_to(ROOT)}. A name that was in no release is only taken out there."
-    )
+LISTS = Path(__file__).with_name("api")
 
 
-def test_the_promise_reaches_what_the_example_plugins_import(generate: ModuleType) -> None:
-    covered = {*generate.covered_modules()}
-    for path in sorted((ROOT / "examples").glob("*/src/*/*.py")):
-        imported = set(re.findall(r"^from (spurline(?:\.[\w.]+)?) import", path.read_text(encoding="utf-8"), re.M))
-        assert imported <= covered, (
-            f"{path.name} imports {sorted(imported - covered)}, which api={API_VERSION} does not cover"
-        )
+@pytest.mark.parametrize("path", sorted(LISTS.iterdir()), ids=lambda path: path.stem)
+def test_packages_import_of_each_other_what_is_listed_and_all_of_that_is_there(
+    path: Path, generate: ModuleType
+) -> None:
+    listed = {line for line in path.read_text(encoding="utf-8").splitlines() if line[:1] != "#"}
+    imported = {*generate.interface()[path.stem]}
+    assert imported - listed == set(), f"imported of {path.stem} and not listed; is it meant for others? See the list"
+    assert listed - imported == set(), f"listed and no longer imported, or with other parameters; see {path.name}"
 
 
-def test_help_on_the_contract_kit_shows_every_suite_and_what_it_takes() -> None:
-    text = pydoc.plain(pydoc.render_doc(testing))
-    assert len(SUITES) >= 15
-    for name in SUITES:
-        assert re.search(rf"class {name}\(", text), name
-        first = (inspect.getdoc(getattr(testing, name)) or "").splitlines()[0]
-        assert first in text, name
+def test_every_package_that_others_import_has_a_list(generate: ModuleType) -> None:
+    assert {*generate.interface()} == {path.stem for path in LISTS.iterdir()}
+    assert {"spurline", "spurline_models", "spurline_rl"} <= {*generate.interface()}
 
 
-@pytest.mark.parametrize("name", SUITES)
-def test_help_on_a_suite_describes_every_attribute_that_a_subclass_may_set(name: str) -> None:
-    suite = getattr(testing, name)
+def test_a_list_that_another_package_goes_beyond_is_seen() -> None:
+    page = "from spurline.errors import ConfigError, listing"
+    (error, listing) = imports_in(ast.parse(page))
+    assert (error.module, error.name, listing.name) == ("spurline.errors", "ConfigError", "listing")
+    (hooks,) = imports_in(ast.parse("if TYPE_CHECKING:\n    from spurline.plugins import hookspecs"))
+    assert (hooks.module, hooks.name, hooks.when) == ("spurline.plugins.hookspecs", None, "type")
+
+
+@pytest.mark.parametrize("kit", KITS, ids=lambda kit: kit.__name__)
+def test_help_on_a_contract_kit_shows_every_suite_and_what_it_takes(kit: ModuleType) -> None:
+    text = pydoc.plain(pydoc.render_doc(kit))
+    suites = [suite for suite in SUITES if suite.__module__.startswith(kit.__name__)]
+    assert suites
+    for suite in suites:
+        assert re.search(rf"class {suite.__name__}\(", text), suite
+        assert (inspect.getdoc(suite) or "").splitlines()[0] in text, suite
+
+
+@pytest.mark.parametrize("suite", SUITES, ids=lambda suite: suite.__name__)
+def test_help_on_a_suite_describes_every_attribute_that_a_subclass_may_set(suite: type) -> None:
     text = inspect.getdoc(suite) or ""
     for attribute, value in inspect.getmembers_static(suite):
         is_setting = not callable(value) and not isinstance(value, (staticmethod, classmethod, property))
@@ -71,7 +81,7 @@ def test_help_on_a_suite_describes_every_attribute_that_a_subclass_may_set(name:
             or "Fixture" in type(value).__name__
         ):
             continue
-        assert attribute in text, f"help({name}) does not say what `{attribute}` is: describe it in the docstring"
+        assert attribute in text, f"help({suite.__name__}) does not say what `{attribute}` is: describe it there"
 
 
 def test_types_in_the_config_reference_are_words_that_a_user_can_write() -> None:

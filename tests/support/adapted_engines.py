@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from vllm_engines import LIMIT_S, START_S, shared_memory, vllm_engine
 
-from spurline.backends.local.configs import LocalBackendConfig
-from spurline.model.configs import LoraConfig
-from spurline.protocols.weight_sync import SyncReport
 from spurline_async_rl.weights.buckets import cut
 from spurline_async_rl.weights.shared_memory import MemoryMaker
+from spurline_models.configs import LoraConfig
+from spurline_models.local.configs import LocalBackendConfig
+from spurline_rl.protocols.weight_sync import SyncReport
 
 Result = TypeVar("Result")
 

@@ -14,10 +14,10 @@ from living_processes import living_below
 from run_helpers import deterministic, read_metrics
 
 from spurline import Run, load_config
-from spurline.rl.kept_rollouts import KeptRollouts
 from spurline.run.checkpoints.state_files import read_state
 from spurline_async_rl.scheduling.scheduler import Scheduler, SchedulerLimits, State
 from spurline_async_rl.source.recordings import groups_of, recorded_step
+from spurline_rl.kept_rollouts import KeptRollouts
 
 FAULTY_REWARDS = '''
 import asyncio, os, random
@@ -96,5 +96,5 @@ def _close(value: Any, other: Any, tolerance: float) -> bool:
 def ranks_of(controller: int) -> list[psutil.Process]:
     """Its ranks: forks of the process that it has started for them."""
     # A fork has the command line of the process that it was forked from.
-    command = "spurline.ranks.rank_server"
+    command = "spurline_ranks.rank_server"
     return [rank for server in living_below(controller, command) for rank in living_below(server.pid, command)]

@@ -14,16 +14,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from spurline.backends.local.backend import LocalBackend
-from spurline.backends.local.configs import LocalBackendConfig
-from spurline.config.cluster import ClusterConfig
-from spurline.config.run_config import DataConfig, ModelConfig, RunConfig
-from spurline.data import configs, text_configs
+from spurline.config.run_config import CriticConfig, DataConfig, ModelConfig, RunConfig
+from spurline.data import configs
 from spurline.data.batch import Ragged, TrainingBatch
-from spurline.losses.configs import CrossEntropyConfig
-from spurline.optimizers.configs import AdamWConfig, ConstantConfig
 from spurline.plugins.host import PluginHost
 from spurline.update.configs import WholeBatchConfig
+from spurline_models.local.backend import LocalBackend
+from spurline_models.local.configs import LocalBackendConfig
+from spurline_models.losses.configs import CrossEntropyConfig
+from spurline_models.optimizers.configs import AdamWConfig, ConstantConfig
+from spurline_ranks.cluster import ClusterConfig
+from spurline_rl.training_configs import RolloutCriticConfig
+from spurline_text import configs as text_configs
 
 VOCABULARY = 61
 
@@ -57,6 +59,7 @@ class _RunConfig(RunConfig):
     """The file's model with a section that a plugin adds, before any union over components is built."""
 
     cluster: ClusterConfig = ClusterConfig()
+    critic: RolloutCriticConfig | CriticConfig | None = None
 
 
 def run_config(model: Path | str, /, **sections: Any) -> RunConfig:
@@ -66,7 +69,7 @@ def run_config(model: Path | str, /, **sections: Any) -> RunConfig:
         "model": ModelConfig(path=str(model), init="random"),
         "data": DataConfig(train=(text_configs.HfDatasetConfig(path="unused.jsonl"),)),
         "steps": 10,
-        "source": configs.SftSourceConfig(),
+        "source": text_configs.SftSourceConfig(),
         "tokenization": text_configs.SequentialTokenizationConfig(),
         "collator": configs.PackedCollatorConfig(),
         "prefetch": configs.SerialPrefetchConfig(),

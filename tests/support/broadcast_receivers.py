@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from spurline.errors import BucketLostError
-from spurline.protocols.rollout_engine import TakesWeights
-from spurline.protocols.weights import WeightBucket
-from spurline.rl.concurrency import in_thread
 from spurline_async_rl.weights.collective import BroadcastReader
+from spurline_models.weight_buckets import WeightBucket
+from spurline_rl.concurrency import in_thread
+from spurline_rl.protocols.rollout_engine import TakesWeights
 
 
 class Weights:

@@ -20,8 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from spurline.data.token_store import SampleBlock, TokenStore, TokenStoreBuilder
-from spurline.protocols.tokenization import Tokenized
+from spurline.data.token_store import SampleBlock, Tokenized, TokenStore, TokenStoreBuilder
 from spurline_collation_fast.cache.folder import TokenCache
 from spurline_collation_fast.cache.layout import CacheKey
 

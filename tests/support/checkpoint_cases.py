@@ -13,7 +13,7 @@ from torch import Tensor
 from spurline.digests import FileDigest
 from spurline.protocols.backend import Backend
 from spurline.protocols.collator import ParallelLayout
-from spurline.testing.backend_cases import minibatch, values_batch, weights_of, without_times
+from spurline_rl.testing.backend_cases import minibatch, values_batch, weights_of, without_times
 
 ONE = ParallelLayout(data=1)
 """Batches of all layouts are the same ones."""

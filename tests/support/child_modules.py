@@ -1,4 +1,4 @@
-"""What child processes of tests/core/ranks/test_child.py do: the first argument names a function of this module."""
+"""What child processes of tests/core/test_child.py do: the first argument names a function of this module."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from spurline.ranks.child import ChildProcess, Parent
+from spurline.child import ChildProcess, Parent
 
 
 def main(parent: Parent) -> None:

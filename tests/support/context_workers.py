@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from spurline.model.architecture import decoder_layers
-from spurline.model.device_profile import device_profile
-from spurline.model.streams.sequence_sharing import check_sharing
-from spurline.ranks.group import Place
 from spurline_fsdp_backend.rank import FsdpRank
+from spurline_models.architecture import decoder_layers
+from spurline_models.device_profile import device_profile
+from spurline_ranks.group import Place
+from spurline_ranks.sequence_sharing import check_sharing
 
 
 class MixingRank(FsdpRank):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from spurline.model.device_profile import DeviceProfile, Transfers
+from spurline_models.device_profile import DeviceProfile, Transfers
 
 
 class Counting(Transfers):

@@ -15,10 +15,10 @@ from backend_batches import Sample, write_model_folder
 from torch import Tensor
 
 from spurline.data.batch import TrainingBatch
-from spurline.protocols.environment import EnvironmentConfig
-from spurline.protocols.rollout_engine import RolloutEngineConfig
-from spurline.rl.advantages.configs import GrpoConfig
-from spurline.rl.configs import RolloutSourceConfig
+from spurline_rl.advantages.configs import GrpoConfig
+from spurline_rl.configs import RolloutSourceConfig
+from spurline_rl.protocols.environment import EnvironmentConfig
+from spurline_rl.protocols.rollout_engine import RolloutEngineConfig
 
 LAYERS, EXPERTS, TOP_K = 2, 8, 3
 

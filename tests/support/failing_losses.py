@@ -16,10 +16,10 @@ from pydantic import Field
 from torch import Tensor
 
 from spurline.errors import DataError
-from spurline.losses.configs import CrossEntropyConfig
-from spurline.losses.cross_entropy import CrossEntropy
 from spurline.plugins import API_VERSION, ComponentRegistrar, Plugin, hookimpl
 from spurline.protocols.loss import TokenLossInputs
+from spurline_models.losses.configs import CrossEntropyConfig
+from spurline_models.losses.cross_entropy import CrossEntropy
 
 PLUGIN = Plugin("failing_losses", api=API_VERSION)
 

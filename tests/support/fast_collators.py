@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig
 from spurline.protocols.collator import Collator, ParallelLayout
-from spurline.testing import BackendContract
-from spurline.testing.inputs import PAD
+from spurline.testing.samples import PAD
 from spurline_collation_fast.collators import FastPackedCollator, FastPaddedCollator
+from spurline_rl.testing import BackendContract
 
 
 class WithFastCollators(BackendContract):

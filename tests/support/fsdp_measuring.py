@@ -11,10 +11,10 @@ from counted_transfers import Counting
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from spurline.data.dealing import RankShare
-from spurline.model.holding import activation_offloading
 from spurline_fsdp_backend.rank import FsdpRank
 from spurline_fsdp_backend.sharded_model import sharded_modules
+from spurline_models.dealing import RankShare
+from spurline_models.holding import activation_offloading
 
 
 class MeasuringRank(FsdpRank):

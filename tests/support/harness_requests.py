@@ -11,11 +11,11 @@ import aiohttp
 from harness_runs import Harness
 from rl_attempts import encode, says
 
-from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult
-from spurline.rl.trajectory import Trajectory
-from spurline.testing.environment_contract import ScriptedEngine
-from spurline.testing.inputs import tiny_tokenizer
-from spurline_async_rl.harness.agents import Session
+from spurline_agents.agents import Session
+from spurline_rl.protocols.rollout_engine import GenerationRequest, GenerationResult
+from spurline_rl.testing.environment_contract import ScriptedEngine
+from spurline_rl.trajectory import Trajectory
+from spurline_text.testing.inputs import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 QUESTION: Any = [{"role": "user", "content": "hello"}]

@@ -12,15 +12,15 @@ import openai
 from rl_attempts import SORT_ROW, core_registry, make_task
 from transformers import PreTrainedTokenizerBase
 
-from spurline.protocols.environment import PolicyHandle
-from spurline.protocols.rollout_engine import Sampling
-from spurline.rl.policy import EnginePolicy
-from spurline.rl.trajectory import Trajectory
-from spurline.testing.environment_contract import ScriptedEngine
-from spurline.testing.inputs import tiny_tokenizer
-from spurline_async_rl.harness.agents import Session
-from spurline_async_rl.harness.configs import HarnessConfig
-from spurline_async_rl.harness.environment import HarnessEnvironment
+from spurline_agents.agents import Session
+from spurline_agents.configs import HarnessConfig
+from spurline_agents.environment import HarnessEnvironment
+from spurline_rl.policy import EnginePolicy
+from spurline_rl.protocols.environment import PolicyHandle
+from spurline_rl.protocols.rollout_engine import Sampling
+from spurline_rl.testing.environment_contract import ScriptedEngine
+from spurline_rl.trajectory import Trajectory
+from spurline_text.testing.inputs import tiny_tokenizer
 
 LIMIT_S = 60.0
 MODULE = "harness_test_agents"

@@ -8,12 +8,12 @@ from typing import Any
 from backend_batches import lay_out, local_backend, make_samples, write_model_folder
 from safetensors.torch import load_file, save_file
 
-from spurline.backends.local.backend import LocalBackend
 from spurline.config.run_config import ModelConfig
-from spurline.losses.configs import CrossEntropyConfig
-from spurline.losses.cross_entropy import CrossEntropy
-from spurline.model.configs import LoraConfig
 from spurline.protocols.loss import Objective
+from spurline_models.configs import LoraConfig
+from spurline_models.local.backend import LocalBackend
+from spurline_models.losses.configs import CrossEntropyConfig
+from spurline_models.losses.cross_entropy import CrossEntropy
 
 OBJECTIVE = Objective(CrossEntropy(CrossEntropyConfig()), 9.0)
 

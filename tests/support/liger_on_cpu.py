@@ -19,9 +19,9 @@ import triton.language as tl
 from backend_batches import excite, lay_out, local_backend, make_samples, write_model_folder
 from triton.runtime import interpreter
 
-from spurline.losses.configs import CrossEntropyConfig
-from spurline.losses.cross_entropy import CrossEntropy
 from spurline.protocols.loss import Objective
+from spurline_models.losses.configs import CrossEntropyConfig
+from spurline_models.losses.cross_entropy import CrossEntropy
 
 
 def complete_interpreter() -> None:

@@ -13,13 +13,13 @@ from typing import Any
 
 from scripted_members import ENDS, Tokenizer, next_token
 
-from spurline.protocols.rollout_engine import GenerationRequest
-from spurline.protocols.weights import WeightBucket
-from spurline.rl.engines.in_process.response import Written
 from spurline_async_rl.engines.child.main import Child
 from spurline_async_rl.engines.child.member import ChildMember
 from spurline_async_rl.engines.configs import ChildProcessEngineConfig
 from spurline_async_rl.engines.pool import EnginePool
+from spurline_models.weight_buckets import WeightBucket
+from spurline_rl.engines.in_process.response import Written
+from spurline_rl.protocols.rollout_engine import GenerationRequest
 
 LIMITS = {"start_timeout_s": 5.0, "generate_timeout_s": 30.0, "pause_timeout_s": 5.0, "update_timeout_s": 5.0}
 PROMPT = 2

@@ -13,12 +13,12 @@ from every_run import SOAK
 from torch import Tensor
 
 from spurline.data.batch import TrainingBatch
-from spurline.losses.log_ratios import correct_batch
 from spurline.plugins.host import PluginHost
 from spurline.protocols.backend import Backend
 from spurline.protocols.loss import Objective
-from spurline.testing.backend_cases import assert_gradients_close
 from spurline.update.reduction import REDUCTIONS, fixed_norm, reduce_corrected
+from spurline_rl.losses.batch_log_ratios import correct_batch
+from spurline_rl.testing.backend_cases import assert_gradients_close
 
 REGISTRY = PluginHost.load([]).registry
 EXTRAS: dict[str, Any] = {"kl": {"coefficient": 0.1}, "entropy_coefficient": 0.05}

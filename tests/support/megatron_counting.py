@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from spurline.ranks.group import Place
 from spurline_megatron_backend.open_rank import open_rank
+from spurline_ranks.group import Place
 
 
 def counting(place: Place, plain_run: Mapping[str, Any], total_updates: int) -> Any:

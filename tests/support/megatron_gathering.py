@@ -16,15 +16,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from spurline.model.pieces import Box
-from spurline.model.weights import NamedWeights
-from spurline.ranks.group import Place
-from spurline.ranks.publishing import Publishing
-from spurline.ranks.weight_gathering import WeightGathering
 from spurline_megatron_backend.architecture import Architecture
 from spurline_megatron_backend.grid import Grid
 from spurline_megatron_backend.parts import held_parameters
 from spurline_megatron_backend.weight_gathering import Held, WeightsOfRanks
+from spurline_models.weights import NamedWeights
+from spurline_ranks.group import Place
+from spurline_ranks.pieces import Box
+from spurline_ranks.publishing import Publishing
+from spurline_ranks.weight_gathering import WeightGathering
 
 Message = tuple[str, int, int]
 """What a rank did (isend, irecv), with which other one, and bytes."""

@@ -16,8 +16,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, LlamaConfig
 
-from spurline.model.streams.sequence_sharing import SequenceSharing
-from spurline.ranks.group import Place
 from spurline_megatron_backend.architecture import read_architecture
 from spurline_megatron_backend.configs import MegatronBackendConfig
 from spurline_megatron_backend.core_attention import SegmentCoreAttention, StreamParams, packed_params
@@ -26,6 +24,8 @@ from spurline_megatron_backend.model_building import build_parts
 from spurline_megatron_backend.parallel_state import Groups
 from spurline_megatron_backend.rotary import Rotary
 from spurline_megatron_backend.vocab_parallel import VocabularyLogprobs
+from spurline_ranks.group import Place
+from spurline_ranks.sequence_sharing import SequenceSharing
 
 
 class _Copied(torch.autograd.Function):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from spurline.testing.inputs import write_model, write_tiny_model, write_tiny_moe_model
+from spurline_models.testing.inputs import write_model, write_tiny_model, write_tiny_moe_model
 
 LLAMA3_ROPE: dict[str, Any] = {
     "rope_type": "llama3",

@@ -10,9 +10,9 @@ from unittest import mock
 import torch.distributed as dist
 
 from spurline.protocols.backend import Role
-from spurline.ranks.group import Place
 from spurline_megatron_backend import open_rank
 from spurline_megatron_backend.checkpoint import Models, SavedModel, read_fitting
+from spurline_ranks.group import Place
 
 
 def open_losing_rank(place: Place, plain_run: Mapping[str, Any], total_updates: int) -> Any:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from spurline.data.dealing import RankShare
-from spurline.ranks.group import Place
 from spurline_megatron_backend.open_rank import open_rank
+from spurline_models.dealing import RankShare
+from spurline_ranks.group import Place
 
 if TYPE_CHECKING:
     from spurline_megatron_backend.rank import MegatronRank

@@ -14,8 +14,8 @@ from typing import Any
 
 from failing_losses import fail
 
-from spurline.ranks.group import Place
 from spurline_megatron_backend.open_rank import open_rank
+from spurline_ranks.group import Place
 
 RUNS_THAT_GO_WELL = 2
 """Of all its micro-batches, forward or forward and backward."""

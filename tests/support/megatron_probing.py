@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from spurline.errors import ModelError
-from spurline.model.streams.token_stream import SegmentPlan, TokenStream, plan_segments
-from spurline.ranks.group import Place
 from spurline_megatron_backend.open_rank import open_rank
+from spurline_models.streams.token_stream import SegmentPlan, TokenStream, plan_segments
+from spurline_ranks.group import Place
 
 
 def probing(place: Place, plain_run: Mapping[str, Any], total_updates: int) -> Any:

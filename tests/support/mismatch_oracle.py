@@ -1,6 +1,6 @@
 """Corrections and metrics of tokens over whole `[rows, length]` columns, with no blocks and nothing shared.
 
-What `spurline.losses.corrections` and `spurline.rl.token_metrics` must give to the bit.
+What `spurline_rl.losses.corrections` and `spurline_rl.token_metrics` must give to the bit.
 """
 
 from __future__ import annotations

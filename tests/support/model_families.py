@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from spurline.model.streams.stream_model import Reading
+from spurline_models.streams.stream_model import Reading
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": 128,

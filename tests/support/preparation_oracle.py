@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spurline.data.batch import TrainingBatch
-from spurline.data.collators.padded import RolloutsCollator
-from spurline.protocols.advantage import Advantage
 from spurline.protocols.backend import Role
 from spurline.protocols.collator import ParallelLayout
-from spurline.rl.configs import RolloutsCollatorConfig
-from spurline.rl.trajectory import Group, Trajectory, Turn, merge_turns, with_turns
-from spurline.testing.inputs import PAD
+from spurline.testing.samples import PAD
+from spurline_rl.configs import RolloutsCollatorConfig
+from spurline_rl.protocols.advantage import Advantage
+from spurline_rl.rollouts_collator import RolloutsCollator
+from spurline_rl.trajectory import Group, Trajectory, Turn, merge_turns, with_turns
 
 Row = dict[str, NDArray[Any]]
 """One row without padding: column -> values [tokens]."""

@@ -9,8 +9,9 @@ import threading
 import time
 from pathlib import Path
 
-from spurline.ranks.group import RankRequest, TimeLimits
-from spurline.ranks.processes import LocalRanks
+from spurline.protocols.ranks import RankRequest
+from spurline_ranks.group import TimeLimits
+from spurline_ranks.processes import LocalRanks
 
 
 def main(out: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from spurline.errors import DataError, SpurlineError
-from spurline.ranks.group import Place
+from spurline_ranks.group import Place
 
 
 class TwoPartError(SpurlineError):

@@ -9,8 +9,9 @@ import json
 import sys
 from pathlib import Path
 
-from spurline.ranks.group import ClusterRequest, RankRequest, RuntimeEnv, TimeLimits
-from spurline.ranks.launch import open_ranks
+from spurline.protocols.ranks import RankRequest
+from spurline_ranks.group import ClusterRequest, RuntimeEnv, TimeLimits
+from spurline_ranks.launch import open_ranks
 
 out, folder = sys.argv[1:]
 env = RuntimeEnv({"SAID_TO_RANKS": "yes"}, folder)

@@ -7,11 +7,11 @@ import os
 import sys
 from collections.abc import AsyncGenerator, Sequence
 
-from spurline.protocols.rollout_engine import Sampling
 from spurline_async_rl.engines.commands import Command
 from spurline_async_rl.engines.vllm.launch import PlainSpec
 from spurline_async_rl.engines.vllm.member import Delta
 from spurline_async_rl.engines.vllm.ray import EngineActor
+from spurline_rl.protocols.rollout_engine import Sampling
 
 TOKEN_S = 0.02
 """Seconds of one token."""

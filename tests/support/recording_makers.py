@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spurline.protocols.weights import MakerChoice, TensorPlace, WeightBucket
 from spurline_async_rl.weights.buckets import bucket_bytes
+from spurline_models.weight_buckets import MakerChoice, TensorPlace, WeightBucket
 
 MAKER = f"{__name__}:RecordingMaker"
 

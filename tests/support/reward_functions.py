@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from spurline.protocols.evaluation import HeldOutEvaluation
-from spurline.protocols.reward import Answer
+from spurline.protocols.held_out import HeldOutEvaluation
+from spurline_rl.protocols.reward import Answer
 
 release = threading.Event()
 """Lets `hangs` go, so that no thread outlives its test."""

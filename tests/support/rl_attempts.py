@@ -12,15 +12,15 @@ from transformers import PreTrainedTokenizerBase
 from spurline.config.run_config import DatasetConfig
 from spurline.plugins.host import PluginHost
 from spurline.plugins.registry import Registry
-from spurline.protocols.environment import Task
-from spurline.protocols.rollout_engine import GenerationRequest, Sampling
-from spurline.rl.policy import EnginePolicy
-from spurline.testing.environment_contract import ScriptedEngine
-from spurline.testing.inputs import tiny_tokenizer
+from spurline_rl.policy import EnginePolicy
+from spurline_rl.protocols.environment import Task
+from spurline_rl.protocols.rollout_engine import GenerationRequest, Sampling
+from spurline_rl.testing.environment_contract import ScriptedEngine
+from spurline_text.testing.inputs import tiny_tokenizer
 
 T = TypeVar("T")
 
-TEMPLATES = Path(__file__).parents[1] / "core" / "data" / "chat_templates"
+TEMPLATES = Path(__file__).parents[1] / "plugins" / "text" / "chat_templates"
 SORT_ROW = {"messages": [{"role": "user", "content": "Sort: 3 1 2"}, {"role": "assistant", "content": "1 2 3"}]}
 
 
@@ -30,7 +30,7 @@ def run(coroutine: Coroutine[Any, Any, T], limit_s: float = 60.0) -> T:
 
 
 def tokenizer_with(template: str) -> PreTrainedTokenizerBase:
-    """The byte-level test tokenizer with a template of tests/core/data/chat_templates."""
+    """The byte-level test tokenizer with a template of tests/plugins/text/chat_templates."""
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text().rstrip("\n")
     return tokenizer

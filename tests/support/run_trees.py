@@ -15,7 +15,7 @@ import psutil
 from run_helpers import num_lines, wait_for
 from warm_runs import WarmRuns
 
-from spurline.ranks import child
+from spurline import child
 
 Order = Literal["controller", "a child, later the controller", "children first", "any order", "all at once"]
 ORDERS: tuple[Order, ...] = get_args(Order)

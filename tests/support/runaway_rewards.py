@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from spurline.errors import DataError
-from spurline.protocols.reward import Answer
+from spurline_rl.protocols.reward import Answer
 
 calls = 0
 

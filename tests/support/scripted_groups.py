@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from spurline.config.run_config import DatasetConfig
-from spurline.protocols.environment import PolicyHandle, Task
-from spurline.protocols.rollout_engine import GenerationRequest, Sampling
-from spurline.rl.group_runner import GivenUpPrompts, GroupRunner, Outcome
-from spurline.rl.policy import EnginePolicy
-from spurline.rl.scoring import score
-from spurline.rl.trajectory import Trajectory
-from spurline.testing.environment_contract import ScriptedEngine
+from spurline_rl.group_runner import GivenUpPrompts, GroupRunner, Outcome
+from spurline_rl.policy import EnginePolicy
+from spurline_rl.protocols.environment import PolicyHandle, Task
+from spurline_rl.protocols.rollout_engine import GenerationRequest, Sampling
+from spurline_rl.scoring import score
+from spurline_rl.testing.environment_contract import ScriptedEngine
+from spurline_rl.trajectory import Trajectory
 
 Behaviour = Callable[[Task, PolicyHandle], Awaitable[Any]]
 

@@ -10,10 +10,6 @@ from typing import Any
 from scripted_members import ScriptedMember, World
 
 from spurline.errors import RunFailedError
-from spurline.protocols.rollout_engine import GenerationRequest
-from spurline.protocols.weight_sync import SyncReport
-from spurline.protocols.weights import PublishedPart, WeightBucket
-from spurline.rl.trajectory import FinishReason
 from spurline_async_rl.engines.commands import Command, Sleep, WakeCache, WakeWeights
 from spurline_async_rl.engines.member import EngineDiedError
 from spurline_async_rl.engines.pool import EnginePool
@@ -21,6 +17,10 @@ from spurline_async_rl.engines.progress import Progress
 from spurline_async_rl.source.loop_thread import LoopThread
 from spurline_async_rl.weights.buckets import BucketSync
 from spurline_async_rl.weights.configs import BucketSyncConfig
+from spurline_models.weight_buckets import PublishedPart, WeightBucket
+from spurline_rl.protocols.rollout_engine import GenerationRequest
+from spurline_rl.protocols.weight_sync import SyncReport
+from spurline_rl.trajectory import FinishReason
 
 EVERYTHING = frozenset({"weights", "cache"})
 

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spurline.model.device_profile import device_profile
-from spurline.model.streams.segment_attention import Scores, attend_segments
-from spurline.model.streams.sequence_sharing import SequenceSharing
-from spurline.model.streams.token_stream import TokenStream, plan_segments
-from spurline.ranks.group import Place
+from spurline_models.device_profile import device_profile
+from spurline_models.streams.segment_attention import Scores, attend_segments
+from spurline_models.streams.token_stream import TokenStream, plan_segments
+from spurline_ranks.group import Place
+from spurline_ranks.sequence_sharing import SequenceSharing
 
 PROFILE = device_profile("cpu", "fp64")
 HEAD_SIZE = 8

@@ -8,12 +8,13 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from spurline.config.run_config import DataConfig
-from spurline.data.datasets.hf_dataset import HfDataset
-from spurline.data.text_configs import HfDatasetConfig, SequentialTokenizationConfig
-from spurline.data.tokenization import SequentialTokenization
-from spurline.protocols.tokenization import DatasetToTokenize, Tokenized
+from spurline.data.token_store import Tokenized
+from spurline.protocols.tokenization import DatasetToTokenize
 from spurline_collation_fast.configs import ParallelTokenizationConfig
 from spurline_collation_fast.tokenization.parallel import ParallelTokenization
+from spurline_text.configs import HfDatasetConfig, SequentialTokenizationConfig
+from spurline_text.datasets.hf_dataset import HfDataset
+from spurline_text.tokenization import SequentialTokenization
 
 Kind = Literal["sequential", "parallel"]
 

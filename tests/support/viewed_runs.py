@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from spurline.rl.kept_rollouts import ROLLOUTS_FILE
-from spurline.rl.kept_rollouts.blocks import PieceTable, TokenScores, encode, encode_lost
-from spurline.rl.kept_rollouts.members import pack
-from spurline.rl.trajectory import Group, Trajectory, Turn
+from spurline_rl.kept_rollouts import ROLLOUTS_FILE
+from spurline_rl.kept_rollouts.blocks import PieceTable, TokenScores, encode, encode_lost
+from spurline_rl.kept_rollouts.members import pack
+from spurline_rl.trajectory import Group, Trajectory, Turn
 
 END = 256
 """The special token that ends a response."""

@@ -12,19 +12,19 @@ import psutil
 from backend_batches import run_config
 from living_processes import living_below
 
-from spurline.backends.local.configs import LocalBackendConfig
 from spurline.config.run_config import ModelConfig
-from spurline.data.tokenizer import load_tokenizer
 from spurline.errors import DataError
 from spurline.protocols.backend import BackendConfig
-from spurline.testing.engine_update_contract import ModelPair, WeightsOf
-from spurline.testing.inputs import write_tiny_model, write_tiny_moe_model
 from spurline_async_rl.engines.configs import VllmEngineConfig
 from spurline_async_rl.engines.vllm.engine import VllmEngine
 from spurline_async_rl.weights.collective import CollectiveSync
 from spurline_async_rl.weights.configs import CollectiveSyncConfig, DiskSyncConfig, SharedMemorySyncConfig
 from spurline_async_rl.weights.disk import DiskSync
 from spurline_async_rl.weights.shared_memory import SharedMemorySync
+from spurline_models.local.configs import LocalBackendConfig
+from spurline_models.testing.inputs import write_tiny_model, write_tiny_moe_model
+from spurline_rl.testing.engine_update_contract import ModelPair, WeightsOf
+from spurline_text.tokenizer import load_tokenizer
 
 Result = TypeVar("Result")
 

@@ -48,7 +48,7 @@ class WarmChild:
 
 
 class WarmChildren:
-    """Stands in for the module `subprocess` in `spurline.ranks.child`. The process that is forked starts with the
+    """Stands in for the module `subprocess` in `spurline.child`. The process that is forked starts with the
     first child."""
 
     PIPE, TimeoutExpired = subprocess.PIPE, subprocess.TimeoutExpired
@@ -68,7 +68,7 @@ class WarmChildren:
             self._process.wait(60)
 
     def _start(self, command: list[str], **options: Any) -> WarmChild | subprocess.Popen[bytes]:
-        # COMMAND -P -m spurline.ranks.child MODULE ...
+        # COMMAND -P -m spurline.child MODULE ...
         module = command[4]
         if module not in MODULES or options["pass_fds"]:
             return subprocess.Popen(command, **options)
@@ -183,7 +183,7 @@ def _has_ended(pid: int) -> bool:
 def become(order: dict[str, Any]) -> None:
     from setproctitle import setproctitle
 
-    from spurline.ranks import child
+    from spurline import child
 
     setproctitle(" ".join([sys.executable, "-P", "-m", child.__name__, *order["arguments"]]))
     os.environ.clear()

@@ -20,7 +20,7 @@ from typing import Any
 from warm_children import ForkedChildren, find_room_for_titles
 
 import spurline
-from spurline.ranks import child
+from spurline import child
 
 IMPORTED = ("torch", "torch._dynamo", "transformers", "transformers.models.qwen3.modeling_qwen3", "datasets")
 

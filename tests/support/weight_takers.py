@@ -11,12 +11,12 @@ import pytest
 from torch import Tensor
 
 from spurline.protocols.collator import ParallelLayout
-from spurline.protocols.rollout_engine import TakesWeights
-from spurline.protocols.weights import WeightBucket
-from spurline.testing.backend_cases import assert_weights_equal, minibatch, weights_of
 from spurline_async_rl.weights.configs import DiskSyncConfig, SharedMemorySyncConfig
 from spurline_async_rl.weights.disk import DiskSync, read_file
 from spurline_async_rl.weights.shared_memory import MemoryReader, SharedMemorySync
+from spurline_models.weight_buckets import WeightBucket
+from spurline_rl.protocols.rollout_engine import TakesWeights
+from spurline_rl.testing.backend_cases import assert_weights_equal, minibatch, weights_of
 
 
 class Taker(TakesWeights):

@@ -89,10 +89,10 @@ def is_alive(process_id: int) -> bool:
 
 
 def start_and_wait() -> None:
-    from spurline.testing.inputs import tiny_tokenizer
     from spurline_collation_fast.tokenization.chunks import RowLine
     from spurline_collation_fast.tokenization.slice_worker import SliceTask
     from spurline_collation_fast.tokenization.slice_workers import SliceWorkers
+    from spurline_text.testing.inputs import tiny_tokenizer
 
     item = source(TrappedRows(chat_rows(400), {199: "hang", 399: "hang"}))
     task = SliceTask([item], tiny_tokenizer(), data_config(item))

@@ -22,7 +22,7 @@ import typer.core
 
 from spurline.cli_options import OWNS_PROCESS, load
 from spurline.errors import SpurlineError, UserError, listing, suggestion
-from spurline.run.commands import export, train
+from spurline.run.commands import train
 from spurline.terminal import OutputLostError, output_told_apart, printable, write_nowhere
 
 _UsageError: Any = typer.BadParameter.__base__
@@ -52,10 +52,14 @@ def _meant_instead(error: Any) -> str:
 
 def _as_setting(name: str) -> str:
     """The text behind `--set` for a setting that may be known by another trainer's name."""
-    from spurline.config.other_names import OTHER_NAMES
     from spurline.config.run_config import RunConfig
+    from spurline.plugins.host import PluginHost
 
-    meant, _, value = OTHER_NAMES.get(name, name).partition(": ")
+    names: Any = {}
+    # What is wrong with the command line comes before what is wrong with a plugin.
+    with suppress(SpurlineError):
+        names = PluginHost.load([]).registry.other_names.settings
+    meant, _, value = names.get(name, name).partition(": ")
     return f"{meant}={value or 'VALUE'}" if meant.split(".")[0] in RunConfig.model_fields else "KEY=VALUE"
 
 
@@ -76,12 +80,16 @@ class CommandGroup(typer.core.TyperGroup):
         if own is not None:
             return own
         from spurline.plugins.host import installed_commands
+        from spurline.plugins.official import install_command, plugin_with
 
         entry = installed_commands().get(cmd_name)
         if entry is None:
             known = self.list_commands(ctx)
             is_config = cmd_name.endswith((".yaml", ".yml", ".toml"))
             meant = f" Train it with: spurline train {cmd_name}." if is_config else suggestion(cmd_name, known)
+            plugin = plugin_with("command", cmd_name)
+            if plugin is not None:
+                meant = f" The plugin '{plugin}' has it: {install_command(plugin)}."
             raise UserError(f"spurline has no command '{cmd_name}'.{meant} Commands: {listing(known)}.")
         loaded = entry.load()
         if not isinstance(loaded, typer.Typer):
@@ -175,18 +183,14 @@ def schema(
     typer.echo(json.dumps(config_model(PluginHost.load(with_plugin or [])).model_json_schema(), indent=2))
 
 
-for name, command in {
-    "train": train,
-    "export": export,
-    "schema": schema,
-}.items():
+for name, command in {"train": train, "schema": schema}.items():
     app.command(name)(command)
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point. Exit codes: 0 done, 1 the run failed, 2 the user can fix it, 128 + N stopped by signal N.
 
-    arguments: those of this process by default, which then ends at a second signal, whatever it is doing, and here.
+    arguments: those of this process by default, which then ends here.
     """
     try:
         _run_command(arguments)
@@ -219,7 +223,6 @@ def _run_command(arguments: list[str] | None) -> None:
     words = sys.argv[1:] if arguments is None else arguments
     if arguments is None:
         OWNS_PROCESS.set(True)
-        _end_at_second_signal()
     # `--debug` is accepted anywhere, since one adds it to the command that just failed.
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
@@ -247,15 +250,6 @@ def _run_command(arguments: list[str] | None) -> None:
             traceback.print_exc()
         typer.echo(printable(str(stop)), err=True)
         sys.exit(130)
-
-
-def _end_at_second_signal() -> None:
-    from spurline.run.endings.second_signal import end_at_second_signal
-
-    try:
-        end_at_second_signal()
-    except OSError as error:
-        typer.echo(f"Warning: what hangs can be ended by SIGKILL only, as no process can be started: {error}", err=True)
 
 
 if __name__ == "__main__":

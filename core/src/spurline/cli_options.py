@@ -53,23 +53,6 @@ SetOption = Annotated[
     ),
 ]
 
-ColumnOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--column",
-        metavar="NAME=COLUMN",
-        help="Which column of the data is `prompt`, `messages`, ...; may be given again.",
-    ),
-]
-
-
-def columns_of(given: list[str] | None) -> dict[str, str]:
-    """The setting `columns` of a dataset, out of `--column` options."""
-    columns = {item.partition("=")[0]: item.partition("=")[2] for item in given or ()}
-    if not all(name and column for name, column in columns.items()):
-        raise UserError("--column is NAME=COLUMN, such as --column prompt=question: the name that is expected first.")
-    return columns
-
 
 OWNS_PROCESS = ContextVar("OWNS_PROCESS", default=False)
 """Whether this process is the command's own, rather than that of a program which called it."""

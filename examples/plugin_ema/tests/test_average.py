@@ -115,8 +115,9 @@ def test_a_stopped_run_continues_its_average_bit_for_bit(
 
 
 def test_a_backend_that_lends_no_parameters_is_refused(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from spurline.backends.local.configs import LocalBackendConfig
+    from spurline.protocols.backend import BackendFacts
+    from spurline_models.local.configs import LocalBackendConfig
 
-    monkeypatch.setattr(LocalBackendConfig, "lends_parameters", False)
+    monkeypatch.setattr(LocalBackendConfig, "facts", BackendFacts())
     with pytest.raises(ConfigError, match="ema averages the trained parameters, and backend 'local' does not lend"):
         load_config(config, available=AVAILABLE)

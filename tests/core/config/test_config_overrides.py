@@ -10,6 +10,8 @@ import pytest
 from spurline import load_config
 from spurline.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("bare")
+
 BASE: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "rows.jsonl"}, "steps": 3}
 
 
@@ -78,10 +80,9 @@ def test_item_of_a_list_is_set_by_index() -> None:
 
 
 def test_nested_component_in_a_mapping_keeps_its_name() -> None:
-    evaluation = {"generate": {"rewards": {"score": "exact_match"}}}
-    data = {"train": "a.jsonl", "eval": "b.jsonl"}
-    got = resolved("evaluation.generate.rewards.score.ignore_case=true", evaluation=evaluation, data=data)
-    assert got["evaluation"]["generate"]["rewards"]["score"] == {"name": "exact_match", "ignore_case": True}
+    evaluations = {"score": {"name": "held_out", "data": "b.jsonl"}}
+    got = resolved("evaluations.score.batch_size=3", evaluations=evaluations)["evaluations"]["score"]
+    assert (got["name"], got["batch_size"]) == ("held_out", 3)
 
 
 def test_plugins_can_be_set() -> None:
@@ -122,7 +123,7 @@ def test_problem_of_an_override_names_the_override_and_not_the_line_it_replaced(
 
 
 def test_unknown_key_in_an_override_gets_a_near_miss() -> None:
-    assert "optimizer.learnig_rate is not a setting of 'adamw'. Did you mean 'learning_rate'?" in message(
+    assert "optimizer.learnig_rate is not a setting of 'descent'. Did you mean 'learning_rate'?" in message(
         "optimizer.learnig_rate=1"
     )
 

@@ -3,35 +3,54 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import pytest
+from fake_plugins import FakePlugins
 
 from spurline import load_config
 from spurline.config.compare import differences
 from spurline.config.hidden import HIDDEN, hide_secrets
 from spurline.config.loading import LoadedConfig
+from spurline.config.section import OnResume, Section
 
 SECRET = "hf_very_secret"
 
 
-def loaded(value: str) -> LoadedConfig:
-    variables = {"HF_TOKEN": value, "NCCL_SOCKET_IFNAME": "eth0"}
-    settings: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "rows.jsonl"}, "steps": 1}
-    return load_config({**settings, "cluster": {"runtime_env": {"env_vars": variables}}}, recorded=True)
+class LaunchSection(Section):
+    """What processes are started with."""
+
+    variables: Annotated[dict[str, str], OnResume.FREE] = {}
+    """Their environment."""
 
 
-def test_the_written_config_hides_secrets_that_the_run_itself_has() -> None:
-    run = loaded(SECRET)
+@pytest.fixture
+def load(bare: None, plugins: FakePlugins) -> Callable[[str], LoadedConfig]:
+    available = plugins.add("launch", config=LaunchSection)
+
+    def loaded(value: str) -> LoadedConfig:
+        variables = {"HF_TOKEN": value, "NCCL_SOCKET_IFNAME": "eth0"}
+        settings: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "rows.jsonl"}, "steps": 1}
+        section = {"plugins": ["launch"], "launch": {"variables": variables}}
+        return load_config({**settings, **section}, recorded=True, available=available)
+
+    return loaded
+
+
+def test_the_written_config_hides_secrets_that_the_run_itself_has(load: Callable[[str], LoadedConfig]) -> None:
+    run = load(SECRET)
     assert SECRET not in json.dumps(run.resolved())
-    assert run.resolved()["cluster"]["runtime_env"]["env_vars"] == {"HF_TOKEN": HIDDEN, "NCCL_SOCKET_IFNAME": "eth0"}
-    assert run.config.cluster.runtime_env.env_vars["HF_TOKEN"] == SECRET
+    assert run.resolved()["launch"]["variables"] == {"HF_TOKEN": HIDDEN, "NCCL_SOCKET_IFNAME": "eth0"}
+    assert run.config.section(LaunchSection).variables["HF_TOKEN"] == SECRET
 
 
 @pytest.mark.parametrize("written", [SECRET, HIDDEN])
-def test_another_secret_is_no_difference_for_a_resume_and_is_not_shown(written: str) -> None:
-    before = loaded(written).config.model_dump(mode="json")
-    assert differences(before, loaded("another").config) == []
+def test_another_secret_is_no_difference_for_a_resume_and_is_not_shown(
+    load: Callable[[str], LoadedConfig], written: str
+) -> None:
+    before = load(written).config.model_dump(mode="json")
+    assert differences(before, load("another").config) == []
 
 
 @pytest.mark.parametrize(

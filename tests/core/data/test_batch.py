@@ -9,13 +9,11 @@ from hypothesis import strategies as st
 
 from spurline.data.batch import LazyRagged, TrainingBatch
 from spurline.data.collators.packed import PackedCollator
-from spurline.data.collators.padded import RolloutsCollator
 from spurline.data.configs import PackedCollatorConfig
 from spurline.errors import DataError
 from spurline.protocols.collator import ParallelLayout
-from spurline.rl.configs import RolloutsCollatorConfig
 from spurline.testing.collator_contract import assert_batches_equal
-from spurline.testing.inputs import PAD, make_trajectories, make_view
+from spurline.testing.samples import PAD, make_view
 
 lengths_strategy = st.lists(st.integers(1, 20), min_size=1, max_size=15)
 
@@ -118,14 +116,6 @@ def test_check_finds_segments_that_are_numbered_against_their_place_in_the_row()
     swapped = torch.where(ids == 1, 2, torch.where(ids == 2, 1, ids)).to(ids.dtype)
     with pytest.raises(AssertionError, match="row 0: segment 2 lies before segment 1"):
         batch.with_tokens(segment_ids=swapped).check()
-
-
-def test_optional_columns_are_there_only_when_every_turn_has_them() -> None:
-    collator = RolloutsCollator(RolloutsCollatorConfig(), PAD, ParallelLayout())
-    both = make_trajectories([[(3, 4)], [(2, 5)]], optional_columns=True)
-    mixed = [both[0], *make_trajectories([[(2, 5)]], optional_columns=False)]
-    assert "advantages" in collator.collate_rollouts(both).tokens
-    assert "advantages" not in collator.collate_rollouts(mixed).tokens
 
 
 def test_a_sample_that_cannot_fit_a_packed_row_is_named() -> None:

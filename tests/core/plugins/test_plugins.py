@@ -10,14 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bare_components import BARE, metadata_with
 from fake_plugins import FakePlugins, of_kind, refused
 
 from spurline import load_config
+from spurline.cli import main
 from spurline.config.section import ComponentConfig
 from spurline.data.configs import PackedCollatorConfig
 from spurline.errors import PluginError
-from spurline.plugins import hookimpl
+from spurline.plugins import hookimpl, listing
 from spurline.plugins.host import (
+    ENTRY_POINT_GROUP,
     CommandEntry,
     InstalledPlugin,
     Plugin,
@@ -25,6 +28,7 @@ from spurline.plugins.host import (
     installed_commands,
     installed_plugins,
 )
+from spurline.plugins.listing import diagnose
 from spurline.plugins.official import install_command
 from spurline.plugins.registry import ComponentRegistrar
 
@@ -130,9 +134,19 @@ def test_the_name_of_a_package_in_the_place_of_its_plugin_is_told_the_plugin(
 def test_a_missing_plugin_of_this_project_is_installed_from_the_checkout_that_core_is_from(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (tmp_path / "plugins" / "async_rl").mkdir(parents=True)
+    needs = {
+        "async_rl": ["numpy", "spurline-rl~=0.1"],
+        "rl": ["spurline-models"],
+        "models": ["spurline-text-kit"],
+    }
+    for name, needed in (needs | {"text_kit": []}).items():
+        (folder := tmp_path / "plugins" / name).mkdir(parents=True)
+        (folder / "pyproject.toml").write_text(f"[project]\ndependencies = {['spurline~=0.1', *needed]}\n")
+    installed = [importlib.metadata.EntryPoint("rl", "spurline_rl", "spurline.plugins")]
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda *, group: installed)
+    folders = " ".join(f"{tmp_path}/plugins/{name}" for name in ("async_rl", "models", "text_kit"))
     for origin, package in (
-        ({"url": f"{tmp_path.as_uri()}/core", "dir_info": {}}, f"{tmp_path}/plugins/async_rl"),
+        ({"url": f"{tmp_path.as_uri()}/core", "dir_info": {}}, folders),
         ({"url": f"{tmp_path.as_uri()}/gone/core", "dir_info": {}}, "spurline-async-rl"),
         (None, "spurline-async-rl"),
     ):
@@ -155,16 +169,18 @@ def test_unlisted_plugin_is_never_imported(plugins: FakePlugins) -> None:
         (["mine"], ["models", "trackers", "mine"]),
         (["-trackers", "mine"], ["models", "mine"]),
         (["mine", "models"], ["trackers", "mine", "models"]),
+        (["-trackers", "mine", "-rl"], ["models", "mine"]),
         (["-rl"], ["models", "trackers"]),
     ],
 )
 def test_default_plugins_that_are_installed_come_first_unless_they_are_left_out(
     plugins: FakePlugins, listed: list[str], loaded: list[str]
 ) -> None:
-    for name in ("trackers", "mine", "models"):
+    for name in ("trackers", "mine"):
         plugins.add(name)
-    config = load_config({**SETTINGS, "plugins": listed}, available=plugins.available)
-    mine = [name for name in config.host.plugins if name in plugins.available]
+    available = {**plugins.available, "models": BARE}
+    config = load_config({**SETTINGS, "plugins": listed}, available=available)
+    mine = [name for name in config.host.plugins if name in available]
     assert mine == loaded
     assert config.config.plugins == tuple(listed)
 
@@ -193,6 +209,101 @@ def test_a_component_of_a_default_plugin_may_be_replaced_and_stays_reachable(plu
     assert registry.default("optimizer") == "steady"
 
 
+def test_what_a_plugin_replaces_may_be_of_one_that_is_listed_after_it(plugins: FakePlugins) -> None:
+    plugins.add("models", register=offer("optimizer", "steady"))
+    plugins.add("turbo", register=offer("optimizer", "steady", replaces_builtin=True))
+    registry = PluginHost.load(["turbo", "models"], plugins.available).registry
+    assert registry.get("optimizer", "steady").plugin == "turbo"
+    assert registry.get("optimizer", "models/steady").plugin == "models"
+
+
+def add_fast_optimizer(registry: ComponentRegistrar) -> None:
+    registry.add_to("optimizer", f"{__name__}:FastOptimizerConfig", "fake_module:Fast")
+
+
+FastOptimizerConfig = of_kind(FastConfig, "optimizer")
+
+
+@pytest.mark.parametrize("listed", [["turbo", "models"], ["models", "turbo"]])
+def test_what_is_replaced_may_have_been_added_to_a_kind_of_another_plugin(
+    plugins: FakePlugins, listed: list[str]
+) -> None:
+    plugins.add("models", register=add_fast_optimizer)
+    plugins.add("turbo", register=offer("optimizer", "fast", replaces_builtin=True))
+    registry = PluginHost.load(listed, plugins.available).registry
+    assert registry.get("optimizer", "fast").plugin == "turbo"
+    assert registry.get("optimizer", "models/fast").plugin == "models"
+
+
+def test_a_default_plugin_that_is_required_and_left_out_is_to_be_taken_back(plugins: FakePlugins) -> None:
+    plugins.add("rl")
+    available = plugins.add("extra", requires=("rl",))
+    refused(["-rl", "extra"], available, "Plugin 'extra' requires 'rl'. Take -rl out of plugins.")
+
+
+def fail(registry: ComponentRegistrar) -> None:
+    raise KeyError("oops")
+
+
+def test_the_error_of_a_default_plugin_says_how_to_do_without_it(plugins: FakePlugins) -> None:
+    how = "To do without it, set plugins: [-rl]."
+    refused([], {"rl": InstalledPlugin("rl", "no_such_module_at_all", "spurline-rl", "1")}, how)
+    refused([], plugins.add("rl", api=99), how)
+    refused([], plugins.add("rl", register=fail), how)
+    refused([], plugins.add("rl", register=offer("optimizer", "x", replaces_builtin=True)), how)
+    assert "rl" not in PluginHost.load(["-rl"], plugins.available).plugins
+
+
+@pytest.fixture
+def one_broken(plugins: FakePlugins, monkeypatch: pytest.MonkeyPatch) -> FakePlugins:
+    """Of four installed plugins one is broken, which is loaded by default, and one requires it."""
+    plugins.add("rl", register=fail)
+    plugins.add("text")
+    plugins.add("mine")
+    plugins.add("agents", requires=("rl",))
+    found = [
+        importlib.metadata.EntryPoint(name, plugin.module, "group")._for(FakeDistribution(f"spurline-{name}"))  # type: ignore[attr-defined]
+        for name, plugin in plugins.available.items()
+    ]
+    monkeypatch.setattr(
+        importlib.metadata, "entry_points", metadata_with(lambda group: found if group == ENTRY_POINT_GROUP else [])
+    )
+    return plugins
+
+
+def test_one_broken_default_plugin_leaves_the_others_healthy(one_broken: FakePlugins) -> None:
+    lines, healthy = diagnose()
+    assert not healthy
+    assert [line.partition(". ")[0].partition(" (")[0] for line in lines] == [
+        "agents: BROKEN",
+        "mine: works",
+        "rl: BROKEN",
+        "text: works",
+    ]
+
+
+def test_a_component_of_another_plugin_counts_when_it_is_checked_alone(
+    plugins: FakePlugins, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugins.add("models", register=offer("optimizer", "steady"))
+    plugins.add("a_turbo", register=offer("optimizer", "steady", replaces_builtin=True))
+    monkeypatch.setattr(listing, "installed_plugins", lambda: plugins.available)
+    monkeypatch.setattr(listing, "resolve", lambda *_: None)
+    lines, healthy = diagnose()
+    assert healthy, lines
+
+
+def test_a_broken_plugin_does_not_hide_a_wrong_option(
+    one_broken: FakePlugins, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "run.yaml", "--steps", "5"])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "No such option" in said
+    assert "--set steps=VALUE" in said
+
+
 def test_two_plugins_claiming_one_name_are_an_error_naming_both_distributions(plugins: FakePlugins) -> None:
     plugins.add("one", register=offer("loss", "fast"))
     plugins.add("two", register=offer("loss", "fast"))
@@ -200,7 +311,7 @@ def test_two_plugins_claiming_one_name_are_an_error_naming_both_distributions(pl
     assert "fast" in PluginHost.load(["two"], plugins.available).registry.names("loss")
 
 
-def test_replaced_builtin_stays_reachable_under_its_core_name(plugins: FakePlugins) -> None:
+def test_replaced_builtin_stays_reachable_under_its_core_name(bare: None, plugins: FakePlugins) -> None:
     available = plugins.add("turbo", register=offer("collator", "packed", replaces_builtin=True))
     settings = {**SETTINGS, "plugins": ["turbo"]}
     replaced = load_config({**settings, "collator": {"name": "packed", "speed": 9}}, available=available)
@@ -210,13 +321,15 @@ def test_replaced_builtin_stays_reachable_under_its_core_name(plugins: FakePlugi
     assert replaced.host.registry.get("collator", "core/packed").plugin == "core"
 
 
-def test_default_order_of_a_plugin_holds_although_code_that_makes_sections_has_one_too(plugins: FakePlugins) -> None:
+def test_default_order_of_a_plugin_holds_although_code_that_makes_sections_has_one_too(
+    bare: None, plugins: FakePlugins
+) -> None:
     available = plugins.add("turbo", register=offer("order", "fast", default=True))
     assert load_config({**SETTINGS, "plugins": ["turbo"]}, available=available).config.data.order.name == "fast"
     assert load_config(SETTINGS).config.data.order.name == "uniform"
 
 
-def test_default_of_a_plugin_holds_while_it_is_enabled(plugins: FakePlugins) -> None:
+def test_default_of_a_plugin_holds_while_it_is_enabled(bare: None, plugins: FakePlugins) -> None:
     available = plugins.add("turbo", register=offer("prefetch", "fast", default=True))
     assert load_config({**SETTINGS, "plugins": ["turbo"]}, available=available).resolved()["prefetch"]["name"] == "fast"
     assert load_config(SETTINGS, available=available).resolved()["prefetch"]["name"] == "serial"
@@ -264,12 +377,12 @@ def test_installed_plugins_are_read_from_metadata(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("target", "line"),
     [
-        ("spurline.run.planning.commands:plan", "Check config, data and memory, and say what training would do."),
-        ("spurline_plugin_template.command:command", "`spurline step-times RUN_DIR`: print"),
+        ("bare_components:shout", "Print words in capitals."),
+        ("wave:no_such_function", "Stuff to parse WAVE files."),
         ("no_such_package.command:run", "(of spurline-x, which cannot be read: No module named 'no_such_package')"),
     ],
 )
 def test_a_command_is_summed_up_without_being_imported(target: str, line: str) -> None:
     imported = set(sys.modules)
     assert CommandEntry("x", "spurline-x", target, None).summary().startswith(line)
-    assert {name for name in set(sys.modules) - imported if name.endswith(("command", "commands"))} == set()
+    assert "wave" not in set(sys.modules) - imported

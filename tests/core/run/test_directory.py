@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -47,10 +48,13 @@ def test_an_attempt_is_set_aside_as_a_whole_also_when_a_kill_comes_between(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = RunDirectory(tmp_path)
-    # Rollouts too, though this run tells of none: an earlier one may have generated.
+    # Rollouts too, though this run tells of none: what the earlier one wrote is in its summary.
+    summary = {"records": ["rollouts.jsonl.gz", "../elsewhere", "never-written"]}
     names = ["config.json", "eval_samples.jsonl", "metrics.jsonl", "rollouts.jsonl.gz", "timeline.jsonl"]
     for name in names:
         (tmp_path / name).write_text("{}\n")
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    names = sorted([*names, "summary.json"])
     moved, rename = [], Path.rename
 
     def rename_once(path: Path, target: Path) -> Path:

@@ -15,7 +15,7 @@ from spurline.data.collators.packed import PackedCollator
 from spurline.data.collators.padded import PaddedCollator
 from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig
 from spurline.protocols.collator import ParallelLayout
-from spurline.testing.inputs import PAD, make_view
+from spurline.testing.samples import PAD, make_view
 from spurline.update.reduction import (
     REDUCTIONS,
     Reduce,

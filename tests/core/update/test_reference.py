@@ -5,15 +5,21 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-from backend_batches import lay_out, make_samples
+from bare_components import BesideReference, BesideReferenceConfig, LogLikelihood, LogLikelihoodConfig
 from torch import Tensor
 
 from spurline.data.batch import TrainingBatch
-from spurline.losses.configs import CrossEntropyConfig, DpoConfig
-from spurline.losses.cross_entropy import CrossEntropy
-from spurline.losses.dpo import Dpo
+from spurline.data.collators.padded import PaddedCollator
+from spurline.data.configs import PaddedCollatorConfig
 from spurline.protocols.backend import Backend
+from spurline.protocols.collator import ParallelLayout
+from spurline.testing.samples import PAD, make_view
 from spurline.update.update import with_reference_logprobs
+
+
+def padded(lengths: list[int]) -> TrainingBatch:
+    collator = PaddedCollator(PaddedCollatorConfig(), PAD, ParallelLayout())
+    return collator.collate(make_view(lengths), training=True)
 
 
 class CountingBackend:
@@ -34,15 +40,15 @@ def asked(batch: TrainingBatch, loss: Any) -> tuple[TrainingBatch, list[str]]:
 
 
 def test_each_row_gets_its_own_values_and_padding_rows_get_none() -> None:
-    batch = lay_out(make_samples([3, 5])).pad_rows(4).take([2, 1, 3, 0])
-    complete, roles = asked(batch, Dpo(DpoConfig()))
+    batch = padded([3, 5]).pad_rows(4).take([2, 1, 3, 0])
+    complete, roles = asked(batch, BesideReference(BesideReferenceConfig()))
     assert roles == ["reference"]
     assert complete.tokens["reference_logprobs"][:, 0].tolist() == [0, 5, 0, 3]
     assert torch.equal(complete.is_padding_row, batch.is_padding_row)
 
 
 def test_nothing_is_computed_for_a_loss_that_needs_none_or_when_the_source_did_it() -> None:
-    batch = lay_out(make_samples([3, 5]))
-    assert asked(batch, CrossEntropy(CrossEntropyConfig())) == (batch, [])
-    brought = batch.with_tokens(reference_logprobs=torch.zeros(2, 5))
-    assert asked(brought, Dpo(DpoConfig())) == (brought, [])
+    batch = padded([3, 5])
+    assert asked(batch, LogLikelihood(LogLikelihoodConfig())) == (batch, [])
+    brought = batch.with_tokens(reference_logprobs=torch.zeros(2, batch.length))
+    assert asked(brought, BesideReference(BesideReferenceConfig())) == (brought, [])

@@ -7,17 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from bare_components import LogLikelihood, LogLikelihoodConfig, Squared, SquaredConfig
 
 from spurline.config.run_config import ReductionConfig
 from spurline.data.batch import TrainingBatch
 from spurline.data.collators.padded import PaddedCollator
 from spurline.data.configs import PaddedCollatorConfig
-from spurline.losses.configs import CrossEntropyConfig, ValueLossConfig
-from spurline.losses.cross_entropy import CrossEntropy
-from spurline.losses.value import ValueLoss
 from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.loss import Objective
-from spurline.testing.inputs import PAD, make_view
+from spurline.testing.samples import PAD, make_view
 from spurline.update.reduction import make_reduction
 from spurline.update.update import Recipe, Update
 
@@ -47,7 +45,7 @@ class Recording:
         return next(self._answers)
 
 
-CROSS_ENTROPY = CrossEntropy(CrossEntropyConfig())
+NLL = LogLikelihood(LogLikelihoodConfig())
 
 
 def three_rows() -> TrainingBatch:
@@ -62,7 +60,7 @@ def test_minibatches_are_normalised_each_by_itself_and_their_metrics_joined() ->
             {"loss": 3.0, "lr": 0.2, "tokens": 18.0, "ratio/max": 2.0, "ratio/min": 0.1},
         ]
     )
-    metrics = Update(backend, Recipe(cut, CROSS_ENTROPY)).train_step(step=1, batch=batch)
+    metrics = Update(backend, Recipe(cut, NLL)).train_step(step=1, batch=batch)
     tokens = [part.num_loss_tokens for part in cut.cut(batch)]
     asked = [(role, part.num_rows, objective.normalizer) for role, part, objective in backend.asked]
     assert asked == [("policy", 1, float(tokens[0])), ("policy", 2, float(tokens[1]))]
@@ -83,7 +81,7 @@ def test_minibatches_are_normalised_each_by_itself_and_their_metrics_joined() ->
 )
 def test_every_reduction_of_the_config_sets_the_normaliser(config: ReductionConfig, expected: float | None) -> None:
     batch, backend = three_rows(), Recording([{"lr": 0.1}])
-    recipe = Recipe(Cut([0, 1, 2]), CROSS_ENTROPY, make_reduction(config), temperature=0.7)
+    recipe = Recipe(Cut([0, 1, 2]), NLL, make_reduction(config), temperature=0.7)
     Update(backend, recipe).train_step(step=1, batch=batch)  # type: ignore[arg-type]
     [(_, _, objective)] = backend.asked
     assert objective.normalizer == (expected or batch.num_loss_tokens)
@@ -95,7 +93,7 @@ def test_a_correction_rejects_before_the_reduction_counts_and_weighs_after_it() 
     factors = torch.full_like(batch.tokens["loss_weights"], 1.5)
     factors[1] = 0.0
     corrected = batch.with_tokens(correction_factors=factors)
-    Update(backend, Recipe(Cut([0, 1], [1, 2]), CROSS_ENTROPY)).train_step(step=1, batch=corrected)  # type: ignore[arg-type]
+    Update(backend, Recipe(Cut([0, 1], [1, 2]), NLL)).train_step(step=1, batch=corrected)  # type: ignore[arg-type]
     for (_, part, objective), kept, row in zip(backend.asked, (0, 1), (0, 2), strict=True):
         assert objective.normalizer == float(batch.tokens["loss_weights"][row].sum())
         assert torch.equal(part.tokens["loss_weights"][kept], 1.5 * batch.tokens["loss_weights"][row])
@@ -107,8 +105,8 @@ def test_a_critic_has_minibatches_and_metrics_of_its_own_and_no_correction() -> 
     factors = torch.zeros_like(batch.tokens["loss_weights"])
     answer = {"loss": 1.0, "lr": 0.1, "value/predicted": 0.5, "time/optimizer": 2.0}
     backend: Any = Recording([answer, {**answer, "loss": 3.0, "lr": 0.2}, {"loss": 7.0, "lr": 0.3}])
-    critic = Recipe(Cut([0], [1, 2]), ValueLoss(ValueLossConfig()))
-    update = Update(backend, Recipe(Cut([0, 1, 2]), CROSS_ENTROPY), critic)
+    critic = Recipe(Cut([0], [1, 2]), Squared(SquaredConfig()))
+    update = Update(backend, Recipe(Cut([0, 1, 2]), NLL), critic)
     metrics = update.train_step(step=1, batch=batch.with_tokens(correction_factors=factors))
     assert [role for role, _, _ in backend.asked] == ["critic", "critic", "policy"]
     assert [part.num_loss_tokens > 0 for _, part, _ in backend.asked] == [True, True, False]
@@ -131,8 +129,8 @@ def test_each_optimizer_step_is_told_with_its_number_in_the_whole_run_and_its_ro
     def stepped(update: int, role: str) -> None:
         told.append((update, role, len(backend.asked)))
 
-    critic = Recipe(Cut([0, 1, 2]), ValueLoss(ValueLossConfig()))
-    update = Update(backend, Recipe(Cut([0], [1, 2]), CROSS_ENTROPY), critic, stepped, {"policy": 6, "critic": 3})
+    critic = Recipe(Cut([0, 1, 2]), Squared(SquaredConfig()))
+    update = Update(backend, Recipe(Cut([0], [1, 2]), NLL), critic, stepped, {"policy": 6, "critic": 3})
     for step in (4, 5):
         update.train_step(step=step, batch=three_rows())
     assert told == [

@@ -16,19 +16,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from spurline import load_config
-from spurline.backends.local.backend import LocalBackend
-from spurline.backends.local.configs import LocalBackendConfig
 from spurline.config.run_config import ModelConfig
 from spurline.errors import BucketLostError, ConfigError, RunFailedError
-from spurline.losses.configs import CrossEntropyConfig
-from spurline.losses.cross_entropy import CrossEntropy
-from spurline.model.configs import LoraConfig
 from spurline.protocols.loss import Objective
-from spurline.protocols.rollout_engine import TakesWeights
-from spurline.protocols.weight_sync import SyncReport
-from spurline.protocols.weights import WeightBucket
-from spurline.testing.backend_cases import assert_weights_equal, minibatch
-from spurline.testing.backend_runs import backend_run, opened
 from spurline_async_rl.engines.configs import VllmEngineConfig
 from spurline_async_rl.engines.vllm.adapters import EngineAdapter, engine_adapter
 from spurline_async_rl.weights.buckets import BucketSync, InProcessSync
@@ -41,6 +31,16 @@ from spurline_async_rl.weights.configs import (
 )
 from spurline_async_rl.weights.disk import DiskSync, read_file
 from spurline_async_rl.weights.shared_memory import MemoryReader, SharedMemorySync
+from spurline_models.configs import LoraConfig
+from spurline_models.local.backend import LocalBackend
+from spurline_models.local.configs import LocalBackendConfig
+from spurline_models.losses.configs import CrossEntropyConfig
+from spurline_models.losses.cross_entropy import CrossEntropy
+from spurline_models.weight_buckets import WeightBucket
+from spurline_rl.protocols.rollout_engine import TakesWeights
+from spurline_rl.protocols.weight_sync import SyncReport
+from spurline_rl.testing.backend_cases import assert_weights_equal, minibatch
+from spurline_rl.testing.backend_runs import backend_run, opened
 
 OBJECTIVE = Objective(CrossEntropy(CrossEntropyConfig()), 9.0)
 LORA = LoraConfig(rank=4, alpha=8.0)

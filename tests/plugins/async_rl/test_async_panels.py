@@ -13,14 +13,16 @@ from timelines import leave_timeline
 
 from spurline.errors import RunDirectoryError
 from spurline.plugins.host import PluginHost
-from spurline.protocols.report_panel import RunRecord
-from spurline.report.page import default_panels
-from spurline.testing import ReportPanelContract
 from spurline_async_rl.timeline.configs import ControllerPanelConfig, StalenessPanelConfig, TimelinePanelConfig
 from spurline_async_rl.timeline.controller_panel import ControllerPanel
 from spurline_async_rl.timeline.figure import lanes_of, slowest_window, window_ending_at
 from spurline_async_rl.timeline.panels import StalenessPanel, TimelinePanel
 from spurline_async_rl.timeline.records import GroupSpan, Span, StepRecord, Taken, encode_record, read_timeline
+from spurline_insight.report.page import default_panels
+from spurline_insight.report.panels.samples import SamplesPanel
+from spurline_insight.report.panels.summary import ConfigPanel
+from spurline_insight.report_panel import RunRecord
+from spurline_insight.testing import ReportPanelContract
 
 
 class TestTimelinePanel(ReportPanelContract):
@@ -235,6 +237,6 @@ def test_bands_show_when_engines_stood_still_as_far_as_it_is_known(
 
 
 def test_panels_of_a_plugin_stand_before_those_that_fill_pages() -> None:
-    names = [config.name for config in default_panels(PluginHost.load(["async_rl"]).registry)]
-    assert names[-2:] == ["samples", "config"]
-    assert {"staleness", "rollout_timeline"} <= set(names[:-2])
+    titles = [panel.title for panel in default_panels(PluginHost.load(["async_rl"]).registry)]
+    assert titles[-2:] == [SamplesPanel.title, ConfigPanel.title]
+    assert {StalenessPanel.title, TimelinePanel.title} <= set(titles[:-2])

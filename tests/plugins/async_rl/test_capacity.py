@@ -11,11 +11,12 @@ from backend_batches import run_config, write_model_folder
 
 from spurline import load_config
 from spurline.config.run_config import RunConfig
-from spurline.model.memory import count_parameters
-from spurline.ranks import machine
 from spurline_async_rl.engines import configs
 from spurline_async_rl.engines.configs import ChildProcessEngineConfig, VllmEngineConfig
 from spurline_async_rl.source.capacity import capacity_notes, carried_tokens_per_s
+from spurline_models import machine
+from spurline_models.memory import count_parameters
+from spurline_planning.protocols import planned
 
 
 @pytest.fixture
@@ -114,7 +115,9 @@ def test_a_plan_asks_for_as_many_responses_as_are_under_way(run: RunConfig, monk
 
     def notes(**changes: Any) -> list[str]:
         config = load_config(settings | {"source": settings["source"] | changes}).config
-        return [line for line in config.source.generation_notes(config, 100, None) if line.startswith("controller:")]
+        rollouts = planned(config.source)
+        assert rollouts is not None
+        return [line for line in rollouts.generation_notes(config, 100, None) if line.startswith("controller:")]
 
     [note] = notes()
     # A quarter of the prompts is under way at a time, by default.

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import pytest
 from child_engines import child_engine, publish, shared_memory
 
-from spurline.protocols.weight_sync import WeightSync
-from spurline.testing import EngineUpdateContract, RolloutEngineContract
-from spurline.testing.engine_update_contract import ModelPair
+from spurline_rl.protocols.weight_sync import WeightSync
+from spurline_rl.testing import EngineUpdateContract, RolloutEngineContract
+from spurline_rl.testing.engine_update_contract import ModelPair
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_children")]
 

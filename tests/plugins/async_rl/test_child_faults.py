@@ -19,9 +19,9 @@ from child_engines import ENGINE, child_engine, publish
 from living_processes import is_alive, living_below
 
 from spurline.errors import RunFailedError
-from spurline.protocols.rollout_engine import GenerationResult
-from spurline.testing.rollout_engine_contract import PROMPTS, greedy, model_logprobs, request
 from spurline_async_rl.engines.child.member import ChildProcessEngine
+from spurline_rl.protocols.rollout_engine import GenerationResult
+from spurline_rl.testing.rollout_engine_contract import PROMPTS, greedy, model_logprobs, request
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_children")]
 
@@ -164,7 +164,7 @@ import asyncio, sys
 from pathlib import Path
 import psutil
 from child_engines import child_engine, publish
-from spurline.testing.rollout_engine_contract import request
+from spurline_rl.testing.rollout_engine_contract import request
 
 async def main():
     model, run_dir = map(Path, sys.argv[1:])

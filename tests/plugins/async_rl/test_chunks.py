@@ -16,8 +16,6 @@ from loopback_members import PROMPT, World
 from scripted_members import Trainer, reference
 
 from spurline.errors import RunFailedError
-from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult, Sampling
-from spurline.rl.engines.in_process.response import Written
 from spurline_async_rl.engines.child.packing import (
     add_progress,
     pack_progress,
@@ -26,6 +24,8 @@ from spurline_async_rl.engines.child.packing import (
 )
 from spurline_async_rl.engines.chunks import Chunks, longest_wait_s
 from spurline_async_rl.engines.progress import Progress
+from spurline_rl.engines.in_process.response import Written
+from spurline_rl.protocols.rollout_engine import GenerationRequest, GenerationResult, Sampling
 
 LOGPROBS = st.floats(-100, 0, width=32)
 CHUNKS = st.lists(

@@ -17,16 +17,18 @@ from listening import listening, reachable
 from torch import Tensor
 
 from spurline.errors import BucketLostError, RunFailedError
-from spurline.protocols.rollout_engine import TakesWeights
-from spurline.protocols.weight_sync import SyncReport
-from spurline.protocols.weights import TensorPlace, WeightBucket
-from spurline.rl.concurrency import in_thread
+from spurline.protocols.backend import BackendFacts
+from spurline.protocols.source import SourceFacts
 from spurline_async_rl.engines.configs import ChildProcessEngineConfig, PoolConfig, VllmEngineConfig
 from spurline_async_rl.weights import exchange
 from spurline_async_rl.weights.collective import BroadcastReader, CollectiveSync
 from spurline_async_rl.weights.configs import CollectiveSyncConfig, NcclSyncConfig
 from spurline_async_rl.weights.exchange import ExchangeGroup, Meeting
 from spurline_async_rl.weights.packing import checksum, pack, unpack
+from spurline_models.weight_buckets import TensorPlace, WeightBucket
+from spurline_rl.concurrency import in_thread
+from spurline_rl.protocols.rollout_engine import TakesWeights
+from spurline_rl.protocols.weight_sync import SyncReport
 
 LIMIT_S = 20.0
 """Of an exchange that is to succeed."""
@@ -401,9 +403,10 @@ def test_an_address_of_no_machine_is_an_error_that_names_the_setting() -> None:
 
 
 def run_with(engine: PoolConfig, transport: str | None = "collective", *, on_cpu: bool = False) -> Any:
-    backend = SimpleNamespace(name="local", rank_request=lambda: None, stays_on_cpu=on_cpu, yields_device=True)
-    source = SimpleNamespace(transport=transport, update_limit_s=engine.update_limit_s, engines_elsewhere=False)
-    return SimpleNamespace(backend=backend, source=source)
+    backend_facts = BackendFacts(stays_on_cpu=on_cpu, yields_device=True)
+    backend = SimpleNamespace(name="local", rank_request=lambda: None, facts=backend_facts)
+    facts = SourceFacts(without_critic=None, transport=transport, update_limit_s=engine.update_limit_s)
+    return SimpleNamespace(backend=backend, source=SimpleNamespace(facts=facts))
 
 
 def test_an_exchange_ends_before_the_engines_that_wait_in_it_are_ended() -> None:

@@ -20,14 +20,14 @@ from child_engines import ENGINE, child_engine
 from living_processes import living_below
 
 from spurline.errors import RunFailedError
-from spurline.protocols.weight_sync import SyncReport
-from spurline.testing import write_tiny_model
-from spurline.testing.engine_update_contract import ModelPair, WeightsOf
-from spurline.testing.rollout_engine_contract import PROMPTS, greedy, model_logprobs, request
 from spurline_async_rl.engines.child.member import ChildProcessEngine
 from spurline_async_rl.weights.collective import CollectiveSync
 from spurline_async_rl.weights.configs import CollectiveSyncConfig
 from spurline_async_rl.weights.exchange import ExchangeGroup
+from spurline_models.testing import write_tiny_model
+from spurline_rl.protocols.weight_sync import SyncReport
+from spurline_rl.testing.engine_update_contract import ModelPair, WeightsOf
+from spurline_rl.testing.rollout_engine_contract import PROMPTS, greedy, model_logprobs, request
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600), pytest.mark.usefixtures("warm_children")]
 

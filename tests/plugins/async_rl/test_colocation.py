@@ -18,10 +18,10 @@ from scripted_members import reference
 from shared_devices import Device, PlainPublisher, SharingTrainer, SharingWorld, broken
 
 from spurline.errors import RunFailedError
-from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult, Sampling
 from spurline_async_rl.engines import pool as pools
 from spurline_async_rl.source.colocation import Colocation
 from spurline_async_rl.source.loop_thread import LoopThread
+from spurline_rl.protocols.rollout_engine import GenerationRequest, GenerationResult, Sampling
 
 COMMANDS = ("sleep", "wake_weights", "wake_cache", "begin_update", "load_bucket", "finish_update", "start", "generate")
 PATIENCE_S = 30.0

@@ -13,11 +13,11 @@ from child_engines import child_engine, publish
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from spurline.config.run_config import ModelConfig
-from spurline.data.tokenizer import load_tokenizer
 from spurline.errors import RunFailedError
-from spurline.protocols.rollout_engine import GenerationRequest, Sampling
-from spurline.rl.engines.configs import InProcessEngineConfig
-from spurline.rl.engines.in_process.engine import InProcessEngine
+from spurline_rl.engines.configs import InProcessEngineConfig
+from spurline_rl.engines.in_process.engine import InProcessEngine
+from spurline_rl.protocols.rollout_engine import GenerationRequest, Sampling
+from spurline_text.tokenizer import load_tokenizer
 
 PROMPT = tuple(range(5, 25))
 WIDE = {"hidden_size": 512, "intermediate_size": 8192, "num_attention_heads": 8}

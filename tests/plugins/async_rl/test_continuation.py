@@ -8,12 +8,12 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult, Sampling
-from spurline.rl.engines.in_process.response import StopTexts
-from spurline.rl.trajectory import FinishReason
-from spurline.testing.inputs import tiny_tokenizer
 from spurline_async_rl.engines.continuation import Response
 from spurline_async_rl.engines.progress import Progress
+from spurline_rl.protocols.rollout_engine import GenerationRequest, GenerationResult, Sampling
+from spurline_rl.trajectory import FinishReason
+from spurline_text.stop_texts import StopTexts
+from spurline_text.testing.inputs import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 

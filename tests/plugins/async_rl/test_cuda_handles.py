@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from spurline.errors import RunFailedError
-from spurline.protocols.weights import WeightBucket
-from spurline.ranks.publishing import join_buckets
 from spurline_async_rl.weights.configs import CudaIpcSyncConfig
 from spurline_async_rl.weights.cuda_ipc import CudaIpcSync, HandleMaker, fixed_segments, read_handles
+from spurline_models.weight_buckets import WeightBucket
+from spurline_ranks.publishing import join_buckets
 
 WEIGHTS = [("a", torch.arange(7.0)), ("b", torch.arange(6, dtype=torch.bfloat16).view(2, 3)), ("c", torch.ones(()))]
 

@@ -10,17 +10,18 @@ from typing import Any
 import pytest
 from backend_batches import run_config
 
-from spurline.backends.local.configs import LocalBackendConfig
 from spurline.config.run_config import ModelConfig
 from spurline.errors import ConfigError
-from spurline.ranks import devices
-from spurline.ranks.group import Launch, RankRequest
+from spurline.protocols.ranks import Launch, RankRequest
+from spurline.protocols.source import SourceFacts
 from spurline_async_rl.engines import configs
 from spurline_async_rl.engines.child.member import ChildMember
 from spurline_async_rl.engines.configs import ChildProcessEngineConfig, VllmEngineConfig
 from spurline_async_rl.engines.gpus import VISIBLE, own_gpus, shared_gpu
 from spurline_async_rl.engines.vllm.engine import VllmEngine
 from spurline_async_rl.engines.vllm.launch import engine_environment
+from spurline_models.local.configs import LocalBackendConfig
+from spurline_ranks import devices
 
 
 @pytest.fixture(autouse=True)
@@ -40,11 +41,8 @@ def run_with(
 ) -> Any:
     request = RankRequest(count, device, launch, gpus=gpus)
     backend = SimpleNamespace(name="many", rank_request=lambda: request)
-    return SimpleNamespace(
-        backend=backend,
-        source=SimpleNamespace(transport=sync or None, has_colocated_engines=colocated),
-        run_dir=Path("runs"),
-    )
+    facts = SourceFacts(without_critic=None, transport=sync or None, has_colocated_engines=colocated)
+    return SimpleNamespace(backend=backend, source=SimpleNamespace(facts=facts), run_dir=Path("runs"))
 
 
 def test_each_engine_has_gpus_that_no_rank_and_no_other_engine_has() -> None:

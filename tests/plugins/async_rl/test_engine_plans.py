@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from backend_batches import run_config, write_model_folder
 
-from spurline.model.memory import count_parameters, estimate_cache
 from spurline_async_rl.engines import configs
 from spurline_async_rl.engines.configs import ChildProcessEngineConfig, VllmEngineConfig
+from spurline_models.memory import count_parameters, estimate_cache
 
 
 def test_a_child_process_holds_its_own_copy_and_cache(tmp_path: Path) -> None:

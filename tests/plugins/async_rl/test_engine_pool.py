@@ -18,9 +18,6 @@ from scripted_members import ScriptedMember, Trainer, World, reference
 from virtual_loop import run_virtually
 
 from spurline.errors import DataError, ModelError, RunFailedError
-from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult, Sampling, TakesWeights
-from spurline.protocols.weights import TensorPlace, WeightBucket
-from spurline.rl.trajectory import FinishReason
 from spurline_async_rl.engines import member as member_module
 from spurline_async_rl.engines.commands import BeginUpdate, FinishUpdate, LoadBucket, Pause, Resume, from_plain
 from spurline_async_rl.engines.configs import PoolConfig
@@ -29,6 +26,9 @@ from spurline_async_rl.engines.pool import EnginePool
 from spurline_async_rl.engines.progress import Progress
 from spurline_async_rl.weights.collective import CollectiveSync
 from spurline_async_rl.weights.configs import CollectiveSyncConfig
+from spurline_models.weight_buckets import TensorPlace, WeightBucket
+from spurline_rl.protocols.rollout_engine import GenerationRequest, GenerationResult, Sampling, TakesWeights
+from spurline_rl.trajectory import FinishReason
 
 Result = TypeVar("Result")
 

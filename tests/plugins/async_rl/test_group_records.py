@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spurline.rl.trajectory import Group, Trajectory, Turn, turns_of
 from spurline.run.checkpoints.state_files import read_state, write_state
 from spurline_async_rl.source import recordings
 from spurline_async_rl.source.recordings import groups_of, groups_state
+from spurline_rl.trajectory import Group, Trajectory, Turn, turns_of
 
 FIELDS = ("prompt_ids", "response_ids", "loss_mask", "logprobs", "versions", "rewards", "routed_experts")
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)

@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 
 from spurline.config.run_config import DatasetConfig
 from spurline.errors import DataError, RunFailedError
-from spurline.rl.draws import Draw, SkippedRow
-from spurline.rl.group_runner import GivenUpPrompt, Outcome
-from spurline.rl.trajectory import Group, Trajectory, Turn
 from spurline_async_rl.scheduling.scheduler import Scheduler, SchedulerLimits, State
 from spurline_async_rl.source import producer as producer_module
 from spurline_async_rl.source.producer import Producer
 from spurline_async_rl.source.recordings import groups_state
 from spurline_async_rl.timeline.recorder import Timeline
+from spurline_rl.draws import Draw, SkippedRow
+from spurline_rl.group_runner import GivenUpPrompt, Outcome
+from spurline_rl.trajectory import Group, Trajectory, Turn
 
 KEPT, EQUAL, GIVEN_UP, BAD_ROW, UNREADABLE, BROKEN = "kept", "equal", "given up", "bad row", "unreadable", "broken"
 

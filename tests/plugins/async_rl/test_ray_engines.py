@@ -13,22 +13,22 @@ from backend_batches import run_config
 from ray_clusters import GPUS, add_machine, two_machines
 from run_helpers import wait_for
 
-from spurline.config.cluster import ClusterConfig
 from spurline.config.run_config import ModelConfig
-from spurline.data.tokenizer import load_tokenizer
 from spurline.errors import ConfigError, RunFailedError
-from spurline.protocols.rollout_engine import GenerationResult
-from spurline.ranks.group import ANY_CLUSTER
-from spurline.testing.rollout_engine_contract import request
 from spurline_async_rl.engines.configs import VllmEngineConfig
+from spurline_ranks.cluster import ClusterConfig
+from spurline_ranks.group import ANY_CLUSTER
+from spurline_rl.protocols.rollout_engine import GenerationResult
+from spurline_rl.testing.rollout_engine_contract import request
+from spurline_text.tokenizer import load_tokenizer
 
 pytest.importorskip("ray")
 pytest.importorskip("vllm")
 from ray_engines import ScriptedActor
 
-from spurline.ranks.ray_cluster import RayCluster
 from spurline_async_rl.engines.vllm import ray as engines_on_ray
 from spurline_async_rl.engines.vllm.engine import VllmEngine
+from spurline_ranks.ray_cluster import RayCluster
 
 pytestmark = pytest.mark.processes
 LIMIT_S = 180.0

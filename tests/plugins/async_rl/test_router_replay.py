@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from spurline.config.run_config import ModelConfig
-from spurline.protocols.rollout_engine import GenerationRequest, Sampling
-from spurline.testing.inputs import tiny_tokenizer
-from spurline.testing.rollout_engine_contract import request
 from spurline_async_rl.engines.child.packing import pack_experts, unpack_experts
 from spurline_async_rl.engines.configs import ChildProcessEngineConfig, VllmEngineConfig
 from spurline_async_rl.engines.continuation import Response
 from spurline_async_rl.engines.progress import Progress
 from spurline_async_rl.engines.vllm.launch import EngineSpec, engine_arguments
 from spurline_async_rl.engines.vllm.member import Delta, VllmResponse
+from spurline_rl.protocols.rollout_engine import GenerationRequest, Sampling
+from spurline_rl.testing.rollout_engine_contract import request
+from spurline_text.testing.inputs import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 PROMPT = [5, 6, 7]

@@ -16,7 +16,6 @@ from timelines import leave_timeline
 
 from spurline.cli import main
 from spurline.errors import UserError
-from spurline.report.document import unpacked
 from spurline_async_rl.simulation.measured import measured_workload
 from spurline_async_rl.simulation.page import metrics_of
 from spurline_async_rl.simulation.prediction import (
@@ -38,6 +37,7 @@ from spurline_async_rl.simulation.workload import (
     saturating,
 )
 from spurline_async_rl.timeline.records import GroupSpan, Span, StepRecord, Taken, encode_record, trained_steps
+from spurline_insight.report.document import unpacked
 
 SOURCE: dict[str, Any] = {
     "name": "async_rollouts",
@@ -208,6 +208,55 @@ def test_a_page_is_drawn(config: Path, capsys: pytest.CaptureFixture[str]) -> No
     figures = json.loads(unpacked(digits))
     names = {trace.get("name") for figure in figures for trace in figure["data"]}
     assert {"max_staleness 2", "the config", "mean staleness", "training", "under way"} <= names
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("from_run", [True, False])
+def test_only_a_page_needs_the_package_of_reports(config: Path, from_run: bool) -> None:
+    program = """
+import sys
+from importlib.machinery import PathFinder
+class WithoutInsight(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name == "spurline_insight" else PathFinder.find_spec(name, path, target)
+sys.meta_path[sys.meta_path.index(PathFinder)] = WithoutInsight
+import spurline.plugins.host as host
+real = host.installed_plugins
+host.installed_plugins = lambda: {name: plugin for name, plugin in real().items() if name != "insight"}
+from spurline.cli import main
+main(["simulate", *sys.argv[1:]])
+"""
+    run = config.parent / "run"
+    run.mkdir()
+    leave_timeline(run / "timeline.jsonl", num_steps=30)
+    times = ("--from", str(run), "--steps", "4") if from_run else TIMES
+
+    def without_insight(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", program, str(config), *times, *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+    printed = without_insight()
+    assert printed.returncode == 0, printed.stderr
+    assert "Rests on:" in printed.stdout
+    refused = without_insight("--plot", str(config.parent / "page.html"))
+    assert refused.returncode == 2
+    assert "pip install 'spurline-async-rl[report]'" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert refused.stdout == ""
+
+
+def test_a_folder_that_holds_no_run_is_refused_and_runs_in_it_are_named(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = config.parent / "earlier"
+    run.mkdir()
+    code, _, err = simulate(capsys, config, "--from", run)
+    assert code == 2
+    assert "earlier: not a run directory: no metrics.jsonl or timeline.jsonl of a run." in err
+    (run / "metrics.jsonl").write_text('{"step": 1}\n')
+    _, _, err = simulate(capsys, config, "--from", config.parent)
+    assert f"Runs in it: {run}." in err
 
 
 def balanced(max_running: int, *, sigma: float = 1.0, batch_size: int = 32) -> Workload:

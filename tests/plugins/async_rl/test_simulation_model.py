@@ -17,14 +17,14 @@ from schedules import limits, outcomes
 
 from spurline.config.run_config import DatasetConfig
 from spurline.errors import RunFailedError
-from spurline.rl.draws import Draw, SkippedRow
-from spurline.rl.group_runner import GivenUpPrompt
-from spurline.rl.prompt_source import collect_groups
-from spurline.rl.trajectory import Group, Trajectory, Turn
 from spurline_async_rl.scheduling.scheduler import Scheduler, SchedulerLimits, State
 from spurline_async_rl.simulation.model import Engines, Model, SimulatedRun
 from spurline_async_rl.simulation.prediction import figures_of, trained_work
 from spurline_async_rl.simulation.workload import Fate, Speed, Times, Workload
+from spurline_rl.draws import Draw, SkippedRow
+from spurline_rl.group_runner import GivenUpPrompt
+from spurline_rl.prompt_source import collect_groups
+from spurline_rl.trajectory import Group, Trajectory, Turn
 
 SOAK = bool(os.environ.get("SPURLINE_SOAK"))
 

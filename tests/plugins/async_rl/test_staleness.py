@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from spurline.errors import PluginError
-from spurline.rl.trajectory import Group, Trajectory, Turn, turns_of
 from spurline_async_rl.source.staleness import mask_over_age, staleness_metrics, version_range
+from spurline_rl.trajectory import Group, Trajectory, Turn, turns_of
 
 
 def group_of(versions: Sequence[int] | None, mask: Sequence[int] | None = None) -> Group:

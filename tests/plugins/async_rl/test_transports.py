@@ -21,10 +21,8 @@ from torch import Tensor
 from spurline.errors import ConfigError, RunFailedError
 from spurline.plugins.host import PluginHost
 from spurline.plugins.registry import resolve
-from spurline.protocols.rollout_engine import TakesWeights
-from spurline.protocols.weight_sync import SyncReport
-from spurline.protocols.weights import MakerChoice, WeightBucket
-from spurline.ranks.group import RankRequest
+from spurline.protocols.backend import BackendFacts
+from spurline.protocols.ranks import RankRequest
 from spurline_async_rl.source.loop_thread import LoopThread
 from spurline_async_rl.source.publishing import Publisher, choose_sync
 from spurline_async_rl.timeline.recorder import Timeline
@@ -38,6 +36,9 @@ from spurline_async_rl.weights.configs import (
 from spurline_async_rl.weights.cuda_ipc import CudaIpcSync
 from spurline_async_rl.weights.disk import DiskSync, read_file
 from spurline_async_rl.weights.shared_memory import MemoryMaker, MemoryReader, SharedMemorySync
+from spurline_models.weight_buckets import MakerChoice, WeightBucket
+from spurline_rl.protocols.rollout_engine import TakesWeights
+from spurline_rl.protocols.weight_sync import SyncReport
 
 
 class Weights:
@@ -273,7 +274,7 @@ def test_the_memory_of_another_process_with_the_number_of_one_that_ended_is_not_
 
 READ = """
 import json, sys
-from spurline.protocols.weights import WeightBucket
+from spurline_models.weight_buckets import WeightBucket
 from spurline_async_rl.weights.shared_memory import MemoryReader
 bucket = WeightBucket.from_plain(json.loads(sys.argv[1]))
 print(float(MemoryReader().read(bucket)[0][1].sum()), flush=True)
@@ -438,7 +439,7 @@ def test_the_transport_is_chosen_again_when_engines_have_told_what_they_read(giv
     engine, loop = Server(), LoopThread("publishing")
     config: Any = SimpleNamespace(engine=SimpleNamespace(name="own"), weight_sync=given, watchdog_s=60.0)
     run, backend = cast("Any", SimpleNamespace(run_dir=tmp_path)), cast("Any", Weights(weights()))
-    run.backend = SimpleNamespace(rank_request=lambda: None, stays_on_cpu=False, adapters=None)
+    run.backend = SimpleNamespace(rank_request=lambda: None, facts=BackendFacts())
     registry, timeline = PluginHost.load(["async_rl"]).registry, Timeline(tmp_path / "timeline.jsonl")
     publisher = Publisher(cast("Any", engine), config, run, registry, loop, timeline, lambda: None)
     try:

@@ -9,13 +9,13 @@ import pytest
 from backend_batches import run_config
 
 from spurline.config.run_config import ModelConfig
-from spurline.data.tokenizer import load_tokenizer
-from spurline.protocols.weight_sync import WeightSync
-from spurline.rl.engines.configs import InProcessEngineConfig
-from spurline.rl.engines.in_process.engine import InProcessEngine
-from spurline.testing import EngineUpdateContract
 from spurline_async_rl.weights.buckets import InProcessSync
 from spurline_async_rl.weights.configs import InProcessSyncConfig
+from spurline_rl.engines.configs import InProcessEngineConfig
+from spurline_rl.engines.in_process.engine import InProcessEngine
+from spurline_rl.protocols.weight_sync import WeightSync
+from spurline_rl.testing import EngineUpdateContract
+from spurline_text.tokenizer import load_tokenizer
 
 
 class TestInProcess(EngineUpdateContract):

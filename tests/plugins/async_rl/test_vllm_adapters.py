@@ -25,9 +25,9 @@ from torch import Tensor
 from vllm_engines import collective, disk, engine_processes, shared_memory, vllm_models
 
 from spurline.errors import RunFailedError
-from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult
-from spurline.testing.rollout_engine_contract import PROMPTS, request
 from spurline_async_rl.engines.vllm.adapters import _RANKS, _add_to_linear, _add_to_logits
+from spurline_rl.protocols.rollout_engine import GenerationRequest, GenerationResult
+from spurline_rl.testing.rollout_engine_contract import PROMPTS, request
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(1800), pytest.mark.usefixtures("warm_vllm")]

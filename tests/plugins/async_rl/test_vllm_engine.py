@@ -30,16 +30,16 @@ from vllm_engines import (
 )
 
 from spurline.errors import RunFailedError
-from spurline.protocols.rollout_engine import GenerationResult
-from spurline.protocols.weight_sync import SyncReport, WeightSync
-from spurline.rl.concurrency import in_thread
-from spurline.testing import EngineUpdateContract, RolloutEngineContract
-from spurline.testing.backend_cases import minibatch
-from spurline.testing.backend_runs import backend_run, opened
-from spurline.testing.engine_update_contract import ModelPair, WeightsOf
-from spurline.testing.rollout_engine_contract import PROMPTS, model_logprobs, request
 from spurline_async_rl.weights.configs import SharedMemorySyncConfig
 from spurline_async_rl.weights.shared_memory import SharedMemorySync
+from spurline_rl.concurrency import in_thread
+from spurline_rl.protocols.rollout_engine import GenerationResult
+from spurline_rl.protocols.weight_sync import SyncReport, WeightSync
+from spurline_rl.testing import EngineUpdateContract, RolloutEngineContract
+from spurline_rl.testing.backend_cases import minibatch
+from spurline_rl.testing.backend_runs import backend_run, opened
+from spurline_rl.testing.engine_update_contract import ModelPair, WeightsOf
+from spurline_rl.testing.rollout_engine_contract import PROMPTS, model_logprobs, request
 
 pytest.importorskip("vllm")
 # Tests of one model follow each other, as another model takes another engine.

@@ -17,14 +17,9 @@ import torch
 from backend_batches import run_config
 from vllm_engines import disk, vllm_engine
 
-from spurline.backends.local.configs import LocalBackendConfig
 from spurline.config.run_config import ModelConfig
 from spurline.errors import BucketLostError, ConfigError, DataError, RunFailedError
-from spurline.model.configs import LoraConfig
-from spurline.protocols.weights import TensorPlace, WeightBucket
-from spurline.ranks.ray_node import last_words
-from spurline.testing.inputs import tiny_tokenizer, write_tiny_moe_model
-from spurline.testing.rollout_engine_contract import request
+from spurline.protocols.source import SourceFacts
 from spurline_async_rl.engines.commands import BeginAdapterUpdate, BeginUpdate, Resume, from_plain
 from spurline_async_rl.engines.configs import VllmEngineConfig
 from spurline_async_rl.engines.member import EngineDiedError
@@ -48,6 +43,13 @@ from spurline_async_rl.weights.collective import CollectiveSync
 from spurline_async_rl.weights.configs import CollectiveSyncConfig, CudaIpcSyncConfig
 from spurline_async_rl.weights.cuda_ipc import CudaIpcSync
 from spurline_async_rl.weights.disk import read_file
+from spurline_models.configs import LoraConfig
+from spurline_models.local.configs import LocalBackendConfig
+from spurline_models.testing.inputs import write_tiny_moe_model
+from spurline_models.weight_buckets import TensorPlace, WeightBucket
+from spurline_ranks.ray_node import last_words
+from spurline_rl.testing.rollout_engine_contract import request
+from spurline_text.testing.inputs import tiny_tokenizer
 
 WEIGHTS = [(f"layer.{number}", torch.arange(1000.0) + number) for number in range(30)]
 BACKEND: Any = SimpleNamespace(named_weights=lambda: iter(WEIGHTS))
@@ -84,8 +86,8 @@ def adapter_of(model: Path, lora: LoraConfig | None, sends: bool | None = None, 
     """The adapter that engines of such a run are sent alone. sends: what `weight_sync.adapters` says. settings: of the
     model."""
     run = run_config(model, model=ModelConfig(path=str(model), **settings), backend=LocalBackendConfig(lora=lora))
-    source = SimpleNamespace(transport=None, replays_experts=False, sends_adapters=sends)
-    object.__setattr__(run, "source", source)
+    facts = SourceFacts(without_critic=None, sends_adapters=sends)
+    object.__setattr__(run, "source", SimpleNamespace(facts=facts))
     return engine_spec(VllmEngineConfig(), run).adapter
 
 

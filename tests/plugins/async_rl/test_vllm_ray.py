@@ -13,8 +13,8 @@ import psutil
 import pytest
 from vllm_engines import START_S, engine_processes, publish, vllm_engine, vllm_models
 
-from spurline.protocols.rollout_engine import GenerationResult
-from spurline.testing.rollout_engine_contract import PROMPTS, model_logprobs, request
+from spurline_rl.protocols.rollout_engine import GenerationResult
+from spurline_rl.testing.rollout_engine_contract import PROMPTS, model_logprobs, request
 
 pytest.importorskip("vllm")
 pytest.importorskip("ray")

@@ -21,14 +21,14 @@ from safetensors.torch import load_file
 from vllm_engines import LIMIT_S, START_S, disk, publish, vllm_engine, vllm_models
 
 from spurline.errors import RunFailedError
-from spurline.protocols.rollout_engine import GenerationResult
-from spurline.testing.engine_update_contract import ModelPair
-from spurline.testing.rollout_engine_contract import PROMPTS, model_logprobs, request
 from spurline_async_rl.engines.vllm.launch import WORKER_EXTENSION
 from spurline_async_rl.engines.vllm.server import ServerApi
 from spurline_async_rl.weights.collective import CollectiveSync
 from spurline_async_rl.weights.configs import CollectiveSyncConfig
 from spurline_async_rl.weights.disk import FileMaker
+from spurline_rl.protocols.rollout_engine import GenerationResult
+from spurline_rl.testing.engine_update_contract import ModelPair
+from spurline_rl.testing.rollout_engine_contract import PROMPTS, model_logprobs, request
 
 pytest.importorskip("vllm")
 pytestmark = [

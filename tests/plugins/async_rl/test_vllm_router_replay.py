@@ -16,16 +16,16 @@ from transformers import AutoModelForCausalLM
 from vllm_engines import LIMIT_S, START_S, publish, vllm_expert_models
 
 from spurline.config.run_config import ModelConfig
-from spurline.data.collators.padded import RolloutsCollator
-from spurline.data.tokenizer import load_tokenizer
 from spurline.protocols.collator import ParallelLayout
-from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult
-from spurline.rl.configs import RolloutsCollatorConfig
-from spurline.rl.trajectory import Trajectory, Turn
-from spurline.testing.inputs import PAD
-from spurline.testing.rollout_engine_contract import PROMPTS, model_logprobs, request
+from spurline.testing.samples import PAD
 from spurline_async_rl.engines.configs import VllmEngineConfig
 from spurline_async_rl.engines.vllm.engine import VllmEngine
+from spurline_rl.configs import RolloutsCollatorConfig
+from spurline_rl.protocols.rollout_engine import GenerationRequest, GenerationResult
+from spurline_rl.rollouts_collator import RolloutsCollator
+from spurline_rl.testing.rollout_engine_contract import PROMPTS, model_logprobs, request
+from spurline_rl.trajectory import Trajectory, Turn
+from spurline_text.tokenizer import load_tokenizer
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.usefixtures("warm_vllm")]

@@ -17,11 +17,7 @@ from fake_vllm_server import FakeVllmServer
 from vllm_engines import disk
 
 from spurline.config.run_config import ModelConfig
-from spurline.data.tokenizer import load_tokenizer
 from spurline.errors import ConfigError, DataError, RunFailedError
-from spurline.testing.engine_update_contract import WeightsOf
-from spurline.testing.inputs import tiny_tokenizer
-from spurline.testing.rollout_engine_contract import request
 from spurline_async_rl.engines.configs import VllmEngineConfig
 from spurline_async_rl.engines.vllm import server as server_module
 from spurline_async_rl.engines.vllm.engine import VllmEngine
@@ -29,6 +25,10 @@ from spurline_async_rl.engines.vllm.launch import WORKER_EXTENSION
 from spurline_async_rl.engines.vllm.server import ServerApi, await_servers
 from spurline_async_rl.engines.vllm.server_files import ServerFiles
 from spurline_async_rl.weights.disk import FileMaker
+from spurline_rl.testing.engine_update_contract import WeightsOf
+from spurline_rl.testing.rollout_engine_contract import request
+from spurline_text.testing.inputs import tiny_tokenizer
+from spurline_text.tokenizer import load_tokenizer
 
 Result = TypeVar("Result")
 

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spurline.protocols.rollout_engine import GenerationRequest, Sampling
-from spurline.testing.inputs import tiny_tokenizer
 from spurline_async_rl.engines.commands import BeginUpdate, FinishUpdate
 from spurline_async_rl.engines.member import EngineDiedError
 from spurline_async_rl.engines.progress import Progress
 from spurline_async_rl.engines.vllm.member import Delta, VllmMember
+from spurline_rl.protocols.rollout_engine import GenerationRequest, Sampling
+from spurline_text.testing.inputs import tiny_tokenizer
 
 pytest.importorskip("vllm")
 from recorded_vllm import RecordedEngine, step_output

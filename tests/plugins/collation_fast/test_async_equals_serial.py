@@ -56,7 +56,7 @@ def config(spurline_tiny_model: Path, spurline_chat_file: Path, tmp_path: Path, 
         "data": {"train": str(spurline_chat_file), "eval": str(held_out), "max_length": 128},
         "batch_size": BATCH_SIZE,
         "epochs": EPOCHS,
-        "tokenization": "core/sequential",
+        "tokenization": "text/sequential",
         "collator": collator,
         "backend": {"name": "local", "device": "cpu"},
     }

@@ -14,11 +14,11 @@ from run_helpers import assert_same_weights, deterministic, read_metrics, wait_f
 from spurline import Run, load_config
 from spurline.data.batch import TrainingBatch
 from spurline.data.collators.packed import PackedCollator
-from spurline.data.sources.sft import SftSource
 from spurline.data.token_store import TokenView
 from spurline.errors import HookFailedError
 from spurline.plugins.hookspecs import hookimpl
 from spurline.run.checkpoints.checkpoint import CheckpointStore
+from spurline_text.sources.sft import SftSource
 
 ASYNC_ONLY = "collation/hidden"
 
@@ -33,7 +33,7 @@ def config(spurline_tiny_model: Path, spurline_chat_file: Path, tmp_path: Path) 
         "batch_size": 9,
         "epochs": 1.5,
         "optimizer": {"learning_rate": 1e-3},
-        "tokenization": "core/sequential",
+        "tokenization": "text/sequential",
         "collator": {"name": "core/packed", "max_tokens": 256},
         "checkpoint": {"every_steps": 4},
         "evaluation": {"every_steps": 3},

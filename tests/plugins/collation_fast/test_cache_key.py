@@ -15,14 +15,14 @@ import pytest
 from transformers import AddedToken
 
 from spurline.config.run_config import DataConfig
-from spurline.data.datasets.hf_dataset import HfDataset
-from spurline.data.text_configs import HfDatasetConfig
 from spurline.errors import ModelError
 from spurline.protocols.tokenization import DatasetToTokenize
-from spurline.testing.inputs import tiny_tokenizer
 from spurline_collation_fast.cache import key as key_module
 from spurline_collation_fast.cache.key import TOKEN_MODULES, cache_key, code_version
 from spurline_collation_fast.cache.layout import CacheKey
+from spurline_text.configs import HfDatasetConfig
+from spurline_text.datasets.hf_dataset import HfDataset
+from spurline_text.testing.inputs import tiny_tokenizer
 
 
 def key_of(path: Path, *, tokenizer: Any = None, dataset: dict[str, Any] | None = None, **data: Any) -> CacheKey:
@@ -249,15 +249,15 @@ def test_the_code_version_covers_all_that_tokenization_imports() -> None:
         "spurline_collation_fast.cache",  # Its layout has a version of its own.
         "spurline_collation_fast.configs",
         "spurline.data.configs",
-        "spurline.data.text_configs",  # Settings are in the key by value.
-        "spurline.data.hub",  # Whether the hub is asked; not what it gives.
-        "spurline.own_folder",  # Where files lie for a while.
+        "spurline_text.configs",  # Settings are in the key by value.
+        "spurline_text.hub",  # Whether the hub is asked; not what it gives.
+        "spurline_text.own_folder",  # Where files lie for a while.
         "spurline_collation_fast.tokenization.worker_choice",  # Who encodes which rows; not what becomes of them.
     )
     found, waiting = (
         set[str](),
         [
-            "spurline.data.datasets.hf_dataset",
+            "spurline_text.datasets.hf_dataset",
             "spurline_collation_fast.tokenization.parallel",
             "spurline.data.token_store",  # Kept in the manifest.
         ],
@@ -272,10 +272,10 @@ def test_the_code_version_covers_all_that_tokenization_imports() -> None:
 
 
 def imported_by(module: str) -> set[str]:
-    """The modules of core's data package and of the plugin that a module imports, types included."""
+    """The modules of core's data, of text and of the plugin that a module imports, types included."""
     spec = importlib.util.find_spec(module)
     assert spec is not None
     assert spec.origin is not None
     tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
     names = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    return {name for name in names if name.startswith(("spurline.data.", "spurline_collation_fast."))}
+    return {name for name in names if name.startswith(("spurline.data.", "spurline_text.", "spurline_collation_fast."))}

@@ -12,8 +12,7 @@ from cache_entries import FINDINGS, LABELS, assert_same_store, in_memory, make_c
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spurline.data.token_store import SampleBlock, summarize
-from spurline.protocols.tokenization import Tokenized
+from spurline.data.token_store import SampleBlock, Tokenized, summarize
 from spurline_collation_fast.cache import mapped_store
 from spurline_collation_fast.cache import mapped_store as block_guard
 from spurline_collation_fast.cache.folder import TokenCache

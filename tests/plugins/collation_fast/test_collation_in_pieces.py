@@ -10,14 +10,14 @@ from fast_kernels import dirty_kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spurline.data.collators.padded import RolloutsCollator
 from spurline.protocols.collator import ParallelLayout
-from spurline.rl.configs import RolloutsCollatorConfig
-from spurline.rl.flat_turns import FlatTurns
 from spurline.testing.collator_contract import assert_batches_equal
-from spurline.testing.inputs import make_trajectories
 from spurline_collation_fast import collators
 from spurline_collation_fast.collators import FastRolloutsCollator
+from spurline_rl.configs import RolloutsCollatorConfig
+from spurline_rl.flat_turns import FlatTurns
+from spurline_rl.rollouts_collator import RolloutsCollator
+from spurline_rl.testing.inputs import make_trajectories
 
 OWN, MOST = 12, 30
 

@@ -10,21 +10,20 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spurline.protocols.report_panel import RunRecord
-from spurline.testing import ReportPanelContract
-from spurline_collation_fast.configs import CollationPanelConfig
 from spurline_collation_fast.panel import CollationPanel
+from spurline_insight.report_panel import ReportPanelConfig, RunRecord
+from spurline_insight.testing import ReportPanelContract
 
 SECONDS = st.floats(0, 1e6)
 
 
 class TestCollationPanel(ReportPanelContract):
     def make_panel(self) -> CollationPanel:
-        return CollationPanel(CollationPanelConfig())
+        return CollationPanel(ReportPanelConfig(name="collation"))
 
 
 def render(metrics: list[dict[str, float]]) -> str | None:
-    return CollationPanel(CollationPanelConfig()).render(RunRecord(Path("/nonexistent"), metrics, {}))
+    return CollationPanel(ReportPanelConfig(name="collation")).render(RunRecord(Path("/nonexistent"), metrics, {}))
 
 
 def collated(step: int, collate_s: float, wait_s: float, hidden: float) -> dict[str, float]:

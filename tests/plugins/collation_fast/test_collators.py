@@ -10,18 +10,21 @@ import torch
 from fast_kernels import dirty_kernels
 
 from spurline.data.collators.packed import PackedCollator
-from spurline.data.collators.padded import PaddedCollator, RolloutsCollator
+from spurline.data.collators.padded import PaddedCollator
 from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig
 from spurline.data.token_store import TokenStore, TokenStoreBuilder
 from spurline.errors import DataError
 from spurline.protocols.collator import ParallelLayout
-from spurline.rl.configs import RolloutsCollatorConfig
-from spurline.rl.trajectory import Trajectory, Turn
-from spurline.testing import CollatorContract, RolloutCollatorContract
+from spurline.testing import CollatorContract
 from spurline.testing.collator_contract import assert_batches_equal, clone
-from spurline.testing.inputs import make_store, make_trajectories, make_view
+from spurline.testing.samples import make_store, make_view
 from spurline_collation_fast.collators import FastPackedCollator, FastPaddedCollator, FastRolloutsCollator
 from spurline_collation_fast.kernels import Kernels
+from spurline_rl.configs import RolloutsCollatorConfig
+from spurline_rl.rollouts_collator import RolloutsCollator
+from spurline_rl.testing import RolloutCollatorContract
+from spurline_rl.testing.inputs import make_trajectories
+from spurline_rl.trajectory import Trajectory, Turn
 
 PAD = 999
 

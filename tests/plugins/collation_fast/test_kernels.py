@@ -24,10 +24,11 @@ from spurline.data.collators.padded import PaddedCollator
 from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig
 from spurline.protocols.collator import ParallelLayout
 from spurline.testing.collator_contract import assert_batches_equal
-from spurline.testing.inputs import make_trajectories, make_view
+from spurline.testing.samples import make_view
 from spurline_collation_fast.collators import FastPackedCollator, FastPaddedCollator
 from spurline_collation_fast.kernels import Kernels, best_kernels, fitting, loops, planning
 from spurline_collation_fast.kernels.planning import FittingLoops
+from spurline_rl.testing.inputs import make_trajectories
 
 PAD = 999
 MODULES = (loops, fitting, planning)

@@ -1,4 +1,4 @@
-"""`parallel` gives what `core/sequential` gives, whoever does the work and wherever the tokens are kept."""
+"""`parallel` gives what `text/sequential` gives, whoever does the work and wherever the tokens are kept."""
 
 from __future__ import annotations
 
@@ -21,15 +21,9 @@ from worker_rows import TrappedRows, chat_rows, data_config, is_alive, source
 
 from spurline import load_config
 from spurline.config.run_config import DataConfig
-from spurline.data.datasets.hf_dataset import HfDataset
-from spurline.data.encoding import RowEncoder
-from spurline.data.text_configs import HfDatasetConfig, SequentialTokenizationConfig
-from spurline.data.token_store import summarize
-from spurline.data.tokenization import SequentialTokenization, open_datasets
+from spurline.data.token_store import Tokenized, summarize
 from spurline.errors import DataError
-from spurline.protocols.tokenization import DatasetToTokenize, Tokenized
-from spurline.testing import TokenizationContract
-from spurline.testing.inputs import tiny_tokenizer
+from spurline.protocols.tokenization import DatasetToTokenize
 from spurline_collation_fast.cache import folder
 from spurline_collation_fast.configs import AsyncPrefetchConfig, ParallelTokenizationConfig
 from spurline_collation_fast.tokenization import block_encoder, worker_choice
@@ -45,6 +39,12 @@ from spurline_collation_fast.tokenization.worker_choice import (
     cores_of_quota,
     workers_worth_starting,
 )
+from spurline_text.configs import HfDatasetConfig, SequentialTokenizationConfig
+from spurline_text.datasets.hf_dataset import HfDataset
+from spurline_text.encoding import RowEncoder
+from spurline_text.testing import TokenizationContract
+from spurline_text.testing.inputs import tiny_tokenizer
+from spurline_text.tokenization import SequentialTokenization, open_datasets
 
 pytestmark = pytest.mark.usefixtures("warm_children")
 

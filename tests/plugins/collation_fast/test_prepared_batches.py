@@ -14,20 +14,20 @@ from hypothesis import strategies as st
 from preparation_oracle import FakeBackend, batch_of_records, make_groups
 
 from spurline.data.batch import TrainingBatch
-from spurline.data.collators.padded import RolloutsCollator
-from spurline.losses.configs import PpoConfig
 from spurline.protocols.collator import ParallelLayout
-from spurline.protocols.environment import EnvironmentConfig
-from spurline.protocols.rollout_engine import RolloutEngineConfig
-from spurline.rl.advantages.configs import DrGrpoConfig, GrpoConfig, ReinforcePlusPlusConfig, RlooConfig
-from spurline.rl.advantages.group_relative import DrGrpo, Grpo, Rloo
-from spurline.rl.advantages.reinforce_pp import ReinforcePlusPlus
-from spurline.rl.configs import RolloutsCollatorConfig, RolloutSourceConfig
-from spurline.rl.preparation import Preparation
-from spurline.rl.trajectory import Group, Trajectory, turns_of, with_turns
-from spurline.testing.inputs import PAD
-from spurline.update.configs import ByPromptConfig
+from spurline.testing.samples import PAD
 from spurline_collation_fast.collators import FastRolloutsCollator
+from spurline_rl.advantages.configs import DrGrpoConfig, GrpoConfig, ReinforcePlusPlusConfig, RlooConfig
+from spurline_rl.advantages.group_relative import DrGrpo, Grpo, Rloo
+from spurline_rl.advantages.reinforce_pp import ReinforcePlusPlus
+from spurline_rl.configs import RolloutsCollatorConfig, RolloutSourceConfig
+from spurline_rl.losses.configs import PpoConfig
+from spurline_rl.preparation import Preparation
+from spurline_rl.protocols.environment import EnvironmentConfig
+from spurline_rl.protocols.rollout_engine import RolloutEngineConfig
+from spurline_rl.rollouts_collator import RolloutsCollator
+from spurline_rl.training_configs import ByPromptConfig
+from spurline_rl.trajectory import Group, Trajectory, turns_of, with_turns
 
 RANKS = 3
 

@@ -16,13 +16,13 @@ import pytest
 from run_helpers import wait_for
 from worker_rows import TrappedRows, chat_rows, data_config, is_alive, source
 
-from spurline import own_folder
 from spurline.errors import DataError, RunFailedError
-from spurline.own_folder import OwnFolder
-from spurline.testing.inputs import tiny_tokenizer
 from spurline_collation_fast.tokenization.chunks import RowLine, even_slices
 from spurline_collation_fast.tokenization.slice_worker import SliceTask, UnsharableDataError
 from spurline_collation_fast.tokenization.slice_workers import SliceWorkers
+from spurline_text import own_folder
+from spurline_text.own_folder import OwnFolder
+from spurline_text.testing.inputs import tiny_tokenizer
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_children")]
 

@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worker_rows import data_config, source
 
-from spurline.data.text_configs import SequentialTokenizationConfig
-from spurline.data.tokenization import SequentialTokenization
+from spurline.data.token_store import Tokenized
 from spurline.errors import DataError
-from spurline.protocols.tokenization import Tokenized
-from spurline.testing.inputs import tiny_tokenizer
 from spurline_collation_fast.configs import ParallelTokenizationConfig
 from spurline_collation_fast.tokenization.block_encoder import TokenColumns
 from spurline_collation_fast.tokenization.chunks import Chunk
 from spurline_collation_fast.tokenization.parallel import ParallelTokenization
+from spurline_text.configs import SequentialTokenizationConfig
+from spurline_text.testing.inputs import tiny_tokenizer
+from spurline_text.tokenization import SequentialTokenization
 
 TOKENIZER = tiny_tokenizer()
 

@@ -19,15 +19,15 @@ from safetensors.torch import load_file
 from spurline.config.loading import LoadedConfig
 from spurline.digests import digest_file
 from spurline.errors import CheckpointError, CheckpointWriteError, DamagedCheckpointError, RunFailedError
-from spurline.optimizers.configs import MuonConfig, SgdConfig
 from spurline.protocols.backend import Backend
 from spurline.protocols.optimizer import OptimizerConfig
-from spurline.ranks.launch import open_ranks
-from spurline.ranks.messages import plain_run
-from spurline.testing import write_tiny_model, write_tiny_moe_model
-from spurline.testing.backend_cases import minibatch, weights_of
-from spurline.testing.backend_runs import backend_run, opened
 from spurline_fsdp_backend.checkpoint import SavedModel
+from spurline_models.optimizers.configs import MuonConfig, SgdConfig
+from spurline_models.testing import write_tiny_model, write_tiny_moe_model
+from spurline_ranks.launch import open_ranks
+from spurline_ranks.messages import plain_run
+from spurline_rl.testing.backend_cases import minibatch, weights_of
+from spurline_rl.testing.backend_runs import backend_run, opened
 
 pytestmark = pytest.mark.processes
 
@@ -179,7 +179,7 @@ def test_checkpoints_of_another_backend_are_refused_with_the_way_out(
     two_ranks: Backend, saved: Saved, tmp_path: Path
 ) -> None:
     way_out = r"no checkpoint of backend '{}'.*`spurline export` with its config, then model.path"
-    with opened(backend_run(saved.model, {"name": "core/local", "device": "cpu"})) as (local, _):
+    with opened(backend_run(saved.model, {"name": "models/local", "device": "cpu"})) as (local, _):
         with pytest.raises(CheckpointError, match=way_out.format("local")):
             local.load(saved.path)
         local.save(tmp_path)
@@ -206,7 +206,7 @@ def test_a_disk_that_refuses_leaves_the_ranks_at_work(two_ranks: Backend, saved:
 def test_other_optimizers_train_as_on_one_process_and_continue(
     tmp_path: Path, tiny: Path, optimizer: OptimizerConfig, tolerance: float
 ) -> None:
-    with opened(with_optimizer(tiny, {"name": "core/local", "device": "cpu"}, optimizer)) as (local, _):
+    with opened(with_optimizer(tiny, {"name": "models/local", "device": "cpu"}, optimizer)) as (local, _):
         before = weights_of(local)
         wanted = train(local, range(4))
         weights = weights_of(local)

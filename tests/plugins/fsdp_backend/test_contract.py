@@ -13,7 +13,8 @@ import pytest
 from fast_collators import WithFastCollators
 from fsdp_layouts import on
 
-from spurline.testing import PluginContract, write_tiny_model, write_tiny_moe_model
+from spurline.testing import PluginContract
+from spurline_models.testing import write_tiny_model, write_tiny_moe_model
 
 IN_SHORT = ("loss_and_gradient_norm", "gradients_equal", "packed_and_padded", "hugging_face_names", "uneven_work")
 ONE = ("gradients_equal",)

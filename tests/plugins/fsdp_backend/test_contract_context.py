@@ -12,17 +12,19 @@ from fast_collators import WithFastCollators
 from fsdp_layouts import on
 
 from spurline.errors import ConfigError, ModelError
-from spurline.losses.configs import GspoConfig
-from spurline.losses.gspo import Gspo
 from spurline.protocols.backend import Backend
 from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.loss import Objective
-from spurline.ranks.group import RankGroup, RankRequest, TimeLimits
-from spurline.ranks.launch import open_ranks
-from spurline.ranks.messages import plain_run
-from spurline.testing import BackendContract, write_tiny_model, write_tiny_moe_model
-from spurline.testing.backend_cases import assert_gradients_close, minibatch, with_noisy_columns
-from spurline.testing.backend_runs import backend_run, opened
+from spurline.protocols.ranks import RankRequest
+from spurline_models.testing import write_tiny_model, write_tiny_moe_model
+from spurline_ranks.group import RankGroup, TimeLimits
+from spurline_ranks.launch import open_ranks
+from spurline_ranks.messages import plain_run
+from spurline_rl.losses.configs import GspoConfig
+from spurline_rl.losses.gspo import Gspo
+from spurline_rl.testing import BackendContract
+from spurline_rl.testing.backend_cases import assert_gradients_close, minibatch, with_noisy_columns
+from spurline_rl.testing.backend_runs import backend_run, opened
 
 pytestmark = pytest.mark.processes
 
@@ -63,7 +65,7 @@ class TestDataAndContext(BackendContract):
 
 def _pair(model: Path, *, critic: bool = True, **settings: Any) -> Iterator[Pair]:
     shared = backend_run(model, on(**settings), ("fsdp_backend",), critic=critic)
-    alone = backend_run(model, {"name": "core/local", "device": "cpu"}, ("fsdp_backend",), critic=critic)
+    alone = backend_run(model, {"name": "models/local", "device": "cpu"}, ("fsdp_backend",), critic=critic)
     with opened(shared) as (backend, layout), opened(alone) as (local, _):
         yield backend, local, layout
 

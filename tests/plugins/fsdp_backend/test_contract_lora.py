@@ -15,15 +15,16 @@ from spurline.errors import ModelError
 from spurline.protocols.backend import Backend, Role
 from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.loss import Objective
-from spurline.testing import AdapterContract, BackendContract, write_tiny_model, write_tiny_moe_model
-from spurline.testing.backend_cases import (
+from spurline_models.testing import write_tiny_model, write_tiny_moe_model
+from spurline_rl.testing import AdapterContract, BackendContract
+from spurline_rl.testing.backend_cases import (
     assert_critics_close,
     assert_gradients_close,
     minibatch,
     values_batch,
     without_times,
 )
-from spurline.testing.backend_runs import KeptBackend, backend_run, opened
+from spurline_rl.testing.backend_runs import KeptBackend, backend_run, opened
 
 ADAPTERS = {"rank": 4, "alpha": 8.0}
 ROLES: tuple[Role, ...] = ("policy", "reference", "critic")
@@ -47,7 +48,7 @@ class WithAdapters(BackendContract):
 
     @contextmanager
     def local(self, model: Path, *, critic: bool = False) -> Iterator[Backend]:
-        settings = {"name": "core/local", "device": "cpu", "lora": ADAPTERS}
+        settings = {"name": "models/local", "device": "cpu", "lora": ADAPTERS}
         with opened(backend_run(model, settings, self.plugins, critic=critic)) as (backend, _):
             yield backend
 
@@ -139,7 +140,7 @@ def half_precision_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def on_half_precision_files(kept: KeptBackend, model: Path) -> Iterator[tuple[Backend, Backend, ParallelLayout]]:
     """Ranks and one process that compute in fp32 with weights in bf16; adapters are outside of the layers too."""
     lora = {**ADAPTERS, "target_modules": ["q_proj", "lm_head"]}
-    local_run = backend_run(model, {"name": "core/local", "device": "cpu", "lora": lora}, critic=True)
+    local_run = backend_run(model, {"name": "models/local", "device": "cpu", "lora": lora}, critic=True)
     run = backend_run(model, on(2, lora=lora), ("fsdp_backend",), critic=True)
     with kept.lend(run) as (backend, layout), opened(local_run) as (local, _):
         yield backend, local, layout
@@ -150,7 +151,7 @@ def test_dora_over_rounded_weights_trains_as_in_one_process(tmp_path: Path) -> N
     # Sizes that two ranks do not divide evenly.
     model = write_tiny_model(tmp_path / "model", vocab_size=515, hidden_size=36, intermediate_size=55)
     lora = {**ADAPTERS, "dora": True, "base_dtype": "bf16"}
-    local_run = backend_run(model, {"name": "core/local", "device": "cpu", "lora": lora})
+    local_run = backend_run(model, {"name": "models/local", "device": "cpu", "lora": lora})
     with (
         opened(backend_run(model, on(2, lora=lora, probe=False), ("fsdp_backend",))) as (backend, layout),
         opened(local_run) as (local, _),
@@ -196,7 +197,7 @@ def test_adapters_outside_of_the_layers_are_trained_after_the_reference_was_aske
 
 @pytest.mark.processes
 def test_adapters_are_trained_after_the_reference_where_gathered_weights_are_kept(spurline_tiny_model: Path) -> None:
-    local_run = backend_run(spurline_tiny_model, {"name": "core/local", "device": "cpu", "lora": ADAPTERS})
+    local_run = backend_run(spurline_tiny_model, {"name": "models/local", "device": "cpu", "lora": ADAPTERS})
     run = backend_run(spurline_tiny_model, on(2, lora=ADAPTERS, reshard_after_forward=False), ("fsdp_backend",))
     with opened(run) as (backend, layout), opened(local_run) as (local, _):
         _assert_trains_alike_after_the_reference(backend, local, layout)

@@ -11,8 +11,8 @@ import pytest
 from spurline.config.loading import load_config
 from spurline.config.run_config import RunConfig
 from spurline.errors import RankFailedError
-from spurline.protocols.backend import Finding
-from spurline.ranks import doctor
+from spurline_models.finding import Finding
+from spurline_ranks import doctor
 
 pytestmark = pytest.mark.processes
 

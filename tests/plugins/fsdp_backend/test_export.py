@@ -14,14 +14,14 @@ from safetensors.torch import load_file
 from spurline.config.loading import LoadedConfig
 from spurline.digests import FileDigest
 from spurline.errors import CheckpointError
-from spurline.model import saved_weights
-from spurline.model.weight_files import write_weight_files
 from spurline.plugins.registry import resolve
 from spurline.protocols.backend import Backend
 from spurline.protocols.collator import ParallelLayout
-from spurline.testing import write_tiny_model, write_tiny_moe_model
-from spurline.testing.backend_cases import minibatch
-from spurline.testing.backend_runs import backend_run, opened
+from spurline_models import saved_weights
+from spurline_models.testing import write_tiny_model, write_tiny_moe_model
+from spurline_models.weight_files import write_weight_files
+from spurline_rl.testing.backend_cases import minibatch
+from spurline_rl.testing.backend_runs import backend_run, opened
 
 pytestmark = pytest.mark.processes
 
@@ -44,7 +44,7 @@ class Trained:
 
     def export(self, out: Path) -> Path:
         """Read the checkpoint as `spurline export` does."""
-        reader = self.loaded.config.backend.checkpoint_reader
+        reader = self.loaded.config.backend.facts.checkpoint_reader
         assert reader is not None
         stream = resolve(reader, "reader")(self.loaded.config, self.checkpoint, self.digests)
         out.mkdir()

@@ -11,9 +11,9 @@ import torch
 from fsdp_layouts import on
 
 from spurline.config.loading import LoadedConfig
-from spurline.testing.backend_cases import assert_gradients_close, minibatch, weights_of
-from spurline.testing.backend_runs import backend_run, opened
 from spurline_fsdp_backend.checkpoint_reader import read_weights
+from spurline_rl.testing.backend_cases import assert_gradients_close, minibatch, weights_of
+from spurline_rl.testing.backend_runs import backend_run, opened
 
 FROZEN = ("*embed_tokens*", "model.layers.0.*", "*norm*", "*up_proj*")
 """A whole layer and what is before it, and parts of the other one."""
@@ -29,7 +29,7 @@ def frozen_run(model: Path, settings: dict[str, Any]) -> LoadedConfig:
 def test_frozen_parts_of_shards_are_those_of_one_process(spurline_tiny_model: Path, tmp_path: Path) -> None:
     with (
         opened(frozen_run(spurline_tiny_model, on(2))) as (backend, layout),
-        opened(frozen_run(spurline_tiny_model, {"name": "core/local", "device": "cpu"})) as (local, _),
+        opened(frozen_run(spurline_tiny_model, {"name": "models/local", "device": "cpu"})) as (local, _),
     ):
         assert {**backend.facts(), "device": ""} == {**local.facts(), "device": ""}
         initial = weights_of(backend)

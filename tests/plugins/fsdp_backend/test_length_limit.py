@@ -9,9 +9,9 @@ import pytest
 from fsdp_layouts import on
 
 from spurline.errors import DataError
-from spurline.testing import write_tiny_model
-from spurline.testing.backend_cases import minibatch
-from spurline.testing.backend_runs import backend_run, opened
+from spurline_models.testing import write_tiny_model
+from spurline_rl.testing.backend_cases import minibatch
+from spurline_rl.testing.backend_runs import backend_run, opened
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 

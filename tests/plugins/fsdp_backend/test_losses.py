@@ -10,15 +10,15 @@ from fsdp_layouts import on
 from loss_cases import CORRECTIONS, LOSSES, REGISTRY, LossGradients
 
 from spurline.protocols.backend import Backend
-from spurline.testing import write_tiny_model
-from spurline.testing.backend_runs import backend_run, opened
+from spurline_models.testing import write_tiny_model
+from spurline_rl.testing.backend_runs import backend_run, opened
 
 pytestmark = pytest.mark.processes
 
 
 def test_no_loss_and_no_correction_of_core_is_left_out() -> None:
     for kind, listed in (("loss", LOSSES), ("correction", CORRECTIONS)):
-        assert {entry.name for entry in REGISTRY.entries("core") if entry.kind == kind} == set(listed)
+        assert {entry.name for entry in REGISTRY.entries() if entry.kind == kind} == set(listed)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wanted(model: Path) -> Iterator[LossGradients]:
-    with opened(backend_run(model, {"name": "core/local", "device": "cpu", "probe": False})) as (backend, _):
+    with opened(backend_run(model, {"name": "models/local", "device": "cpu", "probe": False})) as (backend, _):
         yield LossGradients(backend)
 
 

@@ -9,12 +9,12 @@ import pytest
 from backend_batches import lay_out, make_samples
 from fsdp_layouts import on
 
-from spurline.data.dealing import deal
 from spurline.protocols.loss import Objective
-from spurline.ranks.launch import open_ranks
-from spurline.ranks.messages import plain_objective, plain_run
-from spurline.testing.backend_runs import backend_run
-from spurline.testing.inputs import write_tiny_model, write_tiny_moe_model
+from spurline_models.dealing import deal
+from spurline_models.testing.inputs import write_tiny_model, write_tiny_moe_model
+from spurline_ranks.launch import open_ranks
+from spurline_ranks.messages import plain_objective, plain_run
+from spurline_rl.testing.backend_runs import backend_run
 
 pytestmark = pytest.mark.processes
 

@@ -16,13 +16,13 @@ import pytest
 import torch
 from fsdp_layouts import in_bf16
 
-from spurline.model.weight_files import write_weight_files
 from spurline.protocols.backend import Backend, YieldsDevice
 from spurline.protocols.collator import ParallelLayout
-from spurline.testing import write_tiny_model
-from spurline.testing.backend_cases import assert_weights_equal, minibatch, weights_of
-from spurline.testing.backend_runs import backend_run, opened
 from spurline_fsdp_backend.checkpoint_reader import read_weights
+from spurline_models.testing import write_tiny_model
+from spurline_models.weight_files import write_weight_files
+from spurline_rl.testing.backend_cases import assert_weights_equal, minibatch, weights_of
+from spurline_rl.testing.backend_runs import backend_run, opened
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 

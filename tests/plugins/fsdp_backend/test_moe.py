@@ -10,9 +10,9 @@ from fsdp_layouts import on
 
 from spurline import load_config
 from spurline.errors import ConfigError, ModelError
-from spurline.testing import write_tiny_model, write_tiny_moe_model
-from spurline.testing.backend_cases import assert_gradients_close, minibatch
-from spurline.testing.backend_runs import backend_run, opened
+from spurline_models.testing import write_tiny_model, write_tiny_moe_model
+from spurline_rl.testing.backend_cases import assert_gradients_close, minibatch
+from spurline_rl.testing.backend_runs import backend_run, opened
 
 
 def run_of(backend: dict[str, Any]) -> dict[str, Any]:

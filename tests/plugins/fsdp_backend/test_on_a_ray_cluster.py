@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 from ray_clusters import CPUS, two_machines
 
-from spurline.config.cluster import cluster_request
 from spurline.config.loading import load_config
 from spurline.errors import ConfigError
 from spurline.protocols.backend import Backend
 from spurline.protocols.collator import ParallelLayout
-from spurline.ranks import machine
-from spurline.ranks.group import ClusterRequest, RuntimeEnv
-from spurline.testing.backend_cases import minibatch, weights_of, without_times
-from spurline.testing.backend_runs import backend_run, opened
+from spurline_models import machine
+from spurline_ranks.cluster import cluster_request
+from spurline_ranks.group import ClusterRequest, RuntimeEnv
+from spurline_rl.testing.backend_cases import minibatch, weights_of, without_times
+from spurline_rl.testing.backend_runs import backend_run, opened
 
 pytest.importorskip("ray")
-from spurline.ranks.ray_cluster import RayCluster
+from spurline_ranks.ray_cluster import RayCluster
 
 LAYOUT = ParallelLayout(data=1)
 """Batches of all layouts are the same ones."""

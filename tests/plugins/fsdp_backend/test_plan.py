@@ -10,13 +10,13 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeCon
 
 from spurline.config.loading import load_config
 from spurline.errors import ConfigError
-from spurline.losses.configs import DpoConfig
-from spurline.losses.cross_entropy import CrossEntropy
-from spurline.ranks import machine
-from spurline.run.planning import fit
-from spurline.run.planning.plan import Plan, make_plan
 from spurline_fsdp_backend.configs import FsdpBackendConfig
 from spurline_fsdp_backend.memory import sent_bytes
+from spurline_models import machine
+from spurline_models.losses.cross_entropy import CrossEntropy
+from spurline_planning import fit
+from spurline_planning.plan import Plan, make_plan
+from spurline_preference.configs import DpoConfig
 
 ROOT = Path(__file__).parents[3]
 BACKEND = {"name": "fsdp", "device": "cuda", "ranks": 8, "precision": "bf16"}
@@ -276,7 +276,7 @@ def test_a_loss_with_a_state_is_found_before_anything_starts(
     said = "loss is made by CrossEntropy, which keeps a state"
     assert any(said in str(problem) for problem in planned(config).problems)
     started: list[object] = []
-    monkeypatch.setattr("spurline.ranks.backend.open_ranks", lambda *arguments: started.append(arguments))
+    monkeypatch.setattr("spurline_ranks.backend.open_ranks", lambda *arguments: started.append(arguments))
     loaded = load_config(config)
     with pytest.raises(ConfigError, match=said):
         loaded.host.registry.create(
@@ -338,7 +338,7 @@ def test_settings_that_do_not_go_together_are_refused_with_what_would(
 def test_an_optimizer_that_cannot_be_sharded_is_refused_with_its_reason(
     config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from spurline.optimizers.configs import AdamWConfig
+    from spurline_models.optimizers.configs import AdamWConfig
 
     monkeypatch.setattr(AdamWConfig, "needs_whole_parameters", "needs whole tensors")
     with pytest.raises(ConfigError, match="optimizer 'adamw' needs whole ones: needs whole tensors"):

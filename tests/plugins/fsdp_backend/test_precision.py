@@ -15,8 +15,14 @@ from model_families import FAMILIES, tiny_model
 from spurline.errors import ModelError
 from spurline.protocols.backend import Backend
 from spurline.protocols.collator import ParallelLayout
-from spurline.testing.backend_cases import assert_gradients_close, minibatch, uneven_batch, values_batch, with_dropout
-from spurline.testing.backend_runs import KeptBackend, backend_run, opened
+from spurline_rl.testing.backend_cases import (
+    assert_gradients_close,
+    minibatch,
+    uneven_batch,
+    values_batch,
+    with_dropout,
+)
+from spurline_rl.testing.backend_runs import KeptBackend, backend_run, opened
 
 pytestmark = pytest.mark.processes
 
@@ -48,10 +54,10 @@ def test_the_reference_in_bf16_is_the_policy_before_training_over_long_rows(
 
 def test_bf16_steps_stay_near_those_of_the_local_backend_in_bf16(kept: KeptBackend, spurline_tiny_model: Path) -> None:
     local_run = backend_run(
-        spurline_tiny_model, {"name": "core/local", "device": "cpu", "precision": "bf16"}, critic=True
+        spurline_tiny_model, {"name": "models/local", "device": "cpu", "precision": "bf16"}, critic=True
     )
     run = backend_run(spurline_tiny_model, on(2, precision="bf16"), ("fsdp_backend",), critic=True)
-    exact_run = backend_run(spurline_tiny_model, {"name": "core/local", "device": "cpu"})
+    exact_run = backend_run(spurline_tiny_model, {"name": "models/local", "device": "cpu"})
     with kept.lend(run) as (backend, layout), opened(local_run) as (local, _), opened(exact_run) as (exact, _):
         batch, objective = minibatch("packed", layout)
         assert abs(backend.evaluate(batch, objective).loss / exact.evaluate(batch, objective).loss - 1) > 1e-6
@@ -70,8 +76,8 @@ def test_bf16_steps_stay_near_those_of_the_local_backend_in_bf16(kept: KeptBacke
 def test_gradients_in_fp8_are_those_of_the_local_backend_in_fp8_on_any_number_of_ranks(
     kept: KeptBackend, spurline_tiny_model: Path
 ) -> None:
-    local_run = backend_run(spurline_tiny_model, {"name": "core/local", "device": "cpu", "fp8": "emulated"})
-    exact_run = backend_run(spurline_tiny_model, {"name": "core/local", "device": "cpu"})
+    local_run = backend_run(spurline_tiny_model, {"name": "models/local", "device": "cpu", "fp8": "emulated"})
+    exact_run = backend_run(spurline_tiny_model, {"name": "models/local", "device": "cpu"})
     run = backend_run(spurline_tiny_model, on(2, fp8="emulated", probe=True), ("fsdp_backend",))
     with kept.lend(run) as (backend, layout), opened(local_run) as (local, _), opened(exact_run) as (exact, _):
         wanted = dict(local.gradients(*minibatch("packed", layout)))
@@ -109,7 +115,7 @@ def test_caps_sinks_and_rows_of_models_that_mix_tokens_are_those_of_the_local_ba
 ) -> None:
     family = next(family for family in FAMILIES if family.model_type == model_type)
     tiny_model(family).save_pretrained(tmp_path)
-    local_run = backend_run(tmp_path, {"name": "core/local", "device": "cpu"})
+    local_run = backend_run(tmp_path, {"name": "models/local", "device": "cpu"})
     with (
         opened(backend_run(tmp_path, on(2), ("fsdp_backend",))) as (backend, layout),
         opened(local_run) as (local, _),

@@ -21,12 +21,12 @@ from weight_takers import Taker, make_sync, update_and_publish
 from spurline.config.loading import LoadedConfig
 from spurline.errors import ModelError, RankFailedError, RunFailedError
 from spurline.protocols.collator import ParallelLayout
-from spurline.protocols.weights import MakerChoice, WeightBucket
-from spurline.ranks.machine import this_machine
-from spurline.testing.backend_cases import assert_weights_equal, minibatch, weights_of
-from spurline.testing.backend_runs import backend_run, opened
 from spurline_async_rl.weights.cuda_ipc import read_handles
 from spurline_async_rl.weights.shared_memory import MemoryReader, SharedMemorySync
+from spurline_models.machine import this_machine
+from spurline_models.weight_buckets import MakerChoice, WeightBucket
+from spurline_rl.testing.backend_cases import assert_weights_equal, minibatch, weights_of
+from spurline_rl.testing.backend_runs import backend_run, opened
 
 pytestmark = pytest.mark.processes
 

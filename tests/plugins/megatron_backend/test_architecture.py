@@ -13,8 +13,8 @@ from megatron_models import FAMILIES, LLAMA3_ROPE, tiny_causal, tiny_config
 from transformers import AutoConfig, GPT2Config, LlamaConfig, MistralConfig, PretrainedConfig, Qwen3Config
 
 from spurline.errors import ModelError
-from spurline.model.architecture import LOADING_ERRORS
 from spurline_megatron_backend.architecture import Architecture, read_architecture
+from spurline_models.architecture import LOADING_ERRORS
 
 TOKENS = torch.arange(37).repeat(2)[None]
 """Every token twice: more positions than any window below, and whatever the padding token is, it occurs."""

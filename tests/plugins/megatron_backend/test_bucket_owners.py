@@ -17,18 +17,19 @@ from megatron_layouts import on
 from recording_makers import choice_of, record
 from safetensors.torch import load_file
 
-from spurline.protocols.rollout_engine import TakesWeights
-from spurline.protocols.weights import MakerChoice, WeightBucket
-from spurline.ranks.group import RankGroup, RankRequest, TimeLimits
-from spurline.ranks.launch import open_ranks
-from spurline.ranks.publishing import buckets_of_ranks
-from spurline.rl.concurrency import in_thread
-from spurline.testing.backend_cases import assert_weights_equal, minibatch, weights_of
-from spurline.testing.backend_runs import backend_run, opened
-from spurline.testing.inputs import write_tiny_model, write_tiny_moe_model
+from spurline.protocols.ranks import RankRequest
 from spurline_async_rl.weights.collective import BroadcastReader, CollectiveSync
 from spurline_async_rl.weights.configs import CollectiveSyncConfig
 from spurline_megatron_backend.grid import Grid
+from spurline_models.testing.inputs import write_tiny_model, write_tiny_moe_model
+from spurline_models.weight_buckets import MakerChoice, WeightBucket
+from spurline_ranks.group import RankGroup, TimeLimits
+from spurline_ranks.launch import open_ranks
+from spurline_ranks.publishing import buckets_of_ranks
+from spurline_rl.concurrency import in_thread
+from spurline_rl.protocols.rollout_engine import TakesWeights
+from spurline_rl.testing.backend_cases import assert_weights_equal, minibatch, weights_of
+from spurline_rl.testing.backend_runs import backend_run, opened
 
 ROUND_BYTES = 9_000
 """What arrives at a time: less than a tensor of the models here."""

@@ -20,14 +20,14 @@ from transformers import AutoModelForCausalLM
 from spurline.config.loading import LoadedConfig
 from spurline.digests import digest_file
 from spurline.errors import CheckpointError, CheckpointWriteError, DamagedCheckpointError, RunFailedError
-from spurline.model.weights import weights_digest
-from spurline.optimizers.configs import SgdConfig
 from spurline.protocols.backend import Backend
 from spurline.protocols.optimizer import OptimizerConfig
-from spurline.ranks.launch import open_ranks
-from spurline.ranks.messages import plain_run
-from spurline.testing.backend_cases import weights_of
-from spurline.testing.backend_runs import backend_run, opened
+from spurline_models.optimizers.configs import SgdConfig
+from spurline_models.weights import weights_digest
+from spurline_ranks.launch import open_ranks
+from spurline_ranks.messages import plain_run
+from spurline_rl.testing.backend_cases import weights_of
+from spurline_rl.testing.backend_runs import backend_run, opened
 
 pytestmark = pytest.mark.processes
 
@@ -198,7 +198,7 @@ def test_checkpoints_of_other_backends_are_refused_with_the_way_out(
     two_ranks: Backend, saved: Saved, tmp_path: Path
 ) -> None:
     way_out = r"no checkpoint of backend '{}'.*`spurline export` with its config, then model.path"
-    with backend_of(saved.model, {"name": "core/local", "device": "cpu"}) as local:
+    with backend_of(saved.model, {"name": "models/local", "device": "cpu"}) as local:
         with pytest.raises(CheckpointError, match=way_out.format("local")):
             local.load(saved.path)
         (tmp_path / "local").mkdir()
@@ -255,7 +255,7 @@ def test_another_optimizer_trains_as_on_one_process_and_continues(
     tmp_path: Path, tiny: Path, settings: dict[str, Any]
 ) -> None:
     momentum = SgdConfig(learning_rate=0.1, momentum=0.9, nesterov=True, weight_decay=0.1)
-    with opened(with_optimizer(tiny, {"name": "core/local", "device": "cpu"}, momentum)) as (local, _):
+    with opened(with_optimizer(tiny, {"name": "models/local", "device": "cpu"}, momentum)) as (local, _):
         before = weights_of(local)
         wanted = train(local, range(4))
         weights = weights_of(local)

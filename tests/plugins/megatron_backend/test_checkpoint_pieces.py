@@ -26,12 +26,12 @@ from megatron_shards import (
 from torch import Tensor
 
 from spurline.errors import CheckpointError, CheckpointWriteError, DamagedCheckpointError
-from spurline.model.pieces import Box, PieceIndex, write_pieces
-from spurline.optimizers.state import OptimizerState, check_state
 from spurline_megatron_backend.architecture import Architecture
 from spurline_megatron_backend.checkpoint import is_written, join, pieces, read_owned, state_of
 from spurline_megatron_backend.grid import Grid
 from spurline_megatron_backend.parts import whole_shapes
+from spurline_models.optimizers.state import OptimizerState, check_state
+from spurline_ranks.pieces import Box, PieceIndex, write_pieces
 
 
 def write(folder: Path, grid: Grid, ranks: list[SimulatedRank]) -> OptimizerState:

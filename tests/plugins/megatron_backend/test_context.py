@@ -10,13 +10,13 @@ import pytest
 import torch
 from megatron_layouts import on, write_llama3, write_qwen3
 
-from spurline.losses.configs import GspoConfig
-from spurline.losses.gspo import Gspo
 from spurline.protocols.backend import Backend
 from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.loss import Objective
-from spurline.testing.backend_cases import assert_gradients_close, minibatch, with_noisy_columns
-from spurline.testing.backend_runs import backend_run, opened
+from spurline_rl.losses.configs import GspoConfig
+from spurline_rl.losses.gspo import Gspo
+from spurline_rl.testing.backend_cases import assert_gradients_close, minibatch, with_noisy_columns
+from spurline_rl.testing.backend_runs import backend_run, opened
 
 pytestmark = pytest.mark.processes
 
@@ -28,7 +28,7 @@ SHORT = (2,)
 
 def open_pair(model: Path, *, critic: bool = False, **settings: Any) -> Iterator[Pair]:
     shared = backend_run(model, on(**settings), ("megatron_backend",), critic=critic)
-    alone = backend_run(model, {"name": "core/local", "device": "cpu"}, ("megatron_backend",), critic=critic)
+    alone = backend_run(model, {"name": "models/local", "device": "cpu"}, ("megatron_backend",), critic=critic)
     with opened(shared) as (backend, layout), opened(alone) as (local, _):
         yield backend, local, layout
 

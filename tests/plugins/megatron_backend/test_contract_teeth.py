@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from megatron_layouts import on, write_qwen3
 
-from spurline.testing import BackendContract
-from spurline.testing.backend_runs import KeptBackend
 from spurline_megatron_backend.backend import MegatronBackend
+from spurline_rl.testing import BackendContract
+from spurline_rl.testing.backend_runs import KeptBackend
 
 pytestmark = pytest.mark.processes
 

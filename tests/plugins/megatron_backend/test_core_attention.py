@@ -15,10 +15,11 @@ from sharing_workers import stream_of
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
-from spurline.ranks.group import RankGroup, RankRequest, TimeLimits
-from spurline.ranks.launch import open_ranks
+from spurline.protocols.ranks import RankRequest
 from spurline_megatron_backend.core_attention import packed_params
 from spurline_megatron_backend.rotary import Rotary
+from spurline_ranks.group import RankGroup, TimeLimits
+from spurline_ranks.launch import open_ranks
 
 LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=6).map(sorted)
 HEADS = st.sampled_from([(4, 4), (4, 2), (8, 2)])

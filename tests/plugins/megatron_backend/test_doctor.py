@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spurline.config.loading import load_config
-from spurline.protocols.backend import Finding
-from spurline.ranks import doctor
-from spurline.ranks.doctor import ALL_TO_ALL, NEXT, REDUCE
 from spurline_megatron_backend.doctor import groups_of
 from spurline_megatron_backend.grid import Grid
+from spurline_models.finding import Finding
+from spurline_ranks import doctor
+from spurline_ranks.doctor import ALL_TO_ALL, NEXT, REDUCE
 
 
 def found(tmp_path: Path, **backend: Any) -> dict[str, Finding]:

@@ -15,11 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from spurline.digests import FileDigest
 from spurline.errors import CheckpointError
-from spurline.model import saved_weights
-from spurline.model.weight_files import write_weight_files
 from spurline.plugins.registry import resolve
-from spurline.testing.backend_cases import weights_of
-from spurline.testing.backend_runs import backend_run, opened
+from spurline_models import saved_weights
+from spurline_models.weight_files import write_weight_files
+from spurline_rl.testing.backend_cases import weights_of
+from spurline_rl.testing.backend_runs import backend_run, opened
 
 pytestmark = pytest.mark.processes
 
@@ -85,7 +85,7 @@ def test_one_process_exports_what_ranks_write_and_transformers_opens_it(
 
 def export(run: Any, checkpoint: Path, digests: Mapping[str, FileDigest], out: Path) -> Path:
     """Read the checkpoint as `spurline export` does."""
-    stream = resolve(run.backend.checkpoint_reader, "reader")(run, checkpoint, digests)
+    stream = resolve(run.backend.facts.checkpoint_reader, "reader")(run, checkpoint, digests)
     out.mkdir()
     write_weight_files(out, stream, torch.float32, FILE_BYTES)
     return out

@@ -15,9 +15,9 @@ from run_helpers import wait_for
 from spurline.errors import RankFailedError
 from spurline.protocols.backend import Backend
 from spurline.protocols.collator import ParallelLayout
-from spurline.testing.backend_cases import minibatch
-from spurline.testing.backend_runs import backend_run, opened
 from spurline_megatron_backend.backend import MegatronBackend
+from spurline_rl.testing.backend_cases import minibatch
+from spurline_rl.testing.backend_runs import backend_run, opened
 
 pytestmark = pytest.mark.processes
 

@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM
 
 from spurline.config.run_config import ModelConfig
 from spurline.errors import ModelError
-from spurline.model.architecture import load_model_config
-from spurline.model.device_profile import device_profile
-from spurline.model.loading import load_model
 from spurline_megatron_backend.architecture import Architecture, read_architecture
 from spurline_megatron_backend.grid import Grid
 from spurline_megatron_backend.loading import load_weights
+from spurline_models.architecture import load_model_config
+from spurline_models.device_profile import device_profile
+from spurline_models.loading import load_model
 
 pytestmark = pytest.mark.usefixtures("group")
 

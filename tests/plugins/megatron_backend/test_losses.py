@@ -11,7 +11,7 @@ from loss_cases import LOSSES, LossGradients
 from megatron_layouts import on, write_qwen3
 
 from spurline.protocols.backend import Backend
-from spurline.testing.backend_runs import backend_run, opened
+from spurline_rl.testing.backend_runs import backend_run, opened
 
 pytestmark = pytest.mark.processes
 
@@ -23,7 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wanted(model: Path) -> Iterator[LossGradients]:
-    with opened(backend_run(model, {"name": "core/local", "device": "cpu", "probe": False})) as (backend, _):
+    with opened(backend_run(model, {"name": "models/local", "device": "cpu", "probe": False})) as (backend, _):
         yield LossGradients(backend)
 
 

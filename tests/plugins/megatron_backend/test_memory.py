@@ -15,19 +15,19 @@ from hypothesis import strategies as st
 from megatron_layouts import on, write_llama3, write_qwen3, write_qwen3_moe
 
 from spurline.config.loading import LoadedConfig
-from spurline.data.dealing import deal
-from spurline.model.architecture import load_model_config
-from spurline.optimizers.configs import AdamWConfig
 from spurline.protocols.loss import Objective
-from spurline.ranks.launch import open_ranks
-from spurline.ranks.messages import plain_objective, plain_run
-from spurline.testing.backend_runs import backend_run
 from spurline_megatron_backend.architecture import Architecture, read_architecture
 from spurline_megatron_backend.configs import MegatronBackendConfig
 from spurline_megatron_backend.grid import Grid
 from spurline_megatron_backend.memory import Kept, fullest, kept_values, layout_of, microbatches_in_flight, of_stage
 from spurline_megatron_backend.parts import held_parameters
 from spurline_megatron_backend.workload import Layout, Stages, Step, Values
+from spurline_models.architecture import load_model_config
+from spurline_models.dealing import deal
+from spurline_models.optimizers.configs import AdamWConfig
+from spurline_ranks.launch import open_ranks
+from spurline_ranks.messages import plain_objective, plain_run
+from spurline_rl.testing.backend_runs import backend_run
 
 LLAMA_70B = Architecture("llama", 80, 8192, 28672, 64, 8, 128, 128256, False, 1e-5)
 QWEN_235B = Architecture(

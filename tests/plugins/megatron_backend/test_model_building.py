@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from megatron_layouts import write_llama3, write_qwen3, write_qwen3_moe, write_qwen25
 
-from spurline.ranks.group import RankGroup, RankRequest, TimeLimits
-from spurline.ranks.launch import open_ranks
+from spurline.protocols.ranks import RankRequest
+from spurline_ranks.group import RankGroup, TimeLimits
+from spurline_ranks.launch import open_ranks
 
 pytestmark = pytest.mark.processes
 

@@ -13,7 +13,8 @@ PROGRAM = """
 import sys, types
 from types import SimpleNamespace
 import torch
-from spurline.ranks import machine, messages
+from spurline_ranks import messages
+from spurline_models import machine
 
 machine.num_gpus = lambda: 1
 before = dict(vars(torch.cuda))

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from megatron_layouts import on, write_qwen3, write_qwen3_moe
 
-from spurline.testing.backend_cases import assert_gradients_close, minibatch
-from spurline.testing.backend_runs import backend_run, opened
 from spurline_megatron_backend.backend import MegatronBackend
+from spurline_rl.testing.backend_cases import assert_gradients_close, minibatch
+from spurline_rl.testing.backend_runs import backend_run, opened
 
 pytestmark = pytest.mark.processes
 
@@ -36,7 +36,7 @@ def test_many_buckets_give_the_gradients_and_weights_of_one_process(
     write = write_qwen3_moe if experts else write_qwen3
     model = write(tmp_path / "model", num_hidden_layers=4)
     ours = backend_run(model, on(**layout, max_tokens_per_microbatch=40), ("megatron_backend",))
-    theirs = backend_run(model, {"name": "core/local", "device": "cpu", "probe": False})
+    theirs = backend_run(model, {"name": "models/local", "device": "cpu", "probe": False})
     with opened(theirs) as (local, _), opened(ours) as (backend, parallel):
         # Sums begin early from the second pass on, which is the first that knows what it waits for.
         for step in range(3):

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from transformers import AutoConfig
 
 from spurline.config.loading import load_config
-from spurline.optimizers.configs import AdamWConfig
-from spurline.run.planning.plan import Plan, make_plan
 from spurline_megatron_backend.architecture import Architecture, read_architecture
 from spurline_megatron_backend.grid import Grid
 from spurline_megatron_backend.layout_search import Candidate, Found, find_layouts
 from spurline_megatron_backend.memory import Kept, fullest, layout_of
 from spurline_megatron_backend.step_time import DEVICES, Speeds, device_of, estimate_step, least_time
 from spurline_megatron_backend.workload import Layout, Step
+from spurline_models.optimizers.configs import AdamWConfig
+from spurline_planning.plan import Plan, make_plan
 
 PUBLISHED = Path(__file__).parent / "published"
 GIB = 2**30

@@ -9,8 +9,8 @@ import pytest
 import torch
 from megatron_layouts import on, write_qwen3
 
-from spurline.testing.backend_cases import minibatch, values_batch
-from spurline.testing.backend_runs import backend_run, opened
+from spurline_rl.testing.backend_cases import minibatch, values_batch
+from spurline_rl.testing.backend_runs import backend_run, opened
 
 pytestmark = pytest.mark.processes
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.processes
 )
 def test_bf16_steps_stay_near_those_of_the_local_backend_in_bf16(layout: dict[str, Any], tmp_path: Path) -> None:
     model = write_qwen3(tmp_path / "model")
-    alone = {"name": "core/local", "device": "cpu"}
+    alone = {"name": "models/local", "device": "cpu"}
     local_run = backend_run(model, {**alone, "precision": "bf16"}, critic=True)
     run = backend_run(model, on(**layout, precision="bf16"), ("megatron_backend",), critic=True)
     exact_run = backend_run(model, alone)

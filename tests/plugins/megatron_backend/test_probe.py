@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from megatron_layouts import on, write_qwen3, write_qwen3_moe
 
-from spurline.testing.backend_runs import backend_run, opened
 from spurline_megatron_backend.backend import MegatronBackend
+from spurline_rl.testing.backend_runs import backend_run, opened
 
 pytestmark = pytest.mark.processes
 

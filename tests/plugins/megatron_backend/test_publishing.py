@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load_file
 from weight_takers import Taker, make_sync, update_and_publish
 
-from spurline.ranks.machine import this_machine
-from spurline.testing.backend_cases import assert_weights_equal, minibatch, weights_of
-from spurline.testing.backend_runs import backend_run, opened
-from spurline.testing.inputs import write_tiny_model, write_tiny_moe_model
+from spurline_models.machine import this_machine
+from spurline_models.testing.inputs import write_tiny_model, write_tiny_moe_model
+from spurline_rl.testing.backend_cases import assert_weights_equal, minibatch, weights_of
+from spurline_rl.testing.backend_runs import backend_run, opened
 
 pytestmark = pytest.mark.processes
 

@@ -10,9 +10,9 @@ import torch
 from megatron_layouts import on, write_qwen3
 
 from spurline.protocols.backend import Backend
-from spurline.testing.backend_cases import minibatch
-from spurline.testing.backend_runs import backend_run, opened
 from spurline_megatron_backend.backend import MegatronBackend
+from spurline_rl.testing.backend_cases import minibatch
+from spurline_rl.testing.backend_runs import backend_run, opened
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 

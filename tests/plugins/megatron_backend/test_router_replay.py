@@ -15,8 +15,8 @@ from spurline.data.batch import TrainingBatch
 from spurline.errors import DataError
 from spurline.protocols.backend import Backend
 from spurline.protocols.collator import ParallelLayout
-from spurline.testing.backend_cases import minibatch
-from spurline.testing.backend_runs import backend_run, opened
+from spurline_rl.testing.backend_cases import minibatch
+from spurline_rl.testing.backend_runs import backend_run, opened
 
 pytestmark = pytest.mark.processes
 
@@ -31,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def local(model: Path) -> Iterator[Backend]:
-    with opened(backend_run(model, {"name": "core/local", "device": "cpu"})) as (backend, _):
+    with opened(backend_run(model, {"name": "models/local", "device": "cpu"})) as (backend, _):
         yield backend
 
 
@@ -112,7 +112,7 @@ def test_an_update_counts_the_tokens_of_each_expert_as_the_local_backend_does(ra
     batch, objective = minibatch("packed", ParallelLayout())
     batch = with_experts(batch)
     # One of its own: `local` must stay as it is for the next ranks.
-    with opened(backend_run(model, {"name": "core/local", "device": "cpu"})) as (local, _):
+    with opened(backend_run(model, {"name": "models/local", "device": "cpu"})) as (local, _):
         found, expected = (backend.update(batch, objective) for backend in (ranks, local))
     # Megatron says which experts a router chose, not how undecided it was.
     names = [name for name in expected if name.startswith("moe/") and name != "moe/router_entropy"]

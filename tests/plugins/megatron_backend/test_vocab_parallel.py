@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from megatron_layer_workers import loss_of
 from torch import nn
 
-from spurline.model.streams.token_logprobs import TokenLogprobs
-from spurline.ranks.group import RankGroup, RankRequest, TimeLimits
-from spurline.ranks.launch import open_ranks
+from spurline.protocols.ranks import RankRequest
+from spurline_models.streams.token_logprobs import TokenLogprobs
+from spurline_ranks.group import RankGroup, TimeLimits
+from spurline_ranks.launch import open_ranks
 
 pytestmark = pytest.mark.processes
 

@@ -15,14 +15,15 @@ from hypothesis import strategies as st
 from megatron_gathering import bits, whole_tensors
 from safetensors.torch import load_file
 
-from spurline.model.pieces import Box
-from spurline.ranks.group import RankGroup, RankRequest, TimeLimits
-from spurline.ranks.launch import open_ranks
-from spurline.testing.inputs import write_tiny_model, write_tiny_moe_model
+from spurline.protocols.ranks import RankRequest
 from spurline_megatron_backend.architecture import Architecture
 from spurline_megatron_backend.grid import Grid
 from spurline_megatron_backend.parts import held_parameters
 from spurline_megatron_backend.weight_gathering import box_owners
+from spurline_models.testing.inputs import write_tiny_model, write_tiny_moe_model
+from spurline_ranks.group import RankGroup, TimeLimits
+from spurline_ranks.launch import open_ranks
+from spurline_ranks.pieces import Box
 
 ROUND_BYTES = 9_000
 """Less than a tensor of the models here, more than most parts of one."""

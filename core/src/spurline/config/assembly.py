@@ -14,11 +14,15 @@ from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, create_model
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
 
-from spurline.config.run_config import RunConfig
+from spurline.config.run_config import DataEvaluationConfig, EvaluationPart, RunConfig
 from spurline.config.section import Component, ComponentConfig, SchemaOfShorthand, Section, expand_shorthand, summary_of
-from spurline.errors import PluginError
+from spurline.errors import PluginError, suggestion
 from spurline.plugins.registry import Registry, TopLevelSection
+
+_UNKNOWN = "unknown_component"
+"""Type of the error of a component that there is not."""
 
 
 def assemble(registry: Registry, plugin_sections: Mapping[str, type[Section]]) -> type[RunConfig]:
@@ -28,20 +32,40 @@ def assemble(registry: Registry, plugin_sections: Mapping[str, type[Section]]) -
     Raises PluginError when a plugin's name is already a core setting, or a component can hold one of its own kind.
     """
     builder = _Builder(registry)
-    fields: dict[str, Any] = {}
+    fields: dict[str, dict[str, Any]] = {"": {}}
     sections = {name: TopLevelSection(section, False, name) for name, section in plugin_sections.items()}
     for name, declared in {**registry.sections, **sections}.items():
-        if name in RunConfig.model_fields or (name in sections and name in registry.sections):
-            raise PluginError(
-                f"Plugin '{declared.plugin}' adds the config section '{name}', which there is already. Give it another "
-                "name."
-            )
+        owner, _, key = name.rpartition(".")
+        model = _section_model(owner)
         marked = declared.annotation
         section = get_args(marked)[0] if get_origin(marked) is Annotated else marked
+        adds = f"Plugin '{declared.plugin}' adds the config section '{name}'"
+        if model is None:
+            open_ones = [field for field in RunConfig.model_fields if _section_model(field)]
+            raise PluginError(f"{adds}, and no section '{owner}' takes another key.{suggestion(owner, open_ones)}")
+        if key in model.model_fields or (name in sections and name in registry.sections):
+            raise PluginError(f"{adds}, which there is already. Give it another name.")
+        if model is DataEvaluationConfig and not issubclass(section, EvaluationPart):
+            raise PluginError(f"{adds}, which is no EvaluationPart. Derive {section.__name__} from that class.")
         annotation = builder.replaced(marked | None) if declared.optional else builder.replaced(marked)
         default: Any = {"default": None} if declared.optional else {"default_factory": dict, "validate_default": True}
-        fields[name] = (annotation, Field(**default, description=summary_of(section)))
-    return cast("type[RunConfig]", builder.specialized(RunConfig, fields))
+        described = Field(**default, description=summary_of(section))
+        fields.setdefault(owner, {})[key] = (annotation, described)
+    own = fields.pop("")
+    for owner, extra in fields.items():
+        field = RunConfig.model_fields[owner]
+        model = builder.specialized(cast("type[Section]", field.annotation), extra)
+        own[owner] = (_annotated(model, field.metadata) if field.metadata else model, builder.rebuilt(field))
+    return cast("type[RunConfig]", builder.specialized(RunConfig, own))
+
+
+def _section_model(owner: str) -> type[Section] | None:
+    """The section that a plugin may add a key to: the whole file, or a section of core."""
+    if not owner:
+        return RunConfig
+    field = RunConfig.model_fields.get(owner)
+    annotation: object = None if field is None else field.annotation
+    return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
 
 
 class _Builder:
@@ -55,6 +79,8 @@ class _Builder:
         """A subclass of `model` whose marked fields are unions over the registry; `model` itself when none is."""
         replaced: dict[str, Any] = {}
         for name, field in model.model_fields.items():
+            if extra and name in extra:
+                continue
             mark = _component_mark(field.metadata)
             annotation = self._union(mark) if mark else self.replaced(field.annotation)
             if mark is None and annotation is field.annotation:
@@ -85,6 +111,10 @@ class _Builder:
             copy.validate_default = True
         return copy
 
+    def rebuilt(self, field: FieldInfo) -> FieldInfo:
+        """The same field for a specialised type, its default made anew."""
+        return self._with_default(field, None)
+
     def replaced(self, annotation: Any) -> Any:
         """Specialise Section types and marked types anywhere inside a type expression."""
         section: object = annotation
@@ -109,7 +139,9 @@ class _Builder:
         default = self._registry.default(mark.kind)
         names = self._registry.all_names(mark.kind)
         if not names:
-            return ComponentConfig
+            # Read by `config.error_messages` too: it says which plugin has such components.
+            refused = BeforeValidator(functools.partial(_refuse_component, mark=mark))
+            return _annotated(ComponentConfig, [refused, _written_in_short(mark)])
         # A component may hold another one of its own kind, as one that decorates does, but never itself: that would
         # go on for ever.
         configs = {name: self._open_up(mark.kind, name) for name in names if (mark.kind, name) not in self._open}
@@ -120,15 +152,15 @@ class _Builder:
         members = [_annotated(_config_with_name(config, name), [Tag(name)]) for name, config in configs.items()]
         discriminator = Discriminator(
             _chosen_name(default),
-            custom_error_type="unknown_component",
-            # Read by `config.explain`; a context mapping cannot be passed, typing hashes this mark.
+            custom_error_type=_UNKNOWN,
+            # Read by `config.error_messages`; a context mapping cannot be passed, typing hashes this mark.
             custom_error_message=f"{mark.kind} {mark.shorthand}",
         )
         return _annotated(
             _union_of(members),
             [
                 discriminator,
-                BeforeValidator(functools.partial(expand_shorthand, setting=mark.shorthand)),
+                _written_in_short(mark),
                 SchemaOfShorthand(list(configs) if mark.shorthand == "name" else None),
             ],
         )
@@ -155,6 +187,15 @@ def _values(default: Any) -> Any:
 
 def _names(chain: Sequence[tuple[str, str]]) -> str:
     return " -> ".join(f"{kind} '{name}'" for kind, name in chain)
+
+
+def _written_in_short(mark: Component) -> BeforeValidator:
+    return BeforeValidator(functools.partial(expand_shorthand, setting=mark.shorthand))
+
+
+def _refuse_component(value: object, *, mark: Component) -> object:
+    """Refuse whatever is written for a component of which there is none."""
+    raise PydanticCustomError(_UNKNOWN, "{kind} {shorthand}", {"kind": mark.kind, "shorthand": mark.shorthand})
 
 
 def _component_mark(metadata: Sequence[Any]) -> Component | None:

@@ -48,12 +48,11 @@ def differences(before: Mapping[str, Any], config: RunConfig) -> list[Difference
     sections = dict(sections_within(config))
     marks = dict(_marks(sections))
     wholes = {path for path, section in sections.items() if isinstance(section, (ComponentConfig, NamedSection))}
-    # The section of a plugin comes and goes with it.
-    switched = {*before.get("plugins", ())} ^ {*config.plugins}
     return [
         Difference(key, stored, value, _settled(_mark_of(key, marks), stored, value))
         for key, stored, value in _changes(before, now, "", wholes)
-        if key not in switched
+        # The section of a plugin comes and goes with it; one within a section only where it says nothing.
+        if _ABSENT not in (stored, value) or ("." in key and None not in (stored, value))
     ]
 
 

@@ -7,7 +7,6 @@ through settings that the file writes in short: `collator: packed` or `data.trai
 
 from __future__ import annotations
 
-import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,17 +14,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
+from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.scalarbool import ScalarBoolean
 
-from spurline.config.bounded_yaml import MAX_CHARACTERS, BadYamlError, parse_yaml
 from spurline.config.section import BARE, as_list
 from spurline.errors import ConfigError, Problem, listing
-
-_MAX_BYTES = MAX_CHARACTERS
-_MAX_KEY_PARTS = 200
-_MAX_PATH = 1000
-"""Characters of the key paths whose lines are kept; no setting has a longer one."""
 
 
 @dataclass
@@ -62,16 +56,13 @@ class Document:
 
 def read_document(path: Path) -> Document:
     """Parse the file. Raises ConfigError for a missing file, a syntax error, a duplicate key, a non-mapping, or a file
-    that is larger, deeper or longer than a config is, or that is data or the config of a model."""
+    that is data or the config of a model."""
     if path.is_file() and path.suffix.lower() in _DATA:
         raise ConfigError([Problem("", _NOT_DATA.format(path=path))], str(path))
     if describes_a_model(path):
         raise ConfigError([Problem("", _NOT_OF_A_MODEL.format(path=path.parent))], str(path))
     try:
-        with path.open("rb") as file:
-            # One byte more than is read of any file tells that there is more; a device has no end.
-            content = file.read(_MAX_BYTES + 1)
-        text = content.decode("utf-8")
+        text = path.read_text("utf-8")
     except FileNotFoundError:
         raise ConfigError([Problem("", _missing(path))], str(path)) from None
     except IsADirectoryError:
@@ -80,15 +71,13 @@ def read_document(path: Path) -> Document:
         raise ConfigError([Problem("", f"cannot be read: {error}.")], str(path)) from error
     except UnicodeDecodeError as error:
         raise ConfigError([Problem("", f"is not UTF-8 text ({error.reason}). Save it as UTF-8.")], str(path)) from error
-    if len(content) > _MAX_BYTES:
-        raise ConfigError([Problem("", f"is larger than a config may be, which is {_MAX_BYTES} bytes.")], str(path))
     if path.suffix.lower() == ".toml":
         return Document(str(path), _parse_toml(text, str(path)))
     try:
-        loaded = parse_yaml(text)
-    except BadYamlError as error:
+        loaded = _parse_yaml(text)
+    except _BadYamlError as error:
         place = str(path) if error.line is None else f"{path}:{error.line}"
-        raise ConfigError([Problem("", f"is not valid YAML: {error}.{error.fix}")], place) from None
+        raise ConfigError([Problem("", f"is not valid YAML: {error}")], place) from None
     if loaded is None:
         loaded = CommentedMap()
     if not isinstance(loaded, CommentedMap):
@@ -99,24 +88,58 @@ def read_document(path: Path) -> Document:
 
 
 def _parse_toml(text: str, place: str) -> dict[str, Any]:
-    # Reading a dotted key takes the time of the square of its parts.
-    if any(run.count(".") > _MAX_KEY_PARTS for run in re.split(r"[=,{\[\n]", text)):
-        raise ConfigError([Problem("", f"has a dotted key of more than {_MAX_KEY_PARTS} parts.")], place)
     try:
         return tomllib.loads(text)
-    # A number of too many digits is a plain ValueError.
     except ValueError as error:
         raise ConfigError([Problem("", f"is not valid TOML: {error}.")], place) from None
-    except RecursionError:
-        raise ConfigError([Problem("", "nests lists and tables too deeply.")], place) from None
 
 
 def parse_value(text: str) -> Any:
     """One value as YAML reads it, so `1e-5` is a float and `[1]` a list. Raises ValueError in sentences."""
+    return plain(_parse_yaml(text))
+
+
+class _BadYamlError(ValueError):
+    """Says in sentences what is wrong. line: 1-based, None where the parser names none."""
+
+    def __init__(self, message: str, line: int | None) -> None:
+        super().__init__(message)
+        self.line = line
+
+
+def _parse_yaml(text: str) -> Any:
+    """The text as ruamel's containers, which know their lines; None for empty text.
+
+    Its round-trip mode is YAML 1.2 (1e-5 is a float, `on` is a string), refuses duplicate keys and obeys no tags.
+    """
+    parser = cast("Any", YAML(typ="rt"))
     try:
-        return plain(parse_yaml(text))
-    except BadYamlError as error:
-        raise ValueError(f"{error}.{error.fix}") from None
+        return parser.load(text)
+    except Exception as error:
+        # Errors of more kinds than the parser's own: a date that does not exist is a ValueError.
+        mark: Any = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+        line = None if mark is None else mark.line + 1
+        position: Any = getattr(error, "position", None)
+        if position is not None:
+            # A character that YAML does not take.
+            line = text.count("\n", 0, position) + 1
+        problem = str(getattr(error, "problem", None) or str(error).strip().partition("\n")[0]).rstrip(".")
+        fix = _fix(f"{problem} {getattr(error, 'context', '')}")
+        raise _BadYamlError(f"{problem}.{fix}", line) from error
+
+
+def _fix(problem: str) -> str:
+    """What is usually wrong behind an error of the parser."""
+    if "alias" in problem:
+        return " Text that begins with `*` or `&` needs quotes."
+    if "'\\t'" in problem:
+        return " Indent with spaces, not with tabs."
+    if "block" in problem or "mapping values" in problem:
+        return (
+            " Keys of one level begin in the same column, those of a section further to the right; text with `: ` "
+            "needs quotes."
+        )
+    return ""
 
 
 def _collect_lines(node: Any, prefix: str, lines: dict[str, int]) -> None:
@@ -130,8 +153,6 @@ def _collect_lines(node: Any, prefix: str, lines: dict[str, int]) -> None:
     places: dict[Any, Any] = cast("Any", node).lc.data or {}
     for name, key, child in items:
         path = f"{prefix}.{name}" if prefix else name
-        if len(path) > _MAX_PATH:
-            continue
         position = places.get(key)
         if position is not None:
             lines[path] = int(position[0]) + 1
@@ -177,7 +198,7 @@ def describes_a_model(file: Path) -> bool:
     if not file.is_file():
         return False
     with file.open("rb") as opened:
-        head = opened.read(_MAX_BYTES)
+        head = opened.read(1 << 20)
     return b'"model_type"' in head and b'"run_dir"' not in head
 
 

@@ -21,17 +21,17 @@ from pydantic_core import PydanticCustomError
 
 from spurline.config.assembly import assemble
 from spurline.config.document import Document, apply_overrides, plain, read_document
-from spurline.config.explain import explain
+from spurline.config.error_messages import explain
+from spurline.config.functions import forget
 from spurline.config.hidden import hide_secrets
-from spurline.config.objects import is_rows
+from spurline.config.objects import TriesObjects, is_rows
 from spurline.config.paths import ConfigPlace, expanded
 from spurline.config.run_config import RunConfig
 from spurline.config.section import BARE, as_list, expand_shorthand, sections_within
 from spurline.errors import ConfigError, PluginError, Problem, UserError, line_of
-from spurline.in_memory.functions import forget
-from spurline.in_memory.keeper import Trial
 from spurline.plugins.host import InstalledPlugin, PluginHost, installed_plugins
-from spurline.plugins.registry import Registry
+from spurline.plugins.official import section_names
+from spurline.plugins.registry import Registry, resolve
 from spurline.protocols.source import SourceConfig, where_decorated
 
 
@@ -88,8 +88,9 @@ def load_config(
     host = _loaded_plugins(document, available)
     model = config_model(host)
     values = _with_defaults_of_source(document.values, host.registry)
+    values = _without_absent_sections(values, host.registry, only_null=not recorded)
     folder = None if isinstance(source, Mapping) else Path(source).absolute().parent
-    trial = Trial(_run_dir(document.values)) if isinstance(source, Mapping) and not recorded else None
+    trial = _trial(host.registry, document.values) if isinstance(source, Mapping) and not recorded else None
     place = ConfigPlace(folder, recorded, None if recorded else document.values, trial)
     # A closure may hold a model: it goes with the last copy of this config, all of which have the host.
     weakref.finalize(host, forget, place.functions)
@@ -117,6 +118,27 @@ def _check_arguments(source: object, overrides: object) -> None:
     texts = cast("Sequence[Any]", overrides) if isinstance(overrides, Sequence) else [None]
     if isinstance(overrides, str) or not all(isinstance(text, str) for text in texts):
         raise UserError(f"overrides is a list of texts, such as ['steps=5'], and not {overrides!r}.")
+
+
+def _without_absent_sections(values: Mapping[str, Any], registry: Registry, *, only_null: bool) -> dict[str, Any]:
+    """The values less sections of plugins that are not here: a run writes down every default.
+
+    only_null: keep those that say something.
+    """
+    kept = dict(values)
+    for owner, _, key in (name.rpartition(".") for name in section_names() if name not in registry.sections):
+        section = kept.get(owner) if owner else kept
+        if isinstance(section, Mapping) and key in section and not (only_null and section[key] is not None):
+            rest = {name: value for name, value in cast("Mapping[str, Any]", section).items() if name != key}
+            kept = kept | {owner: rest} if owner else rest
+    return kept
+
+
+def _trial(registry: Registry, values: Mapping[str, Any]) -> TriesObjects | None:
+    """What judges objects that stand for paths; None where no plugin keeps them."""
+    if registry.keeper is None:
+        return None
+    return resolve(registry.keeper, "what keeps objects of a Python program")(_run_dir(values))
 
 
 def _run_dir(values: Mapping[str, Any]) -> Path:

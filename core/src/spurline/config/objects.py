@@ -20,6 +20,10 @@ _COLUMNS = frozenset(
 """Columns by which a list is known to be one of rows. No setting of a dataset is called so."""
 
 
+KEPT = "in_memory"
+"""Folder of kept objects, below the run directory."""
+
+
 class CannotKeepError(Exception):
     """What is wrong with an object, as a predicate of the setting, without a full stop."""
 
@@ -33,6 +37,20 @@ class KeepsObjects(Protocol):
 
     def saved(self, value: Any, what: str) -> str:
         """The folder of a model or tokenizer."""
+        ...
+
+
+class TriesObjects(KeepsObjects, Protocol):
+    """Judges the objects of a config before anything is written, with the paths that they would get.
+
+    Factory: `Class(run_dir)`, absolute; a plugin names it with `registry.add_keeper`.
+    """
+
+    has_met: bool
+    """Whether there were any objects."""
+
+    def keeper(self) -> KeepsObjects:
+        """Return what keeps the objects that were met here."""
         ...
 
 
@@ -58,6 +76,12 @@ class ObjectSetting:
             return keeper.rows(value) if self.holds == "rows" else keeper.saved(value, self.holds)
         except CannotKeepError as error:
             raise PydanticCustomError("object", "{problem}", {"problem": str(error)}) from None
+
+
+def is_kept_model(path: str) -> bool:
+    """Whether it is the folder of a model that was kept, which has no tokenizer."""
+    folder = Path(path)
+    return folder.parent.name == KEPT and folder.name.startswith("model-")
 
 
 def is_dataset(value: object) -> bool:

@@ -18,8 +18,8 @@ from typing import Any
 from pydantic import GetCoreSchemaHandler, ValidationInfo
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from spurline.config.functions import recorded, reference_to
 from spurline.config.objects import KeepsObjects
-from spurline.in_memory.functions import recorded, reference_to
 
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 

@@ -4,19 +4,22 @@ Fields marked with `Component(kind)` hold the settings of one component; loading
 configs that core and the enabled plugins registered for that kind.
 """
 
+# A section of this file is checked in a run of this file's `RunConfig`, and in no other `RunSettings`.
+# pyright: reportIncompatibleMethodOverride=false
+
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from spurline.config.objects import ObjectSetting
+from spurline.config.objects import ObjectSetting, is_kept_model
 from spurline.config.paths import PathSetting
 from spurline.config.section import (
     Component,
@@ -27,7 +30,6 @@ from spurline.config.section import (
     expand_shorthand,
 )
 from spurline.errors import Problem, listing, suggestion
-from spurline.in_memory.keeper import is_kept_model
 from spurline.protocols.backend import BackendConfig
 from spurline.protocols.collator import CollatorConfig
 from spurline.protocols.dataset import DatasetConfig as DatasetConfig
@@ -38,7 +40,6 @@ from spurline.protocols.minibatches import MiniBatchesConfig
 from spurline.protocols.optimizer import OptimizerConfig, pattern_problem
 from spurline.protocols.order import OrderConfig
 from spurline.protocols.prefetch import PrefetchConfig
-from spurline.protocols.reward import RewardTable
 from spurline.protocols.schedule import ScheduleConfig
 from spurline.protocols.source import SourceConfig
 from spurline.protocols.tokenization import TokenizationConfig
@@ -48,44 +49,19 @@ SectionT = TypeVar("SectionT", bound=Section)
 
 
 class CriticConfig(Section):
-    """A second model of the run's architecture, with a value head, trained on the returns of rollouts.
+    """A second model of the run's architecture, with a value head, trained beside the policy.
 
-    `critic: {}` takes all defaults. Its weights start as the policy's do; the learning rate is constant after warm-up.
+    The plugin whose algorithm needs one derives its section from this class; `RunConfig.trained_critic` finds it.
     """
 
-    @model_validator(mode="before")
-    @classmethod
-    def _with_names(cls, value: Any) -> Any:
-        """The defaults of these kinds are the policy's: a critic has its own."""
-        if not isinstance(value, Mapping):
-            return value
-        completed = dict(cast("Mapping[str, Any]", value))
-        for setting, name in (("loss", "value"), ("minibatches", "by_prompt")):
-            given = completed.setdefault(setting, {})
-            if isinstance(given, Mapping) and "name" not in given:
-                completed[setting] = {"name": name, **cast("Mapping[str, Any]", given)}
-        completed.setdefault("optimizer", {"learning_rate": 1e-5})
-        return completed
-
     loss: Annotated[LossConfig, Component("loss")]
-    """Error of its values, reduced to the mean over tokens; default is `value`."""
+    """Error of its values, reduced to the mean over tokens."""
     minibatches: Annotated[MiniBatchesConfig, Component("minibatches")]
-    """How a batch is cut into the critic's optimizer steps; default is `by_prompt`, with a size of its own."""
+    """How a batch is cut into the critic's optimizer steps."""
     optimizer: Annotated[OptimizerConfig, Component("optimizer")]
-    """How its gradients become new weights; left out, the default optimizer at a peak learning rate of 1e-5."""
+    """How its gradients become new weights."""
     warmup_steps: Annotated[int, OnResume.BY_NAME] = Field(default=0, ge=0)
-    """Optimizer steps of the critic in which the learning rate rises from zero."""
-
-    def problems(self, run: RunConfig) -> Iterable[Problem]:
-        idle = run.source.without_critic
-        if idle is not None:
-            yield Problem("", f"would be trained for nothing: {idle} uses no critic. Remove it, or choose gae.")
-        if self.loss.trains_on != "returns":
-            yield Problem(
-                "loss",
-                f"is {self.loss.name}, which is no error of values: it would read the critic's values as logprobs. Set "
-                'loss: value, or remove the line. A loss of your own says `trains_on = "returns"` in its config.',
-            )
+    """Optimizer steps of the critic in which the learning rate rises from zero; it is constant after that."""
 
 
 class ReductionConfig(NamedSection):
@@ -190,19 +166,19 @@ class ModelConfig(Section):
                 "is required with a model that is an object, which has none. Set model.tokenizer: a tokenizer, or the "
                 "hub name or folder of one.",
             )
-        if self.router_aux_loss is not None and not run.backend.balances_experts:
+        if self.router_aux_loss is not None and not run.backend.facts.balances_experts:
             yield Problem(
                 "router_aux_loss",
                 f"is set, and backend '{run.backend.name}' with these settings does not balance routers. Remove it, or "
                 "choose backend local or fsdp, without backend.compile, and with backend.context: 1.",
             )
-        if self.freeze and not run.backend.freezes:
+        if self.freeze and not run.backend.facts.freezes:
             yield Problem(
                 "freeze",
                 f"is not supported by backend '{run.backend.name}', which trains all weights. Remove it, or choose a "
                 "backend that has it: local, or fsdp of the plugin fsdp_backend.",
             )
-        elif self.freeze and run.backend.trains_adapters:
+        elif self.freeze and run.backend.facts.trains_adapters:
             yield Problem(
                 "freeze",
                 "has no meaning with backend.lora, under which all weights are frozen. Remove it; "
@@ -320,7 +296,7 @@ class CheckpointConfig(Section):
         return bool(getattr(self, "async"))
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
-        if self.export_adapter and not run.backend.trains_adapters:
+        if self.export_adapter and not run.backend.facts.trains_adapters:
             yield Problem(
                 "export_adapter", "needs adapters to export. Set backend.lora, or export_hf for the whole model."
             )
@@ -329,7 +305,7 @@ class CheckpointConfig(Section):
                 "export_adapter",
                 "would write an adapter of weights that no folder holds (model.init: random). Set export_hf instead.",
             )
-        if self.is_async and not run.backend.takes_snapshots:
+        if self.is_async and not run.backend.facts.takes_snapshots:
             yield Problem(
                 "async",
                 f"is not supported by backend '{run.backend.name}', which writes checkpoints while training stands "
@@ -340,24 +316,20 @@ class CheckpointConfig(Section):
                 yield Problem(f"keep_best.{problem.key}".removesuffix("."), problem.message)
 
 
-class GenerationEvalConfig(Section):
-    """Generate answers to held-out prompts and score them."""
+class EvaluationPart(Section):
+    """Base of a section within `evaluation` that a plugin adds, such as `evaluation.generate`: more to measure.
 
-    rewards: RewardTable = Field(min_length=1)
-    """Named scores, each a reward component, `module:function` or `file.py:function`: `{right: exact_match}` logs
-    `eval/right`."""
-    max_new_tokens: int = Field(default=128, gt=0)
-    """Longest answer in tokens."""
-    max_samples: int | None = Field(default=200, gt=0)
-    """Use the first N prompts of the evaluation data; null uses all."""
-    batch_size: int = Field(default=64, gt=0)
-    """Prompts generated together."""
-    retries: int = Field(default=2, ge=0)
-    """Times that an answer is scored again when a reward fails on it; then the run ends with the error."""
+    Its fields are settings of the evaluation `component`, which is then made of `data.eval`.
+    """
+
+    component: ClassVar[str]
+    """Name of the component of kind `evaluation`. Its factory also takes `datasets=Sequence[DatasetToTokenize]`."""
+    generates: ClassVar[bool] = False
+    """Whether it asks the backend for answers."""
 
 
 class DataEvaluationConfig(Section):
-    """Held-out loss and, if asked for, scores of generated answers, on `data.eval`; `evaluations` has further ones."""
+    """Held-out loss and what plugins measure besides, on `data.eval`; `evaluations` has further ones."""
 
     every_steps: int | None = Field(default=None, gt=0)
     """Evaluate each time this many steps are done; it always runs once at the end."""
@@ -365,18 +337,16 @@ class DataEvaluationConfig(Section):
     """Also measure the model before its first step, as step 0."""
     batch_size: int | None = Field(default=None, gt=0)
     """Samples per evaluation batch; default is the training `batch_size`."""
-    generate: GenerationEvalConfig | None = None
-    """Score generated answers; null computes the loss only."""
+
+    @property
+    def parts(self) -> Sequence[EvaluationPart]:
+        """The sections of plugins that are given."""
+        values = (getattr(self, name) for name in type(self).model_fields)
+        return [value for value in values if isinstance(value, EvaluationPart)]
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
-        if not run.data.eval and (self.generate is not None or self.every_steps is not None or self.at_start):
+        if not run.data.eval and (self.parts or self.every_steps is not None or self.at_start):
             yield Problem("", "needs held-out data, and `data.eval` is empty. Set data.eval, or remove this section.")
-        if self.generate is not None and not run.backend.generates:
-            yield Problem(
-                "generate",
-                f"asks for answers, and backend '{run.backend.name}' does not generate. Remove evaluation.generate, "
-                "which leaves the held-out loss, or set backend.name: local.",
-            )
 
 
 _METRICS_OF_DATA_EVAL = ("loss", "rewards", "time")
@@ -420,8 +390,6 @@ class RunConfig(Section):
     """How gradients become new weights."""
     schedule: Annotated[ScheduleConfig, OnResume.BY_NAME, Component("schedule")]
     """Learning rate by optimizer step."""
-    critic: CriticConfig | None = None
-    """The critic of an advantage that needs one, `gae`; null for none."""
     backend: Annotated[BackendConfig, Component("backend")]
     """Where and how forward, backward and the optimizer run."""
     evaluation: Annotated[DataEvaluationConfig, OnResume.FREE] = DataEvaluationConfig()
@@ -451,17 +419,34 @@ class RunConfig(Section):
             if name in names[:position]:
                 yield Problem(f"trackers.{position}", f"lists '{name}' a second time. Remove one.")
 
-    def section(self, kind: type[SectionT]) -> SectionT:
+    def find_section(self, kind: type[SectionT]) -> SectionT | None:
         """Return the top-level section of this class, which a plugin added.
 
-        Raises:
-            LookupError: The plugin is not enabled, or the section is an optional one that the file leaves out.
+        None where the plugin is not enabled, or the section is an optional one that the file leaves out.
         """
-        for name in type(self).model_fields:
-            value = getattr(self, name)
-            if isinstance(value, kind):
-                return value
-        raise LookupError(f"This run has no section {kind.__name__}.")
+        values = (getattr(self, name) for name in type(self).model_fields)
+        return next((value for value in values if isinstance(value, kind)), None)
+
+    def section(self, kind: type[SectionT]) -> SectionT:
+        """Return the top-level section of this class as `find_section` does.
+
+        Raises:
+            LookupError: There is none.
+        """
+        found = self.find_section(kind)
+        if found is None:
+            raise LookupError(f"This run has no section {kind.__name__}.")
+        return found
+
+    @property
+    def trained_critic(self) -> CriticConfig | None:
+        """Settings of the critic that is trained beside the policy; None without one."""
+        return self.find_section(CriticConfig)
+
+    @property
+    def asks_for_answers(self) -> bool:
+        """Whether an evaluation asks the backend for answers."""
+        return any(each.generates for each in (*self.evaluation.parts, *self.evaluations.values()))
 
     def total_steps(self, samples_per_epoch: int, samples_per_step: int | None = None) -> int:
         """Number of loop steps of this run for data with so many samples per epoch.

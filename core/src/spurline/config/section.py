@@ -31,7 +31,7 @@ from spurline.config.paths import ConfigPlace
 from spurline.errors import Problem
 
 if TYPE_CHECKING:
-    from spurline.config.run_config import RunConfig
+    from spurline.config.run_settings import RunSettings
     from spurline.progress import Progress
 
 
@@ -85,7 +85,7 @@ class Section(BaseModel):
         _refuse_booleans(handler.resolve_ref_schema(schema), cls)
         return schema
 
-    def problems(self, run: RunConfig) -> Iterable[Problem]:
+    def problems(self, run: RunSettings) -> Iterable[Problem]:
         """Checks that need other sections. Keys are relative to this section; override where a field needs one."""
         return ()
 

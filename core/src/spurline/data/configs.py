@@ -11,7 +11,6 @@ from spurline.config.run_config import RunConfig
 from spurline.errors import Problem
 from spurline.protocols.collator import CollatorConfig
 from spurline.protocols.prefetch import PrefetchConfig
-from spurline.protocols.source import SourceConfig
 
 
 class PaddedCollatorConfig(CollatorConfig):
@@ -65,9 +64,3 @@ class SerialPrefetchConfig(PrefetchConfig):
     """Build each batch when its step begins, on the loop's thread."""
 
     name: str = "serial"
-
-
-class SftSourceConfig(SourceConfig):
-    """Tokenized samples, `batch_size` of them a step, in the order that `data.order` says."""
-
-    name: str = "sft"

@@ -7,16 +7,13 @@ back the same arrays by memory-mapped files, since nothing but numpy indexing is
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 import xxhash
 from numpy.typing import DTypeLike, NDArray
-
-if TYPE_CHECKING:
-    from spurline.protocols.tokenization import Tokenized
 
 
 def as_array(values: Any, dtype: DTypeLike) -> NDArray[Any]:
@@ -114,6 +111,26 @@ class TokenView:
     def _bounds(self, position: int) -> tuple[int, int]:
         index = int(self.indices[position])
         return int(self.store.offsets[index]), int(self.store.offsets[index + 1])
+
+
+@dataclass(frozen=True)
+class Tokenized:
+    """The usable samples, and how many were left out or cut and why.
+
+    dropped: reason -> samples left out. truncated: samples cut to `max_length`.
+    examples: reason -> location of the first sample it happened to.
+    ignored: what the chat template leaves out -> samples that are trained on without it (`data.on_ignored: warn`).
+    summary: what `summarize` would find, when it is known already; it is then not looked for.
+    notes: lines to show the user when the run starts, such as why a cache was rebuilt.
+    """
+
+    store: TokenStore
+    dropped: Mapping[str, int] = field(default_factory=dict[str, int])
+    truncated: int = 0
+    examples: Mapping[str, str] = field(default_factory=dict[str, str])
+    ignored: Mapping[str, int] = field(default_factory=dict[str, int])
+    summary: Mapping[str, Any] | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ import pluggy
 if TYPE_CHECKING:
     from spurline.data.batch import TrainingBatch
     from spurline.plugins.registry import ComponentRegistrar
+    from spurline.plugins.run_view import RunView
     from spurline.protocols.backend import Role
-    from spurline.run.run import Run
 
 
 PROJECT = "spurline"
@@ -38,7 +38,7 @@ def register_components(registry: ComponentRegistrar) -> None:
 
 
 @hookspec
-def on_run_start(run: Run) -> None:
+def on_run_start(run: RunView) -> None:
     """Called once before the first step, after a checkpoint (if any) was loaded.
 
     Not called, nor is `on_run_end`, where a run has already finished: nothing is loaded then.
@@ -112,10 +112,23 @@ def on_checkpoint_saved(step: int, path: Path) -> None:
 
 
 @hookspec
-def on_run_end(run: Run, error: BaseException | None) -> None:
+def on_run_end(run: RunView, error: BaseException | None) -> None:
     """Called once when the run ends, also after a failure, while all components are still open.
 
     run: as given to `on_run_start`; `run.state.step` is the last finished step.
     error: what ended the run, or None after the last step or a graceful stop.
     Errors: an exception here is raised only if the run itself did not fail; otherwise it is attached as a note.
+    """
+
+
+@hookspec
+def on_run_recorded(run: RunView) -> Mapping[str, Path]:  # type: ignore[empty-body]
+    """Called when the record of a run that did not fail is complete, its status in summary.json included.
+
+    Also called where a run had already finished before it was started again.
+
+    run: the run; of one that had already finished only what is always there.
+    Returns the files that were made of the record, by what to call them on the terminal, such as `report`.
+        No two hooks use one name.
+    Errors: any exception is raised to the caller of `train`; what was trained and saved stands.
     """

@@ -14,7 +14,8 @@ import importlib.metadata
 import importlib.util
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -129,7 +130,7 @@ class PluginHost:
         known = installed if available is None else {**_only_default(installed), **available}
         for name in _loaded_names(names, known):
             host.plugins[name] = _import_plugin(known[name])
-        host._check_relations()
+        host._check_relations(names)
         host._register()
         return host
 
@@ -151,18 +152,28 @@ class PluginHost:
         """Take back what was attached under this name."""
         self._manager.unregister(name=name)
 
+    @contextmanager
+    def attachments(self) -> Generator[None]:
+        """Return a context at whose end all that was attached within it is taken back."""
+        before = {name for name, _ in self._manager.list_name_plugin()}
+        try:
+            yield
+        finally:
+            for name in {name for name, _ in self._manager.list_name_plugin()} - before:
+                self.detach(name)
+
     def versions(self) -> dict[str, str]:
         """Distribution name -> version of core and of every enabled plugin."""
         return {plugin.distribution: plugin.version for plugin in self.plugins.values()}
 
-    def _check_relations(self) -> None:
+    def _check_relations(self, names: Sequence[str]) -> None:
         enabled = set(self.plugins) - {CORE}
         for name, plugin in self.plugins.items():
             for needed in plugin.declaration.requires:
                 if needed not in enabled:
-                    raise PluginError(
-                        f"Plugin '{name}' requires '{needed}'. Add it to the list: plugins: [{needed}, {name}]."
-                    )
+                    listed = f"Add it to the list: plugins: [{needed}, {name}]"
+                    how = f"Take -{needed} out of plugins" if f"-{needed}" in names else listed
+                    raise PluginError(f"Plugin '{name}' requires '{needed}'. {how}.")
             for rival in plugin.declaration.conflicts:
                 if rival in enabled:
                     raise PluginError(
@@ -176,6 +187,8 @@ class PluginHost:
         for name, registrar in registrars.items():
             self._register_components(name, lambda implementation, given=registrar: _call(implementation, given))
         # A plugin may add to a kind, and implement a hook, of one that is listed after it.
+        for name, registrar in registrars.items():
+            self._register_components(name, lambda _, given=registrar: given.finish(replacing=False))
         for name, registrar in registrars.items():
             self._register_components(name, lambda _, given=registrar: given.finish())
             for module in registrar.hookspecs:
@@ -222,19 +235,24 @@ class PluginHost:
             try:
                 register(function)
             except Exception as error:
-                place = place_of(error, function)
+                place = f"({place_of(error, function)}){_do_without(name)}"
                 if isinstance(error, PluginError):
-                    error.args = (f"{error} ({place})",)
+                    error.args = (f"{error} {place}",)
                     raise
                 raise PluginError(
                     f"Plugin '{name}' ({plugin.distribution} {plugin.version}) failed in {REGISTER}: "
-                    f"{type(error).__name__}: {error} ({place})"
+                    f"{type(error).__name__}: {error} {place}"
                 ) from error
 
 
 def _call(implementation: Callable[..., Any], registrar: ComponentRegistrar) -> None:
     """Call a `register_components`, which may leave its argument out."""
     implementation(**dict.fromkeys(inspect.signature(implementation).parameters, registrar))
+
+
+def _do_without(name: str) -> str:
+    """What to add to the error of a default plugin, which nobody may have asked for."""
+    return f" To do without it, set plugins: [-{name}]." if name in DEFAULT_PLUGINS else ""
 
 
 class _NamedHooks:
@@ -306,7 +324,8 @@ def _import_plugin(installed: InstalledPlugin) -> LoadedPlugin:
     try:
         module = importlib.import_module(installed.module)
     except Exception as error:
-        raise PluginError(f"{where} cannot be imported: {type(error).__name__}: {error}") from error
+        told = f"{type(error).__name__}: {error}{_do_without(installed.name)}"
+        raise PluginError(f"{where} cannot be imported: {told}") from error
     declaration = getattr(module, "PLUGIN", None)
     if not isinstance(declaration, Plugin):
         raise PluginError(
@@ -318,6 +337,7 @@ def _import_plugin(installed: InstalledPlugin) -> LoadedPlugin:
         newer = "Upgrade spurline" if declaration.api > API_VERSION else "Upgrade the plugin"
         raise PluginError(
             f"{where} was written for plugin interface {declaration.api}, this spurline has {API_VERSION}. {newer}."
+            f"{_do_without(installed.name)}"
         )
     return LoadedPlugin(declaration, module, installed.distribution, installed.version)
 

@@ -45,14 +45,16 @@ def _describe(host: PluginHost, name: str) -> Iterable[str]:
 
 
 def diagnose() -> tuple[list[str], bool]:
-    """Load each installed plugin alone and build its config model; True when all of them work."""
+    """Load each installed plugin with the default ones that work and build its config model; True when all work."""
     lines: list[str] = []
     healthy = True
     installed = installed_plugins()
-    for name, plugin in sorted(installed.items()):
+    unproven = {*DEFAULT_PLUGINS}
+    for name, plugin in sorted(installed.items(), key=lambda item: (item[0] not in unproven, item[0])):
         needed = _requirements(plugin)
+        left_out = [f"-{other}" for other in unproven - {*needed, name}]
         try:
-            host = PluginHost.load([*needed, name], installed)
+            host = PluginHost.load([*left_out, *needed, name], installed)
             config_model(host)
             for entry in host.registry.entries(name):
                 resolve(entry.factory, f"{entry.kind} '{entry.name}'")
@@ -60,8 +62,9 @@ def diagnose() -> tuple[list[str], bool]:
             healthy = False
             lines.append(f"{name}: BROKEN. {error}")
         else:
+            unproven.discard(name)
             lines.append(f"{name}: works ({plugin.distribution} {plugin.version})")
-    return lines or [f"No plugins are installed; {CORE} alone works."], healthy
+    return sorted(lines) or [f"No plugins are installed; {CORE} alone works."], healthy
 
 
 def _requirements(plugin: InstalledPlugin) -> tuple[str, ...]:

@@ -8,45 +8,97 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import re
 import shlex
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-DEFAULT_PLUGINS = ("text", "models", "preference", "rl", "insight", "planning", "trackers")
+DEFAULT_PLUGINS = ("text", "models", "preference", "rl", "ranks", "insight", "planning", "trackers")
 """Plugins that are loaded where they are installed, before those that a config lists, unless it lists `-NAME`."""
 
-OFFICIAL: Mapping[str, tuple[str, ...]] = {
-    "async_rl": (
-        "source/async_rollouts",
-        "source/recorded_rollouts",
-        "rollout_engine/child_process",
-        "rollout_engine/vllm",
-        "environment/harness",
-        "weight_sync/in_process",
-        "weight_sync/shared_memory",
-        "weight_sync/disk",
-        "weight_sync/collective",
-        "weight_sync/nccl",
-        "weight_sync/cuda_ipc",
-        "report_panel/rollout_timeline",
-        "report_panel/staleness",
-        "report_panel/controller",
-    ),
-    "collation_fast": ("tokenization/parallel", "prefetch/async", "report_panel/collation"),
-    "fsdp_backend": ("backend/fsdp",),
-    "megatron_backend": ("backend/megatron",),
+_TABLE = {
+    "text": """
+        dataset/hf dataset/hf_stream tokenization/sequential source/sft source/stream
+    """,
+    "models": """
+        optimizer/adamw optimizer/adamw_8bit optimizer/sgd optimizer/muon schedule/constant schedule/linear
+        schedule/cosine schedule/wsd backend/local loss/cross_entropy loss/dft evaluation/loss
+        command/export command/generate
+    """,
+    "preference": """
+        source/preference loss/dpo report_panel/preference
+    """,
+    "rl": """
+        source/rollouts collator/rollouts order/reward_adaptive evaluation/answers evaluation/rollouts
+        minibatches/by_prompt loss/policy_gradient loss/ppo loss/gspo loss/cispo loss/sapo loss/value correction/tis
+        correction/mis correction/geometric_rejection correction/sequence_rejection advantage/grpo
+        advantage/dr_grpo advantage/rloo advantage/maxrl advantage/reinforce_pp advantage/gae
+        environment/single_turn environment/tools environment/custom rollout_engine/in_process
+        reward/exact_match reward/prefix_match reward/function reward/math_verify report_panel/reward
+        report_panel/groups report_panel/responses report_panel/policy report_panel/mismatch section/critic
+        section/evaluation.generate
+    """,
+    "ranks": """
+        section/cluster
+    """,
+    "insight": """
+        report_panel/summary report_panel/health report_panel/loss report_panel/evaluation
+        report_panel/learning_rate report_panel/gradient report_panel/throughput report_panel/time_split
+        report_panel/sample_lengths report_panel/packing report_panel/samples report_panel/config
+        section/report command/report command/view
+    """,
+    "planning": """
+        command/data command/doctor command/init command/plan
+    """,
+    "trackers": """
+        tracker/tensorboard tracker/wandb tracker/mlflow tracker/trackio tracker/swanlab
+        tracker/opentelemetry tracker/prometheus
+    """,
+    "collation_fast": """
+        tokenization/parallel prefetch/async report_panel/collation command/cache
+    """,
+    "async_rl": """
+        source/async_rollouts source/recorded_rollouts rollout_engine/child_process rollout_engine/vllm
+        weight_sync/in_process weight_sync/shared_memory weight_sync/disk weight_sync/collective
+        weight_sync/nccl weight_sync/cuda_ipc report_panel/rollout_timeline report_panel/staleness
+        report_panel/controller command/simulate
+    """,
+    "agents": """
+        environment/harness
+    """,
+    "fsdp_backend": """
+        backend/fsdp
+    """,
+    "megatron_backend": """
+        backend/megatron
+    """,
 }
-"""Plugin -> KIND/NAME of each component that core has none of the same name for. For messages alone."""
+OFFICIAL: Mapping[str, tuple[str, ...]] = {plugin: tuple(entries.split()) for plugin, entries in _TABLE.items()}
+"""Plugin -> KIND/NAME of each component that no plugin before it has, section/NAME and command/NAME. For messages."""
+OFFICIAL_KINDS: set[str] = {entry.partition("/")[0] for entries in OFFICIAL.values() for entry in entries}
+"""The kinds of all these."""
 
 
-def plugin_with(kind: str | None, component: str) -> str | None:
-    """The plugin of this project that has a component of this name; of any kind where `kind` is None."""
+def plugin_with(kind: str | None, name: str) -> str | None:
+    """The plugin of this project that has this; of any kind of component where `kind` is None."""
     for plugin, entries in OFFICIAL.items():
-        found = [entry.partition("/")[0] for entry in entries if entry.endswith(f"/{component}")]
-        if found if kind is None else kind in found:
+        kinds = [entry.partition("/")[0] for entry in entries if entry.endswith(f"/{name}")]
+        if kind in kinds or (kind is None and {*kinds} - {"section", "command"}):
             return plugin
     return None
+
+
+def section_names() -> list[str]:
+    """Return the key paths of all sections that plugins of this project add."""
+    entries = (entry for owned in OFFICIAL.values() for entry in owned)
+    return [entry.removeprefix("section/") for entry in entries if entry.startswith("section/")]
+
+
+def plugin_of_kind(kind: str) -> str | None:
+    """The first plugin of this project that has components of this kind."""
+    return next((name for name, entries in OFFICIAL.items() if any(e.startswith(f"{kind}/") for e in entries)), None)
 
 
 def install_command(plugin: str) -> str:
@@ -54,6 +106,23 @@ def install_command(plugin: str) -> str:
     origin: str = json.loads(importlib.metadata.distribution("spurline").read_text("direct_url.json") or "{}").get(
         "url", ""
     )
-    folder = Path(unquote(urlsplit(origin).path)).parent / "plugins" / plugin
-    is_there = origin.startswith("file:") and folder.is_dir()
-    return f"pip install {shlex.quote(str(folder))}" if is_there else f"pip install spurline-{plugin.replace('_', '-')}"
+    plugins = Path(unquote(urlsplit(origin).path)).parent / "plugins"
+    if not origin.startswith("file:") or not (plugins / plugin).is_dir():
+        return f"pip install spurline-{plugin.replace('_', '-')}"
+    # pip would ask the package index for what the plugin needs of this project.
+    needed = [plugin]
+    for each in needed:
+        project = tomllib.loads((plugins / each / "pyproject.toml").read_text())["project"]
+        ours = filter(None, (re.match(r"spurline-([a-z-]+)", line) for line in project["dependencies"]))
+        needed += [name for match in ours if (name := match[1].replace("-", "_")) not in needed]
+    installed = {entry_point.name for entry_point in importlib.metadata.entry_points(group="spurline.plugins")}
+    folders = [plugins / name for name in needed if name == plugin or name not in installed]
+    return f"pip install {shlex.join(map(str, folders))}"
+
+
+def how_to_enable(plugin: str, *, is_installed: bool = False) -> str:
+    """Return what to do to have a plugin of this project, as an imperative without a full stop."""
+    if plugin in DEFAULT_PLUGINS and is_installed:
+        return f"take -{plugin} out of plugins"
+    steps = [] if is_installed else [f"install it with `{install_command(plugin)}`"]
+    return ", and ".join([*steps, *([] if plugin in DEFAULT_PLUGINS else [f"list it under plugins: [{plugin}]"])])

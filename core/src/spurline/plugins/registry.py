@@ -10,14 +10,14 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, cast
 
 from spurline.config.section import ComponentConfig
 from spurline.errors import PluginError, SpurlineError, listing, misspelling, suggestion
-from spurline.plugins.official import DEFAULT_PLUGINS
+from spurline.plugins.official import DEFAULT_PLUGINS, OFFICIAL_KINDS
 
 CORE = "core"
 """Core's name among plugins, and the prefix under which what is core's stays reachable when another replaces it."""
@@ -74,12 +74,32 @@ class TopLevelSection:
     held: str | None = None
 
 
+@dataclass(frozen=True)
+class OtherNames:
+    """What other trainers call settings and components, for the nearest fix of an error.
+
+    settings: their name -> our key path, or the whole `key: value` where one value says the same.
+    replaced: a setting without a like here -> a sentence on what to do instead.
+    components: KIND/NAME of what is no component of its own here -> a sentence on how it is written.
+    """
+
+    settings: Mapping[str, str] = field(default_factory=dict[str, str])
+    replaced: Mapping[str, str] = field(default_factory=dict[str, str])
+    components: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def path_of(self, name: str) -> str:
+        """Return our key path for their name of a setting; the name itself where there is none."""
+        return self.settings.get(name, name).partition(":")[0]
+
+
 class Registry:
     """All kinds, components and config sections of one run, from core and from the enabled plugins."""
 
     def __init__(self) -> None:
         self.kinds: dict[str, Kind] = {}
         self.sections: dict[str, TopLevelSection] = {}
+        self.keeper: str | None = None
+        self.other_names = OtherNames()
         self._entries: dict[tuple[str, str], Registration] = {}
         self._builtin_defaults: dict[str, str] = {}
         self._plugin_defaults: dict[str, Registration] = {}
@@ -100,7 +120,7 @@ class Registry:
             raise PluginError(
                 f"{entry.distribution} registers '{entry.name}' under the unknown kind '{entry.kind}'."
                 f"{suggestion(entry.kind, self.kinds)} Kinds: {listing(self.kinds)}. Enable the plugin that opens it "
-                "too."
+                "too; registry.add_to leaves the component out where that plugin is not enabled."
             )
         if not issubclass(entry.config, kind.config):
             base = f"from {kind.config.__module__} import {kind.config.__name__}"
@@ -199,7 +219,8 @@ class ComponentRegistrar:
         self._plugin = plugin
         self._distribution = distribution
         self._hookspecs: list[ModuleType] = []
-        self._of_later_kinds: list[Registration] = []
+        self._waiting: list[Registration] = []
+        self._of_optional_kinds: list[tuple[str, str, str, str | None]] = []
 
     @property
     def hookspecs(self) -> Sequence[ModuleType]:
@@ -233,7 +254,7 @@ class ComponentRegistrar:
         `run.config.section(ClusterConfig)` reads it.
 
         Args:
-            name: The key in the file.
+            name: The key in the file; `evaluation.generate` for a key within a section of core.
             annotation: A Section, or `Annotated[Section, OnResume.FREE]` with its marks. Its module must not import
                 torch.
             optional: Make it None where the file leaves it out, so that its presence says something; otherwise it has
@@ -242,14 +263,29 @@ class ComponentRegistrar:
                 run is in the context that it returns until all that was started has ended.
 
         Raises:
-            PluginError: Another plugin has a section of that name.
+            PluginError: A plugin has a section of that name already, or it is no name.
         """
-        present = self._registry.sections.setdefault(name, TopLevelSection(annotation, optional, self._plugin, held))
-        if present.plugin != self._plugin:
-            raise PluginError(
-                f"{self._distribution} adds the config section '{name}', which plugin '{present.plugin}' has. Enable "
-                "one of them."
-            )
+        adds = f"{self._distribution} adds the config section '{name}'"
+        if not all(part.isidentifier() for part in name.split(".")):
+            raise PluginError(f"{adds}, which is no name. Give it one, such as 'limits' or 'evaluation.limits'.")
+        added = TopLevelSection(annotation, optional, self._plugin, held)
+        present = self._registry.sections.setdefault(name, added)
+        if present is not added:
+            again = present.plugin == self._plugin
+            how = " twice. Remove one." if again else f", which plugin '{present.plugin}' has. Enable one of them."
+            raise PluginError(f"{adds}{how}")
+
+    def add_other_names(self, names: OtherNames) -> None:
+        """Let errors understand what other trainers call things. The last plugin to say so has it."""
+        self._registry.other_names = names
+
+    def add_keeper(self, factory: str) -> None:
+        """Say what keeps rows, models and tokenizers that a Python program writes in the place of paths.
+
+        Args:
+            factory: `"module:Class"` of a `spurline.config.objects.TriesObjects`. The last plugin to say so has it.
+        """
+        self._registry.keeper = factory
 
     def add_hookspecs(self, module: ModuleType) -> None:
         """Open further hooks: the functions of a module that are marked with `spurline.plugins.hookspec`.
@@ -294,16 +330,42 @@ class ComponentRegistrar:
         entry = Registration(
             config.kind, name, config, factory, self._plugin, self._distribution, replaces_builtin, default
         )
-        if entry.kind in self._registry.kinds:
+        # What it replaces may be of a plugin that is listed later.
+        waits = replaces_builtin and name not in self._registry.all_names(entry.kind)
+        if entry.kind in self._registry.kinds and not waits:
             self._registry.insert(entry)
         else:
-            self._of_later_kinds.append(entry)
+            self._waiting.append(entry)
 
-    def finish(self) -> None:
-        """Insert the components whose kinds are those of plugins that registered later. Raises PluginError."""
-        waiting, self._of_later_kinds = self._of_later_kinds, []
+    def add_to(self, kind: str, config: str, factory: str, *, name: str | None = None) -> None:
+        """Offer a component of a kind that another plugin opens, if that plugin is enabled; otherwise do nothing.
+
+        A plugin has a report panel in this way, for instance, and works where reports are not installed.
+
+        Args:
+            kind: Name of the kind.
+            config: `"module:Class"` of its config class, imported only where the kind is open.
+            factory: As for `add`.
+            name: As for `add`.
+
+        Raises:
+            PluginError: The config class is not there, another plugin holds the name, or the kind is misspelled.
+        """
+        self._of_optional_kinds.append((kind, config, factory, name))
+
+    def finish(self, *, replacing: bool = True) -> None:
+        """Insert what waits for other plugins; what replaces theirs only where `replacing`. Raises PluginError."""
+        waiting = [entry for entry in self._waiting if replacing or not entry.replaces_builtin]
+        self._waiting = [entry for entry in self._waiting if entry not in waiting]
         for entry in waiting:
             self._registry.insert(entry)
+        optional, self._of_optional_kinds = self._of_optional_kinds, []
+        for kind, config, factory, name in optional:
+            if kind in self._registry.kinds:
+                found = resolve(config, f"{kind} of {self._distribution}")
+                self.add(cast("type[ComponentConfig]", found), factory, name=name)
+            elif kind not in OFFICIAL_KINDS and (meant := misspelling(kind, {*self._registry.kinds, *OFFICIAL_KINDS})):
+                raise PluginError(f"{self._distribution}: registry.add_to('{kind}', ...) names no known kind.{meant}")
 
 
 @functools.cache

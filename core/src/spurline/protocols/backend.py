@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_chec
 
 from spurline.config.section import ComponentConfig
 from spurline.digests import FileDigest
-from spurline.errors import ModelError
+from spurline.errors import ModelError, UserError
 from spurline.protocols.collator import ParallelLayout
-from spurline.ranks.group import RankRequest
+from spurline.protocols.ranks import RankRequest
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from spurline.config.run_config import RunConfig
+    from spurline.config.run_settings import RunSettings
     from spurline.data.batch import TrainingBatch
-    from spurline.model.configs import LoraConfig
+    from spurline.protocols.host import LoadedView
+    from spurline.protocols.lengths import KnowsLongest
     from spurline.protocols.loss import Objective
-    from spurline.protocols.weights import MakerChoice, WeightBucket
 
 
 Role = Literal["policy", "reference", "critic"]
@@ -59,7 +59,7 @@ class Backend(Protocol):
 
     Factory: `Class(config, run=RunConfig, registry=Registry, total_updates=int)`: `run` gives the sections model,
     optimizer, schedule, critic and seed; `registry` makes the optimizers and the schedule
-    (`spurline.optimizers.optimization`); `total_updates` is the policy's optimizer steps of the whole run.
+    (`spurline_models.optimizers.optimization`); `total_updates` is the policy's optimizer steps of the whole run.
     Raises ModelError for a model it cannot train exactly (checked on a small probe at start-up).
     """
 
@@ -105,7 +105,7 @@ class Backend(Protocol):
 
         As transformers names and divides them. dtype: of floating point weights. max_file_bytes: of one file; a larger
         tensor has a file of its own. The model is never held as a whole by one process: `write_weight_files` of
-        `spurline.model.weight_files` writes tensors one at a time. Raises OSError for a disk that is full.
+        `spurline_models.weight_files` writes tensors one at a time. Raises OSError for a disk that is full.
         """
         ...
 
@@ -119,14 +119,14 @@ class Backend(Protocol):
         """Write model, optimizer, scheduler and RNG state into this empty folder, without pickle.
 
         Returns digests of the files that the backend has hashed and forced to disk itself, by path in the folder. The
-        caller does so with all others, so an empty mapping will do. Who verifies them: `verifies_files` of its config.
+        caller does so with all others, so an empty mapping will do. Who verifies them: `verifies_files` of its facts.
         """
         ...
 
     def load(self, path: Path, digests: Mapping[str, FileDigest] | None = None) -> None:
         """Restore what `save` wrote, also on another number of ranks. Raises CheckpointError when it does not fit.
 
-        digests: what `save` returned, where the config says `verifies_files`; those files are verified here, before
+        digests: what `save` returned, where the facts say `verifies_files`; those files are verified here, before
         anything is changed. None verifies none.
         """
         ...
@@ -138,7 +138,7 @@ class Backend(Protocol):
 
 @runtime_checkable
 class TakesSnapshots(Protocol):
-    """A backend that can be saved while it trains on; its config sets `takes_snapshots`."""
+    """A backend that can be saved while it trains on; its facts say `takes_snapshots`."""
 
     def snapshot(self) -> Callable[[Path], Mapping[str, FileDigest]]:
         """Copy what `save` writes to the memory of the host, and return what writes it: `save` of this very moment.
@@ -152,24 +152,10 @@ class TakesSnapshots(Protocol):
 
 @runtime_checkable
 class Generates(Protocol):
-    """A backend that continues prompts itself, for answers to held-out prompts; its config sets `generates`."""
+    """A backend that continues prompts itself, for answers to held-out prompts; its facts say `generates`."""
 
     def generate(self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int) -> list[list[int]]:
         """Greedy continuations, one per prompt, end-of-sequence token included when it was produced."""
-        ...
-
-
-@runtime_checkable
-class MakesBuckets(Protocol):
-    """A backend whose weights are in other processes, and are made into buckets there, so that they never come here."""
-
-    def weight_buckets(self, version: int, choice: MakerChoice, first: int = 1) -> Iterator[WeightBucket]:
-        """All weights, as `named_weights` has them, in buckets that a maker of this choice makes where they are.
-
-        first: number of the first bucket, from 1; what stands before it has been taken over already. The next bucket is
-        asked for when every engine has taken the last one over, or before, where the maker can. The maker is kept, with
-        what it holds, until another choice is made or the backend is closed; its memory and files go with its process.
-        """
         ...
 
 
@@ -231,7 +217,7 @@ class GenerationModel:
 
 @runtime_checkable
 class LendsModel(Protocol):
-    """A backend whose whole model is in this process; its config sets `lends_model`."""
+    """A backend whose whole model is in this process; its facts say `lends_model`."""
 
     def generation_model(self) -> GenerationModel:
         """The very model that is trained, not a copy.
@@ -244,7 +230,7 @@ class LendsModel(Protocol):
 
 @runtime_checkable
 class LendsParameters(Protocol):
-    """A backend whose trained parameters can be read, and replaced for a while; its config sets `lends_parameters`.
+    """A backend whose trained parameters can be read, and replaced for a while; its facts say `lends_parameters`.
 
     For averages of weights, probes and guards. Names are the model's own; adapters are parameters like any other, and
     what they adapt is not, since it is not trained. Both methods raise ModelError for a role that is not trained.
@@ -275,123 +261,105 @@ class LendsParameters(Protocol):
 
 
 @dataclass(frozen=True)
-class Finding:
-    """One line of `spurline doctor`.
+class BackendFacts:
+    """What the rest of a run may ask of a backend's settings, before anything is loaded.
 
-    what: what was looked at, in a few words. value: what was found there. fix: what to do; empty when all is well.
+    What a backend is said to do here, its class does by the protocol that is named.
     """
 
-    what: str
-    value: str
-    fix: str = ""
+    generates: bool = False
+    """Whether its backend is one that `Generates`; `evaluation.generate` needs that."""
+    lends_model: bool = False
+    """Whether its backend is one that `LendsModel`, as an engine needs that generates with the very model trained."""
+    lends_parameters: bool = False
+    """Whether its backend is one that `LendsParameters`, as plugins need that average weights."""
+    yields_device: bool = False
+    """Whether its backend is one that `YieldsDevice`, as engines need that are colocated with it."""
+    takes_snapshots: bool = False
+    """Whether its backend is one that `TakesSnapshots`, as `checkpoint.async` needs."""
+    verifies_files: bool = True
+    """Whether its backend's `load` and readers compare the files that it has hashed with their digests, as ranks do
+    that divide them; otherwise whoever opens the checkpoint does."""
+    freezes: bool = False
+    """Whether its backend leaves out of training what `model.freeze` names."""
+    checkpoint_reader: str | None = None
+    """`"module:function"` that reads the policy's weights out of a checkpoint in one process, so that a model can be
+    exported where it cannot be trained: `function(run: RunConfig, folder: Path, digests) -> WeightStream` of
+    `spurline_models.weight_files`; `folder` is what `save` filled, and `digests` as in `load`. Raises CheckpointError.
+    None: the backend is built and loads the checkpoint."""
+    adapter_reader: str | None = None
+    """`"module:function"` that reads the policy's adapter out of a checkpoint of a run with `trains_adapters`, in the
+    same way: `function(run: RunConfig, folder: Path, digests) -> AdapterStream` of
+    `spurline_models.adapters.adapter_weights`. None: the backend is built, and must be one that `TrainsAdapters`."""
+    stays_on_cpu: bool = False
+    """Whether it leaves the GPUs of this process, if there are any, to others."""
+    optimizes_on_host: bool = False
+    """Whether its optimizer steps in the memory of the host, whatever device computes."""
+    replays_experts: bool = False
+    """Whether its models compute with the experts of a batch's column `routed_experts`, where it has one."""
+    balances_experts: bool = False
+    """Whether its updates add the loss that `model.router_aux_loss` asks for."""
+    trains_adapters: bool = False
+    """Whether adapters are trained instead of all weights."""
+    dropout_rates: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Dropout that the backend itself adds to the model: key path in its section -> rate."""
+    computes_in: Literal["fp32", "bf16", "fp64"] = "fp32"
+    """Precision of its forward passes, which keys and values have too when an engine borrows the model."""
+    microbatch_bound: int | None = None
+    """Tokens that a micro-batch is filled up to where rows are dealt to ranks; None takes a rank's rows at once."""
+    device: str = ""
+    """What the settings say about devices, to follow the backend's name, such as `on cuda, bf16`; empty for nothing."""
 
 
 class BackendConfig(ComponentConfig):
-    """Settings of a backend, and what a run must know of it before anything is loaded."""
+    """Settings of a backend, and what a run must know of it before anything is loaded.
+
+    Backends of Hugging Face models derive theirs from `ModelBackendConfig` of `spurline_models.backend_config`.
+    """
 
     kind: ClassVar[str] = "backend"
-    generates: ClassVar[bool] = False
-    """Whether its backend is one that `Generates`; `evaluation.generate` needs that."""
-    lends_model: ClassVar[bool] = False
-    """Whether its backend is one that `LendsModel`, as an engine needs that generates with the very model trained."""
-    lends_parameters: ClassVar[bool] = False
-    """Whether its backend is one that `LendsParameters`, as plugins need that average weights."""
-    yields_device: ClassVar[bool] = False
-    """Whether its backend is one that `YieldsDevice`, as engines need that are colocated with it."""
-    takes_snapshots: ClassVar[bool] = False
-    """Whether its backend is one that `TakesSnapshots`, as `checkpoint.async` needs."""
-    verifies_files: ClassVar[bool] = True
-    """Whether its backend's `load` and readers compare the files that it has hashed with their digests, as ranks do
-    that divide them; otherwise whoever opens the checkpoint does."""
-    freezes: ClassVar[bool] = False
-    """Whether its backend leaves out of training what `model.freeze` names."""
-    beyond: ClassVar[str] = ""
-    """What to do with a model that its settings cannot make fit, as a sentence."""
-    update_parts: ClassVar[frozenset[str]] = frozenset()
-    """Names of the parts of `estimate_memory` that are given back when an update ends, before anything generates."""
-    checkpoint_reader: ClassVar[str | None] = None
-    """`"module:function"` that reads the policy's weights out of a checkpoint in one process, so that a model can be
-    exported where it cannot be trained: `function(run: RunConfig, folder: Path, digests) -> WeightStream` of
-    `spurline.model.weight_files`; `folder` is what `save` filled, and `digests` as in `load`. Raises CheckpointError.
-    None: the backend is built and loads the checkpoint."""
-    adapter_reader: ClassVar[str | None] = None
-    """`"module:function"` that reads the policy's adapter out of a checkpoint of a run with `trains_adapters`, in the
-    same way: `function(run: RunConfig, folder: Path, digests) -> AdapterStream` of
-    `spurline.model.adapters.adapter_weights`. None: the backend is built, and must be one that `TrainsAdapters`."""
+
+    @property
+    def facts(self) -> BackendFacts:
+        """What sections and plugins may ask of these settings."""
+        return BackendFacts()
 
     def layout(self) -> ParallelLayout:
         """What the parallelism asks of a batch; one process by default."""
         return ParallelLayout()
 
-    @property
-    def stays_on_cpu(self) -> bool:
-        """Whether it leaves the GPUs of this process, if there are any, to others."""
-        return False
-
-    @property
-    def optimizes_on_host(self) -> bool:
-        """Whether its optimizer steps in the memory of the host, whatever device computes."""
-        return False
-
     def rank_request(self) -> RankRequest | None:
         """The processes that its backend starts beside this one; None for a backend that computes in this process."""
         return None
-
-    def describe_device(self) -> str:
-        """What the settings say about devices, to follow the backend's name, such as ` on cuda`; empty for nothing."""
-        return ""
-
-    @property
-    def replays_experts(self) -> bool:
-        """Whether its models compute with the experts of a batch's column `routed_experts`, where it has one."""
-        return False
-
-    @property
-    def balances_experts(self) -> bool:
-        """Whether its updates add the loss that `model.router_aux_loss` asks for."""
-        return False
-
-    @property
-    def adapters(self) -> LoraConfig | None:
-        """Settings of the adapters that are trained instead of all weights; None where there are none."""
-        return None
-
-    @property
-    def trains_adapters(self) -> bool:
-        """Whether adapters are trained instead of all weights."""
-        return self.adapters is not None
-
-    @property
-    def dropout_rates(self) -> Mapping[str, float]:
-        """Dropout that the backend itself adds to the model: key path in this section -> rate."""
-        return {}
-
-    @property
-    def computes_in(self) -> Literal["fp32", "bf16", "fp64"]:
-        """Precision of its forward passes, which keys and values have too when an engine borrows the model."""
-        return "fp32"
 
     def missing_here(self) -> str | None:
         """What this machine lacks for training with these settings, as a sentence; None when it lacks nothing."""
         return None
 
-    @property
-    def microbatch_bound(self) -> int | None:
-        """Tokens that a micro-batch is filled up to where rows are dealt to ranks; None takes a rank's rows at once."""
-        return None
-
-    def check_model(self, run: RunConfig) -> None:
+    def check_model(self, run: RunSettings) -> None:
         """Raise ConfigError or ModelError for a model that these settings cannot train, as its own config tells, and
         for a library that they need and that is missing.
 
         Reads no weights. A plan asks, and the backend itself before it starts anything.
         """
 
-    def describe_layout(self, run: RunConfig) -> Sequence[str]:
-        """Sentences on its ranks, for `spurline plan`: how many, where, and in which groups; none for one process."""
+    def check_trainable(self, run: RunSettings) -> None:
+        """Raise ConfigError or ModelError for a model that cannot be trained as the run says, on whatever machine.
+
+        Reads no weights. A plan asks, and a run before it reads its data.
+        """
+
+    def check_lengths(
+        self, loaded: LoadedView, source: KnowsLongest, evaluations: Sequence[KnowsLongest]
+    ) -> Sequence[str]:
+        """Notes on how long the sequences of the data are for the model; nothing by default.
+
+        A plan asks, and a run before it loads weights. Raises ConfigError for a sequence that is too long, ModelError,
+        DataError.
+        """
         return ()
 
-    def notes(self, run: RunConfig) -> Sequence[str]:
+    def notes(self, run: RunSettings) -> Sequence[str]:
         """Sentences on what computes the model where it is not plain PyTorch, and on what these settings do otherwise
         here, or for this model, than one may think.
 
@@ -400,60 +368,27 @@ class BackendConfig(ComponentConfig):
         """
         return ()
 
-    def estimate_memory(self, run: RunConfig, row_length: int, tokens: int) -> dict[str, int]:
-        """Bytes on the fullest device by part, for a step of so many tokens in rows of this length; {} if unknown."""
-        return {}
+    def export(
+        self,
+        backend: Backend,
+        loaded: LoadedView,
+        tokenizer: PreTrainedTokenizerBase,
+        path: Path,
+        *,
+        replace: bool,
+        adapter: bool = False,
+    ) -> Path:
+        """Write the weights that the backend has at this moment for use elsewhere.
 
-    def estimate_generation(self, run: RunConfig) -> dict[str, int]:
-        """Bytes on the fullest device by part that `evaluation.generate` takes beside what stays between updates."""
-        return {}
+        Args:
+            backend: What was made of these settings.
+            loaded: The run's.
+            tokenizer: The model's, which is written too.
+            path: A new or empty folder, which is returned.
+            replace: Remove what is there.
+            adapter: Write the adapter alone.
 
-    def estimate_yielded(self, run: RunConfig, row_length: int, tokens: int) -> dict[str, int]:
-        """Bytes by part that stay on the fullest device while engines have it and weights are kept.
-
-        Where weights leave too, nothing stays. Arguments, and names of the parts, as in `estimate_memory`.
+        Raises:
+            UserError: The backend exports nothing, or something is there that may not be replaced.
         """
-        parts = self.estimate_memory(run, row_length, tokens)
-        kept = {name: parts[name] for name in ("weights", "reference") if name in parts}
-        # As large as the policy but for its output layer.
-        return kept | ({"critic": parts["weights"]} if "critic" in parts else {})
-
-    def estimate_host_memory(self, run: RunConfig) -> int:
-        """Bytes in the memory of the fullest machine that stand for parts kept off its devices."""
-        return 0
-
-    def estimate_offloaded_activations(self, run: RunConfig, row_length: int, tokens: int) -> int:
-        """Bytes of activations in the memory of the fullest machine, kept off its devices; to come to
-        `estimate_host_memory`. Arguments as in `estimate_memory`.
-        """
-        return 0
-
-    def device_bytes(self) -> int | None:
-        """Memory of the smallest device that it would train on here; None where that is not known."""
-        return None
-
-    def savings(self, run: RunConfig, row_length: int, tokens: int) -> Iterable[Mapping[str, Any]]:
-        """Changes of this section that need less memory, each tried on top of those before: the cheapest in time first.
-
-        A key is that of a setting, such as `compile`, or of one in a section of this one, such as `lora.base_dtype`.
-        row_length, tokens: as in `estimate_memory`. With each the section stays valid. A plan suggests what is needed.
-        """
-        return ()
-
-    def suggested_layouts(
-        self, run: RunConfig, row_length: int, tokens: int, device_bytes: int, usable_bytes: int
-    ) -> Iterable[str]:
-        """Lines on how its ranks could be divided otherwise, for `spurline plan`: what fits, the fastest first; none
-        for a backend with one way.
-
-        row_length, tokens: as in `estimate_memory`. device_bytes: memory of a device, of which a plan counts on
-        usable_bytes.
-        """
-        return ()
-
-    def doctor(self, run: RunConfig) -> Iterator[Finding]:
-        """What `spurline doctor` finds by starting what a run would start, all but the model; nothing by default.
-
-        Yields as it finds. What fails is a Finding with its fix, and not an error.
-        """
-        return iter(())
+        raise UserError(f"Backend '{self.name}' exports nothing. Remove what asks it to, as checkpoint.export_hf does.")

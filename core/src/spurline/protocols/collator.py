@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from spurline.config.section import ComponentConfig
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from spurline.data.batch import TrainingBatch
     from spurline.data.token_store import TokenView
-    from spurline.rl.flat_turns import FlatTurns
-    from spurline.rl.trajectory import Trajectory
 
 
 class CollatorConfig(ComponentConfig):
@@ -56,6 +57,11 @@ class ParallelLayout:
         base = 2 * self.tensor * self.context if self.context > 1 else self.tensor
         return math.lcm(base, 16 * self.context) if self.fp8 else base
 
+    @property
+    def row_multiple(self) -> int:
+        """Mini-batches are padded to a multiple of so many rows; a backend that deals rows would drop them again."""
+        return 1 if self.deals_rows else self.data
+
 
 class Collator(Protocol):
     """Lay tokenized samples out as one TrainingBatch.
@@ -71,6 +77,46 @@ class Collator(Protocol):
         ...
 
 
+class TurnToLayOut(Protocol):
+    """What a collator reads of a turn: tokens of prompt and response, and one value for each response token.
+
+    prompt_ids, response_ids: int32. loss_mask: uint8. All others are None where the turn has no such values.
+    routed_experts: [prompt and response tokens, layers, experts a token].
+    """
+
+    @property
+    def prompt_ids(self) -> NDArray[np.int32]: ...
+    @property
+    def response_ids(self) -> NDArray[np.int32]: ...
+    @property
+    def loss_mask(self) -> NDArray[np.uint8]: ...
+    @property
+    def logprobs(self) -> NDArray[np.float32] | None: ...
+    @property
+    def versions(self) -> NDArray[np.int32] | None: ...
+    @property
+    def rewards(self) -> NDArray[np.float32] | None: ...
+    @property
+    def advantages(self) -> NDArray[np.float32] | None: ...
+    @property
+    def values(self) -> NDArray[np.float32] | None: ...
+    @property
+    def returns(self) -> NDArray[np.float32] | None: ...
+    @property
+    def routed_experts(self) -> NDArray[np.int16] | None: ...
+
+
+class TrajectoryToLayOut(Protocol):
+    """What a collator reads of a trajectory. uid: of its prompt. sample: its number among the attempts at it."""
+
+    @property
+    def uid(self) -> str: ...
+    @property
+    def sample(self) -> int: ...
+    @property
+    def turns(self) -> Sequence[TurnToLayOut]: ...
+
+
 class RolloutCollator(Protocol):
     """Lay trajectories out as one TrainingBatch, one segment per turn. Factory as for Collator.
 
@@ -79,24 +125,9 @@ class RolloutCollator(Protocol):
     cannot be cut at prompts afterwards: callers cut by prompt first and collate each mini-batch on its own.
     """
 
-    def collate_rollouts(self, trajectories: Sequence[Trajectory]) -> TrainingBatch:
+    def collate_rollouts(self, trajectories: Sequence[TrajectoryToLayOut]) -> TrainingBatch:
         """One batch with each turn of each trajectory in exactly one segment.
 
         One turn a row (`rollouts`): rows in the order of the turns, padding rows last.
-        """
-        ...
-
-
-@runtime_checkable
-class CollatesFlat(RolloutCollator, Protocol):
-    """A rollout collator that reads flat arrays, which sources of rollouts have made when a batch is due.
-
-    A subclass that overrides `collate_rollouts` alone is asked for that.
-    """
-
-    def collate_flat(self, blocks: Sequence[FlatTurns]) -> TrainingBatch:
-        """The batch that `collate_rollouts` makes of the same turns, which lie in these blocks one after another.
-
-        The batch keeps nothing of the blocks but names and numbers of the turns, so that their memory can be freed.
         """
         ...

@@ -13,7 +13,7 @@ from spurline.config.section import Component, ComponentConfig, SchemaOfOneOrMan
 from spurline.errors import DataError, Problem
 
 if TYPE_CHECKING:
-    from spurline.config.run_config import RunConfig
+    from spurline.config.run_settings import RunSettings
 
 
 class DatasetConfig(ComponentConfig):
@@ -23,8 +23,8 @@ class DatasetConfig(ComponentConfig):
     streams: ClassVar[bool] = False
     """Whether it is a `StreamedDataset`, which only a source that reads streams can use."""
 
-    def problems(self, run: RunConfig) -> Iterable[Problem]:
-        if self.streams and not (run.source.reads_streams and self in run.data.train):
+    def problems(self, run: RunSettings) -> Iterable[Problem]:
+        if self.streams and not (run.source.facts.reads_streams and self in run.data.train):
             fix = "Set source: stream, or name: hf." if self in run.data.train else "Set name: hf."
             yield Problem(
                 "name",

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
 from spurline.config.section import ComponentConfig
 from spurline.errors import Problem
 from spurline.protocols.dataset import DatasetList
+from spurline.protocols.held_out import HeldOutEvaluation
 
 if TYPE_CHECKING:
-    from spurline.config.run_config import RunConfig
-    from spurline.protocols.backend import Backend
+    from spurline.config.run_settings import RunSettings
     from spurline.protocols.loss import Loss
-    from spurline.protocols.source import BatchSource, Longest, SourceContext
+    from spurline.protocols.source import BatchSource, Samples, SourceContext
 
 
 class EvaluationConfig(ComponentConfig):
@@ -27,7 +26,7 @@ class EvaluationConfig(ComponentConfig):
     generates: ClassVar[bool] = False
     """Whether it asks the backend for answers, which therefore must be one that `Generates`."""
     needs_attempts: ClassVar[bool] = False
-    """Whether it asks the source for attempts at prompts, whose config therefore must set `makes_attempts`."""
+    """Whether it asks the source for attempts at prompts, whose facts must then say that it `makes_attempts`."""
     needs_token_loss: ClassVar[bool] = False
     """Whether it computes the run's loss on held-out tokens, which a loss of rollouts cannot do."""
 
@@ -38,14 +37,14 @@ class EvaluationConfig(ComponentConfig):
     at_start: bool = False
     """Also measure the model before its first step, as step 0."""
 
-    def problems(self, run: RunConfig) -> Iterable[Problem]:
-        if self.generates and not run.backend.generates:
+    def problems(self, run: RunSettings) -> Iterable[Problem]:
+        if self.generates and not run.backend.facts.generates:
             yield Problem(
                 "name",
                 f"is {self.name}, which asks for answers, and backend '{run.backend.name}' does not generate. Remove "
                 "it, or set backend.name: local.",
             )
-        if self.needs_attempts and not run.source.makes_attempts:
+        if self.needs_attempts and not run.source.facts.makes_attempts:
             yield Problem(
                 "name",
                 f"is {self.name}, which makes attempts at prompts, and the source '{run.source.name}' makes none. "
@@ -73,43 +72,10 @@ class EvaluationContext:
     where: str = "evaluation.generate"
 
 
-class HeldOutEvaluation(ABC):
-    """Measures a backend on held-out data. Draws no random numbers that training could miss.
+class MeasuresSamples(HeldOutEvaluation):
+    """An evaluation of tokenized samples. The default one of its kind measures `data.eval`.
 
-    Factory: `Class(config, context=EvaluationContext)`. It reads its data there, and starts nothing. One that a source
-    makes itself for `data.eval`, in `BatchSource.evaluation`, is built as the source likes.
-
-    measures_copies: whether it asks engines with weights of their own, so that weights swapped in the backend would not
-    count.
+    samples: what it measures; others are made of the same rows.
     """
 
-    measures_copies: bool = False
-
-    @abstractmethod
-    def summary(self) -> Mapping[str, Any]:
-        """JSON-able facts about the data; see `spurline.data.token_store`."""
-
-    def longest(self) -> Longest | None:
-        """Its longest sequence, as of a source; None where its batches themselves tell."""
-        return None
-
-    @abstractmethod
-    def fingerprint(self) -> str:
-        """Changes when the held-out data does; a resume then says that scores before and after do not compare."""
-
-    @abstractmethod
-    def evaluate(self, backend: Backend) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Finite metrics, and sample answers: prompt, response, reference and scores.
-
-        Names are those within this evaluation, such as `loss`: the run puts `eval/`, or `eval/NAME/` for one with a
-        name, in front, and adds `time` in seconds.
-        """
-
-    def metrics(self) -> Collection[str] | None:
-        """Names of all that `evaluate` may measure; None where only an evaluation tells. A run whose
-        `checkpoint.keep_best` or `stop_when` names another one is refused before it trains. Whoever overrides
-        `evaluate` of another evaluation overrides this too."""
-        return None
-
-    def close(self) -> None:  # noqa: B027 - many have nothing to close
-        """End what it holds, such as the processes of rewards. Called once, also after an error."""
+    samples: Samples

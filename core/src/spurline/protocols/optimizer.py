@@ -15,7 +15,7 @@ from spurline.errors import Problem
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from spurline.config.run_config import RunConfig
+    from spurline.config.run_settings import RunSettings
 
 REGEX = "re:"
 """A `match` that begins with this is a regular expression."""
@@ -45,7 +45,7 @@ class ParameterGroup(Section):
     weight_decay: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """Weight decay of all parameters of the group, norms and biases too; default is the optimizer's, for matrices."""
 
-    def problems(self, run: RunConfig) -> Iterable[Problem]:
+    def problems(self, run: RunSettings) -> Iterable[Problem]:
         if self.learning_rate is not None and self.learning_rate_scale is not None:
             yield Problem("learning_rate", "and learning_rate_scale exclude each other. Remove one.")
         if self.learning_rate is None and self.learning_rate_scale is None and self.weight_decay is None:
@@ -106,8 +106,8 @@ class Optimizer(Protocol):
 
     Factory: `Class(config, named_parameters=Mapping[str, Parameter])`; a function that returns an optimizer will do.
     `named_parameters` are those that are trained, by their Hugging Face names; with several ranks they may be DTensors.
-    `spurline.optimizers.groups.parameter_groups(config, named_parameters)` makes torch's parameter groups out of the
-    settings that all optimizers share. `lr` of a new optimizer's groups is their peak.
+    `parameter_groups(config, named_parameters)` of `spurline_models.optimizers.groups` makes torch's parameter groups
+    out of the settings that all optimizers share. `lr` of a new optimizer's groups is their peak.
 
     A checkpoint holds `state` by parameter name (tensors, numbers, texts and None, bit for bit, without pickle), and
     those values of the parameter groups that changed since the optimizer was made. Other state is refused when the

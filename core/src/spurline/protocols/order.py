@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from spurline.config.run_config import RunConfig
+    from spurline.config.run_settings import RunSettings
 
 
 class OrderConfig(ComponentConfig):
@@ -26,9 +26,9 @@ class OrderConfig(ComponentConfig):
     reads_lengths: ClassVar[bool] = False
     """Whether it asks for the tokens of samples, which nobody knows of prompts before they are generated from."""
 
-    def problems(self, run: RunConfig) -> Iterable[Problem]:
+    def problems(self, run: RunSettings) -> Iterable[Problem]:
         """An order that learns from rewards where there are none, or asks for lengths that are not known."""
-        generates = run.source.supplies == "rollouts"
+        generates = run.source.facts.supplies == "rollouts"
         if self.adaptive and not generates:
             yield Problem(
                 "name",

@@ -39,7 +39,7 @@ class ScheduleConfig(ComponentConfig):
 class Schedule(Protocol):
     """Learning rate by optimizer step.
 
-    Factory: `Class(config)`. `spurline.optimizers.schedules.WarmedUp` is a base class that does the warm-up.
+    Factory: `Class(config)`. `spurline_models.optimizers.schedules.WarmedUp` is a base class that does the warm-up.
     """
 
     def factor(self, step: int, total: int) -> float:

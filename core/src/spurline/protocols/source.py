@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 
 from spurline.config.section import Component, ComponentConfig
@@ -18,38 +18,88 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerBase
 
-    from spurline.config.run_config import RunConfig
+    from spurline.config.run_settings import RunSettings
     from spurline.data.batch import TrainingBatch
-    from spurline.plugins.host import PluginHost
     from spurline.protocols.backend import Backend
     from spurline.protocols.collator import ParallelLayout
     from spurline.protocols.dataset import DatasetConfig
-    from spurline.protocols.evaluation import HeldOutEvaluation
-    from spurline.protocols.rollout_engine import ColocatedEngine
+    from spurline.protocols.held_out import HeldOutEvaluation
+    from spurline.protocols.host import HostView
+    from spurline.protocols.lengths import Longest
     from spurline.protocols.tokenization import DatasetToTokenize
-    from spurline.rl.configs import SamplingConfig
 
 
-@dataclass(frozen=True)
-class Longest:
-    """The longest sequence that the data makes.
+class SamplingSettings(Protocol):
+    """How responses are sampled, as far as code that asks the trained model later needs to know."""
 
-    tokens: of a sample, or of a prompt with a whole response. where: its row. prompt_tokens: of the prompt, where a
-    response of up to `tokens - prompt_tokens` follows; None for a sample. setting: key path of what bounds `tokens`.
-    """
+    @property
+    def temperature(self) -> float:
+        """Divides the logits; 0 is greedy."""
+        ...
 
-    tokens: int
-    where: str
-    setting: str
-    prompt_tokens: int | None = None
+    @property
+    def top_p(self) -> float:
+        """Probability that the likeliest tokens hold from which one is drawn; 1 keeps all tokens."""
+        ...
+
+    @property
+    def top_k(self) -> int:
+        """Number of likeliest tokens from which one is drawn; 0 keeps all tokens."""
+        ...
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Longest response of one turn."""
+        ...
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """Texts that end a response, besides the model's own end tokens."""
+        ...
 
 
-@dataclass(frozen=True)
-class LargestUpdate:
-    """The most that one optimizer step may hold. row_length: tokens of its longest row. tokens: of all its rows."""
+@dataclass(frozen=True, kw_only=True)
+class SourceFacts:
+    """What the rest of a run may ask of a source's settings."""
 
-    row_length: int
-    tokens: int
+    without_critic: str | None
+    """What has no use for a critic, in words for messages; None when a critic's values are read."""
+    supplies: Literal["samples", "pairs", "rollouts"] = "samples"
+    """What the rows of its batches are: samples of the data, pairs of answers, or generated turns with advantages."""
+    makes_attempts: bool = False
+    """Whether it can make attempts at any prompts with the weights as they are, for evaluations."""
+    reads_streams: bool = False
+    """Whether its training data is made of streams (`StreamedDataset`) instead of datasets."""
+    compares_logprobs: bool = False
+    """Whether logprobs of the update are compared with earlier ones, so that the run must have no dropout."""
+    num_prompts: int | None = None
+    """Prompts whose rollouts make up the batch of one step; None when the run's `batch_size` counts samples."""
+    carried: Collection[str] = ()
+    """Columns of the data's rows that its batches and groups have, for losses and advantages that read one."""
+    reward_terms: Collection[str] | None = None
+    """Names of the reward terms of every attempt; None where only the attempts themselves tell."""
+    context_tokens: int | None = None
+    """Tokens of prompt and response that the settings of its engine allow; None where they set no limit."""
+    most_turns: int = 1
+    """Responses that one attempt may hold; 1 where nothing is generated."""
+    sampling: SamplingSettings | None = None
+    """How responses are sampled; None where nothing is generated."""
+    sampling_temperature: float = 1.0
+    """Temperature that the tokens of its batches were sampled at; 1 when they were not."""
+    uses_reference: bool = False
+    """Whether it asks the reference model itself, whatever the loss does."""
+    transport: str | None = None
+    """Name of the `weight_sync` that was chosen for its engines; None where none was."""
+    has_colocated_engines: bool = False
+    """Whether its engines have the devices of the backend by turns with it."""
+    engines_elsewhere: bool = False
+    """Whether its engines may be on other machines than this process."""
+    update_limit_s: float | None = None
+    """Seconds that an engine may take for one bucket of weights before it is ended; None where nothing ends it."""
+    sends_adapters: bool | None = None
+    """Whether its engines are to be sent adapters alone; None leaves it to what they can take."""
+    replays_experts: bool = False
+    """Whether its batches bring the experts that the engine chose, so that models compute with these."""
 
 
 MODEL_DROPOUT = ("attention_dropout", "hidden_dropout", "resid_pdrop", "attn_pdrop", "embd_pdrop")
@@ -57,17 +107,12 @@ MODEL_DROPOUT = ("attention_dropout", "hidden_dropout", "resid_pdrop", "attn_pdr
 
 
 class SourceConfig(ComponentConfig):
-    """Settings of a source."""
+    """Settings of a source.
+
+    The class attributes are read before there are settings; `facts` says what the settings mean for the rest of a run.
+    """
 
     kind: ClassVar[str] = "source"
-    supplies: ClassVar[Literal["samples", "pairs", "rollouts"]] = "samples"
-    """What the rows of its batches are: samples of the data, pairs of answers, or generated turns with advantages."""
-    makes_attempts: ClassVar[bool] = False
-    """Whether its source can make attempts at any prompts with the weights as they are, for evaluations."""
-    reads_streams: ClassVar[bool] = False
-    """Whether its training data is made of streams (`StreamedDataset`) instead of datasets."""
-    compares_logprobs: ClassVar[bool] = False
-    """Whether logprobs of the update are compared with earlier ones, so that the run must have no dropout."""
     run_defaults: ClassVar[Mapping[str, str]] = {}
     """Top-level component settings and the names they take with this source when the file has none."""
 
@@ -75,111 +120,21 @@ class SourceConfig(ComponentConfig):
     """Setting that holds the source which this one decorates: the run takes that one's `run_defaults`."""
 
     @property
-    def num_prompts(self) -> int | None:
-        """Prompts whose rollouts make up the batch of one step; None when the run's `batch_size` counts samples."""
-        return None
+    def facts(self) -> SourceFacts:
+        """What the rest of the run may ask of these settings; a subclass returns `replace(super().facts, ...)`."""
+        return SourceFacts(without_critic=f"the source '{self.name}'")
 
-    @property
-    def carried(self) -> Collection[str]:
-        """Columns of the data's rows that its batches and groups have, for losses and advantages that read one."""
-        return ()
-
-    @property
-    def reward_terms(self) -> Collection[str] | None:
-        """Names of the reward terms of every attempt; None where only the attempts themselves tell."""
-        return None
-
-    @property
-    def context_tokens(self) -> int | None:
-        """Tokens of prompt and response that the settings of its engine allow; None where they set no limit."""
-        return None
-
-    @property
-    def most_turns(self) -> int:
-        """Responses that one attempt may hold; 1 where nothing is generated."""
-        return 1
-
-    @property
-    def samples_by(self) -> SamplingConfig | None:
-        """How responses are sampled, for whoever asks the trained model later; None where nothing is generated."""
-        return None
-
-    @property
-    def uses_reference(self) -> bool:
-        """Whether it asks the reference model itself, whatever the loss does."""
-        return False
-
-    def largest_update(self, run: RunConfig, prompt_tokens: int, context: int | None) -> LargestUpdate | None:
-        """What responses as long as they may get make of an optimizer step; None where the batches themselves tell.
-
-        prompt_tokens: of the longest prompt. context: tokens that the model can see; None without a limit.
-        """
-        return None
-
-    def generation_memory(self, run: RunConfig, prompt_tokens: int, context: int | None) -> dict[str, int]:
-        """Bytes by part that generating takes on the trainer's device; {} where nothing is generated there."""
-        return {}
-
-    def colocated_engine(self, run: RunConfig, prompt_tokens: int, context: int | None) -> ColocatedEngine | None:
-        """The engine that has the trainer's devices by turns with it, if there is one. Arguments as above."""
-        return None
-
-    def generation_notes(self, run: RunConfig, prompt_tokens: int, context: int | None) -> Sequence[str]:
-        """Sentences about where it generates, for `spurline plan`."""
-        return ()
-
-    @property
-    def sampling_temperature(self) -> float:
-        """Temperature that its tokens were sampled at; 1 when they were not."""
-        return 1.0
-
-    @property
-    def without_critic(self) -> str | None:
-        """What has no use for a critic, in words for messages; None when a critic's values are read."""
-        return f"the source '{self.name}'"
-
-    @property
-    def transport(self) -> str | None:
-        """Name of the `weight_sync` that was chosen for its engines; None where none was."""
-        return None
-
-    @property
-    def has_colocated_engines(self) -> bool:
-        """Whether its engines have the devices of the backend by turns with it."""
-        return False
-
-    @property
-    def engines_elsewhere(self) -> bool:
-        """Whether its engines may be on other machines than this process."""
-        return False
-
-    @property
-    def update_limit_s(self) -> float | None:
-        """Seconds that one of its engines may take for one bucket of weights before it is ended; None where nothing
-        ends it."""
-        return None
-
-    @property
-    def sends_adapters(self) -> bool | None:
-        """Whether its engines are to be sent adapters alone; None leaves it to what they can take."""
-        return None
-
-    @property
-    def replays_experts(self) -> bool:
-        """Whether its batches bring the experts that the engine chose, so that models compute with these."""
-        return False
-
-    def problems(self, run: RunConfig) -> Iterable[Problem]:
+    def problems(self, run: RunSettings) -> Iterable[Problem]:
         """Dropout that is switched on in a run that compares logprobs.
 
         An update with dropout differs from what it is compared with before any weight has changed: probability ratios
         are not 1 and margins between answers are noise. Dropout of the model's own `config.json` is not known here.
         """
-        if not self.compares_logprobs:
+        if not self.facts.compares_logprobs:
             return
         overrides = run.model.config_overrides
         found = {f"model.config_overrides.{name}": overrides.get(name) for name in MODEL_DROPOUT}
-        found |= {f"backend.{path}": rate for path, rate in run.backend.dropout_rates.items()}
+        found |= {f"backend.{path}": rate for path, rate in run.backend.facts.dropout_rates.items()}
         for setting, rate in found.items():
             if isinstance(rate, (int, float)) and rate > 0:
                 yield Problem(
@@ -218,101 +173,22 @@ class DecoratedSourceConfig(SourceConfig):
     """The source that is decorated."""
 
     @property
-    def supplies(self) -> Literal["samples", "pairs", "rollouts"]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.of.supplies
-
-    @property
-    def makes_attempts(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.of.makes_attempts
-
-    @property
-    def reads_streams(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.of.reads_streams
-
-    @property
-    def carried(self) -> Collection[str]:
-        return self.of.carried
-
-    @property
-    def reward_terms(self) -> Collection[str] | None:
-        return self.of.reward_terms
-
-    @property
-    def num_prompts(self) -> int | None:
-        return self.of.num_prompts
-
-    @property
-    def sampling_temperature(self) -> float:
-        return self.of.sampling_temperature
-
-    @property
-    def without_critic(self) -> str | None:
-        return self.of.without_critic
-
-    @property
-    def transport(self) -> str | None:
-        return self.of.transport
-
-    @property
-    def has_colocated_engines(self) -> bool:
-        return self.of.has_colocated_engines
-
-    @property
-    def engines_elsewhere(self) -> bool:
-        return self.of.engines_elsewhere
-
-    @property
-    def update_limit_s(self) -> float | None:
-        return self.of.update_limit_s
-
-    @property
-    def sends_adapters(self) -> bool | None:
-        return self.of.sends_adapters
-
-    @property
-    def replays_experts(self) -> bool:
-        return self.of.replays_experts
-
-    @property
-    def context_tokens(self) -> int | None:
-        return self.of.context_tokens
-
-    @property
-    def most_turns(self) -> int:
-        return self.of.most_turns
-
-    @property
-    def samples_by(self) -> SamplingConfig | None:
-        return self.of.samples_by
-
-    @property
-    def uses_reference(self) -> bool:
-        return self.of.uses_reference
-
-    def largest_update(self, run: RunConfig, prompt_tokens: int, context: int | None) -> LargestUpdate | None:
-        return self.of.largest_update(run, prompt_tokens, context)
-
-    def generation_memory(self, run: RunConfig, prompt_tokens: int, context: int | None) -> dict[str, int]:
-        return self.of.generation_memory(run, prompt_tokens, context)
-
-    def colocated_engine(self, run: RunConfig, prompt_tokens: int, context: int | None) -> ColocatedEngine | None:
-        return self.of.colocated_engine(run, prompt_tokens, context)
-
-    def generation_notes(self, run: RunConfig, prompt_tokens: int, context: int | None) -> Sequence[str]:
-        return self.of.generation_notes(run, prompt_tokens, context)
+    def facts(self) -> SourceFacts:
+        # The inner source refuses dropout itself.
+        return replace(self.of.facts, compares_logprobs=False)
 
 
 @dataclass(frozen=True)
 class SourceContext:
     """Everything a source may build on.
 
-    host: enabled plugins; create further components with `host.registry.create(kind, config, ...)`, fire hooks with
-    `host.hooks`. layout: what the backend's parallelism asks of batches. row_limit: look at no more rows than this of
-    each dataset (`spurline plan` on large data); None reads all. progress: told what takes time.
+    config: the `RunConfig`. host: enabled plugins; create further components with `host.registry.create(kind, config,
+    ...)`, fire hooks with `host.hooks`. layout: what the backend's parallelism asks of batches. row_limit: look at no
+    more rows than this of each dataset (`spurline plan` on large data); None reads all. progress: told what takes time.
     """
 
-    config: RunConfig
-    host: PluginHost
+    config: Any
+    host: HostView
     tokenizer: PreTrainedTokenizerBase
     layout: ParallelLayout
     row_limit: int | None = None
@@ -464,16 +340,16 @@ class DecoratedSource(BatchSource):
 
     @property
     def generates_with_copies(self) -> bool:
-        """See `spurline.rl.held_out.MakesAttempts`."""
+        """See `spurline_rl.held_out.MakesAttempts`."""
         return bool(getattr(self.inner, "generates_with_copies", False))
 
     def make_attempts(self, prompts: Sequence[Any], held_out: Any) -> Sequence[Any]:
-        """See `spurline.rl.held_out.MakesAttempts`. Asked only where the inner config says that it makes any."""
+        """See `spurline_rl.held_out.MakesAttempts`. Asked only where the inner config says that it makes any."""
         inner: Any = self.inner
         return inner.make_attempts(prompts, held_out)
 
     def longest_held_out(self, prompts: Any) -> Longest | None:
-        """See `spurline.rl.held_out.MakesAttempts`."""
+        """See `spurline_rl.held_out.MakesAttempts`."""
         inner: Any = self.inner
         return inner.longest_held_out(prompts)
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from spurline.config.section import ComponentConfig
 
 if TYPE_CHECKING:
-    from spurline.data.token_store import TokenStore
+    from transformers import PreTrainedTokenizerBase
+
+    from spurline.config.run_settings import ModelSettings
+    from spurline.data.token_store import Tokenized
     from spurline.protocols.dataset import Dataset, DatasetConfig
 
 
@@ -18,6 +21,18 @@ class TokenizationConfig(ComponentConfig):
 
     kind: ClassVar[str] = "tokenization"
 
+    def load_tokenizer(self, model: ModelSettings) -> PreTrainedTokenizerBase:
+        """Return the tokenizer that the run reads text with.
+
+        Raises:
+            ModelError: There is none where `model` says.
+        """
+        raise NotImplementedError(f"{type(self).__name__} says no tokenizer: override load_tokenizer")
+
+    def notes(self, model: ModelSettings, tokenizer: PreTrainedTokenizerBase) -> Sequence[str]:
+        """Return sentences on how the tokenizer and its chat template go together, for the start of a run."""
+        return ()
+
 
 @dataclass(frozen=True)
 class DatasetToTokenize:
@@ -25,26 +40,6 @@ class DatasetToTokenize:
 
     dataset: Dataset
     config: DatasetConfig
-
-
-@dataclass(frozen=True)
-class Tokenized:
-    """The usable samples, and how many were left out or cut and why.
-
-    dropped: reason -> samples left out. truncated: samples cut to `max_length`.
-    examples: reason -> location of the first sample it happened to.
-    ignored: what the chat template leaves out -> samples that are trained on without it (`data.on_ignored: warn`).
-    summary: what `spurline.data.token_store.summarize` would find, when it is known already; it is then not looked for.
-    notes: lines to show the user when the run starts, such as why a cache was rebuilt.
-    """
-
-    store: TokenStore
-    dropped: Mapping[str, int] = field(default_factory=dict[str, int])
-    truncated: int = 0
-    examples: Mapping[str, str] = field(default_factory=dict[str, str])
-    ignored: Mapping[str, int] = field(default_factory=dict[str, int])
-    summary: Mapping[str, Any] | None = None
-    notes: tuple[str, ...] = ()
 
 
 class Tokenization(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from spurline.config.section import ComponentConfig
 
@@ -70,4 +70,19 @@ class Tracker(Protocol):
 
     def close(self) -> None:
         """Flush and let go."""
+        ...
+
+
+@runtime_checkable
+class ShowsWarnings(Protocol):
+    """A tracker that people look at while the run goes on, which shows warnings too."""
+
+    def warn(self, step: int, kind: str, words: str) -> None:
+        """Show what is off at a step.
+
+        Args:
+            step: The step that has just been logged.
+            kind: A short name of the trouble; what is said of one kind again and again may be shown once in a while.
+            words: A sentence or two: what is off, and what to do.
+        """
         ...

@@ -11,7 +11,6 @@ from typing import Any
 from spurline.config.loading import LoadedConfig
 from spurline.config.run_config import RunConfig
 from spurline.config.section import sections_within
-from spurline.data.tokenizer import load_tokenizer, template_notes
 from spurline.plugins.registry import resolve
 from spurline.progress import Progress, describe_count, silent, waiting
 from spurline.protocols.backend import Backend, Role
@@ -23,7 +22,6 @@ from spurline.protocols.tracker import Tracker
 from spurline.run.checkpoints.best import check_watched
 from spurline.run.checkpoints.hook_state import HookStates
 from spurline.run.evaluations.evaluation import ScheduledEvaluation, build_evaluations, metrics_of
-from spurline.run.lengths import check_lengths
 from spurline.trackers.configs import ConsoleTrackerConfig, JsonlTrackerConfig
 from spurline.update.reduction import make_reduction
 from spurline.update.update import Recipe, Update
@@ -78,7 +76,7 @@ def build_data(
     """Tokenizer, source, mini-batches, loss and evaluations. The stack closes them."""
     config, registry = loaded.config, loaded.host.registry
     progress("loading the tokenizer")
-    tokenizer = load_tokenizer(config.model)
+    tokenizer = config.tokenization.load_tokenizer(config.model)
     progress("reading the data")
     context = SourceContext(config, loaded.host, tokenizer, config.backend.layout(), row_limit, progress)
     source: BatchSource = registry.create("source", config.source, context=context)
@@ -105,8 +103,8 @@ def build_components(
     for _, section in sections_within(loaded.config):
         section.await_services(progress)
     notes = [
-        *check_lengths(loaded, data.source, data.evaluations),
-        *template_notes(loaded.config.model, data.context.tokenizer),
+        *loaded.config.backend.check_lengths(loaded, data.source, data.evaluations),
+        *loaded.config.tokenization.notes(loaded.config.model, data.context.tokenizer),
         *loaded.config.schedule.notes(data.total_updates(done)),
         *interval_notes(loaded.config, data),
         *loaded.config.backend.notes(loaded.config),
@@ -188,14 +186,14 @@ def build_update(components: Components, loaded: LoadedConfig, done: Done = Done
         minibatches=data.minibatches,
         loss=data.loss,
         reduce=make_reduction(config.reduction),
-        temperature=config.source.sampling_temperature,
+        temperature=config.source.facts.sampling_temperature,
     )
     critic = None
-    if config.critic is not None:
-        minibatches = config.critic.minibatches
+    if config.trained_critic is not None:
+        minibatches = config.trained_critic.minibatches
         critic = Recipe(
             minibatches=registry.create("minibatches", minibatches, run=config, layout=data.context.layout),
-            loss=registry.create("loss", config.critic.loss),
+            loss=registry.create("loss", config.trained_critic.loss),
         )
 
     def stepped(update: int, role: Role) -> None:
@@ -229,4 +227,5 @@ def summarize_run(components: Components, loaded: LoadedConfig) -> dict[str, Any
         **components.backend.facts(),
         "versions": loaded.host.versions(),
         "total_steps": components.data.source.total_steps,
+        "records": list(components.data.source.records),
     }

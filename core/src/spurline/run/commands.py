@@ -1,12 +1,11 @@
-"""The commands of core on one run: train it, and export what it trained.
+"""The command that trains a run.
 
-torch is imported inside the commands, after what can be said without it.
+torch is imported inside the command, after what can be said without it.
 """
 
 from __future__ import annotations
 
 import shlex
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,11 +13,9 @@ import typer
 from spurline.cli_options import (
     OWNS_PROCESS,
     ConfigArgument,
-    RunDirArgument,
     SetOption,
     importing_libraries,
     load,
-    load_run,
 )
 from spurline.errors import ConfigError
 from spurline.terminal import printable
@@ -59,22 +56,6 @@ def train(
         raise typer.Exit(128 + result.signal)
 
 
-def export(
-    run_dir: RunDirArgument,
-    out: Annotated[Path, typer.Argument(help="Folder to write; `from_pretrained` loads it.")],
-    checkpoint: Annotated[str, typer.Option(help="latest, best, or the path of a checkpoint folder.")] = "latest",
-    adapter: Annotated[
-        bool, typer.Option("--adapter", help="Only the LoRA adapter, as a folder for PEFT; else it is merged.")
-    ] = False,
-) -> None:
-    """Write a Hugging Face model folder from a run's checkpoint."""
-    loaded = load_run(run_dir)
-    with importing_libraries():
-        from spurline.run.export import export_run
-
-    typer.echo(export_run(loaded, out, checkpoint, adapter=adapter))
-
-
 def _other_than_best(result: RunResult) -> str:
     """What to say beside exported weights that are not those of the best evaluation."""
     if result.best is None or result.best["step"] == result.step or result.checkpoint is None:
@@ -106,7 +87,7 @@ def print_result(result: RunResult) -> None:
     if result.best is not None:
         typer.echo("  best: {metric} {value:.4g} at step {step:,}".format_map(result.best))
     exported = {"model": result.model, "adapter": result.adapter}
-    for name, path in {"checkpoint": result.checkpoint, **exported, "report": result.report}.items():
+    for name, path in {"checkpoint": result.checkpoint, **exported, **result.files}.items():
         if path is not None:
             typer.echo(f"  {name}: {path}{_other_than_best(result) if name in exported else ''}")
     if result.status == "stopped":

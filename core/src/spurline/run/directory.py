@@ -18,7 +18,7 @@ from typing import IO, Any
 from spurline.data.token_store import describe
 from spurline.errors import RunDirectoryError, RunDirectoryLostError, UserError
 from spurline.files import own_file, remove_unfinished, write_failure, write_json
-from spurline.rl.kept_rollouts.members import ROLLOUTS_FILE
+from spurline.run.record_files import CONFIG_FILE, SUMMARY_FILE, read_mapping
 from spurline.trackers.jsonl import METRICS_FILE, cut_back
 
 
@@ -29,8 +29,8 @@ class RunDirectory:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.metrics = path / METRICS_FILE
-        self.config = path / "config.json"
-        self.summary = path / "summary.json"
+        self.config = path / CONFIG_FILE
+        self.summary = path / SUMMARY_FILE
         self.report = path / "report.html"
         self.eval_samples = path / "eval_samples.jsonl"
         self.exported_model = path / "model"
@@ -81,13 +81,16 @@ class RunDirectory:
     def check_present(self) -> None:
         """Raise RunDirectoryLostError when the folder that was opened is no longer at its path."""
         assert self._folder is not None, f"{self.path} is not open"
-        own = os.fstat(self._folder)
+        why = "another folder is in its place"
         try:
-            there = self.path.stat()
+            if os.path.samestat(os.fstat(self._folder), self.path.stat()):
+                return
         except OSError as error:
-            raise RunDirectoryLostError(_lost(self.path, error.strerror or str(error))) from error
-        if (own.st_dev, own.st_ino) != (there.st_dev, there.st_ino):
-            raise RunDirectoryLostError(_lost(self.path, "another folder is in its place"))
+            why = str(error.strerror)
+        raise RunDirectoryLostError(
+            f"run_dir {self.path} was removed or moved while the run was going on ({why}): put it back to go on from "
+            "its last checkpoint, or train the same config again to begin anew."
+        )
 
     def set_aside_earlier(self, more: Sequence[str]) -> str | None:
         """Move what an attempt without a checkpoint left into a folder `before-N`; returns a note on it, if any.
@@ -100,10 +103,13 @@ class RunDirectory:
         number = next(number for number in count(1) if not (self.path / f"before-{number}").exists())
         target = self.path / f"before-{number}"
         target.mkdir()
-        own = (self.eval_samples, self.config, self.summary, self.report)
-        # The metrics last: they say that there is something to move, also after a kill on the way.
-        # Rollouts whatever this run is: an earlier one may have generated.
-        for name in (*(path.name for path in own), ROLLOUTS_FILE, *more, self.metrics.name):
+        own = (self.eval_samples, self.config, self.report)
+        # An earlier attempt may have had another source, with files of its own.
+        earlier = read_mapping(self.summary).get("records", [])
+        # The metrics last: they say that there is something to move, also after a kill on the way. Just before them the
+        # summary, which names what is to move.
+        names = [*(path.name for path in own), *more, *map(os.path.basename, earlier)]
+        for name in (*names, self.summary.name, self.metrics.name):
             if (self.path / name).exists():
                 (self.path / name).rename(target / name)
         return (
@@ -146,10 +152,6 @@ def _refuse_launcher() -> None:
 
 def _reason(error: OSError) -> str:
     return "its run.lock is a link, which is not followed" if error.errno == errno.ELOOP else str(error.strerror)
-
-
-def _lost(path: Path, why: str) -> str:
-    return f"run_dir {path} was removed or moved while the run was going on ({why})."
 
 
 def _take_lock(lock: IO[str], patience_s: float = 1.0) -> bool:

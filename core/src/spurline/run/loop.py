@@ -7,16 +7,29 @@ algorithm, and nothing subclasses it.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from spurline.run.run import Run
+from spurline.plugins.run_view import RunView
 
 
-def train(run: Run) -> None:
+class LoopedRun(RunView, Protocol):
+    """A run as the loop sees it."""
+
+    def remaining_steps(self) -> Iterator[int]: ...
+
+    def maybe_evaluate(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]: ...
+
+    def saving_metrics(self) -> dict[str, float]: ...
+
+    def record(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def maybe_checkpoint(self, step: int) -> None: ...
+
+
+def train(run: LoopedRun) -> None:
     """Train the remaining steps of a run whose components are built and, on a resume, restored.
 
     The metrics line of a step is written before the checkpoint that covers it, so a kill between any two lines leaves
@@ -30,7 +43,7 @@ def train(run: Run) -> None:
             batch = run.batches.next(step)
         metrics = {"epoch": run.source.epoch(step), **run.hooks.train_step(step=step, batch=batch)}
         with clock("after_update"):
-            metrics |= run.after_update(step, metrics)
+            metrics |= run.source.after_update(step, run.backend)
         with clock("evaluate"):
             metrics |= run.maybe_evaluate(step, metrics)
         metrics |= run.batches.metrics() | run.saving_metrics() | clock.metrics()

@@ -2,13 +2,13 @@
 
 `Run(load_config("run.yaml")).train()` is what the command line does. Hooks get the run too: the class says what they
 can do with it. SIGINT, SIGTERM and SIGHUP ask a run to stop after the step it is in, which is said at once; a second
-one stops it at once, where it can still answer; `second_signal` ends the command where it cannot.
+SIGINT or SIGTERM raises KeyboardInterrupt.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -19,20 +19,19 @@ from spurline.config.loading import LoadedConfig, as_loaded
 from spurline.config.section import as_list
 from spurline.data.configs import SerialPrefetchConfig
 from spurline.errors import (
+    PluginError,
     RankFailedError,
     RunFailedError,
     UserError,
+    listing,
 )
-from spurline.model.trainable import check_trainable
+from spurline.plugins.run_view import Warned
 from spurline.progress import Progress, silent
 from spurline.protocols.backend import Backend
 from spurline.protocols.prefetch import Prefetch
 from spurline.protocols.source import BatchSource
 from spurline.protocols.stateful import Stateful
-from spurline.protocols.tracker import RunInfo, Tracker
-from spurline.report.configs import ReportConfig
-from spurline.report.page import write_run_report
-from spurline.report.record import read_mapping
+from spurline.protocols.tracker import RunInfo, ShowsWarnings, Tracker
 from spurline.run import loop
 from spurline.run.build import build_components, build_data, build_trackers, build_update, summarize_run
 from spurline.run.checkpoints.best import BestSoFar
@@ -47,9 +46,9 @@ from spurline.run.endings.stop_request import StopRequest
 from spurline.run.evaluations.early_stop import EarlyStop
 from spurline.run.evaluations.step_scores import StepScores
 from spurline.run.event_loop import own_event_loops
-from spurline.run.export import export_adapter, export_hf
 from spurline.run.on_step import OnStep, OnStepHook
-from spurline.run.state import RunState, StepUnderWay
+from spurline.run.record_files import read_mapping
+from spurline.run.state import RunState
 from spurline.trackers.frame import metrics_frame
 
 if TYPE_CHECKING:
@@ -107,7 +106,7 @@ class Run:
         self._notes: list[str] = []
         self._best = BestSoFar(loaded.config.checkpoint.keep_best)
         self._early_stop = EarlyStop(loaded.config.stop_when)
-        self._under_way = StepUnderWay()
+        self._step_under_way: int | None = None
         self._stop = StopRequest(self._words_on_stop)
         self._hook_states = HookStates()
         self._is_started = self._is_over = False
@@ -200,14 +199,18 @@ class Run:
         path: a new or empty folder, which is returned. replace: remove what is there. Raises UserError when something
         is there that may not be replaced.
         """
-        return export_hf(self.backend, self.loaded, self.tokenizer, Path(path), replace=replace)
+        return self._export(path, replace=replace)
 
     def export_adapter(self, path: Path | str, *, replace: bool = False) -> Path:
         """Write the adapter that the backend has at this moment as a folder that `PeftModel.from_pretrained` loads.
 
         path, replace: as for `export`. Also raises UserError for a run without `backend.lora`.
         """
-        return export_adapter(self.backend, self.loaded, self.tokenizer, Path(path), replace=replace)
+        return self._export(path, replace=replace, adapter=True)
+
+    def _export(self, path: Path | str, *, replace: bool, adapter: bool = False) -> Path:
+        export = self.config.backend.export
+        return export(self.backend, self.loaded, self.tokenizer, Path(path), replace=replace, adapter=adapter)
 
     def metrics_frame(self) -> pandas.DataFrame:
         """What the run has recorded so far as a pandas DataFrame: a row for each step, indexed by `step`, a column for
@@ -223,12 +226,38 @@ class Run:
         """
         self._stop.reason = self._stop.reason or reason or "no reason was given"
 
+    def warn(self, step: int, kind: str, words: str) -> None:
+        """Show people what is off at the step that was just recorded, on the terminal.
+
+        Args:
+            step: Number of the step.
+            kind: A short name of the trouble; one kind is shown once in a while.
+            words: A sentence or two: what is off, and what to do.
+        """
+        self._check_training("warn")
+        for tracker in self._components.trackers.values():
+            if isinstance(tracker, ShowsWarnings):
+                tracker.warn(step, kind, words)
+
+    def add_judge(self, judge: Callable[[], Sequence[Warned]]) -> None:
+        """Let a function say what was off in the run as a whole, for summary.json and the result.
+
+        Args:
+            judge: Called once when the run ends, however it ends, with all its steps recorded.
+        """
+        self._check_training("add_judge")
+        self._ending.judges.append(judge)
+
+    def _check_training(self, method: str) -> None:
+        if not hasattr(self, "_ending"):
+            raise RunFailedError(f"run.{method} came before the run was built. Call it in on_run_start or later.")
+
     def _build(self, stack: ExitStack) -> bool:
         """Build the run up to its first step; False where its end has been reached, before weights and ranks load."""
         resume = self._resumed = find_resume(self.directory, self.loaded, self._request)
         trackers = build_trackers(self.loaded)
         # Before the data, which may take hours to tokenize.
-        check_trainable(self.config)
+        self.config.backend.check_trainable(self.config)
         data = build_data(self.loaded, stack, progress=self._progress)
         self.source = data.source
         if resume.checkpoint is not None and self._has_ended(resume.checkpoint):
@@ -249,10 +278,10 @@ class Run:
         elif note := self.directory.set_aside_earlier(self.source.records):
             self._notes.append(note)
         self._update = build_update(components, self.loaded, resume.done)
+        # With what hooks of plugins attach for this run.
+        stack.enter_context(self.loaded.host.attachments())
         self.loaded.host.attach(self._update, "core/update")
-        stack.callback(self.loaded.host.detach, "core/update")
         self.loaded.host.attach(self._on_step, "on_step")
-        stack.callback(self.loaded.host.detach, "on_step")
         history = {"history": list(resume.history)} if resume.history else {}
         self._files = RunRecordFiles(self.directory, summarize_run(components, self.loaded) | history)
         # A new run keeps no answers, not even those of step 0 that an earlier attempt left.
@@ -266,7 +295,6 @@ class Run:
             self.directory,
             self.source,
             self.state,
-            self._under_way,
             self._saving,
             self._files,
             self._request.options(),
@@ -293,19 +321,26 @@ class Run:
         return self._result(go_on(self.loaded, ()), lasting)
 
     def _result(self, continuing: str, warnings: tuple[str, ...]) -> RunResult:
-        report = write_run_report(self.loaded, self.directory) if self.config.section(ReportConfig).enabled else None
+        files: dict[str, Path] = {}
+        for made in self.hooks.on_run_recorded(run=self):
+            if not isinstance(made, Mapping) or files.keys() & made.keys():
+                raise PluginError(
+                    f"A hook on_run_recorded returned {made!r}. It returns a mapping of names to the files that it "
+                    f"made, under names of its own; taken: {listing(files)}."
+                )
+            files |= made
         return RunResult(
             self._status(),
             self.state.step,
             self.state.metrics,
             self.state.checkpoint,
-            report,
             self._stop.signal,
             self._stop_reason(),
             continuing,
             self._best.facts(),
             warnings,
             *self._exported(),
+            files,
         )
 
     def _course(self, pending: Mapping[str, float] | None) -> Course:
@@ -365,14 +400,9 @@ class Run:
         while not self.is_done and not self._stop:
             self.directory.check_present()
             self._scores.open()
-            self._under_way.number = self.state.step + 1
-            yield self._under_way.number
-            self._under_way.number = None
-
-    def after_update(self, step: int, metrics: Mapping[str, float]) -> Mapping[str, float]:
-        """Let the source go on with the new weights. metrics: of the update just done. Returns further ones."""
-        self._under_way.updated, self._under_way.metrics = step, dict(metrics)
-        return self.source.after_update(step, self.backend)
+            self._step_under_way = self.state.step + 1
+            yield self._step_under_way
+            self._step_under_way = None
 
     def maybe_evaluate(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Metrics of all evaluations that this step is due for, and those of `evaluate`.
@@ -412,7 +442,7 @@ class Run:
         self.directory.check_present()
         for tracker in self._components.trackers.values():
             tracker.log(step, dict(metrics))
-        # Last: a step whose line cannot be written is not done, and a rescue of the run owes it that line.
+        # Last: a step whose line cannot be written is not done.
         self.state.step = step
         self.state.metrics = dict(metrics)
 
@@ -472,15 +502,17 @@ class Run:
         try:
             self.hooks.on_run_end(run=self, error=error)
         except Exception as failure:
-            self._ending.record_failed_hook(error, failure)
             if error is None:
+                # It makes a failed run of one that no error ended.
+                self._ending.record(failure, self._status(), None)
                 raise
+            error.add_note(f"on_run_end failed too: {type(failure).__name__}: {failure}")
         self._ending.record(error, self._status(), self._stop_reason())
 
     def _words_on_stop(self) -> str:
         if self._is_over:
             return "Ending what the run has started"
-        step = self._under_way.number
+        step = self._step_under_way
         if step is not None:
             return f"Finishing step {step:,} and saving"
         return "Finishing and saving" if self.is_done else f"Stopping before step {self.state.step + 1:,}"

@@ -1,4 +1,4 @@
-"""Where a run is: the last finished step, and the step that the loop is in."""
+"""Where a run is: the last finished step, and the newest checkpoint."""
 
 from __future__ import annotations
 
@@ -15,16 +15,4 @@ class RunState:
     step: int = 0
     saved_step: int = 0
     checkpoint: Path | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
-
-
-@dataclass
-class StepUnderWay:
-    """How far the loop is with a step that is not finished.
-
-    number: of that step; None between two steps. updated: the last step whose update is done. metrics: of that update.
-    """
-
-    number: int | None = None
-    updated: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import weakref
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,10 +13,9 @@ from hypothesis import strategies as st
 
 from spurline.data.batch import MAY_BE_WIDE, TrainingBatch
 from spurline.data.token_store import TokenView
-from spurline.protocols.collator import CollatesFlat, Collator, ParallelLayout, RolloutCollator
-from spurline.rl.flat_turns import FlatTurns
-from spurline.rl.trajectory import Trajectory
-from spurline.testing.inputs import fuzzing, make_store, make_trajectories, make_view
+from spurline.protocols.collator import Collator, ParallelLayout
+from spurline.testing.fuzzing import fuzzing
+from spurline.testing.samples import make_store, make_view
 
 PAD = 999
 """Not 0 and not a token of the samples, so that a column that is zeroed instead of filled shows."""
@@ -115,104 +110,6 @@ class CollatorContract:
         assert_batches_equal(batch, reference.collate(samples, training=training))
 
 
-_TURN_COLUMNS = ("logprobs", "versions", "rewards", "advantages", "values", "returns", "routed_experts")
-
-
-class RolloutCollatorContract:
-    """Subclass with `make_collator(pad_token_id, layout)`; it must take turns of up to 40 tokens.
-
-    Override `make_reference` to compare bit for bit, and set `one_turn_per_row` to False if turns share rows.
-    """
-
-    one_turn_per_row = True
-
-    def make_collator(self, pad_token_id: int, layout: ParallelLayout) -> RolloutCollator:
-        """Your collator."""
-        raise NotImplementedError("subclass RolloutCollatorContract with make_collator(self, pad_token_id, layout)")
-
-    def make_reference(self, pad_token_id: int, layout: ParallelLayout) -> RolloutCollator | None:
-        """Core's reference with the same settings, or None."""
-        return None
-
-    _turns_strategy = st.lists(
-        st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)).filter(any), min_size=1, max_size=4),
-        min_size=1,
-        max_size=6,
-    )
-
-    @given(turns=_turns_strategy, ranks=st.integers(1, 4), optional=st.booleans(), seed=st.integers(0, 9))
-    @fuzzing(40)
-    def test_every_turn_is_in_exactly_one_segment_with_its_columns(
-        self, turns: Any, ranks: int, optional: bool, seed: int
-    ) -> None:
-        trajectories = make_trajectories(turns, seed, optional_columns=optional)
-        batch = self.make_collator(PAD, ParallelLayout(data=ranks)).collate_rollouts(trajectories)
-        batch.check()
-        assert batch.num_rows % ranks == 0
-        assert bool((batch.tokens["input_ids"][batch.tokens["segment_ids"] == 0] == PAD).all())
-        assert ("advantages" in batch.tokens) == optional
-        found, expected = _turns_in(batch), _turns_of(trajectories)
-        assert sorted(found) == sorted(expected)
-        if self.one_turn_per_row:
-            assert found == expected, "turns are not in order"
-            assert not bool(batch.is_padding_row[: len(expected)].any()), "padding rows come before turns"
-
-    @given(
-        turns=_turns_strategy,
-        layout=layout_strategy,
-        columns=st.sets(st.sampled_from(_TURN_COLUMNS)),
-        odd_one=st.integers(0, 5),
-        seed=st.integers(0, 9),
-    )
-    @fuzzing(60)
-    def test_rollouts_equal_the_reference_bit_for_bit(
-        self, turns: Any, layout: ParallelLayout, columns: set[str], odd_one: int, seed: int
-    ) -> None:
-        reference = self.make_reference(PAD, layout)
-        if reference is None:
-            pytest.skip("no reference to compare with")
-        trajectories = make_trajectories(turns, seed, routed_experts=True)
-        # One turn lacks what is not in `columns`, so the batch must do without it.
-        place = odd_one % len(trajectories)
-        first, *others = trajectories[place].turns
-        missing: dict[str, Any] = {name: None for name in _TURN_COLUMNS if name not in columns}
-        trajectories[place] = replace(trajectories[place], turns=(replace(first, **missing), *others))
-        batch = self.make_collator(PAD, layout).collate_rollouts(trajectories)
-        assert_batches_equal(batch, reference.collate_rollouts(trajectories))
-
-    @given(
-        turns=_turns_strategy,
-        layout=layout_strategy,
-        cuts=st.lists(st.integers(0, 6), max_size=6),
-        columns=st.sets(st.sampled_from(_TURN_COLUMNS)),
-        seed=st.integers(0, 9),
-    )
-    @fuzzing(40)
-    def test_blocks_of_flat_turns_give_the_same_batch(
-        self, turns: Any, layout: ParallelLayout, cuts: list[int], columns: set[str], seed: int
-    ) -> None:
-        collator = self.make_collator(PAD, layout)
-        if not isinstance(collator, CollatesFlat):
-            pytest.skip("it lays out records only")
-        trajectories = make_trajectories(turns, seed, routed_experts=True)
-        first, *others = trajectories[0].turns
-        missing: dict[str, Any] = {name: None for name in _TURN_COLUMNS if name not in columns}
-        trajectories[0] = replace(trajectories[0], turns=(replace(first, **missing), *others))
-        bounds = [0, *sorted(min(cut, len(turns)) for cut in cuts), len(turns)]
-        blocks = [FlatTurns.of(trajectories[start:stop]) for start, stop in itertools.pairwise(bounds)]
-        tokens = [weakref.ref(block.tokens) for block in blocks]
-        batch = collator.collate_flat(blocks)
-        del blocks
-        assert not any(block() for block in tokens), "the batch keeps tokens of its blocks in memory"
-        assert_batches_equal(batch, collator.collate_rollouts(trajectories))
-
-    def test_no_trajectories_give_padding_rows_alone(self) -> None:
-        batch = self.make_collator(PAD, ParallelLayout(data=3)).collate_rollouts([])
-        batch.check()
-        assert batch.num_rows == 3
-        assert bool(batch.is_padding_row.all())
-
-
 def clone(batch: TrainingBatch) -> TrainingBatch:
     """A copy that shares no buffer with the batch."""
     return batch.take(np.arange(batch.num_rows))
@@ -240,7 +137,7 @@ def assert_batches_equal(batch: TrainingBatch, expected: TrainingBatch) -> None:
 
 
 def _contents(batch: TrainingBatch) -> list[tuple[str, list[int], list[float]]]:
-    return [(uid, tokens, weights) for uid, _, _, tokens, weights in _turns_in(batch)]
+    return [(uid, tokens, weights) for uid, _, _, tokens, weights in turns_in(batch)]
 
 
 def _expected(samples: TokenView) -> list[tuple[str, list[int], list[float]]]:
@@ -250,7 +147,7 @@ def _expected(samples: TokenView) -> list[tuple[str, list[int], list[float]]]:
     ]
 
 
-def _turns_in(batch: TrainingBatch) -> list[tuple[Any, ...]]:
+def turns_in(batch: TrainingBatch) -> list[tuple[Any, ...]]:
     """(uid, sample, turn, tokens, loss weights) of each segment, and its advantages where the batch has some."""
     found: list[tuple[Any, ...]] = []
     for row in range(batch.num_rows):
@@ -260,16 +157,3 @@ def _turns_in(batch: TrainingBatch) -> list[tuple[Any, ...]]:
             columns = ("input_ids", "loss_weights", "advantages")
             found.append((*name, *(batch.tokens[key][row][where].tolist() for key in columns if key in batch.tokens)))
     return found
-
-
-def _turns_of(trajectories: Sequence[Trajectory]) -> list[tuple[Any, ...]]:
-    expected: list[tuple[Any, ...]] = []
-    for trajectory in trajectories:
-        for number, turn in enumerate(trajectory.turns):
-            no_prompt = [0.0] * len(turn.prompt_ids)
-            weights = [*no_prompt, *turn.loss_mask.astype(float).tolist()]
-            columns = [[*turn.prompt_ids.tolist(), *turn.response_ids.tolist()], [0.0, *weights[1:]]]
-            if turn.advantages is not None:
-                columns.append([*no_prompt, *turn.advantages.tolist()])
-            expected.append((trajectory.uid, trajectory.sample, number, *columns))
-    return expected

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any, cast
 
-import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from spurline.data.batch import TrainingBatch
-from spurline.data.collators.layout import Segment, lay_out
 from spurline.data.collators.padded import PaddedCollator
 from spurline.data.configs import PaddedCollatorConfig
-from spurline.losses.log_ratios import LogRatios, correct_batch
 from spurline.protocols.collator import ParallelLayout
-from spurline.protocols.correction import Corrected, Correction
 from spurline.protocols.loss import Loss, TokenLossInputs
 from spurline.protocols.minibatches import MiniBatches
-from spurline.testing.inputs import PAD, fuzzing, make_view
+from spurline.testing.fuzzing import fuzzing
+from spurline.testing.samples import PAD, make_view
 
 PAIR_IDS = "pair_ids"
 
@@ -123,97 +117,6 @@ def _assert_equal(chosen: dict[str, Tensor], everything: dict[str, Tensor], wher
         torch.testing.assert_close(
             values, everything[name][where], rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
         )
-
-
-_LENGTHS = (5, 9, 4, 7, 3)
-
-
-class CorrectionContract:
-    """Subclass with `make_correction()`; ratios between trainer and engine range from about 1/20 to 20 per token."""
-
-    def make_correction(self) -> Correction:
-        """Your correction."""
-        raise NotImplementedError("subclass CorrectionContract with make_correction(self)")
-
-    def batch(self, rows: tuple[tuple[int, ...], ...], seed: int = 0, spread: float = 1.0) -> TrainingBatch:
-        """The same five sequences, by number, in these rows. spread: standard deviation of the log ratios."""
-        generator = torch.Generator().manual_seed(seed)
-        sequences: list[Segment] = []
-        for number, length in enumerate(_LENGTHS):
-            old = -3 * torch.rand(length, generator=generator)
-            rollout = old + spread * torch.randn(length, generator=generator)
-            trained = (torch.rand(length, generator=generator) < 0.7).float().numpy()
-            extra = {"old_logprobs": old.numpy(), "rollout_logprobs": rollout.numpy()}
-            extra["advantages"] = np.full(length, 1 - number % 3, np.float32)
-            sequences.append(Segment(np.ones(length, np.int32), trained, 0, f"prompt-{number}", extra=extra))
-        laid_out: list[list[Segment]] = []
-        for members in rows:
-            starts = accumulate((_LENGTHS[number] for number in members[:-1]), initial=0)
-            laid_out.append(
-                [replace(sequences[number], start=start) for number, start in zip(members, starts, strict=True)]
-            )
-        return lay_out(laid_out, max(sum(_LENGTHS[number] for number in members) for members in rows), PAD)
-
-    def test_factors_are_finite_constant_and_not_negative(self) -> None:
-        batch = self.batch(((0,), (1,), (2,), (3,), (4,)))
-        factors, metrics = correct_batch(batch, self.make_correction())
-        assert factors.shape == batch.tokens["loss_weights"].shape
-        assert bool(torch.isfinite(factors).all())
-        assert bool((factors >= 0).all())
-        assert all(np.isfinite(value) for value in metrics.values())
-
-    def test_factors_and_metrics_are_one_number_per_token_without_gradient(self) -> None:
-        seen: list[tuple[LogRatios, Corrected]] = []
-        correct_batch(self.batch(((0, 1), (2, 3, 4))), _Watched(self.make_correction(), seen))
-        assert sum(len(ratios.values) for ratios, _ in seen) > 0
-        for ratios, corrected in seen:
-            assert not corrected.factors.requires_grad
-            for values in (corrected.factors, *corrected.metrics.values()):
-                assert values.shape == ratios.values.shape
-
-    def test_packed_rows_get_what_each_sequence_gets_alone(self) -> None:
-        packed_rows = ((3, 0), (1, 4, 2))
-        packed = self.batch(packed_rows)
-        factors, _ = correct_batch(packed, self.make_correction())
-        for row, members in enumerate(packed_rows):
-            for segment, number in enumerate(members, start=1):
-                alone, _ = correct_batch(self.batch(((number,),)), self.make_correction())
-                torch.testing.assert_close(
-                    factors[row][packed.tokens["segment_ids"][row] == segment], alone[0], rtol=1e-6, atol=0
-                )
-
-    def test_nothing_is_corrected_where_trainer_and_engine_agree(self) -> None:
-        factors, _ = correct_batch(self.batch(((0, 1), (2, 3, 4)), spread=0.0), self.make_correction())
-        assert bool((factors == 1).all())
-
-    def test_a_huge_difference_does_not_overflow(self) -> None:
-        factors, _ = correct_batch(self.batch(((0, 1), (2, 3, 4)), spread=1e4), self.make_correction())
-        assert bool(torch.isfinite(factors).all())
-
-    def test_a_batch_without_loss_tokens_works(self) -> None:
-        batch = self.batch(((0, 1),))
-        empty = batch.with_tokens(loss_weights=torch.zeros_like(batch.tokens["loss_weights"]))
-        factors, metrics = correct_batch(empty, self.make_correction())
-        assert bool((factors == 1).all())
-        assert all(np.isfinite(value) for value in metrics.values())
-
-    def test_correction_describes_itself_in_a_sentence(self) -> None:
-        assert len(self.make_correction().describe().split()) >= 3
-
-
-@dataclass(frozen=True)
-class _Watched:
-    """A correction that notes what it was given and what it said."""
-
-    watched: Correction
-    seen: list[tuple[LogRatios, Corrected]]
-
-    def correct(self, ratios: LogRatios) -> Corrected:
-        self.seen.append((ratios, self.watched.correct(ratios)))
-        return self.seen[-1][1]
-
-    def describe(self) -> str:
-        return self.watched.describe()
 
 
 class MiniBatchesContract:

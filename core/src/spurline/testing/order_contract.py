@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from spurline.data.orders.columns import ColumnsOfRows
-from spurline.protocols.dataset import DatasetConfig
 from spurline.protocols.order import AdaptiveOrder, Order, OrderConfig, SampleFacts, ScoredDraw
-from spurline.protocols.tokenization import DatasetToTokenize
 from spurline.run.checkpoints.state_files import read_state, write_state
-from spurline.testing.tokenization_contract import ListDataset
 
 Mixture = tuple[Sequence[int], Sequence[float], int]
 
@@ -32,6 +30,22 @@ MIXTURES: Sequence[Mixture] = (
 """Sizes and weights of datasets, and samples per step."""
 
 _STEPS = 12
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """`SampleColumns` of rows in memory."""
+
+    rows: Sequence[Mapping[str, Any]]
+
+    def values(self, name: str) -> Sequence[Any]:
+        return [functools.reduce(lambda value, key: value[key], name.split("."), row) for row in self.rows]
+
+    def numbers(self, name: str) -> NDArray[np.float64]:
+        return np.array(self.values(name), np.float64)
+
+    def location(self, sample: int) -> str:
+        return f"row {sample}"
 
 
 class OrderContract:
@@ -58,13 +72,7 @@ class OrderContract:
     def samples(self, mixture: Mixture) -> SampleFacts:
         """The facts that your order is given; lengths are random."""
         sizes, weights, per_step = mixture
-        datasets = [
-            DatasetToTokenize(
-                ListDataset([self.row(number) for number in range(size)], f"rows{place}"), DatasetConfig(name="rows")
-            )
-            for place, size in enumerate(sizes)
-        ]
-        columns = ColumnsOfRows(datasets, [np.arange(size, dtype=np.int64) for size in sizes])
+        columns = _Columns([self.row(number) for size in sizes for number in range(size)])
         lengths = np.random.default_rng(0).integers(1, 500, sum(sizes)).astype(np.int64)
         return SampleFacts(tuple(sizes), tuple(weights), per_step, columns, lambda: lengths)
 

@@ -7,14 +7,6 @@ from pathlib import Path
 import pytest
 
 
-@pytest.fixture(scope="session")
-def spurline_tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a two-layer Qwen3 with random weights and a byte-level chat tokenizer."""
-    from spurline.testing.inputs import write_tiny_model
-
-    return write_tiny_model(tmp_path_factory.mktemp("spurline-tiny-model"))
-
-
 @pytest.fixture
 def spurline_chat_file(tmp_path: Path) -> Path:
     """A chat JSONL file of 64 short rows."""

@@ -1,8 +1,8 @@
 """Progress of a run on the terminal: a live bar, or plain lines when the output is a file or a pipe.
 
-Reads the metrics it is given, and after a resume those before it; writes to stdout. Always on, next to the JSONL
-tracker. Steps of reinforcement learning show their reward where others show the loss, which tells nothing there; of
-preference pairs also how often and how far the chosen answer is ahead. What is off is said in words.
+Reads the metrics it is given and writes to stdout. Always on, next to the JSONL tracker. Steps of reinforcement
+learning show their reward where others show the loss, which tells nothing there; of preference pairs also how often and
+how far the chosen answer is ahead.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column
 
 from spurline.protocols.tracker import RunInfo
-from spurline.run.health import HealthWatch
 from spurline.terminal import printable, write_nowhere
 from spurline.trackers.configs import ConsoleTrackerConfig
-from spurline.trackers.jsonl import METRICS_FILE, read_metrics
+from spurline.trackers.jsonl import METRICS_FILE
 from spurline.trackers.readout import Smoothed, clock, quantity, scores_of, seconds_of_generation, training_seconds
 
 _SEPARATOR = "  "
@@ -50,17 +49,11 @@ class ConsoleTracker:
         self._step_s = Smoothed(span=100)
         self._generated = Smoothed(span=20)
         self._generation_s = Smoothed(span=20)
-        self._health = HealthWatch()
         self._warned_at: dict[str, int] = {}
 
     def start(self, info: RunInfo) -> None:
         """Print the notes on the start, and open the live bar when the output is a terminal."""
         self._total_steps = info.total_steps
-        self._health = HealthWatch(info.config)
-        if info.is_resumed:
-            # What comes is compared with what was, also before a resume.
-            for metrics in read_metrics(info.run_dir / METRICS_FILE):
-                self._health.judge(int(metrics["step"]), metrics)
         for note in info.notes:
             self._print(note)
         # FORCE_COLOR makes rich take a log file for a terminal; a moving bar belongs on real ones only.
@@ -79,10 +72,16 @@ class ConsoleTracker:
             plain = [text for name, text in fields if name != "grad_norm"]
             self._print(_SEPARATOR.join([self._step_label(step), *plain]))
         self._is_first = False
-        self._warn(step, metrics)
         evaluated = scores_of(metrics)
         if evaluated:
             self._print(self._evaluation_line(step, evaluated))
+
+    def warn(self, step: int, kind: str, words: str) -> None:
+        """Print what is off, each kind of it at most once in a while."""
+        last = self._warned_at.get(kind)
+        if last is None or step - last >= _STEPS_BETWEEN_WARNINGS:
+            self._warned_at[kind] = step
+            self._print(f"warning at {self._step_label(step)}: {words}")
 
     def flush(self) -> None:
         """Nothing to do: what is printed is out."""
@@ -154,14 +153,6 @@ class ConsoleTracker:
         named = [(name.removeprefix("eval/"), value) for name, value in evaluated.items()]
         results = [f"{name} {value:{'.1%' if 'pass@' in name else '.4g'}}" for name, value in named]
         return _SEPARATOR.join([f"eval at {self._step_label(step)}", *results])
-
-    def _warn(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print what is off, each kind of it at most once in a while."""
-        for kind, words in self._health.judge(step, metrics).items():
-            last = self._warned_at.get(kind)
-            if last is None or step - last >= _STEPS_BETWEEN_WARNINGS:
-                self._warned_at[kind] = step
-                self._print(f"warning at {self._step_label(step)}: {words}")
 
     def _print(self, line: str) -> None:
         """Print above the bar; never wrapped, coloured, or read as markup or escapes."""

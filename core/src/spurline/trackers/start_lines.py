@@ -21,8 +21,9 @@ def banner(loaded: LoadedConfig) -> list[str]:
     """What a person checks at a glance before walking away."""
     config, plugins = loaded.config, loaded.host.plugins
     model = config.model
-    enabled = [f"{name} {plugin.version}" for name, plugin in plugins.items() if name != CORE]
-    adapted = ", adapters" if config.backend.trains_adapters else ""
+    # Those that are loaded by default are in every run.
+    enabled = [f"{name} {plugins[name].version}" if name in plugins else name for name in config.plugins]
+    adapted = ", adapters" if config.backend.facts.trains_adapters else ""
     held_out = (
         f"; held out: {', '.join(shown_path(entry.place) for entry in config.data.eval)}" if config.data.eval else ""
     )
@@ -31,7 +32,7 @@ def banner(loaded: LoadedConfig) -> list[str]:
         "model": f"{shown_path(model.path)}{' (random weights)' if model.init == 'random' else ''}{adapted}",
         "data": f"{_places(config.data.train)}{held_out}",
         "training": f"source {config.source.name}, loss {config.loss.name}",
-        "device": f"backend {config.backend.name}{config.backend.describe_device()}",
+        "device": f"backend {config.backend.name} {config.backend.facts.device}".rstrip(),
         "plugins": ", ".join(enabled) or "none",
     }
     return [f"spurline {plugins[CORE].version}", *(f"  {name:{_WIDTH}} {text}" for name, text in facts.items())]

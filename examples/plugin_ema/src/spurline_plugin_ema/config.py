@@ -21,7 +21,7 @@ class EmaConfig(Section):
     """Write RUN_DIR/ema_model, a Hugging Face folder, when the run finishes."""
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
-        if not run.backend.lends_parameters:
+        if not run.backend.facts.lends_parameters:
             yield Problem(
                 "",
                 f"averages the trained parameters, and backend '{run.backend.name}' does not lend them. Set "

@@ -16,7 +16,7 @@ from spurline.errors import Problem
 from spurline.protocols.loss import LossConfig
 from spurline.protocols.optimizer import OptimizerConfig, num_values
 from spurline.protocols.order import OrderConfig
-from spurline.protocols.report_panel import ReportPanelConfig
+from spurline_insight.report_panel import ReportPanelConfig
 from spurline_plugin_template.typical_time import MedianConfig, TypicalTimeConfig
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch.nn import Parameter
 
-from spurline.optimizers.groups import parameter_groups
+from spurline_models.optimizers.groups import parameter_groups
 from spurline_plugin_template.config import LionConfig
 
 

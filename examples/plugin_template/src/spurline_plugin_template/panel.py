@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from spurline.protocols.report_panel import RunRecord
-from spurline.report.figure import figure
-from spurline.report.markup import block, caption
+from spurline_insight.report.figure import figure
+from spurline_insight.report.markup import block, caption
+from spurline_insight.report_panel import RunRecord
 from spurline_plugin_template.config import StepTimesPanelConfig
 from spurline_plugin_template.percentiles import percentile
 

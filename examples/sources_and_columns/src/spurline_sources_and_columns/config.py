@@ -8,9 +8,9 @@ from pydantic import Field
 
 from spurline.config.run_config import RunConfig
 from spurline.errors import Problem
-from spurline.losses.configs import PolicyLossConfig
-from spurline.protocols.advantage import AdvantageConfig
 from spurline.protocols.source import DecoratedSourceConfig, SourceConfig
+from spurline_rl.losses.configs import PolicyLossConfig
+from spurline_rl.protocols.advantage import AdvantageConfig
 
 
 class WindowsConfig(SourceConfig):
@@ -67,5 +67,5 @@ class RowGradientConfig(PolicyLossConfig):
 
 def not_carried(column: str, run: RunConfig) -> Iterable[Problem]:
     """A column that the source does not take along."""
-    if column not in run.source.carried:
+    if column not in run.source.facts.carried:
         yield Problem("column", f"is '{column}', which `carry` of the source does not name. Add it there.")

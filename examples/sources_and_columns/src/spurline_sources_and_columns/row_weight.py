@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from spurline.errors import DataError
-from spurline.losses.policy_loss import PolicyLoss
 from spurline.protocols.loss import TokenLossInputs
-from spurline.rl.advantages.shared import Returns, relative_to_group, spread_over_tokens
-from spurline.rl.trajectory import Group
+from spurline_rl.advantages.shared import Returns, relative_to_group, spread_over_tokens
+from spurline_rl.losses.policy_loss import PolicyLoss
+from spurline_rl.trajectory import Group
 from spurline_sources_and_columns.config import RowGradientConfig, RowWeightConfig
 
 

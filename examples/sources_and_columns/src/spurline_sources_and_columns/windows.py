@@ -11,15 +11,14 @@ from collections.abc import Mapping
 import numpy as np
 
 from spurline.data.batch import TrainingBatch
-from spurline.data.token_store import TokenStoreBuilder, summarize
-from spurline.data.tokenization import open_datasets
-from spurline.data.tokenizer import pad_token_id
+from spurline.data.token_store import Tokenized, TokenStoreBuilder, summarize
 from spurline.errors import DataError
 from spurline.protocols.collator import Collator
 from spurline.protocols.source import BatchSource, SourceContext
 from spurline.protocols.stateful import refuse_other_data
-from spurline.protocols.tokenization import Tokenized
 from spurline_sources_and_columns.config import WindowsConfig
+from spurline_text.tokenization import open_datasets
+from spurline_text.tokenizer import pad_token_id
 
 
 class Windows(BatchSource):

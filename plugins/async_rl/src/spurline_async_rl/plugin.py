@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from spurline.plugins import API_VERSION, ComponentRegistrar, Plugin, hookimpl
 from spurline_async_rl.engines import configs as engines
-from spurline_async_rl.harness.configs import HarnessConfig
 from spurline_async_rl.source import configs as source
-from spurline_async_rl.timeline import configs as panels
 from spurline_async_rl.weights import configs as weights
 
-PLUGIN = Plugin("async_rl", api=API_VERSION)
+PLUGIN = Plugin("async_rl", api=API_VERSION, requires=("rl", "ranks"))
 
 
 @hookimpl
@@ -19,13 +17,20 @@ def register_components(registry: ComponentRegistrar) -> None:
     add(source.RecordedRolloutsConfig, f"{package}.source.recordings:RecordedRolloutSource")
     add(engines.ChildProcessEngineConfig, f"{package}.engines.child.member:ChildProcessEngine")
     add(engines.VllmEngineConfig, f"{package}.engines.vllm.engine:VllmEngine")
-    add(HarnessConfig, f"{package}.harness.environment:HarnessEnvironment")
     add(weights.InProcessSyncConfig, f"{package}.weights.buckets:InProcessSync")
     add(weights.SharedMemorySyncConfig, f"{package}.weights.shared_memory:SharedMemorySync")
     add(weights.DiskSyncConfig, f"{package}.weights.disk:DiskSync")
     add(weights.CollectiveSyncConfig, f"{package}.weights.collective:CollectiveSync")
     add(weights.NcclSyncConfig, f"{package}.weights.collective:CollectiveSync")
     add(weights.CudaIpcSyncConfig, f"{package}.weights.cuda_ipc:CudaIpcSync")
-    add(panels.TimelinePanelConfig, f"{package}.timeline.panels:TimelinePanel")
-    add(panels.StalenessPanelConfig, f"{package}.timeline.panels:StalenessPanel")
-    add(panels.ControllerPanelConfig, f"{package}.timeline.controller_panel:ControllerPanel")
+    registry.add_to(
+        "report_panel", f"{package}.timeline.configs:TimelinePanelConfig", f"{package}.timeline.panels:TimelinePanel"
+    )
+    registry.add_to(
+        "report_panel", f"{package}.timeline.configs:StalenessPanelConfig", f"{package}.timeline.panels:StalenessPanel"
+    )
+    registry.add_to(
+        "report_panel",
+        f"{package}.timeline.configs:ControllerPanelConfig",
+        f"{package}.timeline.controller_panel:ControllerPanel",
+    )

@@ -13,8 +13,6 @@ from spurline.data.collators.packing import refuse_what_cannot_fit, round_up
 from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig
 from spurline.data.token_store import TokenView
 from spurline.protocols.collator import ParallelLayout
-from spurline.rl.flat_turns import FlatTurns
-from spurline.rl.trajectory import Trajectory
 from spurline_collation_fast.flat_segments import (
     FlatSegments,
     SegmentNames,
@@ -25,6 +23,8 @@ from spurline_collation_fast.flat_segments import (
 )
 from spurline_collation_fast.kernels import ALGORITHMS, Kernels, Table, best_kernels
 from spurline_collation_fast.row_writer import Placement, RowWriter
+from spurline_rl.flat_turns import FlatTurns
+from spurline_rl.trajectory import Trajectory
 
 Rows = tuple[Table, Table, Table]
 """Sample positions row by row, row offsets into them, and zeros for each: for as many samples, the same every time."""

@@ -11,9 +11,8 @@ from spurline.config.paths import PathSetting
 from spurline.config.section import OnResume
 from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig
 from spurline.protocols.prefetch import PrefetchConfig
-from spurline.protocols.report_panel import ReportPanelConfig
-from spurline.protocols.tokenization import TokenizationConfig
-from spurline.rl.configs import RolloutsCollatorConfig
+from spurline_rl.configs import RolloutsCollatorConfig
+from spurline_text.configs import TextTokenizationConfig
 
 DAY_S = 86_400
 """The longest that anything is waited for: a hanging run has to end, and the system's waits have a limit too."""
@@ -28,10 +27,10 @@ class FastPackedCollatorConfig(PackedCollatorConfig):
 
 
 class FastRolloutsCollatorConfig(RolloutsCollatorConfig):
-    """One turn of a trajectory per row; the same batches as `core/rollouts`."""
+    """One turn of a trajectory per row; the same batches as `rl/rollouts`."""
 
 
-class ParallelTokenizationConfig(TokenizationConfig):
+class ParallelTokenizationConfig(TextTokenizationConfig):
     """Encode on all cores and keep the tokens in a memory-mapped cache."""
 
     name: str = "parallel"
@@ -58,9 +57,3 @@ class AsyncPrefetchConfig(PrefetchConfig):
     """Batches that may be ready or in the making ahead of the step being trained."""
     timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0, le=DAY_S, allow_inf_nan=False)
     """Seconds to wait for one batch before giving up."""
-
-
-class CollationPanelConfig(ReportPanelConfig):
-    """How long collation took, and how much of it training waited for."""
-
-    name: str = "collation"

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from spurline.data.collators.layout import RESPONSE_COLUMNS, turn_name
 from spurline.data.token_store import TokenView
-from spurline.rl.flat_turns import FlatTurns, shared_columns
 from spurline_collation_fast.kernels import Table
+from spurline_rl.flat_turns import FlatTurns, shared_columns
 
 
 class FlatColumn(NamedTuple):

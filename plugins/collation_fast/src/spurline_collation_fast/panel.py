@@ -5,11 +5,10 @@ Reads the metrics of prefetch `async`. The totals are in core's time panel; here
 
 from __future__ import annotations
 
-from spurline.protocols.report_panel import RunRecord
-from spurline.report.figure import line, raw_and_smoothed, step_figure
-from spurline.report.markup import block, caption
 from spurline.trackers.readout import quantity
-from spurline_collation_fast.configs import CollationPanelConfig
+from spurline_insight.report.figure import line, raw_and_smoothed, step_figure
+from spurline_insight.report.markup import block, caption
+from spurline_insight.report_panel import ReportPanelConfig, RunRecord
 
 _NAMES = ("time/collate", "time/collate_wait", "collation/hidden")
 _COLD_START = 10
@@ -21,7 +20,7 @@ class CollationPanel:
 
     title = "Collation"
 
-    def __init__(self, config: CollationPanelConfig) -> None:
+    def __init__(self, config: ReportPanelConfig) -> None:
         self._config = config
 
     def render(self, record: RunRecord) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from spurline.plugins import API_VERSION, ComponentRegistrar, Plugin, hookimpl
 from spurline_collation_fast import configs
 
-PLUGIN = Plugin("collation_fast", api=API_VERSION)
+PLUGIN = Plugin("collation_fast", api=API_VERSION, requires=("text", "rl"))
 
 
 @hookimpl
@@ -18,4 +18,5 @@ def register_components(registry: ComponentRegistrar) -> None:
     add(configs.FastRolloutsCollatorConfig, f"{package}.collators:FastRolloutsCollator", replaces_builtin=True)
     add(configs.ParallelTokenizationConfig, f"{package}.tokenization.parallel:ParallelTokenization", default=True)
     add(configs.AsyncPrefetchConfig, f"{package}.prefetch:AsyncPrefetch", default=True)
-    add(configs.CollationPanelConfig, f"{package}.panel:CollationPanel")
+    panel = "spurline_insight.report_panel:ReportPanelConfig"
+    registry.add_to("report_panel", panel, f"{package}.panel:CollationPanel", name="collation")

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
-from spurline.model.adapters.lora import ADAPTER, LENGTHS, adapted_layers, initial_adapters
-from spurline.model.pieces import Box, held_box
-from spurline.model.weights import without_adapters
+from spurline_models.adapters.lora import ADAPTER, LENGTHS, adapted_layers, initial_adapters
+from spurline_models.weights import without_adapters
+from spurline_ranks.pieces import Box, held_box
 
 
 def take_over(adapted: PreTrainedModel, plain: PreTrainedModel) -> None:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from spurline.config.run_config import RunConfig
 from spurline.plugins.registry import Registry
-from spurline.ranks.backend import RankBackend
 from spurline_fsdp_backend.configs import FsdpBackendConfig
+from spurline_ranks.backend import RankBackend
 
 
 class FsdpBackend(RankBackend):

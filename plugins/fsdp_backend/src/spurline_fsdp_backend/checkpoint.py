@@ -1,6 +1,6 @@
 """Write what the ranks hold, and read it on any number of ranks, divided in any way.
 
-The form is that of all backends with ranks (`spurline.ranks.checkpoint`), with persistent buffers beside the weights.
+The form is that of all backends with ranks (`spurline_ranks.checkpoint`), with persistent buffers beside the weights.
 With adapters these are all that is trained and saved.
 """
 
@@ -15,12 +15,12 @@ from torch import Tensor
 
 from spurline.digests import FileDigest
 from spurline.errors import CheckpointWriteError
-from spurline.model.pieces import PieceIndex, held_pieces, write_pieces
-from spurline.model.saved_state import write_facts
-from spurline.optimizers.state import OptimizerState, describe
 from spurline.protocols.backend import Role
-from spurline.ranks.checkpoint import StoredModel
 from spurline_fsdp_backend.trained_model import ShardedTrainedModel
+from spurline_models.optimizers.state import OptimizerState, describe
+from spurline_models.saved_state import write_facts
+from spurline_ranks.checkpoint import StoredModel
+from spurline_ranks.pieces import PieceIndex, held_pieces, write_pieces
 
 Models = Mapping[Role, ShardedTrainedModel]
 

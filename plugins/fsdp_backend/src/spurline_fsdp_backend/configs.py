@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, ClassVar
 
 from pydantic import Field
@@ -10,7 +11,9 @@ from pydantic import Field
 from spurline.config.run_config import RunConfig
 from spurline.config.section import OnResume
 from spurline.errors import Problem
-from spurline.model.configs import (
+from spurline.protocols.backend import BackendFacts
+from spurline.protocols.collator import ParallelLayout
+from spurline_models.configs import (
     OFFLOADS_NOTHING,
     Fp8,
     Kernels,
@@ -22,8 +25,7 @@ from spurline.model.configs import (
     describe_computing,
     fp8_problems,
 )
-from spurline.protocols.collator import ParallelLayout
-from spurline.ranks.configs import RankBackendConfig
+from spurline_ranks.configs import RankBackendConfig
 
 
 class FsdpBackendConfig(RankBackendConfig):
@@ -37,10 +39,6 @@ class FsdpBackendConfig(RankBackendConfig):
         ),
     }
     package: ClassVar[str] = "spurline_fsdp_backend"
-    generates: ClassVar[bool] = True
-    freezes: ClassVar[bool] = True
-    checkpoint_reader: ClassVar[str | None] = "spurline_fsdp_backend.checkpoint_reader:read_weights"
-    adapter_reader: ClassVar[str | None] = "spurline_fsdp_backend.checkpoint_reader:read_adapter"
     beyond: ClassVar[str] = "Train adapters (backend.lora), a smaller model, or on more machines."
     update_parts: ClassVar[frozenset[str]] = frozenset(
         {"gradients", "activations", "logits", "gathered weights", "gradients on their way"}
@@ -109,26 +107,23 @@ class FsdpBackendConfig(RankBackendConfig):
         return ParallelLayout(data=self.num_ranks // self.context, deals_rows=True)
 
     @property
-    def optimizes_on_host(self) -> bool:
-        return self.cpu_offload
-
-    @property
-    def replays_experts(self) -> bool:
-        # A router's choice is replaced by a hook, for which compiled layers would be compiled anew.
-        return not self.compile
-
-    @property
-    def balances_experts(self) -> bool:
-        # Hooks, as above; and a rank that shares sequences sees a part of each.
-        return not self.compile and self.context == 1
+    def facts(self) -> BackendFacts:
+        return replace(
+            super().facts,
+            generates=True,
+            freezes=True,
+            checkpoint_reader="spurline_fsdp_backend.checkpoint_reader:read_weights",
+            adapter_reader="spurline_fsdp_backend.checkpoint_reader:read_adapter",
+            optimizes_on_host=self.cpu_offload,
+            # A router's choice is replaced by a hook, for which compiled layers would be compiled anew.
+            replays_experts=not self.compile,
+            # Hooks, as above; and a rank that shares sequences sees a part of each.
+            balances_experts=not self.compile and self.context == 1,
+        )
 
     @property
     def adapters(self) -> LoraConfig | None:
         return self.lora
-
-    @property
-    def dropout_rates(self) -> Mapping[str, float]:
-        return {} if self.lora is None else {"lora.dropout": self.lora.dropout}
 
     def check_model(self, run: RunConfig) -> None:
         if self.lora is not None:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from spurline.model.pieces import held_box
-from spurline.model.weights import sample, sampled_positions
-from spurline.ranks.digests import digest_of_ranks
+from spurline_models.weights import sample, sampled_positions
+from spurline_ranks.digests import digest_of_ranks
+from spurline_ranks.pieces import held_box
 
 
 def frozen_digest(module: nn.Module) -> str:

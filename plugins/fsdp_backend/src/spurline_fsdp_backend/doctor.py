@@ -1,6 +1,6 @@
 """What `spurline doctor` finds with the ranks of a run: the groups of FSDP, and how long weights and gradients travel.
 
-The ranks are started without a model by `spurline.ranks.doctor`; a `FsdpDoctorRank` answers in each of them.
+The ranks are started without a model by `spurline_ranks.doctor`; a `FsdpDoctorRank` answers in each of them.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 from spurline.config.run_config import RunConfig
 from spurline.errors import UserError
-from spurline.protocols.backend import Finding
-from spurline.ranks.doctor import ALL_TO_ALL, REDUCE, DoctorRank, Exchange, Group, examine
-from spurline.ranks.group import Place
 from spurline_fsdp_backend.memory import sent_bytes
 from spurline_fsdp_backend.mesh import EXPERT, EXPERT_SHARD, REPLICA, SHARD, make_meshes
+from spurline_models.finding import Finding
+from spurline_ranks.doctor import ALL_TO_ALL, REDUCE, DoctorRank, Exchange, Group, examine
+from spurline_ranks.group import Place
 
 if TYPE_CHECKING:
     from spurline_fsdp_backend.configs import FsdpBackendConfig
 
 
 def doctor(config: FsdpBackendConfig, run: RunConfig) -> Iterator[Finding]:
-    """Findings of the real ranks; see `BackendConfig.doctor`."""
+    """Findings of the real ranks; see `RankBackendConfig.doctor`."""
 
     def follows(measured: Exchange) -> Iterator[Finding]:
         try:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from spurline.config.run_config import RunConfig
 from spurline.errors import ConfigError, Problem
-from spurline.model.architecture import load_model_config, num_experts
-from spurline.ranks.layout import counted, describe_lack_of_gpus, describe_ranks, divisors, ranks_of_machine
+from spurline_models.architecture import load_model_config, num_experts
+from spurline_ranks.layout import counted, describe_lack_of_gpus, describe_ranks, divisors, ranks_of_machine
 
 if TYPE_CHECKING:
     from spurline_fsdp_backend.configs import FsdpBackendConfig
@@ -91,7 +91,7 @@ def _heads(model: Any) -> int | None:
 
 
 def savings(config: FsdpBackendConfig, run: RunConfig, row_length: int, tokens: int) -> Iterator[Mapping[str, Any]]:
-    """Settings that need less memory, the cheapest in time first: see `BackendConfig.savings`."""
+    """Settings that need less memory, the cheapest in time first: see `ModelBackendConfig.savings`."""
     if not config.activation_checkpointing:
         yield {"activation_checkpointing": True}
     if not (config.offload_activations or config.compile) and config.on == "cuda":

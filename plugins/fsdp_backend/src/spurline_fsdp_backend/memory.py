@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from spurline.config.run_config import RunConfig
-from spurline.model.holding.narrow_weights import base_dtype
-from spurline.model.memory import Shapes, model_shapes, token_activations
-from spurline.optimizers.groups import check_groups
 from spurline.protocols.optimizer import num_values
-from spurline.ranks.layout import ranks_of_machine
+from spurline_models.holding.narrow_weights import base_dtype
+from spurline_models.memory import Shapes, model_shapes, token_activations
+from spurline_models.optimizers.groups import check_groups
+from spurline_ranks.layout import ranks_of_machine
 
 if TYPE_CHECKING:
     from spurline_fsdp_backend.configs import FsdpBackendConfig
@@ -75,8 +75,7 @@ def _offloads(config: FsdpBackendConfig) -> bool:
 
 def estimate_generation(config: FsdpBackendConfig, run: RunConfig) -> dict[str, int]:
     """Bytes by part while answers to held-out prompts are written: each rank has all weights, as it computes."""
-    generates = any(evaluation.generates for evaluation in run.evaluations.values())
-    if run.evaluation.generate is None and not generates:
+    if not run.asks_for_answers:
         return {}
     shapes = model_shapes(run.model, config.lora)
     return {"all weights": shapes.parameters * _COMPUTED_BYTES[config.computes_in]}
@@ -90,10 +89,10 @@ def _kept(config: FsdpBackendConfig, run: RunConfig, shapes: Shapes) -> dict[str
         "gradients": _WEIGHT_BYTES * num_values(trained),
         "optimizer": run.optimizer.state_bytes(trained, _WEIGHT_BYTES),
     }
-    if run.critic is not None:
+    if run.trained_critic is not None:
         # As large as the policy but for its output layer, and its gradients are dropped before the policy has any.
-        parts["critic"] = parts["weights"] + run.critic.optimizer.state_bytes(trained, _WEIGHT_BYTES)
-    if (run.loss.uses_reference or run.source.uses_reference) and config.lora is None:
+        parts["critic"] = parts["weights"] + run.trained_critic.optimizer.state_bytes(trained, _WEIGHT_BYTES)
+    if (run.loss.uses_reference or run.source.facts.uses_reference) and config.lora is None:
         parts["reference"] = _COMPUTED_BYTES[config.computes_in] * (num_values(trained) + num_values(frozen))
     return parts
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from spurline.ranks.group import Place
 from spurline_fsdp_backend.configs import FsdpBackendConfig
+from spurline_ranks.group import Place
 
 REPLICA, SHARD, DATA, CONTEXT = "replica", "shard", "data", "context"
 EXPERT_SHARD, EXPERT, RANK, ALONE = "expert_shard", "expert", "rank", "alone"

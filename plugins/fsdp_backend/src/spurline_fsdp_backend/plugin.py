@@ -5,7 +5,7 @@ from __future__ import annotations
 from spurline.plugins import API_VERSION, ComponentRegistrar, Plugin, hookimpl
 from spurline_fsdp_backend.configs import FsdpBackendConfig
 
-PLUGIN = Plugin("fsdp_backend", api=API_VERSION)
+PLUGIN = Plugin("fsdp_backend", api=API_VERSION, requires=("models", "ranks"))
 
 
 @hookimpl

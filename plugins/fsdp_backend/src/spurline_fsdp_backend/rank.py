@@ -21,29 +21,11 @@ import torch
 from numpy.typing import NDArray
 from torch.distributed.fsdp import FSDPModule
 
-from spurline.data.dealing import RankShare, Rows
 from spurline.digests import FileDigest
 from spurline.errors import CheckpointError
 from spurline.files import private_folder
-from spurline.model.accumulate import SumsPart, accumulate_gradients, evaluation_sums, logprobs_of
-from spurline.model.adapters.adapter_weights import AdapterWeights
-from spurline.model.device_profile import device_profile, seed_generators
-from spurline.model.experts.router_balance import BalanceLoss, balance_coefficient
-from spurline.model.generation import generate_greedily, stop_tokens
-from spurline.model.holding.offloading import DeviceMemory, DeviceTensors
-from spurline.model.loading import check_config
-from spurline.model.streams.sequence_sharing import check_sharing
-from spurline.model.streams.stream_model import StreamModel
-from spurline.model.streams.token_stream import TokenStream, share_streams
-from spurline.model.weights import NamedWeights
-from spurline.optimizers.optimization import critic_optimization, policy_optimization
 from spurline.protocols.backend import Role
 from spurline.protocols.loss import ENTROPY
-from spurline.ranks.group import Place
-from spurline.ranks.messages import read_objective, read_run
-from spurline.ranks.publishing import Publishing
-from spurline.ranks.weight_gathering import Bucket, WeightGathering, as_arrays
-from spurline.ranks.worker import RankWorker
 from spurline_fsdp_backend.checkpoint import read_fitting, save
 from spurline_fsdp_backend.configs import FsdpBackendConfig
 from spurline_fsdp_backend.mesh import make_meshes
@@ -59,6 +41,24 @@ from spurline_fsdp_backend.sharded_model import (
 )
 from spurline_fsdp_backend.trained_model import ShardedTrainedModel
 from spurline_fsdp_backend.weight_gathering import ShardGathering, gather_gradients
+from spurline_models.accumulate import SumsPart, accumulate_gradients, evaluation_sums, logprobs_of
+from spurline_models.adapters.adapter_weights import AdapterWeights
+from spurline_models.dealing import RankShare, Rows
+from spurline_models.device_profile import device_profile, seed_generators
+from spurline_models.experts.router_balance import BalanceLoss, balance_coefficient
+from spurline_models.generation import generate_greedily, stop_tokens
+from spurline_models.holding.offloading import DeviceMemory, DeviceTensors
+from spurline_models.loading import check_config
+from spurline_models.optimizers.optimization import critic_optimization, policy_optimization
+from spurline_models.streams.stream_model import StreamModel
+from spurline_models.streams.token_stream import TokenStream, share_streams
+from spurline_models.weights import NamedWeights
+from spurline_ranks.group import Place
+from spurline_ranks.messages import read_objective, read_run
+from spurline_ranks.publishing import Publishing
+from spurline_ranks.sequence_sharing import check_sharing
+from spurline_ranks.weight_gathering import Bucket, WeightGathering, as_arrays
+from spurline_ranks.worker import RankWorker
 
 _PUBLISHED = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Engines get weights as forward passes here use them."""
@@ -92,7 +92,7 @@ class FsdpRank(RankWorker):
         self._balance = None if wanted is None else balance_coefficient(self._run.model, model.causal)
         self._place.doing("checking that packed rows are exact for this model")
         # Now, not with the first rollouts: a model without experts is refused before anything is generated.
-        asked = {"replays": self._run.source.replays_experts, "balances": self._balance is not None}
+        asked = {"replays": self._run.source.facts.replays_experts, "balances": self._balance is not None}
         check_sharded(model, self._config, self._profile, self._run.model.path, **asked)
         if self._config.probe and model.sharing is not None:
             half = self._config.computes_in == "bf16"
@@ -112,10 +112,10 @@ class FsdpRank(RankWorker):
         self._publishing = Publishing(self._place, self._gathering, published, self._adapter)
         self._reference: ShardedStreamModel | None = None
         self._critic: ShardedTrainedModel | None = None
-        if self._run.critic is not None:
+        if self._run.trained_critic is not None:
             critic = build_critic(self._run.model, self._config, self._meshes, self._run.seed)
             critic.read_as(self._policy.model.reading)
-            self._critic = ShardedTrainedModel(critic, critic_optimization(self._run.critic, self._registry))
+            self._critic = ShardedTrainedModel(critic, critic_optimization(self._run.trained_critic, self._registry))
 
     def update(self, wire: Wire, plain_objective: Mapping[str, Any], role: Role) -> dict[str, Any]:
         """One optimizer step, unless loss or gradient norm are not `finite`; what came of it, by name."""
@@ -196,7 +196,7 @@ class FsdpRank(RankWorker):
         """See `TrainsAdapters`."""
         if self._config.lora is None:
             return None
-        from spurline.model.adapters.lora import adapter_settings
+        from spurline_models.adapters.lora import adapter_settings
 
         return adapter_settings(self._policy.model.causal, self._run.model)
 
@@ -271,7 +271,7 @@ class FsdpRank(RankWorker):
         if role != "reference":
             yield self._trained[role].model
         elif self._config.lora is not None:
-            from spurline.model.adapters.lora import adapters_off
+            from spurline_models.adapters.lora import adapters_off
 
             with adapters_off(self._policy.model.causal):
                 yield self._policy.model

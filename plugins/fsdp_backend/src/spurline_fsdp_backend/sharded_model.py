@@ -26,24 +26,24 @@ from transformers import PreTrainedModel
 
 from spurline.config.run_config import ModelConfig
 from spurline.errors import ModelError
-from spurline.model.architecture import build_without_memory, decoder_layers, load_model_config
-from spurline.model.computing import change_computing
-from spurline.model.device_profile import DeviceProfile, device_profile
-from spurline.model.freezing import freeze_parameters
-from spurline.model.holding.narrow_weights import base_dtype
-from spurline.model.probe import check_exactness, check_routers, choose_reading
-from spurline.model.streams.row_passes import RowPass, idle_pass
-from spurline.model.streams.sequence_sharing import SequenceSharing
-from spurline.model.streams.stream_model import StreamModel
-from spurline.model.streams.token_stream import SegmentPlan, TokenStream
-from spurline.model.streams.value_model import ValueHead, ValueModel, put_value_head
-from spurline.model.weights import check_initial_weights
 from spurline.protocols.loss import TokenLossInputs
 from spurline_fsdp_backend.configs import FsdpBackendConfig
 from spurline_fsdp_backend.digests import weights_digest
 from spurline_fsdp_backend.expert_parallel import divide_experts
 from spurline_fsdp_backend.mesh import EXPERT_SHARD, Meshes
 from spurline_fsdp_backend.weight_loading import load_weights
+from spurline_models.architecture import build_without_memory, decoder_layers, load_model_config
+from spurline_models.computing import change_computing
+from spurline_models.device_profile import DeviceProfile, device_profile
+from spurline_models.freezing import freeze_parameters
+from spurline_models.holding.narrow_weights import base_dtype
+from spurline_models.probe import check_exactness, check_routers, choose_reading
+from spurline_models.streams.row_passes import RowPass, idle_pass
+from spurline_models.streams.stream_model import StreamModel
+from spurline_models.streams.token_stream import SegmentPlan, TokenStream
+from spurline_models.streams.value_model import ValueHead, ValueModel, put_value_head
+from spurline_models.weights import check_initial_weights
+from spurline_ranks.sequence_sharing import SequenceSharing
 
 _ENTRY = "spurline_score"
 """Name of the forward method of the whole model through which streams are computed."""
@@ -159,8 +159,8 @@ def _build_trained(
             change(causal)
 
         return _build(model, config, meshes, seed, freeze_and_change, torch.float32)
-    from spurline.model.adapters.lora import add_adapters
     from spurline_fsdp_backend.adapters import draw_adapters, measure_lengths, take_over
+    from spurline_models.adapters.lora import add_adapters
 
     dtype = base_dtype(config.lora, model)
     plain = _build(model, config, meshes, seed, change, dtype)

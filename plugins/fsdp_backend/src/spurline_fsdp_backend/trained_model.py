@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from spurline.model.holding.offloading import DeviceTensors, tensors_in
-from spurline.model.streams.stream_model import StreamModel
-from spurline.optimizers.optimization import MakeOptimization
 from spurline_fsdp_backend.digests import frozen_digest, weights_digest
 from spurline_fsdp_backend.sharded_model import model_tensors
+from spurline_models.holding.offloading import DeviceTensors, tensors_in
+from spurline_models.optimizers.optimization import MakeOptimization
+from spurline_models.streams.stream_model import StreamModel
 
 _CLIP_EPSILON = 1e-6
 """As in torch.nn.utils.clip_grad_norm_, which the local backend uses."""

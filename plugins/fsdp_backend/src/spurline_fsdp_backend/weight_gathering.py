@@ -1,4 +1,4 @@
-"""Bring whole tensors together out of the ranks' shards; what they become is `spurline.ranks.weight_gathering`'s."""
+"""Bring whole tensors together out of the ranks' shards; what they become is `spurline_ranks.weight_gathering`'s."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from spurline.ranks.weight_gathering import cast
+from spurline_ranks.weight_gathering import cast
 
 
 class ShardGathering:

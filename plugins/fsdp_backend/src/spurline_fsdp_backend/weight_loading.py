@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from spurline.config.run_config import ModelConfig
-from spurline.model.device_profile import device_profile
-from spurline.model.loading import check_loaded, load_model, quiet_loading, read_into
-from spurline.model.streams.value_model import ValueHead
-from spurline.model.weight_files import safetensors_files
+from spurline_models.device_profile import device_profile
+from spurline_models.loading import check_loaded, load_model, quiet_loading, read_into
+from spurline_models.streams.value_model import ValueHead
+from spurline_models.weight_files import safetensors_files
 
 
 def load_weights(causal: PreTrainedModel, model: ModelConfig, seed: int, device: Literal["cpu", "cuda"]) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar, cast
 
-from spurline.ranks.backend import RankBackend
 from spurline_megatron_backend.configs import MegatronBackendConfig
 from spurline_megatron_backend.grid import Grid
+from spurline_ranks.backend import RankBackend
 
 
 class MegatronBackend(RankBackend):

@@ -1,6 +1,6 @@
 """Write what this rank's optimizer holds, and read it on any number of ranks, divided in any way.
 
-The form is that of all backends with ranks (`spurline.ranks.checkpoint`): tensors have their names and shapes in the
+The form is that of all backends with ranks (`spurline_ranks.checkpoint`): tensors have their names and shapes in the
 Hugging Face model. Of these a rank's optimizer holds ranges of flattened parameters, and `parts` says of which boxes.
 
 Place on the way: shards of the optimizer -> pieces; pieces -> shards, from which the ranks fill the model again.
@@ -19,10 +19,11 @@ from torch import Tensor
 
 from spurline.digests import FileDigest
 from spurline.errors import CheckpointError, CheckpointWriteError
-from spurline.model.pieces import Box, Piece, PieceIndex, Shape, write_pieces
-from spurline.model.saved_state import write_facts
-from spurline.model.weights import digest_of_samples
-from spurline.optimizers.state import (
+from spurline.protocols.backend import Role
+from spurline.protocols.optimizer import Optimizer
+from spurline_megatron_backend.grid import Grid
+from spurline_megatron_backend.parts import HeldParameter, Part
+from spurline_models.optimizers.state import (
     Groups,
     OptimizerState,
     changed_groups,
@@ -31,11 +32,10 @@ from spurline.optimizers.state import (
     is_plain,
     unsaveable,
 )
-from spurline.protocols.backend import Role
-from spurline.protocols.optimizer import Optimizer
-from spurline.ranks.checkpoint import StoredModel
-from spurline_megatron_backend.grid import Grid
-from spurline_megatron_backend.parts import HeldParameter, Part
+from spurline_models.saved_state import write_facts
+from spurline_models.weights import digest_of_samples
+from spurline_ranks.checkpoint import StoredModel
+from spurline_ranks.pieces import Box, Piece, PieceIndex, Shape, write_pieces
 
 _NOTHING_FROZEN = digest_of_samples([])
 

@@ -12,10 +12,10 @@ import torch
 
 from spurline.config.run_config import RunConfig
 from spurline.digests import FileDigest
-from spurline.model.weight_files import WeightStream
 from spurline_megatron_backend.checkpoint import SavedModel
+from spurline_models.weight_files import WeightStream
 
 
 def read_weights(run: RunConfig, folder: Path, digests: Mapping[str, FileDigest]) -> WeightStream:
-    """See `BackendConfig.checkpoint_reader`."""
+    """See `BackendFacts.checkpoint_reader`."""
     return SavedModel.read_policy(run, folder, digests, lora=None, frozen_dtype=torch.float32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Annotated, ClassVar, Literal
 
@@ -12,10 +13,11 @@ from pydantic import Field
 from spurline.config.run_config import RunConfig
 from spurline.config.section import OnResume
 from spurline.errors import ConfigError, Problem
+from spurline.protocols.backend import BackendFacts
 from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.optimizer import OptimizerConfig
-from spurline.ranks.configs import RankBackendConfig
 from spurline_megatron_backend.grid import Grid
+from spurline_ranks.configs import RankBackendConfig
 
 _FSDP = "Set backend.name: fsdp (plugin fsdp_backend), which has it."
 
@@ -47,7 +49,6 @@ class MegatronBackendConfig(RankBackendConfig):
     """Megatron-core: ranks divide each layer, the layers, the sequences and the experts; optimizer state lies once."""
 
     package: ClassVar[str] = "spurline_megatron_backend"
-    checkpoint_reader: ClassVar[str | None] = "spurline_megatron_backend.checkpoint_reader:read_weights"
     beyond: ClassVar[str] = "Train a smaller model, or on more machines."
     update_parts: ClassVar[frozenset[str]] = frozenset(
         {"activations", "gathered activations", "logits", "routed experts"}
@@ -91,8 +92,12 @@ class MegatronBackendConfig(RankBackendConfig):
     """Where the reference model's weights lie while it is not used; `host` brings them to the device each time."""
 
     @property
-    def replays_experts(self) -> bool:
-        return True
+    def facts(self) -> BackendFacts:
+        return replace(
+            super().facts,
+            checkpoint_reader="spurline_megatron_backend.checkpoint_reader:read_weights",
+            replays_experts=True,
+        )
 
     @property
     def grid(self) -> Grid:

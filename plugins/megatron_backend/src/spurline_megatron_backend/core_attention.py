@@ -17,9 +17,9 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from spurline.model.streams.segment_attention import Scores, attend_segments
-from spurline.model.streams.token_stream import SegmentPlan, TokenStream
 from spurline_megatron_backend.rotary import Rotary, Rotation
+from spurline_models.streams.segment_attention import Scores, attend_segments
+from spurline_models.streams.token_stream import SegmentPlan, TokenStream
 
 
 @dataclass(kw_only=True)

@@ -1,6 +1,6 @@
 """What `spurline doctor` finds with the ranks of a run: every group of the grid, and what Megatron-core has here.
 
-The ranks are started without a model by `spurline.ranks.doctor`; a `MegatronDoctorRank` answers in each of them.
+The ranks are started without a model by `spurline_ranks.doctor`; a `MegatronDoctorRank` answers in each of them.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch.distributed as dist
 
 from spurline.config.run_config import RunConfig
-from spurline.protocols.backend import Finding
-from spurline.ranks.doctor import ALL_TO_ALL, NEXT, REDUCE, DoctorRank, Group, examine
-from spurline.ranks.group import Place as RankPlace
 from spurline_megatron_backend.configs import INSTALL_CORE, has_megatron_core
 from spurline_megatron_backend.grid import Grid, Place
+from spurline_models.finding import Finding
+from spurline_ranks.doctor import ALL_TO_ALL, NEXT, REDUCE, DoctorRank, Group, examine
+from spurline_ranks.group import Place as RankPlace
 
 if TYPE_CHECKING:
     from spurline_megatron_backend.configs import MegatronBackendConfig
@@ -43,7 +43,7 @@ _OF_EXPERTS: Mapping[str, tuple[Coordinates, Sequence[str]]] = {
 
 
 def doctor(config: MegatronBackendConfig, run: RunConfig) -> Iterator[Finding]:
-    """Findings of the real ranks; see `BackendConfig.doctor`."""
+    """Findings of the real ranks; see `RankBackendConfig.doctor`."""
     if has_megatron_core():
         # A fact, and no fault: it is not needed, and not used where it is there.
         engine = "is installed here, and is not used" if find_spec("transformer_engine") else "is not here, nor needed"

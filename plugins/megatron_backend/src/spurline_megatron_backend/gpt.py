@@ -16,12 +16,12 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from spurline.model.streams.sequence_sharing import SequenceSharing
-from spurline.model.streams.token_stream import TokenStream
-from spurline.model.streams.value_model import ValueHead
 from spurline.protocols.loss import ENTROPY, TokenLossInputs
 from spurline_megatron_backend.parallel_state import Groups
 from spurline_megatron_backend.vocab_parallel import VocabularyLogprobs
+from spurline_models.streams.token_stream import TokenStream
+from spurline_models.streams.value_model import ValueHead
+from spurline_ranks.sequence_sharing import SequenceSharing
 
 
 class HiddenGPT(GPTModel):

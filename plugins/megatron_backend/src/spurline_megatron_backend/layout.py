@@ -15,10 +15,7 @@ from torch.nn import Parameter
 
 from spurline.config.run_config import RunConfig
 from spurline.errors import ConfigError, Problem
-from spurline.model.architecture import load_model_config
-from spurline.optimizers.groups import settings_of
 from spurline.protocols.optimizer import OptimizerConfig
-from spurline.ranks.layout import counted, describe_lack_of_gpus, describe_ranks, divisors, ranks_of_machine
 from spurline_megatron_backend.architecture import Architecture, read_architecture
 from spurline_megatron_backend.grid import Grid
 from spurline_megatron_backend.layout_search import Candidate, find_layouts
@@ -26,6 +23,9 @@ from spurline_megatron_backend.memory import fullest, kept_of, layout_of
 from spurline_megatron_backend.parts import held_parameters
 from spurline_megatron_backend.step_time import RANKS_OF_MACHINE, Speeds, device_of, estimate_step
 from spurline_megatron_backend.workload import Layout, Stages, Step
+from spurline_models.architecture import load_model_config
+from spurline_models.optimizers.groups import settings_of
+from spurline_ranks.layout import counted, describe_lack_of_gpus, describe_ranks, divisors, ranks_of_machine
 
 if TYPE_CHECKING:
     from spurline_megatron_backend.configs import MegatronBackendConfig
@@ -82,8 +82,8 @@ def check_model(config: MegatronBackendConfig, run: RunConfig) -> None:
         *_expert_problems(config, architecture),
         *_group_problems("optimizer", run.optimizer, architecture, critic=False),
     ]
-    if run.critic is not None:
-        problems += _group_problems("critic.optimizer", run.critic.optimizer, architecture, critic=True)
+    if run.trained_critic is not None:
+        problems += _group_problems("critic.optimizer", run.trained_critic.optimizer, architecture, critic=True)
     if problems:
         raise ConfigError(problems)
 
@@ -168,7 +168,7 @@ def _fitting(key: str, number: int, ranks: int) -> str:
 
 
 def savings(config: MegatronBackendConfig, run: RunConfig, row_length: int, tokens: int) -> Iterator[Mapping[str, Any]]:
-    """Settings that need less memory, the cheapest in time first: see `BackendConfig.savings`."""
+    """Settings that need less memory, the cheapest in time first: see `ModelBackendConfig.savings`."""
     if config.recompute == "none":
         yield {"recompute": "selective"}
     share = math.ceil(tokens / config.grid.data)
@@ -213,7 +213,7 @@ def _finer_grids(config: MegatronBackendConfig, a: Architecture) -> Iterator[Map
 def suggested_layouts(
     config: MegatronBackendConfig, run: RunConfig, row_length: int, tokens: int, device_bytes: int, usable_bytes: int
 ) -> Iterator[str]:
-    """See `BackendConfig.suggested_layouts`."""
+    """See `RankBackendConfig.suggested_layouts`."""
     if config.on == "cpu":
         # Speeds are known of GPUs alone, and ranks on a CPU are there to try things out.
         return

@@ -10,12 +10,12 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from spurline.ranks.layout import divisors
 from spurline_megatron_backend.architecture import Architecture
 from spurline_megatron_backend.grid import Grid
 from spurline_megatron_backend.memory import MAIN_BYTES, Kept, fullest, optimizer_bytes
 from spurline_megatron_backend.step_time import Speeds, StepTime, estimate_step, least_time
 from spurline_megatron_backend.workload import Layout, Recompute, Stages, Step
+from spurline_ranks.layout import divisors
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from spurline.config.run_config import ModelConfig
 from spurline.errors import ModelError
-from spurline.model.device_profile import device_profile
-from spurline.model.loading import check_loaded, load_model
-from spurline.model.pieces import Box, Shape
-from spurline.model.weight_files import safetensors_files
 from spurline_megatron_backend.architecture import Architecture
 from spurline_megatron_backend.parts import HeldParameter, Part, whole_shapes
+from spurline_models.device_profile import device_profile
+from spurline_models.loading import check_loaded, load_model
+from spurline_models.weight_files import safetensors_files
+from spurline_ranks.pieces import Box, Shape
 
 Held = Sequence[tuple[HeldParameter, Tensor]]
 """A rank's parameters with their values, which lie in one run of memory each."""

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from spurline.config.run_config import RunConfig
-from spurline.model.architecture import load_model_config
 from spurline.protocols.optimizer import OptimizerConfig
-from spurline.ranks.layout import ranks_of_machine
 from spurline_megatron_backend.architecture import Architecture, read_architecture
 from spurline_megatron_backend.parts import padded_vocabulary
 from spurline_megatron_backend.workload import Layout, Stages, Step, Values
+from spurline_models.architecture import load_model_config
+from spurline_ranks.layout import ranks_of_machine
 
 if TYPE_CHECKING:
     from spurline_megatron_backend.configs import MegatronBackendConfig
@@ -67,14 +67,14 @@ def layout_of(config: MegatronBackendConfig) -> Layout:
 
 def kept_of(config: MegatronBackendConfig, run: RunConfig) -> Kept:
     """What the run keeps beside the policy."""
-    has_reference = run.loss.uses_reference or run.source.uses_reference
+    has_reference = run.loss.uses_reference or run.source.facts.uses_reference
     return Kept(
         COMPUTED_BYTES[config.computes_in],
         config.logits_chunk_tokens,
         run.optimizer,
-        None if run.critic is None else run.critic.optimizer,
+        None if run.trained_critic is None else run.trained_critic.optimizer,
         config.reference if has_reference else None,
-        run.source.replays_experts,
+        run.source.facts.replays_experts,
     )
 
 

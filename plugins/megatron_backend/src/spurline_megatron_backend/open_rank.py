@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
-from spurline.ranks.group import Place
-from spurline.ranks.machine import num_gpus
-from spurline.ranks.messages import read_run
 from spurline_megatron_backend.configs import MegatronBackendConfig
+from spurline_models.machine import num_gpus
+from spurline_ranks.group import Place
+from spurline_ranks.messages import read_run
 
 if TYPE_CHECKING:
     from spurline_megatron_backend.rank import MegatronRank

@@ -15,9 +15,9 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from spurline.model.pieces import Box, Shape
 from spurline_megatron_backend.architecture import Architecture
 from spurline_megatron_backend.grid import Grid, Place
+from spurline_ranks.pieces import Box, Shape
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from spurline.plugins import API_VERSION, ComponentRegistrar, Plugin, hookimpl
 from spurline_megatron_backend.configs import MegatronBackendConfig
 
-PLUGIN = Plugin("megatron_backend", api=API_VERSION)
+PLUGIN = Plugin("megatron_backend", api=API_VERSION, requires=("models", "ranks"))
 
 
 @hookimpl

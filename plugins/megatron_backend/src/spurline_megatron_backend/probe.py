@@ -14,16 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spurline.data.dealing import Rows
 from spurline.errors import ModelError
-from spurline.model.device_profile import DeviceProfile
-from spurline.model.probe import CHUNK_TOKENS, HALF_PRECISION_TOLERANCE, TOLERANCE, probe_sequences, probe_stream
-from spurline.model.streams.sequence_sharing import SequenceSharing
-from spurline.model.streams.token_stream import TokenStream
 from spurline.protocols.loss import TokenLossInputs
 from spurline_megatron_backend.architecture import Architecture
 from spurline_megatron_backend.grid import Grid
 from spurline_megatron_backend.stages import StagedModel
+from spurline_models.dealing import Rows
+from spurline_models.device_profile import DeviceProfile
+from spurline_models.probe import CHUNK_TOKENS, HALF_PRECISION_TOLERANCE, TOLERANCE, probe_sequences, probe_stream
+from spurline_models.streams.token_stream import TokenStream
+from spurline_ranks.sequence_sharing import SequenceSharing
 
 _OTHER_LAYERS = "choose backend fsdp, which computes the model's own layers"
 _FINDINGS = (

@@ -20,27 +20,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from spurline.config.run_config import RunConfig
-from spurline.data.dealing import RankShare, Rows
 from spurline.digests import FileDigest
 from spurline.errors import CheckpointError
-from spurline.model.accumulate import StepSums, SumsPart
-from spurline.model.architecture import build_without_memory, load_model_config
-from spurline.model.device_profile import device_profile
-from spurline.model.experts.expert_loads import ExpertLoads
-from spurline.model.experts.router_replay import no_routers
-from spurline.model.holding.offloading import DeviceMemory, DeviceTensors
-from spurline.model.streams.sequence_sharing import SequenceSharing
-from spurline.model.streams.token_stream import TokenStream, share_streams
-from spurline.model.weights import NamedWeights, check_initial_weights
-from spurline.optimizers.optimization import OptimizationRecipe, critic_optimization, policy_optimization
 from spurline.plugins.registry import Registry
 from spurline.protocols.backend import Role
 from spurline.protocols.loss import ENTROPY, TokenLossInputs
-from spurline.ranks.group import Place
-from spurline.ranks.messages import read_objective
-from spurline.ranks.publishing import Publishing
-from spurline.ranks.weight_gathering import WeightGathering, as_arrays
-from spurline.ranks.worker import RankWorker
 from spurline_megatron_backend.architecture import read_architecture
 from spurline_megatron_backend.checkpoint import read_fitting, save
 from spurline_megatron_backend.configs import MegatronBackendConfig
@@ -55,6 +39,22 @@ from spurline_megatron_backend.router_replay import router_choices
 from spurline_megatron_backend.stages import StagedModel, Visit
 from spurline_megatron_backend.trained_model import TrainedModel
 from spurline_megatron_backend.weight_gathering import ExactWeights, WeightsOfRanks
+from spurline_models.accumulate import StepSums, SumsPart
+from spurline_models.architecture import build_without_memory, load_model_config
+from spurline_models.dealing import RankShare, Rows
+from spurline_models.device_profile import device_profile
+from spurline_models.experts.expert_loads import ExpertLoads
+from spurline_models.experts.router_replay import no_routers
+from spurline_models.holding.offloading import DeviceMemory, DeviceTensors
+from spurline_models.optimizers.optimization import OptimizationRecipe, critic_optimization, policy_optimization
+from spurline_models.streams.token_stream import TokenStream, share_streams
+from spurline_models.weights import NamedWeights, check_initial_weights
+from spurline_ranks.group import Place
+from spurline_ranks.messages import read_objective
+from spurline_ranks.publishing import Publishing
+from spurline_ranks.sequence_sharing import SequenceSharing
+from spurline_ranks.weight_gathering import WeightGathering, as_arrays
+from spurline_ranks.worker import RankWorker
 
 Wire = Mapping[str, Any]
 """A `RankShare` as it travels."""
@@ -81,7 +81,7 @@ class MegatronRank(RankWorker):
         self._place.doing("loading the model")
         config = load_model_config(self._run.model)
         self._architecture = read_architecture(config)
-        if self._run.source.replays_experts and not self._architecture.num_experts:
+        if self._run.source.facts.replays_experts and not self._architecture.num_experts:
             raise no_routers(self._run.model.path)
         self._rotary = Rotary(config.get_text_config(), self._profile.device, COMPUTED[self._config.computes_in])
         self._sharing = SequenceSharing(self._groups.context, self._profile)
@@ -98,8 +98,8 @@ class MegatronRank(RankWorker):
             )
         self._reference: StagedModel | None = None
         self._critic: TrainedModel | None = None
-        if self._run.critic is not None:
-            self._critic = self._train(critic_optimization(self._run.critic, self._registry), critic=True)
+        if self._run.trained_critic is not None:
+            self._critic = self._train(critic_optimization(self._run.trained_critic, self._registry), critic=True)
         # Names and shapes, as the local backend has them: all its weights are fp32.
         causal = build_without_memory(config, self._run.model)
         nn.Module.to(causal, torch.float32)

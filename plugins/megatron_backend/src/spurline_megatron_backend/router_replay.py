@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from spurline.model.experts.expert_loads import ExpertLoads
 from spurline_megatron_backend.core_attention import StreamParams
 from spurline_megatron_backend.gpt import HiddenGPT
+from spurline_models.experts.expert_loads import ExpertLoads
 
 
 class RouterChoice:

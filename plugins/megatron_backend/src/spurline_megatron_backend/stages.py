@@ -19,10 +19,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import Parameter
 
-from spurline.data.dealing import Rows
-from spurline.model.experts.expert_loads import ExpertLoads
-from spurline.model.streams.sequence_sharing import SequenceSharing
-from spurline.model.streams.token_stream import TokenStream
 from spurline.protocols.loss import TokenLossInputs
 from spurline_megatron_backend.core_attention import packed_params
 from spurline_megatron_backend.gpt import HiddenGPT
@@ -30,6 +26,10 @@ from spurline_megatron_backend.grid import Grid
 from spurline_megatron_backend.parts import HeldParameter, HeldParameters
 from spurline_megatron_backend.rotary import Rotary
 from spurline_megatron_backend.router_replay import RouterChoice
+from spurline_models.dealing import Rows
+from spurline_models.experts.expert_loads import ExpertLoads
+from spurline_models.streams.token_stream import TokenStream
+from spurline_ranks.sequence_sharing import SequenceSharing
 
 Visit = Callable[[Rows, TokenStream, TokenLossInputs], Tensor]
 """What becomes of a micro-batch on the last stage: the scalar whose gradient is taken."""

@@ -19,14 +19,14 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from torch import Tensor
 from torch.nn import Parameter
 
-from spurline.model.holding.offloading import DeviceMemory, DeviceTensors, tensors_in
-from spurline.model.pieces import Shape
-from spurline.optimizers.groups import check_groups
-from spurline.optimizers.optimization import OptimizationRecipe, set_rates
-from spurline.optimizers.state import PEAK, group_values
 from spurline_megatron_backend.checkpoint import Owned
 from spurline_megatron_backend.parts import HeldParameter
 from spurline_megatron_backend.stages import StagedModel
+from spurline_models.holding.offloading import DeviceMemory, DeviceTensors, tensors_in
+from spurline_models.optimizers.groups import check_groups
+from spurline_models.optimizers.optimization import OptimizationRecipe, set_rates
+from spurline_models.optimizers.state import PEAK, group_values
+from spurline_ranks.pieces import Shape
 
 _CLIP_EPSILON = 1e-6
 """As in torch.nn.utils.clip_grad_norm_, which the local backend uses."""

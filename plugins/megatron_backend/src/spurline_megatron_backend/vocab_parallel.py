@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from spurline.model.streams.token_logprobs import scored_in_chunks
+from spurline_models.streams.token_logprobs import scored_in_chunks
 
 _HALF_PRECISION = (torch.bfloat16, torch.float16)
 

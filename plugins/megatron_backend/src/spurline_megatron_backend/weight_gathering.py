@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spurline.model.pieces import Box, Shape
 from spurline_megatron_backend.architecture import Architecture
 from spurline_megatron_backend.grid import Grid
 from spurline_megatron_backend.parts import HeldParameter, Part, held_parameters
+from spurline_ranks.pieces import Box, Shape
 
 if TYPE_CHECKING:
     from spurline_megatron_backend.trained_model import TrainedModel

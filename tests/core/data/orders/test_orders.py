@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from spurline.data.orders.columns import ColumnsOfRows
 from spurline.data.orders.configs import (
     CurriculumOrderConfig,
     LengthGroupedOrderConfig,
@@ -21,29 +20,36 @@ from spurline.data.orders.configs import (
 from spurline.data.orders.curriculum import CurriculumOrder
 from spurline.data.orders.epochs import SequentialOrder, UniformOrder, permutation
 from spurline.data.orders.length_grouped import LengthGroupedOrder
-from spurline.errors import ConfigError, DataError
-from spurline.protocols.dataset import DatasetConfig
+from spurline.errors import ConfigError
 from spurline.protocols.order import OrderConfig, SampleFacts
-from spurline.protocols.tokenization import DatasetToTokenize
-from spurline.testing.tokenization_contract import ListDataset
 
 sizes_strategy = st.lists(st.integers(1, 30), min_size=1, max_size=3)
 
 LEVELS = 7
 
 
+class Levels:
+    """What the rows behind samples say: a number under one name. See `SampleColumns`."""
+
+    def __init__(self, numbers: Sequence[float]) -> None:
+        self._numbers = np.array(numbers, np.float64)
+
+    def values(self, name: str) -> Sequence[Any]:
+        return self.numbers(name).tolist()
+
+    def numbers(self, name: str) -> NDArray[np.float64]:
+        assert name == "meta.level"
+        return self._numbers
+
+    def location(self, sample: int) -> str:
+        return f"rows.jsonl:{sample + 1}"
+
+
 def facts(
     sizes: Sequence[int], weights: Sequence[float] | None = None, per_step: int = 4, lengths: Any = None
 ) -> SampleFacts:
     """Samples with a column `meta.level`; their lengths are random unless given."""
-    datasets = [
-        DatasetToTokenize(
-            ListDataset([{"meta": {"level": 5 * row % LEVELS}} for row in range(size)], f"set{number}"),
-            DatasetConfig(name="rows"),
-        )
-        for number, size in enumerate(sizes)
-    ]
-    columns = ColumnsOfRows(datasets, [np.arange(size) for size in sizes])
+    columns = Levels([5 * row % LEVELS for size in sizes for row in range(size)])
     known = np.random.default_rng(0).integers(1, 500, sum(sizes)) if lengths is None else np.array(lengths)
     return SampleFacts(tuple(sizes), tuple(weights or [1.0] * len(sizes)), per_step, columns, lambda: known)
 
@@ -205,59 +211,10 @@ def test_lengths_that_nobody_knows_are_refused() -> None:
         length_grouped(samples)
 
 
-class BadRows(ListDataset):
-    """Rows of which some cannot be read."""
-
-    def __getitem__(self, row: int) -> Any:
-        if self._rows[row] is None:
-            raise DataError(f"{self.location(row)}: is no JSON.")
-        return super().__getitem__(row)
-
-
-def columns_of(rows: Sequence[Any], on_bad_row: Any = "error") -> ColumnsOfRows:
-    config = DatasetConfig(name="rows", on_bad_row=on_bad_row)
-    return ColumnsOfRows([DatasetToTokenize(BadRows(rows), config)], [np.arange(len(rows))])
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"meta": {"levle": 1}}, r"rows\.jsonl:2: meta\.level is missing or null.*mean 'meta\.levle'\?.*has: meta, "),
-        ({"meta": {"level": None}}, r"rows\.jsonl:2: meta\.level is missing or null, and data\.order needs it"),
-        ({"meta": {"level": "hard"}}, r"rows\.jsonl:2: meta\.level is text \('hard'\), but data\.order needs a finite"),
-        ({"meta": {"level": float("nan")}}, r"rows\.jsonl:2: meta\.level is a number \(nan\)"),
-        (None, r"rows\.jsonl:2: is no JSON"),
-    ],
-)
-def test_a_row_without_a_number_is_an_error_that_names_row_and_column(row: Any, message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        columns_of([{"meta": {"level": 1}}, row]).numbers("meta.level")
-
-
-def test_numbers_in_text_count_since_csv_knows_nothing_else() -> None:
-    assert columns_of([{"level": "2"}, {"level": "1e1"}, {"level": True}]).numbers("level").tolist() == [2, 10, 1]
-
-
-def test_a_column_that_has_dots_in_its_name_is_found() -> None:
-    assert columns_of([{"meta.level": 3, "meta": {"level": 4}}]).numbers("meta.level").tolist() == [3]
-
-
-def test_a_row_that_will_be_skipped_comes_last() -> None:
-    columns = columns_of([{"level": 2}, None, {"level": 1}], "skip")
-    samples = SampleFacts((3,), (1.0,), 1, columns)
+def test_a_sample_without_a_number_comes_last() -> None:
+    samples = SampleFacts((3,), (1.0,), 1, Levels([2, float("nan"), 1]))
     for direction, expected in (("ascending", [2, 0, 1]), ("descending", [0, 2, 1])):
-        config = CurriculumOrderConfig(column="level", direction=direction)
-        assert CurriculumOrder(config, samples=samples, seed=0).positions(0, 3).tolist() == expected
-
-
-def test_columns_belong_to_the_samples_where_rows_were_left_out() -> None:
-    datasets = [
-        DatasetToTokenize(ListDataset([{"level": 10 * number + row} for row in range(6)]), DatasetConfig(name="rows"))
-        for number in range(2)
-    ]
-    columns = ColumnsOfRows(datasets, [np.array([1, 4]), np.array([0, 5])])
-    assert columns.values("level") == [1, 4, 10, 15]
-    assert columns.location(3) == "rows.jsonl:6"
+        assert curriculum(samples, direction=direction).positions(0, 3).tolist() == expected
 
 
 def test_a_base_config_says_what_most_orders_are() -> None:

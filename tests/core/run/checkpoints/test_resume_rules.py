@@ -3,40 +3,31 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from bare_components import OtherTableConfig
+from fake_plugins import FakePlugins, of_kind
 
 from spurline import load_config
 from spurline.config.compare import Difference, differences
-from spurline.config.run_config import RunConfig
+from spurline.config.loading import LoadedConfig
 from spurline.config.section import OnResume, Section
 from spurline.errors import CheckpointError
-from spurline.plugins.host import PluginHost
+from spurline.plugins.host import InstalledPlugin
+from spurline.protocols.prefetch import PrefetchConfig
 from spurline.run.checkpoints.changes import PermittedChanges, ResumeRequest
 from spurline.run.checkpoints.checkpoint import Checkpoint
 
+pytestmark = pytest.mark.usefixtures("bare")
+
 BASE: dict[str, Any] = {
     "model": {"path": "some/model"},
-    "data": {"train": {"path": "a.jsonl"}},
+    "data": {"train": {"path": "a.txt"}},
     "steps": 100,
     "trackers": [],
-}
-ROLLOUTS: dict[str, Any] = {
-    **BASE,
-    "source": {"name": "rollouts", "environment": {"rewards": {"exact": "exact_match"}}},
-}
-ASYNC: dict[str, Any] = {
-    **BASE,
-    "plugins": ["async_rl"],
-    "source": {
-        "name": "async_rollouts",
-        "engine": "child_process",
-        "correction": "tis",
-        "environment": {"rewards": {"exact": "exact_match"}},
-    },
 }
 FREE, TO_ROUNDING, BY_NAME, REFUSED = OnResume.FREE, OnResume.TO_ROUNDING, OnResume.BY_NAME, OnResume.REFUSED
 
@@ -50,11 +41,14 @@ def merged(base: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     return {**base, first: merged({"name": inner} if isinstance(inner, str) else inner, rest, value)}
 
 
-def found(base: dict[str, Any], **changes: Any) -> list[Difference]:
+def found(
+    base: dict[str, Any], available: Mapping[str, InstalledPlugin] | None = None, **changes: Any
+) -> list[Difference]:
     changed = base
     for path, value in changes.items():
         changed = merged(changed, path.replace("__", "."), value)
-    return differences(load_config(base).resolved(), load_config(changed, recorded=True).config)
+    before = load_config(base, available=available).resolved()
+    return differences(before, load_config(changed, recorded=True, available=available).config)
 
 
 def test_equal_configs_have_no_differences() -> None:
@@ -65,150 +59,85 @@ def test_equal_configs_have_no_differences() -> None:
     ("path", "value", "key", "mark"),
     [
         ("run_dir", "elsewhere", "run_dir", FREE),
-        ("data", {"train": {"path": "moved/a.jsonl"}}, "data.train.0.path", FREE),
-        ("data.eval", "held-out.jsonl", "data.eval.0", FREE),
-        ("trackers", ["tensorboard"], "trackers.0", FREE),
+        ("data", {"train": {"path": "moved/a.txt"}}, "data.train.0.path", FREE),
+        ("data.eval", "held-out.txt", "data.eval.0", FREE),
+        ("trackers", ["noted"], "trackers.0", FREE),
         ("steps", 200, "steps", FREE),
         ("checkpoint", {"every_steps": 7}, "checkpoint.every_steps", FREE),
-        ("report", {"enabled": False}, "report.enabled", FREE),
         ("evaluation", {"batch_size": 3}, "evaluation.batch_size", FREE),
-        ("backend.probe", False, "backend.probe", FREE),
-        ("backend.max_tokens_per_microbatch", 512, "backend.max_tokens_per_microbatch", TO_ROUNDING),
+        ("tokenization", "models/bytes", "tokenization", FREE),
         ("backend.rows_per_microbatch", 1, "backend.rows_per_microbatch", TO_ROUNDING),
-        ("backend.activation_checkpointing", True, "backend.activation_checkpointing", TO_ROUNDING),
-        ("backend.logits_chunk_tokens", 64, "backend.logits_chunk_tokens", TO_ROUNDING),
-        ("backend.compile", True, "backend.compile", TO_ROUNDING),
-        ("backend.kernels", "none", "backend.kernels", TO_ROUNDING),
-        ("backend.fp8", "emulated", "backend.fp8", BY_NAME),
-        ("backend.num_threads", 1, "backend.num_threads", TO_ROUNDING),
-        ("backend.device", "cpu", "backend.device", TO_ROUNDING),
         ("collator", "padded", "collator", TO_ROUNDING),
         ("collator.max_tokens", 4096, "collator.max_tokens", TO_ROUNDING),
         ("steps", 50, "steps", BY_NAME),
         ("optimizer.learning_rate", 0.1, "optimizer.learning_rate", BY_NAME),
         ("optimizer.betas", [0.9, 0.99], "optimizer.betas", BY_NAME),
         ("optimizer.max_grad_norm", None, "optimizer.max_grad_norm", BY_NAME),
-        ("schedule", "linear", "schedule", BY_NAME),
+        ("schedule", "falling", "schedule", BY_NAME),
         ("schedule.warmup_steps", 3, "schedule.warmup_steps", BY_NAME),
-        ("backend.precision", "bf16", "backend.precision", BY_NAME),
+        ("source.keep", 3, "source.keep", BY_NAME),
+        ("model.path", "other/model", "model.path", BY_NAME),
         ("seed", 1, "seed", REFUSED),
         ("batch_size", 8, "batch_size", REFUSED),
-        ("loss", "dft", "loss", REFUSED),
+        ("loss", "squared", "loss", REFUSED),
         ("reduction", "sequence_mean", "reduction", REFUSED),
         ("data.max_length", 7, "data.max_length", REFUSED),
-        ("data.train_on", "all_assistants", "data.train_on", REFUSED),
-        ("model.path", "other/model", "model.path", BY_NAME),
-        ("model.tokenizer", "other/model", "model.tokenizer", BY_NAME),
-        ("backend.lora", {"rank": 4}, "backend.lora", REFUSED),
-        ("source", ROLLOUTS["source"], "source", REFUSED),
+        ("data.order", "sequential", "data.order", REFUSED),
+        ("source", "repeated", "source", REFUSED),
+        ("backend", "other_table", "backend", REFUSED),
+        ("backend.part", {"size": 2}, "backend.part", REFUSED),
     ],
 )
-def test_each_setting_of_a_supervised_run_is_in_its_class(path: str, value: Any, key: str, mark: OnResume) -> None:
+def test_each_setting_is_in_its_class(path: str, value: Any, key: str, mark: OnResume) -> None:
     marks = {change.key: change.mark for change in found(BASE, **{path: value})}
     assert marks[key] is mark
 
 
-@pytest.mark.parametrize(
-    ("path", "value", "mark"),
-    [
-        ("source.held_out.max_prompts", 9, FREE),
-        ("source.faults.max_quarantined", 99, FREE),
-        ("source.max_concurrent", 7, TO_ROUNDING),
-        ("source.engine.max_batch", 3, TO_ROUNDING),
-        ("source.engine.deterministic", True, BY_NAME),
-        ("source.sampling.temperature", 0.7, BY_NAME),
-        ("source.sampling.max_new_tokens", 7, BY_NAME),
-        ("source.correction", "tis", BY_NAME),
-        ("source.reward_weights", {"exact": 2.0}, BY_NAME),
-        ("source.advantage.normalize_std", False, BY_NAME),
-        ("loss.kl", {"coefficient": 0.1}, BY_NAME),
-        ("loss.clip_high", 0.3, BY_NAME),
-        ("loss.entropy_metric", False, FREE),
-        ("minibatches.update_epochs", 2, BY_NAME),
-        ("source.advantage", "rloo", REFUSED),
-        ("source.prompts_per_step", 4, REFUSED),
-        ("source.samples_per_prompt", 4, REFUSED),
-        ("source.environment.rewards", {"exact": {"name": "exact_match", "ignore_case": True}}, REFUSED),
-        ("loss", "gspo", REFUSED),
-    ],
-)
-def test_each_setting_of_reinforcement_learning_is_in_its_class(path: str, value: Any, mark: OnResume) -> None:
-    changes = found(ROLLOUTS, **{path: value})
-    assert changes
-    assert {change.mark for change in changes} == {mark}, changes
+def test_a_mark_within_a_section_that_has_none_counts() -> None:
+    squared = {**BASE, "loss": "squared"}
+    assert {change.key: change.mark for change in found(squared, loss__scale={"factor": 2.0})} == {
+        "loss.scale.factor": BY_NAME
+    }
 
 
-@pytest.mark.parametrize(
-    ("path", "value", "mark"),
-    [
-        ("source.engine.engines", 2, FREE),
-        ("source.engine.generate_timeout_s", 5, FREE),
-        ("source.weight_sync", "shared_memory", FREE),
-        ("source.watchdog_s", 5, FREE),
-        ("source.engine.num_threads", 2, TO_ROUNDING),
-        ("source.max_staleness", 3, BY_NAME),
-        ("source.order", "fifo", BY_NAME),
-        ("source.publish_every", 2, BY_NAME),
-        ("source.engine", "vllm", BY_NAME),
-    ],
-)
-def test_each_setting_of_asynchronous_rollouts_is_in_its_class(path: str, value: Any, mark: OnResume) -> None:
-    assert {change.mark for change in found(ASYNC, **{path: value})} == {mark}
+class SwiftConfig(PrefetchConfig):
+    name: str = "swift"
 
 
-def test_enabling_a_plugin_is_one_change_whatever_it_replaces() -> None:
-    changes = {change.key: change.mark for change in found(BASE, plugins=["collation_fast"])}
-    assert changes.pop("plugins") is BY_NAME
-    assert changes == {"tokenization": FREE, "prefetch": FREE}
+class SwiftSection(Section):
+    speed: int = 3
+    """How fast."""
 
 
-def test_a_section_of_a_plugin_comes_and_goes_with_it() -> None:
-    assert [change.key for change in found(BASE, plugins=["plugin_template"])] == ["plugins"]
+def test_enabling_a_plugin_is_one_change_with_what_it_replaces_and_its_section(plugins: FakePlugins) -> None:
+    available = plugins.add(
+        "swift", config=SwiftSection, register=lambda registry: registry.add(SwiftConfig, "m:C", default=True)
+    )
+    changes = {change.key: change.mark for change in found(BASE, available, plugins=["swift"])}
+    assert changes == {"plugins": BY_NAME, "prefetch": FREE}
+
+
+def test_plugins_that_go_with_a_refused_component_are_to_be_set_back_with_it(plugins: FakePlugins) -> None:
+    register = lambda registry: registry.add(of_kind(OtherTableConfig, "backend"), "m:C", name="own")  # noqa: E731
+    available = plugins.add("owner", register=register)
+    owned = {**BASE, "plugins": ["owner"], "backend": "own"}
+
+    def load(config: dict[str, Any], *overrides: str) -> LoadedConfig:
+        return load_config(config, overrides, available=available)
+
+    for before, now in ((owned, BASE), (BASE, owned)):
+        checkpoint = Checkpoint(Path("c"), {"step": 40, "config": load(before).resolved()})
+        with pytest.raises(CheckpointError, match=r"backend: .*\n  plugins: .*\nSet these back") as raised:
+            PermittedChanges(checkpoint, load(now), ResumeRequest())
+        assert "allow" not in str(raised.value)
+    # A change beside them may still be allowed.
+    with pytest.raises(CheckpointError, match=r"allow_change=\['optimizer.learning_rate'\]"):
+        PermittedChanges(checkpoint, load(owned, "optimizer.learning_rate=0.5"), ResumeRequest())
 
 
 def test_steps_may_become_epochs_by_name_only() -> None:
     changes = {change.key: change.mark for change in found(BASE, steps=None, epochs=1)}
     assert changes == {"steps": BY_NAME, "epochs": BY_NAME}
-
-
-def test_a_mark_in_a_config_of_a_third_party_counts_down_to_the_next_mark() -> None:
-    assert {change.key: change.mark for change in found(ROLLOUTS, loss__kl={"estimator": "k2"})} == {
-        "loss.kl.estimator": BY_NAME
-    }
-
-
-def unmarked(section: type[Section]) -> Iterator[str]:
-    """Fields of a config that a resume refuses to see changed."""
-    for name, field in section.model_fields.items():
-        if name != "name" and not any(isinstance(item, OnResume) for item in field.metadata):
-            yield f"{section.__name__}.{name}"
-
-
-def test_settings_that_a_resume_refuses_are_those_that_somebody_thought_of() -> None:
-    """A new setting has to be sorted: mark it, or add it here because it decides what is trained on."""
-    registry = PluginHost.load(["collation_fast", "async_rl"]).registry
-    free_kinds = {"tracker", "report_panel", "tokenization", "prefetch", "collator", "rollout_engine", "correction"}
-    free_kinds |= {"weight_sync", "evaluation", "schedule"}
-    refused: set[str] = set()
-    for entry in registry.entries():
-        if entry.kind not in free_kinds:
-            refused |= set(unmarked(entry.config))
-    kinds = {name.partition(".")[2] for name in refused}
-    assert kinds == {
-        # datasets
-        *("format", "columns", "weight", "on_bad_row", "label", "subset", "split", "revision", "append_eos"),
-        # orders of samples
-        *("column", "direction", "failed", "floor", "pool_batches", "reward", "solved", "stages"),
-        # losses, rewards, environments
-        *("loss_type", "ignore_case", "rewards", "history", "command", "ignore_sampling"),
-        # sources
-        *("prompts_per_step", "samples_per_prompt", "environment", "advantage", "faults", "carry"),
-        *("buffer_rows", "shuffle"),
-        # what an optimizer keeps of which parameters
-        *("adamw_matrices", "smallest"),
-        # the backend
-        "lora",
-    }
 
 
 def test_config_survives_json_and_still_equals_itself(tmp_path: Path) -> None:
@@ -235,24 +164,24 @@ def test_less_memory_after_running_out_of_it_is_a_note() -> None:
 def test_a_refusal_prints_the_command_that_would_go_on(tmp_path: Path) -> None:
     path = tmp_path / "my run.yaml"
     path.write_text(json.dumps(BASE))
-    loaded = load_config(path, ["optimizer.learning_rate=1e-4", "schedule=linear"])
+    loaded = load_config(path, ["optimizer.learning_rate=1e-4", "schedule=falling"])
     checkpoint = Checkpoint(Path("c"), {"step": 40, "config": load_config(BASE).resolved()})
     with pytest.raises(CheckpointError) as raised:
         PermittedChanges(checkpoint, loaded, ResumeRequest("c", ("optimizer.learning_rate",)))
     text = str(raised.value)
-    assert "  schedule: cosine -> linear" in text
+    assert "  schedule: flat -> falling" in text
     assert "learning_rate: " not in text
     assert (
-        f"spurline train '{path}' --set optimizer.learning_rate=1e-4 --set schedule=linear --resume c "
+        f"spurline train '{path}' --set optimizer.learning_rate=1e-4 --set schedule=falling --resume c "
         "--allow-change optimizer.learning_rate --allow-change schedule"
     ) in text
 
 
 def test_an_allowed_change_is_kept_in_the_history() -> None:
-    earlier = {"step": 8, "key": "schedule", "before": {"name": "linear"}, "now": {"name": "cosine"}}
+    earlier = {"step": 8, "key": "schedule", "before": {"name": "falling"}, "now": {"name": "flat"}}
     changes = permit(merged(BASE, "optimizer.learning_rate", 0.5), "optimizer", history=(earlier,))
     assert changes.notes() == [
-        "Changed at step 8: schedule: linear -> cosine.",
+        "Changed at step 8: schedule: falling -> flat.",
         "Changed since the checkpoint: optimizer.learning_rate: 2e-05 -> 0.5 (allowed by name).",
     ]
     assert changes.history() == (
@@ -281,26 +210,14 @@ def test_a_change_that_may_be_allowed_is_not_advised_with_one_that_was_refused(t
         PermittedChanges(checkpoint, now, ResumeRequest())
 
 
-def test_plugins_that_go_with_a_refused_component_are_to_be_set_back_with_it() -> None:
-    fsdp = {**BASE, "plugins": ["fsdp_backend"], "backend": "fsdp"}
-    for before, now in ((fsdp, BASE), (BASE, fsdp)):
-        checkpoint = Checkpoint(Path("c"), {"step": 40, "config": load_config(before).resolved()})
-        with pytest.raises(CheckpointError, match=r"backend: .*\n  plugins: .*\nSet these back") as raised:
-            PermittedChanges(checkpoint, load_config(now), ResumeRequest())
-        assert "allow" not in str(raised.value)
-    # A change beside them may still be allowed.
-    with pytest.raises(CheckpointError, match=r"allow_change=\['optimizer.learning_rate'\]"):
-        PermittedChanges(checkpoint, load_config(fsdp, ["optimizer.learning_rate=0.5"]), ResumeRequest())
-
-
 def test_a_name_that_is_no_setting_gets_a_near_miss() -> None:
     with pytest.raises(CheckpointError, match=r"no setting of this name. Did you mean 'optimizer.learning_rate'\?"):
         permit(merged(BASE, "optimizer.learning_rate", 0.5), "optimizer.learning_rat")
 
 
 def test_a_name_that_did_not_change_is_an_error() -> None:
-    with pytest.raises(CheckpointError, match=r"it is what it was .* Changed since the checkpoint: optimizer.eps."):
-        permit(merged(BASE, "optimizer.eps", 0.5), "optimizer.weight_decay", "optimizer.eps")
+    with pytest.raises(CheckpointError, match=r"it is what it was .* since the checkpoint: optimizer.momentum."):
+        permit(merged(BASE, "optimizer.momentum", 0.5), "optimizer.weight_decay", "optimizer.momentum")
 
 
 def test_component_state_keeps_arrays_and_structure(tmp_path: Path) -> None:
@@ -331,23 +248,3 @@ def test_a_state_that_cannot_be_saved_names_its_component(tmp_path: Path) -> Non
 
     with pytest.raises(RunFailedError, match="state of source/mine cannot be saved"):
         write_state(tmp_path / "source" / "mine", {"cursor": object()})
-
-
-@pytest.mark.parametrize(
-    ("environment", "path"),
-    [
-        ({"name": "tools", "tools": {"look": "{}/mine.py:look"}, "rewards": {"exact": "exact_match"}}, "tools.look"),
-        ({"name": "harness", "agent": "{}/mine.py:run"}, "agent"),
-    ],
-)
-def test_functions_whose_folder_moved_are_allowed_by_name(environment: dict[str, Any], path: str) -> None:
-    """They are kept as absolute paths, so that a run of a moved folder could never go on otherwise."""
-
-    def config(folder: str) -> RunConfig:
-        placed = json.loads(json.dumps(environment).replace("{}", folder))
-        return load_config(merged(ASYNC, "source.environment", placed), recorded=True).config
-
-    before = config("/old").model_dump(mode="json")
-    assert [(change.key, change.mark) for change in differences(before, config("/new"))] == [
-        (f"source.environment.{path}", BY_NAME)
-    ]

@@ -120,7 +120,7 @@ def test_nan_reaches_nothing_and_anything_is_better() -> None:
     assert best.step == 4
 
 
-def test_what_evaluations_measure_is_asked_for_where_a_metric_is_watched_alone() -> None:
+def test_what_evaluations_measure_is_asked_for_where_a_metric_is_watched_alone(bare: None) -> None:
     def asked() -> dict[str, set[str] | None]:
         raise AssertionError("asked for")
 

@@ -19,7 +19,7 @@ from spurline.data.batch import OPTIONAL_TOKEN_COLUMNS, SEGMENT_COLUMNS, TOKEN_C
 
 if TYPE_CHECKING:
     from spurline.data.token_store import TokenView
-    from spurline.rl.trajectory import Trajectory, Turn
+    from spurline.protocols.collator import TrajectoryToLayOut, TurnToLayOut
 
 
 RESPONSE_COLUMNS = {
@@ -147,7 +147,7 @@ def sample_segments(samples: TokenView) -> list[Segment]:
     ]
 
 
-def turn_segments(trajectories: Sequence[Trajectory]) -> list[Segment]:
+def turn_segments(trajectories: Sequence[TrajectoryToLayOut]) -> list[Segment]:
     """The same for turns."""
     return [
         _segment(turn, trajectory.uid, trajectory.sample, number)
@@ -161,13 +161,13 @@ def turn_name(uid: str, sample: int, turn: int) -> str:
     return f"Turn {turn} of sample {sample} of prompt {uid}"
 
 
-def _segment(turn: Turn, uid: str, sample: int, number: int) -> Segment:
+def _segment(turn: TurnToLayOut, uid: str, sample: int, number: int) -> Segment:
     tokens = np.concatenate([turn.prompt_ids, turn.response_ids]).astype(np.int32)
     weights = _after_prompt(turn, turn.loss_mask.astype(np.float32))
     return Segment(tokens, weights, 0, uid, sample, number, _extra(turn))
 
 
-def _extra(turn: Turn) -> dict[str, NDArray[Any]]:
+def _extra(turn: TurnToLayOut) -> dict[str, NDArray[Any]]:
     given = {name: getattr(turn, field) for name, field in RESPONSE_COLUMNS.items()}
     extra = {name: _after_prompt(turn, values) for name, values in given.items() if values is not None}
     if turn.routed_experts is not None:
@@ -177,7 +177,7 @@ def _extra(turn: Turn) -> dict[str, NDArray[Any]]:
     return extra
 
 
-def _after_prompt(turn: Turn, values: NDArray[Any]) -> NDArray[Any]:
+def _after_prompt(turn: TurnToLayOut, values: NDArray[Any]) -> NDArray[Any]:
     """Response values with zeros for the prompt in front."""
     assert len(values) == len(turn.response_ids), (len(values), len(turn.response_ids))
     return np.concatenate([np.zeros(len(turn.prompt_ids), values.dtype), values])

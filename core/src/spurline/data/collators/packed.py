@@ -22,7 +22,7 @@ from spurline.data.token_store import TokenView
 from spurline.protocols.collator import ParallelLayout
 
 if TYPE_CHECKING:
-    from spurline.rl.trajectory import Trajectory
+    from spurline.protocols.collator import TrajectoryToLayOut
 
 
 class PackedCollator:
@@ -40,7 +40,7 @@ class PackedCollator:
         names = [f"Sample {segment.uid}" for segment in segments]
         return self._pack(segments, names, "lower data.max_length")
 
-    def collate_rollouts(self, trajectories: Sequence[Trajectory]) -> TrainingBatch:
+    def collate_rollouts(self, trajectories: Sequence[TrajectoryToLayOut]) -> TrainingBatch:
         segments = turn_segments(trajectories)
         names = [turn_name(segment.uid, segment.sample, segment.turn) for segment in segments]
         return self._pack(segments, names, "limit prompts and responses")

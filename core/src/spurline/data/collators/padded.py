@@ -1,7 +1,4 @@
-"""Collators `padded` and `rollouts`, one sequence per row: a sample, or a turn of a trajectory. The readable reference.
-
-`rollouts` lays out tokenized samples as `padded` does, so that a run may evaluate on plain text between RL steps.
-"""
+"""Collator `padded`, one sample per row. The readable reference."""
 
 from __future__ import annotations
 
@@ -11,14 +8,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from spurline.data.batch import TrainingBatch
-from spurline.data.collators.layout import Segment, lay_out, sample_segments, turn_segments
+from spurline.data.collators.layout import Segment, lay_out, sample_segments
 from spurline.data.collators.packing import round_up, spread_over_ranks
 from spurline.data.configs import PaddedCollatorConfig
 from spurline.data.token_store import TokenView
 from spurline.protocols.collator import ParallelLayout
 
 if TYPE_CHECKING:
-    from spurline.rl.trajectory import Trajectory
+    pass
 
 
 class PaddedCollator:
@@ -40,13 +37,3 @@ class PaddedCollator:
         if self._config.pad_side == "left":
             rows = [[replace(segment, start=length - len(segment.tokens)) for segment in row] for row in rows]
         return lay_out(rows, length, self._pad_token_id)
-
-
-class RolloutsCollator(PaddedCollator):
-    """prompt + response per row; loss on the response tokens whose mask is 1."""
-
-    def collate_rollouts(self, trajectories: Sequence[Trajectory]) -> TrainingBatch:
-        # Rows keep their order: the prompt boundaries of mini-batches depend on it. Padding rows come last.
-        rows: list[list[Segment]] = [[segment] for segment in turn_segments(trajectories)]
-        rows += [[] for _ in range(round_up(max(len(rows), 1), self._layout.data) - len(rows))]
-        return self._lay_out(rows)

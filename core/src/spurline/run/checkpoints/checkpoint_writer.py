@@ -19,7 +19,7 @@ from spurline.run.checkpoints.resume import CheckpointContents
 WAIT_LIMIT_S = 3600.0
 """How long the run stands still for a checkpoint that is being written."""
 _ABANDON_LIMIT_S = 5.0
-"""Below the time after which a second signal kills the process."""
+"""How long the end of a run waits for a checkpoint that is being renamed."""
 
 
 class CheckpointWriter:

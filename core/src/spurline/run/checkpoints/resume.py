@@ -189,7 +189,7 @@ class CheckpointContents:
             assert isinstance(components.backend, TakesSnapshots), type(components.backend)
             save = components.backend.snapshot()
             states = [(name, copied_state(state), owner) for name, state, owner in states]
-        verifies = loaded.config.backend.verifies_files
+        verifies = loaded.config.backend.facts.verifies_files
 
         def write(folder: Path) -> Written:
             (folder / BACKEND).mkdir()

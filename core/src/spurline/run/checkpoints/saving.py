@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from spurline.config.loading import LoadedConfig
+from spurline.errors import RunDirectoryLostError
 from spurline.run.build import Components
-from spurline.run.checkpoints.best import BestSoFar
 from spurline.run.checkpoints.checkpoint import CheckpointStore
 from spurline.run.checkpoints.checkpoint_writer import CheckpointWriter
 from spurline.run.checkpoints.resume import CheckpointContents, Course, save_state
@@ -78,11 +77,6 @@ class Saving:
         else:
             error.add_note(f"Step {step} itself was trained and saved; the same command evaluates again and goes on.")
 
-    def save_elsewhere(self, directory: RunDirectory, step: int, pending: Mapping[str, float] | None) -> None:
-        """Save into another directory than that of the run, whose checkpoints are lost, the best one too."""
-        course = replace(self._course(pending), best=BestSoFar(None))
-        self._state.checkpoint = save_state(step, self._components, self._loaded, directory, course)
-
     def take_written(self, *, wait: bool) -> None:
         """Take note of the checkpoint that was written beside training, if there is one. Raises what became of it."""
         written = self._writer.taken(wait=wait)
@@ -91,7 +85,7 @@ class Saving:
 
     def settle(self, error: BaseException) -> None:
         """See what becomes of a checkpoint that is being written when the run fails: it stands, and so it is said."""
-        if isinstance(error, KeyboardInterrupt):
+        if isinstance(error, (KeyboardInterrupt, RunDirectoryLostError)):
             written = self.abandon()
             if written is not None:
                 self._state.saved_step, self._state.checkpoint = written

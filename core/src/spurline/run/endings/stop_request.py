@@ -87,13 +87,12 @@ class _CutShort(KeyboardInterrupt):
 
 
 def let_the_process_end() -> None:
-    """Let the first SIGINT or SIGTERM from here on be without effect: all is done but what Python does when it ends.
+    """Let the first SIGINT and the first SIGTERM from here on be without effect, and a further one end the process.
 
-    For a program that owns its process. Caught, not ignored: `second_signal` counts what is caught, and ends a process
-    that hangs.
+    For a program that owns its process, when all is done but what Python does when it ends.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)
+        signal.signal(number, lambda number, _: signal.signal(number, signal.SIG_DFL))
 
 
 def _is_ignored(number: signal.Signals) -> bool:

@@ -1,7 +1,8 @@
 """All evaluations of a run: that of `data.eval`, and those under `evaluations`, each with its rhythm and its name.
 
-The section `evaluation` is a short way to write the evaluations `loss` and `answers` on `data.eval`, or what the source
-has of its own for that data; the rest of a run knows only a list of scheduled evaluations.
+The section `evaluation` is a short way to write evaluations of `data.eval`: the default one, and those whose settings
+plugins put into that section; or what the source has of its own for that data. The rest of a run knows only a list of
+scheduled evaluations.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from typing import Any
 
 from spurline.config.run_config import DataEvaluationConfig, RunConfig
 from spurline.errors import ConfigError, DataError, PluginError
-from spurline.evaluation.answers import AnswersEvaluation
-from spurline.evaluation.configs import AnswersEvaluationConfig, LossEvaluationConfig
-from spurline.evaluation.loss import LossEvaluation
+from spurline.plugins.host import installed_plugins
+from spurline.plugins.official import how_to_enable, plugin_of_kind
 from spurline.protocols.backend import Backend
-from spurline.protocols.evaluation import EvaluationConfig, EvaluationContext, HeldOutEvaluation
-from spurline.protocols.source import Longest
+from spurline.protocols.evaluation import EvaluationConfig, EvaluationContext, MeasuresSamples
+from spurline.protocols.held_out import HeldOutEvaluation
+from spurline.protocols.lengths import Longest
 
 
 @contextmanager
@@ -83,42 +84,64 @@ class ScheduledEvaluation:
 
 
 class DataEvaluation(HeldOutEvaluation):
-    """What the section `evaluation` asks for: the loss on `data.eval`, and scores of answers to its prompts."""
+    """What the section `evaluation` asks for: the default evaluation of `data.eval`, and those of plugins' sections."""
 
     def __init__(self, config: RunConfig, context: EvaluationContext) -> None:
-        data, settings = config.data.eval, config.evaluation
-        self._loss = LossEvaluation(LossEvaluationConfig(data=data, batch_size=settings.batch_size), context)
-        self._answers: AnswersEvaluation | None = None
-        if settings.generate is not None:
-            generate = {name: getattr(settings.generate, name) for name in type(settings.generate).model_fields}
-            answers = AnswersEvaluationConfig(data=data, **generate)
-            self._answers = AnswersEvaluation(answers, context, self._loss.samples.answered())
+        registry = context.run.host.registry
+        data: dict[str, Any] = {"data": config.data.eval}
+        name = registry.default("evaluation")
+        if name is None:
+            plugin = plugin_of_kind("evaluation")
+            is_installed = plugin in installed_plugins()
+            how = f" Plugin '{plugin}' does: {how_to_enable(plugin, is_installed=is_installed)}." if plugin else ""
+            raise ConfigError.at("data.eval", f"is given, and no enabled plugin measures held-out data.{how}")
+        chosen, given = registry.get("evaluation", name), dict[str, Any](data, batch_size=config.evaluation.batch_size)
+        if "batch_size" not in chosen.config.model_fields and given.pop("batch_size") is not None:
+            raise ConfigError.at("evaluation.batch_size", f"is given, and '{name}' has no such setting. Remove it.")
+        settings = chosen.config(**given)
+        self._loss: MeasuresSamples = registry.create("evaluation", settings, context=context)
+        if not hasattr(self._loss, "samples"):
+            raise PluginError(
+                f"The default evaluation '{name}' of {chosen.distribution} has no attribute samples, of whose rows "
+                "others are made. Set it, as spurline.protocols.evaluation.MeasuresSamples says."
+            )
+        self._parts: list[HeldOutEvaluation] = []
+        for part in config.evaluation.parts:
+            given = {name: getattr(part, name) for name in type(part).model_fields}
+            settings = registry.get("evaluation", part.component).config(**data, **given)
+            answered = self._loss.samples.answered()
+            self._parts.append(registry.create("evaluation", settings, context=context, datasets=answered))
 
     def summary(self) -> Mapping[str, Any]:
         return self._loss.summary()
 
-    def longest(self) -> Longest:
-        answers = None if self._answers is None else self._answers.longest()
-        samples = self._loss.longest()
-        return samples if answers is None or samples.tokens >= answers.tokens else answers
+    def longest(self) -> Longest | None:
+        found = [one for one in (each.longest() for each in (self._loss, *self._parts)) if one is not None]
+        return max(found, key=lambda longest: longest.tokens, default=None)
 
     def fingerprint(self) -> str:
         return self._loss.fingerprint()
 
     def metrics(self) -> Collection[str] | None:
-        of_loss, of_answers = self._loss.metrics(), () if self._answers is None else self._answers.metrics()
-        return None if of_loss is None else {*of_loss, *of_answers}
+        names: set[str] = set()
+        for each in (self._loss, *self._parts):
+            found = each.metrics()
+            if found is None:
+                return None
+            names |= {*found}
+        return names
 
     def evaluate(self, backend: Backend) -> tuple[dict[str, float], list[dict[str, Any]]]:
         metrics, samples = self._loss.evaluate(backend)
-        if self._answers is not None:
-            scores, samples = self._answers.evaluate(backend)
+        for part in self._parts:
+            scores, answers = part.evaluate(backend)
             metrics |= scores
+            samples = [*samples, *answers]
         return metrics, samples
 
     def close(self) -> None:
-        if self._answers is not None:
-            self._answers.close()
+        for part in self._parts:
+            part.close()
 
 
 def build_evaluations(context: EvaluationContext, stack: ExitStack) -> tuple[ScheduledEvaluation, ...]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from spurline.rl.engines.in_process.response import Written
-from spurline.rl.trajectory import FinishReason
 from spurline_async_rl.engines.progress import Progress
+from spurline_rl.engines.in_process.response import Written
+from spurline_rl.trajectory import FinishReason
 
 _LONGEST_S = 1.0
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from spurline.protocols.rollout_engine import EngineMemory, TakesWeights
-from spurline.protocols.weights import WeightBucket
+from spurline_models.weight_buckets import WeightBucket
+from spurline_rl.protocols.rollout_engine import EngineMemory, TakesWeights
 
 UPDATE = "update"
 """The hold in which an engine gets new weights; afterwards it may generate, whatever it was before."""

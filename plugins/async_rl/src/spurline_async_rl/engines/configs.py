@@ -10,18 +10,18 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
-from spurline.config.cluster import names_cluster
 from spurline.config.section import OnResume
 from spurline.errors import Problem
 from spurline.plugins.registry import resolve
 from spurline.progress import Progress
-from spurline.protocols.rollout_engine import EngineMemory, RolloutEngineConfig
-from spurline.ranks.group import ClusterNeed
-from spurline.ranks.machine import gpu_names, num_gpus
+from spurline.protocols.ranks import ClusterNeed
+from spurline_models.machine import gpu_names, num_gpus
+from spurline_ranks.cluster import names_cluster
+from spurline_rl.protocols.rollout_engine import EngineMemory, RolloutEngineConfig
 
 if TYPE_CHECKING:
     from spurline.config.run_config import RunConfig
-    from spurline.ranks.group import RankRequest
+    from spurline.protocols.ranks import RankRequest
 
 
 class PoolConfig(RolloutEngineConfig):
@@ -87,7 +87,7 @@ class PoolConfig(RolloutEngineConfig):
             )
         ranks = run.backend.rank_request()
         shares_gpu = self._takes_gpus() and (self.is_colocated or trains_on_gpu_here(run))
-        if run.source.transport == "collective" and self.placement != "ray" and shares_gpu:
+        if run.source.facts.transport == "collective" and self.placement != "ray" and shares_gpu:
             why = "is colocated" if self.is_colocated else f"is local, on a GPU that backend '{run.backend.name}' uses"
             yield Problem(
                 "placement",
@@ -96,7 +96,7 @@ class PoolConfig(RolloutEngineConfig):
             )
         if not self.is_colocated:
             return
-        if not run.backend.yields_device:
+        if not run.backend.facts.yields_device:
             yield Problem(
                 "placement",
                 f"is colocated, and backend '{run.backend.name}' cannot give the memory of its devices away. Set "
@@ -144,14 +144,14 @@ def _memory_bandwidth() -> float | None:
 def trains_on_gpu_here(run: RunConfig) -> bool:
     """Whether the backend trains in this process and on a GPU, if there is one, which engines of this machine that
     take GPUs then see too."""
-    return num_gpus() > 0 and run.backend.rank_request() is None and not run.backend.stays_on_cpu
+    return num_gpus() > 0 and run.backend.rank_request() is None and not run.backend.facts.stays_on_cpu
 
 
 def _estimates() -> tuple[Callable[..., int], Callable[..., int]]:
     """`count_parameters` and `estimate_cache`; by name, as factories are: they build the architecture with torch, which
     a config must not import."""
     parameters, cache = (
-        resolve(f"spurline.model.memory:{name}", "memory estimate") for name in ("count_parameters", "estimate_cache")
+        resolve(f"spurline_models.memory:{name}", "memory estimate") for name in ("count_parameters", "estimate_cache")
     )
     return parameters, cache
 
@@ -205,7 +205,7 @@ class ChildProcessEngineConfig(PoolConfig):
             )
         ranks = run.backend.rank_request()
         sends_from_gpus = trains_on_gpu_here(run) or (ranks is not None and ranks.device == "cuda")
-        if run.source.transport == "collective" and sends_from_gpus and not self._takes_gpus():
+        if run.source.facts.transport == "collective" and sends_from_gpus and not self._takes_gpus():
             yield Problem(
                 "device",
                 f"is {self.device}, and weight_sync: collective sends weights that are on GPUs to GPUs. Leave "
@@ -439,7 +439,7 @@ class VllmEngineConfig(PoolConfig):
                     f"is {self.placement}, and the backend's launch is {ranks.launch}: Ray would not know which GPUs "
                     f"the others have. Set placement: {ranks.launch}.",
                 )
-            if ranks is not None and run.source.transport == "cuda_ipc":
+            if ranks is not None and run.source.facts.transport == "cuda_ipc":
                 yield from self._handle_problems(run, ranks)
             return
         if not self.urls:

@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult
-from spurline.rl.engines.in_process.response import StopTexts
-from spurline.rl.policy import derive_seed
-from spurline.rl.trajectory import FinishReason
 from spurline_async_rl.engines.progress import Progress
+from spurline_rl.policy import derive_seed
+from spurline_rl.protocols.rollout_engine import GenerationRequest, GenerationResult
+from spurline_rl.trajectory import FinishReason
+from spurline_text.stop_texts import StopTexts
 
 
 class Response:

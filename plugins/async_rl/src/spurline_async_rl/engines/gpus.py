@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from spurline.config.run_config import RunConfig
 from spurline.errors import ConfigError
-from spurline.ranks.devices import gpus_beside_ranks, gpus_of_ranks
+from spurline_ranks.devices import gpus_beside_ranks, gpus_of_ranks
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -22,7 +22,7 @@ def own_gpus(run: RunConfig, number: int, engines: int, each: int) -> str | None
     beside = _candidates(run)
     if beside is None:
         return None
-    if len(beside) < engines * each and run.source.has_colocated_engines:
+    if len(beside) < engines * each and run.source.facts.has_colocated_engines:
         raise ConfigError.at(
             "source.engine.engines",
             f"is {engines}, each on {each} GPU{'s' if each > 1 else ''}, and with placement: colocated they have the "
@@ -52,5 +52,5 @@ def _candidates(run: RunConfig) -> tuple[str, ...] | None:
     if beside is None or request is None:
         return None
     # Each rank makes handles of memory on its own GPU, which reach no other one.
-    shares = run.source.has_colocated_engines or run.source.transport == "cuda_ipc"
+    shares = run.source.facts.has_colocated_engines or run.source.facts.transport == "cuda_ipc"
     return gpus_of_ranks(request) if shares else beside

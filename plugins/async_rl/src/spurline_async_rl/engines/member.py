@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from spurline.errors import BucketLostError, RunFailedError, UserError
-from spurline.protocols.rollout_engine import GenerationRequest
-from spurline.rl.trajectory import FinishReason
 from spurline_async_rl.engines.commands import SLEEP, UPDATE, Command, ControlledEngine, LoadBucket, Sleep
 from spurline_async_rl.engines.configs import PoolConfig
 from spurline_async_rl.engines.progress import Progress
+from spurline_rl.protocols.rollout_engine import GenerationRequest
+from spurline_rl.trajectory import FinishReason
 
 
 class EngineDiedError(RunFailedError):

@@ -19,13 +19,13 @@ from typing import TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from spurline.errors import DataError, RunFailedError, SpurlineError
-from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult, TakesWeights
-from spurline.rl.engines.in_process.response import check_request
 from spurline_async_rl.engines.commands import SLEEP, UPDATE, Command, ControlledEngine, Sleep
 from spurline_async_rl.engines.configs import PoolConfig
 from spurline_async_rl.engines.continuation import Response
 from spurline_async_rl.engines.member import EngineDiedError, EngineMember, PooledEngine
 from spurline_async_rl.engines.progress import Progress
+from spurline_rl.engines.in_process.response import check_request
+from spurline_rl.protocols.rollout_engine import GenerationRequest, GenerationResult, TakesWeights
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from spurline.rl.engines.in_process.response import ExpertRecord
+from spurline_rl.engines.in_process.response import ExpertRecord
 
 TokenIds = Sequence[int] | NDArray[np.int32]
 Logprobs = Sequence[float] | NDArray[np.float32]

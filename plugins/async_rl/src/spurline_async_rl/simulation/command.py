@@ -6,16 +6,19 @@ Mounted by entry point; imports the model only inside the command, so that `spur
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, runtime_checkable
 
 import typer
 
 if TYPE_CHECKING:
     from spurline.config.loading import LoadedConfig
-    from spurline.protocols.rollout_engine import RolloutEngineConfig
     from spurline_async_rl.scheduling.depth import Depth
+    from spurline_async_rl.simulation.prediction import Comparison
     from spurline_async_rl.simulation.workload import Knobs
+    from spurline_rl.protocols.rollout_engine import RolloutEngineConfig
 
 _GROUPS_SIMULATED = 1500
 _FEWEST_STEPS, _MOST_STEPS = 12, 60
@@ -69,10 +72,11 @@ def simulate(
 
     from spurline.config.loading import load_config
     from spurline_async_rl.simulation.measured import measured_workload
-    from spurline_async_rl.simulation.page import print_comparison, write_page
     from spurline_async_rl.simulation.prediction import compare
+    from spurline_async_rl.simulation.table import print_comparison
     from spurline_async_rl.simulation.workload import given_workload
 
+    draw = None if plot is None else _page_writer()
     loaded = load_config(config, overrides or [])
     source = simulated_source(loaded)
     knobs = knobs_of(source)
@@ -95,8 +99,22 @@ def simulate(
         typer.echo(json.dumps(comparison.as_json(), indent=2))
     else:
         print_comparison(comparison)
-    if plot is not None:
-        typer.echo(f"plots: {write_page(plot, comparison, loaded.resolved())}", err=as_json)
+    if plot is not None and draw is not None:
+        typer.echo(f"plots: {draw(plot, comparison, loaded.resolved())}", err=as_json)
+
+
+def _page_writer() -> Callable[[Path, Comparison, Mapping[str, Any]], Path]:
+    """Import `write_page`. Raises UserError where spurline-insight, which draws pages, is not installed."""
+    from spurline.errors import UserError
+
+    if find_spec("spurline_insight") is None:
+        raise UserError(
+            "--plot draws a page like a report, for which spurline-insight is needed, and it is not installed. Install "
+            "it with: pip install 'spurline-async-rl[report]'; or leave --plot out."
+        )
+    from spurline_async_rl.simulation.page import write_page
+
+    return write_page
 
 
 @runtime_checkable

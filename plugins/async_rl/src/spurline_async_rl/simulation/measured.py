@@ -6,15 +6,15 @@ What the run tells of its engines is how fast groups got on with as many beside 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from spurline.errors import UserError
-from spurline.protocols.report_panel import RunRecord
-from spurline.report.record import read_record
+from spurline.errors import RunDirectoryError, UserError, listing
+from spurline.run.record_files import CONFIG_FILE, read_mapping
+from spurline.trackers.jsonl import METRICS_FILE, read_metrics
 from spurline_async_rl.simulation.workload import Attempts, Speed, Times, Workload, fitted_sigma, saturating
 from spurline_async_rl.timeline.records import TIMELINE_FILE, GroupSpan, read_timeline
 
@@ -25,8 +25,12 @@ _SPREAD = 1.5
 
 
 def measured_workload(run_dir: Path) -> Workload:
-    """Raises UserError when the run left too little to go by."""
-    run = read_record(run_dir)
+    """Raises UserError when the run left too little to go by, and RunDirectoryError when that is no run directory, or
+    holds an unreadable file."""
+    _check_run_directory(run_dir)
+    # Lines that no run has written do no harm here, and are told of.
+    metrics = read_metrics(run_dir / METRICS_FILE, skip_foreign=True)
+    source: dict[str, Any] = read_mapping(run_dir / CONFIG_FILE).get("source") or {}
     records = read_timeline(run_dir / TIMELINE_FILE)
     groups = [group for record in records for group in record.groups if group.ended > group.began]
     # From step to step, without waiting, publishing and evaluating; the first one, with its cold start, left out.
@@ -42,7 +46,7 @@ def measured_workload(run_dir: Path) -> Workload:
         )
     publishes = [span for record in records for span in record.spans if span.kind == "publish"]
     publish_s = fmean(span.seconds for span in publishes) if publishes else 0.0
-    _, pauses = run.series("time/sync_pause")
+    pauses = list(_series(metrics, "time/sync_pause").values())
     pause_s = min(publish_s, fmean(pauses)) if pauses else publish_s
     paused_share = pause_s / publish_s if publish_s else 0.0
 
@@ -52,7 +56,6 @@ def measured_workload(run_dir: Path) -> Workload:
         return max(1e-3, group.seconds - paused_share * sum(overlap for overlap in overlaps if overlap > 0))
 
     group_s = [generating_s(group) for group in groups]
-    source: dict[str, Any] = run.config.get("source") or {}
     engines: int = source.get("engine", {}).get("engines", 1)
     beside = [count / engines for count in _groups_beside(groups)]
     speed, speed_basis = _speed(groups, group_s, beside)
@@ -67,7 +70,7 @@ def measured_workload(run_dir: Path) -> Workload:
         speed_basis,
     ]
     batch_size = max((len(taken.draws) for record in records for taken in record.taken), default=1)
-    attempts = _attempts(run, batch_size)
+    attempts = _attempts(metrics, source, batch_size)
     if attempts.sigma > 0:
         basis.append(
             f"the {attempts.count} attempts of a group end at different times: lengths spread with sigma "
@@ -87,12 +90,36 @@ def measured_workload(run_dir: Path) -> Workload:
     )
 
 
-def _attempts(run: RunRecord, batch_size: int) -> Attempts:
-    """How many attempts a group had, and how far their lengths were spread; not at all where that was not measured."""
-    source: dict[str, Any] = run.config.get("source") or {}
+def _check_run_directory(run_dir: Path) -> None:
+    """Raise RunDirectoryError for a folder that is missing or has no file of a run, naming the runs within it."""
+    if not run_dir.is_dir():
+        raise RunDirectoryError(f"{run_dir}: no such folder. Give the run_dir of a run, such as runs/default.")
+    if not _holds_a_run(run_dir):
+        entries = sorted(run_dir.iterdir())
+        runs = [str(entry) for entry in entries if entry.is_dir() and _holds_a_run(entry)]
+        found = f"Runs in it: {listing(runs)}" if runs else f"It has: {listing(entry.name for entry in entries[:20])}"
+        raise RunDirectoryError(
+            f"{run_dir}: not a run directory: no {METRICS_FILE} or {TIMELINE_FILE} of a run. {found}."
+        )
+
+
+def _holds_a_run(folder: Path) -> bool:
+    return any((folder / name).exists() for name in (METRICS_FILE, TIMELINE_FILE))
+
+
+def _series(metrics: Sequence[Mapping[str, float]], name: str) -> dict[int, float]:
+    """Step -> value of a metric, at the steps that have it."""
+    return {int(line["step"]): float(line[name]) for line in metrics if name in line}
+
+
+def _attempts(metrics: Sequence[Mapping[str, float]], source: Mapping[str, Any], batch_size: int) -> Attempts:
+    """How many attempts a group had, and how far their lengths were spread; not at all where that was not measured.
+
+    source: its settings.
+    """
     count = int(source.get("samples_per_prompt", 1))
-    means, longest = dict(zip(*run.series("response/length"), strict=True)), run.series("response/length/max")
-    ratios = [length / means[step] for step, length in zip(*longest, strict=True) if means.get(step, 0) > 0]
+    means, longest = _series(metrics, "response/length"), _series(metrics, "response/length/max")
+    ratios = [length / means[step] for step, length in longest.items() if means.get(step, 0) > 0]
     return Attempts(count, fitted_sigma(fmean(ratios), batch_size * count) if ratios else 0.0)
 
 

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-from spurline.run.health import BUSY_LOOP
 from spurline.trackers.jsonl import METRICS_FILE, read_metrics
+
+BUSY_LOOP = 0.9
+"""Share of the time that the event loop is busy; above it, engines wait for it."""
 
 _TOKEN_S_HERE = 10e-6
 """CPU seconds of the event loop's thread per token of an engine that this process takes every step of: vLLM on CPU with

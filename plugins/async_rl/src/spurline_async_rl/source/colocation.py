@@ -22,10 +22,10 @@ from typing import Any, Literal, Protocol, cast
 from spurline.config.run_config import RunConfig
 from spurline.errors import ConfigError, RunFailedError
 from spurline.protocols.backend import Backend, YieldsDevice
-from spurline.protocols.rollout_engine import EngineMemory, MaySleep, RolloutEngine, TakesWeights
-from spurline.protocols.weight_sync import SyncReport
 from spurline_async_rl.source.loop_thread import GRACE_S, LoopThread, ends_the_run
 from spurline_async_rl.source.watchdog import tell
+from spurline_rl.protocols.rollout_engine import EngineMemory, MaySleep, RolloutEngine, TakesWeights
+from spurline_rl.protocols.weight_sync import SyncReport
 
 Owner = Literal["trainer", "engines", "nobody"]
 

@@ -6,6 +6,7 @@ Imports no torch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -15,11 +16,12 @@ from pydantic import Field, model_validator
 from spurline.config.paths import PathSetting
 from spurline.config.section import Component, OnResume
 from spurline.errors import Problem
-from spurline.protocols.rollout_engine import ColocatedEngine
-from spurline.protocols.weight_sync import WeightSyncConfig
-from spurline.rl.configs import PromptSourceConfig
+from spurline.protocols.source import SourceFacts
 from spurline_async_rl.source.capacity import capacity_notes
 from spurline_async_rl.weights.configs import DEFAULT_BUCKET_BYTES
+from spurline_models.rollout_load import ColocatedEngine
+from spurline_rl.configs import PromptSourceConfig
+from spurline_rl.protocols.weight_sync import WeightSyncConfig
 
 if TYPE_CHECKING:
     from spurline.config.run_config import RunConfig
@@ -73,8 +75,15 @@ class AsyncRolloutsConfig(PromptSourceConfig):
         return self.prompts_per_step if self.max_staleness == 0 else -(-self.prompts_per_step // 4)
 
     @property
-    def transport(self) -> str | None:
-        return None if self.weight_sync is None else self.weight_sync.transport
+    def facts(self) -> SourceFacts:
+        sync = self.weight_sync
+        return replace(
+            super().facts,
+            transport=None if sync is None else sync.transport,
+            engines_elsewhere=self.engine.is_elsewhere,
+            update_limit_s=self.engine.update_limit_s,
+            sends_adapters=None if sync is None else sync.sends_adapters,
+        )
 
     def colocated_engine(self, run: RunConfig, prompt_tokens: int, context: int | None) -> ColocatedEngine | None:
         if not self.engine.is_colocated:
@@ -88,18 +97,6 @@ class AsyncRolloutsConfig(PromptSourceConfig):
         fastest = self.engine.fastest_tokens_per_s(run, responses)
         notes = capacity_notes(Path(run.run_dir), fastest, streams_here=self.engine.streams_here)
         return [*super().generation_notes(run, prompt_tokens, context), *notes]
-
-    @property
-    def engines_elsewhere(self) -> bool:
-        return self.engine.is_elsewhere
-
-    @property
-    def update_limit_s(self) -> float | None:
-        return self.engine.update_limit_s
-
-    @property
-    def sends_adapters(self) -> bool | None:
-        return None if self.weight_sync is None else self.weight_sync.sends_adapters
 
     def group_terms(self) -> dict[str, Any]:
         """Settings that a finished group was made under, as plain values for a checkpoint."""
@@ -224,11 +221,13 @@ class AsyncRolloutsConfig(PromptSourceConfig):
 class RecordedRolloutsConfig(AsyncRolloutsConfig):
     """Train on the groups that another run has recorded; all other settings are those of `async_rollouts`."""
 
-    makes_attempts = False
-
     name: str = "recorded_rollouts"
     recorded: Annotated[str, PathSetting(reads=True), OnResume.BY_NAME] = Field(min_length=1)
     """Run directory of a run with `record_groups: true`."""
+
+    @property
+    def facts(self) -> SourceFacts:
+        return replace(super().facts, makes_attempts=False)
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         yield from super().problems(run)

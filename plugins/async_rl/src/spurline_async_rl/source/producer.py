@@ -14,15 +14,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from spurline.errors import RunFailedError
-from spurline.rl.draws import Draw, PromptDraws, SkippedRow
-from spurline.rl.group_runner import GivenUpPrompt, GroupRunner, Outcome, reasons_of
-from spurline.rl.prompt_source import Collected
-from spurline.rl.trajectory import Group, has_equal_returns
 from spurline_async_rl.scheduling.scheduler import Scheduler, State
 from spurline_async_rl.source.recordings import groups_of
 from spurline_async_rl.source.staleness import version_range
 from spurline_async_rl.timeline.recorder import Timeline
 from spurline_async_rl.timeline.records import STATE_NAMES
+from spurline_rl.draws import Draw, PromptDraws, SkippedRow
+from spurline_rl.group_runner import GivenUpPrompt, GroupRunner, Outcome, reasons_of
+from spurline_rl.prompt_source import Collected
+from spurline_rl.trajectory import Group, has_equal_returns
 
 _ADMITTED_AT_ONCE = 32
 """Groups: a publish may let thousands of attempts start, which for a second would be all that the loop does."""

@@ -13,13 +13,13 @@ from spurline.config.run_config import RunConfig
 from spurline.errors import ConfigError, listing
 from spurline.plugins.registry import Registry
 from spurline.protocols.backend import Backend
-from spurline.protocols.rollout_engine import RolloutEngine, TakesWeights
-from spurline.protocols.weight_sync import SyncReport, WeightSync, WeightSyncConfig
 from spurline_async_rl.source.configs import AsyncRolloutsConfig
 from spurline_async_rl.source.loop_thread import GRACE_S, LoopThread, ends_the_run
 from spurline_async_rl.source.watchdog import tell
 from spurline_async_rl.timeline.recorder import Timeline
 from spurline_async_rl.weights.buckets import not_taken, weights_on_gpu
+from spurline_rl.protocols.rollout_engine import RolloutEngine, TakesWeights
+from spurline_rl.protocols.weight_sync import SyncReport, WeightSync, WeightSyncConfig
 
 
 class Publisher:
@@ -99,7 +99,7 @@ def check_publishing(engine: RolloutEngine, config: AsyncRolloutsConfig, run: Ru
     taking = as_taking(engine, config)
     choose_sync(config.weight_sync, taking, registry, weights_on_gpu(run))
     # Servers that run already tell only when they are reached.
-    if config.sends_adapters and not taking.takes_adapters and not config.engine.is_elsewhere:
+    if config.facts.sends_adapters and not taking.takes_adapters and not config.engine.is_elsewhere:
         raise not_taken()
 
 

@@ -23,14 +23,14 @@ from spurline.errors import CheckpointWriteError, DataError
 from spurline.files import write_failure
 from spurline.protocols.source import SourceContext
 from spurline.protocols.stateful import StateParts
-from spurline.rl.configs import HeldOutConfig
-from spurline.rl.draws import Draw
-from spurline.rl.group_runner import Outcome
-from spurline.rl.prompt_source import Collected, PromptSource
-from spurline.rl.trajectory import Group, Trajectory, Turn, turns_of
 from spurline.run.checkpoints.state_files import read_state, write_state
 from spurline_async_rl.source.configs import RecordedRolloutsConfig
 from spurline_async_rl.source.staleness import staleness_metrics
+from spurline_rl.configs import HeldOutConfig
+from spurline_rl.draws import Draw
+from spurline_rl.group_runner import Outcome
+from spurline_rl.prompt_source import Collected, PromptSource
+from spurline_rl.trajectory import Group, Trajectory, Turn, turns_of
 
 _FIELDS = ("prompt_ids", "response_ids", "loss_mask", "logprobs", "versions", "rewards", "routed_experts")
 """What a turn holds before it is prepared for training; values, advantages and returns come afterwards."""

@@ -20,13 +20,7 @@ from typing import Any, cast
 from spurline.data.batch import TrainingBatch
 from spurline.progress import waiting
 from spurline.protocols.backend import Backend
-from spurline.protocols.rollout_engine import RolloutEngine
 from spurline.protocols.source import SourceContext
-from spurline.protocols.weight_sync import SyncReport
-from spurline.rl.configs import HeldOutConfig
-from spurline.rl.draws import Draw
-from spurline.rl.group_runner import Outcome
-from spurline.rl.prompt_source import Collected, PromptSource
 from spurline_async_rl.scheduling.scheduler import Scheduler, SchedulerLimits
 from spurline_async_rl.source.colocation import Colocation, as_sleeping, check_capable
 from spurline_async_rl.source.configs import AsyncRolloutsConfig
@@ -40,6 +34,12 @@ from spurline_async_rl.source.staleness import mask_over_age, staleness_metrics
 from spurline_async_rl.source.watchdog import ObservedEngine, Watchdog, held_out_report, stall_report
 from spurline_async_rl.timeline.recorder import Timeline
 from spurline_async_rl.timeline.records import TIMELINE_FILE
+from spurline_rl.configs import HeldOutConfig
+from spurline_rl.draws import Draw
+from spurline_rl.group_runner import Outcome
+from spurline_rl.prompt_source import Collected, PromptSource
+from spurline_rl.protocols.rollout_engine import RolloutEngine
+from spurline_rl.protocols.weight_sync import SyncReport
 
 _CLOSE_TIMEOUT_S = 120.0
 """More than engines and attempts may take by their own limits; when it passes, something is stuck."""

@@ -15,16 +15,16 @@ from typing import TypeVar
 from rich.console import Console
 
 from spurline.errors import RunFailedError
-from spurline.protocols.rollout_engine import (
+from spurline_async_rl.source.configs import AsyncRolloutsConfig
+from spurline_async_rl.source.loop_thread import LoopThread
+from spurline_async_rl.source.producer import Producer
+from spurline_rl.protocols.rollout_engine import (
     GenerationRequest,
     GenerationResult,
     MayBeDown,
     RolloutEngine,
     TakesWeights,
 )
-from spurline_async_rl.source.configs import AsyncRolloutsConfig
-from spurline_async_rl.source.loop_thread import LoopThread
-from spurline_async_rl.source.producer import Producer
 
 T = TypeVar("T")
 
@@ -150,7 +150,7 @@ class Watchdog:
     def _describe_block(self, waited_s: float) -> str:
         return (
             f"Nothing moves for {waited_s:.0f} s, and training waits for rollouts: an environment or reward blocks "
-            "the event loop they all run on. Move what takes long into spurline.rl.concurrency.in_thread.\n"
+            "the event loop they all run on. Move what takes long into spurline_rl.concurrency.in_thread.\n"
             f"{self._loop.position()}"
         )
 

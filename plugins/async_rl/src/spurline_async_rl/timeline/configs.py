@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from spurline.protocols.report_panel import ReportPanelConfig
+from spurline_insight.report_panel import ReportPanelConfig
 
 
 class TimelinePanelConfig(ReportPanelConfig):

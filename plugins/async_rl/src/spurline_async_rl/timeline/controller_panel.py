@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from statistics import median
 
-from spurline.protocols.report_panel import RunRecord
-from spurline.report.figure import Trace, level, line, one_of_several, step_figure
-from spurline.report.markup import Panel, block, caption, columns
-from spurline.run.health import BUSY_LOOP
+from spurline_async_rl.source.capacity import BUSY_LOOP
+from spurline_insight.report.figure import Trace, level, line, one_of_several, step_figure
+from spurline_insight.report.markup import Panel, block, caption, columns
+from spurline_insight.report_panel import RunRecord
 
 
 class ControllerPanel(Panel):

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from spurline.report.figure import Trace, figure, thinned
 from spurline.trackers.readout import clock
 from spurline_async_rl.timeline.records import GroupSpan, Span, SpanKind, StepRecord, staleness_of, trained_steps
+from spurline_insight.report.figure import Trace, figure, thinned
 
 _MAX_GROUPS = 1500
 """More bars are neither readable nor quick to draw."""

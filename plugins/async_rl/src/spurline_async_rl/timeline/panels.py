@@ -8,9 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from spurline.protocols.report_panel import RunRecord
-from spurline.report.figure import Trace, figure, line, one_of_several, raw_and_smoothed, step_figure
-from spurline.report.markup import Panel, block, caption, columns
 from spurline_async_rl.timeline.configs import TimelinePanelConfig
 from spurline_async_rl.timeline.figure import (
     MAX_LANES,
@@ -22,6 +19,9 @@ from spurline_async_rl.timeline.figure import (
     window_ending_at,
 )
 from spurline_async_rl.timeline.records import SPAN_KINDS, TIMELINE_FILE, StepRecord, read_timeline
+from spurline_insight.report.figure import Trace, figure, line, one_of_several, raw_and_smoothed, step_figure
+from spurline_insight.report.markup import Panel, block, caption, columns
+from spurline_insight.report_panel import RunRecord
 
 _TOKENS = "staleness/tokens_"
 

@@ -20,14 +20,22 @@ from torch import Tensor
 
 from spurline.errors import BucketLostError, ConfigError, RunFailedError, listing
 from spurline.plugins.registry import resolve
-from spurline.protocols.backend import MakesBuckets, TrainsAdapters
-from spurline.protocols.rollout_engine import TakesWeights
-from spurline.protocols.weight_sync import SyncReport
-from spurline.protocols.weights import BucketMaker, MakerChoice, PublishedPart, TensorPlace, WeightBucket
-from spurline.rl.concurrency import in_thread
+from spurline.protocols.backend import TrainsAdapters
 from spurline_async_rl.engines.commands import BeginAdapterUpdate, BeginUpdate, Command, FinishUpdate, LoadBucket
 from spurline_async_rl.engines.vllm.requirements import require_vllm
 from spurline_async_rl.weights.configs import BucketSyncConfig
+from spurline_models.backend_config import adapters_of
+from spurline_models.weight_buckets import (
+    BucketMaker,
+    MakerChoice,
+    MakesBuckets,
+    PublishedPart,
+    TensorPlace,
+    WeightBucket,
+)
+from spurline_rl.concurrency import in_thread
+from spurline_rl.protocols.rollout_engine import TakesWeights
+from spurline_rl.protocols.weight_sync import SyncReport
 
 if TYPE_CHECKING:
     from spurline.config.run_config import RunConfig
@@ -69,7 +77,7 @@ class BucketSync(ABC):
         self.timeout_s = config.timeout_s
         self.max_bucket_bytes = config.bucket_mb << 20
         self.waits_for = ""
-        lora = None if run is None else run.backend.adapters
+        lora = None if run is None else adapters_of(run)
         self._sends_adapters: bool | None = None if lora is None or lora.is_added else False
 
     @abstractmethod
@@ -307,7 +315,7 @@ def weights_on_gpu(run: RunConfig | None) -> bool:
     request = None if run is None else run.backend.rank_request()
     if request is not None:
         return request.device == "cuda"
-    return torch.cuda.is_available() and (run is None or not run.backend.stays_on_cpu)
+    return torch.cuda.is_available() and (run is None or not run.backend.facts.stays_on_cpu)
 
 
 def _require_gpu(transport: str, run: RunConfig | None) -> None:

@@ -26,12 +26,12 @@ import torch
 from torch import Tensor
 
 from spurline.errors import BucketLostError, RunFailedError, listing
-from spurline.protocols.weights import TensorPlace, WeightBucket
-from spurline.ranks.store import open_store
 from spurline_async_rl.weights.buckets import MakerSync, end_of, weights_on_gpu
 from spurline_async_rl.weights.configs import CollectiveSyncConfig
 from spurline_async_rl.weights.exchange import ExchangeGroup, Meeting, address_towards
 from spurline_async_rl.weights.packing import checksum, pack, room, unpack
+from spurline_models.weight_buckets import TensorPlace, WeightBucket
+from spurline_ranks.store import open_store
 
 if TYPE_CHECKING:
     from spurline.config.run_config import RunConfig
@@ -294,7 +294,7 @@ def _all_here(run: RunConfig | None) -> bool:
     if run is None:
         return True
     request = run.backend.rank_request()
-    return not run.source.engines_elsewhere and (request is None or request.launch == "local")
+    return not run.source.facts.engines_elsewhere and (request is None or request.launch == "local")
 
 
 def _own_address() -> str:

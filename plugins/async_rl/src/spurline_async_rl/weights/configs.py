@@ -11,7 +11,8 @@ from spurline.config.paths import PathSetting
 from spurline.config.run_config import RunConfig
 from spurline.config.section import OnResume
 from spurline.errors import Problem
-from spurline.protocols.weight_sync import WeightSyncConfig
+from spurline_models.backend_config import adapters_of
+from spurline_rl.protocols.weight_sync import WeightSyncConfig
 
 
 class BucketSyncConfig(WeightSyncConfig):
@@ -34,7 +35,7 @@ class BucketSyncConfig(WeightSyncConfig):
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if not self.adapters:
             return
-        if not run.backend.trains_adapters:
+        if not run.backend.facts.trains_adapters:
             yield Problem(
                 "adapters",
                 f"is true, but backend '{run.backend.name}' trains no adapters with these settings. Set backend.lora, "
@@ -46,11 +47,10 @@ class BucketSyncConfig(WeightSyncConfig):
                 "is true, but the adapters belong to random weights (model.init: random), which engines do not have. "
                 "Leave adapters out: whole weights are sent.",
             )
-        elif run.backend.adapters is not None and not run.backend.adapters.is_added:
+        elif (lora := adapters_of(run)) is not None and not lora.is_added:
             yield Problem(
                 "adapters",
-                f"is true, but {run.backend.adapters.merged_because}. Leave adapters out: weights are then sent with "
-                "it merged.",
+                f"is true, but {lora.merged_because}. Leave adapters out: weights are then sent with it merged.",
             )
 
     @property
@@ -101,12 +101,12 @@ class CollectiveSyncConfig(BucketSyncConfig):
         """Seconds of one exchange; None where neither these settings nor the engine's say it."""
         if self.exchange_timeout_s is not None:
             return self.exchange_timeout_s
-        limit_s = None if run is None else run.source.update_limit_s
+        limit_s = None if run is None else run.source.facts.update_limit_s
         return None if limit_s is None else limit_s / 2
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         yield from super().problems(run)
-        limit_s = run.source.update_limit_s
+        limit_s = run.source.facts.update_limit_s
         if self.exchange_timeout_s is not None and limit_s is not None and self.exchange_timeout_s >= limit_s:
             yield Problem(
                 "exchange_timeout_s",

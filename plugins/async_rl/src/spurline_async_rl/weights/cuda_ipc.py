@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from spurline.errors import RunFailedError, listing
-from spurline.protocols.weights import WeightBucket
-from spurline.ranks.machine import this_machine
 from spurline_async_rl.weights.buckets import MakerSync, end_of
 from spurline_async_rl.weights.packing import checksum, pack, unpack
+from spurline_models.machine import this_machine
+from spurline_models.weight_buckets import WeightBucket
 
 _HANDLES, _HANDLE, _CHECKSUM = "handles", "handle", "checksum"
 """Keys of a bucket's `where`: by the names of GPUs, what opens the buffer on each, and its checksum."""

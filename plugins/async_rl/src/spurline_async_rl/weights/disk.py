@@ -20,9 +20,9 @@ from torch import Tensor
 
 from spurline.errors import RunFailedError
 from spurline.files import remove
-from spurline.protocols.weights import TensorPlace, WeightBucket
 from spurline_async_rl.weights.buckets import MakerSync
 from spurline_async_rl.weights.configs import DiskSyncConfig
+from spurline_models.weight_buckets import TensorPlace, WeightBucket
 
 if TYPE_CHECKING:
     from spurline.config.run_config import RunConfig

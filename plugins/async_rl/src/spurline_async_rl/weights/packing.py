@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from spurline.protocols.weights import TensorPlace
 from spurline_async_rl.weights.buckets import aligned, end_of
+from spurline_models.weight_buckets import TensorPlace
 
 _WORDS_AT_ONCE = 1 << 17
 """Words of 8 bytes that a checksum multiplies at a time."""

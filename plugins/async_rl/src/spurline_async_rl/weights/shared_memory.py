@@ -17,9 +17,9 @@ import xxhash
 from torch import Tensor
 
 from spurline.errors import RunFailedError
-from spurline.protocols.weights import TensorPlace, WeightBucket
-from spurline.ranks.machine import this_machine
 from spurline_async_rl.weights.buckets import MakerSync, aligned, end_of, view
+from spurline_models.machine import this_machine
+from spurline_models.weight_buckets import TensorPlace, WeightBucket
 
 _PATH, _FILE, _SIZE, _CHECKSUM = "path", "file", "bytes", "xxh3"
 """Keys of a bucket's `where`."""

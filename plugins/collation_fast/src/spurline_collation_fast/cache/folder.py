@@ -14,9 +14,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from spurline.data.token_store import Tokenized
 from spurline.errors import DataError
 from spurline.files import sync_file
-from spurline.protocols.tokenization import Tokenized
 from spurline_collation_fast.cache.layout import MANIFEST, MISSING, CacheKey, DamagedEntry
 from spurline_collation_fast.cache.mapped_store import open_entry
 from spurline_collation_fast.cache.upkeep import may_retire, retire, sweep, temporary_folder

@@ -21,36 +21,36 @@ import xxhash
 
 from spurline.config.run_config import DataConfig
 from spurline.config.section import OnResume
-from spurline.data.encoding import require_offsets
-from spurline.data.tokenization import store_labels
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline_collation_fast.cache.layout import FORMAT_VERSION, CacheKey, canonical_json
+from spurline_text.encoding import require_offsets
+from spurline_text.tokenization import store_labels
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TOKEN_MODULES = (
-    "spurline.data.chats.chat",
-    "spurline.data.chats.chat_template",
-    "spurline.data.chats.left_out",
-    "spurline.data.chats.metered_jinja",
-    "spurline.data.chats.template_budget",
-    "spurline.data.datasets.arrow_rows",
-    "spurline.data.datasets.file_digest",
-    "spurline.data.datasets.hf_dataset",
-    "spurline.data.datasets.json_rows",
-    "spurline.data.datasets.local_files",
-    "spurline.data.datasets.table_checks",
-    "spurline.data.encoding",
-    "spurline.data.rows.formats",
-    "spurline.data.rows.messages",
-    "spurline.data.rows.rows",
-    "spurline.data.rows.usual_columns",
-    "spurline.data.token_bytes",
-    "spurline.data.token_pieces",
+    "spurline_text.chats.chat",
+    "spurline_text.chats.chat_template",
+    "spurline_text.chats.left_out",
+    "spurline_text.chats.metered_jinja",
+    "spurline_text.chats.template_budget",
+    "spurline_text.datasets.arrow_rows",
+    "spurline_text.datasets.file_digest",
+    "spurline_text.datasets.hf_dataset",
+    "spurline_text.datasets.json_rows",
+    "spurline_text.datasets.local_files",
+    "spurline_text.datasets.table_checks",
+    "spurline_text.encoding",
+    "spurline_text.rows.formats",
+    "spurline_text.rows.messages",
+    "spurline_text.rows.rows",
+    "spurline_text.rows.usual_columns",
+    "spurline_text.token_bytes",
+    "spurline_text.token_pieces",
     "spurline.data.token_store",
-    "spurline.data.tokenization",
-    "spurline.data.tokenizer",
+    "spurline_text.tokenization",
+    "spurline_text.tokenizer",
     "spurline_collation_fast.tokenization.block_encoder",
     "spurline_collation_fast.tokenization.chunks",
     "spurline_collation_fast.tokenization.parallel",

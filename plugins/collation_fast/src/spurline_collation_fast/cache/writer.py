@@ -19,10 +19,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from spurline.data.token_store import SampleBlock, TokenStore, fingerprint_of, summarize
+from spurline.data.token_store import SampleBlock, Tokenized, TokenStore, fingerprint_of, summarize
 from spurline.errors import DataError
 from spurline.files import sync_file
-from spurline.protocols.tokenization import Tokenized
 from spurline_collation_fast.cache.layout import (
     ARRAYS,
     BLOCK_BYTES,
@@ -35,7 +34,7 @@ from spurline_collation_fast.cache.layout import (
 )
 
 if TYPE_CHECKING:
-    from spurline.data.tokenization import Findings
+    from spurline_text.tokenization import Findings
 
 _DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 

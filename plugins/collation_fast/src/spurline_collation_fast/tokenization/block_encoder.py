@@ -1,8 +1,8 @@
 """Turn chunks of rows into blocks of samples, in this process.
 
 Place on the way: chunks -> RowEncoder, or TokenColumns for rows that are tokens already -> blocks. What a row becomes
-is decided by core's RowEncoder, so that this gives what `core/sequential` gives; here it is only kept busy.
-TokenColumns follows the rules of RowEncoder and of `spurline.data.rows.formats` on whole Arrow columns.
+is decided by core's RowEncoder, so that this gives what `text/sequential` gives; here it is only kept busy.
+TokenColumns follows the rules of RowEncoder and of `spurline_text.rows.formats` on whole Arrow columns.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from spurline.config.run_config import DataConfig
-from spurline.data.encoding import NO_LOSS_TOKENS, NO_LOSS_TOKENS_AFTER_TRUNCATION, TOO_LONG, RowEncoder
-from spurline.data.rows.formats import IGNORED_LABEL
 from spurline.data.token_store import Count, SampleBlock
-from spurline.data.tokenization import arrow_rows, block_of_outcomes
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline_collation_fast.tokenization.chunks import Chunk
 from spurline_collation_fast.tokenization.worker_choice import available_cores
+from spurline_text.encoding import NO_LOSS_TOKENS, NO_LOSS_TOKENS_AFTER_TRUNCATION, TOO_LONG, RowEncoder
+from spurline_text.rows.formats import IGNORED_LABEL
+from spurline_text.tokenization import arrow_rows, block_of_outcomes
 
 _STARTED = 2
 """Chunks that the tokenizer is given before the first of them is waited for."""

@@ -1,7 +1,7 @@
 """Tokenization `parallel`: tokens from the cache, or made on all cores and kept there.
 
 Place on the way: datasets -> cache key -> a cache entry; or blocks of samples -> SampleCollector -> memory or a new
-entry. What a row becomes is decided by core's RowEncoder, as for `core/sequential`.
+entry. What a row becomes is decided by core's RowEncoder, as for `text/sequential`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from spurline.config.run_config import DataConfig
-from spurline.data.token_store import SampleBlock, SampleSink
-from spurline.data.tokenization import SampleCollector, check_rows
+from spurline.data.token_store import SampleBlock, SampleSink, Tokenized
 from spurline.errors import DataError
-from spurline.protocols.tokenization import DatasetToTokenize, Tokenized
+from spurline.protocols.tokenization import DatasetToTokenize
 from spurline_collation_fast.cache.folder import NoHomeError, TokenCache, default_cache_folder
 from spurline_collation_fast.cache.key import cache_key, prints_date
 from spurline_collation_fast.cache.layout import CacheKey
@@ -44,6 +43,7 @@ from spurline_collation_fast.tokenization.worker_choice import (
     slices_worth_a_start,
     workers_worth_starting,
 )
+from spurline_text.tokenization import SampleCollector, check_rows
 
 
 class _RowsPerSecond(ProgressColumn):
@@ -70,7 +70,7 @@ def show_progress(num_rows: int) -> Iterator[Callable[[int], None]]:
 
 
 class ParallelTokenization:
-    """Tokenizes datasets on all cores; equal to `core/sequential` sample by sample."""
+    """Tokenizes datasets on all cores; equal to `text/sequential` sample by sample."""
 
     def __init__(
         self, config: ParallelTokenizationConfig, *, tokenizer: PreTrainedTokenizerBase, data: DataConfig

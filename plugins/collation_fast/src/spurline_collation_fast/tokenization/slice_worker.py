@@ -18,10 +18,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from spurline import errors
+from spurline.child import Parent
 from spurline.config.run_config import DataConfig
 from spurline.config.section import Section
 from spurline.protocols.tokenization import DatasetToTokenize
-from spurline.ranks.child import Parent
 from spurline_collation_fast.tokenization.block_encoder import BlockEncoder
 from spurline_collation_fast.tokenization.chunks import RowLine, write_block
 

@@ -17,11 +17,11 @@ from types import TracebackType
 from typing import Any
 
 from spurline import errors
+from spurline.child import ChildProcess
 from spurline.data.token_store import SampleBlock
-from spurline.own_folder import OwnFolder
-from spurline.ranks.child import ChildProcess
 from spurline_collation_fast.tokenization.chunks import RowLine, even_slices, read_block
 from spurline_collation_fast.tokenization.slice_worker import SliceTask, UnsharableDataError, slice_path
+from spurline_text.own_folder import OwnFolder
 
 _ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 """Environment of a worker: the workers are what runs in parallel."""

@@ -12,16 +12,9 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from spurline.child import Parent
 from spurline.config.loading import load_config
-from spurline.data.tokenizer import load_tokenizer
 from spurline.errors import BucketLostError, DataError, SpurlineError, UserError
-from spurline.protocols.rollout_engine import GenerationRequest, Sampling
-from spurline.protocols.weights import WeightBucket
-from spurline.ranks.child import Parent
-from spurline.rl.concurrency import in_thread
-from spurline.rl.engines.configs import InProcessEngineConfig
-from spurline.rl.engines.in_process.engine import InProcessEngine
-from spurline.rl.trajectory import FinishReason
 from spurline_async_rl.engines.child.packing import pack_progress, unpack_prompt
 from spurline_async_rl.engines.chunks import Chunks, longest_wait_s
 from spurline_async_rl.engines.commands import Command, FinishUpdate, LoadBucket, from_plain
@@ -30,6 +23,13 @@ from spurline_async_rl.engines.progress import Progress
 from spurline_async_rl.weights.collective import BroadcastReader
 from spurline_async_rl.weights.disk import read_file
 from spurline_async_rl.weights.shared_memory import MemoryReader
+from spurline_models.weight_buckets import WeightBucket
+from spurline_rl.concurrency import in_thread
+from spurline_rl.engines.configs import InProcessEngineConfig
+from spurline_rl.engines.in_process.engine import InProcessEngine
+from spurline_rl.protocols.rollout_engine import GenerationRequest, Sampling
+from spurline_rl.trajectory import FinishReason
+from spurline_text.tokenizer import load_tokenizer
 
 _MAX_LINE_BYTES = 1 << 28
 """The longest message: millions of prompt tokens."""

@@ -13,11 +13,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from spurline.child import ChildProcess
 from spurline.config.run_config import RunConfig
 from spurline.errors import BucketLostError, DataError, RunFailedError, UserError
-from spurline.protocols.rollout_engine import GenerationRequest
-from spurline.ranks.child import ChildProcess
-from spurline.rl.trajectory import FinishReason
 from spurline_async_rl.engines.child.packing import add_progress, pack_prompt
 from spurline_async_rl.engines.commands import Command
 from spurline_async_rl.engines.configs import ChildProcessEngineConfig
@@ -25,6 +23,8 @@ from spurline_async_rl.engines.gpus import VISIBLE, shared_gpu
 from spurline_async_rl.engines.member import EngineDiedError
 from spurline_async_rl.engines.pool import EnginePool
 from spurline_async_rl.engines.progress import Progress
+from spurline_rl.protocols.rollout_engine import GenerationRequest
+from spurline_rl.trajectory import FinishReason
 
 _ERRORS = {"data": DataError, "user": UserError, "lost": BucketLostError, "failed": RunFailedError}
 """Kinds of errors a child tells."""

@@ -17,14 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from spurline.errors import ConfigError, RunFailedError, listing
-from spurline.model.architecture import build_without_memory, load_model_config
-from spurline.model.holding.narrow_weights import base_dtype
-from spurline.model.weight_files import stored_dtype
+from spurline_models.architecture import build_without_memory, load_model_config
+from spurline_models.backend_config import adapters_of
+from spurline_models.holding.narrow_weights import base_dtype
+from spurline_models.weight_files import stored_dtype
 
 if TYPE_CHECKING:
     from spurline.config.run_config import RunConfig
-    from spurline.model.configs import LoraConfig
     from spurline_async_rl.engines.configs import VllmEngineConfig
+    from spurline_models.configs import LoraConfig
 
 _ID = 1
 """What vLLM calls the one adapter of an engine. Every publish replaces it, and every request names it."""
@@ -60,7 +61,7 @@ def engine_adapter(config: VllmEngineConfig, run: RunConfig) -> EngineAdapter | 
     Raises ConfigError where `weight_sync.adapters` asks for what vLLM cannot do, ModelError for a model or for targets
     that do not exist.
     """
-    lora, is_wanted = run.backend.adapters, run.source.sends_adapters
+    lora, is_wanted = adapters_of(run), run.source.facts.sends_adapters
     # Servers that run already have room for one or not; they are asked when they are reached.
     if lora is None or is_wanted is False or config.mode == "server":
         return None
@@ -86,7 +87,7 @@ def adapter_request() -> Any:
 def _adapted_modules(run: RunConfig, lora: LoraConfig) -> Mapping[str, str]:
     """Names of the modules that get an adapter, and what each is."""
     # Only runs with adapters have the library for them.
-    from spurline.model.adapters.lora import adapted_layers, add_adapters
+    from spurline_models.adapters.lora import adapted_layers, add_adapters
 
     causal = build_without_memory(load_model_config(run.model), run.model)
     add_adapters(causal, lora, run.seed)

@@ -13,14 +13,14 @@ from functools import partial
 from typing import Any, TypeVar
 
 from spurline.errors import DataError, ModelError, RunFailedError, listing
-from spurline.protocols.rollout_engine import Sampling
-from spurline.rl.concurrency import in_thread
 from spurline_async_rl.engines.chunks import longest_wait_s
 from spurline_async_rl.engines.commands import UPDATE, Command, Sleep, WakeCache, WakeWeights
 from spurline_async_rl.engines.member import EngineDiedError
 from spurline_async_rl.engines.vllm.adapters import adapter_request
 from spurline_async_rl.engines.vllm.launch import EngineProcesses, EngineSpec, EngineStart, check_complete, end_of
 from spurline_async_rl.engines.vllm.member import Delta, worker_call
+from spurline_rl.concurrency import in_thread
+from spurline_rl.protocols.rollout_engine import Sampling
 
 _Result = TypeVar("_Result")
 

@@ -81,5 +81,5 @@ class VllmEngine(EnginePool):
             self.transports = ("disk",)
         self._loading_adapters.append(served.loads_adapters)
         # A server loads adapters from folders alone, whatever its workers can do.
-        by_files = "disk" in (self._run.source.transport, self.transports[0])
+        by_files = "disk" in (self._run.source.facts.transport, self.transports[0])
         self.takes_adapters = by_files and all(self._loading_adapters)

@@ -24,12 +24,12 @@ import psutil
 
 from spurline.config.run_config import ModelConfig, RunConfig
 from spurline.errors import BucketLostError, RunFailedError, listing
-from spurline.ranks.network import variables_of_one_machine
-from spurline.ranks.ray_node import begin_log, last_words
 from spurline_async_rl.engines.configs import CPU_KV_CACHE_GB, VllmEngineConfig
 from spurline_async_rl.engines.gpus import VISIBLE
 from spurline_async_rl.engines.member import EngineDiedError
 from spurline_async_rl.engines.vllm.adapters import EngineAdapter, engine_adapter
+from spurline_ranks.network import variables_of_one_machine
+from spurline_ranks.ray_node import begin_log, last_words
 
 WORKER_EXTENSION = "spurline_async_rl.engines.vllm.worker_extension.WorkerExtension"
 OWNER = "SPURLINE_VLLM_OWNER"
@@ -108,7 +108,7 @@ def engine_spec(config: VllmEngineConfig, run: RunConfig) -> EngineSpec:
     return EngineSpec(
         config,
         run.model,
-        notes_experts=run.source.replays_experts,
+        notes_experts=run.source.facts.replays_experts,
         adapter=adapter,
         peers_elsewhere=config.is_elsewhere or (ranks is not None and ranks.launch == "ray"),
     )

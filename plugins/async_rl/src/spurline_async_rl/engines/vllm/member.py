@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from spurline.errors import DataError
-from spurline.protocols.rollout_engine import GenerationRequest, Sampling
-from spurline.rl.engines.in_process.response import check_request
-from spurline.rl.trajectory import FinishReason
 from spurline_async_rl.engines.commands import UPDATE, Command, FinishUpdate
 from spurline_async_rl.engines.continuation import Response
 from spurline_async_rl.engines.member import EngineDiedError
 from spurline_async_rl.engines.progress import Logprobs, Progress, TokenIds
+from spurline_rl.engines.in_process.response import check_request
+from spurline_rl.protocols.rollout_engine import GenerationRequest, Sampling
+from spurline_rl.trajectory import FinishReason
 
 _SEED_BITS = 0x7FFF_FFFF_FFFF_FFFF
 """vLLM takes seeds below 2**63."""

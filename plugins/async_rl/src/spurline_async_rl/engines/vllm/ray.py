@@ -22,22 +22,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from spurline.config.cluster import cluster_request
 from spurline.config.run_config import RunConfig
 from spurline.errors import ConfigError
-from spurline.protocols.rollout_engine import Sampling
-from spurline.protocols.weights import WeightBucket
-from spurline.ranks.cluster_room import Place, each_needs, placed, room_for
-from spurline.ranks.machine import this_machine
-from spurline.ranks.ray_cluster import RayCluster, amounts
-from spurline.ranks.ray_node import write_into
-from spurline.rl.concurrency import in_thread
 from spurline_async_rl.engines.commands import Command, LoadBucket
 from spurline_async_rl.engines.configs import VllmEngineConfig
 from spurline_async_rl.engines.member import EngineDiedError
 from spurline_async_rl.engines.vllm.async_engine import AsyncEngine
 from spurline_async_rl.engines.vllm.launch import EngineSpec, PlainSpec
 from spurline_async_rl.engines.vllm.member import Delta
+from spurline_models.machine import this_machine
+from spurline_models.weight_buckets import WeightBucket
+from spurline_ranks.cluster import cluster_request
+from spurline_ranks.cluster_room import Place, each_needs, placed, room_for
+from spurline_ranks.ray_cluster import RayCluster, amounts
+from spurline_ranks.ray_node import write_into
+from spurline_rl.concurrency import in_thread
+from spurline_rl.protocols.rollout_engine import Sampling
 
 _GATHERING_S = 0.1
 """Seconds for which tokens may wait for more of other requests: every message costs the controller half a millisecond

@@ -23,9 +23,6 @@ import aiohttp
 from transformers import PreTrainedTokenizerBase
 
 from spurline.errors import ConfigError, DataError, RunFailedError
-from spurline.protocols.rollout_engine import GenerationRequest
-from spurline.rl.concurrency import in_thread
-from spurline.rl.trajectory import FinishReason
 from spurline_async_rl.engines.commands import (
     UPDATE,
     BeginAdapterUpdate,
@@ -40,6 +37,9 @@ from spurline_async_rl.engines.progress import Progress
 from spurline_async_rl.engines.vllm.launch import WORKER_EXTENSION, check_complete
 from spurline_async_rl.engines.vllm.member import Delta, Gate, VllmResponse, worker_call
 from spurline_async_rl.engines.vllm.server_files import ServerFiles
+from spurline_rl.concurrency import in_thread
+from spurline_rl.protocols.rollout_engine import GenerationRequest
+from spurline_rl.trajectory import FinishReason
 
 _ASK_TIMEOUT_S = 5.0
 """Seconds that a server has for each answer as a run starts."""

@@ -17,8 +17,8 @@ from typing import Any
 
 from spurline.errors import RunFailedError
 from spurline.files import remove
-from spurline.protocols.weights import WeightBucket
 from spurline_async_rl.weights.disk import DiskSync, checked_file
+from spurline_models.weight_buckets import WeightBucket
 
 _HEAD, _EXPERTS = "lm_head.weight", ".experts."
 

@@ -18,8 +18,8 @@ from msgspec import msgpack
 from numpy.typing import NDArray
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
-from spurline.rl.trajectory import FinishReason
 from spurline_async_rl.engines.vllm.member import Delta
+from spurline_rl.trajectory import FinishReason
 
 
 class SampledLogprobs(msgspec.Struct, array_like=True, gc=False):

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from spurline.errors import BucketLostError, RunFailedError
-from spurline.protocols.weights import WeightBucket
 from spurline_async_rl.engines.vllm.adapters import AdapterUpdate, prepare_adapters
 from spurline_async_rl.engines.vllm.launch import LOST, OWNER
 from spurline_async_rl.weights.collective import BroadcastReader
 from spurline_async_rl.weights.cuda_ipc import read_handles
 from spurline_async_rl.weights.disk import read_file
 from spurline_async_rl.weights.shared_memory import MemoryReader
+from spurline_models.weight_buckets import WeightBucket
 
 
 def _end_with(owner: int) -> None:

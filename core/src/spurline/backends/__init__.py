@@ -1,1 +1,0 @@
-"""Core's backends, one folder each."""

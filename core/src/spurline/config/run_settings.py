@@ -1,0 +1,54 @@
+"""What a section of the config may read of the run that it is part of.
+
+`RunConfig` is the one implementation. The base classes of sections and of the kinds of components stand below it, as
+it is made of them, so they are given this; a plugin's own sections stand above it and say `run: RunConfig`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+
+class ModelSettings(Protocol):
+    """Which model is trained: `spurline.config.run_config.ModelConfig`."""
+
+    path: str
+    revision: str | None
+    tokenizer: str | None
+    chat_template: str | None
+    trust_remote_code: bool
+    config_overrides: dict[str, Any]
+
+
+class RunSettings(Protocol):
+    """The settings of a whole run.
+
+    Sections and components are given as Any: their base classes are what reads this.
+    """
+
+    run_dir: Path
+    seed: int
+    batch_size: int
+    steps: int | None
+    epochs: float | None
+    data: Any
+    source: Any
+    collator: Any
+    minibatches: Any
+    loss: Any
+    optimizer: Any
+    backend: Any
+    evaluation: Any
+    checkpoint: Any
+
+    @property
+    def model(self) -> ModelSettings: ...
+
+    @property
+    def evaluations(self) -> Mapping[str, Any]: ...
+
+    def find_section(self, kind: type[Any]) -> Any:
+        """Return the top-level section of this class, which a plugin added; None where there is none."""
+        ...

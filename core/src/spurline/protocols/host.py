@@ -1,0 +1,42 @@
+"""What the components and hooks of a run may ask of its plugin host, and of the config that enabled the plugins."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from spurline.plugins.registry import Registry
+
+
+class HostView(Protocol):
+    """The enabled plugins of a run: `spurline.plugins.host.PluginHost`."""
+
+    registry: Registry
+    """Create further components with `registry.create(kind, config, ...)`."""
+
+    @property
+    def hooks(self) -> Any:
+        """Calls all implementations of a hook: `hooks.on_step_start(step=1)`."""
+        ...
+
+    def attach(self, implementations: object, name: str) -> None:
+        """Add hook implementations to this run, under a name such as `mine/watcher`."""
+        ...
+
+    def detach(self, name: str) -> None:
+        """Take away what was attached under this name."""
+        ...
+
+
+class LoadedView(Protocol):
+    """A config that was read, with its plugins: `spurline.config.loading.LoadedConfig`. config: the `RunConfig`."""
+
+    @property
+    def config(self) -> Any: ...
+
+    @property
+    def host(self) -> HostView: ...
+
+    def resolved(self) -> dict[str, Any]:
+        """Return every setting as plain values."""
+        ...

@@ -1,1 +1,0 @@
-"""Core's report panels, one file per subject; `builtin.py` names them."""

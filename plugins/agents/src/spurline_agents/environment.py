@@ -1,0 +1,167 @@
+"""Environment `harness`: an agent of any make, which talks to the model over HTTP.
+
+Place on the way: row -> Session -> agent; its requests -> server -> policy; what it returns -> reward terms ->
+Trajectory with one Turn per answer that the agent received.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from spurline.config.run_config import DataConfig
+from spurline.errors import ConfigError, DataError, PluginError
+from spurline.plugins.registry import Registry
+from spurline_agents.agents import CANCEL_TIMEOUT_S, Agent, Session, command_agent, function_agent, terms_of
+from spurline_agents.configs import HarnessConfig
+from spurline_agents.server import HarnessServer
+from spurline_agents.sessions import LiveSession
+from spurline_rl.concurrency import end_tasks
+from spurline_rl.protocols.environment import AttemptFailedError, PolicyHandle, Task
+from spurline_rl.protocols.reward import Answer
+from spurline_rl.scoring import close_all, make_rewards, reward_terms
+from spurline_rl.trajectory import Trajectory
+from spurline_text.prompts import ChatQuestion, TextQuestion, read_question
+from spurline_text.rows.rows import BadRowError
+
+
+class HarnessEnvironment:
+    """Serves the model to agents. The server starts with the first attempt, on its event loop.
+
+    `info`: prompt of the first turn, response (the agent's answer, or the last turn) and reference as texts; messages
+    of the conversation that had the last turn; `turns`, and `conversations`, which is more than 1 where the agent began
+    anew, changed what the model had written, or has several of its own.
+    """
+
+    def __init__(
+        self, config: HarnessConfig, registry: Registry, tokenizer: PreTrainedTokenizerBase, data: DataConfig
+    ) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._agent = _agent(config)
+        self._api_key = _api_key(config)
+        self._rewards = make_rewards(config.rewards or {}, registry)
+        self._starting = asyncio.Lock()
+        self._server: HarnessServer | None = None
+
+    async def run(self, task: Task, policy: PolicyHandle) -> Trajectory:
+        server = await self._started()
+        where = f"{task.location} (prompt {task.uid}, sample {task.sample})"
+        live = server.make_session(policy, where)
+        question = self._question(task)
+        name, base_url, api_key = server.open(live)
+        session = Session(
+            base_url=base_url,
+            api_key=api_key,
+            model=self._config.model_name,
+            row=task.row,
+            messages=question.messages[: question.answer_at] if isinstance(question, ChatQuestion) else (),
+            prompt=question.text if isinstance(question, TextQuestion) else None,
+            reference=question.reference if question is not None else None,
+            uid=task.uid,
+            sample=task.sample,
+            location=task.location,
+        )
+        try:
+            value = await self._attempt(live, session)
+        finally:
+            await server.end(name)
+        return await self._trajectory(live, session, value)
+
+    def close(self) -> asyncio.Task[None] | None:
+        """Close the rewards, and the server where one was started: await what is returned."""
+        close_all(self._rewards)
+        server, self._server = self._server, None
+        return None if server is None else asyncio.get_running_loop().create_task(server.stop())
+
+    async def _started(self) -> HarnessServer:
+        async with self._starting:
+            if self._server is None:
+                server = HarnessServer(self._config, self._tokenizer, self._api_key)
+                await server.start()
+                self._server = server
+        return self._server
+
+    async def _attempt(self, live: LiveSession, session: Session) -> Any:
+        """What the agent returns. Its time is limited by whoever awaits the attempt."""
+        agent = asyncio.ensure_future(self._agent(session))
+        failed = asyncio.ensure_future(live.failed.wait())
+        try:
+            await asyncio.wait([agent, failed], return_when=asyncio.FIRST_COMPLETED)
+            # Before the agent's own error, which is what it makes of this one.
+            if live.failure is not None:
+                raise live.failure
+            return agent.result()
+        finally:
+            await end_tasks([agent, failed], f"{live.where}: the agent", CANCEL_TIMEOUT_S)
+
+    async def _trajectory(self, live: LiveSession, session: Session, value: Any) -> Trajectory:
+        turns = live.policy.turns
+        if not turns:
+            raise AttemptFailedError(
+                f"{live.where}: the agent has returned without an answer of the model, so there is nothing to train "
+                "on. Does it use the session's base_url and api_key?"
+            )
+        last = str(self._tokenizer.decode(turns[-1].response_ids.tolist(), skip_special_tokens=True))
+        answer = value if self._rewards and isinstance(value, str) else last
+        messages = list(live.last_chat.messages) if live.last_chat is not None else []
+        prompt = str(self._tokenizer.decode(turns[0].prompt_ids.tolist(), skip_special_tokens=False))
+        info = {
+            "prompt": prompt,
+            "response": answer,
+            "reference": session.reference,
+            "turns": len(turns),
+            "conversations": live.conversations.num_begun,
+            **({"messages": messages} if messages else {}),
+        }
+        terms = await self._terms(live, value, Answer(prompt, answer, session.reference, session.row, messages))
+        return live.policy.finish(terms, info=info)
+
+    async def _terms(self, live: LiveSession, value: Any, answer: Answer) -> Mapping[str, float]:
+        if not self._rewards:
+            return terms_of(value, f"{live.where}: the agent")
+        if value is not None and not isinstance(value, str):
+            raise AttemptFailedError(
+                f"{live.where}: the agent has returned {value!r:.200}, but the environment's `rewards` score it. "
+                "Return the answer as text, or nothing for the model's last turn; or remove `rewards`."
+            )
+        return await reward_terms(self._rewards, answer)
+
+    def _question(self, task: Task) -> ChatQuestion | TextQuestion | None:
+        """The row as a question; None where it is in none of the formats, which the agent may understand all the same.
+
+        Raises DataError for a malformed one.
+        """
+        try:
+            has_template = self._tokenizer.chat_template is not None
+            return read_question(task.row, task.dataset, has_chat_template=has_template)
+        except BadRowError as error:
+            raise error.at(task.location) from error
+        except DataError:
+            return None
+
+
+def _agent(config: HarnessConfig) -> Agent:
+    if config.command is not None:
+        return command_agent(config.command, config.pass_env, config.memory_gb)
+    if config.agent is None:
+        raise PluginError("The environment harness has neither agent nor command. Set agent: my_module:my_function.")
+    return function_agent(config.agent)
+
+
+def _api_key(config: HarnessConfig) -> str | None:
+    """Of all sessions; None where each has its own."""
+    if config.api_key_env is None:
+        return None
+    key = os.environ.get(config.api_key_env)
+    if not key:
+        raise ConfigError.at(
+            "source.environment.api_key_env",
+            f"names the environment variable {config.api_key_env}, which is not set. Set it, or remove "
+            "api_key_env for a key of each session's own.",
+        )
+    return key

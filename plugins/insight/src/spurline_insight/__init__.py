@@ -1,0 +1,1 @@
+"""What a run did: HTML report, comparison of runs, `spurline view`, notebooks, warnings."""

@@ -1,0 +1,33 @@
+"""The command `spurline report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from spurline.cli_options import load_run
+from spurline.errors import UserError
+
+
+def report(
+    run_dirs: Annotated[list[Path], typer.Argument(help="Folders of runs, finished or going on.")],
+    out: Annotated[
+        Path | None, typer.Option(help="Where a comparison is written; comparison.html in this folder if not given.")
+    ] = None,
+) -> None:
+    """Write RUN_DIR/report.html from the metrics so far, also while the run is going on. Several runs are compared."""
+    from spurline.run.directory import RunDirectory
+    from spurline_insight.report.page import write_run_report
+    from spurline_insight.report.record import check_run_directory
+
+    if len(run_dirs) > 1:
+        from spurline_insight.report.comparison import COMPARISON_FILE, write_comparison
+
+        typer.echo(write_comparison(run_dirs, out or Path(COMPARISON_FILE)))
+        return
+    if out is not None:
+        raise UserError("--out is for a comparison of several runs: the report of one is RUN_DIR/report.html.")
+    check_run_directory(run_dirs[0])
+    typer.echo(write_run_report(load_run(run_dirs[0]), RunDirectory(run_dirs[0])))

@@ -1,0 +1,90 @@
+"""One HTML file that opens anywhere, without a network: style, scripts, plotly.js and figures around a body.
+
+plotly.js and the figures are gzip in base 85, which the page unpacks: so a page takes less than 2 MB. A content
+security policy forbids it to load anything. What is not a figure stays HTML, which can be searched and read without
+a script, unless it is too large: then it is packed as well.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import re
+from functools import cache
+from importlib.resources import files
+
+from spurline_insight.report.markup import text
+
+_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline' 'unsafe-eval' blob:; style-src 'unsafe-inline'; "
+    "img-src data: blob:; font-src data:; worker-src blob:; form-action 'none'; base-uri 'none'"
+)
+_FIGURE = re.compile(r'(<script type="application/json" class="figure">)(.*?)(</script>)', re.DOTALL)
+_PYTHON_DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%&()*+-;<=>?@^_`{|}~"
+# Without those that could begin markup inside a script element.
+DIGITS = _PYTHON_DIGITS.translate(str.maketrans("<>&", ",.:"))
+"""The digits 0 to 84 of what is packed."""
+_TO_DIGITS = bytes.maketrans(_PYTHON_DIGITS.encode(), DIGITS.encode())
+
+
+def document(title: str, body: str, *, packs_body: bool = False) -> str:
+    """The page. body: HTML, with figures as `figure` makes them. packs_body: the page shows it once a script has
+    unpacked it."""
+    figures: list[str] = []
+
+    def take(found: re.Match[str]) -> str:
+        figures.append(found[2])
+        return found[1] + found[3]
+
+    body = _FIGURE.sub(take, body)
+    waiting = ""
+    if packs_body:
+        waiting = f'<script type="text/plain" id="body">{packed(body)}</script>'
+        body = '<p class="notice">This page unpacks itself with JavaScript.</p>'
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
+<title>{text(title)}</title>
+<style>{_asset("report.css")}</style>
+<script type="text/plain" id="plotly">{_plotly()}</script>
+<script>const ALPHABET = "{DIGITS}";
+{_asset("unpack.js")}</script>
+</head>
+<body>
+<main>
+{body}
+</main>
+{waiting}<script type="text/plain" id="figures">{packed(f"[{','.join(figures)}]")}</script>
+<script>{_asset("report.js")}</script>
+</body>
+</html>
+"""
+
+
+def packed(content: str) -> str:
+    """The text as gzip in base 85, safe inside a script element; the same for the same text."""
+    # A sample may hold half a surrogate pair, which no file can.
+    compressed = gzip.compress(content.encode(errors="replace"), 9, mtime=0)
+    return base64.b85encode(compressed).translate(_TO_DIGITS).decode()
+
+
+def unpacked(digits: str) -> str:
+    """The text that was `packed`."""
+    python_digits = digits.encode().translate(bytes.maketrans(DIGITS.encode(), _PYTHON_DIGITS.encode()))
+    return gzip.decompress(base64.b85decode(python_digits)).decode()
+
+
+@cache
+def _plotly() -> str:
+    # Imported here: reading a run directory needs no plotly.
+    from plotly.offline import get_plotlyjs
+
+    return packed(get_plotlyjs())
+
+
+def _asset(name: str) -> str:
+    return files("spurline_insight.report").joinpath("assets", name).read_text(encoding="utf-8")

@@ -1,0 +1,107 @@
+"""What panels are made of: their base, and HTML pieces. Everything that comes from a run passes through `text`."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from spurline_insight.report_panel import ReportPanelConfig
+
+_STATUSES = ("finished", "failed", "stopped", "running", "interrupted")
+
+
+class Panel:
+    """Base of core's panels, which have no settings."""
+
+    def __init__(self, config: ReportPanelConfig) -> None:
+        self.config = config
+
+
+def text(value: Any) -> str:
+    """`value` as HTML text, safe inside elements and quoted attributes."""
+    return html.escape(str(value), quote=True)
+
+
+@dataclass(frozen=True)
+class Card:
+    """A headline number.
+
+    label: what it is. value: the number as it is shown. detail: a smaller line below.
+    """
+
+    label: str
+    value: str
+    detail: str = ""
+
+
+def cards(items: Iterable[Card]) -> str:
+    """A row of headline numbers."""
+    rendered = "".join(
+        f'<div class="card"><dt>{text(item.label)}</dt><dd>{text(item.value)}</dd>'
+        f'<dd class="detail">{text(item.detail)}</dd></div>'
+        for item in items
+    )
+    return f'<dl class="cards">{rendered}</dl>'
+
+
+def block(*fragments: str, wide: bool = False) -> str:
+    """The content of one panel. wide: it takes a whole row of the page."""
+    return f'<div class="block{" wide" if wide else ""}">{"".join(fragments)}</div>'
+
+
+def columns(*fragments: str) -> str:
+    """Two of these side by side in each row, where there is room."""
+    return f'<div class="columns even">{"".join(f"<div>{fragment}</div>" for fragment in fragments)}</div>'
+
+
+def caption(line: str) -> str:
+    """One line of plain text below a heading."""
+    return f'<p class="caption">{text(line)}</p>'
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, css: str = "") -> str:
+    """A table whose headings are plain text and whose cells are HTML already."""
+    head = "".join(f'<th scope="col">{text(heading)}</th>' for heading in headings)
+    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    return (
+        f'<div class="scroll"><table class="{text(css)}"><thead><tr>{head}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
+    )
+
+
+def shares(parts: Sequence[tuple[str, float, str]]) -> str:
+    """Horizontal bars: label, share (0..1), text at the right."""
+    rows = "".join(
+        f'<li><span class="label">{text(label)}</span>'
+        f'<span class="track"><span class="bar" style="width:{100 * min(1.0, max(0.0, share)):.2f}%"></span></span>'
+        f'<span class="amount">{text(amount)}</span></li>'
+        for label, share, amount in parts
+    )
+    return f'<ul class="shares">{rows}</ul>'
+
+
+def status_mark(status: str) -> str:
+    """The status of a run as a mark of its own colour."""
+    known, shown = (status, status.capitalize()) if status in _STATUSES else ("unknown", status)
+    return f'<span class="status {known}">{text(shown)}</span>'
+
+
+def footer(subject: str) -> str:
+    """The last line of a page. subject: HTML, what the page is of."""
+    return f"<footer>{subject}, written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC</footer>"
+
+
+def scalar(value: Any) -> str:
+    """The value as it would be written in YAML."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, Mapping):
+        return "{}"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return f"[{', '.join(scalar(item) for item in value)}]"
+    return str(value) if value != "" else '""'

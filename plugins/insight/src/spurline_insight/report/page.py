@@ -1,0 +1,126 @@
+"""Write RUN_DIR/report.html: the panels that the config selects, in one file that opens anywhere, without a network.
+
+A RunRecord and panels in page order go in; the page comes out, written atomically.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from spurline.config.loading import LoadedConfig
+from spurline.config.paths import shown_path
+from spurline.errors import RunFailedError
+from spurline.files import replace_file
+from spurline.plugins.registry import Registry
+from spurline.run.directory import RunDirectory
+from spurline_insight.report.configs import ReportConfig
+from spurline_insight.report.document import document
+from spurline_insight.report.markup import footer, status_mark, text
+from spurline_insight.report.record import read_record, setting
+from spurline_insight.report_panel import DEFAULT_ORDER, ReportPanel, RunRecord
+
+
+def write_report(record: RunRecord, panels: Sequence[ReportPanel], out: Path) -> Path:
+    """Render `panels` in order and write the page to `out`.
+
+    A panel that raises leaves its error on the page, in its place; once the page is written, RunFailedError names it.
+    """
+    out = Path(out)
+    sections: list[str] = []
+    failures: list[tuple[str, Exception]] = []
+    for panel in panels:
+        try:
+            fragment = panel.render(record)
+        except Exception as error:  # noqa: BLE001 - a plugin may raise anything; it is raised again below
+            failures.append((type(panel).__name__, error))
+            fragment = (
+                f'<div class="block failure"><p>{text(type(panel).__name__)} could not be drawn:</p>'
+                f"<pre>{text(type(error).__name__)}: {text(error)}</pre></div>"
+            )
+        if fragment is not None:
+            sections.append(f'<section class="panel"><h2>{text(panel.title)}</h2>{fragment}</section>')
+    # A sample may hold half a surrogate pair, which no file can.
+    replace_file(out, _page(record, sections).encode(errors="replace").decode())
+    if failures:
+        names = ", ".join(f"{name} ({type(error).__name__}: {error})" for name, error in failures)
+        raise RunFailedError(
+            f"{out}: written, but without these report panels, which failed: {names}. "
+            "Leave them out of report.panels, or fix the plugin that they come from."
+        ) from failures[0][1]
+    return out
+
+
+def _page(record: RunRecord, sections: Iterable[str]) -> str:
+    name = record.run_dir.resolve().name
+    notice = '<p class="notice">No training step has finished yet: there are no curves yet.</p>'
+    body = f"""{_header(record, name)}
+{"" if any(line["step"] for line in record.metrics) else notice}
+<div class="grid">
+{"".join(sections)}
+</div>
+{footer(f"Spurline report of <code>{text(record.run_dir.resolve())}</code>")}"""
+    return document(f"{name} · Spurline report", body)
+
+
+def _header(record: RunRecord, name: str) -> str:
+    status = str(record.summary.get("status", "unknown"))
+    finished, total = steps_of(record)
+    progress = ""
+    if total is not None and finished < total:
+        share = f"{100 * finished / total:.1f}%"
+        progress = f'<div class="progress" title="{share} of all steps"><span style="width:{share}"></span></div>'
+    error = record.summary.get("error")
+    failure = f'<pre class="failure">{text(error)}</pre>' if error else ""
+    facts = " · ".join(text(fact) for fact in facts_of(record.config, record.summary))
+    return (
+        f'<header><div class="title"><h1>{text(name)}</h1>'
+        f"{status_mark(status)}</div>"
+        f'<p class="facts">{facts}</p>{progress}{failure}</header>'
+    )
+
+
+def steps_of(record: RunRecord) -> tuple[int, int | None]:
+    """The last step recorded, 0 where there is none, and the steps of the whole run where they are known."""
+    total = record.summary.get("total_steps")
+    return int(record.metrics[-1]["step"]) if record.metrics else 0, total if isinstance(total, int) else None
+
+
+def facts_of(config: Any, summary: Mapping[str, Any]) -> list[str]:
+    """What was trained on what: model, training data, loss, backend and its devices; those that are known."""
+    data = setting(config, "data", "train")
+    entries = data if isinstance(data, (list, tuple)) else []
+    names = [setting(entry, "label") or setting(entry, "path") for entry in entries]
+    data_name = " + ".join(shown_path(str(name)) for name in names if name)
+    model = setting(config, "model", "path")
+    found = [shown_path(str(model)) if model else None, data_name, setting(config, "loss", "name")]
+    backend, device = setting(config, "backend", "name"), summary.get("device")
+    return [str(fact) for fact in [*found, backend, device and f"on {device}"] if fact]
+
+
+def write_run_report(loaded: LoadedConfig, directory: RunDirectory) -> Path:
+    """Render RUN_DIR/report.html from what the run left behind; returns its path."""
+    registry, chosen = loaded.host.registry, loaded.config.section(ReportConfig).panels
+    if chosen is None:
+        panels = default_panels(registry)
+    else:
+        panels = [registry.create("report_panel", config) for config in chosen]
+    return write_report(record_of(directory), panels, directory.report)
+
+
+def record_of(directory: RunDirectory) -> RunRecord:
+    """What the run left so far. One that says it is running while no process holds it is interrupted."""
+    record = read_record(directory.path)
+    if record.summary.get("status") == "running" and not directory.is_in_use():
+        # Its process died without a word: killed, or the machine went down.
+        record = replace(record, summary={**record.summary, "status": "interrupted"})
+    return record
+
+
+def default_panels(registry: Registry) -> list[ReportPanel]:
+    """Return every registered panel with default settings, sorted by its `order`."""
+    entries = [entry for entry in registry.entries() if entry.kind == "report_panel"]
+    panels: list[ReportPanel] = [registry.create("report_panel", entry.config(name=entry.name)) for entry in entries]
+    return sorted(panels, key=lambda panel: getattr(panel, "order", DEFAULT_ORDER))

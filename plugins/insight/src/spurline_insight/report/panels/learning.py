@@ -1,0 +1,140 @@
+"""How well training goes: loss, evaluation scores, learning rate, gradient norm, each over steps."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from spurline.trackers.readout import score
+from spurline_insight.report.figure import level, line, raw_and_smoothed, series_color, step_figure
+from spurline_insight.report.markup import Panel, block, caption, columns
+from spurline_insight.report.record import (
+    GIVEN_UP,
+    OF_PAIRS,
+    evaluation_losses,
+    evaluation_scores,
+    evaluations_of,
+    label_of,
+    recorded_names,
+    setting,
+)
+from spurline_insight.report_panel import RunRecord
+
+
+class LossPanel(Panel):
+    """Training loss, raw and smoothed, with the held-out loss on the same axes."""
+
+    title = "Loss"
+    order = 110
+
+    def render(self, record: RunRecord) -> str | None:
+        """None when neither a training nor an evaluation loss was recorded."""
+        steps, values = record.series("loss")
+        traces = raw_and_smoothed("training loss", steps, values, "--series-1") if steps else []
+        for index, name in enumerate(evaluation_losses(record)):
+            eval_steps, eval_values = record.series(name)
+            color = series_color(index + 1)
+            traces.append(
+                line(label_of(name, "evaluation"), eval_steps, eval_values, color, mode="lines+markers")
+                | {"marker": {"color": color, "size": 7}}
+            )
+        if not traces:
+            return None
+        _, rewards = record.series("reward/mean")
+        if not rewards:
+            unit = "per pair" if recorded_names(record, OF_PAIRS) else "nats per token"
+            return block(step_figure(traces, f"Loss ({unit})", label="Loss over steps"), wide=True)
+        head = caption("Of the policy: near 0 whatever is learned. The reward tells how training goes")
+        return block(head, step_figure(traces, "Loss", label="Loss over steps"))
+
+
+class EvaluationPanel(Panel):
+    """Scores of generated answers and other evaluation metrics."""
+
+    title = "Evaluation"
+    order = 120
+
+    def render(self, record: RunRecord) -> str | None:
+        """None when evaluation recorded no scores. What the panel of preferences draws is left to it."""
+        shares, others = ([name for name in names if OF_PAIRS not in name] for names in evaluation_scores(record))
+        drawn = ((shares, "Score", {"tickformat": ".0%", "range": [-0.02, 1.02]}), (others, "Value", {}))
+        plots = [self._plot(record, names, y_title, y_axis) for names, y_title, y_axis in drawn if names]
+        if not plots:
+            return None
+        head = _given_up(record)
+        return block(head, plots[0]) if len(plots) == 1 else block(head, columns(*plots), wide=True)
+
+    @staticmethod
+    def _plot(record: RunRecord, names: list[str], y_title: str, y_axis: dict[str, Any]) -> str:
+        hover = "%{y:.1%}" if y_axis else "%{y:.4~g}"
+        traces = [
+            line(label_of(name), *record.series(name), series_color(index + 1), mode="lines+markers")
+            | {"hovertemplate": hover}
+            for index, name in enumerate(names)
+        ]
+        return step_figure(traces, y_title, label="Evaluation scores over steps", **y_axis)
+
+
+class LearningRatePanel(Panel):
+    """The learning rate that each step used."""
+
+    title = "Learning rate"
+    order = 300
+
+    def render(self, record: RunRecord) -> str | None:
+        """None when no learning rate was recorded."""
+        steps, values = record.series("lr")
+        if not steps:
+            return None
+        trace = line("learning rate", steps, values, "--series-3") | {"hovertemplate": "%{y:.3e}", "showlegend": False}
+        peak, last = (f"{value:.2e}" if value else "0" for value in (max(values), values[-1]))
+        plot = step_figure(
+            [trace], "Learning rate", label="Learning rate over steps", exponentformat="power", rangemode="tozero"
+        )
+        return block(caption(f"Peak {peak}, last {last}"), plot)
+
+
+class GradientPanel(Panel):
+    """Global gradient norm before clipping, and the clipping threshold."""
+
+    title = "Gradient norm"
+    order = 310
+
+    def render(self, record: RunRecord) -> str | None:
+        """None when no gradient norm was recorded."""
+        steps, values = record.series("grad_norm")
+        if not steps:
+            return None
+        traces = raw_and_smoothed("gradient norm", steps, values, "--series-4")
+        head = f"Median {score(statistics.median(values))}, largest {score(max(values))}"
+        threshold = _clip_threshold(record)
+        if threshold is not None:
+            traces.append(level(f"clipped above {threshold:g}", steps, threshold, "--series-6"))
+            clipped = sum(value > threshold for value in values)
+            head += f"; {clipped / len(values):.0%} of the steps were clipped"
+        return block(caption(head), step_figure(traces, "Norm", label="Norm", **_scale(values)))
+
+
+def _given_up(record: RunRecord) -> str:
+    """Held-out prompts that could not be evaluated, which scores count as failed."""
+    found: list[str] = []
+    for prefix in evaluations_of(record):
+        steps, counts = record.series(f"{prefix}{GIVEN_UP}")
+        if counts:
+            worst = max(range(len(counts)), key=counts.__getitem__)
+            of = prefix.removeprefix("eval/").rstrip("/")
+            found.append(f"{f'{of}: ' if of else ''}{counts[worst]:,.0f} at step {steps[worst]:,}")
+    return caption(f"Held-out prompts given up: {'; '.join(found)}. They count as failed") if found else ""
+
+
+def _clip_threshold(record: RunRecord) -> float | None:
+    threshold = setting(record.config, "optimizer", "max_grad_norm")
+    return float(threshold) if threshold is not None else None
+
+
+def _scale(values: list[float]) -> dict[str, Any]:
+    """A logarithmic axis where one spike would flatten everything else."""
+    middle = statistics.median(values)
+    if min(values) > 0 and max(values) > 20 * middle:
+        return {"type": "log", "dtick": 1}
+    return {"rangemode": "tozero"}

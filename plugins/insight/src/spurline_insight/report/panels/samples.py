@@ -1,0 +1,165 @@
+"""What the model answered: held-out prompts with the first and the latest answers side by side.
+
+In: lines of `eval_samples.jsonl` with `prompt`, `response` and `reference`, which are texts or, for conversations,
+lists of messages, and `scores` by name. Attempts also have `reward` and `passed`. `evaluation` is the name of the
+one that they come from, where it has one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from spurline.trackers.jsonl import read_json_lines
+from spurline_insight.report.markup import Panel, block, caption, table, text
+from spurline_insight.report_panel import RunRecord
+
+SAMPLES_FILE = "eval_samples.jsonl"
+"""Answers written by the evaluation, inside the run directory."""
+
+_SHOWN = 8
+_MAX_ROWS = 100
+_MAX_CHARACTERS = 2000
+
+Answer = Mapping[str, Any]
+
+
+class SamplesPanel(Panel):
+    """Answers at the first and at the latest evaluation, marked by their scores."""
+
+    title = "Sample answers"
+    order = 900
+
+    def render(self, record: RunRecord) -> str | None:
+        """None when no answers were generated."""
+        by_evaluation: dict[str, list[Answer]] = {}
+        for answer in read_json_lines(record.run_dir / SAMPLES_FILE):
+            by_evaluation.setdefault(str(answer.get("evaluation", "")), []).append(answer)
+        parts: list[str] = []
+        for name, answers in by_evaluation.items():
+            parts += [f"<h3>{text(name)}</h3>"] if name else []
+            parts += self._table(_answers_by_step(answers))
+        return block(*parts, wide=True) if parts else None
+
+    @staticmethod
+    def _table(by_step: Mapping[int, Mapping[tuple[str, int], Answer]]) -> list[str]:
+        """The answers of one evaluation."""
+        first, latest = min(by_step), max(by_step)
+        shown_steps = [first, latest] if first != latest else [latest]
+        headings = ["Prompt", "Reference", *(_heading(step, first, latest) for step in shown_steps)]
+        rows = [
+            [_shorten(prompt), _shorten(by_step[latest][(prompt, number)].get("reference"))]
+            + [_answer(by_step[step].get((prompt, number))) for step in shown_steps]
+            for prompt, number in list(by_step[latest])[:_MAX_ROWS]
+        ]
+        fragments = [caption(_verdict(by_step, shown_steps)), table(headings, rows[:_SHOWN], css="answers")]
+        if len(rows) > _SHOWN:
+            more = table(headings, rows[_SHOWN:], css="answers")
+            fragments.append(f"<details><summary>{len(rows) - _SHOWN} more answers</summary>{more}</details>")
+        return fragments
+
+
+def _answers_by_step(lines: Sequence[Answer]) -> dict[int, dict[tuple[str, int], Answer]]:
+    """Answers of each step, by prompt and by how often that prompt came before in the same evaluation.
+
+    Where a step is found again further down, as after a resume, the later answers count.
+    """
+    by_step: dict[int, dict[tuple[str, int], Answer]] = {}
+    for step, answers in groupby(lines, key=lambda line: int(line["step"])):
+        by_step[step] = {}
+        seen = Counter[str]()
+        for answer in answers:
+            prompt = _as_text(answer.get("prompt"))
+            by_step[step][(prompt, seen[prompt])] = answer
+            seen[prompt] += 1
+    return by_step
+
+
+def _heading(step: int, first: int, latest: int) -> str:
+    if first == latest:
+        return f"Answer at step {step:,}"
+    return f"First answer (step {step:,})" if step == first else f"Latest answer (step {step:,})"
+
+
+def _verdict(by_step: Mapping[int, Mapping[Any, Answer]], steps: Sequence[int]) -> str:
+    counts = [
+        (step, sum(_is_correct(answer) for answer in by_step[step].values()), len(by_step[step])) for step in steps
+    ]
+    if not any(answer.get("scores") or "passed" in answer for answer in by_step[steps[-1]].values()):
+        return f"{counts[-1][2]} answers at step {counts[-1][0]:,}, not scored"
+    word = "passed" if any("passed" in answer for answer in by_step[steps[-1]].values()) else "correct"
+    return "; ".join(f"step {step:,}: {correct} of {total} {word}" for step, correct, total in counts).capitalize()
+
+
+def _is_correct(answer: Answer) -> bool:
+    if "passed" in answer:
+        return bool(answer["passed"])
+    scores = answer.get("scores") or {}
+    return bool(scores) and all(float(value) >= 1 for value in scores.values())
+
+
+def _answer(answer: Answer | None) -> str:
+    if answer is None:
+        return ""
+    return f'{_shorten(answer.get("response"))}<div class="marks">{_marks(answer)}</div>'
+
+
+def _marks(answer: Answer) -> str:
+    """Show which scores the answer reached; for reward terms, the verdict and then what each term came to."""
+    scores = {name: float(value) for name, value in (answer.get("scores") or {}).items()}
+    if "passed" not in answer:
+        return "".join(_mark(name, value) for name, value in scores.items())
+    kind, verdict = ("good", "✓ passed") if answer["passed"] else ("bad", "✗ failed")
+    if answer.get("reward") is not None:
+        verdict += f", reward {float(answer['reward']):.3g}"
+    return _chip(kind, verdict) + "".join(_chip("term", f"{_name(name)} {value:.3g}") for name, value in scores.items())
+
+
+def _mark(name: str, value: float) -> str:
+    if not 0 <= value <= 1:
+        # No share of anything, such as a penalty: there is no telling which amount is good.
+        return _chip("term", f"{_name(name)} {value:.3g}")
+    kind, sign = ("good", "✓") if value == 1 else ("bad", "✗") if value == 0 else ("partial", "~")
+    return _chip(kind, f"{sign} {_name(name)}" + (f" {value:.3g}" if kind == "partial" else ""))
+
+
+def _chip(kind: str, words: str) -> str:
+    return f'<span class="mark {kind}">{text(words)}</span>'
+
+
+def _name(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _shorten(value: Any) -> str:
+    whole = _as_text(value)
+    cut = whole[:_MAX_CHARACTERS]
+    rest = f" … ({len(whole) - len(cut):,} more characters)" if len(whole) > len(cut) else ""
+    css = "answer turns" if _is_conversation(value) else "answer"
+    return f'<div class="{css}">{text(cut)}{rest}</div>'
+
+
+def _as_text(value: Any) -> str:
+    if value is None or isinstance(value, str):
+        return value or ""
+    if _is_conversation(value):
+        return "\n\n".join(_message(item) for item in value)
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _is_conversation(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) and "role" in item for item in value)
+
+
+def _message(message: Mapping[str, Any]) -> str:
+    """Role, content, and whatever else the message holds, such as calls of tools."""
+    others = {key: item for key, item in message.items() if key not in ("role", "content") and item}
+    lines = [
+        f"{message['role']}:",
+        _as_text(message.get("content")),
+        json.dumps(others, ensure_ascii=False) if others else "",
+    ]
+    return "\n".join(line for line in lines if line)

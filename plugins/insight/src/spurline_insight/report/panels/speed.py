@@ -1,0 +1,198 @@
+"""How fast training goes: tokens per second, and where the time of a step goes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from spurline.trackers.readout import clock, quantity, seconds_of_generation, training_seconds
+from spurline_insight.report.figure import Trace, one_of_several, raw_and_smoothed, series_color, step_figure
+from spurline_insight.report.markup import Panel, block, caption, shares
+from spurline_insight.report_panel import RunRecord
+
+_PARTS = (
+    "time/batch",
+    "time/forward_backward",
+    "time/optimizer",
+    "time/critic_forward_backward",
+    "time/critic_optimizer",
+    "time/after_update",
+    "time/evaluate",
+)
+_INSIDE_BATCH = ("time/generate", "time/look_back")
+_OTHER = "time/other"
+_NAMES = {
+    "time/forward_backward": "forward + backward",
+    "time/critic_forward_backward": "critic forward + backward",
+    "time/look_back": "look back (forward)",
+}
+_MAX_BARS = 40
+_MAX_AREA_POINTS = 300
+
+
+class ThroughputPanel(Panel):
+    """Non-padding tokens per second of training, and beside it response tokens per second of generation.
+
+    Evaluation is not counted, nor is generation as a part of training.
+    """
+
+    title = "Throughput"
+    order = 400
+
+    def render(self, record: RunRecord) -> str | None:
+        """None when tokens or times were not recorded."""
+        trained, generated = training_speed(record), generation_speed(record)
+        if trained is None:
+            return None
+        head = f"Mean {quantity(trained.mean)} tokens/s"
+        if generated is not None:
+            traces = one_of_several("training", trained.steps, trained.rates, "--series-5", trained.seconds)
+            rates = (generated.steps, generated.rates)
+            traces += one_of_several("generation", *rates, "--series-2", generated.seconds)
+            head += f" in training, {quantity(generated.mean)} in generation; each over its own time"
+        else:
+            traces = raw_and_smoothed("tokens/s", trained.steps, trained.rates, "--series-5", trained.seconds)
+            head += ", evaluation not counted"
+        plot = step_figure(
+            traces, "Tokens per second", label="Tokens per second over steps", rangemode="tozero", tickformat="~s"
+        )
+        return block(caption(head), plot)
+
+
+class TimeSplitPanel(Panel):
+    """The parts of each step's time, stacked, and their shares of the whole run."""
+
+    title = "Where the time goes"
+    order = 410
+
+    def render(self, record: RunRecord) -> str | None:
+        """None when no step time was recorded."""
+        inside = _inside_batch(record)
+        lines = [_split_time(metrics, inside) for metrics in record.metrics if "time/step" in metrics]
+        totals: dict[str, float] = {}
+        for parts in lines:
+            for name, seconds in parts.items():
+                totals[name] = totals.get(name, 0.0) + seconds
+        whole = sum(totals.values())
+        if whole <= 0 or len(totals) < 2:
+            return None
+        # A remainder that is only rounding would add an empty entry.
+        shown = [name for name, total in totals.items() if name != _OTHER or total > 1e-6 * whole]
+        names = sorted(shown, key=lambda name: -totals[name])
+        rows = [
+            (_part(name, inside), totals[name] / whole, f"{_percent(totals[name] / whole)} · {_seconds(totals[name])}")
+            for name in names
+        ]
+        steps = [int(metrics["step"]) for metrics in record.metrics if "time/step" in metrics]
+        plot = _plot_stacked(steps, lines, {name: _part(name, inside) for name in names})
+        return block(
+            f'<div class="columns"><div>{plot}</div><div>{shares(rows)}{_list_overlapping(record, inside)}</div></div>',
+            wide=True,
+        )
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Tokens per second of each of `steps`. seconds: their weights, as an average of rates overweights quick steps."""
+
+    steps: list[int]
+    rates: list[float]
+    seconds: list[float]
+    mean: float
+
+
+def training_speed(record: RunRecord) -> Speed | None:
+    """Tokens per second of training; None when no step says so."""
+    return _speed(record, "tokens", training_seconds)
+
+
+def generation_speed(record: RunRecord) -> Speed | None:
+    """Response tokens per second of generation; None when no step generated."""
+    return _speed(record, "rollout/tokens", seconds_of_generation)
+
+
+def _speed(record: RunRecord, name: str, seconds_of: Callable[[Mapping[str, float]], float | None]) -> Speed | None:
+    lines = [metrics for metrics in record.metrics if name in metrics and seconds_of(metrics)]
+    if not lines:
+        return None
+    tokens = [float(metrics[name]) for metrics in lines]
+    seconds = [seconds_of(metrics) or math.nan for metrics in lines]
+    rates = [count / time_s for count, time_s in zip(tokens, seconds, strict=True)]
+    return Speed([int(metrics["step"]) for metrics in lines], rates, seconds, sum(tokens) / sum(seconds))
+
+
+def _inside_batch(record: RunRecord) -> list[str]:
+    """Times that are parts of `time/batch` in this run; none where they go on while others do, as when prefetching."""
+    timed = [metrics for metrics in record.metrics if "time/batch" in metrics]
+    names = [name for name in _INSIDE_BATCH if any(name in metrics for metrics in timed)]
+    fits = all(sum(metrics.get(name, 0.0) for name in names) <= metrics["time/batch"] for metrics in timed)
+    return names if fits else []
+
+
+def _split_time(metrics: Mapping[str, float], inside: Sequence[str]) -> dict[str, float]:
+    """The parts of one step, which do not overlap, and what is left of `time/step`."""
+    parts = {name: float(metrics[name]) for name in _PARTS if name in metrics}
+    nested = {name: float(metrics[name]) for name in inside if name in metrics and "time/batch" in metrics}
+    if nested:
+        parts |= nested | {"time/batch": parts["time/batch"] - sum(nested.values())}
+    return parts | {_OTHER: max(0.0, float(metrics["time/step"]) - sum(parts.values()))}
+
+
+def _list_overlapping(record: RunRecord, inside: Sequence[str]) -> str:
+    """Times that lie inside the parts, or overlap them, and so cannot be stacked."""
+    totals: dict[str, float] = {}
+    for metrics in record.metrics:
+        for name, value in metrics.items():
+            if name.startswith("time/") and name not in (*_PARTS, *inside, _OTHER, "time/step"):
+                totals[name] = totals.get(name, 0.0) + float(value)
+    listed = ", ".join(f"{_readable(name)} {_seconds(total)}" for name, total in sorted(totals.items()))
+    return caption(f"Also measured, overlapping the above: {listed}") if listed else ""
+
+
+def _plot_stacked(steps: Sequence[int], lines: Sequence[Mapping[str, float]], labels: Mapping[str, str]) -> str:
+    """Bars for a few steps; areas over means of stretches of steps for many. labels: the parts, bottom first."""
+    stretch = math.ceil(len(lines) / _MAX_AREA_POINTS)
+    stretches = [lines[start : start + stretch] for start in range(0, len(lines), stretch)]
+    steps = [steps[min(start + stretch, len(steps)) - 1] for start in range(0, len(lines), stretch)]
+    traces: list[Trace] = []
+    heights = [0.0] * len(steps)
+    for index, (name, label) in enumerate(labels.items()):
+        color = series_color(min(index, 7))
+        values = [sum(parts.get(name, 0.0) for parts in members) / len(members) for members in stretches]
+        heights = [height + value for height, value in zip(heights, values, strict=True)]
+        common: Trace = {"name": label, "x": steps, "y": values, "hovertemplate": "%{y:.3~s}s"}
+        if len(steps) <= _MAX_BARS:
+            traces.append(common | {"type": "bar", "marker": {"color": color}})
+        else:
+            area: Trace = {"type": "scatter", "mode": "lines", "stackgroup": "parts", "fillcolor": color}
+            traces.append(common | area | {"line": {"width": 0, "color": color, "shape": "hvh"}})
+    y_title = "Seconds per step" if stretch == 1 else f"Seconds per step (means of {stretch})"
+    layout = {"barmode": "stack", "showlegend": False}
+    top = _axis_top(heights)
+    note = caption(f"The axis ends at {_seconds(top)}; the highest point is {_seconds(max(heights))}.") if top else ""
+    y_axis = {"range": [0, top]} if top else {"rangemode": "tozero"}
+    return note + step_figure(traces, y_title, layout, label="Parts of the step time", **y_axis)
+
+
+def _axis_top(heights: Sequence[float]) -> float | None:
+    """Where to cut the axis when rare long steps (evaluation, say) would flatten all others; else None."""
+    ordered = sorted(heights)
+    usual = ordered[math.ceil(0.9 * len(ordered)) - 1]
+    return 2 * usual if ordered[-1] > 4 * usual > 0 else None
+
+
+def _part(name: str, inside: Sequence[str]) -> str:
+    return "rest of the batch" if name == "time/batch" and inside else _readable(name)
+
+
+def _readable(name: str) -> str:
+    return _NAMES.get(name) or name.removeprefix("time/").replace("_", " ")
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}" if share >= 0.001 else "<0.1%"
+
+
+def _seconds(seconds: float) -> str:
+    return clock(seconds) if seconds >= 60 else f"{seconds:.3g} s"

@@ -1,0 +1,162 @@
+"""What a run came to at a glance: its headline numbers, what was off in it, and its settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from spurline.trackers.readout import clock, quantity, score
+from spurline_insight.health import findings, trained_steps
+from spurline_insight.report.markup import Card, Panel, block, cards, scalar, text
+from spurline_insight.report.panels.speed import generation_speed, training_speed
+from spurline_insight.report.record import REWARD, evaluation_losses, evaluation_scores, label_of
+from spurline_insight.report_panel import RunRecord
+
+_MAX_SCORES = 3
+
+
+class SummaryPanel(Panel):
+    """Final loss or reward, best evaluation, speed, time, steps, tokens and size, as cards."""
+
+    title = "Summary"
+    order = 0
+
+    def render(self, record: RunRecord) -> str | None:
+        """None when there is not a single number."""
+        found = [*_progress_cards(record), *_evaluation_cards(record), *_speed_cards(record), *_size_cards(record)]
+        return cards(found) if found else None
+
+
+def _progress_cards(record: RunRecord) -> list[Card]:
+    """The reward where there is one: a policy's loss says nothing of how good it is."""
+    for name, noun in ((REWARD, "reward"), ("loss", "loss")):
+        _, values = record.series(name)
+        if values:
+            label = f"{'Final' if record.summary.get('status') == 'finished' else 'Latest'} {noun}"
+            return [Card(label, score(values[-1]), f"from {score(values[0])}" if len(values) > 1 else "")]
+    return []
+
+
+def _evaluation_cards(record: RunRecord) -> list[Card]:
+    """Lowest held-out losses and highest scores, each with the step they were reached at."""
+    scores, _ = evaluation_scores(record)
+    found: list[Card] = []
+    for name in evaluation_losses(record):
+        steps, values = record.series(name)
+        best = min(range(len(values)), key=values.__getitem__)
+        found.append(Card(f"Best {label_of(name, 'eval')}", score(values[best]), f"at step {steps[best]:,}"))
+    for name in scores[:_MAX_SCORES]:
+        steps, values = record.series(name)
+        best = max(range(len(values)), key=values.__getitem__)
+        found.append(Card(f"Best {label_of(name)}", f"{values[best]:.1%}", f"at step {steps[best]:,}"))
+    return found
+
+
+def _speed_cards(record: RunRecord) -> list[Card]:
+    found: list[Card] = []
+    trained, generated = training_speed(record), generation_speed(record)
+    if trained is not None:
+        found.append(Card("Tokens per second", quantity(trained.mean), "training only"))
+    if generated is not None:
+        found.append(Card("Generated per second", quantity(generated.mean), "tokens of responses"))
+    _, times = record.series("time/step")
+    if times:
+        mean = sum(times) / len(times)
+        found.append(Card("Time in steps", clock(sum(times)), f"{quantity(mean)} s per step"))
+    return found
+
+
+def _size_cards(record: RunRecord) -> list[Card]:
+    found: list[Card] = []
+    total = record.summary.get("total_steps")
+    if record.metrics:
+        last = record.metrics[-1]
+        steps = f"{int(last['step']):,}" + (f" / {total:,}" if total is not None else "")
+        found.append(Card("Steps", steps, f"{quantity(float(last['epoch']))} epochs" if "epoch" in last else ""))
+    _, tokens = record.series("tokens")
+    if tokens:
+        found.append(Card("Tokens seen", quantity(sum(tokens)), f"{quantity(sum(tokens) / len(tokens))} per step"))
+    parameters = record.summary.get("parameters")
+    if parameters is not None:
+        found.append(Card("Parameters", quantity(parameters), f"{parameters:,}" if parameters >= 1000 else ""))
+    return found
+
+
+class HealthPanel(Panel):
+    """What was off in the run, in the sentences that the terminal shows, with the steps at which it was.
+
+    It has one entry for each kind of trouble, the most frequent first, in the words of the last step that had it.
+    """
+
+    title = "Health"
+    order = 10
+
+    def render(self, record: RunRecord) -> str | None:
+        """None when nothing was off."""
+        found = findings(record.metrics, record.config)
+        if not found:
+            return None
+        steps = trained_steps(record.metrics)
+        entries = "".join(
+            f"<li><span>{text(finding.words)}</span> <small>{text(finding.when(steps))}</small></li>"
+            for finding in found
+        )
+        return block(f'<ul class="warnings">{entries}</ul>', wide=True)
+
+
+class ConfigPanel(Panel):
+    """Every setting of the run, defaults included, as a tree that can be folded; those that a resume changed on the
+    way, in the order in which they were; and the versions of what ran."""
+
+    title = "Configuration"
+    order = 910
+
+    def render(self, record: RunRecord) -> str | None:
+        """None when the run recorded neither settings nor versions."""
+        versions = record.summary.get("versions") or {}
+        history = record.summary.get("history") or []
+        fragments: list[str] = []
+        if history:
+            entries = "".join(f"<li>{text(_change(entry))}</li>" for entry in history)
+            fragments.append(f"<h3>Changed on the way</h3><ul>{entries}</ul>")
+        if record.config:
+            scalars = {key: value for key, value in record.config.items() if not _is_nested(value)}
+            nested = [_section(key, value) for key, value in record.config.items() if _is_nested(value)]
+            top = _section("run", scalars) if scalars else ""
+            fragments.append(f'<div class="settings">{top}{"".join(nested)}</div>')
+        if versions:
+            fragments.append(f'<h3>Versions</h3><div class="settings versions">{_entries(versions)}</div>')
+        return block(*fragments, wide=True) if fragments else None
+
+
+def _change(entry: Mapping[str, Any]) -> str:
+    before, now = (scalar(_whole(entry[side])) for side in ("before", "now"))
+    return f"after step {entry['step']:,}: {entry['key']}: {before} -> {now}"
+
+
+def _whole(value: Any) -> Any:
+    """A component that was replaced as a whole by its name."""
+    return value.get("name", value) if isinstance(value, Mapping) else value
+
+
+def _section(name: str, value: Any) -> str:
+    return f"<details open><summary>{text(name)}</summary>{_entries(value)}</details>"
+
+
+def _entries(value: Any) -> str:
+    """A mapping or a list of mappings as nested definition lists."""
+    pairs = value.items() if isinstance(value, Mapping) else enumerate(value, start=1)
+    lines = [_section(str(key), item) if _is_nested(item) else _entry(str(key), item) for key, item in pairs]
+    return f"<dl>{''.join(lines)}</dl>"
+
+
+def _entry(key: str, value: Any) -> str:
+    css = ' class="unset"' if value is None else ""
+    return f"<div><dt>{text(key)}:</dt><dd{css}>{text(scalar(value))}</dd></div>"
+
+
+def _is_nested(value: Any) -> bool:
+    """Mappings and lists that hold some; a list of plain values is shown on one line."""
+    if isinstance(value, Mapping):
+        return bool(value)
+    return isinstance(value, (list, tuple)) and any(isinstance(item, (Mapping, list, tuple)) for item in value)

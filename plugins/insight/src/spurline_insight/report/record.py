@@ -1,0 +1,146 @@
+"""Read what a run left in its directory, and tell its evaluation metrics apart.
+
+RUN_DIR with metrics.jsonl, config.json and summary.json goes in, a `RunRecord` comes out, also of a run in progress.
+Panels ask here which recorded metrics are held-out losses and which are scores. Rollouts of held-out prompts leave
+`eval/pass@1`, mean rewards and the number of prompts given up. The rewards are drawn beside those of training, so they
+are no scores here, even where they stay within 0..1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from spurline.config.document import describes_a_model
+from spurline.errors import RunDirectoryError, listing
+from spurline.run.record_files import CONFIG_FILE, SUMMARY_FILE, read_mapping
+from spurline.trackers.jsonl import METRICS_FILE, read_metrics
+from spurline_insight.report_panel import RunRecord
+
+
+def read_record(run_dir: Path) -> RunRecord:
+    """Everything the panels may draw from `run_dir`; a file that does not exist yet counts as empty.
+
+    Raises RunDirectoryError when the folder is missing, is no run directory, or holds an unreadable file.
+    """
+    run_dir = Path(run_dir)
+    check_run_directory(run_dir)
+    return RunRecord(
+        run_dir=run_dir,
+        # A run that is at its end has trained all the same.
+        metrics=read_metrics(run_dir / METRICS_FILE, skip_foreign=True),
+        config=read_mapping(run_dir / CONFIG_FILE),
+        summary=read_mapping(run_dir / SUMMARY_FILE),
+    )
+
+
+def check_run_directory(run_dir: Path) -> None:
+    """Raise RunDirectoryError for a folder that is missing or has no file of a run, naming the runs within it."""
+    if not run_dir.is_dir():
+        raise RunDirectoryError(f"{run_dir}: no such folder. Give the run_dir of a run, such as runs/default.")
+    if not _holds_a_run(run_dir):
+        entries = sorted(run_dir.iterdir())
+        runs = [str(entry) for entry in entries if entry.is_dir() and _holds_a_run(entry)]
+        found = f"Runs in it: {listing(runs)}" if runs else f"It has: {listing(entry.name for entry in entries[:20])}"
+        raise RunDirectoryError(
+            f"{run_dir}: not a run directory: no {METRICS_FILE}, {SUMMARY_FILE} or {CONFIG_FILE} of a run. {found}."
+        )
+
+
+def _holds_a_run(folder: Path) -> bool:
+    files = [folder / name for name in (METRICS_FILE, CONFIG_FILE, SUMMARY_FILE)]
+    return any(file.exists() and not describes_a_model(file) for file in files)
+
+
+def distinct_names(run_dirs: Sequence[Path]) -> list[str]:
+    """A name for each run: that of its folder where it is enough, else as many folders above it as tell them apart."""
+    parts = [run_dir.resolve().parts for run_dir in run_dirs]
+
+    def name_of(own: tuple[str, ...]) -> str:
+        for length in range(1, len(own) + 1):
+            if sum(other[-length:] == own[-length:] for other in parts) == 1:
+                break
+        else:
+            length = len(own)
+        return str(Path(*own[-length:]))
+
+    return [name_of(own) for own in parts]
+
+
+GIVEN_UP = "failed"
+"""Held-out prompts given up, within the names of an evaluation."""
+_TERM = "rewards/"
+_OF_ATTEMPTS = ("reward", GIVEN_UP)
+
+
+def setting(config: Any, *keys: str) -> Any:
+    """The value at nested `keys` of what config.json holds; None where there is none."""
+    for key in keys:
+        config = config.get(key) if isinstance(config, Mapping) else None
+    return config
+
+
+def recorded_names(record: RunRecord, prefix: str) -> list[str]:
+    """Sorted names of the metrics that begin with `prefix`."""
+    return sorted({name for line in record.metrics for name in line if name.startswith(prefix)})
+
+
+def evaluations_of(record: RunRecord) -> list[str]:
+    """Prefixes of the run's evaluations: `eval/` of `data.eval`, and `eval/NAME/` of each with a name."""
+    named = setting(record.config, "evaluations")
+    return ["eval/", *(f"eval/{name}/" for name in (named if isinstance(named, Mapping) else ()))]
+
+
+def evaluation_losses(record: RunRecord) -> list[str]:
+    """Names of held-out losses, such as `eval/loss`, `eval/loss/math` or `eval/NAME/loss`."""
+    return [name for name, metric in _evaluation_metrics(record) if "loss" in metric.split("/")]
+
+
+def evaluation_scores(record: RunRecord) -> tuple[list[str], list[str]]:
+    """Names of all other evaluation metrics: shares, of which more is better, and the rest.
+
+    A score of answers is a share when it stays within 0..1. A metric of the loss, which training has too, is one when
+    it is called so: a margin of 0.4 is no 40 %.
+    """
+    shares, others = list[str](), list[str]()
+    metrics = _evaluation_metrics(record)
+    judged = {name.removesuffix(metric) for name, metric in metrics if metric == "pass@1"}
+    trained = {name for line in record.metrics for name in line if not name.startswith("eval/")}
+    for name, metric in metrics:
+        is_reward = metric in _OF_ATTEMPTS or metric.startswith(_TERM)
+        if "loss" in metric.split("/") or (is_reward and name.removesuffix(metric) in judged):
+            continue
+        _, values = record.series(name)
+        is_share = _is_share(metric) if metric in trained else all(0 <= value <= 1 for value in values)
+        (shares if is_share else others).append(name)
+    return shares, others
+
+
+def label_of(name: str, kind: str = "") -> str:
+    """`eval/exact_match` -> `exact match`; with a kind in front where the bare name says too little."""
+    label = name.removeprefix("eval/").replace("_", " ")
+    return f"{kind} {label}" if kind else label
+
+
+def _is_share(metric: str) -> bool:
+    return metric.rpartition("/")[2].endswith(("accuracy", "fraction", "share"))
+
+
+def _evaluation_metrics(record: RunRecord) -> list[tuple[str, str]]:
+    """(whole name, name within its evaluation) of what evaluations measured, their time left out."""
+    prefixes = evaluations_of(record)[::-1]
+    found: list[tuple[str, str]] = []
+    for name in recorded_names(record, "eval/"):
+        metric = name.removeprefix(next(prefix for prefix in prefixes if name.startswith(prefix)))
+        if metric != "time":
+            found.append((name, metric))
+    return found
+
+
+REWARD = "reward/mean"
+"""Steps of reinforcement learning have this metric, and no others do."""
+
+
+OF_PAIRS = "dpo/"
+"""Begins the metrics that a loss of pairs gives."""

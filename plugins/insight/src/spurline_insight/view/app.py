@@ -1,0 +1,156 @@
+"""The routes of the page: three files of the package, and JSON of the runs that were given at start.
+
+Other packages answer further questions about runs through the entry-point group `spurline.view`: `module:function`,
+called with the run directories, returns a function for each name below `/api/`. A request names a run by its number;
+no path is made of anything that it says.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from spurline.errors import PluginError, SpurlineError
+from spurline_insight.view.runs import ViewedRun
+
+ENTRY_POINT_GROUP = "spurline.view"
+Answer = Callable[[Mapping[str, str]], Any]
+"""Answers a request with JSON values. In: its query. LookupError: what the query names is not there."""
+_OWN = "spurline-insight"
+_FILES = {
+    "/": ("page.html", "text/html"),
+    "/page.js": ("page.js", "text/javascript"),
+    "/page.css": ("page.css", "text/css"),
+}
+
+
+def make_app(runs: Sequence[ViewedRun]) -> Starlette:
+    """The application over these runs, which anybody may ask: see `guard` for who may.
+
+    Raises PluginError when a package that answers cannot be loaded, or answers a name that another one has.
+    """
+    routes = [Route(path, _file(*entry), methods=["GET"]) for path, entry in _FILES.items()]
+    answers: dict[str, Answer] = {
+        "runs": partial(_runs, runs),
+        "series": partial(_series, runs),
+        "evaluations": partial(_evaluations, runs),
+    }
+    answers |= _answers_of_others([run.run_dir for run in runs], dict.fromkeys(answers, _OWN))
+    routes += [Route(f"/api/{name}", _endpoint(answer), methods=["GET"]) for name, answer in answers.items()]
+    routes.append(Route("/api/{name}", _endpoint(_not_installed), methods=["GET"]))
+    return Starlette(routes=routes)
+
+
+def _answers_of_others(run_dirs: Sequence[Path], taken: Mapping[str, str]) -> dict[str, Answer]:
+    """What other packages answer, by name. taken: name -> distribution that answers it already."""
+    distributions = dict(taken)
+    found: dict[str, Answer] = {}
+    for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
+        distribution = entry.dist.name if entry.dist is not None else "(unknown distribution)"
+        for name, answer in _load(entry, distribution, run_dirs).items():
+            if name in distributions:
+                raise PluginError(
+                    f"{distributions[name]} and {distribution} both answer /api/{name} of `spurline view`. Uninstall "
+                    f"one: pip uninstall {distribution}."
+                )
+            distributions[name] = distribution
+            found[name] = answer
+    return found
+
+
+def _load(entry: importlib.metadata.EntryPoint, distribution: str, run_dirs: Sequence[Path]) -> Mapping[str, Answer]:
+    try:
+        answers = entry.load()(run_dirs)
+    except SpurlineError:
+        raise
+    except Exception as error:
+        raise PluginError(
+            f"{distribution} answers questions of `spurline view` with {entry.value}, which fails: "
+            f"{type(error).__name__}: {error}. Repair it, or uninstall it: pip uninstall {distribution}."
+        ) from error
+    if not isinstance(answers, Mapping):
+        raise PluginError(
+            f"{distribution} answers questions of `spurline view` with {entry.value}, which returns "
+            f"{answers!r:.100}; it must return a mapping of names to functions."
+        )
+    return answers
+
+
+def _not_installed(query: Mapping[str, str]) -> Any:
+    raise LookupError("No installed package of Spurline answers this.")
+
+
+def _file(name: str, media_type: str) -> Callable[[Request], Response]:
+    content = files("spurline_insight.view").joinpath("static", name).read_bytes()
+    return lambda request: Response(content, media_type=media_type)
+
+
+def _endpoint(answer: Answer) -> Callable[[Request], Response]:
+    """Answers on a thread, so that a long look at one file holds up no other request."""
+
+    def endpoint(request: Request) -> Response:
+        try:
+            return _json(answer(dict(request.query_params)))
+        except ValidationError as error:
+            wrong = error.errors()[0]
+            return _json({"error": f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}"}, 400)
+        except LookupError as error:
+            return _json({"error": str(error)}, 404)
+        except SpurlineError as error:
+            return _json({"error": str(error)}, 409)
+
+    return endpoint
+
+
+def _json(content: Any, status: int = 200) -> Response:
+    try:
+        # In ASCII: a text may hold half a surrogate pair, which UTF-8 has no form for.
+        text = json.dumps(content, default=str, allow_nan=False)
+    except ValueError:
+        # An environment may tell anything in `info`, and what is not finite no browser reads.
+        text = json.dumps(_finite(content), default=str)
+    return Response(text, status, media_type="application/json")
+
+
+def _finite(value: Any) -> Any:
+    """The value with text in place of numbers that are not finite."""
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _runs(runs: Sequence[ViewedRun], query: Mapping[str, str]) -> Any:
+    return [
+        {"name": run.name, "path": str(run.run_dir), **_unless_unreadable(run.state, status="unreadable", metrics=[])}
+        for run in runs
+    ]
+
+
+def _unless_unreadable(answer: Callable[[], Mapping[str, Any]], **otherwise: Any) -> Mapping[str, Any]:
+    """The answer of one run, or `otherwise` with the error: other runs are shown all the same."""
+    try:
+        return answer()
+    except SpurlineError as error:
+        return {**otherwise, "error": str(error)}
+
+
+def _series(runs: Sequence[ViewedRun], query: Mapping[str, str]) -> Any:
+    return [_unless_unreadable(partial(run.series, query.get("metric", "")), steps=[], values=[]) for run in runs]
+
+
+def _evaluations(runs: Sequence[ViewedRun], query: Mapping[str, str]) -> Any:
+    return [{"name": run.name, **_unless_unreadable(run.evaluations, tables=[])} for run in runs]

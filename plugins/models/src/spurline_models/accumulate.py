@@ -1,0 +1,238 @@
+"""Run a model over the micro-batches of a step: gradients, held-out sums or logprobs, the same for every backend.
+
+Place on the way: token streams -> logprobs -> token losses -> gradients, and sums of losses and metrics. Who cuts rows
+into streams, clips and steps is the backend's work.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spurline.data.batch import TrainingBatch
+from spurline.protocols.backend import LossSums, Role
+from spurline.protocols.loss import Objective
+from spurline_models.dealing import Rows
+from spurline_models.device_profile import DeviceProfile
+from spurline_models.experts.expert_loads import ExpertLoads, LayerLoad, Loads
+from spurline_models.experts.router_balance import BalanceLoss
+from spurline_models.streams.stream_model import StreamModel, evaluation_mode
+from spurline_models.streams.token_stream import TokenStream
+
+Streams = Iterable[tuple[Rows, TokenStream]]
+"""Micro-batches: rows of the mini-batch, and those laid out. The model runs on idle streams too, since other ranks wait
+for it there; the loss is not called on them."""
+
+
+def accumulate_gradients(
+    model: StreamModel,
+    streams: Streams,
+    objective: Objective,
+    profile: DeviceProfile,
+    balance: BalanceLoss | None = None,
+) -> StepSums:
+    """Add the gradient of sum(weight * loss) / normalizer over all streams to the parameters; sums not yet fetched.
+
+    balance: added to that, for routers; it is no part of the sums' loss.
+    """
+    with model.counting_experts() as loads:
+        sums = StepSums(loads)
+        for rows, stream in streams:
+            with profile.computing():
+                total = _objective_of(model, rows, stream, objective, sums, balance)
+            total.backward()
+    return sums
+
+
+def _objective_of(
+    model: StreamModel,
+    rows: Rows,
+    stream: TokenStream,
+    objective: Objective,
+    sums: StepSums,
+    balance: BalanceLoss | None,
+) -> Tensor:
+    """What one micro-batch adds to the objective, differentiable."""
+    loss = objective.loss
+    with nullcontext() if balance is None or stream.is_idle else model.balancing(stream) as routed:
+        inputs = model.loss_inputs(stream, loss.needs, objective.temperature)
+    if stream.is_idle:
+        # Every parameter gets a gradient, of zeros, in the same order as on the other ranks.
+        return (inputs.logprobs * 0).sum()
+    token_loss = loss.token_loss(inputs)
+    with torch.no_grad():
+        metrics = loss.metrics(inputs)
+    total = sums.add(rows, stream, token_loss, metrics) / objective.normalizer
+    if balance is None or routed is None:
+        return total
+    return total + sums.add_balance(routed.total()) * (balance.coefficient / balance.num_sequences)
+
+
+def evaluation_sums(model: StreamModel, streams: Streams, objective: Objective, profile: DeviceProfile) -> SumsPart:
+    """Sums in evaluation mode, without gradients; the normalizer is not applied."""
+    sums = StepSums()
+    loss = objective.loss
+    with evaluation_mode(model.causal), profile.computing():
+        for rows, stream in streams:
+            inputs = model.loss_inputs(stream, loss.needs, objective.temperature)
+            if not stream.is_idle:
+                sums.add(rows, stream, loss.token_loss(inputs), loss.metrics(inputs))
+    return sums.fetch()[0]
+
+
+def logprobs_of(
+    model: StreamModel, streams: Streams, batch: TrainingBatch, temperature: float, profile: DeviceProfile
+) -> Tensor:
+    """Logprobs at the streams' positions with loss, 0 elsewhere: float32 on CPU [rows, length] of the whole batch."""
+    result = torch.zeros(batch.num_rows * batch.length)
+    positions: list[Tensor] = []
+    values: list[Tensor] = []
+    with evaluation_mode(model.causal), profile.computing():
+        for _, stream in streams:
+            logprobs = model.loss_inputs(stream, (), temperature).logprobs
+            if not stream.is_idle:
+                positions.append(stream.batch_index)
+                values.append(logprobs)
+    if values:
+        result[torch.cat(positions)] = torch.cat(values).to("cpu", torch.float32)
+    return result.view(batch.num_rows, batch.length)
+
+
+_EXTREMES = {"max": (torch.maximum, np.maximum), "min": (torch.minimum, np.minimum)}
+"""Ends of names of metrics that are no means -> how two values join, as tensors and as numbers."""
+
+
+@dataclass(frozen=True)
+class SumsPart:
+    """What micro-batches sum to, as plain data: those of one rank, or of several joined.
+
+    loss: sum of weight * loss. weight: sum of weights. tokens: loss tokens. broken_rows: rows of the micro-batches
+    whose loss is not finite. sums: of weight * value of the loss's metrics. extremes: of those named `/max`, `/min`.
+    balance: sum over sequences of the balance of routers, where it is trained. expert_loads: what the routers of this
+    rank did; `load_metrics` joins them, since ranks count those that count no loss.
+    """
+
+    loss: float = 0.0
+    weight: float = 0.0
+    tokens: int = 0
+    broken_rows: tuple[int, ...] = ()
+    sums: Mapping[str, float] = field(default_factory=dict[str, float])
+    extremes: Mapping[str, float] = field(default_factory=dict[str, float])
+    balance: float | None = None
+    expert_loads: Loads = field(default_factory=dict[int, LayerLoad])
+
+    @classmethod
+    def join(cls, parts: Iterable[SumsPart]) -> SumsPart:
+        """The sums of all ranks, which must be given in the same order each time, as sums depend on it to rounding."""
+        loss, weight, tokens = 0.0, 0.0, 0
+        balance: float | None = None
+        broken: list[int] = []
+        sums: dict[str, float] = {}
+        extremes: dict[str, float] = {}
+        for part in parts:
+            loss, weight, tokens = loss + part.loss, weight + part.weight, tokens + part.tokens
+            if part.balance is not None:
+                balance = (balance or 0.0) + part.balance
+            broken.extend(part.broken_rows)
+            for name, value in part.sums.items():
+                sums[name] = sums.get(name, 0.0) + value
+            for name, value in part.extremes.items():
+                join = _EXTREMES[name.rpartition("/")[2]][1]
+                extremes[name] = float(join(extremes[name], value)) if name in extremes else value
+        return cls(loss, weight, tokens, tuple(broken), sums, extremes, balance)
+
+    def metrics(self) -> dict[str, float]:
+        """The loss's own metrics: weighted means, and extremes of those named `/max` or `/min`."""
+        means = {name: value / self.weight for name, value in self.sums.items() if self.weight != 0}
+        return {**means, **self.extremes}
+
+    def balance_metrics(self, num_sequences: int) -> dict[str, float]:
+        """`moe/aux_loss`: how even routers are, the mean over sequences; none where that is not trained. 1 is even."""
+        return {} if self.balance is None else {"moe/aux_loss": self.balance / num_sequences}
+
+    def as_loss_sums(self) -> LossSums:
+        """What a backend's `evaluate` returns."""
+        return LossSums(self.loss, self.weight, self.tokens, self.sums)
+
+
+class StepSums:
+    """Weighted sums over micro-batches, kept on the device until `fetch`; one transfer per step, not one per number."""
+
+    def __init__(self, expert_loads: ExpertLoads | None = None) -> None:
+        self._expert_loads = expert_loads or ExpertLoads()
+        self._tokens = 0
+        self._losses_by_rows: list[tuple[Rows, Tensor]] = []
+        self._totals: dict[str, Tensor] = {}
+        self._sums: dict[str, Tensor] = {}
+        self._extremes: dict[str, Tensor] = {}
+
+    def add(self, rows: Rows, stream: TokenStream, loss: Tensor, metrics: Mapping[str, Tensor]) -> Tensor:
+        """Take in a micro-batch; returns its differentiable sum of weight * loss."""
+        total = torch.dot(stream.weights, loss.to(stream.weights.dtype))
+        self._tokens += stream.num_loss_tokens
+        self._losses_by_rows.append((rows, total.detach()))
+        _add(self._totals, "loss", total.detach())
+        _add(self._totals, "weight", stream.weights.sum())
+        for name, values in metrics.items():
+            self._add_metric(name, values.detach(), stream.weights)
+        return total
+
+    def add_balance(self, balance: Tensor) -> Tensor:
+        """Take in the balance of a micro-batch's sequences, and return it."""
+        _add(self._totals, "balance", balance.detach())
+        return balance
+
+    def _add_metric(self, name: str, values: Tensor, weights: Tensor) -> None:
+        ending = name.rpartition("/")[2]
+        if ending not in _EXTREMES:
+            _add(self._sums, name, torch.dot(weights, values.to(weights.dtype)))
+            return
+        join = _EXTREMES[ending][0]
+        extreme = (values.max() if ending == "max" else values.min()).double()
+        self._extremes[name] = join(self._extremes[name], extreme) if name in self._extremes else extreme
+
+    def fetch(self, *others: Tensor) -> tuple[SumsPart, list[float]]:
+        """Bring all sums to the host, and other scalars with them."""
+        groups = (self._totals, self._sums, self._extremes)
+        scalars = [value for group in groups for value in group.values()]
+        scalars += [total.double() for _, total in self._losses_by_rows] + [other.double() for other in others]
+        values = iter(torch.stack(scalars).tolist() if scalars else [])
+        totals, sums, extremes = [{name: next(values) for name in group} for group in groups]
+        broken = [rows for rows, _ in self._losses_by_rows if not math.isfinite(next(values))]
+        part = SumsPart(
+            loss=totals.get("loss", 0.0),
+            weight=totals.get("weight", 0.0),
+            tokens=self._tokens,
+            broken_rows=tuple(row for rows in broken for row in rows.tolist()),
+            sums=sums,
+            extremes=extremes,
+            balance=totals.get("balance"),
+            expert_loads=self._expert_loads.fetch(),
+        )
+        return part, list(values)
+
+
+def _add(sums: dict[str, Tensor], name: str, value: Tensor) -> None:
+    # In double: the last digits of a long sum must not depend on how rows were cut.
+    sums[name] = sums[name] + value.double() if name in sums else value.double()
+
+
+def describe_failure(role: Role, step: int, batch: TrainingBatch, sums: SumsPart, loss: float, grad_norm: float) -> str:
+    """The message of a NonFiniteLossError: which step of which model, and the samples at fault if their losses show."""
+    rows = np.asarray(sums.broken_rows, np.int64) if sums.broken_rows else np.arange(batch.num_rows)
+    uids = list(dict.fromkeys(batch.segments["uid"].take(rows).values.tolist()))
+    shown = ", ".join(str(uid) for uid in uids[:8]) + (f" and {len(uids) - 8} more" if len(uids) > 8 else "")
+    whose, rate, warmup = ("", "optimizer.learning_rate", "schedule.warmup_steps")
+    if role == "critic":
+        whose, rate, warmup = (" of the critic", "critic.optimizer.learning_rate", "critic.warmup_steps")
+    return (
+        f"Optimizer step {step}{whose}: loss is {loss}, gradient norm is {grad_norm}; the weights are unchanged. "
+        f"Samples: {shown}. Lower {rate} or lengthen {warmup} if the loss had been rising; "
+        "otherwise look at these samples."
+    )

@@ -1,0 +1,41 @@
+"""Which modules of a model cannot carry an adapter, and why: known without weights, and without PEFT."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from spurline_models.configs import LoraConfig
+from spurline_models.holding.quantized_weights import QuantizedLinear
+
+_READ_PAST: Mapping[str, frozenset[str]] = {
+    **dict.fromkeys(("mamba", "falcon_mamba"), frozenset({"x_proj", "dt_proj", "out_proj"})),
+    **dict.fromkeys(
+        ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2"), frozenset({"out_proj"})
+    ),
+    "jamba": frozenset({"dt_proj"}),
+}
+"""Model type -> linear layers of its state spaces whose weights the mixer, or its fast kernel, reads itself: an adapter
+on them would not train, and say nothing. PEFT refuses some of them."""
+
+
+def unadaptable(causal: PreTrainedModel) -> dict[str, str]:
+    """Name of a linear module -> why it cannot carry an adapter, as a clause. The model may be on device `meta`."""
+    found: dict[str, str] = {}
+    read_past = _READ_PAST.get(causal.config.get_text_config().model_type, frozenset())
+    for name, module in causal.named_modules():
+        if not isinstance(module, nn.Linear):
+            continue
+        if type(module).forward is not nn.Linear.forward and not isinstance(module, QuantizedLinear):
+            found[name] = f"{type(module).__name__} returns something else than a linear layer does"
+        elif name.rpartition(".")[2] in read_past:
+            found[name] = "its weight is read past an adapter, by the state space around it"
+    return found
+
+
+def is_target(name: str, lora: LoraConfig) -> bool:
+    """Whether a module of this name is to get an adapter, if it can carry one. The output layer is not asked about."""
+    targets = lora.target_modules
+    return targets == "all-linear" or any(name == target or name.endswith(f".{target}") for target in targets)

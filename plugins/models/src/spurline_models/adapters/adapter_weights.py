@@ -1,0 +1,99 @@
+"""A model's adapter by itself: its settings and its tensors under the names that PEFT gives them in files.
+
+`AdapterWeights` is for an adapter what `NamedWeights` is for the model it was put into: it only reads, and the tensors
+may be the model's own or gathered ones. Nothing is merged, and weights under adapters never leave.
+
+Place on the way: adapter in a model, or in a checkpoint -> engines that take adapters, or a folder that
+`PeftModel.from_pretrained` loads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from spurline_models.weights import WeightGroup, WeightPart
+
+SETTINGS_FILE = "adapter_config.json"
+"""Holds an adapter's settings, in a folder of PEFT."""
+TENSORS_FILE = "adapter_model.safetensors"
+"""Holds an adapter's tensors there."""
+
+_WRAPPED = "base_model.model."
+"""What names begin with in PEFT's files: there the model lies in a `PeftModel` and a `LoraModel`."""
+
+
+@dataclass(frozen=True)
+class AdapterStream:
+    """An adapter, one tensor at a time.
+
+    settings: JSON values, as PEFT writes them to `adapter_config.json`. tensors: (name, tensor) as in
+    `adapter_model.safetensors`, each name once.
+    """
+
+    settings: Mapping[str, Any]
+    tensors: Iterator[tuple[str, Tensor]]
+
+
+class AdapterWeights:
+    """How the tensors of an adapter are named in PEFT's files: `GroupedWeights` of one tensor each, as it is.
+
+    causal: a model with adapters, which may be on device `meta`.
+    """
+
+    def __init__(self, causal: PreTrainedModel) -> None:
+        from spurline_models.adapters.lora import ADAPTER, LENGTHS, adapter_parameters
+
+        tensors: dict[str, Tensor] = {}
+        groups: list[WeightGroup] = []
+        for layer, part, parameter in adapter_parameters(causal):
+            # Files leave out the name of the adapter, which whoever loads them chooses.
+            leaf = ".".join(piece for piece in part.split(".") if piece != ADAPTER)
+            if leaf == f"{LENGTHS}.weight":
+                leaf = LENGTHS
+            source, name = f"{layer}.{part}", f"{_WRAPPED}{layer}.{leaf}"
+            tensors[source] = parameter
+            shape = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+            groups.append(WeightGroup((WeightPart(name, (source,)),), {name: shape}))
+        self.tensors: Mapping[str, Tensor] = tensors
+        """The model's own, by their names in it."""
+        self.groups: Sequence[WeightGroup] = groups
+
+    @property
+    def layout(self) -> dict[str, Tensor]:
+        """Every tensor of the adapter, on device `meta`."""
+        return {name: tensor for group in self.groups for name, tensor in group.weights.items()}
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """(name in PEFT's files, the model's own tensor), which must all be here."""
+        for group in self.groups:
+            yield from self.weights_of(group, self.tensors).items()
+
+    def weights_of(self, group: WeightGroup, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors of a group. tensors: its sources, whole; they share their memory."""
+        return {part.name: tensors[source].detach() for part in group.parts for source in part.sources}
+
+
+def write_adapter_files(folder: Path, adapter: AdapterStream) -> None:
+    """Write an adapter into this folder so that `PeftModel.from_pretrained` loads it. Holds the whole adapter.
+
+    Tensors keep their dtype. Raises OSError.
+    """
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in adapter.tensors}
+    try:
+        save_file(tensors, folder / TENSORS_FILE, metadata={"format": "pt"})
+    except SafetensorError as error:
+        # The library says so also of a full disk.
+        raise OSError(str(error)) from error
+    # Last: the folder loads only where its tensors are.
+    text = json.dumps(dict(adapter.settings), indent=2, sort_keys=True)
+    (folder / SETTINGS_FILE).write_text(text + "\n", encoding="utf-8")

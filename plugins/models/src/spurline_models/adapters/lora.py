@@ -1,0 +1,287 @@
+"""Put low-rank adapters into a model, and read merged weights or the adapters themselves back out of it.
+
+peft replaces linear layers in place; the causal model itself stays the object that the backend drives. Only imported
+by runs that ask for adapters, since peft is an optional dependency.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from transformers import PreTrainedModel
+
+from spurline.config.run_config import ModelConfig
+from spurline.errors import ConfigError, ModelError, listing, suggestion
+from spurline.importing import quiet_bitsandbytes
+from spurline.progress import describe_count
+from spurline_models.adapters.adapter_targets import is_target, unadaptable
+from spurline_models.architecture import build_without_memory, load_model_config
+from spurline_models.configs import LoraConfig, no_peft
+
+quiet_bitsandbytes()
+try:
+    import peft
+    from peft.tuners.tuners_utils import BaseTunerLayer
+except ImportError as error:
+    raise no_peft() from error
+
+ADAPTER = "default"
+"""Name of the one adapter that models have here, which PEFT uses where none is chosen."""
+LENGTHS = "lora_magnitude_vector"
+"""What PEFT calls the trained lengths of DoRA, one for each output of a layer, in the layer and in files."""
+
+
+def add_adapters(causal: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
+    """Freeze the weights and add trainable adapters, in fp32 or the weights' precision where that is higher.
+
+    Their initial values are `initial_adapters`; on a model without memory (device `meta`) they are still to be written.
+    """
+    targets = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
+    left_out = unadaptable(causal)
+    if targets != "all-linear":
+        _refuse_named(left_out, lora)
+    settings = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft only multiplies by it; whole numbers are its habit
+        lora_dropout=lora.dropout,
+        target_modules=targets,
+        exclude_modules=list(left_out) or None,
+        use_rslora=lora.rslora,
+        use_dora=lora.dora,
+        task_type="CAUSAL_LM",
+    )
+    dtype = torch.float32
+    for parameter in causal.parameters():
+        dtype = torch.promote_types(dtype, parameter.dtype)
+    names = [name for name, _ in causal.named_modules()]
+    linear = {name.rpartition(".")[2] for name, module in causal.named_modules() if isinstance(module, nn.Linear)}
+    try:
+        with warnings.catch_warnings():
+            # Of PEFT's own calls and settings, which no user can change.
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+            warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
+            # Otherwise PEFT draws values on the host first, of which there may be gigabytes.
+            peft.get_peft_model(causal, settings, low_cpu_mem_usage=causal.device.type == "meta")
+    except ValueError as error:
+        _refuse_unmatched(settings, lora, names, linear)
+        # PEFT puts adapters on experts that are stored as one tensor too, but not of this kind.
+        advice = (
+            " backend.lora.dora is for linear layers alone: set it to false, or let target_modules name some."
+            if lora.dora
+            else ""
+        )
+        raise ModelError(f"backend.lora.target_modules: {error}{advice}\nLinear modules: {listing(linear)}.") from error
+    _refuse_unmatched(settings, lora, names, linear)
+    _refuse_adapted_tied_weights(causal)
+    if lora.dora:
+        _refuse_lengths_of_others(causal)
+    for parameter in causal.parameters():
+        if parameter.requires_grad:
+            # peft makes adapters in fp32 also for a float64 model.
+            parameter.data = parameter.data.to(dtype)
+    if causal.device.type != "meta":
+        with torch.no_grad():
+            for name, value in initial_adapters(causal, seed):
+                causal.get_parameter(name).copy_(value)
+            if lora.dora:
+                _measure_lengths(causal)
+
+
+def _measure_lengths(causal: nn.Module) -> None:
+    """PEFT measures in the dtype of the weights, which may be narrow."""
+    for _, layer in adapted_layers(causal):
+        base: Any = layer.get_base_layer()
+        lengths: Tensor = getattr(layer, LENGTHS)[ADAPTER].weight
+        lengths.copy_(torch.linalg.norm(base.weight.to(lengths.dtype), dim=1))
+
+
+def initial_adapters(causal: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """(parameter name, whole initial value in fp32 on CPU) of every adapter's matrices, one at a time.
+
+    Each depends on the seed and its own name alone, not on the order of layers or on who else draws: a rank that holds
+    a part of a parameter takes that part of the value. They are peft's distributions: an update of 0 at first.
+    DoRA's lengths are not drawn; they begin as those of the weights under them.
+    """
+    for layer_name, part, parameter in adapter_parameters(causal):
+        name = f"{layer_name}.{part}"
+        if not part.startswith(f"{LENGTHS}."):
+            yield name, _initial_value(part, parameter.shape, _generator(seed, name))
+
+
+def adapter_parameters(causal: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
+    """(layer name, the parameter's name in its layer, parameter) of every adapter."""
+    for layer_name, _ in adapted_layers(causal):
+        for part, parameter in causal.get_submodule(layer_name).named_parameters():
+            # Layers may lie in each other; each has its own.
+            if not part.startswith("base_layer."):
+                yield layer_name, part, parameter
+
+
+def adapter_settings(causal: PreTrainedModel, model: ModelConfig) -> dict[str, Any]:
+    """Settings of the model's adapter as PEFT writes them to `adapter_config.json`: JSON values, sets as sorted lists.
+
+    They have the targets that PEFT has found, and ranks and scales that differ from the others. model: what the adapter
+    was put into.
+    """
+    # PEFT leaves its settings in the model, and annotates the model without them.
+    found: Any = causal.peft_config
+    settings = found[ADAPTER].to_dict()
+    alpha = settings["lora_alpha"]
+    own = {
+        "base_model_name_or_path": model.path,
+        "revision": model.revision,
+        "inference_mode": True,
+        # Those that read the file may expect a whole number.
+        "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
+    }
+    return json.loads(json.dumps(settings | own, default=sorted))
+
+
+def _generator(seed: int, name: str) -> torch.Generator:
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+
+
+def _initial_value(part: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
+    """part: the parameter's name in its layer."""
+    value = torch.zeros(shape, dtype=torch.float32)
+    if part.startswith("lora_A."):
+        nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)
+    elif part.startswith("lora_embedding_B."):
+        nn.init.normal_(value, generator=generator)
+    else:
+        assert part.startswith(("lora_B.", "lora_embedding_A.")), part
+    return value
+
+
+def adapted_layers(causal: nn.Module) -> Iterator[tuple[str, BaseTunerLayer]]:
+    """(module name, layer) of every layer that carries an adapter."""
+    for name, module in causal.named_modules():
+        if isinstance(module, BaseTunerLayer):
+            yield name, module
+
+
+def merged_weight(layer: BaseTunerLayer, base: str, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Base weight plus adapter, as a new tensor of the higher precision of both; the layer stays as it is.
+
+    tensors: the layer's own, whole, by their names in it; base: which of them is the weight that is adapted.
+    """
+    dtype = torch.float32
+    for tensor in tensors.values():
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    exact = {f"layer.{name}": tensor.to(dtype) for name, tensor in tensors.items()}
+    weight = exact[f"layer.{base}"]
+    for name in layer.active_adapters:
+        weight = weight + functional_call(_Delta(layer), exact, (name,))
+        lengths = exact.get(f"layer.{LENGTHS}.{name}.weight")
+        if lengths is not None:
+            weight = (lengths / torch.linalg.vector_norm(weight, dim=1))[:, None] * weight
+    return weight
+
+
+class _Delta(nn.Module):
+    """peft's product of an adapter's matrices, as a module, so that it can be computed with other tensors."""
+
+    def __init__(self, layer: BaseTunerLayer):
+        super().__init__()
+        self.layer: Any = layer
+
+    def forward(self, adapter: str) -> Tensor:
+        return self.layer.get_delta_weight(adapter)
+
+
+@contextmanager
+def adapters_off(causal: nn.Module) -> Iterator[None]:
+    """The model as it was before training."""
+    layers = [layer for _, layer in adapted_layers(causal)]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+def notes(model: ModelConfig, lora: LoraConfig) -> list[str]:
+    """Say which modules of this model get adapters, and what `all-linear` leaves out of it. Raises UserError."""
+    causal = build_without_memory(load_model_config(model), model)
+    total = sum(parameter.numel() for parameter in causal.parameters())
+    reasons: dict[str, set[str]] = {}
+    for name, reason in unadaptable(causal).items():
+        reasons.setdefault(reason, set()).add(name.rpartition(".")[2])
+    add_adapters(causal, lora, 0)
+    adapted = Counter(
+        # Experts that are stored as one tensor are adapted by the name of that.
+        str(getattr(layer, "parameter_name", name.rpartition(".")[2]))
+        for name, layer in adapted_layers(causal)
+    )
+    trained = sum(parameter.numel() for parameter in causal.parameters() if parameter.requires_grad)
+    said = [
+        f"{'DoRA' if lora.dora else 'LoRA'} rank {lora.rank} on "
+        + ", ".join(f"{count} x {name}" for name, count in adapted.items())
+        + f": {describe_count(trained)} trained beside {describe_count(total)} frozen parameters"
+    ]
+    if reasons and lora.target_modules == "all-linear":
+        left_out = "; ".join(f"{listing(names)} ({reason})" for reason, names in reasons.items())
+        said.append(f"lora.target_modules: all-linear leaves out {left_out}.")
+    return said
+
+
+def _refuse_unmatched(settings: peft.LoraConfig, lora: LoraConfig, names: list[str], linear: set[str]) -> None:
+    """Raise ConfigError for an entry of `target_modules` that names no module: PEFT asks for one match of all.
+
+    settings: as PEFT leaves them, without the entries that it has turned into names of parameters.
+    """
+    for number, target in enumerate(() if lora.target_modules == "all-linear" else lora.target_modules):
+        is_turned = settings.target_parameters and target not in (settings.target_modules or ())
+        if not is_turned and not any(name == target or name.endswith(f".{target}") for name in names):
+            raise ConfigError.at(
+                f"backend.lora.target_modules.{number}",
+                f"is {target!r}, and no module of the model has such a name.{suggestion(target, linear)} "
+                f"Linear modules: {listing(linear)}.",
+            )
+
+
+def _refuse_named(left_out: Mapping[str, str], lora: LoraConfig) -> None:
+    """Raise ModelError where a module is named that cannot carry an adapter. left_out: as of `unadaptable`."""
+    for name, reason in left_out.items():
+        if is_target(name, lora):
+            raise ModelError(
+                f"backend.lora.target_modules names {name}, which cannot carry an adapter: {reason}. Leave it out, or "
+                "use target_modules: all-linear, which does."
+            )
+
+
+def _refuse_lengths_of_others(causal: nn.Module) -> None:
+    others = {
+        f"{name} ({type(layer.get_base_layer()).__name__})"
+        for name, layer in adapted_layers(causal)
+        if not isinstance(layer.get_base_layer(), nn.Linear)
+    }
+    if others:
+        raise ModelError(
+            f"backend.lora.dora trains the lengths of linear layers only, and the adapters are also on "
+            f"{listing(sorted(others)[:4])}. Set backend.lora.dora: false, or leave them out of target_modules."
+        )
+
+
+def _refuse_adapted_tied_weights(causal: PreTrainedModel) -> None:
+    ends = [causal.get_input_embeddings(), causal.get_output_embeddings()]
+    adapted = [end for end in ends if isinstance(end, BaseTunerLayer)]
+    plain = [end.get_base_layer() if isinstance(end, BaseTunerLayer) else end for end in ends]
+    if adapted and None not in plain and plain[0].weight is plain[1].weight:
+        raise ModelError(
+            "backend.lora.target_modules names the embedding or the output layer, which share one weight in this "
+            "model: an adapter on one of them cannot be merged. Leave them out, or use target_modules: all-linear."
+        )

@@ -1,0 +1,68 @@
+"""The command `spurline generate`: its options, and what they choose among. `command` does the work."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+
+from spurline.cli_options import importing_libraries, load_run
+from spurline.errors import UserError
+from spurline.terminal import is_person_asking, printable
+from spurline_models.column_option import ColumnOption, columns_of
+
+
+def generate(
+    target: Annotated[str, typer.Argument(help="Folder of a run, or of a model, or a model's name on the hub.")],
+    prompts: Annotated[
+        list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Without one: standard input, or a conversation.")
+    ] = None,
+    file: Annotated[
+        str | None, typer.Option(metavar="DATA", help="Rows of prompts: what `data.train` takes, in any format.")
+    ] = None,
+    column: ColumnOption = None,
+    checkpoint: Annotated[
+        str, typer.Option(help="Of a run: latest, best, or the path of a checkpoint folder.")
+    ] = "latest",
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="A system message.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Go on from plain text, without a chat template.")] = False,
+    max_new_tokens: Annotated[int | None, typer.Option(metavar="N", help="Longest answer.")] = None,
+    temperature: Annotated[float | None, typer.Option(metavar="T", help="0 takes the likeliest token.")] = None,
+    top_p: Annotated[float | None, typer.Option(metavar="P")] = None,
+    top_k: Annotated[int | None, typer.Option(metavar="K")] = None,
+    stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Ends an answer; may be given again.")] = None,
+    count: Annotated[int, typer.Option("-n", min=1, help="Answers to each prompt.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Of sampling.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print an object for each answer.")] = False,
+) -> None:
+    """Answer prompts with a run's checkpoint or a model; how a run samples is what answers are sampled with."""
+    from spurline.trackers.start_lines import StartLines
+
+    given = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+    chosen = {name: value for name, value in given.items() if value is not None}
+    if column and file is None:
+        raise UserError("--column says what columns of --file are called. Give --file as well.")
+    columns = columns_of(column)
+    start = StartLines(quiet=as_json)
+    start("loading PyTorch and transformers")
+    with importing_libraries():
+        from spurline_models.answering import command
+        from spurline_models.answering.rows import prompt_rows
+
+    # Before the weights, which take long.
+    rows = None if file is None else prompt_rows(file, columns)
+    found = command.opened(target, load_run, checkpoint, start)
+    sampling = replace(found.sampling, **chosen, **({"stop": tuple(stop)} if stop else {}))
+    asked = command.Prompts(found, system, raw=raw)
+    typer.echo(printable(f"{found.words}: {sampling.words()}"), err=True)
+    if not prompts and rows is None and is_person_asking():
+        if as_json or raw or count > 1:
+            raise UserError("a conversation in the terminal has no --json, --raw or -n. Give a prompt, or --file.")
+        command.talk(found, asked, sampling, seed)
+        return
+    texts = [command.text_of_input() if text == "-" else text for text in prompts or ()]
+    texts = texts or ([] if rows is not None else [command.text_of_input()])
+    every = [(text, asked.of_text(text)) for text in texts]
+    every += [] if rows is None else asked.of_rows(rows)
+    command.answer_all(found, every, sampling, count=count, seed=seed, as_json=as_json)

@@ -1,0 +1,155 @@
+"""Settings of a model that several backends share. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from spurline.config.section import OnResume, Section
+from spurline.errors import ConfigError, Problem
+from spurline.plugins.registry import resolve
+
+if TYPE_CHECKING:
+    from spurline.config.run_config import ModelConfig
+
+Kernels = Literal["auto", "liger", "none"]
+Fp8 = bool | Literal["emulated"]
+
+
+OFFLOADS_NOTHING = (
+    "offload_activations saves nothing on the CPU, whose memory is that of the host: activations are copied and kept."
+)
+"""A note of runs that do not train on a GPU."""
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685) through peft; needs `pip install spurline-models[lora]`."""
+
+    rank: int = Field(default=16, gt=0)
+    """Rank of the update matrices."""
+    alpha: float = Field(default=32.0, gt=0)
+    """Scale of the update is alpha / rank."""
+    dropout: Annotated[float, OnResume.BY_NAME] = Field(default=0.0, ge=0, lt=1)
+    """Dropout before the adapters."""
+    target_modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
+    """Module names to adapt."""
+    rslora: bool = False
+    """Scale the update by alpha / sqrt(rank) instead (Kalajdzievski 2023, arXiv:2312.03732), for high ranks."""
+    dora: bool = False
+    """Also train the length of each output's weights, and direction by the matrices (Liu et al. 2024,
+    arXiv:2402.09353). Slower; engines are sent merged weights."""
+    base_dtype: Annotated[Literal["auto", "fp32", "bf16", "nf4"], OnResume.FREE] = "auto"
+    """In which the frozen weights are held. `auto`: that of their files, which changes no value; `bf16` rounds weights
+    of fp32 files, and takes half the memory; `fp32` saves widening them where computing is in fp32; `nf4` quantizes
+    linear layers to 4 bits with scales that are quantized too (QLoRA, Dettmers et al. 2023, arXiv:2305.14314), and
+    needs `pip install spurline-models[qlora]`."""
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether weights under the adapters have other values than any dtype of engines can hold."""
+        return self.base_dtype == "nf4"
+
+    @property
+    def merged_because(self) -> str | None:
+        """Why engines can only be sent merged weights, as a clause; None where what the adapter computes is added to
+        what the weights of `model.path` compute."""
+        if self.dora:
+            return "engines cannot compute with what DoRA trains (backend.lora.dora)"
+        if self.is_quantized:
+            return "engines would add the adapter to weights that are not quantized as backend.lora.base_dtype does"
+        return None
+
+    @property
+    def is_added(self) -> bool:
+        """Whether what the adapter computes is added to what the weights under it compute, as in engines."""
+        return self.merged_because is None
+
+
+def adapter_page(model: ModelConfig, lora: LoraConfig) -> str:
+    """The model card of an adapter: the weights that it belongs to, in Markdown with the hub's metadata."""
+    revision = "" if model.revision is None else f", revision `{model.revision}`"
+    held = {
+        "auto": "as its files hold them",
+        "fp32": "as its files hold them",
+        "bf16": "rounded to bf16: load it with `dtype=torch.bfloat16`",
+        "nf4": "with its linear layers but the output layer quantized to 4 bits (`bnb_4bit_quant_type` nf4, "
+        "`bnb_4bit_use_double_quant`). On weights that are not quantized it computes something else; the merged export "
+        "of the run has the values that it was trained on",
+    }[lora.base_dtype]
+    return (
+        f"---\nlibrary_name: peft\nbase_model: {json.dumps(model.path)}\n---\n\nAn adapter for the weights of "
+        f"`{model.path}`{revision}, {held}.\n"
+    )
+
+
+def adapter_notes(model: ModelConfig, lora: LoraConfig) -> list[str]:
+    """Say which modules of this model get adapters, and what `all-linear` leaves out of it. Raises UserError."""
+    return resolve("spurline_models.adapters.lora:notes", "the modules that carry adapters")(model, lora)
+
+
+def no_peft() -> ConfigError:
+    """What is said where the library of adapters cannot be imported."""
+    return ConfigError.at(
+        "backend.lora", "needs peft, which is not installed. Run `pip install 'spurline-models[lora]'`."
+    )
+
+
+def check_peft(lora: LoraConfig) -> None:
+    """Raise ConfigError where a library for these adapters is missing."""
+    if find_spec("peft") is None:
+        raise no_peft()
+    if lora.is_quantized and find_spec("bitsandbytes") is None:
+        raise ConfigError.at(
+            "backend.lora.base_dtype",
+            f"is {lora.base_dtype}, which needs bitsandbytes, and that is not installed. Run `pip install "
+            "'spurline-models[qlora]'`.",
+        )
+
+
+def check_kernels(kernels: Kernels, model: ModelConfig, device: str, precision: str) -> None:
+    """Raise ConfigError for Liger's kernels where they cannot be used. device: `cpu` or `cuda`."""
+    if kernels == "liger":
+        # By name, as factories are: the types of models are known to transformers, which a config must not import.
+        resolve("spurline_models.kernels:chooses_liger", "kernels of a model")(kernels, model, device, precision)
+
+
+def describe_computing(kernels: Kernels, fp8: Fp8, model: ModelConfig, device: str, precision: str) -> Iterator[str]:
+    """Sentences on what computes a model; none for plain PyTorch."""
+    yield from resolve("spurline_models.kernels:describe_kernels", "kernels of a model")(
+        kernels, model, device, precision
+    )
+    if fp8:
+        how = " emulated: slow, for trying out" if fp8 == "emulated" else ""
+        yield f"linear layers of the decoder in fp8{how}; gradients are approximate"
+
+
+def fp8_problems(fp8: Fp8, device: str, precision: str, lora: LoraConfig | None) -> Iterable[Problem]:
+    """What keeps linear layers from computing in fp8. device: `cpu` or `cuda`."""
+    if not fp8:
+        return
+    if lora is not None:
+        yield Problem("fp8", "together with lora is not supported: little is computed with adapters. Remove one.")
+    if fp8 == "emulated":
+        if precision == "fp64":
+            yield Problem("fp8", "is emulated in fp32 or bf16. Set precision: bf16, or fp8: false.")
+        return
+    if device == "cpu":
+        yield Problem(
+            "fp8",
+            "needs a GPU of Hopper's generation or newer. Set device: cuda, or fp8: emulated, which rounds alike and "
+            "is slow.",
+        )
+    if precision != "bf16":
+        yield Problem("fp8", f"needs precision: bf16 for all that it leaves alone, and precision is {precision}.")
+
+
+def check_torchao(fp8: Fp8) -> None:
+    """Raise ConfigError where the library for fp8 is missing."""
+    if fp8 and find_spec("torchao") is None:
+        raise ConfigError.at(
+            "backend.fp8", "needs torchao, which is not installed. Run `pip install 'spurline-models[fp8]'`."
+        )

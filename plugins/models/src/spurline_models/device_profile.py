@@ -1,0 +1,246 @@
+"""The one place where a model's computation branches on CPU versus CUDA and on fp32, bf16 and fp64.
+
+Everything else asks the profile: which dtype weights have, under which context the model runs, how a host tensor gets
+to the device. It holds no model. The random generators that training draws from, those of the devices among them, are
+seeded together here and saved without pickle.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import random
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from spurline.errors import ConfigError, Problem
+from spurline_models.machine import memory_bytes
+
+# Padded slots that cost as much as one more attention call, measured: on a CPU core only segments of a few tokens are
+# worth padding; on a GPU (fp32, or half precision without the varlen kernel) a call is a dozen kernel launches.
+_SLOTS_PER_CALL = {"cpu": 32, "cuda": 1024}
+_SLOTS_PER_PASS = {"cpu": 256, "cuda": 8192}
+
+
+def slots_per_pass(device: torch.device) -> int:
+    """Padded slots that cost as much as one more pass of a whole decoder."""
+    return _SLOTS_PER_PASS.get(device.type, 0)
+
+
+@dataclass(frozen=True)
+class DeviceProfile:
+    """device: where weights live. weight_dtype: fp32 or fp64. autocast_dtype: bf16 or None."""
+
+    device: torch.device
+    weight_dtype: torch.dtype
+    autocast_dtype: torch.dtype | None
+
+    @property
+    def slots_per_attention_call(self) -> int:
+        return _SLOTS_PER_CALL.get(self.device.type, 0)
+
+    @property
+    def process_group(self) -> str:
+        """What `torch.distributed` exchanges tensors by: those of the device, and those of the host."""
+        return "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+
+    def computing(self) -> AbstractContextManager[object]:
+        """Context of every forward pass."""
+        if self.autocast_dtype is not None:
+            return torch.autocast(self.device.type, self.autocast_dtype)
+        return self.computing_exactly()
+
+    def computing_exactly(self) -> AbstractContextManager[object]:
+        """The same in the dtype of the weights, without autocast."""
+        return KeepDouble() if self.weight_dtype == torch.float64 else nullcontext()
+
+    def checkpoint_options(self) -> dict[str, Any]:
+        """Keywords of `torch.utils.checkpoint.checkpoint`; it restores autocast by itself, but not KeepDouble."""
+        options: dict[str, Any] = {"use_reentrant": False}
+        if self.weight_dtype == torch.float64:
+            options["context_fn"] = lambda: (nullcontext(), KeepDouble())
+        return options
+
+    def keeping_generators(self) -> AbstractContextManager[object]:
+        """Context that gives torch's generators back the state they had."""
+        return torch.random.fork_rng([self.device] if self.device.type == "cuda" else [])
+
+    def send(self, tensor: Tensor) -> Tensor:
+        """Host tensor to the device, without waiting for the device."""
+        if self.device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
+    @property
+    def pins_memory(self) -> bool:
+        """Whether what goes between host and device is faster out of pinned memory."""
+        return self.device.type == "cuda"
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory of the host for what goes to the device and back, pinned for a GPU, with any values."""
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=self.pins_memory)
+
+    def fetch(self, tensor: Tensor, place: torch.device) -> Tensor:
+        """A tensor of the device in this place: itself where it is there already. Waits for what goes to the host."""
+        if tensor.device == place:
+            return tensor
+        return self.pinned(tensor.shape, tensor.dtype).copy_(tensor)
+
+    def transfers(self) -> Transfers:
+        """Copies between device and host, beside what is computed."""
+        return Transfers(self.device)
+
+    def synchronize(self) -> None:
+        """Wait for the device, so that a clock read next means something."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    @property
+    def name(self) -> str:
+        """What the device is, for people."""
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else f"CPU ({platform.machine()})"
+
+    def memory(self) -> tuple[int, int] | None:
+        """Bytes of the device that are free now, and all of them; None on CPU, whose memory is everybody's."""
+        return torch.cuda.mem_get_info(self.device) if self.device.type == "cuda" else None
+
+    def release_cached_memory(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+class Transfers:
+    """Copies between the memory of a device and pinned memory of the host, on a stream of their own; on CPU at once.
+
+    They come after what was computed before they were asked for. What is computed waits for them where it is told to.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """A copy of a tensor of the device, begun. The tensor is to stay until it is waited for."""
+        if self._stream is None:
+            return tensor.clone()
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return self._copied(host, tensor)
+
+    def to_device(self, host: Tensor) -> Tensor:
+        """A copy of a tensor of the host, begun. It is to be waited for before it is used or given back."""
+        if self._stream is None:
+            return host.clone()
+        return self._copied(torch.empty(host.shape, dtype=host.dtype, device=self._device), host)
+
+    def mark(self) -> Callable[[], None]:
+        """A function that lets what is computed after its call wait for the copies that are begun so far."""
+        if self._stream is None:
+            return lambda: None
+        event = self._stream.record_event()
+        return lambda: torch.cuda.current_stream(self._device).wait_event(event)
+
+    def _copied(self, target: Tensor, source: Tensor) -> Tensor:
+        assert self._stream is not None
+        # The memory of the target too may be in use by what was computed before.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            return target.copy_(source, non_blocking=True)
+
+
+def device_profile(
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    precision: Literal["fp32", "bf16", "fp64"] = "fp32",
+    *,
+    setting: str = "backend.device",
+) -> DeviceProfile:
+    """The profile for a device and a precision. Raises ConfigError, naming `setting`, for a GPU that is not there."""
+    available = torch.cuda.is_available()
+    if device == "cuda" and not available:
+        raise ConfigError(
+            [Problem(setting, "is cuda, but torch sees no GPU. Set `device: auto`, or check `nvidia-smi`.")]
+        )
+    name = "cuda" if available and device != "cpu" else "cpu"
+    return DeviceProfile(
+        device=torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name),
+        weight_dtype=torch.float64 if precision == "fp64" else torch.float32,
+        autocast_dtype=torch.bfloat16 if precision == "bf16" else None,
+    )
+
+
+def device_bytes(device: Literal["auto", "cpu", "cuda"]) -> int:
+    """Memory of the smallest GPU that this process sees; of the machine, where it trains on the CPU."""
+    if device == "cpu" or not torch.cuda.is_available():
+        return memory_bytes()
+    return min(torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count()))
+
+
+def runs_triton(device: str) -> bool:
+    """Whether programs in Triton run on a device of this type; on CPU only its interpreter does, which checks them."""
+    return device == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+
+
+class KeepDouble(TorchFunctionMode):
+    """Turns every conversion to float32 into one to float64, in forward and in recomputation, for `precision: fp64`.
+
+    Hugging Face models round to float32 inside norms, softmax and rotary tables, whatever dtype the weights have. A
+    float64 test would then rest on 1e-16 differences never crossing a float32 rounding boundary.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        elif func is torch.Tensor.to:
+            args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+        if kwargs.get("dtype") is torch.float32:
+            kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
+
+
+def seed_generators(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def generator_tensors() -> dict[str, Tensor]:
+    """Generator states of torch: `cpu`, and `cuda:0`, ... for every GPU of this process."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states |= {f"cuda:{index}": state for index, state in enumerate(torch.cuda.get_rng_state_all())}
+    return states
+
+
+def restore_generator_tensors(states: dict[str, Tensor]) -> None:
+    """Devices that are not in the saved state, or no longer there, keep their generators."""
+    torch.set_rng_state(states["cpu"])
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            if f"cuda:{index}" in states:
+                torch.cuda.set_rng_state(states[f"cuda:{index}"], index)
+
+
+def generator_values() -> dict[str, Any]:
+    """Generator states of Python and numpy's legacy one, which model code may use, as JSON values."""
+    version, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state()
+    return {
+        "python": [version, list(words), gauss],
+        "numpy": [name, np.asarray(keys).tolist(), position, has_gauss, cached],
+    }
+
+
+def restore_generator_values(values: dict[str, Any]) -> None:
+    version, words, gauss = values["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, keys, position, has_gauss, cached = values["numpy"]
+    np.random.set_state((name, np.asarray(keys, dtype=np.uint32), position, has_gauss, cached))

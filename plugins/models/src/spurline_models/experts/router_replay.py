@@ -1,0 +1,194 @@
+"""The experts that the routers of a mixture-of-experts model choose: noted in one forward pass, used in another.
+
+Place on the way: engine's forward passes -> experts of every token -> `TrainingBatch` -> `TokenStream` -> the trainer's
+routers. Rounding alone makes a router of the trainer choose other experts than the engine did for some tokens, and then
+the two models compute different functions (rollout routing replay, Ma et al. 2025, arXiv:2510.11370). What is replayed
+is only which experts a token goes to: their weights come from the trainer's own router logits, so gradients reach the
+router.
+
+It works by hooks on what is in one model's layers. Two models in a process know nothing of each other. Loads of experts
+and the balance loss see routers through it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from spurline.data.batch import ROUTED_EXPERTS, TrainingBatch
+from spurline.errors import DataError, ModelError
+from spurline_models.architecture import decoder_layers, experts_per_token, num_experts
+from spurline_models.experts.expert_loads import ExpertLoads
+from spurline_models.experts.router_balance import StreamBalance
+from spurline_models.experts.routers import Choice, RouterTest, RouterWatch, find_routers, sizes_of
+
+
+class ExpertRouting:
+    """The routers of one model, whose choices can be noted and replaced.
+
+    num_layers: decoder layers, those without experts included. top_k: experts of a token in a layer. num_experts: of a
+    layer, the fewest.
+    """
+
+    def __init__(self, causal: PreTrainedModel) -> None:
+        """Raises ModelError for a model whose routers cannot be found."""
+        layers = decoder_layers(causal)
+        self._given: dict[int, Tensor | None] = {}
+        self._noted: dict[int, Tensor] | None = None
+        self._to_balance: dict[int, Choice] = {}
+        self._test: RouterTest | None = None
+        self.loads: ExpertLoads | None = None
+        """Counts the tokens of each expert while it is set."""
+        self.balance: StreamBalance | None = None
+        """Sums the balance of the next stream's sequences while it is set."""
+        self.counted: slice | Tensor = slice(None)
+        """Which tokens of the next pass are counted."""
+        self.stream_tokens: slice = slice(None)
+        """Which of the stream's tokens these are."""
+        self.num_layers = len(layers)
+        self.routers = find_routers(causal)
+        if not self.routers:
+            raise no_routers(f"{causal.config.name_or_path} ({type(causal).__name__})")
+        self.top_k = sizes_of(next(iter(self.routers.values()))).top_k
+        self.num_experts = min(sizes_of(router).num_experts for router in self.routers.values())
+        for number, layer in enumerate(layers):
+            # What is inside a layer and gets its keywords. Hooks of the layer itself do not run when its activations
+            # are computed again in the backward pass, those of what is inside do.
+            for child in layer.children():
+                child.register_forward_pre_hook(partial(self._take, number), with_kwargs=True)
+            router = self.routers.get(number)
+            if router is not None:
+                # Not a hook: where experts are divided over ranks, hooks translate their numbers.
+                router.forward = partial(self._run, number, router, router.forward)
+                layer.register_forward_pre_hook(partial(self._enter, number))
+                layer.register_forward_hook(partial(self._leave, number))
+
+    @contextmanager
+    def noting(self) -> Iterator[dict[int, Tensor]]:
+        """A context in which every forward pass leaves its choices here: layer -> experts [T, top_k]."""
+        noted: dict[int, Tensor] = {}
+        self._noted = noted
+        try:
+            yield noted
+        finally:
+            self._noted = None
+
+    @contextmanager
+    def testing(self) -> Iterator[RouterTest]:
+        """A context in which every router is tried out before it runs."""
+        self._test = RouterTest()
+        try:
+            yield self._test
+        finally:
+            self._test = None
+
+    def as_array(self, noted: Mapping[int, Tensor]) -> NDArray[np.int16]:
+        """What `noting` left of a pass over T tokens, as [T, layers, top_k]; -1 in layers without experts."""
+        tokens = len(next(iter(noted.values())))
+        whole = np.full((tokens, self.num_layers, self.top_k), -1, np.int16)
+        layers = sorted(noted)
+        whole[:, layers] = torch.stack([noted[layer] for layer in layers], dim=1).to("cpu", torch.int16).numpy()
+        return whole
+
+    def check(self, experts: Tensor) -> None:
+        """Raise DataError for experts [T, layers, top_k] of a model with other layers or another top_k."""
+        check_experts(experts, self.num_layers, self.top_k)
+
+    def _enter(self, number: int, layer: nn.Module, args: Any) -> None:
+        # Computing again ends where nothing more is needed, which may be before the router.
+        self._given.pop(number, None)
+
+    def _take(
+        self, number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        # As an argument, not set once per pass: what is computed again in the backward pass gets the same arguments,
+        # also when another micro-batch has been computed in between.
+        if ROUTED_EXPERTS not in kwargs:
+            return None
+        experts: Tensor = kwargs[ROUTED_EXPERTS]
+        if number in self.routers:
+            self._given[number] = experts[:, number].long()
+        return args, {name: value for name, value in kwargs.items() if name != ROUTED_EXPERTS}
+
+    def _run(self, number: int, router: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """In the place of the router's own `forward`."""
+        if self._test is not None:
+            self._test.try_out(router, forward, args, kwargs)
+        given = self._given.pop(number, None)
+        if given is None and self._noted is None and self.loads is None and self.balance is None:
+            return forward(*args, **kwargs)
+        with RouterWatch(router, given) as watch:
+            outputs = forward(*args, **kwargs)
+        # What is computed again in the backward pass has been seen.
+        if torch._C._current_graph_task_id() == -1:
+            self._see(number, router, watch.choice(outputs))
+        return outputs
+
+    def _see(self, number: int, router: nn.Module, choice: Choice | None) -> None:
+        if self.balance is not None and (choice is None or not choice.kind):
+            self.balance.unknown = type(router).__name__
+        if choice is None:
+            return
+        if self._noted is not None:
+            self._noted[number] = choice.experts
+        if self.loads is not None:
+            with torch.no_grad():
+                shares = choice.shares() if choice.kind else None
+            self.loads.add(number, choice.experts, sizes_of(router).num_experts, self.counted, shares)
+        if self.balance is not None and choice.kind:
+            self._to_balance[number] = choice
+
+    def _leave(self, number: int, layer: nn.Module, args: Any, output: Any) -> None:
+        # Outside of what is computed again, which must save the same tensors the second time.
+        choice = self._to_balance.pop(number, None)
+        if choice is not None and self.balance is not None:
+            self.balance.add(choice, self.counted, self.stream_tokens, len(self.routers))
+
+
+def check_replayed(batch: TrainingBatch, config: PretrainedConfig) -> None:
+    """Raise DataError for a batch with experts that the model of this config has not; ModelError if it has none at all.
+
+    On the host, before any device or rank meets them: an index out of range ends a process with a GPU.
+    """
+    experts = batch.tokens.get(ROUTED_EXPERTS)
+    if experts is None:
+        return
+    model = config.get_text_config()
+    count, top_k = num_experts(model), experts_per_token(model)
+    if count is None or top_k is None:
+        raise no_routers(f"{config.name_or_path} ({config.model_type})")
+    check_experts(experts.flatten(0, 1), model.num_hidden_layers, top_k)
+    # Row by row: the column is large, and so is what comparing it makes.
+    for row in experts:
+        known = row >= 0
+        beyond = row[(row >= count) | (row < -1) | (known != known[..., :1])]
+        if len(beyond):
+            raise DataError(
+                f"The rollouts note expert {int(beyond[0])} for a token, and those of the model are 0 to {count - 1}, "
+                "or -1 for all of a layer where the engine chose none. They are another model's: record them again."
+            )
+
+
+def check_experts(experts: Tensor, num_layers: int, top_k: int) -> None:
+    """Raise DataError for experts [T, layers, top_k] that are not of a model with these layers and this top_k."""
+    if tuple(experts.shape[1:]) != (num_layers, top_k):
+        raise DataError(
+            f"The rollouts note {experts.shape[2]} experts in each of {experts.shape[1]} layers for a token, and the "
+            f"model has {top_k} in {num_layers} layers. They are another model's: record them again."
+        )
+
+
+def no_routers(model: str) -> ModelError:
+    """The error of a model whose experts cannot be replayed. model: its path, for the message."""
+    return ModelError(
+        f"source.router_replay is true, and the model {model} has no router that it knows. Set it to false, or choose "
+        "a mixture-of-experts model, whose layers have a router that says its `top_k` and `num_experts`."
+    )

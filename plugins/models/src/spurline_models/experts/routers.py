@@ -1,0 +1,191 @@
+"""The routers of a mixture of experts, of whatever class: which experts each chooses, noted and replaced from outside.
+
+A router makes scores [T, E], takes the k largest of a token, and weighs those. Classes differ in the scores, in groups
+and biases, in how they weigh; what they have in common is that one call of `topk` chooses. That call is watched while
+the router's own code runs, and its answer may be replaced by other experts, so that everything after it, weights and
+gradients, stays the router's own. Whether this is true of a router is tried on it (`RouterTest`), not looked up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from spurline_models.architecture import decoder_layers, experts_per_token, num_experts
+
+
+def find_routers(causal: PreTrainedModel) -> dict[int, nn.Module]:
+    """Decoder layer, from 0 -> its router: the innermost module that has `router_sizes`.
+
+    A layer with several, as where attention has experts too, is left out: what engines record does not tell them apart.
+    """
+    found = {number: _routers_of(layer) for number, layer in enumerate(decoder_layers(causal))}
+    return {number: routers[0] for number, routers in found.items() if len(routers) == 1}
+
+
+def _routers_of(layer: nn.Module) -> list[nn.Module]:
+    found = [module for module in layer.modules() if router_sizes(module)]
+    return [
+        module for module in found if not any(router_sizes(part) for part in module.modules() if part is not module)
+    ]
+
+
+class RouterSizes(NamedTuple):
+    """top_k: experts of a token. num_experts: that it chooses from."""
+
+    top_k: int
+    num_experts: int
+
+
+def router_sizes(module: nn.Module) -> RouterSizes | None:
+    """From its attributes `top_k` and `num_experts`, else, of a class named as a router, from its config (Gemma 4).
+
+    None for a module that is no router.
+    """
+    top_k, count = getattr(module, "top_k", None), getattr(module, "num_experts", None)
+    config = getattr(module, "config", None)
+    if top_k is None and count is None and config is not None and type(module).__name__.endswith("Router"):
+        top_k, count = experts_per_token(config), num_experts(config)
+    return RouterSizes(top_k, count) if isinstance(top_k, int) and isinstance(count, int) else None
+
+
+def sizes_of(router: nn.Module) -> RouterSizes:
+    """Of one that `find_routers` found."""
+    sizes = router_sizes(router)
+    assert sizes is not None, f"{type(router).__name__} is no router"
+    return sizes
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a router chose for T tokens.
+
+    experts: int64 [T, top_k]. scores: [T, E], differentiable, what it makes of its logits before it chooses. kind: how;
+    `logits` where it chooses by these, and empty where it makes scores in another way, and `scores` are not known.
+    """
+
+    experts: Tensor
+    scores: Tensor
+    kind: Literal["softmax", "sigmoid", "logits", ""]
+
+    def shares(self) -> Tensor:
+        """[T, E], how the router shares each token out over all experts: at least fp32, rows sum to 1.
+
+        The softmax of its logits, or their sigmoids over the sum of these. Not to be called, but without gradients,
+        while a layer runs whose activations may be computed again: that must save the same tensors the second time.
+        """
+        assert self.kind, "how this router shares tokens out is not known"
+        scores = self.scores.to(torch.promote_types(self.scores.dtype, torch.float32))
+        if self.kind == "logits":
+            return scores.softmax(-1)
+        return scores if self.kind == "softmax" else scores / scores.sum(-1, keepdim=True).clamp_min(1e-20)
+
+
+class RouterWatch(TorchFunctionMode):
+    """While it is entered, the call of `topk` that chooses experts is noted, and answered with `given` where that is.
+
+    given: [T, top_k], -1 for tokens whose experts the router chooses; None: it chooses all.
+    """
+
+    def __init__(self, router: nn.Module, given: Tensor | None = None) -> None:
+        super().__init__()
+        self._sizes = sizes_of(router)
+        self._given = given
+        self._scores: tuple[Tensor, Literal["softmax", "sigmoid"]] | None = None
+        self._chosen_from: Tensor | None = None
+        self._experts: list[Tensor] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if name == "topk" and self._is_choice(args[0] if args else None, result):
+            return self._choose(args[0], result)
+        if (name == "softmax" or name == "sigmoid") and not self._experts and self._is_over_experts(result):
+            self._scores = (result, name)
+        return result
+
+    def choice(self, outputs: Any) -> Choice | None:
+        """What was chosen; None unless it was chosen once. outputs: of the router."""
+        if len(self._experts) != 1 or self._chosen_from is None:
+            return None
+        if self._scores is not None:
+            return Choice(self._experts[0], *self._scores)
+        # Experts are chosen by logits, which routers return. Anything else would be a score of an unknown kind.
+        is_logits = any(output is self._chosen_from for output in _tensors(outputs))
+        return Choice(self._experts[0], self._chosen_from, "logits" if is_logits else "")
+
+    def _is_over_experts(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.dim() == 2 and value.shape[1] == self._sizes.num_experts
+
+    def _is_choice(self, scores: Any, result: Any) -> bool:
+        # Groups of experts are chosen before them in some, by scores of another shape.
+        return self._is_over_experts(scores) and result[1].shape[1] == self._sizes.top_k
+
+    def _choose(self, scores: Tensor, own: Any) -> Any:
+        experts = own[1]
+        self._chosen_from = scores
+        if self._given is not None:
+            # Where the engine computed nothing, as at the last token it wrote, the router chooses itself.
+            experts = torch.where(self._given[:, :1] >= 0, self._given, experts)
+            own = torch.return_types.topk((scores.gather(1, experts), experts))
+        self._experts.append(experts.detach())
+        return own
+
+
+def _tensors(outputs: Any) -> Iterator[Tensor]:
+    yield from (output for output in (outputs if isinstance(outputs, tuple) else (outputs,)) if torch.is_tensor(output))
+
+
+@dataclass
+class RouterTest:
+    """Tries on routers, each time one runs, what is taken for granted of them.
+
+    failed: router's class -> what it does. tried: routers that have run.
+    """
+
+    failed: dict[str, str] = field(default_factory=dict[str, str])
+    tried: int = 0
+
+    def try_out(self, router: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        """Run the router a few times on the input that it is about to get. Changes nothing."""
+        self.tried += 1
+        reason = self._what_fails(router, forward, args, kwargs)
+        if reason is not None:
+            self.failed.setdefault(type(router).__name__, reason)
+
+    def problem(self, num_routers: int) -> str | None:
+        """What keeps a model with so many routers from being replayed, or None."""
+        if self.tried < num_routers:
+            return f"has {num_routers} routers, of which it uses {self.tried}"
+        return next((f"has a {name}, which {reason}" for name, reason in sorted(self.failed.items())), None)
+
+    def _what_fails(self, router: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> str | None:
+        own, choice = _run(router, forward, args, kwargs, None)
+        if choice is None:
+            return "does not choose its experts with one call of topk"
+        again, _ = _run(router, forward, args, kwargs, choice.experts)
+        if not all(torch.equal(one, other) for one, other in zip(_tensors(own), _tensors(again), strict=True)):
+            return "gives other results for the experts that it chose itself"
+        # Neighbours of its choice are other experts, as different from each other as those.
+        others = (choice.experts + 1) % sizes_of(router).num_experts
+        replaced, _ = _run(router, forward, args, kwargs, others)
+        weights = [one for one in _tensors(replaced) if one.shape == others.shape and one.is_floating_point()]
+        if not all(bool((one.isfinite() & (one != 0)).all()) for one in weights):
+            return "gives no weight to experts that it would not have chosen"
+        return None
+
+
+def _run(
+    router: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, given: Tensor | None
+) -> tuple[Any, Choice | None]:
+    with RouterWatch(router, given) as watch:
+        outputs = forward(*args, **kwargs)
+    return outputs, watch.choice(outputs)

@@ -1,0 +1,223 @@
+"""Write a trained model as a Hugging Face folder that `AutoModelForCausalLM.from_pretrained` loads.
+
+Or write its adapter alone, as a folder that `PeftModel.from_pretrained` loads on the model that the run began with.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig
+
+from spurline.config.loading import LoadedConfig
+from spurline.config.run_config import ModelConfig, RunConfig
+from spurline.errors import RunFailedError, UserError
+from spurline.files import give_default_permissions, remove
+from spurline.plugins.registry import resolve
+from spurline.protocols.backend import Backend, TrainsAdapters
+from spurline.run.build import build_backend
+from spurline.run.checkpoints.checkpoint import BACKEND, Checkpoint, CheckpointStore
+from spurline_models.adapters.adapter_weights import AdapterStream, write_adapter_files
+from spurline_models.backend_config import adapters_of
+from spurline_models.configs import adapter_page
+from spurline_models.weight_files import write_weight_files
+from spurline_text.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_MAX_FILE_BYTES = 5 * 10**9
+"""Of one weight file, as in the folders that transformers writes."""
+
+_WriteWeights = Callable[[Path, torch.dtype, int], None]
+
+
+def export_hf(
+    backend: Backend, loaded: LoadedConfig, tokenizer: PreTrainedTokenizerBase, out: Path, *, replace: bool = False
+) -> Path:
+    """Write the backend's current weights, the model's config and the tokenizer into `out`.
+
+    replace: overwrite what is there; otherwise `out` must be new or empty.
+    Weights keep the dtype that the model's config names (fp32 when it names none).
+    """
+    if not replace:
+        check_free(out)
+    return _write_folder(backend.write_weights, loaded, tokenizer, out)
+
+
+def export_adapter(
+    backend: Backend, loaded: LoadedConfig, tokenizer: PreTrainedTokenizerBase, out: Path, *, replace: bool = False
+) -> Path:
+    """Write the backend's current adapter, its settings and the tokenizer into `out`; tensors keep their dtype.
+
+    replace: overwrite what is there; otherwise `out` must be new or empty. Raises UserError for a run without an
+    adapter that could be used elsewhere.
+    """
+    if not replace:
+        check_free(out)
+    check_adapter(loaded.config)
+    settings = backend.adapter_settings() if isinstance(backend, TrainsAdapters) else None
+    if not isinstance(backend, TrainsAdapters) or settings is None:
+        raise UserError(
+            f"Backend '{loaded.config.backend.name}' cannot tell its adapters from the weights under them. Export the "
+            "whole model, in which they are merged."
+        )
+    return _write_adapter(AdapterStream(settings, backend.named_adapter_weights()), loaded.config, tokenizer, out)
+
+
+def check_adapter(config: RunConfig) -> None:
+    """Raise UserError unless the run trains an adapter of a model that can be loaded elsewhere."""
+    whole = "Export the whole model: `spurline export RUN_DIR OUT`, without --adapter."
+    if adapters_of(config) is None:
+        raise UserError(f"This run has no adapter: it trains all weights, since backend.lora is not set. {whole}")
+    if config.model.init == "random":
+        raise UserError(
+            "The adapter of this run belongs to random weights (model.init: random), which are in no folder that it "
+            f"could be put on. {whole}"
+        )
+
+
+def _write_adapter(adapter: AdapterStream, config: RunConfig, tokenizer: PreTrainedTokenizerBase, out: Path) -> Path:
+    lora = adapters_of(config)
+    assert lora is not None
+
+    def fill(folder: Path) -> None:
+        (folder / "README.md").write_text(adapter_page(config.model, lora), encoding="utf-8")
+        write_adapter_files(folder, adapter)
+        tokenizer.save_pretrained(folder)
+
+    return _write_beside(out, "adapter", fill)
+
+
+def _write_folder(
+    write_weights: _WriteWeights, loaded: LoadedConfig, tokenizer: PreTrainedTokenizerBase, out: Path
+) -> Path:
+    config, dtype = _config_and_dtype(loaded.config.model)
+
+    def fill(folder: Path) -> None:
+        write_weights(folder, dtype, _MAX_FILE_BYTES)
+        config.save_pretrained(folder)
+        _save_generation_config(loaded.config.model, tokenizer, folder)
+        tokenizer.save_pretrained(folder)
+
+    return _write_beside(out, "model", fill)
+
+
+def _config_and_dtype(model: ModelConfig) -> tuple[PretrainedConfig, torch.dtype]:
+    config = AutoConfig.from_pretrained(
+        model.path, revision=model.revision, trust_remote_code=model.trust_remote_code, **model.config_overrides
+    )
+    return config, config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+
+
+def _write_beside(out: Path, what: str, fill: Callable[[Path], None]) -> Path:
+    """Fill a folder beside `out` and rename it: a folder that `from_pretrained` finds is whole."""
+    out = _place_of(out)
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        temporary.mkdir(parents=True)
+        fill(temporary)
+        for file in temporary.iterdir():
+            give_default_permissions(file)
+        remove(out)
+        temporary.rename(out)
+    except OSError as error:
+        raise RunFailedError(f"The {what} cannot be exported to {out}: {error}. Free some space.") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return out
+
+
+def _place_of(out: Path) -> Path:
+    """Where to write: also through a link, but only to a folder that is new or empty; others stay as they are."""
+    if out.is_dir() and any(out.iterdir()):
+        return out.parent.resolve() / out.name
+    return out.resolve()
+
+
+def check_free(out: Path) -> None:
+    """Raise UserError unless `out` is new or an empty folder."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} exists and is not empty. Choose another folder, or move it away.")
+
+
+def _save_generation_config(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    try:
+        generation_config(model, tokenizer).save_pretrained(folder)
+    except ValueError:
+        # transformers loads settings that it refuses to save, such as a sampling number without sampling; what ends a
+        # turn is all that a trained model must bring along.
+        plain = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+        plain.save_pretrained(folder)
+
+
+def generation_config(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
+    """The model's own settings, which also stop at the end-of-turn token that was trained."""
+    try:
+        config = GenerationConfig.from_pretrained(model.path, revision=model.revision or "main")
+    except OSError:  # a model without a generation_config.json
+        config = GenerationConfig(pad_token_id=tokenizer.pad_token_id)
+    known = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    stops = dict.fromkeys(token for token in [*known, tokenizer.eos_token_id] if token is not None)
+    config.eos_token_id = list(stops) if len(stops) > 1 else next(iter(stops), None)
+    return config
+
+
+def exported_weights(loaded: LoadedConfig, found: Checkpoint) -> dict[str, Tensor]:
+    """The weights of a checkpoint on the host, as `export_run` writes them: adapters merged, in the dtype of the files.
+
+    Raises CheckpointError.
+    """
+    config = loaded.config
+    _, dtype = _config_and_dtype(config.model)
+    with ExitStack() as stack:
+        reader = config.backend.facts.checkpoint_reader
+        if reader is None:
+            backend = build_backend(loaded, stack, total_updates=1)
+            backend.load(found.path / BACKEND, found.unverified(BACKEND))
+            tensors = backend.named_weights()
+        else:
+            read = resolve(reader, f"checkpoint reader of backend '{config.backend.name}'")
+            tensors = read(config, found.path / BACKEND, found.unverified(BACKEND)).tensors
+        return {
+            # A copy: a backend's own tensors go with it, and those of files are mapped.
+            name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
+            for name, tensor in tensors
+        }
+
+
+def export_run(loaded: LoadedConfig, out: Path, checkpoint: str | Path | None = None, *, adapter: bool = False) -> Path:
+    """Export a checkpoint of a run: the given folder, or `best` or `latest` (the default) of the config's run_dir.
+
+    adapter: write the adapter alone, as `export_adapter` does. The backend is not built where its config names a
+    `checkpoint_reader`, or for adapters an `adapter_reader`. Raises CheckpointError when there is no checkpoint or it
+    is damaged.
+    """
+    check_free(out)
+    config = loaded.config
+    if adapter:
+        check_adapter(config)
+    found = CheckpointStore(config.run_dir / "checkpoints", config.checkpoint.verify).chosen(checkpoint)
+    reader = config.backend.facts.adapter_reader if adapter else config.backend.facts.checkpoint_reader
+    if reader is None:
+        with ExitStack() as stack:
+            backend = build_backend(loaded, stack, total_updates=1)
+            backend.load(found.path / BACKEND, found.unverified(BACKEND))
+            export = export_adapter if adapter else export_hf
+            return export(backend, loaded, load_tokenizer(config.model), out)
+    read = resolve(reader, f"checkpoint reader of backend '{config.backend.name}'")
+    if adapter:
+        stream = read(config, found.path / BACKEND, found.unverified(BACKEND))
+        return _write_adapter(stream, config, load_tokenizer(config.model), out)
+
+    def write_weights(folder: Path, dtype: torch.dtype, max_file_bytes: int) -> None:
+        write_weight_files(folder, read(config, found.path / BACKEND, found.unverified(BACKEND)), dtype, max_file_bytes)
+
+    return _write_folder(write_weights, loaded, load_tokenizer(config.model), out)

@@ -1,0 +1,26 @@
+"""The command `spurline export`. torch is imported inside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from spurline.cli_options import RunDirArgument, importing_libraries, load_run
+
+
+def export(
+    run_dir: RunDirArgument,
+    out: Annotated[Path, typer.Argument(help="Folder to write; `from_pretrained` loads it.")],
+    checkpoint: Annotated[str, typer.Option(help="latest, best, or the path of a checkpoint folder.")] = "latest",
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Only the LoRA adapter, as a folder for PEFT; else it is merged.")
+    ] = False,
+) -> None:
+    """Write a Hugging Face model folder from a run's checkpoint."""
+    loaded = load_run(run_dir)
+    with importing_libraries():
+        from spurline_models.export import export_run
+
+    typer.echo(export_run(loaded, out, checkpoint, adapter=adapter))

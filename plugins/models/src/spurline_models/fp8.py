@@ -1,0 +1,79 @@
+"""Linear layers that compute in fp8, by torchao, with weights, gradients and optimizer as they were.
+
+Output and gradient of the input are products of values rounded to e4m3, scaled row by row: a token's values by the
+largest of that token, weights by those of each output, or by the largest of all for the gradient. The gradient of
+weights is computed in full precision. So no token's rounding depends on the other tokens of its batch: gradients are
+approximate, and they do not depend on how a batch is cut (recipe `rowwise_with_gw_hp`). Imports torchao in functions
+only, as an optional package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from spurline.errors import ConfigError
+from spurline_models.architecture import num_experts
+from spurline_models.device_profile import DeviceProfile
+from spurline_models.other_forwards import note_own_forward
+
+FP8 = "fp8"
+"""Who gives modules their functions here, for `other_forwards`."""
+
+_RECIPE = "rowwise_with_gw_hp"
+_MULTIPLE = 16
+"""What both sides of a matrix have to be divisible by: kernels take no others."""
+_NEEDS = (9, 0)
+"""Compute capability from which on there are kernels for scales by row."""
+
+
+def use_fp8(causal: PreTrainedModel, *, emulated: bool) -> None:
+    """Let the decoder's linear layers compute in fp8, but routers and those whose sizes do not fit.
+
+    emulated: round alike and multiply in the precision of the model, which works on every device. The parameters stay
+    the same ones. Before adapters are added, and before parameters are sharded.
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # pyright: ignore
+
+    config = Float8LinearConfig.from_recipe_name(_RECIPE)
+    head = causal.get_output_embeddings()
+    experts = num_experts(causal.config.get_text_config())
+
+    def fits(module: nn.Module, name: str) -> bool:
+        return (
+            type(module) is nn.Linear
+            and module is not head
+            and module.out_features != experts
+            and module.in_features % _MULTIPLE == module.out_features % _MULTIPLE == 0
+        )
+
+    names = [name for name, module in causal.named_modules() if fits(module, name)]
+    convert: Callable[..., Any] = convert_to_float8_training
+    convert(causal, config=replace(config, emulate=emulated), module_filter_fn=fits)
+    for name in names:
+        module = causal.get_submodule(name)
+        note_own_forward(module, nn.Linear.forward, FP8)
+        module.register_forward_pre_hook(_as_under_autocast)
+
+
+def _as_under_autocast(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+    """torchao asks for the autocast of GPUs alone, and multiplies gradients with what it was given."""
+    (hidden,) = inputs
+    kind = hidden.device.type
+    return (hidden.to(torch.get_autocast_dtype(kind)),) if torch.is_autocast_enabled(kind) else None
+
+
+def check_device(profile: DeviceProfile) -> None:
+    """Raise ConfigError for a GPU without kernels for fp8."""
+    capability = cast(tuple[int, int], torch.cuda.get_device_capability(profile.device))
+    if capability < _NEEDS:
+        raise ConfigError.at(
+            "backend.fp8",
+            f"needs a GPU of Hopper's generation or newer (compute capability {_NEEDS[0]}.{_NEEDS[1]}), and "
+            f"{profile.name} has {capability[0]}.{capability[1]}. Set fp8: false.",
+        )

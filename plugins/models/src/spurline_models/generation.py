@@ -1,0 +1,138 @@
+"""Greedy continuations of prompts with the weights being trained, for evaluation during a run.
+
+It uses Hugging Face generation with a KV cache; fast sampling for RL is a rollout engine's work. What an engine needs
+to know of a borrowed model is put together here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from spurline.config.run_config import ModelConfig
+from spurline.errors import ModelError
+from spurline.protocols.backend import GenerationModel
+from spurline_models.device_profile import DeviceProfile
+from spurline_models.loading import LengthLimit
+from spurline_models.streams.positions import position_limit
+from spurline_models.streams.stream_model import StreamModel, evaluation_mode, library_attention, other_attention
+from spurline_text.tokenizer import load_tokenizer
+
+_TOKENS_PER_BATCH = 65536
+"""Prompt and response tokens generated together, padding included; bounds the KV cache."""
+
+
+def generate_greedily(
+    model: StreamModel, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_tokens: Sequence[int]
+) -> list[list[int]]:
+    """One continuation per prompt, in the prompts' order, up to and including the first stop token."""
+    causal = model.causal
+    assert all(len(prompt) > 0 for prompt in prompts), "a prompt has no tokens"
+    responses: list[list[int]] = [[] for _ in prompts]
+    pad = stop_tokens[0] if stop_tokens else 0
+    config = GenerationConfig(
+        do_sample=False,
+        num_beams=1,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=list(stop_tokens) or None,
+        pad_token_id=pad,
+        use_cache=True,
+    )
+    generate: Any = causal.generate
+    with evaluation_mode(causal), model.uncompiled(), _generation_setup(causal):
+        # Only attention is sure to leave padding out.
+        for members in _batches([len(prompt) for prompt in prompts], max_new_tokens, pads=model.reading == "stream"):
+            width = max(len(prompts[member]) for member in members)
+            input_ids = torch.full((len(members), width), pad, dtype=torch.int64)
+            mask = torch.zeros_like(input_ids)
+            for row, member in enumerate(members):
+                input_ids[row, width - len(prompts[member]) :] = torch.as_tensor(prompts[member])
+                mask[row, width - len(prompts[member]) :] = 1
+            # transformers would have the processes of a sharded model decode in step; each has its own prompts here.
+            output = generate(
+                input_ids.to(causal.device),
+                attention_mask=mask.to(causal.device),
+                generation_config=config,
+                synced_gpus=False,
+            )
+            assert isinstance(output, torch.Tensor)
+            for member, tokens in zip(members, output[:, width:].tolist(), strict=True):
+                ends = (position for position, token in enumerate(tokens, start=1) if token in stop_tokens)
+                responses[member] = tokens[: next(ends, None)]
+    return responses
+
+
+def _batches(lengths: Sequence[int], max_new_tokens: int, *, pads: bool) -> Iterator[list[int]]:
+    """Prompt numbers to generate together: prompts of similar length, so that little is padded, or of one length."""
+    members: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda index: lengths[index]):
+        is_full = (len(members) + 1) * (lengths[index] + max_new_tokens) > _TOKENS_PER_BATCH
+        if members and (is_full or (not pads and lengths[index] != lengths[members[-1]])):
+            yield members
+            members = []
+        members.append(index)
+    if members:
+        yield members
+
+
+@contextmanager
+def _generation_setup(causal: PreTrainedModel) -> Iterator[None]:
+    """Attention that knows left padding and a cache, and none of the sampling defaults that ship with a model.
+
+    `dynamic` rotary embeddings keep the frequencies of the longest sequence seen, which training must not meet.
+    """
+    own_defaults = causal.generation_config
+    rotary = [module for module in causal.modules() if hasattr(module, "rope_type")]
+    before = [(dict(vars(module)), dict(module._buffers)) for module in rotary]
+    causal.generation_config = GenerationConfig()
+    try:
+        with other_attention(causal, library_attention(causal)):
+            yield
+    finally:
+        causal.generation_config = own_defaults
+        for module, (attributes, buffers) in zip(rotary, before, strict=True):
+            # Attributes that generation added go as well.
+            vars(module).clear()
+            vars(module).update(attributes)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+
+
+def generation_model(
+    model: StreamModel, profile: DeviceProfile, limit: LengthLimit | None, *, allow_extrapolation: bool = False
+) -> GenerationModel:
+    """The model for a rollout engine. limit: see `check_config`. allow_extrapolation: of `model`."""
+    positions = position_limit(model.causal.config)
+    context = None if positions is None or (positions.extends and allow_extrapolation) else positions.tokens
+    limits = [tokens for tokens in (context, limit and limit.tokens) if tokens is not None]
+
+    @contextmanager
+    def computing() -> Iterator[None]:
+        with profile.computing(), model.uncompiled():
+            yield
+
+    return GenerationModel(model.causal, computing, min(limits, default=None), reads_streams=model.reading == "stream")
+
+
+def stop_tokens(causal: PreTrainedModel, model: ModelConfig) -> list[int]:
+    """The model's end-of-sequence ids and its tokenizer's, which chat models end their turns with."""
+    found = model_stop_tokens(causal)
+    try:
+        eos = load_tokenizer(model).eos_token_id
+    except ModelError:
+        # Runs on pretokenized data need no tokenizer; the model's own ids are all there is then.
+        return found
+    return [*found, eos] if isinstance(eos, int) and eos not in found else found
+
+
+def model_stop_tokens(causal: PreTrainedModel) -> list[int]:
+    """End-of-sequence ids of the model's generation config, else of its config."""
+    for config in (causal.generation_config, causal.config):
+        value = getattr(config, "eos_token_id", None)
+        if value is not None:
+            return [value] if isinstance(value, int) else list(value)
+    return []

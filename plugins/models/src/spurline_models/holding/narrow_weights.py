@@ -1,0 +1,227 @@
+"""Hold weights in half precision, and compute with them as if they were wide.
+
+The matrices of linear layers and plain embeddings are held narrow, which is nearly all of a dense model; norms, biases
+and whatever else a layer reads in its own way have rounded values too, in the wide dtype. So a model computes, bit for
+bit, what it computes with the same rounded values held wide. Under autocast a narrow matrix is used as it is.
+Which weights are quantized (`quantized_weights.py`) is decided here too.
+
+Weights may be frozen or trained. The gradient of a trained one has its dtype, as autocast would have rounded it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from spurline.config.run_config import ModelConfig
+from spurline.errors import ModelError
+from spurline_models.architecture import load_model_config
+from spurline_models.configs import LoraConfig
+from spurline_models.holding.quantized_weights import QuantizedLinear
+from spurline_models.weight_files import stored_dtype
+
+
+def base_dtype(lora: LoraConfig, model: ModelConfig) -> torch.dtype:
+    """In which dtype weights under these adapters are held, but for those that are quantized.
+
+    Where no file is here, the model's config tells.
+    """
+    if lora.base_dtype in _DTYPES:
+        return _DTYPES[lora.base_dtype]
+    if model.init == "random" or any(Path(model.path).glob("*.safetensors")):
+        return stored_dtype(model)
+    dtype = load_model_config(model).dtype
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_FORWARDS = (nn.Linear.forward, nn.Embedding.forward)
+
+
+def narrow_dtypes(causal: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """What `narrow_weights` will hold in this dtype of a model that is all frozen, by the names of its parameters."""
+    return {f"{name}.weight": dtype for name, _ in narrowable_modules(causal)}
+
+
+def round_weights(causal: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Give every parameter the nearest value of this dtype, in its own dtype; one at a time."""
+    for parameter in causal.parameters():
+        parameter.data = parameter.data.to(dtype).to(parameter.dtype)
+
+
+def narrow_weights(causal: PreTrainedModel, dtype: torch.dtype, wide: torch.dtype) -> None:
+    """Hold what can be of the frozen weights in this dtype, one at a time. Adapters are in the model already.
+
+    wide: dtype of what flows through the layers, as with weights of that dtype.
+    """
+    modules = [module for _, module in narrowable_modules(causal)]
+    _narrow([module for module in modules if not any(own.requires_grad for own in module.parameters())], dtype, wide)
+
+
+def narrow_trained_weights(
+    causal: PreTrainedModel,
+    dtype: torch.dtype,
+    wide: torch.dtype,
+    masters: MutableMapping[str, Tensor] | None = None,
+) -> None:
+    """Hold what can be of all weights in this dtype, one at a time, frozen or trained.
+
+    wide: as of `narrow_weights`. masters: is given the values that trained weights had, by name, without a copy; None
+    drops them.
+    """
+    modules = [module for _, module in narrowable_modules(causal)]
+    if masters is not None:
+        trained = {id(module.weight) for module in modules if module.weight.requires_grad}
+        masters.update((name, value.data) for name, value in causal.named_parameters() if id(value) in trained)
+    _narrow(modules, dtype, wide)
+
+
+def _narrow(modules: Sequence[nn.Linear | nn.Embedding], dtype: torch.dtype, wide: torch.dtype) -> None:
+    for module in modules:
+        # Not new modules: adapters, hooks and names stay.
+        module.wide_dtype = wide  # type: ignore[assignment]
+        if isinstance(module, nn.Linear):
+            module.__class__ = _NarrowLinear
+        else:
+            module.__class__ = _NarrowEmbedding
+        # The data, not the parameter: a tied weight has two owners.
+        module.weight.data = module.weight.data.to(dtype)
+
+
+def narrowable_modules(causal: nn.Module) -> Iterator[tuple[str, nn.Linear | nn.Embedding]]:
+    """(name, module) of those whose weight may be held narrow: whoever reads it computes as torch's own modules do."""
+    read_otherwise = {
+        id(parameter)
+        for module in causal.modules()
+        if type(module).forward not in _FORWARDS
+        for parameter in module.parameters(recurse=False)
+    }
+    for name, module in causal.named_modules():
+        # Not by its class alone: some embeddings scale what they look up by a number rounded to the weight's dtype.
+        if not isinstance(module, nn.Linear | nn.Embedding) or type(module).forward not in _FORWARDS:
+            continue
+        if id(module.weight) not in read_otherwise:
+            yield name, module
+
+
+def quantizable_modules(causal: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
+    """(name, module) of the linear layers whose weights may be held quantized: all but the output layer."""
+    head = causal.get_output_embeddings()
+    for name, module in narrowable_modules(causal):
+        if isinstance(module, nn.Linear) and module is not head:
+            yield name, module
+
+
+def quantize_weights(causal: PreTrainedModel, wide: torch.dtype) -> None:
+    """Hold the weights of linear layers quantized, one at a time. wide: the dtype of the values that they stand for.
+
+    Raises ModelError where there are none.
+    """
+    modules = [module for _, module in quantizable_modules(causal)]
+    if not modules:
+        raise ModelError(
+            f"backend.lora.base_dtype: {type(causal).__name__} has no linear layers that could be quantized: its "
+            "weights are in layers of other kinds. Set backend.lora.base_dtype: bf16."
+        )
+    for module in modules:
+        # Not a new module: names and hooks stay.
+        module.__class__ = QuantizedLinear
+        assert isinstance(module, QuantizedLinear)
+        module.quantize(wide)
+
+
+def widen_where_read(causal: nn.Module, check: Callable[[], None]) -> None:
+    """Run `check`, which runs the model; hold wide the narrow frozen weights that it reads other than by running their
+    layers.
+
+    Some models round what they compute to the dtype of a weight (Mamba's output layer): that weight is held wide.
+    Others multiply with a weight themselves, which fails: then all are. Raises what `check` raises without narrow ones.
+    """
+    while True:
+        try:
+            return check()
+        except _DtypeError as error:
+            error.module.widen()
+        except (ModelError, RuntimeError) as error:
+            linear = [module for module in causal.modules() if isinstance(module, _NarrowLinear)]
+            narrow = [module for module in linear if not module.weight.requires_grad]
+            if not narrow and linear:
+                raise ModelError(
+                    "Trained weights are held in bf16, which this model may read in ways of its own. Set "
+                    f"backend.weights: fp32. What failed: {error}"
+                ) from error
+            if not narrow:
+                raise
+            for module in narrow:
+                module.widen()
+
+
+def widen_as(causal: nn.Module, seen: nn.Module) -> None:
+    """Hold wide what `seen` does, a model of the same layers that has been through `widen_where_read`."""
+    for name, module in causal.named_modules():
+        if isinstance(module, _NarrowLinear) and not isinstance(seen.get_submodule(name), _NarrowLinear):
+            module.widen()
+
+
+class _DtypeError(ModelError):
+    """What flows into a layer has been rounded to the dtype of its weight."""
+
+    def __init__(self, module: _NarrowLinear) -> None:
+        super().__init__(
+            "This model rounds what it computes to the dtype of its weights, so that frozen weights in "
+            f"{str(module.weight.dtype).removeprefix('torch.')} would change it. Set backend.lora.base_dtype: fp32."
+        )
+        self.module = module
+
+
+class _NarrowLinear(nn.Linear):
+    wide_dtype: torch.dtype
+
+    def widen(self) -> None:
+        """Hold the weight as it was before, with its rounded values; a tied one everywhere."""
+        self.weight.data = self.weight.data.to(self.wide_dtype)
+        self.__class__ = nn.Linear  # type: ignore[assignment]
+
+    def forward(self, input: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(input.device.type):
+            return F.linear(input, self.weight, self.bias)
+        if input.dtype == self.weight.dtype:
+            # Nothing else makes what flows through the layers narrow.
+            raise _DtypeError(self)
+        if self.weight.requires_grad and torch.is_grad_enabled():
+            return F.linear(input, self.weight.to(input.dtype), self.bias)
+        return _WidenedLinear.apply(input, self.weight, self.bias)  # type: ignore[no-any-return]
+
+
+class _NarrowEmbedding(nn.Embedding):
+    wide_dtype: torch.dtype
+
+    def forward(self, input: Tensor) -> Tensor:
+        # What flows through the layers has the precision that it has with wide weights.
+        if not (self.weight.requires_grad and torch.is_grad_enabled()):
+            return super().forward(input).to(self.wide_dtype)
+        # Each row once, so that the gradients of a token's many places are summed wide: half precision would lose the
+        # small ones beside the sum of the others.
+        tokens, places = input.unique(return_inverse=True)
+        return F.embedding(places, F.embedding(tokens, self.weight, self.padding_idx).to(self.wide_dtype))
+
+
+class _WidenedLinear(torch.autograd.Function):
+    """A linear layer whose matrix is widened anew in the backward pass, instead of being kept wide for it."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weight)
+        return F.linear(input, weight.to(input.dtype), None if bias is None else bias.to(input.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (weight,) = ctx.saved_tensors
+        (gradient,) = gradients
+        return gradient @ weight.to(gradient.dtype), None, None

@@ -1,0 +1,175 @@
+"""Fused kernels of Liger-Kernel (arXiv:2410.10989) in the place of a model's own norms, rotary positions and gated
+activations.
+
+Liger knows for each type of model what to replace by what. It does so in the classes of transformers, for the whole
+process; here the same functions are given to the modules of one model, and the classes stay as they are. Its fused
+linear cross-entropy is not among them: it rounds the weight of each token to the dtype of logits before it adds up
+gradients, computes no entropy, and waits for the device. liger_kernel is an optional package, imported in functions
+only.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from types import FunctionType
+from typing import Any, Literal
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from spurline.config.run_config import ModelConfig
+from spurline.errors import ConfigError, ModelError, listing
+from spurline_models.architecture import load_model_config
+from spurline_models.device_profile import runs_triton
+from spurline_models.other_forwards import changed_by, give_forward
+
+KERNELS = "kernels"
+"""Who gives modules their functions here, for `other_forwards`."""
+
+_MISSING = "liger-kernel is not installed. Run `pip install 'spurline-models[liger]'`"
+_NAMES = {"RMSNorm": "norms", "LayerNorm": "norms", "MLP": "gated activations", "Attention": "rotary positions"}
+
+
+def use_kernels(causal: PreTrainedModel) -> None:
+    """Let the norms, rotary positions and gated activations of this model be computed by Liger's kernels.
+
+    The model's type must be one that Liger knows. Before adapters are added: what they wrap keeps its kernels. Raises
+    ModelError.
+    """
+    from liger_kernel.transformers import monkey_patch  # pyright: ignore
+
+    before = {id(module): dict(vars(module)) for module in causal.modules()}
+    try:
+        with _undone(causal) as replaced:
+            monkey_patch._apply_liger_kernel_to_instance(causal, cross_entropy=False, fused_linear_cross_entropy=False)
+    except (TypeError, AttributeError, ImportError, AssertionError, NotImplementedError, ValueError) as error:
+        raise ModelError(
+            f"backend.kernels: Liger's kernels do not fit {type(causal).__name__} of the installed transformers "
+            f"({type(error).__name__}: {error}). Set backend.kernels: none."
+        ) from error
+    for module in causal.modules():
+        own, given = before[id(module)], vars(module).get("forward")
+        # Stored experts keep their code: what divides or replays experts knows that.
+        if given is None or own.get("forward") is not None or _stores_experts(module):
+            _restore(module, own)
+            continue
+        give_forward(module, given.__func__, KERNELS)
+    for module in causal.modules():
+        _replace_functions(module, replaced)
+
+
+def kernels_of(causal: nn.Module) -> str:
+    """What is computed by fused kernels in this model, for people; empty where nothing is."""
+    kinds = [type(module).__name__ for module in changed_by(causal, KERNELS)]
+    named = {word for kind in kinds for part, word in _NAMES.items() if kind.removeprefix("FSDP").endswith(part)}
+    return ", ".join(sorted(named or set(kinds)))
+
+
+def chooses_liger(kernels: Literal["auto", "liger", "none"], model: ModelConfig, device: str, precision: str) -> bool:
+    """Whether the model computes by Liger's kernels with this setting. device: `cpu` or `cuda`.
+
+    Raises ConfigError where they are asked for and cannot be used, ModelError for a config that cannot be read.
+    """
+    if kernels == "none" or (kernels == "auto" and device != "cuda"):
+        return False
+    reason = why_not_liger(model, device, precision)
+    if kernels == "liger" and reason is not None:
+        raise ConfigError.at("backend.kernels", f"is liger, but {reason}, or set kernels: auto.")
+    return reason is None
+
+
+def why_not_liger(model: ModelConfig, device: str, precision: str) -> str | None:
+    """Why Liger's kernels cannot be used, and what to do, as the beginning of a sentence; None where they can."""
+    if not runs_triton(device):
+        return "Liger's kernels are Triton programs, which run on a GPU. Set device: cuda"
+    if precision == "fp64":
+        return "Liger's kernels compute in fp32. Set precision: fp32 or bf16"
+    if find_spec("liger_kernel") is None:
+        return _MISSING
+    from liger_kernel.transformers import monkey_patch  # pyright: ignore
+
+    known = monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN
+    kind = load_model_config(model).model_type
+    if kind in known:
+        return None
+    return f"Liger does not know the model type '{kind}'. It knows {listing(known)}. Set kernels: none"
+
+
+def describe_kernels(
+    kernels: Literal["auto", "liger", "none"], model: ModelConfig, device: str, precision: str
+) -> Iterator[str]:
+    """Sentences for `spurline plan`: nothing where no device or precision has such kernels."""
+    if kernels == "none" or device != "cuda" or precision == "fp64":
+        return
+    reason = why_not_liger(model, device, precision)
+    if reason is None:
+        yield "norms, rotary positions and gated activations by Liger's fused kernels"
+    elif kernels == "auto":
+        yield f"norms, rotary positions and gated activations by PyTorch: {reason}"
+
+
+@contextmanager
+def _undone(causal: PreTrainedModel) -> Iterator[dict[int, dict[str, Callable[..., Any]]]]:
+    """A context after which the modules (files) of transformers that define this model are as before.
+
+    Yields what was replaced in them, filled at its end: id of the namespace -> name -> function.
+    """
+    files = {type(module).__module__ for module in causal.modules()}
+    namespaces = [vars(sys.modules[name]) for name in files if name in sys.modules]
+    owners = [value for space in namespaces for value in space.values() if isinstance(value, type)]
+    methods = {owner: vars(owner).get("forward") for owner in owners if issubclass(owner, nn.Module)}
+    before = [dict(space) for space in namespaces]
+    replaced: dict[int, dict[str, Callable[..., Any]]] = {}
+    try:
+        yield replaced
+    finally:
+        for space, old in zip(namespaces, before, strict=True):
+            changed = {name for name, value in space.items() if value is not old.get(name)}
+            replaced[id(space)] = {
+                name: space[name]
+                for name in changed
+                if isinstance(space[name], FunctionType) and isinstance(old.get(name), FunctionType)
+            }
+            for name in changed:
+                if name in old:
+                    space[name] = old[name]
+                else:
+                    del space[name]
+        for owner, forward in methods.items():
+            if forward is not None and vars(owner).get("forward") is not forward:
+                owner.forward = forward
+
+
+def _restore(module: nn.Module, attributes: Mapping[str, Any]) -> None:
+    own = vars(module)
+    for name in own.keys() - attributes.keys():
+        del own[name]
+    own.update(attributes)
+
+
+def _stores_experts(module: nn.Module) -> bool:
+    """Experts of a layer are stored as one tensor, its first dimension theirs; nothing else has three."""
+    return any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
+
+
+def _replace_functions(module: nn.Module, replaced: Mapping[int, Mapping[str, Callable[..., Any]]]) -> None:
+    """Let the module's forward call these functions where it calls others of the same names in its own file."""
+    forward = type(module).forward
+    if not isinstance(forward, FunctionType) or "forward" in vars(module):
+        return
+    functions = replaced.get(id(forward.__globals__), {})
+    used = {name: function for name, function in functions.items() if name in forward.__code__.co_names}
+    if used:
+        copy = FunctionType(
+            forward.__code__,
+            # A copy of the file's names: functions that it calls see the file itself.
+            {**forward.__globals__, **used},
+            forward.__name__,
+            forward.__defaults__,
+            forward.__closure__,
+        )
+        copy.__kwdefaults__ = forward.__kwdefaults__
+        give_forward(module, copy, KERNELS)

@@ -1,0 +1,457 @@
+"""The local backend: one process trains the whole model, on CPU or one GPU.
+
+Place on the way: mini-batch -> micro-batches -> streams -> logprobs -> loss -> gradients -> clipping -> optimizer. It
+is the oracle that other backends are compared with. It knows no algorithm: the loss comes with each call.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from spurline.config.run_config import RunConfig
+from spurline.data.batch import TrainingBatch
+from spurline.digests import FileDigest
+from spurline.errors import NonFiniteLossError, RunFailedError
+from spurline.plugins.registry import Registry
+from spurline.protocols.backend import GenerationModel, LossSums, Role, check_trained
+from spurline.protocols.loss import ENTROPY, Objective
+from spurline_models.accumulate import accumulate_gradients, describe_failure, evaluation_sums, logprobs_of
+from spurline_models.adapters.adapter_weights import AdapterWeights
+from spurline_models.architecture import vocabulary_size
+from spurline_models.computing import change_computing
+from spurline_models.dealing import Rows
+from spurline_models.device_profile import device_profile, seed_generators
+from spurline_models.experts.expert_loads import load_metrics
+from spurline_models.experts.router_balance import BalanceLoss, balance_coefficient
+from spurline_models.experts.router_replay import check_replayed
+from spurline_models.freezing import freeze_parameters
+from spurline_models.generation import generate_greedily, generation_model, stop_tokens
+from spurline_models.holding.host_copies import HostCopies
+from spurline_models.holding.narrow_weights import (
+    base_dtype,
+    narrow_dtypes,
+    narrow_trained_weights,
+    narrow_weights,
+    quantize_weights,
+    round_weights,
+    widen_as,
+    widen_where_read,
+)
+from spurline_models.holding.offloading import DeviceMemory, DeviceTensors
+from spurline_models.holding.quantized_weights import num_parameters
+from spurline_models.holding.stand_ins import StandIns
+from spurline_models.loading import HeldDtypes, check_config, load_model
+from spurline_models.local.checkpoint import TrainingState, read_training_state
+from spurline_models.local.configs import LocalBackendConfig
+from spurline_models.local.trained_model import TrainedModel, load_reference
+from spurline_models.optimizers.optimization import OptimizationRecipe, critic_optimization, policy_optimization
+from spurline_models.probe import check_exactness, check_routers, choose_reading
+from spurline_models.streams.stream_model import StreamModel
+from spurline_models.streams.token_stream import TokenStream, check_columns, check_tokens, token_stream, tokens_per_row
+from spurline_models.streams.value_model import ValueModel, put_value_head
+from spurline_models.weight_files import WeightStream, write_weight_files
+from spurline_models.weights import NamedWeights
+
+_CRITIC_FOLDER = "critic"
+"""Where in the backend's part of a checkpoint the critic lies; the policy lies at its top."""
+
+
+class LocalBackend:
+    """A `Backend` in this process; see the protocol for what each method promises."""
+
+    def __init__(self, config: LocalBackendConfig, run: RunConfig, registry: Registry, total_updates: int):
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        self._config = config
+        self._run = run
+        # Before weights are read.
+        config.check_libraries()
+        self._profile = device_profile(config.device, config.precision)
+        causal, masters = self._load_trainable()
+        self._length_limit = check_config(causal, run.model.path, run.data.max_length)
+        self._model = StreamModel(causal, config.logits_chunk_tokens)
+        self._balance = None if run.model.router_aux_loss is None else balance_coefficient(run.model, causal)
+        self._reference: StreamModel | None = None
+        widen_where_read(causal, self._check)
+        # Now, not with the first rollouts: a model without experts is refused before anything is generated.
+        wanted = {"replays": run.source.facts.replays_experts, "balances": self._balance is not None}
+        check_routers(self._model, self._profile, run.model.path, **wanted)
+        self._policy = self._trained(self._model, policy_optimization(run, registry, total_updates), masters)
+        self._critic: TrainedModel | None = None
+        if run.trained_critic is not None:
+            causal, masters = self._load_trainable()
+            put_value_head(causal, self._profile.weight_dtype)
+            widen_as(causal, self._model.causal)
+            critic = ValueModel(causal)
+            critic.read_as(self._model.reading)
+            self._critic = self._trained(critic, critic_optimization(run.trained_critic, registry), masters)
+        self._memory = DeviceMemory(self._profile)
+        self._copies = HostCopies(self._profile)
+        self._open_swaps = 0
+        # After loading, which draws or not depending on `init`: dropout depends on the seed alone.
+        seed_generators(run.seed)
+
+    def update(self, batch: TrainingBatch, objective: Objective, *, role: Role = "policy") -> Mapping[str, float]:
+        self._refuse_swapped("trained")
+        trained = self._model_to_train(role)
+        self._memory.check_here("trained")
+        started = time.perf_counter()
+        try:
+            streams = self._streams(batch, objective.loss.needs)
+            balance = self._balance_loss(batch, role)
+            sums = accumulate_gradients(trained.model, streams, objective, self._profile, balance)
+            norm = trained.gradient_norm()
+            # The only wait for the device in a step: loss, norm and all metrics come over together.
+            part, (grad_norm,) = sums.fetch(norm)
+            loss = part.loss / objective.normalizer
+            if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+                raise NonFiniteLossError(describe_failure(role, trained.updates + 1, batch, part, loss, grad_norm))
+            differentiated = time.perf_counter()
+            rates = trained.step(norm, grad_norm)
+            self._profile.synchronize()
+        finally:
+            trained.drop_gradients()
+        return {
+            "loss": loss,
+            "grad_norm": grad_norm,
+            **rates,
+            "tokens": float(batch.num_tokens),
+            "loss_tokens": float(part.tokens),
+            **part.metrics(),
+            **(load_metrics([part.expert_loads]) if role == "policy" else {}),
+            **part.balance_metrics(batch.num_trained_segments),
+            "time/forward_backward": differentiated - started,
+            "time/optimizer": time.perf_counter() - differentiated,
+        }
+
+    def gradients(
+        self, batch: TrainingBatch, objective: Objective, *, role: Role = "policy"
+    ) -> Iterator[tuple[str, Tensor]]:
+        trained = self._model_to_train(role)
+        self._memory.check_here("asked for gradients")
+        try:
+            # Dropout as in the next update, without using it up.
+            with self._profile.keeping_generators():
+                streams = self._streams(batch, objective.loss.needs)
+                balance = self._balance_loss(batch, role)
+                accumulate_gradients(trained.model, streams, objective, self._profile, balance)
+            result = trained.gradients()
+        finally:
+            trained.drop_gradients()
+        return iter(result)
+
+    def evaluate(self, batch: TrainingBatch, objective: Objective) -> LossSums:
+        self._memory.check_here("evaluated")
+        streams = self._streams(batch, objective.loss.needs)
+        return evaluation_sums(self._model, streams, objective, self._profile).as_loss_sums()
+
+    def logprobs(self, batch: TrainingBatch, role: Role = "policy", *, temperature: float = 1.0) -> Tensor:
+        self._memory.check_here("asked for logprobs")
+        with self._playing(role) as model:
+            result = logprobs_of(model, self._streams(batch, ()), batch, temperature, self._profile)
+        return batch.drop_padding_rows(result)
+
+    def generate(self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int) -> list[list[int]]:
+        self._memory.check_here("asked for continuations")
+        with self._profile.computing():
+            return generate_greedily(self._model, prompts, max_new_tokens, self._stop_tokens)
+
+    def generation_model(self) -> GenerationModel:
+        """See `LendsModel`."""
+        self._memory.check_here("lent")
+        insists = self._run.model.allow_extrapolation
+        return generation_model(self._model, self._profile, self._length_limit, allow_extrapolation=insists)
+
+    @property
+    def is_swapped(self) -> bool:
+        """See `LendsParameters`."""
+        return self._open_swaps > 0
+
+    def trained_parameters(self, role: Role = "policy") -> Mapping[str, Tensor]:
+        """See `LendsParameters`."""
+        self._memory.check_here("asked for its parameters")
+        return self._model_to_train(role).values
+
+    @contextmanager
+    def swapped(self, role: Role, values: Mapping[str, Tensor]) -> Iterator[None]:
+        """See `LendsParameters`. Takes the memory of the swapped parameters once more."""
+        self._memory.check_here("given other parameters")
+        with self._model_to_train(role).swapped(values):
+            self._open_swaps += 1
+            try:
+                yield
+            finally:
+                self._open_swaps -= 1
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self._named_weights())
+
+    def adapter_settings(self) -> Mapping[str, Any] | None:
+        """See `TrainsAdapters`."""
+        if self._config.lora is None:
+            return None
+        from spurline_models.adapters.lora import adapter_settings
+
+        return adapter_settings(self._model.causal, self._run.model)
+
+    def named_adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See `TrainsAdapters`."""
+        if self._config.lora is not None:
+            for name, tensor in AdapterWeights(self._model.causal):
+                yield name, self._memory.read(tensor)
+
+    def write_weights(self, folder: Path, dtype: torch.dtype, max_file_bytes: int) -> None:
+        named = self._named_weights()
+        write_weight_files(folder, WeightStream(named.layout, iter(named)), dtype, max_file_bytes)
+
+    def facts(self) -> Mapping[str, int | str]:
+        return {
+            "parameters": num_parameters(self._model.causal),
+            "trainable_parameters": sum(value.numel() for value in self._policy.parameters.values()),
+            "device": str(self._profile.device),
+            **self._model.facts(),
+        }
+
+    def save(self, path: Path) -> Mapping[str, FileDigest]:
+        self._refuse_swapped("saved")
+        return _write(path, self._states())
+
+    def snapshot(self) -> Callable[[Path], Mapping[str, FileDigest]]:
+        """See `TakesSnapshots`."""
+        self._refuse_swapped("saved")
+        copies = {folder: state.copied(self._copies, folder) for folder, state in self._states().items()}
+        return lambda path: _write(path, copies)
+
+    def load(self, path: Path, digests: Mapping[str, FileDigest] | None = None) -> None:
+        self._refuse_swapped("loaded")
+        self._memory.check_here("loaded from a checkpoint")
+        policy = read_training_state(path, self._policy)
+        if self._critic is not None:
+            # Before anything is changed: all of it fits, or nothing is.
+            read_training_state(path / _CRITIC_FOLDER, self._critic, is_ours=True).put_into(self._critic)
+        policy.put_into(self._policy)
+
+    def yield_device(self, *, keep_weights: bool) -> None:
+        """See `YieldsDevice`."""
+        self._refuse_swapped("moved off its device")
+        for trained in self._trained_models():
+            # A checkpoint may be written meanwhile, with a digest that is computed once, on the device.
+            _ = trained.frozen_weights
+        self._memory.give(self._device_tensors(), keep_weights=keep_weights)
+
+    def take_device(self) -> None:
+        """See `YieldsDevice`."""
+        self._memory.take()
+
+    def close(self) -> None:
+        for name in ("_model", "_reference", "_policy", "_critic", "_memory", "_copies"):
+            self.__dict__.pop(name, None)
+        self._profile.release_cached_memory()
+
+    def _load_trainable(self) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+        """The model of the config, with adapters if it asks for them, or with frozen parts; and the fp32 values of
+        those trained weights that it holds in bf16, where they are kept."""
+        masters: dict[str, Tensor] = {}
+        lora = self._config.lora
+        causal = load_model(
+            self._run.model,
+            self._profile,
+            self._run.seed,
+            partial(self._make_trainable, masters=masters),
+            held_dtypes=None if self._config.keeps_masters else self._held_dtypes(),
+            # There weights are quantized, and masters may stay.
+            on_host=self._config.keeps_masters or (lora is not None and lora.is_quantized),
+        )
+        return causal, masters
+
+    def _held_dtypes(self) -> HeldDtypes | None:
+        """In which weights are read that are held narrow."""
+        dtype = torch.bfloat16 if self._config.narrow_weights else self._base_dtype()
+        return None if dtype is None else partial(narrow_dtypes, dtype=dtype)
+
+    def _base_dtype(self) -> torch.dtype | None:
+        """Of the weights under adapters, where they are held in fewer bytes than is computed with."""
+        if self._config.lora is None:
+            return None
+        dtype = base_dtype(self._config.lora, self._run.model)
+        return dtype if dtype.itemsize < self._profile.weight_dtype.itemsize else None
+
+    def _check(self) -> None:
+        if self._config.probe:
+            check_exactness(self._model, self._profile, self._run.model.path)
+        else:
+            choose_reading(self._model, self._profile)
+
+    def _make_trainable(self, causal: PreTrainedModel, masters: dict[str, Tensor]) -> None:
+        model, lora = self._run.model, self._config.lora
+        self._change_computing(causal)
+        freeze_parameters(causal, model.freeze)
+        if self._config.narrow_weights:
+            self._narrow_all(causal, masters if self._config.keeps_masters else None)
+        if lora is None:
+            return
+        from spurline_models.adapters.lora import add_adapters
+
+        dtype = self._base_dtype()
+        if dtype is not None:
+            # Before adapters: DoRA's lengths begin as those of the rounded weights.
+            round_weights(causal, dtype)
+        if lora.is_quantized:
+            # Before adapters too: quantizing twice does not give the same values.
+            quantize_weights(causal, self._profile.weight_dtype)
+        add_adapters(causal, lora, self._run.seed)
+        if dtype is not None:
+            narrow_weights(causal, dtype, self._profile.weight_dtype)
+
+    def _change_computing(self, causal: PreTrainedModel) -> None:
+        """What computes single layers; of a reference as of the policy, so that they are equal at first."""
+        change_computing(causal, self._run.model, self._config.kernels, self._config.fp8, self._profile)
+
+    def _make_reference(self, causal: PreTrainedModel) -> None:
+        """What the policy computes with before it is trained."""
+        self._change_computing(causal)
+        if self._config.narrow_weights:
+            self._narrow_all(causal)
+
+    def _narrow_all(self, causal: PreTrainedModel, masters: dict[str, Tensor] | None = None) -> None:
+        narrow_trained_weights(causal, torch.bfloat16, self._profile.weight_dtype, masters)
+
+    def _trained(
+        self, model: StreamModel, optimization: OptimizationRecipe, masters: dict[str, Tensor]
+    ) -> TrainedModel:
+        if self._config.activation_checkpointing:
+            model.checkpoint_activations(self._profile.checkpoint_options())
+        if self._config.offload_activations:
+            model.offload_activations(self._profile)
+        if self._config.compile:
+            model.compile()
+        make_stand_ins = partial(
+            StandIns,
+            profile=self._profile,
+            masters=masters if self._config.keeps_masters else None,
+            on_host=self._config.offload_optimizer,
+            apart=optimization.config.steps_apart,
+            seed=self._run.seed,
+        )
+        return TrainedModel(model, optimization, self._profile.weight_dtype, make_stand_ins)
+
+    def _balance_loss(self, batch: TrainingBatch, role: Role) -> BalanceLoss | None:
+        if self._balance is None or role != "policy":
+            return None
+        return BalanceLoss(self._balance, batch.num_trained_segments)
+
+    def _streams(self, batch: TrainingBatch, needs: Collection[str]) -> Iterator[tuple[Rows, TokenStream]]:
+        columns = [name for name in needs if name != ENTROPY]
+        check_columns(batch, columns)
+        check_tokens(batch, vocabulary_size(self._model.causal))
+        check_replayed(batch, self._model.causal.config)
+        for rows in cut_rows(batch, self._config):
+            stream = token_stream(batch, rows, columns, self._profile)
+            if stream is not None:
+                if self._length_limit is not None:
+                    self._length_limit.check(stream.plan.max_length)
+                yield rows, stream
+
+    @cached_property
+    def _stop_tokens(self) -> list[int]:
+        return stop_tokens(self._model.causal, self._run.model)
+
+    def _states(self) -> dict[str, TrainingState]:
+        """What a checkpoint holds, by folder in the backend's part."""
+        models = {"": self._policy} | ({} if self._critic is None else {_CRITIC_FOLDER: self._critic})
+        return {folder: TrainingState.of(trained, self._memory.read) for folder, trained in models.items()}
+
+    def _trained_models(self) -> list[TrainedModel]:
+        return [self._policy, *([] if self._critic is None else [self._critic])]
+
+    def _device_tensors(self) -> DeviceTensors:
+        """Of all models that are loaded, and of their optimizers."""
+        models = [trained.tensors() for trained in self._trained_models()]
+        weights = [tensor for tensors in models for tensor in tensors.weights]
+        if self._reference is not None:
+            weights += [*self._reference.causal.parameters(), *self._reference.causal.buffers()]
+        return DeviceTensors(weights, [tensor for tensors in models for tensor in tensors.state])
+
+    def _named_weights(self) -> NamedWeights:
+        adapted = self._config.lora is not None
+        return NamedWeights(self._model.causal, adapted=adapted, read=self._memory.read)
+
+    def _refuse_swapped(self, what: str) -> None:
+        if self.is_swapped:
+            raise RunFailedError(
+                f"The model was to be {what} while its parameters are swapped for others. Leave the `with "
+                "backend.swapped(...)` first."
+            )
+
+    def _model_to_train(self, role: Role) -> TrainedModel:
+        check_trained(role, has_critic=self._critic is not None)
+        return self._policy if self._critic is None or role == "policy" else self._critic
+
+    @contextmanager
+    def _playing(self, role: Role) -> Iterator[StreamModel]:
+        """The model of this role, while it is used for forwards."""
+        if role != "reference":
+            yield self._model_to_train(role).model
+        elif self._config.lora is not None:
+            from spurline_models.adapters.lora import adapters_off
+
+            with adapters_off(self._model.causal):
+                yield self._model
+        else:
+            if self._reference is None:
+                self._reference = load_reference(
+                    self._run,
+                    self._profile,
+                    self._policy.initial_weights,
+                    self._config.logits_chunk_tokens,
+                    self._make_reference,
+                    self._held_dtypes(),
+                )
+                self._reference.read_as(self._model.reading)
+            yield self._reference
+
+
+def _write(path: Path, states: Mapping[str, TrainingState]) -> dict[str, FileDigest]:
+    """Write each state into its folder; returns digests by path."""
+    return {
+        f"{folder}/{name}".lstrip("/"): digest
+        for folder, state in states.items()
+        for name, digest in state.write(path / folder).items()
+    }
+
+
+def cut_rows(batch: TrainingBatch, config: LocalBackendConfig) -> list[Rows]:
+    """Row numbers of each micro-batch, in row order. Rows of one unit stay together, also when over the limit alone."""
+    tokens = tokens_per_row(batch)
+    rows = np.flatnonzero(tokens)
+    if config.rows_per_microbatch is not None:
+        cost, limit = np.ones_like(tokens), config.rows_per_microbatch
+    elif config.max_tokens_per_microbatch is not None:
+        cost, limit = tokens, config.max_tokens_per_microbatch
+    else:
+        return [rows] if len(rows) else []
+    units: dict[int, list[int]] = {}
+    for row, unit in zip(rows.tolist(), batch.unit_ids.numpy()[rows].tolist(), strict=True):
+        units.setdefault(unit, []).append(row)
+    groups: list[list[int]] = []
+    used = limit
+    for members in units.values():
+        size = int(cost[members].sum())
+        if used + size > limit or not groups:
+            groups.append([])
+            used = 0
+        groups[-1].extend(members)
+        used += size
+    # Units may interleave; within a micro-batch the rows keep the order of the batch.
+    return [np.sort(np.asarray(group, dtype=np.int64)) for group in groups]

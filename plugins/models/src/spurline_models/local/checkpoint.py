@@ -1,0 +1,201 @@
+"""Write and read everything the local backend needs to continue bit for bit.
+
+model.safetensors: trainable weights (of a LoRA run the adapters only: the others still are what `model.path` gives,
+and are recognised by a digest; of weights with fp32 masters these) and the model's persistent buffers.
+optimizer.safetensors: what the optimizer keeps of each parameter. rng.safetensors and state.json: the random
+generators, the update count, that digest, the one of the weights the run started from, and the optimizer's name and
+numbers. No pickle. Naming, renaming into place and pruning are the caller's work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from spurline.config.run_config import ModelConfig, RunConfig
+from spurline.digests import FileDigest
+from spurline.errors import CheckpointError, CheckpointWriteError, DamagedCheckpointError
+from spurline.tensor_files import write_tensor_file
+from spurline_models import device_profile
+from spurline_models.adapters.adapter_weights import AdapterStream
+from spurline_models.holding.host_copies import HostCopies
+from spurline_models.holding.narrow_weights import base_dtype
+from spurline_models.local.configs import LocalBackendConfig
+from spurline_models.optimizers.state import OptimizerState, describe
+from spurline_models.saved_state import check_frozen, check_weights, read_facts, write_facts
+from spurline_models.saved_weights import SavedTensors, saved_adapter, saved_weights
+from spurline_models.weight_files import WeightStream, layout_of, values_of_tensor
+
+if TYPE_CHECKING:
+    from spurline_models.local.trained_model import TrainedModel
+
+_FORMAT = 2
+
+
+Digests = dict[str, FileDigest]
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """What a folder shall hold: tensors by file and name, and the facts beside them."""
+
+    tensors: Mapping[str, Mapping[str, Tensor]]
+    facts: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, trained: TrainedModel, read: Callable[[Tensor], Tensor]) -> TrainingState:
+        """The state as it is; its tensors are those that training changes.
+
+        read: gives the tensor that has the values of one of the model's or the optimizer's own.
+        Raises CheckpointWriteError for a state of the optimizer that a checkpoint cannot hold.
+        """
+        optimizer = trained.optimization.state()
+        own = {"model": _model_tensors(trained), "optimizer": optimizer.tensors}
+        held = {file: {name: read(tensor) for name, tensor in tensors.items()} for file, tensors in own.items()}
+        facts = {
+            "format": _FORMAT,
+            "updates": trained.updates,
+            "frozen_weights": trained.frozen_weights,
+            "narrow_weights": trained.narrow_names,
+            "initial_weights": trained.initial_weights,
+            "optimizer": optimizer.facts(),
+            "generators": device_profile.generator_values(),
+        }
+        # The generators give copies.
+        return cls(held | {"rng": device_profile.generator_tensors()}, facts)
+
+    def copied(self, copies: HostCopies, owner: str) -> TrainingState:
+        """The same values in memory of the host that training does not change. owner: which model's they are."""
+        held = {file: copies.take(f"{owner}/{file}", tensors) for file, tensors in self.tensors.items()}
+        return TrainingState(held, self.facts)
+
+    def write(self, path: Path) -> Digests:
+        """Into this folder; returns the digests of the files, which are safe on the disk, by name.
+
+        Raises CheckpointWriteError.
+        """
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            digests: Digests = {}
+            for file, tensors in self.tensors.items():
+                values = {name: values_of_tensor(tensor) for name, tensor in tensors.items()}
+                digests[f"{file}.safetensors"] = write_tensor_file(path / f"{file}.safetensors", values, {})
+            return digests | write_facts(path, self.facts)
+        except OSError as error:
+            raise CheckpointWriteError(str(error)) from error
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """What a folder holds, read and found to fit; nothing has been changed by it yet.
+
+    initial_weights: None in checkpoints that were written without it.
+    """
+
+    updates: int
+    initial_weights: str | None
+    model: Mapping[str, Tensor]
+    optimizer: OptimizerState
+    generator_tensors: dict[str, Tensor]
+    generator_values: dict[str, Any]
+
+    def put_into(self, trained: TrainedModel) -> None:
+        """Make the model, its optimizer and the random generators what they were."""
+        with torch.no_grad():
+            for name, target in _model_tensors(trained).items():
+                target.copy_(self.model[name])
+        trained.publish()
+        trained.optimization.restore(self.optimizer)
+        trained.updates = self.updates
+        if self.initial_weights is not None:
+            trained.initial_weights = self.initial_weights
+        device_profile.restore_generator_tensors(self.generator_tensors)
+        device_profile.restore_generator_values(self.generator_values)
+
+
+def read_weights(run: RunConfig, folder: Path, digests: Mapping[str, FileDigest]) -> WeightStream:
+    """The policy's weights out of a checkpoint, one after the other; see `BackendFacts.checkpoint_reader`."""
+    config = cast(LocalBackendConfig, run.backend)
+    return saved_weights(_saved_tensors(config, run.model, folder), run.model, config.lora, run.seed)
+
+
+def read_adapter(run: RunConfig, folder: Path, digests: Mapping[str, FileDigest]) -> AdapterStream:
+    """The policy's adapter out of a checkpoint; see `BackendFacts.adapter_reader`."""
+    config = cast(LocalBackendConfig, run.backend)
+    assert config.lora is not None
+    return saved_adapter(_saved_tensors(config, run.model, folder), run.model, config.lora, run.seed)
+
+
+def _saved_tensors(config: LocalBackendConfig, model: ModelConfig, folder: Path) -> SavedTensors:
+    facts = read_facts(folder, "local", _FORMAT)
+    path = folder / "model.safetensors"
+    try:
+        file = safe_open(path, "pt")
+    except (OSError, SafetensorError) as error:
+        raise _damaged(path, error) from error
+    narrow = frozenset(facts.get("narrow_weights", ()))
+
+    def read(name: str) -> Tensor:
+        tensor = file.get_tensor(name)
+        # What the model computes with, where that is not what its optimizer steps on.
+        return tensor.to(torch.bfloat16).to(torch.float32) if name in narrow else tensor
+
+    return SavedTensors(
+        folder,
+        {name: value.float() if name in narrow else value for name, value in layout_of(path).items()},
+        read,
+        facts["frozen_weights"],
+        torch.float64 if config.precision == "fp64" else torch.float32,
+        torch.float32 if config.lora is None else base_dtype(config.lora, model),
+        config.lora is not None and config.lora.is_quantized,
+        narrow,
+    )
+
+
+def read_training_state(path: Path, trained: TrainedModel, *, is_ours: bool = False) -> SavedState:
+    """Read what was saved. Raises CheckpointError unless all of it fits this model and optimizer.
+
+    is_ours: see `read_facts`.
+    """
+    content = read_facts(path, "local", _FORMAT, is_ours=is_ours)
+    model, optimizer, generators = (_read(path / f"{name}.safetensors") for name in ("model", "optimizer", "rng"))
+    check_weights(path, _described(model), _described(_model_tensors(trained)))
+    check_frozen(path, content["frozen_weights"], trained.frozen_weights)
+    state = OptimizerState.read(optimizer, content.get("optimizer"))
+    try:
+        trained.optimization.check(state)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    return SavedState(
+        int(content["updates"]), content.get("initial_weights"), model, state, generators, content["generators"]
+    )
+
+
+def _model_tensors(trained: TrainedModel) -> dict[str, Tensor]:
+    """Trainable weights, tied ones once, or their masters, and persistent buffers: the very tensors in use."""
+    causal = trained.model.causal
+    persistent = causal.state_dict(keep_vars=True)
+    buffers = {name: buffer for name, buffer in causal.named_buffers() if name in persistent}
+    return trained.values | buffers
+
+
+def _described(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    return {name: describe(tensor) for name, tensor in tensors.items()}
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> DamagedCheckpointError:
+    return DamagedCheckpointError(f"{path}: missing or damaged ({error}). Resume from another checkpoint.")

@@ -1,0 +1,286 @@
+"""Settings of the local backend. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from spurline.config.run_config import RunConfig
+from spurline.config.section import OnResume
+from spurline.errors import Problem
+from spurline.plugins.registry import resolve
+from spurline.protocols.backend import BackendFacts
+from spurline_models.backend_config import ModelBackendConfig
+from spurline_models.configs import (
+    OFFLOADS_NOTHING,
+    Fp8,
+    Kernels,
+    LoraConfig,
+    adapter_notes,
+    check_kernels,
+    check_peft,
+    check_torchao,
+    describe_computing,
+    fp8_problems,
+)
+
+
+class LocalBackendConfig(ModelBackendConfig):
+    """One process, on CPU or one GPU."""
+
+    missing_settings: ClassVar[Mapping[str, str]] = {
+        "ranks": "It is one process. Several train with `plugins: [fsdp_backend]`, `backend: {name: fsdp, ranks: N}`.",
+        **dict.fromkeys(
+            ("tensor", "pipeline"),
+            "The backend 'megatron' divides layers so: `plugins: [megatron_backend]`, `backend: {name: megatron}`.",
+        ),
+    }
+    beyond: ClassVar[str] = (
+        "Train adapters (backend.lora), a smaller model, or on many GPUs with the backend fsdp of the plugin "
+        "fsdp_backend."
+    )
+    update_parts: ClassVar[frozenset[str]] = frozenset(
+        {"gradients", "activations", "logits", "rounded weights", "widened weights", "stepping", "never there at once"}
+    )
+
+    name: str = "local"
+    device: Annotated[Literal["auto", "cpu", "cuda"], OnResume.TO_ROUNDING] = "auto"
+    """`auto` takes the GPU when there is one."""
+    precision: Annotated[Literal["fp32", "bf16", "fp64"], OnResume.BY_NAME] = "fp32"
+    """`bf16` computes under autocast, and keeps weights as `weights` says; `fp64` is for numerical tests."""
+    weights: Annotated[Literal["fp32", "bf16_masters", "bf16_stochastic"], OnResume.BY_NAME] = "fp32"
+    """How trained weights are held with `precision: bf16`. `bf16_masters`: matrices in bf16, with fp32 copies that the
+    optimizer steps on. `bf16_stochastic`: matrices in bf16 alone, which each step rounds up or down at random."""
+    offload_optimizer: Annotated[bool, OnResume.TO_ROUNDING] = False
+    """Keep the optimizer's state, and fp32 copies of weights, in the memory of the host, and step there."""
+    rows_per_microbatch: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
+    """Accumulate gradients over micro-batches of this many rows; null takes all rows at once."""
+    max_tokens_per_microbatch: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
+    """Or fill each micro-batch with whole rows up to this many tokens, padding not counted."""
+    activation_checkpointing: Annotated[bool, OnResume.TO_ROUNDING] = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    offload_activations: Annotated[bool, OnResume.FREE] = False
+    """Keep what the backward pass needs of the decoder's layers in the memory of the host; with
+    activation_checkpointing only the inputs of layers, which are then all there is. For a GPU."""
+    compile: Annotated[bool, OnResume.TO_ROUNDING] = False
+    """Run each decoder layer through torch.compile."""
+    kernels: Annotated[Kernels, OnResume.TO_ROUNDING] = "auto"
+    """Fused norms, rotary positions and gated activations by Liger-Kernel: `auto` where it is installed and knows the
+    model, on a GPU; `none` leaves them to PyTorch."""
+    fp8: Annotated[Fp8, OnResume.BY_NAME] = False
+    """Compute linear layers in fp8, approximately: for GPUs from Hopper on. `emulated` rounds alike everywhere, and is
+    slow."""
+    logits_chunk_tokens: Annotated[int, OnResume.TO_ROUNDING] = Field(default=4096, gt=0)
+    """Positions whose logits exist at the same time."""
+    lora: LoraConfig | None = None
+    """Train adapters instead of all weights."""
+    num_threads: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
+    """CPU threads; null leaves torch's choice."""
+    probe: Annotated[bool, OnResume.FREE] = True
+    """Check at start-up that packed rows and chunked logits are exact for this model."""
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        if self.rows_per_microbatch is not None and self.max_tokens_per_microbatch is not None:
+            yield Problem("rows_per_microbatch", "and max_tokens_per_microbatch exclude each other. Remove one.")
+        yield from fp8_problems(self.fp8, "cpu" if self.device == "cpu" else "cuda", self.precision, self.lora)
+        if self.compile and self.offload_activations:
+            yield Problem("offload_activations", "together with compile is not supported. Turn one of them off.")
+
+        if self.weights != "fp32" and self.precision != "bf16":
+            yield Problem(
+                "weights",
+                f"is {self.weights}, which computes in half precision, and precision is {self.precision}. Set "
+                "backend.precision: bf16, or backend.weights: fp32.",
+            )
+        if self.weights != "fp32" and self.fp8:
+            yield Problem("weights", f"is {self.weights}, which is not supported with fp8. Turn one of them off.")
+        if self.weights != "fp32" and self.lora is not None:
+            yield Problem(
+                "weights",
+                f"is {self.weights}, and backend.lora trains adapters, which stay fp32. Remove it; "
+                "backend.lora.base_dtype says how the weights under adapters are held.",
+            )
+
+    @property
+    def narrow_weights(self) -> bool:
+        """Whether matrices are held in half precision while they are trained."""
+        return self.weights != "fp32"
+
+    @property
+    def keeps_masters(self) -> bool:
+        """Whether narrow weights have fp32 copies that last."""
+        return self.weights == "bf16_masters"
+
+    @property
+    def facts(self) -> BackendFacts:
+        device = "a GPU if there is one" if self.device == "auto" else self.device
+        return replace(
+            super().facts,
+            generates=True,
+            lends_model=True,
+            lends_parameters=True,
+            yields_device=True,
+            takes_snapshots=True,
+            verifies_files=False,
+            freezes=True,
+            checkpoint_reader="spurline_models.local.checkpoint:read_weights",
+            adapter_reader="spurline_models.local.checkpoint:read_adapter",
+            stays_on_cpu=self.device == "cpu",
+            optimizes_on_host=self.offload_optimizer,
+            # Both are hooks of routers, for which a compiled decoder would be compiled anew.
+            replays_experts=not self.compile,
+            balances_experts=not self.compile,
+            computes_in=self.precision,
+            device=f"on {device}, {self.precision}",
+        )
+
+    @property
+    def adapters(self) -> LoraConfig | None:
+        return self.lora
+
+    def check_model(self, run: RunConfig) -> None:
+        self.check_libraries()
+        check_kernels(self.kernels, run.model, self._planned_device, self.precision)
+
+    def check_libraries(self) -> None:
+        """Raise ConfigError for a library that these settings need and that is missing."""
+        if self.lora is not None:
+            check_peft(self.lora)
+        check_torchao(self.fp8)
+
+    @property
+    def _planned_device(self) -> Literal["cpu", "cuda"]:
+        """Where it trains with these settings: `cuda` is taken at its word, here or elsewhere."""
+        if self.device != "auto":
+            return self.device
+        return "cuda" if resolve("torch.cuda:is_available", "GPU check of backend 'local'")() else "cpu"
+
+    def missing_here(self) -> str | None:
+        # By name, as factories are: only torch knows about GPUs, and a config must not import it.
+        has_gpu = resolve("torch.cuda:is_available", "GPU check of backend 'local'")()
+        if self.device == "cuda" and not has_gpu:
+            return "backend.device is cuda, but torch sees no GPU here: this config trains elsewhere only"
+        return None
+
+    def device_bytes(self) -> int | None:
+        if self.missing_here():
+            return None
+        return resolve("spurline_models.device_profile:device_bytes", "memory of backend 'local'")(self.device)
+
+    @property
+    def _offloads(self) -> bool:
+        """Whether activations leave the device: on the CPU both memories are one."""
+        return self.offload_activations and self._planned_device == "cuda"
+
+    def notes(self, run: RunConfig) -> Sequence[str]:
+        notes = list(describe_computing(self.kernels, self.fp8, run.model, self._planned_device, self.precision))
+        if self.offload_activations and self._planned_device == "cpu":
+            notes.append(OFFLOADS_NOTHING)
+        if self.offload_optimizer and self._planned_device == "cpu":
+            notes.append(
+                "offload_optimizer saves nothing on the CPU, whose memory is that of the host, where the optimizer's "
+                "state is anyway."
+            )
+        if self.lora is not None:
+            notes += adapter_notes(run.model, self.lora)
+        return notes
+
+    def savings(self, run: RunConfig, row_length: int, tokens: int) -> Iterable[Mapping[str, Any]]:
+        holds_narrow = self.precision == "bf16" and self.lora is None and not self.fp8
+        if holds_narrow and not self.narrow_weights:
+            yield {"weights": "bf16_masters"}
+        if not self.activation_checkpointing:
+            yield {"activation_checkpointing": True}
+        if not (self.offload_activations or self.compile) and self._planned_device == "cuda":
+            yield {"offload_activations": True}
+        if self.lora is not None and self.lora.base_dtype in ("auto", "fp32"):
+            yield {"lora.base_dtype": "bf16"}
+        yield from self._smaller_microbatches(row_length, tokens)
+        if self.lora is not None and not self.lora.is_quantized:
+            yield {"lora.base_dtype": "nf4"}
+        if not self.offload_optimizer and self._planned_device == "cuda":
+            yield {"offload_optimizer": True}
+        if holds_narrow and self.weights != "bf16_stochastic":
+            yield {"weights": "bf16_stochastic"}
+
+    def _smaller_microbatches(self, row_length: int, tokens: int) -> Iterable[Mapping[str, Any]]:
+        if self.rows_per_microbatch is not None:
+            yield {"rows_per_microbatch": 1}
+        else:
+            bound = self.max_tokens_per_microbatch or tokens
+            while bound > row_length:
+                bound = max(row_length, bound // 2)
+                yield {"max_tokens_per_microbatch": bound}
+
+    def _microbatch_tokens(self, row_length: int, tokens: int) -> int:
+        if self.rows_per_microbatch is not None:
+            tokens = min(tokens, self.rows_per_microbatch * row_length)
+        return min(tokens, self.max_tokens_per_microbatch or tokens)
+
+    def estimate_offloaded_activations(self, run: RunConfig, row_length: int, tokens: int) -> int:
+        if not self._offloads:
+            return 0
+        estimate = resolve(
+            "spurline_models.memory:estimate_offloaded_activations", "memory estimate of backend 'local'"
+        )
+        return estimate(
+            run.model,
+            self._microbatch_tokens(row_length, tokens),
+            precision=self.precision,
+            lora=self.lora,
+            activation_checkpointing=self.activation_checkpointing,
+        )
+
+    def estimate_memory(self, run: RunConfig, row_length: int, tokens: int) -> dict[str, int]:
+        # By name, as factories are: the estimate builds the architecture with torch, which a config must not import.
+        estimate = resolve("spurline_models.memory:estimate_memory", "memory estimate of backend 'local'")
+        copy = self._checkpoint_copy(run) if self._planned_device == "cpu" else {}
+        parts: dict[str, int] = estimate(
+            run.model,
+            self._microbatch_tokens(row_length, tokens),
+            precision=self.precision,
+            holding=self._holding(sums_gradients=self._microbatch_tokens(row_length, tokens) < tokens),
+            lora=self.lora,
+            activation_checkpointing=self.activation_checkpointing,
+            offload_activations=self._offloads,
+            logits_chunk_tokens=self.logits_chunk_tokens,
+            optimizer=run.optimizer,
+            critic_optimizer=None if run.trained_critic is None else run.trained_critic.optimizer,
+            reference=run.loss.uses_reference or run.source.facts.uses_reference,
+        )
+        return parts | copy
+
+    def estimate_host_memory(self, run: RunConfig) -> int:
+        if self._planned_device == "cpu":
+            return 0
+        stepped = self._estimate_training("estimate_stepped_on_host", run) if self.offload_optimizer else 0
+        return stepped + sum(self._checkpoint_copy(run).values())
+
+    def _checkpoint_copy(self, run: RunConfig) -> dict[str, int]:
+        """Bytes of the copy that `checkpoint.async` writes from."""
+        return (
+            {"checkpoint copy": self._estimate_training("estimate_checkpoint_copy", run)}
+            if run.checkpoint.is_async
+            else {}
+        )
+
+    def _estimate_training(self, function: str, run: RunConfig) -> int:
+        """Bytes by a function of `spurline_models.memory` on the models that this run trains."""
+        estimate = resolve(f"spurline_models.memory:{function}", "memory estimate of backend 'local'")
+        optimizers = [run.optimizer, *([] if run.trained_critic is None else [run.trained_critic.optimizer])]
+        return estimate(
+            run.model, precision=self.precision, holding=self._holding(), lora=self.lora, optimizers=optimizers
+        )
+
+    def _holding(self, *, sums_gradients: bool = False) -> Any:
+        make = resolve("spurline_models.memory:WeightHolding", "memory estimate of backend 'local'")
+        return make(
+            narrow=self.narrow_weights,
+            keeps_masters=self.keeps_masters,
+            sums_gradients=sums_gradients,
+            on_host=self.offload_optimizer,
+            trains_on_host=self.offload_optimizer and self._planned_device == "cpu",
+        )

@@ -1,0 +1,92 @@
+"""Evaluation `loss`: mean negative log-likelihood of held-out tokens, whatever loss trains on tokens.
+
+Runs with different losses can be compared by it. The value of the loss that trains, and its own metrics, are there too.
+
+Place on the way: datasets -> tokens -> batches (same collator and prefetch as training) -> backend -> metrics.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from spurline.data.batch import TrainingBatch
+from spurline.protocols.backend import Backend
+from spurline.protocols.evaluation import EvaluationContext, MeasuresSamples
+from spurline.protocols.lengths import Longest
+from spurline.protocols.loss import Objective, TokenLossInputs
+from spurline.protocols.prefetch import Prefetch
+from spurline.protocols.source import Samples
+from spurline.update.update import with_reference_logprobs
+from spurline_models.losses.configs import CrossEntropyConfig, LossEvaluationConfig
+from spurline_models.losses.cross_entropy import CrossEntropy
+from spurline_text.sources.sft import SampleSet, longest_sample, shared_note
+
+_NLL = CrossEntropy(CrossEntropyConfig())
+
+
+class LossEvaluation(MeasuresSamples):
+    """Measures on samples as the source reads them: pairs, and by the run's own loss, where it trains on pairs."""
+
+    def __init__(self, config: LossEvaluationConfig, context: EvaluationContext) -> None:
+        run = context.run.config
+        self._context = context
+        self._size = config.batch_size or run.batch_size
+        self._trains_as_measured = run.loss.is_nll or run.loss.trains_on != "tokens"
+        own = context.source.held_out(config.data)
+        self.samples: Samples = SampleSet(config.data, context.run) if own is None else own
+
+    def summary(self) -> Mapping[str, Any]:
+        facts = self.samples.summary()
+        return {**facts, "notes": [*facts["notes"], *shared_note(self.samples, self._context.source)]}
+
+    def longest(self) -> Longest:
+        return longest_sample(self.samples)
+
+    def fingerprint(self) -> str:
+        return self.samples.fingerprint()
+
+    def metrics(self) -> Collection[str] | None:
+        loss = self._context.loss
+        if loss.needs:
+            # Only with columns as the source makes them can it be asked.
+            return None
+        nothing = TokenLossInputs(torch.zeros(1), torch.zeros(1, dtype=torch.int64), 1, {}, None)
+        return {"loss", *([] if self._trains_as_measured else ["objective"]), *loss.metrics(nothing)}
+
+    def evaluate(self, backend: Backend) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Means by loss weight: `loss`; `objective`, of the loss that trains, where that is another; its metrics."""
+        count, loss = sum(self.samples.sizes()), self._context.loss
+        num_batches = math.ceil(count / self._size)
+
+        def build(number: int) -> TrainingBatch:
+            numbers = np.arange((number - 1) * self._size, min(number * self._size, count), dtype=np.int64)
+            return self.samples.batch(numbers, training=False)
+
+        run = self._context.run
+        prefetch: Prefetch = run.host.registry.create(
+            "prefetch", run.config.prefetch, build=build, last_step=num_batches
+        )
+        totals: dict[str, float] = {}
+        weight = 0.0
+        try:
+            prefetch.start(1)
+            for number in range(1, num_batches + 1):
+                batch = prefetch.next(number)
+                complete = with_reference_logprobs(batch, loss, backend)
+                sums = backend.evaluate(complete, Objective(loss, normalizer=1.0))
+                found = {"loss": sums.loss, **sums.metrics}
+                if not self._trains_as_measured:
+                    measured = backend.evaluate(batch, Objective(_NLL, normalizer=1.0))
+                    found |= {"loss": measured.loss, "objective": sums.loss}
+                for name, total in found.items():
+                    totals[name] = totals.get(name, 0.0) + total
+                weight += sums.weight
+                batch.release()
+        finally:
+            prefetch.close()
+        return {name: total / weight for name, total in totals.items()}, []

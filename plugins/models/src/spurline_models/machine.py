@@ -1,0 +1,80 @@
+"""Which machine this is, and what it has to compute on, found without loading torch."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from contextlib import suppress
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+from spurline.errors import ConfigError
+
+_GPU_DEVICE = re.compile(r"nvidia\d+")
+_GPUS_OF_DRIVER = Path("/proc/driver/nvidia/gpus")
+_GPU_NAME = re.compile(r"^Model:\s*(.*\S)", re.M)
+
+
+def num_gpus() -> int:
+    """GPUs of this machine that CUDA_VISIBLE_DEVICES leaves to this process, 0 without a driver."""
+    return len(visible_gpus())
+
+
+@cache
+def visible_gpus() -> tuple[str, ...]:
+    """Those GPUs as CUDA_VISIBLE_DEVICES names them, in CUDA's order."""
+    present = sum(_GPU_DEVICE.fullmatch(entry.name) is not None for entry in Path("/dev").iterdir())
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return tuple(str(number) for number in range(present))
+    chosen = [name.strip() for name in visible.split(",")]
+    # CUDA ends the list at the first entry that is no device.
+    named = next((place for place, name in enumerate(chosen) if name in ("", "-1")), len(chosen))
+    return tuple(chosen[: min(named, present)])
+
+
+@cache
+def gpu_names() -> tuple[str, ...]:
+    """What the GPUs of this machine are, such as `NVIDIA H200`, as far as the driver tells without being started."""
+    found = (path.read_text(encoding="utf-8") for path in sorted(_GPUS_OF_DRIVER.glob("*/information")))
+    return tuple(name.group(1) for text in found if (name := _GPU_NAME.search(text)))
+
+
+def num_cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def memory_bytes() -> int:
+    """Memory of this machine, or what its container leaves to this process."""
+    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text(encoding="ascii").strip() if limit.is_file() else "max"
+    return installed if text == "max" else min(installed, int(text))
+
+
+@cache
+def this_machine() -> str:
+    """A name that two processes share when each can reach the other's memory: one machine, and no container between."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot}-{Path('/proc/self/ns/pid').stat().st_ino}"
+
+
+def why_silent(pid: int) -> str:
+    """Return why a process of this machine writes no stack, as a sentence."""
+    with suppress(OSError):
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(") ")[2][:1]
+        if state in "Tt":
+            return f"None: process {pid} is stopped, as by SIGSTOP or a debugger."
+    return "None: the process does not answer."
+
+
+def check_ray() -> None:
+    """Raise ConfigError where the library is missing that starts processes on a cluster."""
+    if find_spec("ray") is None:
+        raise ConfigError.at(
+            "backend.launch",
+            "is ray, which is not installed. Run `pip install 'spurline-ranks[ray]'`, or set launch: local.",
+        )

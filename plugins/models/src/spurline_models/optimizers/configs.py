@@ -1,0 +1,194 @@
+"""Settings of the optimizers and schedules. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from spurline.config.run_config import RunConfig
+from spurline.config.section import OnResume
+from spurline.errors import Problem
+from spurline.protocols.optimizer import OptimizerConfig, num_values
+from spurline.protocols.schedule import ScheduleConfig
+
+Share = Annotated[float, Field(ge=0, lt=1)]
+
+
+class AdamWConfig(OptimizerConfig):
+    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), as one fused kernel."""
+
+    needs_whole_parameters: ClassVar[str | None] = None
+    is_elementwise: ClassVar[bool] = True
+    steps_apart: ClassVar[bool] = True
+
+    name: str = "adamw"
+    betas: Annotated[tuple[Share, Share], OnResume.BY_NAME] = (0.9, 0.95)
+    """Decay of the first and second moment estimates."""
+    eps: Annotated[float, OnResume.BY_NAME] = Field(default=1e-8, gt=0)
+    """Added to the root of the second moment."""
+
+
+class SgdConfig(OptimizerConfig):
+    """Stochastic gradient descent; `weight_decay` is added to the gradient, so momentum sees it.
+
+    It wants a learning rate far above the default, which is AdamW's.
+    """
+
+    needs_whole_parameters: ClassVar[str | None] = None
+    is_elementwise: ClassVar[bool] = True
+    steps_apart: ClassVar[bool] = True
+
+    name: str = "sgd"
+    momentum: Annotated[Share, OnResume.BY_NAME] = 0.0
+    """Share of the last step's direction that is kept; 0 keeps no state at all."""
+    nesterov: Annotated[bool, OnResume.BY_NAME] = False
+    """Look ahead along the momentum."""
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        if self.nesterov and not self.momentum:
+            yield Problem("nesterov", "needs momentum. Set momentum, for example 0.9, or remove nesterov.")
+
+    def state_bytes(self, shapes: Mapping[str, Sequence[int]], weight_bytes: int) -> int:
+        return weight_bytes * num_values(shapes) if self.momentum else 0
+
+
+class MuonConfig(AdamWConfig):
+    """Muon for matrices of hidden layers (Jordan et al. 2024, kellerjordan.github.io/posts/muon), AdamW for all else.
+
+    AdamW trains embeddings, the output layer, vectors, and tensors of three and more dimensions, such as experts that
+    are stored together. `betas` and `eps` are its settings.
+    """
+
+    is_elementwise: ClassVar[bool] = False
+
+    name: str = "muon"
+    momentum: Annotated[Share, OnResume.BY_NAME] = 0.95
+    """Share of the last step's direction that is kept."""
+    nesterov: Annotated[bool, OnResume.BY_NAME] = True
+    """Look ahead along the momentum."""
+    orthogonalization_steps: Annotated[int, OnResume.BY_NAME] = Field(default=5, gt=0, lt=100)
+    """Newton-Schulz iterations that make an update nearly orthogonal."""
+    adjust_learning_rate: Annotated[Literal["match_rms_adamw", "original"], OnResume.BY_NAME] = "match_rms_adamw"
+    """Factor of a matrix's learning rate by its shape. `match_rms_adamw`: 0.2 sqrt(max(rows, columns)), which gives
+    updates the size of AdamW's, so that AdamW's learning rate and weight decay serve both (Liu et al. 2025,
+    arXiv:2502.16982). `original`: sqrt(max(1, rows / columns)), whose learning rate is far above AdamW's, such as 0.02:
+    give the rest a group of its own then."""
+    adamw_matrices: tuple[str, ...] = ("*embed*", "*wte*", "*wpe*", "*lm_head*", "*output_layer*")
+    """Globs of the names of matrices that AdamW trains: embeddings and the output layer."""
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        installed = version("torch")
+        if tuple(int(part) for part in installed.split(".")[:2]) < (2, 9):
+            yield Problem(
+                "name", f"is {self.name}, which needs torch 2.9 or later, and {installed} is installed. Use adamw."
+            )
+
+    def is_hidden_matrix(self, name: str, shape: Sequence[int]) -> bool:
+        """Whether Muon trains this parameter."""
+        return len(shape) == 2 and not any(fnmatchcase(name, pattern) for pattern in self.adamw_matrices)
+
+    def state_bytes(self, shapes: Mapping[str, Sequence[int]], weight_bytes: int) -> int:
+        hidden = {name: shape for name, shape in shapes.items() if self.is_hidden_matrix(name, shape)}
+        return weight_bytes * (2 * num_values(shapes) - num_values(hidden))
+
+
+class AdamW8BitConfig(AdamWConfig):
+    """AdamW with moments of 8 bits, scaled by block (Dettmers et al. 2022, arXiv:2110.02861).
+
+    Needs `pip install spurline-models[optim-8bit]`, which brings bitsandbytes. Parameters of less than `smallest`
+    values have moments of 32 bits.
+    """
+
+    needs_whole_parameters: ClassVar[str | None] = "the kernels of bitsandbytes take no DTensors"
+    is_elementwise: ClassVar[bool] = False
+
+    name: str = "adamw_8bit"
+    smallest: int = Field(default=4096, ge=1)
+    """Values that a parameter must have for moments of 8 bits."""
+    paged: Annotated[bool, OnResume.FREE] = False
+    """Let moments of large parameters move to the host's memory when the GPU's is full, page by page; needs CUDA."""
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        if find_spec("bitsandbytes") is None:
+            yield Problem(
+                "name", f"is {self.name}, which needs bitsandbytes. Run `pip install spurline-models[optim-8bit]`."
+            )
+        if run.backend.facts.computes_in == "fp64":
+            yield Problem(
+                "name", f"is {self.name}, which has no kernel for float64. Use adamw, or backend.precision: fp32."
+            )
+        if self.paged and run.backend.facts.stays_on_cpu:
+            yield Problem(
+                "paged", "is true, and the backend trains on the CPU, whose memory no other can relieve. Remove it."
+            )
+        if self.paged and run.backend.facts.optimizes_on_host:
+            yield Problem(
+                "paged", "is true, and the backend keeps the moments on the host at all times. Remove one of the two."
+            )
+
+    def state_bytes(self, shapes: Mapping[str, Sequence[int]], weight_bytes: int) -> int:
+        # Two moments, each with a scale of 4 bytes for 256 values and a table of 256 values, which all share.
+        sizes = [math.prod(shape) for shape in shapes.values()]
+        large = [size for size in sizes if size >= self.smallest]
+        tables = 2 * 4 * 256 if large else 0
+        return sum(2 * (size + 4 * math.ceil(size / 256)) for size in large) + 8 * (sum(sizes) - sum(large)) + tables
+
+
+class ConstantConfig(ScheduleConfig):
+    """The peak in every step after warm-up."""
+
+    name: str = "constant"
+
+
+class DecayingConfig(ScheduleConfig):
+    """Settings of a schedule that ends below the peak."""
+
+    min_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Learning rate that the decay ends at, one step after the last, as a share of the peak."""
+
+
+class LinearConfig(DecayingConfig):
+    """A straight line from the peak to `min_ratio`, over all steps after warm-up."""
+
+    name: str = "linear"
+
+
+class CosineConfig(DecayingConfig):
+    """Half a period of a cosine from the peak to `min_ratio`, over all steps after warm-up."""
+
+    name: str = "cosine"
+
+
+class WsdConfig(DecayingConfig):
+    """Warm-up, stable, decay (Hu et al. 2024, arXiv:2404.06395): the peak, then a straight line in the last steps.
+
+    A run that is extended before its decay began goes on at the peak, as if it had been planned that long.
+    """
+
+    name: str = "wsd"
+    decay_ratio: float = Field(default=0.1, ge=0, le=1)
+    """Decay as a share of all optimizer steps; used when `decay_steps` is not given."""
+    decay_steps: int | None = Field(default=None, ge=0)
+    """Optimizer steps of the decay, at the end of the run."""
+
+    def decay(self, total: int) -> int:
+        """Optimizer steps of the decay in a run of `total` of them: no more than warm-up leaves."""
+        wanted = self.decay_steps if self.decay_steps is not None else math.ceil(self.decay_ratio * total)
+        return min(wanted, max(0, total - self.warmup(total)))
+
+    def notes(self, total: int) -> list[str]:
+        notes = super().notes(total)
+        left = max(0, total - self.warmup(total))
+        if self.decay_steps is not None and self.decay_steps > left and not notes:
+            notes.append(
+                f"schedule: decay_steps is {self.decay_steps:,}, but of {total:,} optimizer steps warm-up leaves "
+                f"{left:,}: the decay is cut to {left:,} and there is no stable part. Lower schedule.decay_steps, or "
+                "train longer."
+            )
+        return notes

@@ -1,0 +1,87 @@
+"""Muon for matrices of hidden layers and AdamW for the rest, as one optimizer outwards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn import Parameter
+
+from spurline_models.optimizers.adamw import make_adamw
+from spurline_models.optimizers.configs import MuonConfig
+from spurline_models.optimizers.groups import parameter_groups
+
+
+class Muon(torch.optim.Optimizer):
+    """Optimizer `muon`: torch's Muon and torch's AdamW over the same state and parameter groups."""
+
+    def __init__(self, config: MuonConfig, named_parameters: Mapping[str, Parameter]) -> None:
+        hidden = {
+            name: parameter
+            for name, parameter in named_parameters.items()
+            if config.is_hidden_matrix(name, parameter.shape)
+        }
+        rest = {name: parameter for name, parameter in named_parameters.items() if name not in hidden}
+        self._inner: dict[str, torch.optim.Optimizer] = {}
+        if hidden:
+            self._inner["muon"] = torch.optim.Muon(
+                parameter_groups(config, hidden),
+                lr=config.learning_rate,
+                momentum=config.momentum,
+                nesterov=config.nesterov,
+                ns_steps=config.orthogonalization_steps,
+                adjust_lr_fn=config.adjust_learning_rate,
+            )
+        if rest:
+            self._inner["adamw"] = make_adamw(config, rest)
+        groups = [{**group, "algorithm": name} for name, inner in self._inner.items() for group in inner.param_groups]
+        super().__init__(groups, {"lr": config.learning_rate})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """One step of each part; a closure is not supported."""
+        assert closure is None
+        for name, inner in self._inner.items():
+            # Given anew each time: `load_state_dict` of torch replaces both objects.
+            inner.state = self.state
+            inner.param_groups = [group for group in self.param_groups if group["algorithm"] == name]
+            _step_sharded(inner) if name == "muon" and _is_sharded(inner) else inner.step()
+
+
+def _is_sharded(optimizer: torch.optim.Optimizer) -> bool:
+    return any(isinstance(parameter, DTensor) for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _step_sharded(optimizer: torch.optim.Optimizer) -> None:
+    """A step of torch's Muon on matrices of which each rank holds some rows.
+
+    Momentum stays in these parts. The direction is gathered, one matrix at a time, and made orthogonal on every rank.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            state = optimizer.state[parameter]
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(parameter)
+            momentum, share = state["momentum_buffer"], group["momentum"]
+            momentum.lerp_(parameter.grad, 1 - share)
+            direction = parameter.grad.lerp(momentum, share) if group["nesterov"] else momentum
+            change = _orthogonal_change(direction.full_tensor(), group)
+            mesh = parameter.device_mesh
+            everywhere = DTensor.from_local(change, mesh, [Replicate()] * mesh.ndim, run_check=False)
+            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+            parameter.add_(everywhere.redistribute(placements=parameter.placements))
+
+
+def _orthogonal_change(direction: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """What torch's Muon adds to a matrix that has this direction, without weight decay."""
+    change = Parameter(torch.zeros_like(direction))
+    change.grad = direction
+    kept = ("lr", "eps", "ns_coefficients", "ns_steps", "adjust_lr_fn")
+    settings = {name: group[name] for name in kept}
+    torch.optim.Muon([change], weight_decay=0.0, momentum=0.0, nesterov=False, **settings).step()
+    return change.detach()

@@ -1,0 +1,145 @@
+"""How the weights of one model of a run are optimized: its optimizer, the rates of its steps, what a checkpoint keeps.
+
+Place on the way: gradients -> clipping -> `Optimization.step` -> weights. It knows names and parameters, no ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import cast
+
+from torch.nn import Parameter
+
+from spurline.config.run_config import CriticConfig, RunConfig
+from spurline.errors import PluginError
+from spurline.plugins.registry import Registry
+from spurline.protocols.optimizer import Optimizer, OptimizerConfig
+from spurline.protocols.schedule import Schedule
+from spurline_models.optimizers.groups import check_groups, group_of, group_rate
+from spurline_models.optimizers.state import PEAK, OptimizerState, check_state, group_values, put_state, take_state
+
+MakeOptimization = Callable[[Mapping[str, Parameter]], "Optimization"]
+"""Makes the optimization of a model out of its trained parameters by name."""
+
+
+class Optimization:
+    """A new optimizer of these parameters, at the rates of its config and a schedule.
+
+    factor: the share of the peak learning rate of each optimizer step, counted from 1.
+    key: where in the config file the optimizer's settings are.
+    Raises ConfigError for a group that fits no parameter, PluginError for an optimizer that leaves parameters out.
+    """
+
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        optimizer: Optimizer,
+        parameters: Mapping[str, Parameter],
+        factor: Callable[[int], float],
+        key: str = "optimizer",
+    ) -> None:
+        check_groups(config, parameters, key)
+        self.max_grad_norm = config.max_grad_norm
+        self.optimizer = optimizer
+        self._config = config
+        self._parameters = parameters
+        self._factor = factor
+        _check_groups_of(self.optimizer, config, parameters)
+        self._made = group_values(self.optimizer)
+        for group in self.optimizer.param_groups:
+            group[PEAK] = group["lr"]
+
+    def step(self, number: int) -> dict[str, float]:
+        """Optimizer step `number`, counted from 1, with the gradients as they are.
+
+        Returns the learning rates: `lr`, and `lr/groups.N` of each group that the config has.
+        """
+        rates = self.set_rates(number)
+        self.optimizer.step()
+        return rates
+
+    def set_rates(self, number: int) -> dict[str, float]:
+        """The part of `step` before the optimizer's own, for whoever calls that on some parameters after others."""
+        return set_rates(self._config, self.optimizer, self._factor(number))
+
+    def state(self) -> OptimizerState:
+        """What a checkpoint keeps. Raises CheckpointWriteError for state that it cannot hold."""
+        return take_state(self._config.name, self.optimizer, self._parameters, self._made)
+
+    def check(self, saved: OptimizerState) -> None:
+        """Raises CheckpointError unless `restore` can take this state; changes nothing."""
+        check_state(saved, self._config.name, self._parameters, self._made)
+
+    def restore(self, saved: OptimizerState) -> None:
+        """Continue from this state, bit for bit."""
+        put_state(saved, self.optimizer, self._parameters, self._made)
+
+
+@dataclass(frozen=True)
+class OptimizationRecipe:
+    """How the weights of a model of a run are optimized, before there are any.
+
+    factor, key: as of `Optimization`. A call makes one of the trained parameters by name; a backend whose optimizer
+    steps on other tensors than these takes what it needs.
+    """
+
+    config: OptimizerConfig
+    registry: Registry
+    factor: Callable[[int], float]
+    key: str = "optimizer"
+
+    def __call__(self, parameters: Mapping[str, Parameter]) -> Optimization:
+        return Optimization(self.config, self.make_optimizer(parameters), parameters, self.factor, self.key)
+
+    def make_optimizer(self, parameters: Mapping[str, Parameter]) -> Optimizer:
+        """A new optimizer of these parameters, at the peak rates of its groups."""
+        return self.registry.create("optimizer", self.config, named_parameters=parameters)
+
+
+def policy_optimization(run: RunConfig, registry: Registry, total: int) -> OptimizationRecipe:
+    """The policy's optimization in a run of `total` optimizer steps."""
+    schedule: Schedule = registry.create("schedule", run.schedule)
+    return OptimizationRecipe(run.optimizer, registry, lambda step: schedule.factor(step, total))
+
+
+def critic_optimization(critic: CriticConfig, registry: Registry) -> OptimizationRecipe:
+    """The critic's optimization, by its own optimizer steps: constant after warm-up, so it needs no total."""
+    warmup = max(1, critic.warmup_steps)
+    return OptimizationRecipe(critic.optimizer, registry, lambda step: min(1.0, step / warmup), "critic.optimizer")
+
+
+def set_rates(config: OptimizerConfig, optimizer: Optimizer, factor: float) -> dict[str, float]:
+    """Give every parameter group this share of its peak learning rate; returns the rates, see `Optimization.step`."""
+    for group in optimizer.param_groups:
+        group["lr"] = group[PEAK] * factor
+    rates = {"lr": config.learning_rate * factor}
+    for position, group in enumerate(config.groups):
+        rates[f"lr/groups.{position}"] = group_rate(config, group) * factor
+    return rates
+
+
+def _check_groups_of(optimizer: Optimizer, config: OptimizerConfig, parameters: Mapping[str, Parameter]) -> None:
+    """What the factory returned is an optimizer of all parameters, and passes over no group of the config."""
+    groups = {
+        id(parameter): group
+        for group in getattr(optimizer, "param_groups", ())
+        for parameter in cast("list[Parameter]", group["params"])
+    }
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    left_out = [name for name, parameter in parameters.items() if id(parameter) not in groups]
+    if left_out or len(groups) != len(names):
+        raise PluginError(
+            f"optimizer '{config.name}' must be a torch optimizer of the {len(names)} named parameters it was given. "
+            f"Left out: {', '.join(left_out[:3]) or 'none'}; others in it: {len(groups.keys() - names.keys())}."
+        )
+    for name, parameter in parameters.items():
+        group = group_of(config, name)
+        # Rates of its own, by layer for example, are an optimizer's right where nobody has asked for others.
+        rate = None if group is None else group_rate(config, group)
+        if rate is not None and groups[id(parameter)]["lr"] != rate:
+            raise PluginError(
+                f"optimizer '{config.name}' gives {name} the learning rate {groups[id(parameter)]['lr']}, and the "
+                f"config says {rate}. Its author makes the groups with parameter_groups of "
+                "spurline_models.optimizers.groups."
+            )

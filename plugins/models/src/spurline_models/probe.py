@@ -1,0 +1,347 @@
+"""Find out at start-up how this model can be trained exactly, and refuse one that cannot.
+
+Shortcuts are compared with the model's own forward pass on a few random tokens: several sequences in one stream,
+attention replaced by `segment_attention`, logits made outside the model, in chunks, and layers by fused kernels. A
+model that mixes tokens of a stream elsewhere (linear attention, state spaces, convolutions) reads rows instead; one
+that differs even then (a window known only to its mask) is refused. Draws from its own generator; leaves weights,
+gradients and mode alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from spurline.errors import ModelError, SpurlineError
+from spurline_models.architecture import vocabulary_size
+from spurline_models.computing import in_full_precision, own_code
+from spurline_models.device_profile import DeviceProfile
+from spurline_models.experts.router_replay import ExpertRouting
+from spurline_models.kernels import kernels_of
+from spurline_models.streams.segment_attention import observed_windows
+from spurline_models.streams.stream_model import Reading, StreamModel, evaluation_mode, other_attention
+from spurline_models.streams.token_logprobs import OutputLogits, TokenLogprobs
+from spurline_models.streams.token_stream import TokenStream, plan_segments
+
+_OWN_ATTENTION = "eager"
+"""The reference attention, which every model has and which implements all it asks for."""
+_LENGTHS = (4, 6, 6, 11)
+CHUNK_TOKENS = 8
+"""Positions of a chunk of logits in the probe, which has more of them."""
+TOLERANCE = 3e-4
+"""Allowed difference of logits in standard deviations of the logits; fp32 kernels differ by some 1e-6 to 1e-5."""
+HALF_PRECISION_TOLERANCE = 0.1
+"""Allowed difference where half precision is involved, same unit; mixed-up segments give far more."""
+_LOUD_LOGITS = 50.0
+"""Standard deviation of logits in the output layer's test: the small logits of fresh weights would hide a softcap."""
+
+_COUNTS_IN_ROW = ("attn_temperature_tuning",)
+"""Config fields of models that count positions in a row themselves, for limits that no probe reaches."""
+_ATTENTION_KINDS = {
+    "full_attention": False,
+    "attention": False,
+    "hybrid": False,
+    "sliding_attention": True,
+    "chunked_attention": True,
+}
+"""Kinds of layers that have attention, and whether it is limited to some of the tokens before."""
+_PROBE_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError, NotImplementedError)
+
+
+def probe_sequences(vocabulary: int, lengths: Sequence[int] = _LENGTHS) -> list[Tensor]:
+    """Sequences of random tokens of these lengths, int64; the same in every process."""
+    generator = torch.Generator().manual_seed(20_240_229)
+    return [torch.randint(vocabulary, (length,), generator=generator) for length in lengths]
+
+
+def probe_stream(sequences: Sequence[Tensor], profile: DeviceProfile) -> TokenStream:
+    """One stream of these sequences, whose lengths must not decrease, with loss on all tokens that can have it."""
+    lengths = [len(sequence) for sequence in sequences]
+    tokens = torch.cat([*sequences])
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    targets = torch.nonzero(positions).flatten()
+    send = profile.send
+    return TokenStream(
+        input_ids=send(tokens).unsqueeze(0),
+        position_ids=send(positions).unsqueeze(0),
+        plan=plan_segments(np.array(lengths, np.int64), profile.slots_per_attention_call, send),
+        source=send(targets - 1),
+        targets=send(tokens[targets]),
+        weights=send(torch.ones(len(targets))),
+        segment_index=send(torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))[targets]),
+        columns={},
+        batch_index=targets,
+    )
+
+
+def check_exactness(model: StreamModel, profile: DeviceProfile, path: str, *, in_half_precision: bool = False) -> None:
+    """Choose how the model reads streams. Raise ModelError naming what differs, by how much, and what to do.
+
+    path: of the model, for the message. in_half_precision: whether the model computes in bf16 by itself and has no
+    exact forward pass, so that half precision is compared with half precision.
+    """
+    try:
+        with evaluation_mode(model.causal):
+            probe = _Probe(model, profile, in_half_precision)
+            probe.choose_reading()
+            found = probe.first_difference()
+    except SpurlineError:
+        raise
+    except _PROBE_ERRORS as error:
+        raise ModelError(
+            f"model.path: {path} ({type(model.causal).__name__}) fails on the start-up probe: "
+            f"{type(error).__name__}: {error}\nIt needs a decoder that takes position_ids and passes **kwargs to its "
+            "attention. Choose a standard decoder-only model."
+        ) from error
+    if found is not None:
+        raise ModelError(f"model.path: {path} ({type(model.causal).__name__}) {found}")
+
+
+def choose_reading(model: StreamModel, profile: DeviceProfile, *, in_half_precision: bool = False) -> None:
+    """Only the choice of `check_exactness`, for a model that is not to be refused."""
+    with evaluation_mode(model.causal):
+        _Probe(model, profile, in_half_precision).choose_reading()
+
+
+def check_routers(model: StreamModel, profile: DeviceProfile, path: str, *, replays: bool, balances: bool) -> None:
+    """Raise ModelError for a model whose routers cannot be replayed, or not balanced, as is asked for.
+
+    Each router is tried on a few tokens: replaying what it chose must give what it gave, bit for bit, and every other
+    expert must get a weight. path: of the model, for the message.
+    """
+    if not (replays or balances):
+        return
+    routing = model.routing
+    # Of one length, so that rows are read in one pass, in the order of the stream.
+    stream = probe_stream(probe_sequences(vocabulary_size(model.causal), (6, 6, 6)), profile)
+    name = f"model.path: {path} ({type(model.causal).__name__})"
+    with evaluation_mode(model.causal), profile.computing():
+
+        def hidden(experts: Tensor | None = None) -> Tensor:
+            return model.hidden(stream.input_ids, stream.position_ids, stream.plan, experts)
+
+        with routing.noting() as noted, routing.testing() as test:
+            hidden()
+        if replays:
+            found = test.problem(len(routing.routers)) or _first_not_replayed(routing, noted, hidden)
+            if found is not None:
+                raise ModelError(f"{name} {found}, so source.router_replay has to be false with it.")
+        if balances:
+            with model.balancing(stream) as balance:
+                hidden()
+            if balance.unknown:
+                raise ModelError(
+                    f"{name} has a router of class {balance.unknown}, which neither chooses by its logits nor by their "
+                    "softmax or sigmoid: no balance loss is known for it. Remove model.router_aux_loss."
+                )
+
+
+def _first_not_replayed(
+    routing: ExpertRouting, noted: Mapping[int, Tensor], hidden: Callable[[Tensor], Tensor]
+) -> str | None:
+    """What keeps experts that are given to the model from reaching all of its routers, or None."""
+    if noted.keys() != routing.routers.keys() or len({experts.shape[1] for experts in noted.values()}) > 1:
+        return "has routers that choose different numbers of experts for a token"
+    others = torch.from_numpy(routing.as_array(noted))
+    others = torch.where(others >= 0, (others + 1) % routing.num_experts, others).to(next(iter(noted.values())).device)
+    with routing.noting() as replayed:
+        hidden(others)
+    lost = [layer for layer, experts in replayed.items() if not torch.equal(experts, others[:, layer].long())]
+    if lost:
+        kind = type(routing.routers[lost[0]]).__name__
+        return f"does not hand recorded experts on to the {kind} of layer {lost[0]}, which mixes tokens without them"
+    return None
+
+
+class _Probe:
+    """Compares on a few random sequences. Each comparison returns what is wrong with the model, or None."""
+
+    def __init__(self, model: StreamModel, profile: DeviceProfile, in_half_precision: bool) -> None:
+        self._model = model
+        self._profile = profile
+        self._tolerance = HALF_PRECISION_TOLERANCE if in_half_precision else TOLERANCE
+        self._sequences = probe_sequences(vocabulary_size(model.causal))
+        with self._computing_exactly(), own_code(model.causal):
+            self._logits, self._states = self._own_forward()
+
+    @contextmanager
+    def _computing_exactly(self) -> Iterator[None]:
+        # Rounding to fp8 makes large differences of the smallest ones.
+        with self._profile.computing_exactly(), in_full_precision(self._model.causal):
+            yield
+
+    def choose_reading(self) -> None:
+        """Let the model read in the first way that gives what it gives for each sequence alone; else in the last."""
+        config = self._model.causal.config.get_text_config()
+        readings = get_args(Reading)
+        if any(getattr(config, name, False) for name in _COUNTS_IN_ROW):
+            readings = readings[1:]
+        for reading in readings:
+            try:
+                self._model.read_as(reading)
+                with self._computing_exactly():
+                    packed, windows = self._packed_hidden()
+                    if not (self._compare_packing(packed, self._logits) or self._check_windows(windows)):
+                        return
+            except (SpurlineError, *_PROBE_ERRORS):
+                # Some say that their kernels cannot keep segments apart. What the last way raises is told.
+                continue
+
+    def first_difference(self) -> str | None:
+        with self._computing_exactly():
+            packed, windows = self._packed_hidden()
+            found = self._compare_output_layer(self._states[-1]) or self._compare_packing(packed, self._logits)
+        found = found or self._check_windows(windows)
+        if found is None and self._profile.autocast_dtype is not None:
+            found = self._compare_half_precision(self._logits)
+        return found
+
+    def _own_forward(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Per sequence: full logits of the model with its own attention, and the decoder's last hidden states."""
+        logits, hidden = [], []
+        with other_attention(self._model.causal, _OWN_ATTENTION), _decoder_output(self._model) as seen:
+            for sequence in self._sequences:
+                output = self._model.causal(input_ids=sequence.to(self._profile.device).unsqueeze(0), use_cache=False)
+                logits.append(output.logits[0])
+                hidden.append(seen.pop())
+        return logits, hidden
+
+    def _packed_hidden(self) -> tuple[Tensor, list[int | None]]:
+        """Hidden states [T, H] of all sequences as one stream, and the window of each attention call."""
+        send = self._profile.send
+        positions = torch.cat([torch.arange(length) for length in _LENGTHS])
+        plan = plan_segments(np.array(_LENGTHS, dtype=np.int64), self._profile.slots_per_attention_call, send)
+        with observed_windows() as windows:
+            tokens = send(torch.cat(self._sequences)).unsqueeze(0)
+            return self._model.hidden(tokens, send(positions).unsqueeze(0), plan), windows
+
+    def _differences(self, packed: Tensor, reference: list[Tensor]) -> list[Tensor]:
+        """Per sequence: logprobs as training computes them, less those of the full logits."""
+        return [
+            self._logprobs(rows[:-1], tokens[1:].to(self._profile.device))
+            - _full_logprobs(logits[:-1], tokens[1:].to(self._profile.device))
+            for rows, tokens, logits in zip(packed.split(_LENGTHS), self._sequences, reference, strict=True)
+        ]
+
+    def _logprobs(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """As training computes them, in small chunks."""
+        return TokenLogprobs(OutputLogits(self._model.causal), CHUNK_TOKENS)(hidden, targets)[0]
+
+    def _compare_packing(self, packed: Tensor, reference: list[Tensor]) -> str | None:
+        worst, index = 0.0, 0
+        for number, difference in enumerate(self._differences(packed, reference)):
+            distance = float(difference.abs().max() / _spread(reference))
+            if not distance <= worst:
+                worst, index = distance, number
+        if worst <= self._tolerance:
+            return None
+        if kernels_of(self._model.causal):
+            return (
+                f"gives other log-probabilities with fused kernels than by its own code: {worst:.2g} standard "
+                f"deviations of the logits (allowed {self._tolerance:g}). Set backend.kernels: none."
+            )
+        where = "already in the first sequence" if index == 0 else f"most in sequence {index + 1} of {len(_LENGTHS)}"
+        return (
+            f"gives other log-probabilities in a batch than for each sequence alone: {worst:.2g} standard deviations "
+            f"of the logits ({where}; allowed {self._tolerance:g}), packed as well as with a row for each. It has "
+            "attention that cannot be replaced, or looks at later tokens. Choose a model with plain causal attention."
+        )
+
+    def _compare_output_layer(self, states: Tensor) -> str | None:
+        """Logits of the model itself against the bare output layer, loud enough that every cap on them is heard.
+
+        states: hidden states of the last sequence.
+        """
+        causal, sequence = self._model.causal, self._sequences[-1].to(self._profile.device)
+        loudness = _LOUD_LOGITS / float(self._model.head(states).std().clamp_min(1e-30))
+        with own_code(causal), other_attention(causal, _OWN_ATTENTION), _decoder_output(self._model, loudness):
+            own = causal(input_ids=sequence.unsqueeze(0), use_cache=False).logits[0]
+        targets = sequence.roll(-1)
+        difference = self._logprobs(states * loudness, targets) - _full_logprobs(own, targets)
+        distance = float(difference.abs().max() / _LOUD_LOGITS)
+        if distance <= self._tolerance:
+            return None
+        return (
+            "makes other logits from its hidden states than its own forward pass does: logprobs differ by "
+            f"{distance:.2g} standard deviations of the logits (allowed {self._tolerance:g}). Choose a model whose "
+            "logits depend on hidden states alone."
+        )
+
+    def _check_windows(self, windows: list[int | None]) -> str | None:
+        """The probe's sequences are shorter than any window, so whether the attention is told of windows is counted."""
+        if self._model.reading == "plain_rows":
+            return None
+        config = self._model.causal.config.get_text_config()
+        kinds = getattr(config, "layer_types", None)
+        if kinds is None:
+            kind = "sliding_attention" if self._has_window(config) else "full_attention"
+            kinds = [kind] * len(windows)
+        limited = [_ATTENTION_KINDS[kind] for kind in kinds if kind in _ATTENTION_KINDS]
+        told = sum(window is not None for window in windows)
+        if len(windows) == len(limited) and told == sum(limited):
+            return None
+        return (
+            f"has {len(kinds)} layers ({', '.join(sorted(set(kinds)))}; {sum(limited)} with a window), but "
+            f"{len(windows)} of them use the packed attention, {told} with a window. Choose a model whose attention "
+            "is full, sliding-window or chunked."
+        )
+
+    def _has_window(self, config: PretrainedConfig) -> bool:
+        """Whether the model limits attention by `sliding_window`, a field that configs may have for nothing.
+
+        Where a window of one token changes nothing, and no module has noted one, there is none.
+        """
+        window = getattr(config, "sliding_window", None)
+        if not window or any(getattr(module, "sliding_window", None) for module in self._model.causal.modules()):
+            return bool(window)
+        config.sliding_window = 1
+        try:
+            with self._computing_exactly(), own_code(self._model.causal):
+                logits, _ = self._own_forward()
+        finally:
+            config.sliding_window = window
+        return not all(torch.equal(one, other) for one, other in zip(logits, self._logits, strict=True))
+
+    def _compare_half_precision(self, reference: list[Tensor]) -> str | None:
+        """The half-precision attention kernel is another one; it must agree up to rounding."""
+        with self._profile.computing():
+            differences = self._differences(self._packed_hidden()[0], reference)
+        distance = float(torch.cat(differences).abs().mean() / _spread(reference))
+        if distance <= HALF_PRECISION_TOLERANCE:
+            return None
+        return (
+            f"gives other log-probabilities in bf16 than in fp32: {distance:.2g} standard deviations of the logits on "
+            f"average (allowed {HALF_PRECISION_TOLERANCE:g}). Set backend.precision: fp32."
+        )
+
+
+def _full_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return logits.log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+
+
+def _spread(logits: list[Tensor]) -> Tensor:
+    return torch.cat(logits).std().clamp_min(1e-30)
+
+
+@contextmanager
+def _decoder_output(model: StreamModel, factor: float = 1.0) -> Iterator[list[Tensor]]:
+    """Record the decoder's last hidden states [T, H] while the whole model runs; hand them on times `factor`."""
+    seen: list[Tensor] = []
+
+    def hook(module: torch.nn.Module, arguments: Any, output: Any) -> Any:
+        seen.append(output.last_hidden_state[0])
+        output.last_hidden_state = output.last_hidden_state * factor
+        return output
+
+    handle = model.decoder.register_forward_hook(hook)
+    try:
+        yield seen
+    finally:
+        handle.remove()

@@ -1,0 +1,207 @@
+"""A trained model's weights out of a checkpoint, one after the other, for a process that never holds the model.
+
+Place on the way: the tensors of a checkpoint, by their names in the model -> weights under Hugging Face names. A
+checkpoint holds what was trained: weights under adapters, and those that `model.freeze` names, are read from
+`model.path`, and recognised by their digest. The adapters alone are read without those weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
+
+from spurline.config.run_config import ModelConfig
+from spurline.errors import CheckpointError
+from spurline_models.adapters.adapter_weights import AdapterStream, AdapterWeights
+from spurline_models.architecture import build_without_memory, load_model_config
+from spurline_models.configs import LoraConfig
+from spurline_models.device_profile import device_profile
+from spurline_models.freezing import freeze_parameters
+from spurline_models.holding.freed_memory import return_freed_memory
+from spurline_models.holding.narrow_weights import quantizable_modules
+from spurline_models.holding.quantized_weights import QuantizedWeight
+from spurline_models.joined_weights import joined_weights
+from spurline_models.loading import load_model
+from spurline_models.optimizers.state import describe
+from spurline_models.saved_state import check_frozen, check_weights
+from spurline_models.weight_files import WeightStream, safetensors_files
+from spurline_models.weights import NamedWeights, digest_of_samples, entry, layer_of
+
+
+@dataclass(frozen=True)
+class SavedTensors:
+    """What a checkpoint holds of a model: trained weights and persistent buffers.
+
+    where: the folder, for errors. layout: the tensors by their names in the model, on device `meta`. read: gives one
+    of them, on CPU. frozen_weights: digest of the weights that are not there. frozen_dtype: in which the backend counts
+    those. rounded_to: dtype whose values they have; None for that of their files. is_quantized: whether those of linear
+    layers were quantized then. narrow: names of those that have the values of bf16 whatever `rounded_to` is.
+    """
+
+    where: Path
+    layout: Mapping[str, Tensor]
+    read: Callable[[str], Tensor]
+    frozen_weights: str
+    frozen_dtype: torch.dtype
+    rounded_to: torch.dtype | None = None
+    is_quantized: bool = False
+    narrow: Collection[str] = ()
+
+
+def saved_weights(saved: SavedTensors, model: ModelConfig, lora: LoraConfig | None, seed: int) -> WeightStream:
+    """Every weight of the saved model, adapters merged, each read when it is asked for.
+
+    Raises CheckpointError for a checkpoint of another model, and, with the last weight, for adapters that were trained
+    on others than those of `model.path`.
+    """
+    causal = _without_values(model, saved.frozen_dtype)
+    freeze_parameters(causal, model.freeze)
+    quantized: set[str] = set()
+    if saved.is_quantized:
+        quantized = {f"{name}.weight" for name, _ in quantizable_modules(causal)}
+    if lora is not None:
+        from spurline_models.adapters.lora import add_adapters
+
+        add_adapters(causal, lora, seed)
+    named = NamedWeights(causal, adapted=lora is not None)
+    frozen = {name for name, value in causal.named_parameters() if not value.requires_grad}
+    wanted = [source for group in named.groups for source in group.sources if source not in frozen]
+    descriptions = {name: describe(named.tensors[name]) for name in wanted}
+    check_weights(saved.where, {name: describe(value) for name, value in saved.layout.items()}, descriptions)
+    return WeightStream(named.layout, _weights(saved, named, frozen, quantized, model, seed))
+
+
+def saved_adapter(saved: SavedTensors, model: ModelConfig, lora: LoraConfig, seed: int) -> AdapterStream:
+    """The adapter of the saved model; the weights under it are not read, so that they need not be there.
+
+    Raises CheckpointError for a checkpoint of another model.
+    """
+    from spurline_models.adapters.lora import adapter_settings, add_adapters
+
+    causal = _without_values(model, saved.frozen_dtype)
+    add_adapters(causal, lora, seed)
+    adapter = AdapterWeights(causal)
+    # Buffers are saved with the adapter, in the dtype of the weights under it, and do not belong to it.
+    buffers = {name for name, _ in causal.named_buffers()}
+    found = {name: describe(value) for name, value in saved.layout.items() if name not in buffers}
+    check_weights(saved.where, found, {name: describe(value) for name, value in adapter.tensors.items()})
+    tensors = (
+        item
+        for group in adapter.groups
+        for item in adapter.weights_of(group, {source: saved.read(source) for source in group.sources}).items()
+    )
+    return AdapterStream(adapter_settings(causal, model), tensors)
+
+
+def _without_values(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
+    causal = build_without_memory(load_model_config(model), model)
+    nn.Module.to(causal, dtype=dtype)
+    return causal
+
+
+def _weights(
+    saved: SavedTensors,
+    named: NamedWeights,
+    frozen: Collection[str],
+    quantized: Collection[str],
+    model: ModelConfig,
+    seed: int,
+) -> Iterator[tuple[str, Tensor]]:
+    with ExitStack() as stack:
+        original = stack.enter_context(_OriginalWeights(model, seed, saved)) if frozen else None
+        samples: list[tuple[str, Tensor, Tensor]] = []
+        for group in named.groups:
+            tensors: dict[str, Tensor] = {}
+            for part in group.parts:
+                for source in part.sources:
+                    if source in frozen:
+                        assert original is not None
+                        value = original.read(part.name, named.tensors[source].shape)
+                        held = [(source, value)]
+                        if part.name in quantized:
+                            weight = QuantizedWeight.of(value)
+                            value, held = weight.values(value.dtype), list(weight.named(source))
+                        tensors[source] = value
+                        samples += [entry(*item, saved.frozen_dtype) for item in held]
+                    else:
+                        tensors[source] = saved.read(source)
+            yield from named.weights_of(group, tensors).items()
+            tensors.clear()
+            return_freed_memory()
+        if frozen:
+            check_frozen(saved.where, saved.frozen_weights, digest_of_samples(samples))
+
+
+class _OriginalWeights:
+    """The weights of `model.path`, by their names in a model without adapters, read when they are asked for.
+
+    A context that closes the files. Weights that files hold in another form come with the others of their layer. What
+    is in no safetensors file, such as the weights of `init: random`, is loaded as a whole.
+    """
+
+    def __init__(self, model: ModelConfig, seed: int, saved: SavedTensors):
+        self._causal = _without_values(model, saved.frozen_dtype)
+        self._dtype = saved.frozen_dtype
+        self._rounded_to = saved.rounded_to
+        self._narrow = saved.narrow
+        self._files = ExitStack()
+        self._single: dict[str, Any] = {}
+        self._joined: dict[str, dict[str, Any]] = {}
+        self._layer: str | None = None
+        self._of_layer: dict[str, Tensor] = {}
+        paths = [] if model.init == "random" else safetensors_files(model)
+        for path in paths:
+            file = self._files.enter_context(safe_open(path, "pt"))
+            self._list({key: file.get_slice(key) for key in file.keys()})  # noqa: SIM118
+        if not paths:
+            self._of_layer = load_model(model, device_profile("cpu"), seed).state_dict()
+
+    def __enter__(self) -> _OriginalWeights:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._files.close()
+
+    def read(self, name: str, shape: torch.Size) -> Tensor:
+        """A weight of this shape on CPU. Raises CheckpointError when there is none."""
+        found = self._single[name][...] if name in self._single else self._read_joined(name)
+        if found is None or found.shape != shape:
+            there = "none" if found is None else f"one of shape {list(found.shape)}"
+            raise CheckpointError(
+                f"model.path: the checkpoint was made with a frozen weight {name} of shape {list(shape)}, and "
+                f"its files have {there}. Restore the model that the run was made with."
+            )
+        return found.to(torch.bfloat16 if name in self._narrow else self._rounded_to).to(self._dtype)
+
+    def _read_joined(self, name: str) -> Tensor | None:
+        layer = layer_of(name)
+        if layer in self._joined and self._layer != layer:
+            self._layer, self._of_layer = layer, joined_weights(self._causal, self._joined[layer], self._dtype)
+        return self._of_layer.get(name)
+
+    def _list(self, slices: dict[str, Any]) -> None:
+        """Find out which weights these are."""
+        own = self._causal.state_dict()
+        mapping = get_model_conversion_mapping(self._causal)
+        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        for key, value in slices.items():
+            name, converter = rename_source_key(key, renamings, converters, self._causal.base_model_prefix, own)
+            if converter is None:
+                self._single[name if name in own else key] = value
+            else:
+                self._joined.setdefault(layer_of(name), {})[key] = value

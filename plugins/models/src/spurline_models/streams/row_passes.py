@@ -1,0 +1,74 @@
+"""Run a decoder on rows, one segment each and padded on the right, in place of one stream.
+
+Place on the way: `TokenStream` -> rows -> decoder -> hidden states, in the order of the stream again. It is for models
+that mix tokens outside of attention (linear attention, state spaces, convolutions) where the installed kernels cannot
+keep segments apart: a row is one segment, and padding lies in the future of all of its tokens, which no causal layer
+sees. So the result is that of each sequence alone. What it costs is a pass per group of lengths and padding, in large
+passes at most as many slots as tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spurline_models.streams.segment_attention import Unpad
+from spurline_models.streams.token_stream import Bucket, SegmentPlan, Send, cut_buckets, plan_segments
+
+
+@dataclass(frozen=True)
+class RowPass:
+    """Segments of a stream that the decoder reads at once. tokens: where they are in the stream.
+
+    plan: that of the rows themselves, each a segment of the stream that rows one after another are.
+    """
+
+    tokens: slice
+    bucket: Bucket
+    plan: SegmentPlan
+
+    @property
+    def is_real(self) -> Tensor | slice:
+        """Which of the rows' positions, one row after another, are tokens of the stream."""
+        return slice(None) if self.bucket.slots is None else self.bucket.slots
+
+    def rows(self, values: Tensor, padding: int = 0) -> Tensor:
+        """[T, ...] of the stream -> [rows, length, ...]. Takes no gradient."""
+        part = values[self.tokens]
+        bucket = self.bucket
+        if bucket.slots is not None:
+            padded = part.new_full((bucket.count * bucket.length, *part.shape[1:]), padding)
+            part = padded.index_copy_(0, bucket.slots, part)
+        return part.unflatten(0, (bucket.count, bucket.length))
+
+    def positions(self, values: Tensor) -> Tensor:
+        """Positions [T] of the stream -> [rows, length], going on in the padding: others would begin a segment."""
+        return self.rows(values)[:, :1] + torch.arange(self.bucket.length, device=values.device)
+
+    def stream(self, rows: Tensor) -> Tensor:
+        """[rows, length, ...] -> [tokens, ...] as they lie in the stream."""
+        flat = rows.flatten(0, 1)
+        return flat if self.bucket.slots is None else Unpad.apply(flat, self.bucket.slots)
+
+
+def row_passes(plan: SegmentPlan, slots_per_pass: int, send: Send) -> list[RowPass]:
+    """The passes that cover a stream, in order. slots_per_pass: how many padded slots cost as much as one more pass."""
+    passes: list[RowPass] = []
+    start = 0
+    for bucket in cut_buckets(plan.lengths, slots_per_pass, send, most_padding=1.0):
+        passes.append(RowPass(slice(start, start + bucket.tokens), bucket, _equal_segments(bucket, send)))
+        start += bucket.tokens
+    return passes
+
+
+def idle_pass(after: int, send: Send) -> RowPass:
+    """A pass over one row of two tokens, none of which is one of the stream's. after: tokens in front of it."""
+    bucket = Bucket(1, 2, 0, send(torch.zeros(0, dtype=torch.int64)))
+    return RowPass(slice(after, after), bucket, _equal_segments(bucket, send))
+
+
+def _equal_segments(bucket: Bucket, send: Send) -> SegmentPlan:
+    return plan_segments(np.full(bucket.count, bucket.length, np.int64), 0, send)

@@ -1,0 +1,425 @@
+"""Causal attention within each segment of a padding-free stream, for any Hugging Face model.
+
+Place on the way: `TokenStream` -> decoder -> attention in every layer -> hidden states. `attend_segments` computes it;
+`segment_attention` is its form for transformers, registered there as "spurline_segments", on purpose without a mask
+function: transformers then builds no mask and does not guess packing from positions. It knows no loss and no batch
+layout, only the `SegmentPlan` that the backend passes through the model as the keyword `segment_plan`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface
+
+from spurline.data.batch import ROUTED_EXPERTS
+from spurline.errors import ModelError
+from spurline_models.streams.token_stream import Bucket, SegmentPlan
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # torch older than 2.10
+    varlen_attn = None
+if varlen_attn is not None and not {"window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys():
+    varlen_attn = None  # its first versions had neither
+
+ATTENTION_NAME = "spurline_segments"
+
+_IGNORED = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", ROUTED_EXPERTS)
+"""Tensors among the keywords of attention that say what the plan says already, or are meant for routers. Any other,
+such as a bias by position or the blocks that a query sees, asks for attention that is not computed here."""
+
+_HALF_PRECISION = (torch.bfloat16, torch.float16)
+
+_observers: list[list[int | None]] = []
+
+
+@contextmanager
+def observed_windows() -> Iterator[list[int | None]]:
+    """Collect the sliding window of every attention call made meanwhile, None for full attention."""
+    windows: list[int | None] = []
+    _observers.append(windows)
+    try:
+        yield windows
+    finally:
+        _observers.remove(windows)
+
+
+@torch.compiler.disable
+def segment_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    segment_plan: SegmentPlan | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention in the form transformers calls it: query [B, H, T, D], key and value [B, K, T, D] -> [B, T, H, D].
+
+    B is 1 for a stream; a batch of rows is the stream of all its rows.
+    """
+    _refuse_what_would_be_ignored(module, attention_mask, is_causal, segment_plan, kwargs)
+    assert segment_plan is not None
+    scores = Scores(scaling, softcap=softcap, sinks=s_aux, window=sliding_window, chunk=chunk_of(module))
+    for windows in _observers:
+        windows.append(scores.reach)
+    if torch.is_autocast_enabled(query.device.type):
+        # Rotary embeddings promote query and key to fp32; convert before anything is copied, as SDPA itself would.
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    rows = (query.shape[0], query.shape[2])
+    # [tokens, heads, D]: a view of how the projections lie in memory.
+    query, key, value = (part.transpose(1, 2).flatten(0, 1) for part in (query, key, value))
+    output = attend_segments(query, key, value, segment_plan, scores, dropout)
+    return output.unflatten(0, rows), None
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How attention weighs keys: softmax over the keys that a query sees of `query @ key * scaling`.
+
+    scaling: None for 1 / sqrt(D). softcap: scores are `softcap * tanh(score / softcap)` (Gemma 2). sinks: [H], a score
+    per head that takes part in the softmax and has no value (gpt-oss). window: how many tokens a query sees, itself
+    counted; None for all before it. chunk: only tokens of its own chunk of so many positions of the segment (Llama 4).
+    """
+
+    scaling: float | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    window: int | None = None
+    chunk: int | None = None
+
+    @property
+    def reach(self) -> int | None:
+        """The window or the chunk; None where a query sees all tokens before it."""
+        return self.window if self.chunk is None else self.chunk
+
+    def for_lengths_up_to(self, length: int) -> Scores:
+        """The same for segments of at most so many tokens: without limits that they do not reach."""
+        window = None if self.window is not None and self.window >= length else self.window
+        chunk = None if self.chunk is not None and self.chunk >= length else self.chunk
+        return replace(self, window=window, chunk=chunk)
+
+
+def chunk_of(module: nn.Module) -> int | None:
+    """The chunk that the layer of this attention is limited to, which models say to their masks only."""
+    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None)
+    is_chunked = kinds is not None and layer is not None and kinds[layer] == "chunked_attention"
+    return getattr(config, "attention_chunk_size", None) if is_chunked else None
+
+
+def attend_segments(
+    query: Tensor, key: Tensor, value: Tensor, plan: SegmentPlan, scores: Scores, dropout: float = 0.0
+) -> Tensor:
+    """Causal attention within each segment: query [T, H, D], key and value [T, K, D] -> [T, H, D].
+
+    T: tokens of the stream, or of this process's part of it where the plan has an exchange, which makes this a
+    collective. K divides H.
+    """
+    exchange = plan.exchange
+    if exchange is not None:
+        if scores.sinks is not None:
+            scores = replace(scores, sinks=exchange.own_heads(scores.sinks))
+        query, key, value = exchange.to_heads(query, key, value)
+    scores = scores.for_lengths_up_to(plan.max_length)
+    if _varlen_kernel_fits(query, key, value, scores, dropout):
+        output = _varlen(query, key, value, plan, scores)
+    else:
+        # split, not slices: the backward of each slice would allocate zeros of the whole stream.
+        parts = (part.split(plan.tokens_of_buckets) for part in (query, key, value))
+        buckets = zip(plan.buckets, *parts, strict=True)
+        outputs = [_attend(bucket, q, k, v, scores, dropout) for bucket, q, k, v in buckets]
+        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return output if exchange is None else exchange.to_tokens(output)
+
+
+AttentionInterface.register(ATTENTION_NAME, segment_attention)
+
+
+def _refuse_what_would_be_ignored(
+    module: nn.Module,
+    attention_mask: Tensor | None,
+    is_causal: bool | None,
+    segment_plan: SegmentPlan | None,
+    kwargs: dict[str, Any],
+) -> None:
+    owner = type(module).__name__
+    if segment_plan is None:
+        raise ModelError(
+            f"{owner} does not hand the model's keyword arguments to its attention, so sequences cannot be kept apart. "
+            "Use a model whose forward passes **kwargs to the attention function (all recent transformers decoders do)."
+        )
+    asked = [name for name, value in kwargs.items() if isinstance(value, Tensor) and name not in _IGNORED]
+    if attention_mask is not None:
+        asked.append("attention_mask")
+    if is_causal is False or not getattr(module, "is_causal", True):
+        asked.append("is_causal=False")
+    if asked:
+        raise ModelError(
+            f"{owner} uses {', '.join(asked)}, which packed attention does not compute. "
+            "Where the model's config has a field for it, turn it off under model.config_overrides; otherwise choose "
+            "another model."
+        )
+
+
+def _varlen_kernel_fits(query: Tensor, key: Tensor, value: Tensor, scores: Scores, dropout: float) -> bool:
+    return (
+        varlen_attn is not None
+        and scores.softcap is None
+        and scores.sinks is None
+        and scores.chunk is None
+        and query.is_cuda
+        and query.dtype in _HALF_PRECISION
+        and _is_ampere_or_newer(query.device)
+        and dropout == 0.0
+        and query.shape[-1] == key.shape[-1] == value.shape[-1] <= 256
+        and query.shape[-1] % 8 == 0
+    )
+
+
+@cache
+def _is_ampere_or_newer(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, plan: SegmentPlan, scores: Scores) -> Tensor:
+    assert varlen_attn is not None
+    output = varlen_attn(
+        query,
+        key,
+        value,
+        plan.cu_seqlens,
+        plan.cu_seqlens,
+        plan.max_length,
+        plan.max_length,
+        scale=scores.scaling,
+        # (keys to the left, keys to the right); the window of transformers counts the query's own position.
+        window_size=(-1 if scores.window is None else scores.window - 1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    assert isinstance(output, Tensor)
+    return output
+
+
+def _attend(bucket: Bucket, query: Tensor, key: Tensor, value: Tensor, scores: Scores, dropout: float) -> Tensor:
+    """Causal attention of one bucket, [tokens, heads, D] each. Padding lies in the future of every real query."""
+    if bucket.slots is not None:
+        query, key, value = (
+            Pad.apply(part, bucket.slots, bucket.count * bucket.length) for part in (query, key, value)
+        )
+    rows = (bucket.count, bucket.length)
+    query, key, value = (part.unflatten(0, rows).transpose(1, 2) for part in (query, key, value))
+    output = _attend_rows(query, key, value, scores.for_lengths_up_to(bucket.length), dropout)
+    output = output.transpose(1, 2).flatten(0, 1)
+    return output if bucket.slots is None else Unpad.apply(output, bucket.slots)
+
+
+def _attend_rows(query: Tensor, key: Tensor, value: Tensor, scores: Scores, dropout: float) -> Tensor:
+    """Causal attention of rows: query [B, H, T, D], key and value [B, K, T, D] -> [B, H, T, D].
+
+    Rows that are longer than what a query sees are cut, so that neither time nor memory grow with their square.
+    """
+    length = query.shape[2]
+    if scores.chunk is not None:
+        size, scores = scores.chunk, replace(scores, chunk=None).for_lengths_up_to(scores.chunk)
+        query, key, value = (_blocks(_filled(part, size), size) for part in (query, key, value))
+        return _rows(_attend_rows(query, key, value, scores, dropout), length, size)
+    if scores.window is None:
+        return _attend_visible(query, key, value, None, scores, dropout)
+    size, scores = scores.window, replace(scores, window=None)
+    query, key, value = (_filled(part, size) for part in (query, key, value))
+    # The first block sees itself alone; queries of each other one see keys of theirs and of the one before.
+    first = _attend_visible(query[:, :, :size], key[:, :, :size], value[:, :, :size], None, scores, dropout)
+    query = _blocks(query[:, :, size:], size)
+    key, value = (
+        torch.cat([_blocks(part[:, :, :-size], size), _blocks(part[:, :, size:], size)], dim=2) for part in (key, value)
+    )
+    visible = torch.ones(size, 2 * size, dtype=torch.bool, device=query.device).tril_(size).triu_(1)
+    others = _attend_visible(query, key, value, visible, scores, dropout)
+    return torch.cat([first, _rows(others, length - size, size)], dim=2)
+
+
+def _filled(rows: Tensor, size: int) -> Tensor:
+    """[B, H, T, D] -> the same with zeros behind it, up to a multiple of `size` tokens."""
+    return F.pad(rows, (0, 0, 0, -rows.shape[2] % size))
+
+
+def _blocks(rows: Tensor, size: int) -> Tensor:
+    """[B, H, blocks * size, D] -> [B * blocks, H, size, D]."""
+    return rows.unflatten(2, (-1, size)).transpose(1, 2).flatten(0, 1)
+
+
+def _rows(blocks: Tensor, length: int, size: int) -> Tensor:
+    """[B * blocks, H, size, D] -> [B, H, length, D], without what filled the last block."""
+    return blocks.unflatten(0, (-1, -(-length // size))).transpose(1, 2).flatten(2, 3)[:, :, :length]
+
+
+def _attend_visible(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scores: Scores, dropout: float
+) -> Tensor:
+    """Attention of queries [B, H, Q, D] to the keys [B, K, T, D] that are visible [Q, T]. None: causal, Q is T."""
+    if scores.softcap is not None:
+        return _attend_with_softcap(query, key, value, visible, scores, dropout)
+    if scores.sinks is not None:
+        return _attend_with_sinks(query, key, value, visible, scores, scores.sinks, dropout)
+    return _dot_product_attention(query, key, value, visible, scores.scaling, dropout)
+
+
+def _dot_product_attention(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scaling: float | None, dropout: float
+) -> Tensor:
+    """torch's. visible: None for causal."""
+    grouped = query.shape[1] != key.shape[1]
+    if grouped and query.is_cuda and (visible is not None or query.dtype not in _HALF_PRECISION):
+        # With grouped heads CUDA has no memory-efficient kernel for these cases and would materialize all scores.
+        key, value = _each_head(query, key), _each_head(query, value)
+        grouped = False
+    return F.scaled_dot_product_attention(
+        query, key, value, visible, dropout, is_causal=visible is None, scale=scaling, enable_gqa=grouped
+    )
+
+
+def _each_head(query: Tensor, shared: Tensor) -> Tensor:
+    """[B, K, T, D] -> [B, H, T, D] of as many heads as the query."""
+    return shared.repeat_interleave(query.shape[1] // shared.shape[1], dim=1)
+
+
+_SINK_WIDTH = 8
+"""Columns that heads get for the sink: kernels of half precision want multiples of this."""
+
+
+def _attend_with_sinks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor | None,
+    scores: Scores,
+    sinks: Tensor,
+    dropout: float,
+) -> Tensor:
+    """The same with one more key in front, which all queries see: its score is the head's sink, and its value is 0.
+
+    As a key among others it works with every kernel: queries get a column with the sink, keys one that is 1 in the new
+    key and 0 in all others, and one query in front keeps the causal order.
+    """
+    width, scaling = query.shape[-1], scores.scaling or 1 / math.sqrt(query.shape[-1])
+    value_width = value.shape[-1]
+    column = (sinks.to(query.dtype) / scaling).view(1, -1, 1, 1).expand(query.shape[0], -1, query.shape[2], 1)
+    query = F.pad(torch.cat([query, column], dim=-1), (0, _SINK_WIDTH - 1, 1, 0))
+    sink = key.new_zeros(width + _SINK_WIDTH)
+    sink[width] = 1
+    key = torch.cat([sink.expand(*key.shape[:2], 1, -1), F.pad(key, (0, _SINK_WIDTH))], dim=2)
+    value = F.pad(value, (0, _SINK_WIDTH, 1, 0))
+    if visible is not None:
+        visible = F.pad(visible, (1, 0, 1, 0), value=True)
+    output = _dot_product_attention(query, key, value, visible, scaling, dropout)
+    return output[:, :, 1:, :value_width]
+
+
+_SCORES_AT_ONCE = 2**24
+"""Scores that exist at the same time where no kernel computes attention: 64 MiB in fp32, in some ten tensors of the
+backward pass."""
+_SCORES_KEPT = 2**20
+"""Scores of a layer's call that are kept for the backward pass; where there are more, they are computed again."""
+
+
+def _attend_with_softcap(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scores: Scores, dropout: float
+) -> Tensor:
+    """The same, with capped scores, for which there is no kernel: so many queries at a time that their scores fit."""
+    key, value = _each_head(query, key), _each_head(query, value)
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    scores_per_query = query.shape[0] * query.shape[1] * num_keys
+    if scores_per_query * num_queries <= _SCORES_KEPT:
+        return _capped(query, key, value, visible, scores, dropout)
+    parts: list[Tensor] = []
+    size = max(1, _SCORES_AT_ONCE // scores_per_query)
+    for start in range(0, num_queries, size):
+        stop = min(start + size, num_queries)
+        seen = slice(None, stop if visible is None else None)
+        part = checkpoint(
+            _capped,
+            query[:, :, start:stop],
+            key[:, :, seen],
+            value[:, :, seen],
+            None if visible is None else visible[start:stop],
+            scores,
+            dropout,
+            use_reentrant=False,
+            # Rewinding the generator waits for the device.
+            preserve_rng_state=dropout > 0,
+        )
+        assert isinstance(part, Tensor)
+        parts.append(part)
+    return torch.cat(parts, dim=2)
+
+
+def _capped(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scores: Scores, dropout: float
+) -> Tensor:
+    """visible: None where queries are the last of the keys, and each sees those before it."""
+    assert scores.softcap is not None
+    if visible is None:
+        num_queries, num_keys = query.shape[2], key.shape[2]
+        visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
+        visible.tril_(num_keys - num_queries)
+    scaling = scores.scaling or 1 / math.sqrt(query.shape[-1])
+    weights = query @ key.transpose(-1, -2) * scaling
+    weights = scores.softcap * torch.tanh(weights / scores.softcap)
+    weights = weights.masked_fill(~visible, -math.inf)
+    if scores.sinks is not None:
+        sinks = scores.sinks.to(weights.dtype).view(1, -1, 1, 1).expand(*weights.shape[:3], 1)
+        weights = torch.cat([weights, sinks], dim=-1)
+    weights = weights.softmax(-1, torch.promote_types(weights.dtype, torch.float32)).to(value.dtype)
+    if scores.sinks is not None:
+        weights = weights[..., :-1]
+    return F.dropout(weights, dropout) @ value
+
+
+class Pad(torch.autograd.Function):
+    """Spread rows over zeroed slots. Its own backward, since the gradient of padding is exactly zero here: a plain
+    gather both ways, where index_select would allocate zeros and add."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, slots: Tensor, num_slots: int) -> Tensor:
+        ctx.save_for_backward(slots)
+        return rows.new_zeros((num_slots, *rows.shape[1:])).index_copy_(0, slots, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (slots,) = ctx.saved_tensors
+        return grads[0].index_select(0, slots), None, None
+
+
+class Unpad(torch.autograd.Function):
+    """The inverse of `Pad`."""
+
+    @staticmethod
+    def forward(ctx: Any, padded: Tensor, slots: Tensor) -> Tensor:
+        ctx.save_for_backward(slots)
+        ctx.num_slots = padded.shape[0]
+        return padded.index_select(0, slots)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (slots,) = ctx.saved_tensors
+        padded = grads[0].new_zeros((ctx.num_slots, *grads[0].shape[1:]))
+        return padded.index_copy_(0, slots, grads[0]), None

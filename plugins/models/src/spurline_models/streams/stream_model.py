@@ -1,0 +1,280 @@
+"""A causal language model that reads token streams: decoder, then logprobs where there is loss.
+
+Place on the way: `TokenStream` -> `StreamModel` -> `TokenLossInputs` -> loss. The output layer runs only where there is
+loss, a chunk of positions at a time, so at no time do logits of all tokens exist. The trained model and a frozen
+reference are two of these; a critic is a `ValueModel` (`value_model`). It owns no optimizer and no loop.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from spurline.data.batch import ROUTED_EXPERTS
+from spurline.errors import ModelError
+from spurline.protocols.loss import ENTROPY, TokenLossInputs
+from spurline_models.architecture import decoder_layers, find_decoder
+from spurline_models.device_profile import DeviceProfile, slots_per_pass
+from spurline_models.experts.expert_loads import ExpertLoads
+from spurline_models.experts.router_balance import StreamBalance
+from spurline_models.experts.router_replay import ExpertRouting
+from spurline_models.experts.routers import find_routers
+from spurline_models.holding.activation_offloading import ActivationOffloading
+from spurline_models.kernels import kernels_of
+from spurline_models.streams.row_passes import RowPass, row_passes
+from spurline_models.streams.segment_attention import ATTENTION_NAME
+from spurline_models.streams.token_logprobs import OutputLogits, TokenLogprobs
+from spurline_models.streams.token_stream import SegmentPlan, TokenStream
+
+Reading = Literal["stream", "rows", "plain_rows"]
+"""How a decoder reads a stream: as it is; as rows of one segment each, for one that mixes tokens outside of attention;
+or as such rows with attention of its own, for one whose attention cannot be replaced."""
+
+_READ_AS: dict[Reading, str] = {
+    "rows": "a row for each sequence",
+    "plain_rows": "a row for each sequence, with attention of its own",
+}
+
+_DRAWS = re.compile(r"^(?!summary|classifier).*(dropout|pdrop|jitter)")
+"""Names of config fields by which models ask for randomness in training, other heads' not."""
+
+
+class StreamModel:
+    """`causal`, with the attention that keeps segments apart. chunk_tokens: positions whose logits exist together."""
+
+    def __init__(self, causal: PreTrainedModel, chunk_tokens: int = 4096):
+        self.causal = causal
+        self._reading: Reading = "stream"
+        causal.set_attn_implementation(ATTENTION_NAME)
+        head = causal.get_output_embeddings()
+        if head is None:
+            raise ModelError(f"{type(causal).__name__} has no output embeddings. Choose a causal language model.")
+        self.decoder = find_decoder(causal)
+        self.head: nn.Module = head
+        self.score = TokenLogprobs(OutputLogits(causal), chunk_tokens)
+        self._offloading: ActivationOffloading | None = None
+        taken = inspect.signature(self.decoder.forward).parameters
+        self._takes_positions = "position_ids" in taken or any(one.kind is one.VAR_KEYWORD for one in taken.values())
+
+    def checkpoint_activations(self, options: dict[str, Any]) -> None:
+        """Keep only the inputs of layers and recompute the rest in the backward pass.
+
+        options: keywords of `torch.utils.checkpoint.checkpoint`.
+        """
+        # transformers renamed the method in the course of version 5.
+        enable: Any = getattr(self.causal, "activation_checkpointing_enable", None)
+        (enable or self.causal.gradient_checkpointing_enable)(options)
+
+    def offload_activations(self, profile: DeviceProfile) -> None:
+        """Keep what the backward pass needs of layers on the host; of `checkpoint_activations`, their inputs."""
+        self._offloading = ActivationOffloading(self.causal, profile)
+
+    def compile(self) -> None:
+        """Run each layer of the decoder through torch.compile from now on; attention stays outside its graphs.
+
+        Layers of one kind share what is compiled, for any number of tokens.
+        """
+        for layer in decoder_layers(self.causal) or [self.decoder]:
+            layer.compile(dynamic=True)
+
+    @contextmanager
+    def uncompiled(self) -> Iterator[None]:
+        """A context for generation, whose caches and single tokens would be compiled anew."""
+        compiled = self._compiled()
+        calls = [layer._compiled_call_impl for layer in compiled]
+        for layer in compiled:
+            layer._compiled_call_impl = None
+        try:
+            yield
+        finally:
+            for layer, call in zip(compiled, calls, strict=True):
+                layer._compiled_call_impl = call
+
+    def _compiled(self) -> list[nn.Module]:
+        # Asked of the modules: not every backend compiles by `compile`.
+        return [module for module in self.causal.modules() if module._compiled_call_impl is not None]
+
+    @property
+    def reading(self) -> Reading:
+        """How the decoder reads a stream; set by the probe of a model that cannot read it as it is."""
+        return self._reading
+
+    def read_as(self, reading: Reading) -> None:
+        """Raises ModelError where the model's attention cannot be replaced, as `stream` and `rows` need."""
+        own = library_attention(self.causal)
+        self.causal.set_attn_implementation(own if reading == "plain_rows" else ATTENTION_NAME)
+        self._reading = reading
+
+    def facts(self) -> dict[str, str]:
+        """For people: how it `reads` where that costs something, what fused `kernels` compute, and what it `draws` at
+        random while it trains."""
+        facts = {"reads": _READ_AS[self._reading]} if self._reading in _READ_AS else {}
+        fused = kernels_of(self.causal)
+        if fused:
+            facts["kernels"] = fused
+        config = self.causal.config.get_text_config()
+        rates = {name: value for name, value in config.to_dict().items() if isinstance(value, float) and value > 0}
+        drawn = [f"{name} {value:g}" for name, value in rates.items() if _DRAWS.search(name)]
+        if drawn:
+            facts["draws"] = ", ".join(drawn)
+        return facts
+
+    @contextmanager
+    def counting_experts(self) -> Iterator[ExpertLoads]:
+        """A context in which the tokens that each expert gets are counted; none of a model without experts, and none in
+        compiled layers, which have no hooks."""
+        loads = ExpertLoads()
+        if not self._has_routers or self._compiled():
+            yield loads
+            return
+        self.routing.loads = loads
+        try:
+            yield loads
+        finally:
+            self.routing.loads = None
+
+    @cached_property
+    def _has_routers(self) -> bool:
+        return bool(find_routers(self.causal))
+
+    @contextmanager
+    def balancing(self, stream: TokenStream) -> Iterator[StreamBalance]:
+        """A context in which the passes over this stream sum the balance of its sequences.
+
+        Raises ModelError as `routing` does.
+        """
+        self.routing.balance = balance = StreamBalance(stream)
+        try:
+            yield balance
+        finally:
+            self.routing.balance = None
+
+    @cached_property
+    def routing(self) -> ExpertRouting:
+        """The model's routers. Raises ModelError for a model without, or with unknown ones."""
+        return ExpertRouting(self.causal)
+
+    def hidden(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        plan: SegmentPlan,
+        routed_experts: Tensor | None = None,
+        num_fill: int = 0,
+    ) -> Tensor:
+        """Last hidden states [T, H] of a stream [1, T]; fields as of `TokenStream`, whose experts are used again."""
+        if routed_experts is not None:
+            self.routing.check(routed_experts)
+        if self.reading != "stream":
+            return self._hidden_of_rows(input_ids[0], position_ids[0], plan, routed_experts, num_fill)
+        return self._decoder_output(
+            input_ids,
+            position_ids,
+            plan,
+            routed_experts,
+            slice(num_fill, None),
+            slice(num_fill, None),
+            # What packed models other than plain attention ask for, under the names of transformers.
+            cu_seq_lens_q=plan.cu_seqlens,
+            cu_seq_lens_k=plan.cu_seqlens,
+            max_length_q=plan.max_length,
+            max_length_k=plan.max_length,
+        ).squeeze(0)
+
+    def _hidden_of_rows(
+        self, input_ids: Tensor, position_ids: Tensor, plan: SegmentPlan, routed_experts: Tensor | None, num_fill: int
+    ) -> Tensor:
+        if plan.exchange is not None:
+            raise ModelError(
+                f"{type(self.causal).__name__} mixes tokens outside of attention, so a sequence cannot be shared among "
+                "ranks. Set backend.context: 1."
+            )
+        device = input_ids.device
+        parts: list[Tensor] = []
+        for row_pass in self._row_passes(plan, device):
+            # Fill is not counted, and it lies in front of the stream.
+            fill = max(0, num_fill - row_pass.tokens.start)
+            real = row_pass.is_real
+            experts = None if routed_experts is None else row_pass.rows(routed_experts, -1).flatten(0, 1)
+            hidden = self._decoder_output(
+                row_pass.rows(input_ids),
+                row_pass.positions(position_ids),
+                row_pass.plan,
+                experts,
+                slice(fill, None) if isinstance(real, slice) else real[fill:],
+                slice(row_pass.tokens.start + fill, row_pass.tokens.stop),
+            )
+            parts.append(row_pass.stream(hidden))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _row_passes(self, plan: SegmentPlan, device: torch.device) -> Sequence[RowPass]:
+        """The passes over a stream's rows."""
+        return row_passes(plan, slots_per_pass(device), lambda tensor: tensor.to(device))
+
+    def _decoder_output(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        plan: SegmentPlan,
+        routed_experts: Tensor | None,
+        counted: slice | Tensor,
+        stream_tokens: slice,
+        **options: Any,
+    ) -> Tensor:
+        """[B, T, H]. counted: which of the B * T tokens count for routers. stream_tokens: where these are in the
+        stream."""
+        if "routing" in self.__dict__:
+            self.routing.counted, self.routing.stream_tokens = counted, stream_tokens
+        if routed_experts is not None:
+            options[ROUTED_EXPERTS] = routed_experts
+        if self._takes_positions:
+            options["position_ids"] = position_ids
+        if self.reading != "plain_rows":
+            options["segment_plan"] = plan
+        with nullcontext() if self._offloading is None else self._offloading.of_pass():
+            return self.decoder(input_ids=input_ids, use_cache=False, **options).last_hidden_state
+
+    def loss_inputs(self, stream: TokenStream, needs: Collection[str], temperature: float = 1.0) -> TokenLossInputs:
+        """What a loss with these `needs` sees of the stream."""
+        hidden = self.hidden(stream.input_ids, stream.position_ids, stream.plan, stream.routed_experts, stream.num_fill)
+        hidden = hidden.index_select(0, stream.source)
+        logprobs, entropy = self.score(hidden, stream.targets, ENTROPY in needs, temperature)
+        return TokenLossInputs(logprobs, stream.segment_index, stream.plan.num_segments, stream.columns, entropy)
+
+
+@contextmanager
+def other_attention(causal: PreTrainedModel, name: str) -> Iterator[None]:
+    """Attention of transformers of this name in the place of that which the model has."""
+    before: Any = causal.config._attn_implementation
+    causal.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        causal.set_attn_implementation(before)
+
+
+def library_attention(causal: PreTrainedModel) -> str:
+    """Name of the fastest attention of transformers itself that the model has everywhere."""
+    supports: Any = causal
+    return "sdpa" if supports._supports_sdpa else "eager"
+
+
+@contextmanager
+def evaluation_mode(causal: nn.Module) -> Iterator[None]:
+    """Without dropout and without gradients. Not torch's inference mode: tables that models cache meanwhile, such as
+    rotary frequencies, must stay usable in the next training step."""
+    was_training = causal.training
+    causal.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        causal.train(was_training)

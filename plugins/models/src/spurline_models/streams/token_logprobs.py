@@ -1,0 +1,152 @@
+"""From hidden states to logprobs of tokens: the output layer as the model itself applies it, a chunk at a time.
+
+In: the last hidden states [N, H] where there is loss, and a target for each. Out: logprobs [N], entropies [N] where
+they are asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from spurline_models.architecture import find_decoder
+
+
+class OutputLogits(nn.Module):
+    """Hidden states [N, H] -> logits [N, vocabulary], as the model itself makes them.
+
+    It runs the model's own forward function around hidden states that are there already: whatever a model does to
+    logits after its output layer, such as a scale or a softcap, is done here too. It shares all modules with the model.
+    """
+
+    def __init__(self, causal: PreTrainedModel) -> None:
+        super().__init__()
+        self._given: list[Tensor] = []
+        # A shallow copy: the model itself stays as it is. Not `copy`, for which classes of sharded modules have a way
+        # of their own.
+        self._around = object.__new__(type(causal))
+        self._around.__dict__.update(vars(causal))
+        self._around._modules = causal._modules | _given_states(causal, find_decoder(causal), self._given)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        around: Any = self._around
+        # Beside the argument, which not every model hands on.
+        self._given.append(hidden.unsqueeze(0))
+        try:
+            # Not by calling it: hooks of the whole model are not meant for a part of it.
+            output = type(around).forward(around, inputs_embeds=self._given[-1], use_cache=False)
+        finally:
+            self._given.pop()
+        return output.logits.squeeze(0)
+
+
+def _given_states(module: nn.Module, decoder: nn.Module, given: list[Tensor]) -> dict[str, nn.Module]:
+    """What takes the place of the child that is the decoder or holds it."""
+    holders = ((name, child) for name, child in module.named_children() if any(m is decoder for m in child.modules()))
+    return {name: _GivenStates(child, decoder, given) for name, child in holders}
+
+
+class _GivenStates(nn.Module):
+    """In the place of a decoder, or of a module that holds it beside towers that see or hear, whichever a model asks
+    for hidden states. Its output is the last of the states that are given; its attributes are that module's."""
+
+    def __init__(self, inner: nn.Module, decoder: nn.Module, given: list[Tensor]) -> None:
+        super().__init__()
+        # Not as modules of this one: whoever looks for dropout around the decoder must not find that inside.
+        self.__dict__.update(_given_states(inner, decoder, given), _inner=inner, _given=given)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_inner"], name)
+
+    def forward(self, *_: Any, **__: Any) -> BaseModelOutputWithPast:
+        return _States(last_hidden_state=self.__dict__["_given"][-1])
+
+
+class _States(BaseModelOutputWithPast):
+    """Has no more than the hidden states, such as no logits of routers."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class TokenLogprobs:
+    """The output layer of a model, applied in chunks of at most `chunk_tokens` positions.
+
+    With several chunks their logits are recomputed in the backward pass.
+    """
+
+    def __init__(self, head: nn.Module, chunk_tokens: int):
+        self._head = head
+        self._chunk_tokens = chunk_tokens
+        # Recomputing draws the same dropout only if the generator is rewound, which waits for the device; most heads
+        # draw nothing.
+        self._draws = any(isinstance(module, nn.Dropout) and module.p > 0 for module in head.modules())
+
+    def __call__(
+        self, hidden: Tensor, targets: Tensor, want_entropy: bool = False, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logprob of each target [N] after each hidden state [N, H], and the entropy [N] there when asked for.
+
+        Both are of softmax(logits / temperature).
+        """
+        score = partial(self._score, want_entropy=want_entropy, temperature=temperature)
+        return scored_in_chunks(score, hidden, targets, self._chunk_tokens, draws=self._draws)
+
+    def _score(
+        self, hidden: Tensor, targets: Tensor, want_entropy: bool, temperature: float
+    ) -> tuple[Tensor, Tensor | None]:
+        logits = self._head(hidden)
+        if logits.dtype in (torch.bfloat16, torch.float16):
+            # Half-precision logits are exact enough, a softmax over 1e5 of them is not.
+            logits = logits.float()
+        if temperature != 1.0:
+            logits = logits / temperature
+        if not want_entropy:
+            return -F.cross_entropy(logits, targets, reduction="none"), None
+        all_logprobs = F.log_softmax(logits, dim=-1)
+        entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
+        return all_logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropy
+
+
+def scored_in_chunks(
+    score: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]],
+    hidden: Tensor,
+    targets: Tensor,
+    chunk_tokens: int,
+    *,
+    draws: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """What `score` makes of hidden states [N, H] and targets [N], at most `chunk_tokens` of them at a time.
+
+    With several chunks it is called again in the backward pass, chunk by chunk, in one order on all ranks. draws:
+    whether it draws random numbers, which must be the same then.
+    """
+    num_chunks = math.ceil(len(targets) / chunk_tokens)
+    if num_chunks <= 1:
+        return score(hidden, targets)
+    size = math.ceil(len(targets) / num_chunks)
+    parts = [
+        _recomputed(score, hidden_chunk, target_chunk, draws)
+        for hidden_chunk, target_chunk in zip(hidden.split(size), targets.split(size), strict=True)
+    ]
+    entropies = [entropy for _, entropy in parts if entropy is not None]
+    return torch.cat([logprobs for logprobs, _ in parts]), torch.cat(entropies) if entropies else None
+
+
+def _recomputed(
+    score: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]], hidden: Tensor, targets: Tensor, draws: bool
+) -> tuple[Tensor, Tensor | None]:
+    if not torch.is_grad_enabled():
+        return score(hidden, targets)
+    result = checkpoint(score, hidden, targets, use_reentrant=False, preserve_rng_state=draws)
+    assert isinstance(result, tuple)
+    return result

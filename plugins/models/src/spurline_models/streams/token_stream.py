@@ -1,0 +1,288 @@
+"""Lay rows of a batch out as one padding-free stream of tokens, and say how attention computes its segments.
+
+Place on the way: TrainingBatch -> chosen rows -> `TokenStream` with its `SegmentPlan` -> decoder. Padding of any kind
+(row ends, alignment between segments, filler rows) is dropped here, so padded and packed batches run the very same
+computation. Segments lie from short to long, so that those of one length are neighbours. All of it is made on the host,
+once per micro-batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from spurline.data.batch import ROUTED_EXPERTS, TrainingBatch
+from spurline.errors import DataError, listing
+from spurline_models.dealing import RankShare, Rows
+from spurline_models.device_profile import DeviceProfile
+
+Send = Callable[[Tensor], Tensor]
+"""Moves a host tensor to the device."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Neighbouring segments that one attention call computes, as `count` rows of `length`.
+
+    tokens: stream tokens in it. slots: int64 [tokens], where each goes in the padded [count * length] layout; None
+    when all have the same length, so that a view of the stream is that layout already.
+    """
+
+    count: int
+    length: int
+    tokens: int
+    slots: Tensor | None
+
+
+class AttentionExchange(Protocol):
+    """How processes that each run the model on a part of one stream compute its attention: some heads each, of all
+    tokens. Both methods are collectives of these processes, and differentiable."""
+
+    def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[part, heads, D] each, of this process's tokens -> [T, some heads, D]."""
+        ...
+
+    def to_tokens(self, output: Tensor) -> Tensor:
+        """[T, some heads, D] -> [part, heads, D]."""
+        ...
+
+    def own_heads(self, values: Tensor) -> Tensor:
+        """[heads] -> [some heads], those of this process. No collective."""
+        ...
+
+
+@dataclass(frozen=True)
+class SegmentPlan:
+    """The segments of a stream of T tokens.
+
+    lengths: int64 [S] on the host, not decreasing. cu_seqlens: int32 [S + 1], where each segment starts, and T.
+    max_length: tokens of the longest.
+    buckets: cover the stream in order. tokens_of_buckets: their sizes, for `Tensor.split`.
+    exchange: None where the model runs on the whole stream in one process.
+    """
+
+    lengths: NDArray[np.int64]
+    cu_seqlens: Tensor
+    max_length: int
+    buckets: tuple[Bucket, ...]
+    tokens_of_buckets: tuple[int, ...]
+    exchange: AttentionExchange | None = None
+
+    @property
+    def num_segments(self) -> int:
+        return self.cu_seqlens.shape[0] - 1
+
+
+@dataclass(frozen=True)
+class TokenStream:
+    """T tokens of S segments, N of them with loss. On the device, except `batch_index`.
+
+    input_ids, position_ids: [1, T]. plan: which tokens belong together.
+    source: [N], stream position whose hidden state predicts the token: the one before it in its segment.
+    targets: [N] token ids. weights: [N]. segment_index: [N], from 0.
+    columns: further token columns at the N positions.
+    batch_index: [N] on CPU, where the token stands in the flattened [rows, length] of the batch.
+    routed_experts: int16 [T, layers, top_k], of every token, the experts that the engine chose for it; -1 where it did
+    not compute the token. None: routers choose.
+    num_fill: tokens at its beginning that belong to no sample.
+    is_idle: it stands for no rows: a rank runs the model on it because the others run theirs, and nothing counts.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    plan: SegmentPlan
+    source: Tensor
+    targets: Tensor
+    weights: Tensor
+    segment_index: Tensor
+    columns: dict[str, Tensor]
+    batch_index: Tensor
+    routed_experts: Tensor | None = None
+    num_fill: int = 0
+    is_idle: bool = False
+
+    @classmethod
+    def idle(cls, columns: Collection[str], profile: DeviceProfile) -> TokenStream:
+        """The smallest stream with a logprob: two tokens, the second predicted with weight 0. Columns are 0."""
+        zero = profile.send(torch.zeros(1, dtype=torch.int64))
+        weights = profile.send(torch.zeros(1, dtype=profile.weight_dtype))
+        return cls(
+            input_ids=profile.send(torch.zeros(1, 2, dtype=torch.int64)),
+            position_ids=profile.send(torch.arange(2)).unsqueeze(0),
+            plan=plan_segments(np.array([2]), profile.slots_per_attention_call, profile.send),
+            source=zero,
+            targets=zero,
+            weights=weights,
+            segment_index=zero,
+            columns=dict.fromkeys(columns, weights),
+            batch_index=torch.zeros(1, dtype=torch.int64),
+            num_fill=2,
+            is_idle=True,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        return self.input_ids.shape[1]
+
+    @property
+    def num_loss_tokens(self) -> int:
+        return self.batch_index.shape[0]
+
+
+def check_columns(batch: TrainingBatch, needed: Collection[str]) -> None:
+    """Raise DataError when the batch lacks a column that the loss needs."""
+    missing = [name for name in needed if name not in batch.tokens]
+    if missing:
+        raise DataError(
+            f"The loss needs {listing(missing)}, which this run's batches do not have. "
+            "Choose another `loss`, or a `source` that provides it: one of rollouts takes numbers of the data's rows "
+            "along with source.carry."
+        )
+
+
+def check_tokens(batch: TrainingBatch, vocabulary: int) -> None:
+    """Raise DataError for a token that the model has no embedding of. vocabulary: how many it has."""
+    tokens = batch.tokens["input_ids"]
+    if not tokens.numel() or int(tokens.max()) < vocabulary:
+        return
+    # Padding is dropped before the model sees it, and may be any number.
+    largest = int(torch.where(batch.tokens["segment_ids"] > 0, tokens, 0).max())
+    if largest >= vocabulary:
+        raise DataError(
+            f"The batch has token {largest}, and the model knows 0 to {vocabulary - 1}. Is the tokenizer another "
+            "model's, or does it have tokens that the model never got embeddings for? Set model.tokenizer to the "
+            "model's own, or leave these tokens out of data and chat template."
+        )
+
+
+def tokens_per_row(batch: TrainingBatch) -> NDArray[np.int64]:
+    """Tokens of each row, padding not counted, int64 [R]."""
+    lengths = batch.segments["length"]
+    ends = np.concatenate([[0], np.cumsum(lengths.values, dtype=np.int64)])
+    return np.diff(ends[lengths.offsets])
+
+
+def token_stream(
+    batch: TrainingBatch, rows: Rows, columns: Collection[str], profile: DeviceProfile
+) -> TokenStream | None:
+    """The chosen rows as one stream; None when none of their tokens has loss, as there is nothing to compute then.
+
+    columns: token columns to gather besides the standard ones, at positions with loss; `routed_experts` comes for all
+    tokens wherever the batch has it.
+    """
+    index, lengths = _stream_order(batch, rows)
+    weights = batch.tokens["loss_weights"].flatten()[index]
+    target_positions = torch.nonzero(weights).flatten()
+    if len(target_positions) == 0:
+        return None
+    batch_index = index[target_positions]
+    input_ids = batch.tokens["input_ids"].flatten()[index]
+    segment_index = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))[target_positions]
+    send = profile.send
+    experts = batch.tokens.get(ROUTED_EXPERTS)
+    return TokenStream(
+        # What crosses to the device is narrow; indices are wide there.
+        input_ids=send(input_ids).long().unsqueeze(0),
+        position_ids=send(batch.tokens["position_ids"].flatten()[index]).long().unsqueeze(0),
+        plan=plan_segments(lengths, profile.slots_per_attention_call, send),
+        source=send(target_positions - 1),
+        targets=send(input_ids[target_positions]).long(),
+        weights=send(weights[target_positions].to(profile.weight_dtype)),
+        segment_index=send(segment_index),
+        columns={name: send(batch.tokens[name].flatten(0, 1)[batch_index]) for name in columns},
+        batch_index=batch_index,
+        routed_experts=None if experts is None else send(experts.flatten(0, 1)[index]),
+    )
+
+
+def share_streams(
+    share: RankShare, columns: Collection[str], profile: DeviceProfile
+) -> Iterator[tuple[Rows, TokenStream]]:
+    """The micro-batches of a rank, as rows of the mini-batch and a stream each; idle ones where nothing has loss."""
+    for rows in share.microbatches:
+        stream = token_stream(share.batch, rows, columns, profile) if len(rows) else None
+        yield share.rows[rows], TokenStream.idle(columns, profile) if stream is None else stream
+
+
+def _stream_order(batch: TrainingBatch, rows: Rows) -> tuple[Tensor, NDArray[np.int64]]:
+    """Flat batch index of each stream token, and the segment lengths: segments from short to long (see SegmentPlan)."""
+    everything = np.array_equal(rows, np.arange(batch.num_rows))
+    segment_ids = batch.tokens["segment_ids"]
+    index = torch.nonzero((segment_ids if everything else segment_ids[torch.from_numpy(rows)]).flatten()).flatten()
+    if not everything:
+        # From the flat index among the chosen rows to the one in the whole batch.
+        row_shift = torch.from_numpy((rows - np.arange(len(rows))) * batch.length)
+        index += row_shift[index // batch.length]
+    lengths = batch.segments["length"].take(rows).values.astype(np.int64)
+    assert int(lengths.sum()) == len(index), f"segment lengths sum to {lengths.sum()}, but {len(index)} tokens have one"
+    starts = np.cumsum(lengths) - lengths
+    order = np.argsort(lengths, kind="stable")
+    lengths = lengths[order]
+    new_starts = np.cumsum(lengths) - lengths
+    source = np.arange(len(index)) + np.repeat(starts[order] - new_starts, lengths)
+    return index[torch.from_numpy(source)], lengths
+
+
+def plan_segments(lengths: NDArray[np.int64], slots_per_call: int, send: Send) -> SegmentPlan:
+    """The plan for segments of these lengths, which must not decrease.
+
+    slots_per_call: how many padded slots cost as much as one more attention call; 0 never pads.
+    """
+    cu_seqlens = np.zeros(len(lengths) + 1, dtype=np.int32)
+    np.cumsum(lengths, out=cu_seqlens[1:])
+    buckets = cut_buckets(lengths, slots_per_call, send)
+    return SegmentPlan(
+        lengths=lengths,
+        cu_seqlens=send(torch.from_numpy(cu_seqlens)),
+        max_length=int(lengths[-1]) if len(lengths) else 0,
+        buckets=buckets,
+        tokens_of_buckets=tuple(bucket.tokens for bucket in buckets),
+    )
+
+
+def cut_buckets(
+    lengths: NDArray[np.int64], slots_per_call: int, send: Send, *, most_padding: float = math.inf
+) -> tuple[Bucket, ...]:
+    """Buckets that cover segments of these lengths, which must not decrease.
+
+    most_padding: slots of padding per token, in buckets of more than slots_per_call slots.
+    """
+    return tuple(_bucket(lengths[start:stop], send) for start, stop in _cut(lengths, slots_per_call, most_padding))
+
+
+def _cut(lengths: NDArray[np.int64], slots_per_call: int, most_padding: float) -> list[tuple[int, int]]:
+    """Half-open ranges of segments: runs of one length, joined with the next while padding is cheaper than a call."""
+    if len(lengths) == 0:
+        return []
+    runs = [0, *(np.flatnonzero(np.diff(lengths)) + 1).tolist(), len(lengths)]
+    ends = np.cumsum(lengths)
+    cuts = [0]
+    padded_slots = 0
+    for start, stop in pairwise(runs[1:]):
+        # Joining pads every segment of the bucket to the new length; one that is padded already pays the growth only.
+        slots = (stop - cuts[-1]) * int(lengths[start])
+        tokens = int(ends[stop - 1] - ends[cuts[-1]] + lengths[cuts[-1]])
+        is_mostly_tokens = slots <= max(slots_per_call, (1 + most_padding) * tokens)
+        if slots - padded_slots <= slots_per_call and is_mostly_tokens:
+            padded_slots = slots
+        else:
+            cuts.append(start)
+            padded_slots = 0
+    return list(zip(cuts, [*cuts[1:], len(lengths)], strict=True))
+
+
+def _bucket(lengths: NDArray[np.int64], send: Send) -> Bucket:
+    count, longest, tokens = len(lengths), int(lengths[-1]), int(lengths.sum())
+    if tokens == count * longest:
+        return Bucket(count, longest, tokens, None)
+    padding_before = np.arange(count) * longest - (np.cumsum(lengths) - lengths)
+    slots = np.arange(tokens) + np.repeat(padding_before, lengths)
+    return Bucket(count, longest, tokens, send(torch.from_numpy(slots)))

@@ -1,0 +1,33 @@
+"""The contract kit for sources, optimizers and schedules, each checked with a tiny model.
+
+That of backends is in `spurline_rl.testing`: they train policies and critics too.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from spurline.testing.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from spurline_models.testing.inputs import write_tiny_model as write_tiny_model
+    from spurline_models.testing.inputs import write_tiny_moe_model as write_tiny_moe_model
+    from spurline_models.testing.optimizer_contract import OptimizerContract as OptimizerContract
+    from spurline_models.testing.optimizer_contract import ScheduleContract as ScheduleContract
+    from spurline_models.testing.source_contract import SourceContract as SourceContract
+
+_NAMES = {
+    "optimizer_contract": (
+        "OptimizerContract",
+        "ScheduleContract",
+    ),
+    "source_contract": ("SourceContract",),
+    "inputs": (
+        "write_tiny_model",
+        "write_tiny_moe_model",
+    ),
+}
+
+__all__, __getattr__, __dir__ = lazy_names(__name__, _NAMES)  # pyright: ignore[reportUnsupportedDunderAll]
+
+__doc__ = f"{__doc__}\nSuites: {', '.join(name for name in __all__ if name.endswith('Contract'))}."

@@ -1,0 +1,68 @@
+"""A tiny model and tokenizer for contract tests, made from a config without any download."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from spurline.testing.samples import VOCABULARY
+from spurline_text.testing.inputs import tiny_tokenizer
+
+
+def write_tiny_model(folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
+    """A two-layer Qwen3 with random weights and norms, and a byte-level tokenizer with a ChatML template.
+
+    overrides: fields of Qwen3Config to change. Returns the folder, which `from_pretrained` loads.
+    """
+    from transformers import Qwen3Config
+
+    return write_model(folder, Qwen3Config, overrides, seed=seed)
+
+
+def write_tiny_moe_model(folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
+    """The same of Qwen3-MoE: 8 experts in each layer, of which a token has 2. overrides: fields of Qwen3MoeConfig."""
+    from transformers import Qwen3MoeConfig
+
+    experts: dict[str, Any] = {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+    }
+    return write_model(folder, Qwen3MoeConfig, experts | overrides, seed=seed)
+
+
+def write_model(folder: Path, config: type[Any], overrides: dict[str, Any], *, seed: int = 0) -> Path:
+    """The same of any architecture. config: its class in transformers. overrides: fields to change, None to leave one
+    to the class."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    tokenizer = tiny_tokenizer()
+    fields: dict[str, Any] = {
+        "vocab_size": max(VOCABULARY, len(tokenizer)),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        **overrides,
+    }
+    fields = {name: value for name, value in fields.items() if value is not None}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config(**fields), dtype=torch.float32)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                # Fresh norms are all ones and fresh biases all zeros, which hides mistakes in their handling.
+                is_constant = "norm" in name or name.endswith("bias")
+                parameter.add_(0.1 * torch.randn_like(parameter)) if is_constant else parameter.mul_(4)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -1,0 +1,83 @@
+"""What is known of a model's training before its weights are there: refused here, and not once they have been loaded.
+
+In: the settings of a run. The model is built without memory, and changed as backends change it.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from spurline.config.run_config import RunConfig
+from spurline.errors import ConfigError, ModelError
+from spurline.plugins.registry import Registry
+from spurline.protocols.loss import Loss
+from spurline.protocols.stateful import Stateful
+from spurline_models.architecture import build_without_memory, load_model_config
+from spurline_models.backend_config import adapters_of
+from spurline_models.experts.router_balance import balance_coefficient
+from spurline_models.experts.router_replay import no_routers
+from spurline_models.experts.routers import find_routers
+from spurline_models.freezing import freeze_parameters
+from spurline_models.loading import check_settings, quiet_loading
+from spurline_models.optimizers.groups import check_groups
+from spurline_models.streams.stream_model import StreamModel
+from spurline_models.streams.value_model import put_value_head
+
+
+def check_trainable(run: RunConfig) -> None:
+    """Raise ConfigError or ModelError for a model that cannot be trained with these settings, whatever its weights.
+
+    Its losses and frequencies, decoder and routers, what `model.freeze` and adapters name, the groups of optimizers. A
+    plan asks, and a run before it loads weights.
+    """
+    config, model = load_model_config(run.model), run.model
+    try:
+        causal = build_without_memory(config, model)
+    except ModelError:
+        if model.init == "random":
+            # Random ones are built with memory, and own code may ask its tensors for values.
+            return
+        raise
+    name = f"{model.path} ({type(causal).__name__})"
+    check_settings(config, name, run.data.max_length)
+    with quiet_loading():
+        # Refuses one without a decoder or an output layer.
+        StreamModel(causal)
+    if run.source.facts.replays_experts and not find_routers(causal):
+        raise no_routers(name)
+    if model.router_aux_loss is not None:
+        balance_coefficient(model, causal)
+    adapters = adapters_of(run)
+    freeze_parameters(causal, model.freeze)
+    if adapters is not None:
+        # Only runs with adapters have the library for them.
+        from spurline_models.adapters.lora import add_adapters
+
+        add_adapters(causal, adapters, run.seed)
+    check_groups(run.optimizer, _trained(causal))
+    if run.trained_critic is not None:
+        put_value_head(causal)
+        check_groups(run.trained_critic.optimizer, _trained(causal), "critic.optimizer")
+
+
+def _trained(causal: nn.Module) -> list[str]:
+    return [name for name, parameter in causal.named_parameters() if parameter.requires_grad]
+
+
+def check_losses(run: RunConfig, registry: Registry) -> None:
+    """Raise ConfigError for a loss of this run that has a state, before any rank is started."""
+    sections = (
+        {"loss": run.loss} if run.trained_critic is None else {"loss": run.loss, "critic.loss": run.trained_critic.loss}
+    )
+    for key, config in sections.items():
+        refuse_stateful(registry.create("loss", config), key)
+
+
+def refuse_stateful(loss: Loss, key: str = "loss") -> None:
+    """Raise ConfigError for a loss with a state: each rank would go on with a state of its own. key: its section."""
+    if isinstance(loss, Stateful):
+        raise ConfigError.at(
+            key,
+            f"is made by {type(loss).__name__}, which keeps a state: each rank would have one of its own. Choose "
+            "a loss without, or backend.name: local.",
+        )

@@ -1,0 +1,74 @@
+"""The commands `spurline plan` and `spurline doctor`, which look at a run before it trains.
+
+torch is imported inside the commands, after what can be said without it.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from spurline.cli_options import ConfigArgument, SetOption, importing_libraries, load
+from spurline.terminal import printable
+
+if TYPE_CHECKING:
+    from spurline_models.finding import Finding
+
+
+def plan(
+    config: ConfigArgument,
+    overrides: SetOption = None,
+    gpu_gib: Annotated[
+        float | None, typer.Option(metavar="GIB", min=1, help="Memory of the GPUs, where the run trains elsewhere.")
+    ] = None,
+) -> None:
+    """Check config, data and memory, and say what training would do. Exit code 2 on any problem."""
+    loaded = load(config, overrides)
+    from spurline.trackers.start_lines import StartLines
+
+    start = StartLines.of(loaded)
+    start("loading PyTorch and transformers")
+    with importing_libraries():
+        from spurline_planning.plan import make_plan
+
+    made = make_plan(loaded, progress=start, device_bytes=None if gpu_gib is None else int(gpu_gib * 2**30))
+    for heading, lines in made.sections.items():
+        typer.echo(f"{heading}:")
+        for line in lines:
+            typer.echo(printable(f"  {line}"))
+    for problem in made.problems:
+        typer.echo(printable(f"Error: {problem}"), err=True)
+    if made.problems:
+        raise typer.Exit(2)
+    sets = "".join(f" --set {shlex.quote(override)}" for override in overrides or ())
+    typer.echo(f"No problems found. Train with: spurline train {shlex.quote(str(config))}{sets}")
+
+
+def diagnose_run(
+    config: ConfigArgument,
+    overrides: SetOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all findings as JSON.")] = False,
+) -> None:
+    """Look at machine, folders, devices and ranks as a run would meet them. Exit code 2 on any problem."""
+    loaded = load(config, overrides)
+    from spurline.trackers.start_lines import StartLines
+
+    StartLines.of(loaded)("loading PyTorch and transformers")
+    with importing_libraries():
+        from spurline_planning.doctor import find
+
+    findings: list[Finding] = []
+    for finding in find(loaded):
+        findings.append(finding)
+        if not as_json:
+            typer.echo(f"{'problem' if finding.fix else 'ok':8} {finding.what}: {finding.value}")
+            if finding.fix:
+                typer.echo(f"{'':8} fix: {finding.fix}")
+    if as_json:
+        typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
+    if any(finding.fix for finding in findings):
+        raise typer.Exit(2)

@@ -1,0 +1,129 @@
+"""`spurline doctor RUN.yaml`: look at what a run needs of machines, folders and ranks, before it is started.
+
+In: a config. Out: findings, one line each, in the order in which a run would meet them. Loads no weights. A backend
+with ranks starts the real ones and adds what they find.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import platform
+import resource
+import shutil
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from spurline.config.loading import LoadedConfig
+from spurline.config.run_config import RunConfig
+from spurline.errors import ConfigError, UserError
+from spurline.files import scratch_inside
+from spurline.progress import describe_count
+from spurline_models.architecture import load_model_config
+from spurline_models.finding import Finding
+from spurline_models.machine import memory_bytes, num_cores
+from spurline_models.memory import count_parameters
+from spurline_models.weight_files import check_weight_files
+from spurline_planning.protocols import Diagnoses
+
+OPEN_FILES = 4096
+"""That a run may need at once: sockets of engines and ranks, memory-mapped data, shards of weights."""
+
+SHARED_MEMORY = 2**30
+"""Bytes of /dev/shm below which what NCCL passes between the ranks of one machine may not fit."""
+
+FREE_DISK = 2**30
+
+
+def find(loaded: LoadedConfig) -> Iterator[Finding]:
+    """Every finding, as it is made. None of them is raised as an error."""
+    config = loaded.config
+    yield _versions(loaded)
+    yield from _machine()
+    request = config.backend.rank_request()
+    if request is None:
+        yield from _devices()
+    elif request.device == "cuda":
+        yield from _shared_memory()
+    yield from _run_dir(config.run_dir)
+    yield from _model(config, loaded.origin)
+    if isinstance(config.backend, Diagnoses):
+        yield from config.backend.doctor(config)
+
+
+def _versions(loaded: LoadedConfig) -> Finding:
+    plugins = [f"{name} {plugin.version}" for name, plugin in loaded.host.plugins.items()]
+    libraries = [f"{name} {version(name)}" for name in ("torch", "transformers")]
+    return Finding("versions", ", ".join([f"Python {platform.python_version()}", *plugins, *libraries]))
+
+
+def _machine() -> Iterator[Finding]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = soft != resource.RLIM_INFINITY and soft < OPEN_FILES
+    yield Finding("open files", _limit(soft), f"run `ulimit -n {min(OPEN_FILES, hard)}` before" if few else "")
+    yield Finding("memory", f"{_gib(memory_bytes())}, {num_cores()} cores")
+
+
+def _shared_memory() -> Iterator[Finding]:
+    """NCCL alone needs it by name; shared memory of our own is anonymous."""
+    shared = Path("/dev/shm")
+    if shared.is_dir():
+        free = shutil.disk_usage(shared).free
+        small = free < SHARED_MEMORY
+        fix = "give the container more, as with `docker run --shm-size=8g`, or free what lies there"
+        yield Finding(str(shared), f"{_gib(free)} free, by which NCCL exchanges within a machine", fix if small else "")
+
+
+def _limit(value: int) -> str:
+    return "without limit" if value == resource.RLIM_INFINITY else f"{value:,}"
+
+
+def _devices() -> Iterator[Finding]:
+    """Devices of this process; a run with ranks leaves them to the ranks."""
+    if not torch.cuda.is_available():
+        yield Finding("GPUs", "torch sees none: the run trains on the CPU")
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        free, total = torch.cuda.mem_get_info(index)
+        fix = "end what else runs on it: see `nvidia-smi`" if free < total // 2 else ""
+        yield Finding(f"GPU {index}", f"{torch.cuda.get_device_name(index)}, {_gib(free)} of {_gib(total)} free", fix)
+
+
+def _run_dir(path: Path) -> Iterator[Finding]:
+    """Can it be written, read back and locked?"""
+    try:
+        with scratch_inside(path) as scratch, (scratch / "file").open("w+b") as file:
+            file.write(scratch.name.encode())
+            file.flush()
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            same = (scratch / "file").read_bytes() == scratch.name.encode()
+            free = shutil.disk_usage(path).free
+    except OSError as error:
+        fix = "choose another: --set run_dir=PATH, or mend its rights"
+        yield Finding("run_dir", f"{path}: {error.strerror or error}", fix)
+        return
+    if not same:
+        yield Finding(
+            "run_dir", f"{path} gives back other bytes than were written", "choose another: --set run_dir=PATH"
+        )
+        return
+    fix = "free some, or choose another run_dir: checkpoints are written there" if free < FREE_DISK else ""
+    yield Finding("run_dir", f"{path} can be written and locked, {_gib(free)} free", fix)
+
+
+def _model(config: RunConfig, origin: str) -> Iterator[Finding]:
+    try:
+        check_weight_files(config.model)
+        architecture = load_model_config(config.model)
+        size = describe_count(count_parameters(config.model))
+        config.backend.check_model(config)
+    except UserError as problem:
+        located = problem.in_file(origin) if isinstance(problem, ConfigError) else problem
+        yield Finding("model", str(config.model.path), str(located))
+    else:
+        yield Finding("model", f"{config.model.path}: {type(architecture).__name__}, {size} parameters")
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:,.1f} GiB"

@@ -1,0 +1,72 @@
+"""The command `spurline init`: its options, and the plan of what it wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+
+from spurline.cli_options import importing_libraries
+from spurline.errors import UserError, suggestion
+from spurline.terminal import is_person_asking
+from spurline_models.column_option import ColumnOption, columns_of
+from spurline_planning.commands import plan
+from spurline_planning.first_config.asking import Asker
+
+_TASKS = ("sft", "dpo", "rl", "async")
+
+
+def init(
+    file: Annotated[Path, typer.Argument(help="Where to write the config.")] = Path("run.yaml"),
+    model: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Folder of a model, or its name on the hub.")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(metavar="DATA", help="Training rows: a file, a folder, a hub name.")
+    ] = None,
+    task: Annotated[
+        str | None, typer.Option(metavar="|".join(_TASKS), help="What to train; otherwise the rows decide.")
+    ] = None,
+    column: ColumnOption = None,
+    held_out: Annotated[str | None, typer.Option("--eval", metavar="DATA", help="Held-out rows.")] = None,
+    reward: Annotated[str | None, typer.Option(metavar="REWARD", help="For rl: a name, or file.py:function.")] = None,
+    lora: Annotated[bool | None, typer.Option("--lora/--no-lora", help="Train adapters, or all weights.")] = None,
+    epochs: Annotated[float | None, typer.Option(metavar="N", help="Passes over the data.")] = None,
+    steps: Annotated[int | None, typer.Option(metavar="N", help="Training steps.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Ask nothing; take what is usual.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
+    no_plan: Annotated[bool, typer.Option("--no-plan", help="Do not plan the run that was written.")] = False,
+) -> None:
+    """Write a commented config for a model and data, and plan it. Asks for what is not given."""
+    if task not in (None, *_TASKS):
+        raise UserError(f"--task {task}: is none of {', '.join(_TASKS)}.{suggestion(str(task), _TASKS)}")
+    if epochs is not None and steps is not None:
+        raise UserError("--epochs and --steps are both given. Give one.")
+    columns = columns_of(column)
+    _check_place(file, force=force)
+    # What is missing is told at once, and not after imports that take seconds.
+    ask = Asker(may_ask=not yes and is_person_asking())
+    model = model or ask.text("Which model (a folder, or a name on the hub)", "--model")
+    data = data or ask.text("Which training data (a file, a folder, or a name on the hub)", "--data")
+    from spurline.trackers.start_lines import StartLines
+
+    start = StartLines(quiet=False)
+    start("loading PyTorch and transformers")
+    with importing_libraries():
+        from spurline_planning.first_config.command import Wishes, write_first_config
+
+    wishes = Wishes(model, data, cast(Any, task), held_out, reward, lora, epochs, steps, columns)
+    for line in write_first_config(file, wishes, ask, start):
+        typer.echo(line)
+    typer.echo(f"Wrote {file}.")
+    if not no_plan:
+        plan(file)
+
+
+def _check_place(file: Path, *, force: bool) -> None:
+    """Raise UserError for a file that cannot be written, or is there and not to be replaced."""
+    if file.suffix.lower() == ".toml":
+        raise UserError(f"{file}: what is written is YAML. Give a name that ends in .yaml.")
+    if file.exists() and not force:
+        raise UserError(f"{file} exists. Give --force to write over it, or another name.")

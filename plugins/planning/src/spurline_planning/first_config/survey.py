@@ -1,0 +1,182 @@
+"""What a config must know of data and model: the task that rows are for, their lengths, the model's size and limits.
+
+Data is opened and tokenized by the parts that a run uses, so that what is found here is what a run will find.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from spurline.config.loading import LoadedConfig, load_config
+from spurline.errors import DataError, UserError, listing
+from spurline.protocols.dataset import DatasetConfig
+from spurline.run.build import build_data
+from spurline_models.architecture import load_model_config
+from spurline_models.memory import count_parameters
+from spurline_models.streams.positions import position_limit
+from spurline_text.prompts import read_examples, read_question
+from spurline_text.rows.formats import FormatName, detect_format
+from spurline_text.rows.rows import BadRowError, RowView
+from spurline_text.rows.usual_columns import guessed_columns, guessed_reference
+from spurline_text.tokenization import open_datasets
+from spurline_text.tokenizer import load_tokenizer
+
+Task = Literal["sft", "dpo", "rl"]
+_ROWS = 1_000
+"""Rows that are read for their lengths."""
+_LONGEST = 8_192
+"""Of `data.max_length`: longer rows are a decision about memory, which is the user's."""
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """context: tokens it can see; None without a limit."""
+
+    parameters: int
+    context: int | None
+    has_chat_template: bool
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """task: what the rows are for. words: what was found, for people. longest: tokens of the longest of the first rows,
+    or of the longest prompt for `rl`. has_reference: whether an answer can be compared with something. is_chat: whether
+    rows are rendered by a chat template. columns: what `data.train.columns` has to be. has_guessed: whether
+    that is a guess by the names of the columns."""
+
+    task: Task
+    words: str
+    longest: int
+    has_reference: bool
+    is_chat: bool
+    columns: Mapping[str, str] = field(default_factory=dict[str, str])
+    has_guessed: bool = False
+
+
+def model_facts(path: str) -> ModelFacts:
+    """From the model's config and tokenizer; no weights are read. Raises ModelError."""
+    model = _provisional(path, "x.jsonl", {}).config.model
+    limit = position_limit(load_model_config(model))
+    template = load_tokenizer(model).chat_template
+    return ModelFacts(count_parameters(model), None if limit is None else limit.tokens, template is not None)
+
+
+def data_facts(
+    model_path: str, model: ModelFacts, data: str, task: Task | None, columns: Mapping[str, str] | None = None
+) -> DataFacts:
+    """task: what the user wants; None lets the rows decide. columns: what they are called, otherwise guessed where rows
+    fit no format. Raises DataError for rows of no format, and UserError for a task that they do not fit."""
+    template = {} if model.has_chat_template else {"model": {"path": model_path, "chat_template": "chatml"}}
+    loaded = _provisional(model_path, data, template, columns)
+    [opened] = open_datasets(loaded.config.data.train, loaded.host.registry, _ROWS)
+    if not len(opened.dataset):
+        raise DataError(f"{data} has no rows.")
+    row, where = opened.dataset[0], opened.dataset.location(0)
+    if not columns:
+        guess = _guess(row, opened.config, task)
+        if named := _turns(row, guess, model):
+            return replace(data_facts(model_path, model, data, task, named), has_guessed=bool(guess))
+    view = RowView(row, columns or {})
+    is_pair = "chosen" in view and "rejected" in view
+    chosen: Task = task or ("dpo" if is_pair else "rl" if _lacks_answer(row, loaded) else "sft")
+    if (chosen == "dpo") != is_pair:
+        needs = "chosen and rejected" if chosen == "dpo" else "answers or prompts, and these are preference pairs"
+        raise UserError(f"--task {chosen} needs rows with {needs}. {where} has: {listing(row)}.")
+    named = dict(columns or {})
+    if chosen == "dpo":
+        longest = _longest_sample(model_path, data, template | {"source": "preference"}, model, named)
+        return DataFacts("dpo", "preference pairs", longest, has_reference=False, is_chat=True, columns=named)
+    try:
+        kind = detect_format(loaded.config.data.train[0], row, needs_answer=chosen == "sft")
+    except DataError as error:
+        how = " Here they are named by --column, such as --column instruction=NAME --column output=NAME."
+        raise DataError(f"{where}: {error}{how if 'Rename columns' in str(error) else ''}") from error
+    is_chat = kind == "chat" or isinstance(view.get("prompt"), list)
+    if chosen == "sft":
+        longest = _longest_sample(model_path, data, template, model, named)
+        return DataFacts("sft", _words(kind), longest, has_reference=True, is_chat=is_chat, columns=named)
+    examples = list(read_examples(opened, load_tokenizer(loaded.config.model), loaded.config.data))
+    longest = max(len(example.prompt_ids) for _, example in examples)
+    references = all(example.reference_text is not None for _, example in examples)
+    return DataFacts(
+        "rl", f"prompts of {_words(kind)}", longest, has_reference=references, is_chat=is_chat, columns=named
+    )
+
+
+def _turns(row: Mapping[str, Any], guess: Mapping[str, str], model: ModelFacts) -> dict[str, str]:
+    """The guess; where the model has a chat template, a prompt of plain text and its answer become turns."""
+    view, columns = RowView(row, guess), dict(guess)
+    # A config for pairs of a model without template names one.
+    has_template = model.has_chat_template or "chosen" in view
+    others = [view.get(name) for name in ("completion", "chosen", "rejected")]
+    if not has_template or not isinstance(view.get("prompt"), str) or any(isinstance(other, list) for other in others):
+        return columns
+    columns["instruction"] = view.label("prompt")
+    if "completion" in view:
+        columns["output"] = view.label("completion")
+    return {name: label for name, label in columns.items() if name not in ("prompt", "completion")}
+
+
+def _guess(row: Mapping[str, Any], config: DatasetConfig, task: Task | None) -> dict[str, str]:
+    """The names of columns, where the row as it is fits no format, or asks without an answer to compare with."""
+    try:
+        detect_format(config, row)
+    except DataError:
+        if found := guessed_columns(row):
+            return found
+    else:
+        return {}
+    try:
+        detect_format(config, row, needs_answer=False)
+    except DataError:
+        return {}
+    return guessed_reference(row) if task in (None, "rl") else {}
+
+
+def _provisional(
+    model: str, data: str, more: Mapping[str, Any], columns: Mapping[str, str] | None = None, **limits: int
+) -> LoadedConfig:
+    train = {"path": data, "columns": dict(columns or {})}
+    return load_config({"model": {"path": model}, "data": {"train": train, **limits}, "steps": 1, **more})
+
+
+def _lacks_answer(row: Mapping[str, Any], loaded: LoadedConfig) -> bool:
+    """Whether the row is a prompt that waits for an answer."""
+    config = loaded.config.data.train[0]
+    try:
+        detect_format(config, row)
+    except DataError:
+        try:
+            read_question(row, config, has_chat_template=True)
+        except (BadRowError, DataError):
+            return False
+        return True
+    messages = RowView(row, config.columns).get("messages")
+    return isinstance(messages, list) and bool(messages) and _role(messages[-1]) == "user"
+
+
+def _role(message: Any) -> Any:
+    return message.get("role") if isinstance(message, Mapping) else None
+
+
+def _longest_sample(
+    model_path: str, data: str, more: Mapping[str, Any], model: ModelFacts, columns: Mapping[str, str]
+) -> int:
+    limit = min(_LONGEST, model.context or _LONGEST)
+    config = _provisional(model_path, data, more, columns, max_length=limit)
+    with ExitStack() as stack:
+        longest = build_data(config, stack, _ROWS).source.longest()
+    return limit if longest is None else longest.tokens
+
+
+def _words(kind: FormatName) -> str:
+    return {
+        "chat": "conversations",
+        "alpaca": "instructions",
+        "prompt_completion": "prompts and completions",
+        "pretokenized": "token ids",
+        "text": "plain text",
+    }[kind]

@@ -1,0 +1,376 @@
+"""`spurline plan`: find every problem a run would meet, and say what it would do, without training.
+
+Reads the config, the tokenizer and the data (a sample of large data), lays out the first batches or shows the first
+prompt, and estimates memory from the model's architecture. Loads no weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+from spurline.config.loading import LoadedConfig
+from spurline.config.paths import shown_path
+from spurline.config.run_config import ModelConfig, ReductionConfig, RunConfig
+from spurline.data.batch import TrainingBatch
+from spurline.data.token_store import describe
+from spurline.errors import ConfigError, Problem, RunDirectoryError, UserError
+from spurline.plugins.registry import CORE, group_by_kind
+from spurline.progress import Progress, describe_count, silent
+from spurline.protocols.loss import Loss
+from spurline.run.build import DataComponents, build_data, build_trackers, interval_notes
+from spurline.run.checkpoints.best import check_watched
+from spurline.run.directory import RunDirectory
+from spurline.run.evaluations.evaluation import metrics_of
+from spurline.update.reduction import describe_reduction
+from spurline.update.update import MADE_IN_UPDATE
+from spurline_models.architecture import load_model_config
+from spurline_models.dealing import deal
+from spurline_models.loading import check_weights_fit
+from spurline_models.memory import count_parameters
+from spurline_models.streams.positions import position_limit
+from spurline_models.streams.token_stream import check_columns, check_tokens
+from spurline_models.trainable import check_losses
+from spurline_models.weight_files import check_weight_files
+from spurline_planning.fit import Load, layout_lines, memory_lines
+from spurline_planning.phases import phase_lines
+from spurline_planning.protocols import PlansLayouts, planned
+from spurline_planning.shown_data.sequences import ROW_LIMIT, first_rows
+from spurline_planning.shown_data.terminal import marked
+
+BATCHES_SHOWN = 3
+
+EXAMPLE_TOKENS = 120
+"""Of a longer example the middle is left out."""
+
+UNEVEN = 1.2
+"""Time over that of an even share from which on a plan says what to do about it."""
+
+T = TypeVar("T")
+
+
+@dataclass
+class Plan:
+    """What `spurline plan` found.
+
+    sections: heading -> lines; the first says in a sentence what the run will do. problems: what must be mended before
+    training.
+    """
+
+    sections: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+    problems: list[UserError] = field(default_factory=list[UserError])
+
+
+def make_plan(
+    loaded: LoadedConfig,
+    row_limit: int | None = ROW_LIMIT,
+    progress: Progress = silent,
+    device_bytes: int | None = None,
+) -> Plan:
+    """Look at everything that can be known before training. Problems are collected, not raised.
+
+    device_bytes: memory of the device that the run is planned for; None takes what there is here.
+    """
+    plan = Plan()
+    _attempt(plan, lambda: build_trackers(loaded))
+    warning = _attempt(plan, loaded.config.backend.missing_here)
+    with ExitStack() as stack:
+        data = _attempt(plan, lambda: build_data(loaded, stack, row_limit, progress))
+        progress("reading the model's config")
+        model = _attempt(plan, lambda: _model(loaded))
+        if model is not None:
+            _attempt(plan, lambda: loaded.config.backend.check_trainable(loaded.config))
+            _attempt(plan, lambda: loaded.config.backend.check_model(loaded.config))
+        if loaded.config.backend.rank_request() is not None:
+            _attempt(plan, lambda: check_losses(loaded.config, loaded.host.registry))
+        notes = None if model is None else _attempt(plan, lambda: list(loaded.config.backend.notes(loaded.config)))
+        plan.sections["this run"] = [summarize_plan(loaded, data, model)]
+        layout = _attempt(plan, lambda: _layout(loaded.config))
+        if layout:
+            plan.sections["parallel layout"] = layout
+        if notes:
+            plan.sections["backend"] = notes
+        if data is not None:
+            plan.sections["data"] = _data(data, row_limit)
+            plan.sections["objective"] = _objective(loaded, data)
+            plan.sections["steps"] = [
+                *_steps(loaded, data),
+                *loaded.config.schedule.notes(data.total_updates()),
+                *interval_notes(loaded.config, data),
+            ]
+            if model is not None:
+                notes = _attempt(plan, lambda: _lengths(loaded, data))
+                plan.sections["data"] += [
+                    *(notes or []),
+                    *loaded.config.tokenization.notes(loaded.config.model, data.context.tokenizer),
+                ]
+                load = _attempt(plan, lambda: _batches(plan, loaded, data, model))
+                if load is not None:
+                    memory = _attempt(plan, lambda: memory_lines(loaded.config, load, device_bytes))
+                    plan.sections |= {"memory (estimate)": memory} if memory else {}
+                    phases = _attempt(plan, lambda: phase_lines(loaded.config, load, device_bytes))
+                    plan.sections |= {"phases of a device (estimate)": phases} if phases else {}
+                    layouts = _attempt(plan, lambda: layout_lines(loaded.config, load, device_bytes))
+                    plan.sections |= {"layouts (estimate)": layouts} if layouts else {}
+            _attempt(plan, lambda: _divisibility(loaded, data))
+            _attempt(plan, lambda: check_watched(loaded.config, lambda: metrics_of(data.evaluations)))
+    # Last: a config alone, whose weights are yet to be fetched, tells everything above.
+    _attempt(plan, lambda: _check_weights(loaded.config.model))
+    if device_bytes is None:
+        # A plan for devices of another size is one for another machine.
+        _attempt(plan, lambda: _check_run_dir(loaded.config))
+    if warning:
+        plan.sections["on this machine"] = [warning]
+    plan.sections["plugins"] = _plugins(loaded)
+    plan.problems = [
+        problem.in_file(loaded.origin) if isinstance(problem, ConfigError) else problem for problem in plan.problems
+    ]
+    # The same broken row may be met on several ways.
+    plan.problems = list({str(problem): problem for problem in plan.problems}.values())
+    return plan
+
+
+@dataclass(frozen=True)
+class _Model:
+    """What the model's files tell without its weights. context: tokens it can see; None without a limit. vocabulary:
+    tokens it has an embedding of; None where its config does not say."""
+
+    parameters: int
+    context: int | None
+    vocabulary: int | None
+
+
+def _model(loaded: LoadedConfig) -> _Model:
+    model = loaded.config.model
+    config = load_model_config(model)
+    limit = position_limit(config)
+    ends = limit is not None and not (limit.extends and model.allow_extrapolation)
+    context = limit.tokens if ends and limit is not None else None
+    return _Model(count_parameters(model), context, getattr(config.get_text_config(), "vocab_size", None))
+
+
+def _layout(run: RunConfig) -> list[str]:
+    return list(run.backend.describe_layout(run)) if isinstance(run.backend, PlansLayouts) else []
+
+
+def _lengths(loaded: LoadedConfig, data: DataComponents) -> Sequence[str]:
+    return loaded.config.backend.check_lengths(loaded, data.source, data.evaluations)
+
+
+def _check_run_dir(config: RunConfig) -> None:
+    """Raise RunDirectoryError where the start of a run here would fail."""
+    obstacle = RunDirectory(config.run_dir).obstacle()
+    if obstacle is not None:
+        raise RunDirectoryError(
+            f"run_dir {config.run_dir} cannot be written: {obstacle}. Choose another with --set run_dir=PATH."
+        )
+
+
+def _check_weights(model: ModelConfig) -> None:
+    check_weight_files(model)
+    check_weights_fit(model)
+
+
+def summarize_plan(loaded: LoadedConfig, data: DataComponents | None, model: _Model | None) -> str:
+    """One sentence, as far as data and model could be read: what is trained on what, how long, and what it writes."""
+    config = loaded.config
+    size = f" ({describe_count(model.parameters)} parameters)" if model is not None else ""
+    adapted = "adapters of " if config.backend.facts.trains_adapters else ""
+    amount = "" if data is None else _amount(data)
+    return (
+        f"Train {adapted}{shown_path(config.model.path)}{size} with source '{config.source.name}' and loss "
+        f"'{config.loss.name}'{amount}, backend '{config.backend.name}'; metrics, checkpoints and the report "
+        f"go to {config.run_dir}."
+    )
+
+
+def _amount(data: DataComponents) -> str:
+    facts, steps = data.source.summary(), data.source.total_steps
+    found = (f" on {facts[name]:,} {name}" for name in ("pairs", "prompts", "samples") if name in facts)
+    return f"{next(found, '')} for {steps:,} steps ({data.source.epoch(steps):.2f} epochs)"
+
+
+def _attempt(plan: Plan, part: Callable[[], T]) -> T | None:
+    try:
+        return part()
+    except UserError as problem:
+        plan.problems.append(problem)
+        return None
+
+
+def _plugins(loaded: LoadedConfig) -> list[str]:
+    lines: list[str] = []
+    for name, plugin in loaded.host.plugins.items():
+        if name == CORE:
+            # What core has is the same in every run, and long; `spurline plugins` lists it.
+            lines.append(f"{name} {plugin.version} ({plugin.distribution})")
+            continue
+        provided = group_by_kind(loaded.host.registry.entries(name))
+        components = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in provided.items())
+        lines.append(f"{name} {plugin.version} ({plugin.distribution}) provides {components or 'no components'}")
+        hooks = [hook for hook in plugin.hooks if hook != "register_components"]
+        if hooks:
+            lines.append(f"  hooks: {', '.join(hooks)}")
+    return lines
+
+
+def _data(data: DataComponents, row_limit: int | None) -> list[str]:
+    lines = describe("train", dict(data.source.summary()))
+    for evaluation in data.evaluations:
+        lines += describe(evaluation.label, dict(evaluation.held_out.summary()))
+    rounded = data.source.summary().get("rounded")
+    lines += rounded if isinstance(rounded, list) else []
+    if data.source.summary().get("read_in_part"):
+        lines.append(f"looked at the first {row_limit:,} rows of each dataset; steps and epochs below are estimates")
+    return lines
+
+
+def _objective(loaded: LoadedConfig, data: DataComponents) -> list[str]:
+    more = data.source.summary().get("objective")
+    before = more if isinstance(more, list) else []
+    lines = [*before, f"{data.loss.describe()} {describe_reduction(loaded.config.reduction)}"]
+    if loaded.config.trained_critic is not None:
+        critic: Loss = loaded.host.registry.create("loss", loaded.config.trained_critic.loss)
+        lines.append(f"{critic.describe()} {describe_reduction(ReductionConfig())}")
+    return lines
+
+
+def _steps(loaded: LoadedConfig, data: DataComponents) -> list[str]:
+    config, source = loaded.config, data.source
+    epochs = source.epoch(source.total_steps)
+    facts = source.summary()
+    step_of = facts.get("step_of", f"{config.batch_size} samples")
+    lines = [
+        f"{source.total_steps:,} steps of {step_of}, {data.total_updates():,} optimizer steps, {epochs:.2f} epochs"
+    ]
+    lines += _early_end(config)
+    per_epoch, per_step = facts.get("samples_per_epoch"), facts.get("samples_per_step", config.batch_size)
+    if isinstance(per_epoch, int) and isinstance(per_step, int):
+        beyond = (source.total_steps * per_step) % per_epoch
+        if config.epochs is not None and beyond and beyond < per_step:
+            lines.append(f"the last batch wraps around and takes {beyond} samples of the next epoch")
+    return lines
+
+
+def _early_end(config: RunConfig) -> list[str]:
+    """When `stop_when` ends the run before its last step, and whether the best weights are kept for that."""
+    stop, kept = config.stop_when, config.checkpoint.keep_best
+    if stop is None:
+        return []
+    ends: list[str] = []
+    if stop.reaches is not None:
+        ends.append(f"reaches {stop.reaches:g}")
+    if stop.patience is not None:
+        by = f" by more than {stop.min_delta:g}" if stop.min_delta else ""
+        ends.append(f"has not got better{by} in {stop.patience} evaluations in a row")
+    better = "less" if stop.lower_is_better else "more"
+    lines = [f"ends early when {stop.metric} {' or '.join(ends)}; {better} is better"]
+    if kept is None or kept.metric != stop.metric:
+        lines.append(f"keeps the last weights, not the best; checkpoint.keep_best: {stop.metric} keeps those too")
+    return lines
+
+
+def _batches(plan: Plan, loaded: LoadedConfig, data: DataComponents, model: _Model) -> Load:
+    """Lay out the first batches, or show what rollouts begin with; returns the largest step that is known."""
+    config, source = loaded.config, loaded.config.source
+    if data.source.pure or data.source.reads_only_data:
+        # First of all, as the batches of some sources can be asked for only once.
+        if data.source.pure:
+            plan.sections["example"] = _example(loaded, data)
+        return _first_batches(plan, config, data, model)
+    preview = data.source.preview()
+    if preview:
+        plan.sections["prompts"] = list(preview)
+    longest = data.source.longest()
+    prompt = 0 if longest is None else longest.prompt_tokens or 0
+    rollouts = planned(source)
+    if rollouts is None:
+        plan.sections["batches"] = [f"made by the source '{source.name}' as it trains; their shapes are known then"]
+        return Load()
+    update = rollouts.largest_update(config, prompt, model.context)
+    known = "" if longest is not None else "; prompts, whose lengths only the environment knows, not counted"
+    plan.sections["batches"] = [
+        f"made by rollouts: at most {update.tokens:,} tokens in an optimizer step, rows of up to "
+        f"{update.row_length:,}, where every response is as long as it may get{known}"
+    ]
+    plan.sections["generation"] = list(rollouts.generation_notes(config, prompt, model.context))
+    generation = rollouts.generation_memory(config, prompt, model.context)
+    engine = rollouts.colocated_engine(config, prompt, model.context)
+    return Load(update.row_length, update.tokens, generation, engine)
+
+
+def _first_batches(plan: Plan, config: RunConfig, data: DataComponents, model: _Model) -> Load:
+    """Lay out the first batches; returns the one with most tokens."""
+    lines: list[str] = []
+    dealt: dict[str, float] = {}
+    largest = Load()
+    for step in range(1, min(BATCHES_SHOWN, data.source.total_steps) + 1):
+        batch = data.source.build(step)
+        lines.append(
+            f"step {step}: {batch.num_rows} rows x {batch.length} tokens, {batch.num_tokens:,} real "
+            f"({batch.info.get('packing/fill', 0.0):.0%} fill), {batch.num_loss_tokens:,} with loss"
+        )
+        if config.backend.rank_request() is not None:
+            said, over_ideal = _dealt(config, data.minibatches.cut(batch))
+            dealt[f"step {step}: {said}"] = over_ideal
+        _attempt(plan, partial(check_columns, batch, data.loss.needs - MADE_IN_UPDATE))
+        if model.vocabulary is not None:
+            _attempt(plan, partial(check_tokens, batch, model.vocabulary))
+        largest = max(largest, Load(batch.length, batch.num_tokens), key=lambda load: load.tokens)
+        batch.release()
+    plan.sections["batches"] = lines
+    if dealt:
+        plan.sections["dealt to ranks"] = list(dealt)
+        if max(dealt.values()) > UNEVEN:
+            plan.sections["dealt to ranks"].append(
+                "ranks wait for each other, as there are few rows and they are unlike. For packed rows leave "
+                "collator.algorithm at auto, or set collator.max_tokens nearer to the longest sample; or take more "
+                "samples in a step"
+            )
+    return largest
+
+
+def _example(loaded: LoadedConfig, data: DataComponents) -> list[str]:
+    """The first row's first sequence, shortened; `spurline data` shows more."""
+    lines: list[str] = []
+    for row in first_rows(loaded, data, 1):
+        sequence = row.sequences[0]
+        lines.append(f"{sequence.uid}, trained tokens in ⟦ ⟧ (`spurline data` shows more):")
+        lines += [f"  | {line}" for line in marked(sequence.tokens, EXAMPLE_TOKENS).splitlines()]
+    return lines
+
+
+def _dealt(run: RunConfig, minibatches: Sequence[TrainingBatch]) -> tuple[str, float]:
+    """How the ranks share a batch, and how much longer it takes than an even share would."""
+    ranks, bound = run.backend.layout().data, run.backend.facts.microbatch_bound
+    hidden = load_model_config(run.model).get_text_config().hidden_size
+    dealings = [deal(minibatch, ranks, max_tokens=bound, hidden=hidden) for minibatch in minibatches]
+    slots = sum(dealing.num_microbatches for dealing in dealings)
+    tokens = sum(minibatch.num_tokens for minibatch in minibatches) / max(1, slots * ranks)
+    ideal = sum(dealing.costs.sum() for dealing in dealings) / ranks
+    time = sum(dealing.costs.max(axis=0).sum() for dealing in dealings) / ideal if ideal else 1.0
+    idle = sum(dealing.idle_slots for dealing in dealings)
+    waste = f", of which {idle:,} idle for want of rows" if idle else ""
+    where = "the one data-parallel rank" if ranks == 1 else f"each of {ranks} data-parallel ranks"
+    said = (
+        f"{slots:,} micro-batch{'es' if slots != 1 else ''} on {where}{waste}, about "
+        f"{tokens:,.0f} tokens each; {time:.2f} times the time of an even share"
+    )
+    return said, float(time)
+
+
+def _divisibility(loaded: LoadedConfig, data: DataComponents) -> None:
+    config, layout = loaded.config, data.context.layout
+    if layout.deals_rows:
+        # It trains with ranks that have none of a batch's rows.
+        return
+    if config.source.facts.num_prompts is None and config.batch_size < layout.data:
+        problem = Problem(
+            "batch_size",
+            f"is {config.batch_size}, but the backend has {layout.data} data-parallel ranks, so some would never get a "
+            f"sample. Set batch_size to at least {layout.data}.",
+        )
+        raise ConfigError([problem], loaded.origin)

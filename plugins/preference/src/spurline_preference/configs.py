@@ -1,0 +1,95 @@
+"""Settings of the source of preference pairs. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from spurline.config.run_config import RunConfig
+from spurline.config.section import OnResume
+from spurline.errors import Problem
+from spurline.protocols.loss import LossConfig, TrainsOn
+from spurline.protocols.source import SourceConfig, SourceFacts
+
+
+class PreferenceSourceConfig(SourceConfig):
+    """Pairs of a chosen and a rejected answer to a prompt; `batch_size` counts pairs. Its loss is `dpo`."""
+
+    run_defaults: ClassVar[Mapping[str, str]] = {"loss": "dpo"}
+
+    name: str = "preference"
+
+    @property
+    def facts(self) -> SourceFacts:
+        return replace(super().facts, supplies="pairs", compares_logprobs=True)
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        yield from super().problems(run)
+        if run.loss.trains_on == "tokens":
+            yield Problem(
+                "name",
+                f"is {self.name}, but loss: {run.loss.name} would train on rejected answers as on chosen ones. Set "
+                "loss: dpo, or remove the line.",
+            )
+        if run.reduction.name == "fixed_norm":
+            yield Problem(
+                "name",
+                f"is {self.name}, whose pairs all count the same, but reduction: fixed_norm counts tokens. Remove it.",
+            )
+        if run.data.too_long == "split":
+            yield Problem(
+                "name",
+                f"is {self.name}, but data.too_long: split would cut an answer in two, and no half of it belongs to a "
+                "pair. Set data.too_long to truncate, drop or error.",
+            )
+        for entry in (*run.data.train, *run.data.eval):
+            if entry.format not in ("auto", "prompt_completion"):
+                yield Problem(
+                    "name",
+                    f"is {self.name}, which reads prompt, chosen and rejected, but a dataset has format: "
+                    f"{entry.format}. Remove it; `columns` renames columns.",
+                )
+        capacity = run.collator.row_capacity
+        if capacity is not None and run.data.max_length <= capacity < 2 * run.data.max_length:
+            yield Problem(
+                "name",
+                f"is {self.name}, and a pair may have twice data.max_length: {2 * run.data.max_length} tokens, but "
+                f"collator.max_tokens is {capacity}. Set data.max_length: {capacity // 2}, or raise "
+                "collator.max_tokens.",
+            )
+
+
+class DpoConfig(LossConfig):
+    """Direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290); for `source: preference`."""
+
+    trains_on: ClassVar[TrainsOn] = "pairs"
+
+    name: str = "dpo"
+    beta: Annotated[float, OnResume.BY_NAME] = Field(default=0.1, gt=0, allow_inf_nan=False)
+    """Strength of the tie to the reference model, the model as it was before training."""
+    loss_type: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
+    """Of the margin between both answers: DPO's own; squared distance (IPO, arXiv:2310.12036); hinge (SLiC,
+    arXiv:2305.10425)."""
+    label_smoothing: Annotated[float, OnResume.BY_NAME] = Field(default=0.0, ge=0, lt=0.5)
+    """With `sigmoid`: share of pairs taken to be labelled the wrong way round (conservative DPO, Mitchell 2023)."""
+    sft_weight: Annotated[float, OnResume.BY_NAME] = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Weight of the chosen answer's mean negative log-likelihood (RPO, Pang et al. 2024, arXiv:2404.19733)."""
+
+    @property
+    def uses_reference(self) -> bool:
+        return True
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        if run.loss is self and run.source.facts.supplies != "pairs":
+            yield Problem(
+                "name", f"is {self.name}, but the source '{run.source.name}' has no pairs. Set source: preference."
+            )
+        if self.label_smoothing and self.loss_type != "sigmoid":
+            yield Problem(
+                "label_smoothing",
+                f"is {self.label_smoothing:g}, which loss_type: {self.loss_type} does not know. Set it to 0, or "
+                "loss_type: sigmoid.",
+            )

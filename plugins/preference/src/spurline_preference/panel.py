@@ -1,0 +1,58 @@
+"""How far apart training on pairs moves the chosen and the rejected answers. For runs with a loss of pairs alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from spurline_insight.report.figure import Trace, level, line, one_of_several, step_figure
+from spurline_insight.report.markup import Panel, block, caption, columns
+from spurline_insight.report.record import evaluations_of
+from spurline_insight.report_panel import RunRecord
+
+_REWARDS = {"dpo/chosen_reward": "chosen", "dpo/rejected_reward": "rejected"}
+_LIKELIHOODS = {"dpo/chosen_logprob": "chosen", "dpo/rejected_logprob": "rejected"}
+_COLORS = ("--series-2", "--series-6", "--series-3", "--series-5")
+
+
+class PreferencePanel(Panel):
+    """Margin and accuracy of training and held-out pairs, and what becomes of each of the two answers."""
+
+    title = "Preferences"
+    order = 130
+
+    def render(self, record: RunRecord) -> str | None:
+        """None when no loss of pairs was recorded."""
+        steps, margins = record.series("dpo/margin")
+        if not steps:
+            return None
+        share: dict[str, Any] = {"tickformat": ".0%", "range": [-0.02, 1.02]}
+        plots = [
+            _plot(record, {"dpo/accuracy": "accuracy"}, "Pairs in the right order", chance=0.5, **share),
+            _plot(record, {"dpo/margin": "margin"}, "Margin between the answers"),
+            _plot(record, _REWARDS, "Reward (beta x log-ratio)"),
+            _plot(record, _LIKELIHOODS, "Log-probability per token"),
+        ]
+        head = f"Margin {margins[-1]:.4g} at step {steps[-1]:,}"
+        _, accuracies = record.series("dpo/accuracy")
+        if accuracies:
+            head += f"; {accuracies[-1]:.1%} of its training pairs are in the right order"
+        return block(caption(head), columns(*(plot for plot in plots if plot)), wide=True)
+
+
+def _plot(record: RunRecord, labels: dict[str, str], y_title: str, chance: float | None = None, **y_axis: Any) -> str:
+    """Training as lines, held-out pairs as points joined by dots in the same colour."""
+    hover = "%{y:.1%}" if y_axis else "%{y:.4~g}"
+    traces: list[Trace] = []
+    for (name, label), color in zip(labels.items(), _COLORS, strict=False):
+        traces += one_of_several(label, *record.series(name), color, hovertemplate=hover)
+        for prefix in evaluations_of(record):
+            steps, values = record.series(prefix + name)
+            if values:
+                of = prefix.removeprefix("eval/").rstrip("/") or "held out"
+                dotted = {"line": {"color": color, "width": 1.5, "dash": "dot"}, "hovertemplate": hover}
+                traces.append(line(f"{label} ({of})", steps, values, color, mode="lines+markers") | dotted)
+    if not traces:
+        return ""
+    if chance is not None:
+        traces.append(level("chance", record.series(next(iter(labels)))[0], chance, "--series-8"))
+    return step_figure(traces, y_title, label=f"{y_title} over steps", **y_axis)

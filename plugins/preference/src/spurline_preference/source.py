@@ -1,0 +1,355 @@
+"""Source `preference`: pairs of a chosen and a rejected answer, in an order that is known beforehand.
+
+Place on the way: row -> two `PreferenceSide` rows, each a prompt with its completion -> tokenization, of any component,
+once for each side -> pairs -> one joint sample per pair -> collator -> `split_pairs` -> TrainingBatch. The collator
+sees a pair as one sample, so it cannot part it: whoever keeps rows whole (micro-batches, ranks) keeps pairs whole.
+Afterwards each answer is a segment of its own, which sees nothing of the other.
+
+| form of a row | prompt | chosen, rejected |
+|---|---|---|
+| text | text | text |
+| turns as text | text, in `instruction`, which `input` adds to | text |
+| messages | messages, in `prompt` or `messages` | messages, or a single one |
+| whole conversations | none, or its text | messages that begin alike; what they share is the prompt |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+from torch import Tensor
+
+from spurline.data.batch import Ragged, TrainingBatch, sums_by_number
+from spurline.data.collators.packing import round_up
+from spurline.data.token_store import TokenStore, TokenStoreBuilder, TokenView, fingerprint_of
+from spurline.errors import DataError, listing
+from spurline.protocols.dataset import Dataset, DatasetConfig
+from spurline.protocols.source import Samples, SourceContext
+from spurline.protocols.tokenization import DatasetToTokenize
+from spurline_preference.configs import PreferenceSourceConfig
+from spurline_text.rows.messages import Message, read_messages
+from spurline_text.rows.rows import BadRowError, RowView, unknown_column_problem
+from spurline_text.rows.usual_columns import pair_renaming
+from spurline_text.sources.sft import SampleSet, SftSource
+from spurline_text.tokenization import DerivedDataset, distinct_labels
+from spurline_text.tokenizer import pad_token_id
+
+Side = Literal["chosen", "rejected"]
+SIDES: tuple[Side, Side] = ("chosen", "rejected")
+
+# Part of the fingerprint, so that tokens cached by an older reading of the same rows are not served. Raise it with
+# every change to what a row becomes.
+_READING = 2
+
+
+def side_of(source: DatasetToTokenize, side: Side) -> DatasetToTokenize:
+    """One side of a preference dataset as one of prompts and completions. Raises DataError for unknown columns."""
+    names = source.config.columns
+    problem = unknown_column_problem(names)
+    if problem is not None:
+        raise DataError(f"{source.dataset.label}: {problem}")
+    columns = {**names, "prompt": names.get("prompt", "prompt"), "completion": names.get(side, side)}
+    config = source.config.model_copy(update={"format": "prompt_completion", "columns": columns})
+    return DatasetToTokenize(PreferenceSide(source.dataset, side, dict(names)), config)
+
+
+class PreferenceSide(DerivedDataset):
+    """A `Dataset` with the rows of another, in which prompt and answer of one side are told apart.
+
+    columns: the `columns` setting, expected name -> name in the file. The answer stays under its own name.
+    """
+
+    def __init__(self, dataset: Dataset, side: Side, columns: Mapping[str, str]) -> None:
+        super().__init__(dataset)
+        self.label = f"{dataset.label}/{side}"
+        self._side: Side = side
+        self._columns = columns
+
+    def __getitem__(self, row: int) -> Mapping[str, Any]:
+        values = self._dataset[row]
+        view = RowView(values, self._columns)
+        try:
+            _check_columns(view, values)
+            is_turn = "instruction" in self._columns or ("instruction" in view and not _has_prompt(view))
+            prompt, answer = _split(view, self._side, is_turn=is_turn)
+        except BadRowError as error:
+            raise error.at(self._dataset.location(row)) from error
+        return {**values, view.label("prompt"): prompt, view.label(self._side): answer}
+
+    def fingerprint(self) -> str:
+        return f"{self._dataset.fingerprint()}/{self._side}/{_READING}"
+
+
+def _check_columns(view: RowView, row: Mapping[str, Any]) -> None:
+    """Raise BadRowError for a row that has its pair under other names, or text without what comes before it."""
+    missing = [view.label(side) for side in SIDES if side not in view]
+    before = _has_prompt(view) or "instruction" in view
+    if missing and (meant := pair_renaming(row)):
+        are = "are" if len(missing) > 1 else "is"
+        raise BadRowError(
+            " and ".join(missing), f"{are} missing. The row has: {listing(row)}. Write `columns: {{{meant}}}`."
+        )
+    if not missing and not before and all(isinstance(view.get(side), str) for side in SIDES):
+        meant = pair_renaming(row)
+        how = f"Write `columns: {{{meant}}}`" if meant else "Name the column that holds it: `columns: {prompt: NAME}`"
+        raise BadRowError(
+            view.label("prompt"),
+            f"is missing, which is what comes before both answers. The row has: {listing(row)}. {how}; or give "
+            "conversations, lists of messages, whose shared beginning is the prompt.",
+        )
+
+
+def _split(view: RowView, side: Side, *, is_turn: bool) -> tuple[Any, Any]:
+    """Prompt and answer of one side, both text or both messages where the row is well formed. is_turn: whether the
+    prompt is the column `instruction`, a user's turn, as in rows of one answer."""
+    answers = {name: _as_list(view.require(name)) for name in SIDES}
+    prompt = view.get("prompt")
+    if is_turn:
+        extra = view.text("input") if view.get("input") is not None else ""
+        text = view.text("instruction")
+        prompt = f"{text}\n\n{extra}" if extra else text
+        if isinstance(answers[side], str):
+            return [{"role": "user", "content": prompt}], [{"role": "assistant", "content": answers[side]}]
+    if prompt is None and "messages" in view:
+        prompt = view.require("messages")
+    if isinstance(answers[side], str) or (prompt is not None and not isinstance(prompt, str)):
+        return (view.require("prompt") if prompt is None else prompt), answers[side]
+    whole = {name: read_messages(answers[name], view.label(name)) for name in SIDES}
+    shared = _num_shared(whole["chosen"], whole["rejected"])
+    if shared:
+        return whole[side][:shared], whole[side][shared:]
+    if prompt is None:
+        raise BadRowError(
+            view.label("prompt"),
+            f"is missing, and {view.label('chosen')} and {view.label('rejected')} begin with different messages. Give "
+            "the messages before the answers in a column, and name it with `columns: {prompt: NAME}`.",
+        )
+    return [{"role": "user", "content": prompt}], whole[side]
+
+
+def _has_prompt(view: RowView) -> bool:
+    return "prompt" in view or "messages" in view
+
+
+def _as_list(answer: Any) -> Any:
+    """A single message stands for a list of one."""
+    return [answer] if isinstance(answer, Mapping) else answer
+
+
+def _num_shared(chosen: list[Message], rejected: list[Message]) -> int:
+    """Messages that both begin with; each keeps at least its last one as its answer."""
+    pairs = zip(chosen[:-1], rejected[:-1], strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+@dataclass(frozen=True)
+class JointSamples:
+    """Pairs as one sample each. store: chosen tokens, filling, rejected tokens. shapes: uid -> (length of the chosen
+    answer's sample, where the rejected one's starts)."""
+
+    store: TokenStore
+    shapes: Mapping[str, tuple[int, int]]
+
+
+def join_pairs(
+    samples: TokenView,
+    labels: Sequence[str],
+    datasets: NDArray[np.int64],
+    rows: NDArray[np.int64],
+    *,
+    align_to: int,
+    pad_token_id: int,
+) -> JointSamples:
+    """The samples chosen, rejected, chosen, rejected, ... as joint samples.
+
+    datasets, rows: of each pair, int64 [pairs]; they and `labels` make its uid. align_to: the rejected answer starts at
+    a multiple of this.
+    """
+    builder = TokenStoreBuilder(labels)
+    shapes: list[tuple[int, int]] = []
+    for pair, (dataset, row) in enumerate(zip(datasets.tolist(), rows.tolist(), strict=True)):
+        chosen, rejected = 2 * pair, 2 * pair + 1
+        length = len(samples.tokens(chosen))
+        start = round_up(length, align_to)
+        filling = np.zeros(start - length, np.int32)
+        builder.add(
+            np.concatenate([samples.tokens(chosen), filling + pad_token_id, samples.tokens(rejected)]),
+            np.concatenate([samples.loss_mask(chosen), filling, samples.loss_mask(rejected)]),
+            dataset,
+            row,
+        )
+        shapes.append((length, start))
+    store = builder.build()
+    return JointSamples(store, {store.uid(pair): shape for pair, shape in enumerate(shapes)})
+
+
+def split_pairs(batch: TrainingBatch, shapes: Mapping[str, tuple[int, int]]) -> TrainingBatch:
+    """The same rows with two segments where there was a joint one: the chosen answer, then the rejected.
+
+    Adds the column `pair_ids`. The loss weights of a pair come to sum to 1, so that a mean over weights is one over
+    pairs.
+    """
+    ids, positions = batch.tokens["segment_ids"], batch.tokens["position_ids"]
+    table = np.array([shapes[uid] for uid in batch.segments["uid"].values.tolist()], np.int64).reshape(-1, 2)
+    pairs = _pair_numbers(batch)
+    # Number 0 is padding, of which nothing is kept.
+    length, start = torch.from_numpy(np.concatenate([[[0, 2**62]], table]))[pairs].unbind(-1)
+    chosen, rejected = positions < length, positions >= start
+    kept = chosen | rejected
+    weights = batch.tokens["loss_weights"]
+    sums = sums_by_number(weights, pairs)
+    columns = {
+        "segment_ids": torch.where(kept, 2 * ids - chosen.int(), 0),
+        "position_ids": torch.where(rejected, positions - start, torch.where(chosen, positions, 0)).int(),
+        "loss_weights": torch.where(kept, weights / sums[pairs].clamp(min=1e-30), 0.0).to(weights.dtype),
+        "pair_ids": torch.where(chosen, pairs, torch.where(rejected, -pairs, 0)).int(),
+    }
+    return replace(batch, tokens={**batch.tokens, **columns}, segments=_two_for_one(batch.segments, table))
+
+
+def _pair_numbers(batch: TrainingBatch) -> Tensor:
+    """int64 [R, L]: which joint segment of the batch each token is in, from 1; 0 on padding."""
+    ids = batch.tokens["segment_ids"].long()
+    before = torch.from_numpy(batch.segments["uid"].offsets[:-1]).unsqueeze(1)
+    return torch.where(ids > 0, ids + before, 0)
+
+
+def _two_for_one(segments: Mapping[str, Ragged], table: NDArray[np.int64]) -> dict[str, Ragged]:
+    """Metadata of the halves. `sample` is 0 for the chosen answer and 1 for the rejected one."""
+    chosen, start = table.T
+    halves: dict[str, Any] = {
+        "length": np.stack([chosen, segments["length"].values - start], axis=1).ravel(),
+        "sample": np.tile([0, 1], len(table)),
+    }
+    return {
+        name: Ragged(
+            halves.get(name, np.repeat(column.values, 2)).astype(column.values.dtype, copy=False), 2 * column.offsets
+        )
+        for name, column in segments.items()
+    }
+
+
+Pairs = NDArray[np.int64]
+
+OTHER_ANSWER_LEFT_OUT = "other_answer_left_out"
+"""Why a usable answer is not trained on: its pair is not whole."""
+
+
+class PairSet(SampleSet):
+    """`Samples` of pairs. Rows of which one answer is unusable are left out and counted."""
+
+    answer = "chosen"
+
+    def __init__(self, configs: Sequence[DatasetConfig], context: SourceContext) -> None:
+        super().__init__(configs, context)
+        store = self._tokenized.store
+        found = [_pairs_of_dataset(store, dataset) for dataset in range(len(configs))]
+        self._labels = tuple(distinct_labels([source.dataset.label.rpartition("/")[0] for source in self.answered()]))
+        for label, pairs in zip(self._labels, found, strict=True):
+            if not len(pairs):
+                raise DataError(f"{label}: no row has both a usable chosen and a usable rejected answer.")
+        self._pairs = np.concatenate(found)
+        self._sizes = tuple(len(pairs) for pairs in found)
+        # Both answers of a pair must be aligned as the collator would align two samples.
+        self._align_to = math.lcm(context.layout.align_to, context.config.collator.sample_alignment)
+        self._pad_token_id = pad_token_id(context.tokenizer)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return self._labels
+
+    def sizes(self) -> tuple[int, ...]:
+        return self._sizes
+
+    def batch(self, numbers: NDArray[np.int64], *, training: bool) -> TrainingBatch:
+        store, chosen = self._tokenized.store, self._pairs[numbers, 0]
+        joint = join_pairs(
+            store.view(self._pairs[numbers].ravel()),
+            self._labels,
+            store.source[chosen].astype(np.int64) // len(SIDES),
+            store.row[chosen],
+            align_to=self._align_to,
+            pad_token_id=self._pad_token_id,
+        )
+        everything = np.arange(len(joint.store), dtype=np.int64)
+        return split_pairs(self._collator.collate(joint.store.view(everything), training=training), joint.shapes)
+
+    def fingerprint(self) -> str:
+        """Also of which samples make up pairs."""
+        return fingerprint_of([super().fingerprint(), xxhash.xxh3_128_hexdigest(self._pairs.data)])
+
+    def summary(self) -> dict[str, Any]:
+        """Also `pairs`. Token counts and lengths are of single answers, each with its prompt."""
+        facts = super().summary()
+        num_pairs = len(self._pairs)
+        alone = len(self._tokenized.store) - len(SIDES) * num_pairs
+        dropped = {**facts["dropped"], **({OTHER_ANSWER_LEFT_OUT: alone} if alone else {})}
+        notes = [f"{num_pairs:,} pairs of a chosen and a rejected answer", *self._notes_of_equals(), *facts["notes"]]
+        return {**facts, "pairs": num_pairs, "dropped": dropped, "notes": notes}
+
+    def _notes_of_equals(self) -> list[str]:
+        """A note of the pairs of which both answers have the same tokens."""
+        store = self._tokenized.store
+        lengths = store.lengths()[self._pairs]
+        alike = np.flatnonzero(lengths[:, 0] == lengths[:, 1])
+        view = store.view(self._pairs[alike].ravel())
+        is_equal = [np.array_equal(view.tokens(2 * place), view.tokens(2 * place + 1)) for place in range(len(alike))]
+        equal = alike[np.array(is_equal, bool)]
+        if not len(equal):
+            return []
+        dataset = self.answered()[int(np.searchsorted(np.cumsum(self._sizes), equal[0], side="right"))].dataset
+        first = dataset.location(int(store.row[self._pairs[equal[0], 0]]))
+        return [f"{len(equal):,} of them have the same tokens twice and prefer nothing (first: {first})"]
+
+    def _whole(self) -> NDArray[np.int64]:
+        # The chosen answer with its prompt.
+        return self._pairs[:, 0]
+
+    def _rows(self) -> Sequence[NDArray[np.int64]]:
+        rows = self._tokenized.store.row[self._pairs[:, 0]]
+        return np.split(rows, np.cumsum(self._sizes)[:-1])
+
+    def _lengths(self) -> NDArray[np.int64]:
+        return self._tokenized.store.lengths()[self._pairs].sum(axis=1)
+
+    def answered(self) -> Sequence[DatasetToTokenize]:
+        """Prompts with their chosen answers."""
+        return self._sources[:: len(SIDES)]
+
+    def _to_tokenize(self, opened: Sequence[DatasetToTokenize]) -> Sequence[DatasetToTokenize]:
+        return [side_of(source, side) for source in opened for side in SIDES]
+
+
+def _pairs_of_dataset(store: TokenStore, dataset: int) -> Pairs:
+    """int64 [pairs, 2]: store indices of both answers of each row that has both, in the order of the rows."""
+    places = [np.flatnonzero(store.source == len(SIDES) * dataset + side) for side in range(len(SIDES))]
+    _, of_chosen, of_rejected = np.intersect1d(
+        store.row[places[0]], store.row[places[1]], assume_unique=True, return_indices=True
+    )
+    return np.stack([places[0][of_chosen], places[1][of_rejected]], axis=1).astype(np.int64)
+
+
+class PreferenceSource(SftSource):
+    """As `sft`, with pairs for samples: as pure, as resumable, built ahead as well."""
+
+    sides: Sequence[str] = SIDES
+    side_of = staticmethod(side_of)
+
+    def __init__(self, config: PreferenceSourceConfig, context: SourceContext) -> None:
+        self._context = context
+        super().__init__(config, context, PairSet(context.config.data.train, context))
+
+    def summary(self) -> Mapping[str, object]:
+        return {**super().summary(), "step_of": f"{self._batch_size} pairs"}
+
+    def held_out(self, datasets: Sequence[DatasetConfig]) -> Samples:
+        """Their pairs."""
+        return PairSet(datasets, self._context)

@@ -1,0 +1,221 @@
+"""A backend of many ranks as the loop sees it: it deals rows to ranks, calls them, and joins what they answer.
+
+Place on the way: mini-batch -> a share for each rank -> all ranks at once -> one answer. It holds no weights and no
+torch process group; those are in the ranks, whose class a subclass names (`worker`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from spurline.config.run_config import RunConfig
+from spurline.data.batch import ROUTED_EXPERTS, TrainingBatch
+from spurline.digests import FileDigest
+from spurline.errors import CheckpointWriteError, ModelError, NonFiniteLossError
+from spurline.plugins.registry import Registry
+from spurline.protocols.backend import LossSums, Role, check_trained
+from spurline.protocols.loss import ENTROPY, Objective
+from spurline_models.accumulate import SumsPart, describe_failure
+from spurline_models.architecture import load_model_config
+from spurline_models.dealing import Dealing, deal
+from spurline_models.experts.expert_loads import load_metrics
+from spurline_models.experts.router_replay import check_replayed
+from spurline_models.holding.offloading import refuse
+from spurline_models.loading import length_limit
+from spurline_models.streams.token_stream import check_columns, check_tokens
+from spurline_models.trainable import check_losses
+from spurline_models.weight_buckets import MakerChoice, WeightBucket
+from spurline_ranks.cluster import cluster_request
+from spurline_ranks.cluster_checks import prepare_nodes
+from spurline_ranks.configs import RankBackendConfig
+from spurline_ranks.launch import open_ranks
+from spurline_ranks.messages import SavedPart, plain_objective, plain_run
+from spurline_ranks.publishing import buckets_of_ranks
+
+
+class RankBackend:
+    """A `Backend`; see the protocol for what each method promises.
+
+    Here all ranks get a share of their own and count it; a subclass whose ranks share rows says so.
+    """
+
+    worker: ClassVar[str] = ""
+    """`module:Class` of what runs in every rank: a `RankWorker` with the calls that its docstring names."""
+
+    def __init__(self, config: RankBackendConfig, run: RunConfig, registry: Registry, total_updates: int) -> None:
+        self._config = config
+        self._run = run
+        # Before ranks start and weights are read.
+        config.check_model(run)
+        check_losses(run, registry)
+        self._model_config = load_model_config(run.model)
+        self._hidden: int = self._model_config.get_text_config().hidden_size
+        self._length_limit = length_limit(self._model_config)
+        self._is_device_given = False
+        request = replace(config.rank_request(), peers_elsewhere=run.source.facts.engines_elsewhere)
+        self._ranks = open_ranks(
+            request,
+            self.worker,
+            (plain_run(run), total_updates),
+            config.limits,
+            prepare_nodes(run),
+            cluster_request(run),
+        )
+        try:
+            self._ranks.call("build")
+        except BaseException:
+            # Nobody else can: there is no backend yet to close.
+            self._ranks.close()
+            raise
+
+    def update(self, batch: TrainingBatch, objective: Objective, *, role: Role = "policy") -> Mapping[str, float]:
+        self._check_trained(role)
+        self._check_device_here("trained")
+        dealing = self._deal(batch, objective.loss.needs)
+        answers = self._ranks.call("update", plain_objective(objective), role, per_rank=self._wires(dealing))
+        first = answers[0]
+        sums = SumsPart.join(answer["part"] for answer in self._counting(answers))
+        loss = first["loss"] / objective.normalizer
+        if not first["finite"]:
+            step = first["updates"] + 1
+            raise NonFiniteLossError(describe_failure(role, step, batch, sums, loss, first["grad_norm"]))
+        return {
+            "loss": loss,
+            "grad_norm": first["grad_norm"],
+            **first["rates"],
+            "tokens": float(batch.num_tokens),
+            "loss_tokens": float(sums.tokens),
+            **sums.metrics(),
+            **(load_metrics(answer["expert_loads"] for answer in answers) if role == "policy" else {}),
+            **sums.balance_metrics(batch.num_trained_segments),
+            **{name: max(answer[name] for answer in answers) for name in ("time/forward_backward", "time/optimizer")},
+        }
+
+    def gradients(
+        self, batch: TrainingBatch, objective: Objective, *, role: Role = "policy"
+    ) -> Iterator[tuple[str, Tensor]]:
+        self._check_trained(role)
+        self._check_device_here("asked for gradients")
+        wires = self._wires(self._deal(batch, objective.loss.needs))
+        found = self._ranks.call("gradients", plain_objective(objective), role, per_rank=wires)[0]
+        return ((name, torch.from_numpy(gradient)) for name, gradient in found)
+
+    def evaluate(self, batch: TrainingBatch, objective: Objective) -> LossSums:
+        self._check_device_here("evaluated")
+        dealing = self._deal(batch, objective.loss.needs)
+        answers = self._ranks.call("evaluate", plain_objective(objective), per_rank=self._wires(dealing))
+        return SumsPart.join(self._counting(answers)).as_loss_sums()
+
+    def logprobs(self, batch: TrainingBatch, role: Role = "policy", *, temperature: float = 1.0) -> Tensor:
+        if role == "critic":
+            self._check_trained(role)
+        self._check_device_here("asked for logprobs")
+        dealing = self._deal(batch, ())
+        answers = self._ranks.call("logprobs", role, temperature, per_rank=self._wires(dealing))
+        return dealing.gather(self._counting(answers))
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        for bucket in self._ranks.call("gathering_plan")[0]:
+            for name, value in self._ranks.call("weights", bucket)[0]:
+                yield name, torch.from_numpy(value)
+
+    def weight_buckets(self, version: int, choice: MakerChoice, first: int = 1) -> Iterator[WeightBucket]:
+        """See `MakesBuckets`. Raises ModelError for adapters alone where none are trained."""
+        # Before ranks are asked: an error of theirs would end them all.
+        if choice.part == "adapter" and self._config.adapters is None:
+            raise ModelError(
+                f"The adapters' weights were to be published alone, but backend '{self._config.name}' trains none with "
+                "these settings. Set source.weight_sync.adapters: false, which publishes the whole model."
+            )
+        return buckets_of_ranks(self._ranks, version, choice, first)
+
+    def write_weights(self, folder: Path, dtype: torch.dtype, max_file_bytes: int) -> None:
+        name = str(dtype).removeprefix("torch.")
+        answers = self._ranks.call("write_weights", str(folder.absolute()), name, max_file_bytes)
+        # Ranks answer what they could not write, and do not raise it: they stay.
+        _raise_first([OSError(failure) if failure is not None else None for failure in answers])
+
+    def facts(self) -> Mapping[str, int | str]:
+        return self._ranks.call("facts")[0]
+
+    def save(self, path: Path) -> Mapping[str, FileDigest]:
+        parts: list[SavedPart] = self._ranks.call("save", str(path.absolute()))
+        failures = [part.failure for part in parts if part.failure is not None]
+        if failures:
+            raise CheckpointWriteError(failures[0])
+        return {name: digest for part in parts for name, digest in part.digests.items()}
+
+    def load(self, path: Path, digests: Mapping[str, FileDigest] | None = None) -> None:
+        self._check_device_here("loaded from a checkpoint")
+        # Ranks answer what is wrong, and do not raise it: they are as they were, and stay.
+        files, size = sorted((digests or {}).items()), self._ranks.size
+        shares = [dict(files[rank::size]) for rank in range(size)]
+        _raise_first(self._ranks.call("verify", str(path.absolute()), per_rank=shares))
+        _raise_first(self._ranks.call("load", str(path.absolute())))
+
+    def yield_device(self, *, keep_weights: bool) -> None:
+        """See `YieldsDevice`."""
+        # Before the call: one that fails half way has given some of it.
+        self._is_device_given = True
+        self._ranks.call("yield_device", keep_weights)
+
+    def take_device(self) -> None:
+        """See `YieldsDevice`."""
+        self._ranks.call("take_device")
+        self._is_device_given = False
+
+    def close(self) -> None:
+        self._ranks.close()
+
+    def _deal(self, batch: TrainingBatch, needs: Collection[str]) -> Dealing:
+        columns = [name for name in needs if name != ENTROPY]
+        # Before ranks see it: one that raised between exchanges would end them all.
+        check_columns(batch, columns)
+        check_tokens(batch, self._model_config.get_text_config().vocab_size)
+        check_replayed(batch, self._model_config)
+        if self._length_limit is not None:
+            self._length_limit.check(int(batch.segments["length"].values.max(initial=0)))
+        return deal(
+            batch,
+            self._config.layout().data,
+            columns=[*columns, *(name for name in (ROUTED_EXPERTS,) if name in batch.tokens)],
+            max_tokens=self._config.max_tokens_per_microbatch,
+            hidden=self._hidden,
+        )
+
+    def _share_of(self, rank: int) -> int:
+        """Number of the share that this rank gets: ranks that compute the same rows together get the same."""
+        return rank
+
+    def _counts(self, rank: int) -> bool:
+        """Whether this rank answers for those that have the same share; by share, in the order of the ranks."""
+        return True
+
+    def _wires(self, dealing: Dealing) -> Sequence[Mapping[str, Any]]:
+        """By rank."""
+        wires = [share.to_wire() for share in dealing.shares]
+        return [wires[self._share_of(rank)] for rank in range(self._ranks.size)]
+
+    def _counting(self, answers: Sequence[Any]) -> Sequence[Any]:
+        """One of each share."""
+        return [answer for rank, answer in enumerate(answers) if self._counts(rank)]
+
+    def _check_device_here(self, what: str) -> None:
+        """Raise RunFailedError while others have the devices: here, since an error of a rank ends them all."""
+        if self._is_device_given:
+            refuse(what)
+
+    def _check_trained(self, role: Role) -> None:
+        check_trained(role, has_critic=self._run.trained_critic is not None)
+
+
+def _raise_first(answers: Sequence[Exception | None]) -> None:
+    for error in answers:
+        if error is not None:
+            raise error

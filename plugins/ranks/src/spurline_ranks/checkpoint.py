@@ -1,0 +1,179 @@
+"""What the checkpoints of all backends with ranks have in common: pieces of tensors, and facts beside them.
+
+A folder for each model that is trained, `policy` and `critic`, has the pieces of all ranks (`spurline_ranks.pieces`):
+weights under their names in the Hugging Face model, the optimizer's tensors under NAME/KEY. `state.json`, of the first
+rank: the update count, the digests of the weights that are not here and of those the run started from, the names of the
+weights, the optimizer's name and numbers, and how the ranks were divided. Random generators have no state, as they are
+seeded anew in each step.
+
+Place on the way: the controller renames the folder into place, and has told ranks which files to verify before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from spurline.config.run_config import RunConfig
+from spurline.digests import FileDigest, verify_files
+from spurline.errors import CheckpointError, DamagedCheckpointError
+from spurline.protocols.backend import Role
+from spurline_models.adapters.adapter_weights import AdapterStream
+from spurline_models.configs import LoraConfig
+from spurline_models.optimizers.state import OptimizerState
+from spurline_models.saved_state import check_frozen, check_weights, read_facts
+from spurline_models.saved_weights import SavedTensors, saved_adapter, saved_weights
+from spurline_models.weight_files import WeightStream
+from spurline_ranks.pieces import Box, PieceIndex
+
+_POLICY: Role = "policy"
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """What the folder of a model holds, from its headers; values are read when they are put into place.
+
+    backend: the name of the one whose ranks wrote it, which a subclass sets.
+    """
+
+    backend: ClassVar[str]
+
+    index: PieceIndex
+    facts: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, folder: Path) -> Self:
+        """Raises CheckpointError for a folder of another backend, and one that is damaged."""
+        facts = read_facts(folder, cls.backend, cls._format())
+        index = PieceIndex.of(folder)
+        lost = [name for name in facts.get("weights", ()) if name not in index.tensors]
+        if lost:
+            raise DamagedCheckpointError(
+                f"{folder} is damaged: {len(lost)} weights, such as {lost[0]}, are in no file, so one is missing. "
+                "Resume from another checkpoint."
+            )
+        return cls(index, facts)
+
+    @classmethod
+    def read_together(cls, path: Path, roles: Collection[Role]) -> dict[Role, Self]:
+        """The models of a checkpoint: the first rank reads the headers, which are the same for all. A collective.
+
+        Raises CheckpointError, on all ranks alike.
+        """
+        found: list[Any] = [None]
+        if dist.get_rank() == 0:
+            try:
+                found = [{role: cls.of(path / role) for role in roles}]
+            except CheckpointError as error:
+                found = [error]
+        dist.broadcast_object_list(found, src=0)
+        (saved,) = found
+        if isinstance(saved, CheckpointError):
+            raise saved
+        return saved
+
+    @classmethod
+    def facts_of(
+        cls,
+        updates: int,
+        initial_weights: str,
+        frozen_weights: str,
+        weights: Collection[str],
+        optimizer: Mapping[str, Any],
+        layout: Mapping[str, int],
+    ) -> dict[str, Any]:
+        """What the first rank writes with `write_facts`.
+
+        weights: names of those that pieces hold, so that a file that is lost is missed. layout: how ranks are divided.
+        """
+        return {
+            "format": cls._format(),
+            "updates": updates,
+            "initial_weights": initial_weights,
+            "frozen_weights": frozen_weights,
+            "weights": list(weights),
+            "optimizer": dict(optimizer),
+            "layout": dict(layout),
+        }
+
+    @property
+    def weights(self) -> list[str]:
+        """Names of the weights and buffers, without what belongs to the optimizer."""
+        return [key for key in self.index.tensors if "/" not in key]
+
+    @property
+    def optimizer_shapes(self) -> dict[str, Tensor]:
+        """The optimizer's tensors by NAME/KEY, on device `meta`."""
+        return {
+            key: torch.empty(stored.shape, dtype=stored.dtype, device="meta")
+            for key, stored in self.index.tensors.items()
+            if "/" in key
+        }
+
+    def check_fits(
+        self, weights: Mapping[str, str], frozen_weights: str, check_optimizer: Callable[[OptimizerState], None]
+    ) -> None:
+        """Raises CheckpointError unless it fits a model that is trained; changes nothing.
+
+        weights: what `describe` says of each. check_optimizer: raises CheckpointError, without a place, unless the
+        optimizer can take this state, whose tensors are on device `meta`.
+        """
+        where = self.index.folder
+        check_weights(where, {name: self.index.tensors[name].describe() for name in self.weights}, weights)
+        check_frozen(where, self.facts["frozen_weights"], frozen_weights)
+        try:
+            check_optimizer(OptimizerState.read(self.optimizer_shapes, self.facts["optimizer"]))
+        except CheckpointError as error:
+            raise CheckpointError(f"{where}: {error}") from error
+
+    @classmethod
+    def read_policy(
+        cls,
+        run: RunConfig,
+        folder: Path,
+        digests: Mapping[str, FileDigest],
+        lora: LoraConfig | None,
+        frozen_dtype: torch.dtype,
+    ) -> WeightStream:
+        """See `BackendFacts.checkpoint_reader`: in one process, without ranks, one whole tensor after the other.
+
+        lora, frozen_dtype: of the run's model, and in which dtype ranks hold what is under adapters. The optimizer's
+        values are verified too: they lie in the same files.
+        """
+        return saved_weights(cls._read_saved(folder, digests, frozen_dtype), run.model, lora, run.seed)
+
+    @classmethod
+    def read_adapter(
+        cls, run: RunConfig, folder: Path, digests: Mapping[str, FileDigest], lora: LoraConfig
+    ) -> AdapterStream:
+        """See `BackendFacts.adapter_reader`: as `read_policy`, and without the weights under the adapter.
+
+        lora: of the run's model.
+        """
+        # Adapters are in fp32 whatever is under them, which is not looked at here.
+        return saved_adapter(cls._read_saved(folder, digests, torch.float32), run.model, lora, run.seed)
+
+    @classmethod
+    def _read_saved(cls, folder: Path, digests: Mapping[str, FileDigest], frozen_dtype: torch.dtype) -> SavedTensors:
+        """What the folder holds of the policy, each tensor read whole when it is asked for."""
+        verify_files(folder, {name: digest for name, digest in digests.items() if name.startswith(f"{_POLICY}/")})
+        stored = cls.of(folder / _POLICY)
+        tensors = stored.index.tensors
+
+        def read(name: str) -> Tensor:
+            return stored.index.read(name, Box.whole(tensors[name].shape))
+
+        layout = {
+            name: torch.empty(tensors[name].shape, dtype=tensors[name].dtype, device="meta") for name in stored.weights
+        }
+        return SavedTensors(folder / _POLICY, layout, read, stored.facts["frozen_weights"], frozen_dtype)
+
+    @classmethod
+    def _format(cls) -> str:
+        return f"{cls.backend}-1"

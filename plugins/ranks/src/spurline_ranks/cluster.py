@@ -1,0 +1,141 @@
+"""Section `cluster`: the Ray cluster that a run is placed on, for all of its parts that go there.
+
+Ranks of a backend and engines take their place on it by themselves; see `names_cluster`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, cast, runtime_checkable
+
+from pydantic import Field, model_validator
+
+from spurline.config.paths import PathSetting
+from spurline.config.section import Section, expand_shorthand, sections_within
+from spurline.errors import Problem
+from spurline.protocols.ranks import ClusterNeed
+from spurline_ranks.group import ClusterRequest, RuntimeEnv
+
+if TYPE_CHECKING:
+    from spurline.config.run_config import RunConfig
+
+_HOST_AND_PORT = re.compile(r"(?:\[[^\s\[\]]+\]|[^\s:/\[\]]+):\d{1,5}")
+
+
+class RuntimeEnvConfig(Section):
+    """What the processes of a run on a Ray cluster get from this machine; everything else is their machine's own."""
+
+    env_vars: dict[str, str] = {}
+    """Environment variables, such as `{NCCL_SOCKET_IFNAME: eth0}`: those of this process do not reach other
+    machines."""
+    working_dir: Annotated[str | None, PathSetting(reads=True)] = None
+    """A folder that Ray copies to every machine and makes their working directory, or the URI of one: for files that
+    `env_vars` name, and modules that an installed plugin imports. It installs nothing, and so brings no plugin."""
+
+
+class ClusterConfig(Section):
+    """The Ray cluster that the whole run is placed on; a bare string is short for its `address`."""
+
+    address: str = Field(default="none", min_length=1)
+    """`none`: nothing is placed on a cluster unless `launch: ray` or `placement: ray` says so. `auto`: the cluster of
+    RAY_ADDRESS, or that of `ray start` on this machine, or one of this machine alone, which ends with the run.
+    `HOST:PORT`: that of this head. Ranks and engines are then placed on the cluster where they do not say otherwise."""
+    runtime_env: RuntimeEnvConfig = RuntimeEnvConfig()
+    """What the machines of the cluster get from this one."""
+    room_timeout_s: float = Field(default=180.0, ge=0)
+    """Seconds to wait for a cluster in which others hold what the run needs, or whose machines are still coming."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_address(cls, value: Any) -> Any:
+        return expand_shorthand(value, "address")
+
+    @property
+    def is_used(self) -> bool:
+        """Whether the run as a whole is placed on a cluster."""
+        return self.address != "none"
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        if self.address not in ("none", "auto") and _HOST_AND_PORT.fullmatch(self.address) is None:
+            yield Problem(
+                "address",
+                f"is {self.address!r}, which is no address of a cluster. Set it to auto, none, or HOST:PORT of its "
+                "head, as `ray start --head` prints it, without a scheme such as ray://.",
+            )
+        on_cluster = any(True for _ in cluster_needs(run))
+        if self.is_used and not on_cluster:
+            yield Problem(
+                "address",
+                f"is {self.address}, but nothing of this run is placed on a cluster: it has no ranks and no engines "
+                "that could be. Choose a backend with ranks, such as fsdp, or remove it.",
+            )
+        if not on_cluster and self.runtime_env != RuntimeEnvConfig():
+            yield Problem("runtime_env", "is for the machines of a cluster. Set cluster.address: auto, or remove it.")
+
+
+@runtime_checkable
+class PlacedOnCluster(Protocol):
+    """Settings of a component whose processes may be placed on the run's Ray cluster."""
+
+    def cluster_need(self, run: RunConfig) -> ClusterNeed | None:
+        """Return the room that it needs there; None where these settings place nothing on it."""
+        ...
+
+
+def cluster_needs(run: RunConfig) -> Iterator[tuple[str, ClusterNeed]]:
+    """(key of the section, what it needs) of everything that this run places on its cluster, ranks first: those need
+    whole machines, which others would take pieces of."""
+    sections = [(path, section) for path, section in sections_within(run) if isinstance(section, PlacedOnCluster)]
+    needs = [(path, need) for path, section in sections if (need := section.cluster_need(run)) is not None]
+    yield from sorted(needs, key=lambda found: not found[1].together)
+
+
+def cluster_request(run: RunConfig) -> ClusterRequest:
+    """The cluster of this run, as plain data."""
+    cluster = run.section(ClusterConfig)
+    env = cluster.runtime_env
+    return ClusterRequest(
+        cluster.address if cluster.is_used else "auto",
+        RuntimeEnv(env.env_vars, env.working_dir),
+        cluster.room_timeout_s,
+        str(run.run_dir.absolute() / "logs"),
+    )
+
+
+@contextmanager
+def room_on_cluster(run: RunConfig) -> Iterator[None]:
+    """Reserve what the run places on the cluster, where it places something, for as long as the context is open.
+
+    Machines that are for engines alone are checked too.
+
+    Raises:
+        ConfigError: There is too little room, with the numbers; or machines are not alike, or do not share what they
+            must.
+        UserError: The cluster cannot be joined.
+    """
+    needs = dict(cluster_needs(run))
+    if not needs:
+        yield
+        return
+    # Every run is in this context, and few have a cluster.
+    from spurline_models.machine import check_ray
+    from spurline_ranks.cluster_checks import prepare_nodes
+
+    check_ray()
+    from spurline_ranks.cluster_room import RunRoom
+
+    room = RunRoom(cluster_request(run))
+    try:
+        room.reserve(needs, prepare_nodes(run))
+        yield
+    finally:
+        room.close()
+
+
+def names_cluster(values: Mapping[str, Any]) -> bool:
+    """Whether the settings of a file, before they are validated, place the run on a cluster."""
+    section: Any = expand_shorthand(values.get("cluster"), "address")
+    settings: Mapping[str, Any] = cast("Mapping[str, Any]", section) if isinstance(section, Mapping) else {}
+    return settings.get("address", "none") != "none"

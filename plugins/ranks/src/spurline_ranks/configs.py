@@ -1,0 +1,258 @@
+"""Settings that backends of many ranks have in common. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from spurline.config.run_config import RunConfig
+from spurline.config.section import OnResume
+from spurline.errors import Problem
+from spurline.plugins.registry import resolve
+from spurline.protocols.backend import BackendFacts
+from spurline.protocols.optimizer import OptimizerConfig
+from spurline.protocols.ranks import ClusterNeed, Launch, RankRequest
+from spurline_models.backend_config import ModelBackendConfig
+from spurline_models.finding import Finding
+from spurline_models.machine import check_ray, num_gpus
+from spurline_ranks.cluster import names_cluster
+from spurline_ranks.group import TimeLimits
+
+RANKS_ON_CPU = 2
+"""How many there are without GPUs, where nothing is said: enough to show that it works."""
+
+
+class RankBackendConfig(ModelBackendConfig):
+    """A backend whose model is divided among ranks: where they are, and how long they may take.
+
+    Of a backend's package, `package` names modules with the functions that need torch: `layout` has `check_model`,
+    `describe_layout` and `savings`, `memory` the estimates, `doctor` has `doctor`. Each takes the config first, and
+    then what the method here takes; `describe_layout` takes the config alone.
+    """
+
+    missing_settings: ClassVar[Mapping[str, str]] = {
+        "runtime_env": "It is that of all that the run places on a cluster: write it in the section `cluster`.",
+    }
+    package: ClassVar[str] = ""
+    """Where the modules are: `spurline_fsdp_backend`."""
+
+    ranks: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
+    """Processes, each with one GPU; null takes all GPUs of the machine, and 2 processes on CPU. With `launch: ray` it
+    has to be said."""
+    launch: Annotated[Launch, OnResume.FREE] = "local"
+    """`local` starts the ranks on this machine; `ray` as actors of the Ray cluster, and is the default with
+    `cluster.address`."""
+    device: Annotated[Literal["auto", "cpu", "cuda"], OnResume.TO_ROUNDING] = "auto"
+    """`auto` takes GPUs when there are some."""
+    precision: Annotated[Literal["auto", "fp32", "bf16"], OnResume.BY_NAME] = "auto"
+    """`bf16` keeps fp32 weights, computes in bf16 and sums gradients in fp32; `auto` is bf16 on GPUs, fp32 on CPU."""
+    ranks_per_node: Annotated[int | None, OnResume.FREE] = Field(default=None, gt=0)
+    """Ranks of one machine of a cluster; null takes all GPUs of each, of one machine where that is enough."""
+    gpus: Annotated[tuple[int, ...] | None, OnResume.FREE] = None
+    """GPUs of this machine that the ranks may have, where rollout engines need the others; null for all."""
+    max_tokens_per_microbatch: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
+    """Fill each micro-batch of a rank, or of the ranks that share sequences, with whole rows up to this many tokens,
+    padding not counted; null takes all rows."""
+    logits_chunk_tokens: Annotated[int, OnResume.TO_ROUNDING] = Field(default=4096, gt=0)
+    """Positions of one rank whose logits exist at the same time."""
+    num_threads: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
+    """CPU threads of each rank; null divides the cores of a machine among its ranks."""
+    deterministic: Annotated[bool, OnResume.TO_ROUNDING] = False
+    """Use deterministic kernels, so that two runs on GPUs are equal bit for bit; slower."""
+    probe: Annotated[bool, OnResume.FREE] = True
+    """Check at start-up that packed rows and chunked logits are exact for this model."""
+    start_timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0)
+    """Seconds that the ranks may take to start and find each other, before any weight is loaded."""
+    call_timeout_s: Annotated[float, OnResume.FREE] = Field(default=3600.0, gt=0)
+    """Seconds that one update, evaluation or checkpoint may take, loading the model, or its download to machines of a
+    cluster."""
+    collective_timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0)
+    """Seconds that one exchange between ranks may take."""
+
+    @classmethod
+    def defaults_beside(cls, given: Mapping[str, Any], file: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"launch": "ray"} if names_cluster(file) else {}
+
+    def cluster_need(self, run: RunConfig) -> ClusterNeed | None:
+        return self.rank_request().cluster_need()
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        yield from self._launch_problems()
+        ranks = self.num_ranks
+        if not ranks:
+            yield Problem(
+                "ranks",
+                "takes all GPUs of this machine, and there are none. Set device: cpu to try it out, or say how many "
+                "there are where it trains, such as ranks: 8.",
+            )
+            return
+        yield from self.division_problems(ranks)
+        if self.gpus is not None:
+            yield from self._gpu_problems(self.gpus)
+        if self.ranks_per_node is not None and ranks > self.ranks_per_node and ranks % self.ranks_per_node:
+            yield Problem(
+                "ranks_per_node",
+                f"is {self.ranks_per_node}, which does not divide the {ranks} ranks. All machines have equally many.",
+            )
+        optimizers = [("optimizer", run.optimizer)]
+        if run.trained_critic is not None:
+            optimizers.append(("critic.optimizer", run.trained_critic.optimizer))
+        for key, optimizer in optimizers:
+            reason = self.optimizer_refusal(optimizer)
+            if reason is not None:
+                yield Problem(
+                    "name",
+                    f"is {self.name}, which gives each rank a part of every parameter, and {key} '{optimizer.name}' "
+                    f"{reason}. Use adamw.",
+                )
+
+    def optimizer_refusal(self, optimizer: OptimizerConfig) -> str | None:
+        """Why this optimizer cannot be given parameters as the ranks have them, as a verb and what follows it."""
+        reason = optimizer.needs_whole_parameters
+        return None if reason is None else f"needs whole ones: {reason}"
+
+    def division_problems(self, ranks: int) -> Iterable[Problem]:
+        """Problems of the settings that divide so many ranks into groups."""
+        return ()
+
+    def _launch_problems(self) -> Iterable[Problem]:
+        if self.launch != "ray":
+            if self.ranks_per_node is not None:
+                yield Problem("ranks_per_node", "is for the machines of a cluster. Set launch: ray, or remove it.")
+            return
+        # A config is read before any cluster is asked, and by commands that never ask one.
+        if self.ranks is None:
+            yield Problem("ranks", "has to be said with launch: ray: machines of the cluster times GPUs of each.")
+        if self.device == "auto" and not num_gpus():
+            yield Problem(
+                "device",
+                "is auto, which looks at this machine, and it has no GPU; those of the cluster may have some. Set "
+                "device: cuda, or device: cpu.",
+            )
+
+    def _gpu_problems(self, gpus: tuple[int, ...]) -> Iterable[Problem]:
+        if self.on == "cpu":
+            yield Problem("gpus", "names GPUs, and the ranks are on CPU. Remove it, or set device: cuda.")
+        if self.launch == "ray":
+            yield Problem("gpus", "names GPUs of this machine, and launch: ray lets the cluster choose. Remove one.")
+        if len(gpus) != len(set(gpus)):
+            yield Problem("gpus", f"names a GPU twice: {list(gpus)}. Each rank has one of its own.")
+        elif self.ranks is not None and self.ranks > len(gpus):
+            yield Problem(
+                "gpus",
+                f"names {len(gpus)} GPUs, and there are {self.ranks} ranks, each with one of its own. Name "
+                f"{self.ranks - len(gpus)} more, or set ranks: {len(gpus)}.",
+            )
+
+    @property
+    def on(self) -> Literal["cpu", "cuda"]:
+        """The device that `auto` stands for here."""
+        if self.device == "auto":
+            return "cuda" if num_gpus() else "cpu"
+        return self.device
+
+    @property
+    def facts(self) -> BackendFacts:
+        return replace(
+            super().facts,
+            yields_device=True,
+            computes_in=self.computes_in,
+            microbatch_bound=self.max_tokens_per_microbatch,
+            device=f"on {self.num_ranks} ranks, {self.on}, {self.computes_in}",
+        )
+
+    @property
+    def computes_in(self) -> Literal["fp32", "bf16"]:
+        """The precision that `auto` stands for here."""
+        if self.precision == "auto":
+            return "bf16" if self.on == "cuda" else "fp32"
+        return self.precision
+
+    @property
+    def num_ranks(self) -> int:
+        """As many as the machine has GPUs, where none are asked for."""
+        if self.ranks is not None:
+            return self.ranks
+        if self.on == "cpu":
+            return RANKS_ON_CPU
+        return len(self.gpus) if self.gpus is not None else num_gpus()
+
+    def rank_request(self) -> RankRequest:
+        return RankRequest(
+            self.num_ranks,
+            self.on,
+            self.launch,
+            self.ranks_per_node,
+            self.gpus,
+            self.num_threads,
+            self.rank_variables,
+        )
+
+    @property
+    def rank_variables(self) -> Mapping[str, str]:
+        """Environment variables that its ranks need from the start."""
+        if not self.deterministic:
+            return {}
+        # Products of matrices on a GPU are deterministic with a workspace of their own only; whoever set one keeps it.
+        name = "CUBLAS_WORKSPACE_CONFIG"
+        return {name: os.environ.get(name, ":4096:8")}
+
+    @property
+    def limits(self) -> TimeLimits:
+        return TimeLimits(self.start_timeout_s, self.call_timeout_s, self.collective_timeout_s)
+
+    def missing_here(self) -> str | None:
+        if self.launch == "ray" or self.on == "cpu" or self.num_ranks <= num_gpus():
+            return None
+        return (
+            f"backend.ranks is {self.num_ranks}, each with a GPU, and this machine has {num_gpus()}: this config "
+            "trains elsewhere only"
+        )
+
+    # What looks at the model's architecture is found by name, as factories are: it needs torch, and a config must not.
+
+    def check_model(self, run: RunConfig) -> None:
+        if self.launch == "ray":
+            check_ray()
+        self._part("layout:check_model")(self, run)
+
+    def describe_layout(self, run: RunConfig) -> Sequence[str]:
+        """Sentences on its ranks, for `spurline plan`: how many, where, and in which groups."""
+        return list(self._part("layout:describe_layout")(self))
+
+    def suggested_layouts(
+        self, run: RunConfig, row_length: int, tokens: int, device_bytes: int, usable_bytes: int
+    ) -> Iterable[str]:
+        """Lines on how its ranks could be divided otherwise, for `spurline plan`: what fits, the fastest first; none
+        for a backend with one way.
+
+        row_length, tokens: as in `estimate_memory`. device_bytes: memory of a device, of which a plan counts on
+        usable_bytes.
+        """
+        return ()
+
+    def savings(self, run: RunConfig, row_length: int, tokens: int) -> Iterable[Mapping[str, Any]]:
+        return self._part("layout:savings")(self, run, row_length, tokens)
+
+    def device_bytes(self) -> int | None:
+        return resolve("spurline_ranks.layout:device_bytes", f"backend '{self.name}'")(self)
+
+    def estimate_memory(self, run: RunConfig, row_length: int, tokens: int) -> dict[str, int]:
+        return self._part("memory:estimate_memory")(self, run, row_length, tokens)
+
+    def estimate_host_memory(self, run: RunConfig) -> int:
+        return self._part("memory:estimate_host_memory")(self, run)
+
+    def doctor(self, run: RunConfig) -> Iterator[Finding]:
+        """What `spurline doctor` finds by starting what a run would start, all but the model.
+
+        Yields as it finds. What fails is a Finding with its fix, and not an error.
+        """
+        return self._part("doctor:doctor")(self, run)
+
+    def _part(self, name: str) -> Callable[..., Any]:
+        return resolve(f"{self.package}.{name}", f"backend '{self.name}'")

@@ -1,0 +1,69 @@
+"""What ranks are told of a run and of an objective, as plain data, and what they answer of a checkpoint.
+
+A rank reads the run's settings anew and makes the loss of every call from its config, through a registry of its own: no
+config, loss or plugin is ever pickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spurline.config.loading import load_config
+from spurline.config.run_config import RunConfig
+from spurline.digests import FileDigest
+from spurline.errors import PluginError
+from spurline.plugins.registry import Registry
+from spurline.protocols.loss import Objective
+from spurline_models.trainable import refuse_stateful
+
+
+def plain_run(run: RunConfig) -> dict[str, Any]:
+    """The settings as JSON values that mean the same in another working directory."""
+    # Every section by the class it has, also where the run was built by hand and not by loading.
+    plain = run.model_dump(mode="json", serialize_as_any=True)
+    return plain | {"run_dir": str(Path(run.run_dir).absolute())}
+
+
+def read_run(plain: Mapping[str, Any]) -> tuple[RunConfig, Registry]:
+    """The inverse of `plain_run`, with the run's plugins loaded in this process.
+
+    Rules between sections are not checked again: they held where the run began. Raises PluginError or ConfigError where
+    this process has other plugins, or other versions of them.
+    """
+    loaded = load_config(plain, recorded=True)
+    return loaded.config, loaded.host.registry
+
+
+def plain_objective(objective: Objective) -> dict[str, Any]:
+    """The objective of a call. Raises ConfigError or PluginError for a loss that ranks cannot make again."""
+    loss = objective.loss
+    refuse_stateful(loss)
+    config: Any = getattr(loss, "config", None)
+    if config is None:
+        raise PluginError(
+            f"The loss {type(loss).__name__} has no attribute `config`, from which ranks would make it again. Set "
+            "`self.config = config` in its constructor, or choose backend.name: local."
+        )
+    return {
+        "loss": config.model_dump(mode="json", serialize_as_any=True),
+        "normalizer": objective.normalizer,
+        "temperature": objective.temperature,
+    }
+
+
+def read_objective(plain: Mapping[str, Any], registry: Registry) -> Objective:
+    """The inverse of `plain_objective`."""
+    settings = plain["loss"]
+    config = registry.get("loss", settings["name"]).config.model_validate(settings)
+    return Objective(registry.create("loss", config), plain["normalizer"], plain["temperature"])
+
+
+@dataclass(frozen=True)
+class SavedPart:
+    """What one rank has written of a checkpoint: digests by path in its folder, or why it could not."""
+
+    digests: Mapping[str, FileDigest]
+    failure: str | None = None

@@ -1,0 +1,396 @@
+"""Keep tensors that many processes hold parts of: each process writes its parts, and any others read what they need.
+
+A *piece* is a part of one tensor: a box of it, or a range of the values of a box, counted row by row. Every process
+writes its pieces into files of its own, `rank-00003.part-001.safetensors`, whose headers say which pieces they are, and
+hashes them while it writes. Whoever reads makes an index of all headers, finds out whether the pieces are each tensor
+once and whole, and then reads the boxes that he holds himself: on another number of processes those are others.
+
+It knows no model and no optimizer. Naming the folder and renaming it into place are the caller's work. No pickle.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # no public function tells it
+
+from spurline.digests import FileDigest
+from spurline.errors import CheckpointError, CheckpointWriteError, DamagedCheckpointError
+from spurline.tensor_files import Values, write_tensor_file
+from spurline_models.optimizers.state import describe
+from spurline_models.weight_files import DTYPES, values_of_tensor
+
+PART_BYTES = 2 << 30
+"""Bytes of values in one file, at most."""
+
+_METADATA = "spurline_pieces"
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Box:
+    """A part of a tensor: where it begins in each dimension, and its shape."""
+
+    offset: Shape
+    shape: Shape
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Self:
+        """All of a tensor."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def num_values(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def end(self) -> Shape:
+        """One past the last position in each dimension."""
+        return tuple(map(sum, zip(self.offset, self.shape, strict=True)))
+
+    def common(self, other: Box) -> Box | None:
+        """What is in both, if anything is."""
+        begin = tuple(map(max, zip(self.offset, other.offset, strict=True)))
+        end = tuple(map(min, zip(self.end, other.end, strict=True)))
+        if any(low >= high for low, high in zip(begin, end, strict=True)):
+            return None
+        return Box(begin, tuple(high - low for low, high in zip(begin, end, strict=True)))
+
+    def slices_in(self, outer: Box) -> tuple[slice, ...]:
+        """How to cut this box out of a tensor that holds the outer one."""
+        begin = [here - there for here, there in zip(self.offset, outer.offset, strict=True)]
+        return tuple(slice(low, low + size) for low, size in zip(begin, self.shape, strict=True))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of the tensor `key` of this shape, to be written.
+
+    values: of the box, in its shape; or a vector, with `span`, which says what range of the box's values it is.
+    """
+
+    key: str
+    shape: Shape
+    box: Box
+    values: Tensor
+    span: tuple[int, int] | None = None
+
+    @property
+    def range(self) -> tuple[int, int]:
+        """The span, which is all of the box where none is given."""
+        return (0, self.box.num_values) if self.span is None else self.span
+
+
+def held_box(tensor: Tensor) -> Box:
+    """The part of a tensor that this process holds: all of it, or the local part of a DTensor."""
+    if not isinstance(tensor, DTensor):
+        return Box.whole(tensor.shape)
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    assert tuple(shape) == tensor.to_local().shape, (shape, tensor.to_local().shape, tensor.placements)
+    return Box(tuple(offset), tuple(shape))
+
+
+def held_values(tensor: Tensor) -> Tensor:
+    """The values of `held_box`: the very memory of the tensor."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def held_pieces(tensors: Mapping[str, Tensor], *, first: bool) -> Iterator[Piece]:
+    """The pieces that this process is to write of tensors that all processes hold parts of, each once over all.
+
+    first: whether it is the one that writes what all processes hold alike.
+    """
+    for key, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh
+            copies = [index for index, placement in enumerate(tensor.placements) if placement.is_replicate()]
+            writes = all(mesh.get_local_rank(index) == 0 for index in copies)
+        else:
+            writes = first
+        if writes:
+            yield Piece(key, tuple(tensor.shape), held_box(tensor), held_values(tensor))
+
+
+def write_pieces(
+    folder: Path, rank: int, pieces: Iterable[Piece], part_bytes: int = PART_BYTES
+) -> dict[str, FileDigest]:
+    """Write the pieces of one process; returns the digests of the files, by name, when they are safe on the disk.
+
+    Takes host memory for one block. Pieces without values leave no trace. Raises CheckpointWriteError.
+    """
+    digests: dict[str, FileDigest] = {}
+    try:
+        for number, part in enumerate(_parts(pieces, part_bytes)):
+            name = f"rank-{rank:05d}.part-{number:03d}.safetensors"
+            digests[name] = _write_part(folder / name, part)
+    except OSError as error:
+        raise CheckpointWriteError(str(error)) from error
+    return digests
+
+
+def _parts(pieces: Iterable[Piece], part_bytes: int) -> Iterator[list[Piece]]:
+    """The pieces of each file, large ones cut."""
+    part: list[Piece] = []
+    filled = 0
+    for piece in pieces:
+        for cut in _cut(piece, part_bytes):
+            if part and filled + cut.values.nbytes > part_bytes:
+                yield part
+                part, filled = [], 0
+            part.append(cut)
+            filled += cut.values.nbytes
+    if part:
+        yield part
+
+
+def _cut(piece: Piece, part_bytes: int) -> Iterator[Piece]:
+    if piece.values.nbytes <= part_bytes:
+        if piece.values.numel():
+            yield piece
+        return
+    values = piece.values.reshape(-1)
+    step = part_bytes // values.element_size()
+    begin = piece.range[0]
+    for low in range(0, values.numel(), step):
+        cut = values[low : low + step]
+        yield replace(piece, values=cut, span=(begin + low, begin + low + cut.numel()))
+
+
+def _write_part(path: Path, pieces: list[Piece]) -> FileDigest:
+    stored, places = _named(pieces)
+    return write_tensor_file(path, stored, {_METADATA: json.dumps(places)})
+
+
+def _named(pieces: list[Piece]) -> tuple[dict[str, Values], dict[str, Any]]:
+    """The values of the pieces by the names that they have in a file, and what piece each of them is."""
+    stored: dict[str, Values] = {}
+    places: dict[str, Any] = {}
+    for number, piece in enumerate(pieces):
+        name = piece.key if piece.key not in stored else f"{piece.key}~{number}"
+        stored[name] = values_of_tensor(piece.values)
+        places[name] = [piece.key, piece.shape, piece.box.offset, piece.box.shape, piece.range]
+    return stored, places
+
+
+@dataclass(frozen=True)
+class StoredPiece:
+    """Where a piece lies. span: of the box's values, counted row by row. begin: its first byte in the file."""
+
+    file: str
+    begin: int
+    box: Box
+    span: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor, whose values may be spread over several files."""
+
+    shape: Shape
+    dtype: torch.dtype
+    pieces: tuple[StoredPiece, ...]
+
+    def describe(self) -> str:
+        """As `describe` says it of a tensor."""
+        return describe(torch.empty(self.shape, dtype=self.dtype, device="meta"))
+
+
+@dataclass(frozen=True)
+class PieceIndex:
+    """The tensors of a folder by key, from the headers of its files."""
+
+    folder: Path
+    tensors: Mapping[str, StoredTensor]
+
+    @classmethod
+    def of(cls, folder: Path) -> Self:
+        """Reads the headers, and checks that the pieces are every tensor once and whole.
+
+        Raises DamagedCheckpointError naming file and key.
+        """
+        found: dict[str, list[tuple[Shape, torch.dtype, StoredPiece]]] = {}
+        for path in sorted(folder.glob("rank-*.safetensors")):
+            for key, shape, dtype, piece in _stored_pieces(path):
+                found.setdefault(key, []).append((shape, dtype, piece))
+        tensors: dict[str, StoredTensor] = {}
+        for key, entries in found.items():
+            shape, dtype, _ = entries[0]
+            for other_shape, other_dtype, piece in entries:
+                if (other_shape, other_dtype) != (shape, dtype):
+                    raise DamagedCheckpointError(
+                        f"{folder / piece.file} does not belong to the files beside it: {key} is {list(other_shape)} "
+                        f"{other_dtype} there, and {list(shape)} {dtype} in {entries[0][2].file}."
+                    )
+            tensors[key] = StoredTensor(shape, dtype, tuple(piece for _, _, piece in entries))
+            _check_whole(folder, key, tensors[key])
+        return cls(folder, tensors)
+
+    def read(self, key: str, box: Box) -> Tensor:
+        """A box of a tensor, on CPU, out of the files that hold parts of it. Reads no more than these parts."""
+        result = torch.empty(box.shape, dtype=self.tensors[key].dtype)
+        self._read_into(result, key, box)
+        return result
+
+    def read_span(self, key: str, box: Box, begin: int, end: int) -> Tensor:
+        """The values `begin` to `end` of a box, counted row by row, as a vector on CPU. Reads no more than these."""
+        result = torch.empty(end - begin, dtype=self.tensors[key].dtype)
+        filled = 0
+        for inner in _boxes_of_span(box.shape, begin, end):
+            offset = tuple(map(sum, zip(inner.offset, box.offset, strict=True)))
+            target = result[filled : filled + inner.num_values].view(inner.shape)
+            self._read_into(target, key, Box(offset, inner.shape))
+            filled += inner.num_values
+        return result
+
+    def fill(self, target: Tensor, key: str) -> None:
+        """Give a tensor of the same shape and dtype its values, of which this process holds some or all."""
+        local, box = held_values(target), held_box(target)
+        if local.device.type == "cpu":
+            self._read_into(local, key, box)
+        else:
+            local.copy_(self.read(key, box))
+
+    def _read_into(self, result: Tensor, key: str, box: Box) -> None:
+        """The box in its own shape, on CPU."""
+        stored = self.tensors[key]
+        missing = box.num_values
+        for piece in stored.pieces:
+            if piece.box.common(box) is None:
+                continue
+            values = self._values(piece, stored.dtype)
+            begin = 0
+            for inner in _boxes_of_span(piece.box.shape, *piece.span):
+                offset = tuple(map(sum, zip(inner.offset, piece.box.offset, strict=True)))
+                part = Box(offset, inner.shape)
+                common = part.common(box)
+                if common is not None:
+                    there = values[begin : begin + part.num_values].view(part.shape)
+                    result[common.slices_in(box)] = there[common.slices_in(part)]
+                    missing -= common.num_values
+                begin += part.num_values
+        assert missing == 0, (key, box, missing)
+
+    def read_like(self, key: str, like: Tensor) -> Tensor:
+        """What this process holds of a tensor, in the same parts as another one of its shape, and whole beside others.
+
+        On the device of `like` where it has its shape, else on CPU.
+        """
+        stored = self.tensors[key]
+        if not isinstance(like, DTensor) or stored.shape != like.shape:
+            return self.read(key, Box.whole(stored.shape))
+        # Not made of a local tensor, which goes to the device of the mesh: with offloaded weights that is another one.
+        result = torch.empty_like(like, dtype=stored.dtype, requires_grad=False)
+        self.fill(result, key)
+        return result
+
+    def _values(self, piece: StoredPiece, dtype: torch.dtype) -> Tensor:
+        """The piece's values as a vector that is read from the file where it is looked at."""
+        num_bytes = (piece.span[1] - piece.span[0]) * dtype.itemsize
+        path = self.folder / piece.file
+        try:
+            # Copy-on-write, since torch has no tensors that cannot be written to.
+            mapped = np.memmap(path, np.uint8, "c", offset=piece.begin, shape=(num_bytes,))
+        except (OSError, ValueError) as error:
+            raise DamagedCheckpointError(f"{path} is missing or truncated ({error}).") from error
+        return torch.from_numpy(mapped).view(dtype)
+
+
+def _stored_pieces(path: Path) -> Iterator[tuple[str, Shape, torch.dtype, StoredPiece]]:
+    """(key, shape of the whole tensor, dtype, piece) of each piece in a file."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            size = path.stat().st_size
+            if not 0 < length <= size - 8:
+                raise DamagedCheckpointError(f"{path} is damaged: its header says that it has {length} bytes.")
+            header = json.loads(file.read(length))
+        places = json.loads(header.pop("__metadata__")[_METADATA])
+        end = 8 + length + max(entry["data_offsets"][1] for entry in header.values())
+        if end != size:
+            raise DamagedCheckpointError(f"{path} is damaged: it has {size} bytes instead of {end}.")
+        for name, entry in header.items():
+            key, shape, offset, box_shape, (low, high) = places[name]
+            box = Box(tuple(offset), tuple(box_shape))
+            begin, end = entry["data_offsets"]
+            dtype = DTYPES[entry["dtype"]]
+            if end - begin != (high - low) * dtype.itemsize:
+                raise DamagedCheckpointError(f"{path} is damaged: {key} has {end - begin} bytes there.")
+            yield key, tuple(shape), dtype, StoredPiece(path.name, 8 + length + begin, box, (low, high))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedCheckpointError(f"{path} is damaged: its header cannot be read ({error!r}).") from error
+
+
+def _check_whole(folder: Path, key: str, stored: StoredTensor) -> None:
+    """Raises DamagedCheckpointError unless the pieces are the tensor: every value in one of them and no other."""
+    boxes: dict[Box, list[StoredPiece]] = {}
+    for piece in stored.pieces:
+        boxes.setdefault(piece.box, []).append(piece)
+    for pieces in boxes.values():
+        pieces.sort(key=lambda piece: piece.span)
+        for one, other in pairwise(pieces):
+            if one.span[1] > other.span[0]:
+                raise _doubled(folder, key, one, other)
+    # Boxes of one tensor: [num_boxes, num_dimensions] each.
+    begin, end = (np.array([getattr(box, name) for box in boxes], dtype=np.int64) for name in ("offset", "end"))
+    overlap = ((begin[:, None] < end[None]) & (begin[None] < end[:, None])).all(-1)
+    overlap &= ~np.eye(len(boxes), dtype=bool)
+    if overlap.any():
+        one, other = (list(boxes.values())[index][0] for index in np.argwhere(overlap)[0])
+        raise _doubled(folder, key, one, other)
+    outside = next((pieces[0] for box, pieces in boxes.items() if box.common(Box.whole(stored.shape)) != box), None)
+    if outside is not None:
+        raise DamagedCheckpointError(
+            f"{folder / outside.file} is damaged: its part of {key} reaches beyond the shape {list(stored.shape)}."
+        )
+    num_values = math.prod(stored.shape)
+    num_missing = num_values - sum(piece.span[1] - piece.span[0] for piece in stored.pieces)
+    if num_missing:
+        files = ", ".join(sorted({piece.file for piece in stored.pieces}))
+        raise DamagedCheckpointError(
+            f"{folder} is damaged: of {key}, {num_missing} of {num_values} values are in no file. Parts of it are in "
+            f"{files}: another file is missing."
+        )
+
+
+def _doubled(folder: Path, key: str, one: StoredPiece, other: StoredPiece) -> CheckpointError:
+    return DamagedCheckpointError(
+        f"{folder} is damaged: {one.file} and {other.file} both hold the same values of {key}, so they are not of one "
+        "checkpoint."
+    )
+
+
+def _boxes_of_span(shape: Shape, begin: int, end: int) -> Iterator[Box]:
+    """Cut a range of a box's values, counted row by row, into boxes. Each of them is a range too, and they follow one
+    another."""
+    if begin >= end:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    row = math.prod(shape[1:])
+    first_whole, last_whole = -(-begin // row), end // row
+    if first_whole > last_whole:  # inside one row
+        yield from _in_row(shape, last_whole, begin, end)
+        return
+    yield from _in_row(shape, first_whole - 1, begin, first_whole * row)
+    if first_whole < last_whole:
+        inner = shape[1:]
+        yield Box((first_whole, *(0 for _ in inner)), (last_whole - first_whole, *inner))
+    yield from _in_row(shape, last_whole, last_whole * row, end)
+
+
+def _in_row(shape: Shape, number: int, begin: int, end: int) -> Iterator[Box]:
+    row = math.prod(shape[1:])
+    for inner in _boxes_of_span(shape[1:], begin - number * row, end - number * row):
+        yield Box((number, *inner.offset), (1, *inner.shape))

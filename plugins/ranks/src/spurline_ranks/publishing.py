@@ -1,0 +1,148 @@
+"""Make buckets of weights in the ranks that a choice names, so that no weight ever comes to the controller.
+
+Place on the way: parts of weights -> gathered one bucket at a time, in the first rank, in the one that has most of
+them, or in all -> a maker there -> a description of the bucket, which the controller passes on. One call makes one
+bucket: a consumer that stops early leaves no rank in an exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from spurline.plugins.registry import resolve
+from spurline_models.weight_buckets import BucketMaker, MakerChoice, WeightBucket
+from spurline_ranks.group import Place, RankGroup
+from spurline_ranks.weight_gathering import Bucket, WeightGathering
+
+
+def buckets_of_ranks(ranks: RankGroup, version: int, choice: MakerChoice, first: int = 1) -> Iterator[WeightBucket]:
+    """In the controller: see `MakesBuckets`. Ranks are told that the last bucket has been taken when the one after it
+    is asked for."""
+    plain = asdict(choice)
+    for number in range(first, ranks.call("num_buckets", plain)[0] + 1):
+        made = [answer for answer in ranks.call("make_bucket", plain, version, number) if answer is not None]
+        yield join_buckets([WeightBucket.from_plain(answer) for answer in made])
+    ranks.call("bucket_taken")
+
+
+def join_buckets(buckets: Sequence[WeightBucket]) -> WeightBucket:
+    """One description of the same weights in several processes, whose own ones may say different things only within a
+    mapping of `where`: these are joined, and of equal keys the first is kept."""
+    first, *others = buckets
+    where = dict(first.where)
+    for other in others:
+        same = (other.transport, other.places) == (first.transport, first.places)
+        assert same, (
+            f"ranks made different buckets: {first.transport}, {first.places}; {other.transport}, {other.places}"
+        )
+        for key, value in other.where.items():
+            known = where.setdefault(key, value)
+            if isinstance(value, Mapping) and isinstance(known, Mapping):
+                inner = cast("dict[str, Any]", known)
+                where[key] = {**inner, **value, **inner}
+            else:
+                assert known == value, f"ranks say different things of a bucket's {key}: {known} and {value}"
+    machines = {bucket.machine for bucket in buckets}
+    return WeightBucket(first.transport, first.places, where, machine=first.machine if len(machines) == 1 else "")
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What a `MakerChoice` comes to in these ranks, the same in each.
+
+    gathering: of the part that is published. dtype: what weights are gathered in; None: as they are. buckets: in order.
+    makers: the ranks that make each bucket.
+    """
+
+    gathering: WeightGathering
+    dtype: torch.dtype | None
+    buckets: Sequence[Bucket]
+    makers: Sequence[Sequence[int]]
+
+    @property
+    def senders(self) -> list[int]:
+        """The ranks that make any bucket, in order."""
+        return sorted({rank for makers in self.makers for rank in makers})
+
+
+class Publishing:
+    """In a rank.
+
+    dtype: what the model's weights are cast to before they are gathered, unless a choice says otherwise. adapter: of
+    the adapters' tensors alone; None: this backend has none. These are gathered as they are, unless a choice says
+    otherwise.
+    """
+
+    def __init__(
+        self, place: Place, model: WeightGathering, dtype: torch.dtype, adapter: WeightGathering | None = None
+    ) -> None:
+        self._place, self._model, self._dtype, self._adapter = place, model, dtype, adapter
+        self._choice: Mapping[str, Any] | None = None
+        self._maker: BucketMaker | None = None
+        self._plan: _Plan | None = None
+
+    def num_buckets(self, choice: Mapping[str, Any]) -> int:
+        """How many a publish takes with a maker of this `MakerChoice`; until another is chosen, it is kept."""
+        return len(self._planned(choice).buckets)
+
+    def make(self, choice: Mapping[str, Any], version: int, number: int) -> dict[str, Any] | None:
+        """The bucket of this number, from 1, from each rank that makes it. A collective."""
+        plan = self._planned(choice)
+        bucket, makers, count = plan.buckets[number - 1], plan.makers[number - 1], len(plan.buckets)
+        self._place.doing(f"gathering weights for engines, bucket {number} of {count}")
+        weights = plan.gathering.gather(bucket, plan.dtype, makers)
+        if self._place.rank not in makers:
+            return None
+        assert self._maker is not None, (self._place.rank, makers)
+        self._place.doing(f"bringing weights to engines, bucket {number} of {count}")
+        return self._maker.make(version, number, _given_up(weights)).to_plain()
+
+    def taken(self) -> None:
+        """Every engine has the last bucket."""
+        if self._maker is not None:
+            self._maker.taken()
+
+    def _planned(self, choice: Mapping[str, Any]) -> _Plan:
+        """The plan of this choice; the maker of another one is closed first, and a new one made where one is needed."""
+        if self._plan is not None and choice == self._choice:
+            return self._plan
+        maker, self._maker, self._plan = self._maker, None, None
+        if maker is not None:
+            maker.close()
+        plan = self._plan_of(choice)
+        if self._place.rank in plan.senders:
+            settings = dict(choice["settings"])
+            if choice["made_by"] != "first":
+                settings |= {"sender": plan.senders.index(self._place.rank), "senders": len(plan.senders)}
+            self._maker = resolve(choice["maker"], "maker of weight buckets")(**settings)
+        self._choice, self._plan = choice, plan
+        return plan
+
+    def _plan_of(self, choice: Mapping[str, Any]) -> _Plan:
+        gathering, dtype = self._model, self._dtype
+        if choice["part"] == "adapter":
+            # The controller refuses this choice where there are none.
+            assert self._adapter is not None, "this rank has no adapters"
+            gathering, dtype = self._adapter, None
+        if choice["dtype"] is not None:
+            dtype = cast("torch.dtype", getattr(torch, choice["dtype"]))
+        made_by = choice["made_by"]
+        buckets = list(gathering.buckets(choice["max_bytes"], dtype, by_owner=made_by == "owners"))
+        return _Plan(gathering, dtype, buckets, [self._makers_of(gathering, bucket, made_by) for bucket in buckets])
+
+    def _makers_of(self, gathering: WeightGathering, bucket: Bucket, made_by: str) -> Sequence[int]:
+        if made_by == "all":
+            return range(self._place.world)
+        return [gathering.owner_of(bucket) if made_by == "owners" else 0]
+
+
+def _given_up(weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """(hf_name, tensor) in order; each is given up when the next is asked for, so that what a maker makes of the
+    weights takes their memory over."""
+    for name in [*weights]:
+        yield name, weights.pop(name)

@@ -1,0 +1,112 @@
+"""Inside a rank: choose its device, join the others, make the worker, and do what it is called for.
+
+Whoever starts the process makes one `RankMain` there, and hands it the calls.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pkgutil import resolve_name
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented, not listed
+
+from spurline_models.device_profile import device_profile
+from spurline_ranks.group import Place, TimeLimits
+from spurline_ranks.network import check_interfaces
+from spurline_ranks.outcomes import Outcome, Raised, Value
+
+
+@dataclass(frozen=True)
+class RankOrder:
+    """What a rank is to be; plain data.
+
+    worker: `module:Class`. arguments: of the worker, after its place. node: the machine's name, as texts say it.
+    device: with `cuda`, the first GPU that this process sees. num_threads: CPU threads of torch.
+    store: host and port of the store where the ranks meet. environment: is added to that of the process.
+    """
+
+    rank: int
+    world: int
+    local_rank: int
+    node: str
+    worker: str
+    arguments: tuple[Any, ...]
+    limits: TimeLimits
+    device: Literal["cpu", "cuda"]
+    num_threads: int
+    store: tuple[str, int]
+    environment: Mapping[str, str]
+
+
+class RankMain:
+    """One rank. Its methods are called one at a time, but `doing` and `stacks`, which any thread may call."""
+
+    def __init__(self, order: RankOrder) -> None:
+        self._order = order
+        self._doing = ("starting", time.monotonic())
+        self._worker: Any = None
+
+    def start(self) -> Outcome:
+        """Join the others and make the worker. Returns when all ranks have joined."""
+        try:
+            os.environ.update(self._order.environment)
+            self._join()
+            self.say(f"making {self._order.worker}")
+            place = Place(self._order.rank, self._order.world, self._order.local_rank, self._order.node, self.say)
+            self._worker = resolve_name(self._order.worker)(place, *self._order.arguments)
+        except BaseException as error:  # noqa: BLE001 - raised where the ranks were asked for
+            return Raised.of(error)
+        self.say("waiting for a call")
+        return Value(None)
+
+    def call(self, method: str, arguments: Sequence[Any]) -> Outcome:
+        """What came of one method of the worker."""
+        self.say(f"in `{method}`")
+        try:
+            return Value(getattr(self._worker, method)(*arguments))
+        except BaseException as error:  # noqa: BLE001 - raised where the call was made
+            return Raised.of(error)
+        finally:
+            self.say(f"waiting for a call, `{method}` is done")
+
+    def say(self, text: str) -> None:
+        self._doing = (text, time.monotonic())
+
+    def doing(self) -> str:
+        """What the rank does, and since when."""
+        text, since = self._doing
+        return f"{text}, for {time.monotonic() - since:.0f} s"
+
+    def stacks(self) -> str:
+        """Where each thread of this process stands."""
+        with tempfile.TemporaryFile("w+") as file:
+            faulthandler.dump_traceback(file)
+            file.seek(0)
+            return file.read().strip()
+
+    def _join(self) -> None:
+        order = self._order
+        torch.set_num_threads(order.num_threads)
+        profile = device_profile(order.device)
+        check_interfaces(profile.process_group)
+        host, port = order.store
+        self.say(f"joining the other ranks at {host}:{port}")
+        # The group has a limit for each exchange; the store for each rank that is late at the start.
+        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=order.limits.start_s))
+        dist.init_process_group(
+            profile.process_group,
+            store=store,
+            rank=order.rank,
+            world_size=order.world,
+            timeout=timedelta(seconds=order.limits.collective_s),
+            device_id=profile.device if order.device == "cuda" else None,
+        )

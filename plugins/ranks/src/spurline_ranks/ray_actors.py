@@ -1,0 +1,314 @@
+"""Ranks as actors of a Ray cluster.
+
+One placement group holds them: a bundle for each machine, so that neighbours by number are neighbours on a machine.
+Rank 0 hosts the store where they meet. Beside them runs one `NodeActor` on each machine. A rank that dies is never
+started again, and all of them end with the process that asked for them, as Ray sees to. Imported with `launch: ray`
+only.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError
+from ray.util import get_node_ip_address
+from ray.util.placement_group import PlacementGroup
+
+from spurline.errors import RunFailedError
+from spurline.protocols.ranks import RankRequest
+from spurline_ranks.calls import START, RankCalls
+from spurline_ranks.cluster_checks import NodeChecks
+from spurline_ranks.cluster_room import each_needs, outcomes_of, room_for, what_comes
+from spurline_ranks.group import ANY_CLUSTER, ClusterRequest, TimeLimits
+from spurline_ranks.network import variables_of_one_machine
+from spurline_ranks.outcomes import Died, Identity, Outcome, Raised, Value, error_of
+from spurline_ranks.rank_main import RankMain, RankOrder
+from spurline_ranks.ray_cluster import Node, RayCluster
+from spurline_ranks.ray_node import NodeActor, packed, unpacked, write_into
+from spurline_ranks.store import open_store
+
+_END_TIMEOUT_S = 30.0
+"""Seconds that a process may take to be gone after it was killed."""
+_ANSWER_TIMEOUT_S = 3.0
+"""Seconds that a machine has to say what a rank does, wrote or where it stands."""
+_PING_TIMEOUT_S = 15.0
+"""Seconds that a machine has to say that it is there, busy as it may be, before it counts as lost."""
+_TELLING_S = 10.0
+"""Seconds that Ray has to tell of the end of a process that is not there any more."""
+_WATCH = "watch"
+"""The thread of an actor that answers while another one computes."""
+
+
+_LOST = Died("was lost with its machine, which does not answer any more,")
+
+
+class RankActor:
+    """One rank; every method is called through Ray."""
+
+    def __init__(self) -> None:
+        # What systems send to all processes when they stop a job is the controller's to handle.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        # One log for both, which is asked for when the rank says nothing any more.
+        os.dup2(2, 1)
+        faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+        self._main: RankMain | None = None
+
+    def meet(self, hosts_store: bool) -> bytes:
+        """Outcome: what the controller must know of this process, with the place of its store where it hosts one."""
+        store = None
+        if hosts_store:
+            self._store = open_store(address := get_node_ip_address())
+            store = (address, self._store.port)
+        return packed(Value((os.getpid(), os.readlink("/proc/self/fd/2"), store)))
+
+    def start(self, order: RankOrder, log: str | None) -> bytes:
+        """Outcome of joining the others and making the worker. log: of this rank from now on."""
+        if log is not None:
+            write_into(log)
+        self._main = RankMain(order)
+        return packed(self._main.start())
+
+    def call(self, method: str, arguments: bytes) -> bytes:
+        """Outcome of a method of the worker. arguments: a packed tuple."""
+        assert self._main is not None
+        outcome = self._main.call(method, unpacked(arguments))
+        try:
+            return packed(outcome)
+        except Exception as error:  # noqa: BLE001 - raised where the call was made
+            return packed(Raised.of(error))
+
+    @ray.method(concurrency_group=_WATCH)
+    def doing(self) -> str:
+        return "starting" if self._main is None else self._main.doing()
+
+
+@dataclass
+class _Rank:
+    """An actor from outside. pid and log, the file that it writes to, are known once it has answered."""
+
+    actor: Any
+    node: Node
+    local_rank: int
+    pid: int = 0
+    log: str = ""
+
+
+class RayRanks(RankCalls):
+    """A `RankGroup` of actors."""
+
+    def __init__(
+        self,
+        request: RankRequest,
+        worker: str,
+        arguments: tuple[Any, ...],
+        limits: TimeLimits,
+        on_nodes: NodeChecks | None = None,
+        cluster: ClusterRequest = ANY_CLUSTER,
+    ) -> None:
+        """on_nodes: is called when there is a process on each machine, before any worker is made."""
+        super().__init__(request.count, limits)
+        self._cluster_request = cluster
+        self._cluster = RayCluster(cluster)
+        self._group: PlacementGroup | None = None
+        self._watchers: dict[str, Any] = {}
+        self._lost: set[str] = set()
+        self._ranks: list[_Rank] = []
+        self._answers: dict[Any, int] = {}
+        self._ending = threading.Lock()
+        try:
+            self._cluster.open()
+            self._place_ranks(request)
+            stores = self._meet()
+            if on_nodes is not None:
+                on_nodes(self._ask_nodes)
+            self._order(request, worker, arguments, stores[0])
+        except BaseException:
+            self.close()
+            raise
+        self._start()
+
+    def _send(self, method: str, common: tuple[Any, ...], per_rank: Sequence[Any] | None) -> None:
+        for number, rank in enumerate(self._ranks):
+            own = () if per_rank is None else (per_rank[number],)
+            self._answers[rank.actor.call.remote(method, packed((*own, *common)))] = number
+
+    def _wait(self, missing: Sequence[int], timeout_s: float) -> dict[int, Outcome]:
+        waiting = [answer for answer, rank in self._answers.items() if rank in missing]
+        # Whatever comes first: a list of answers would only be there when the last one is.
+        ready, _ = ray.wait(waiting, num_returns=1, timeout=timeout_s)
+        return {(rank := self._answers.pop(answer)): self._outcome(rank, answer) for answer in ready}
+
+    def _outcome(self, rank: int, answer: Any) -> Outcome:
+        try:
+            return unpacked(ray.get(answer))
+        except RayActorError as error:
+            return self._death(self._ranks[rank], error)
+        except RayError as error:
+            return Raised.of(error)
+
+    def _identity(self, rank: int) -> Identity:
+        return Identity(rank, self.size, self._ranks[rank].node.name, self._ranks[rank].pid)
+
+    def _doing(self, missing: Sequence[int]) -> Mapping[int, str]:
+        return what_comes({rank: self._ranks[rank].actor.doing.remote() for rank in missing}, _ANSWER_TIMEOUT_S)
+
+    def _stacks(self, missing: Sequence[int]) -> Mapping[int, str]:
+        asked: dict[int, Any] = {}
+        for number in missing:
+            rank = self._ranks[number]
+            if not rank.pid:
+                # It has never answered, so nobody knows which process it is.
+                continue
+            asked[number] = self._watchers[rank.node.id].stacks.remote(rank.pid, rank.log, _ANSWER_TIMEOUT_S)
+        return what_comes(asked, 2 * _ANSWER_TIMEOUT_S)
+
+    def _gone(self, ranks: Sequence[int]) -> Mapping[int, Died]:
+        by_node: dict[str, list[int]] = {}
+        for number in ranks:
+            by_node.setdefault(self._ranks[number].node.id, []).append(number)
+        pids = {node: [self._ranks[number].pid for number in numbers] for node, numbers in by_node.items()}
+        asked = {node: self._watchers[node].missing.remote(pids[node]) for node in by_node}
+        answers = what_comes(asked, _PING_TIMEOUT_S)
+        gone: dict[int, Died] = {}
+        for node, numbers in by_node.items():
+            if (missing := answers.get(node)) is None:
+                self._lost.add(node)
+                gone |= dict.fromkeys(numbers, _LOST)
+            elif died := [number for number in numbers if self._ranks[number].pid in missing]:
+                told = self._wait(died, _TELLING_S)
+                gone |= {number: outcome for number, outcome in told.items() if isinstance(outcome, Died)}
+        return gone
+
+    def _end(self) -> None:
+        with self._ending:
+            if self._group is None:
+                return
+            for rank in self._ranks:
+                ray.kill(rank.actor)
+            left = self._left()
+            for watcher in self._watchers.values():
+                ray.kill(watcher)
+            self._cluster.release(self._group)
+            self._group = None
+            if left:
+                raise RunFailedError(f"{'; '.join(left)}: killed, but not gone {_END_TIMEOUT_S:g} s later.")
+
+    def _release(self) -> None:
+        self._cluster.close()
+
+    def _place_ranks(self, request: RankRequest) -> None:
+        """Make an actor for each rank, and one for each machine, where there is room for them."""
+        need = request.cluster_need()
+        assert need is not None, request
+        (place,) = room_for(self._cluster, need, "backend", self._cluster_request.room_timeout_s)
+        self._group = place.group
+        each, per_node = each_needs(need, place.nodes), need.count // len(place.nodes)
+        for number, node in enumerate(place.nodes):
+            # It sees ranks end also while it does what takes long, such as a download.
+            options = self._cluster.actor_options(self._group, number, {}) | {"max_concurrency": 2}
+            self._watchers[node.id] = ray.remote(NodeActor).options(**options).remote()
+            options = self._cluster.actor_options(self._group, number, each)
+            kind: Any = ray.remote(concurrency_groups={_WATCH: 1})(RankActor)  # pyright: ignore[reportCallIssue]
+            self._ranks += [_Rank(kind.options(**options).remote(), node, local) for local in range(per_node)]
+
+    def _meet(self) -> list[Any]:
+        """Wait until every actor is there; returns what each says of a store."""
+        self._answers = {rank.actor.meet.remote(not number): number for number, rank in enumerate(self._ranks)}
+        with self._lock:
+            met = self._collect(START, self._limits.start_s, time.monotonic())
+        for rank, (pid, log, _) in zip(self._ranks, met, strict=True):
+            rank.pid, rank.log = pid, log
+        return [store for _, _, store in met]
+
+    def _order(self, request: RankRequest, worker: str, arguments: tuple[Any, ...], store: tuple[str, int]) -> None:
+        """Tell every actor which rank it is."""
+        asked = {node: watcher.cores.remote() for node, watcher in self._watchers.items()}
+        cores = what_comes(asked, self._limits.start_s)
+        per_node = self.size // len(self._watchers)
+        chosen = self._cluster_request.runtime_env.env_vars
+        here = variables_of_one_machine(peers_elsewhere=request.peers_elsewhere) if self._cluster.is_own else {}
+        variables = {**here, **request.variables}
+        self._answers = {}
+        for number, rank in enumerate(self._ranks):
+            order = RankOrder(
+                rank=number,
+                world=self.size,
+                local_rank=rank.local_rank,
+                node=rank.node.name,
+                worker=worker,
+                arguments=arguments,
+                limits=self._limits,
+                device=request.device,
+                num_threads=request.num_threads or max(1, cores.get(rank.node.id, 1) // per_node),
+                store=store,
+                # What the user has set for the machines, the processes have already.
+                environment={name: value for name, value in variables.items() if name not in chosen},
+            )
+            log = (
+                None if self._cluster_request.log_dir is None else f"{self._cluster_request.log_dir}/rank-{number}.log"
+            )
+            self._answers[rank.actor.start.remote(order, log)] = number
+            if log is not None:
+                rank.log = log
+
+    def _ask_nodes(self, function: str, *arguments: Any, doing: str | None = None) -> Mapping[str, Any]:
+        limits = self._limits
+        limit_s, setting = (limits.start_s, "start_timeout_s") if doing is None else (limits.call_s, "call_timeout_s")
+        names = {rank.node.id: rank.node.name for rank in self._ranks}
+        watchers = {names[node]: watcher for node, watcher in self._watchers.items()}
+        what = doing or f"answer `{function}`"
+        answers: dict[str, Any] = {}
+        for name, outcome in outcomes_of(watchers, function, arguments, what, limit_s, f"backend.{setting}").items():
+            if isinstance(outcome, Raised):
+                first = next(number for number, rank in enumerate(self._ranks) if rank.node.name == name)
+                raise error_of(self._identity(first), function, outcome)
+            assert isinstance(outcome, Value), outcome
+            answers[name] = outcome.value
+        return answers
+
+    def _death(self, rank: _Rank, error: RayActorError) -> Died:
+        if not rank.log:
+            return Died(_how_it_died(error))
+        node = rank.node.id
+        said = what_comes({node: self._watchers[node].last_words.remote(rank.log)}, _PING_TIMEOUT_S)
+        if (words := said.get(node)) is not None:
+            return Died(_how_it_died(error), words)
+        self._lost.add(node)
+        return _LOST
+
+    def _left(self) -> list[str]:
+        """Ranks that are still there although they were killed. A lost machine cannot be asked, and has none."""
+        asked: dict[str, Any] = {}
+        for node, watcher in self._watchers.items():
+            if node in self._lost:
+                continue
+            pids = [rank.pid for rank in self._ranks if rank.node.id == node and rank.pid]
+            asked[node] = watcher.end.remote(pids, _END_TIMEOUT_S)
+        left = what_comes(asked, _END_TIMEOUT_S + _ANSWER_TIMEOUT_S)
+        return [
+            str(self._identity(number))
+            for number, rank in enumerate(self._ranks)
+            if rank.pid in left.get(rank.node.id, ())
+        ]
+
+
+def _how_it_died(error: RayActorError) -> str:
+    """What Ray knows of it, as the predicate of a sentence."""
+    text = str(error).strip()
+    if (code := re.search(r"exit code (\d+)", text)) is not None:
+        return f"ended with exit code {code[1]}"
+    if "connection error code 2" in text:
+        return "was killed by a signal, as the system does when memory runs out,"
+    if "killed by `ray.kill`" in text:
+        return "was killed"
+    return f"was lost ({' '.join(text.split())})"

@@ -1,0 +1,207 @@
+"""Share each sequence among ranks, for sequences too long for one (DeepSpeed-Ulysses, Jacobs et al. 2023,
+arXiv:2309.14509).
+
+Place on the way: `TokenStream` -> this rank's part of it -> model -> logprobs of the part -> logprobs of the stream, on
+every rank of the group. Each rank runs the model on consecutive tokens; only in attention does it compute some heads of
+all tokens, for which tokens and heads change places twice. Whole segments come out, so a loss needs to know nothing of
+it. Every function that exchanges something is a collective of the group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from transformers import PreTrainedModel
+
+from spurline.errors import ModelError
+from spurline.protocols.loss import TokenLossInputs
+from spurline_models.architecture import vocabulary_size
+from spurline_models.device_profile import DeviceProfile
+from spurline_models.probe import probe_sequences, probe_stream
+from spurline_models.streams.stream_model import evaluation_mode
+from spurline_models.streams.token_stream import TokenStream, plan_segments
+
+
+class SequenceSharing:
+    """The ranks that share each of their sequences, of which this is one.
+
+    group: None for a rank that shares with no other. Then only the length of streams is changed, and nothing is a
+    collective.
+    """
+
+    def __init__(self, group: ProcessGroup | None, profile: DeviceProfile) -> None:
+        self._group = group
+        self._profile = profile
+        self._size = 1 if group is None else dist.get_world_size(group)
+        self._rank = 0 if group is None else dist.get_rank(group)
+
+    def part_of(self, stream: TokenStream, *, multiple: int = 1, at_least: int = 0) -> tuple[TokenStream, slice]:
+        """This rank's tokens of a stream, and which of the stream's positions with loss are predicted from them.
+
+        Tokens are consecutive, and their attention is that of the whole stream. Segments of one token are put in front
+        of it until all ranks have equally many tokens, `multiple` divides what each has, and the stream has `at_least`
+        so many tokens.
+        """
+        total = self.padded_length(max(stream.num_tokens, at_least), multiple)
+        padding = total - stream.num_tokens
+        if self._size == 1 and padding == 0:
+            return stream, slice(0, stream.num_loss_tokens)
+        length = total // self._size
+        start, stop = self._rank * length, (self._rank + 1) * length
+        source = stream.source + padding
+        # Positions with loss rise, so those of a part are consecutive. The only wait for the device is this one.
+        borders = torch.searchsorted(source, source.new_tensor([start, stop]))
+        first, end, *starts = torch.cat([borders, stream.plan.cu_seqlens]).tolist()
+        lengths = np.concatenate([np.ones(padding, np.int64), np.diff(starts)])
+        plan = plan_segments(lengths, self._profile.slots_per_attention_call, self._profile.send)
+        mine = slice(first, end)
+        part = replace(
+            stream,
+            input_ids=_in_front(stream.input_ids, padding)[:, start:stop],
+            position_ids=_in_front(stream.position_ids, padding)[:, start:stop],
+            plan=replace(plan, exchange=self if self._size > 1 else None),
+            source=source[mine] - start,
+            targets=stream.targets[mine],
+            routed_experts=_experts_in_front(stream.routed_experts, padding, slice(start, stop)),
+            num_fill=min(max(0, padding + stream.num_fill - start), length),
+        )
+        return part, mine
+
+    def padded_length(self, num_tokens: int, multiple: int = 1) -> int:
+        """Tokens of a stream that had `num_tokens`, once `multiple` divides what each rank has of it."""
+        unit = self._size * multiple
+        return math.ceil(num_tokens / unit) * unit
+
+    def joined(self, values: Tensor, mine: slice, stream: TokenStream) -> Tensor:
+        """Values at this rank's positions with loss -> those at all of the stream's; differentiable."""
+        if self._size == 1:
+            return values
+        joined = _Join.apply(values, mine, len(stream.targets), self._group)
+        assert isinstance(joined, Tensor)
+        return joined
+
+    def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See `AttentionExchange`."""
+        # Every rank needs keys and values for its queries: shared ones are repeated until they divide evenly.
+        times = math.lcm(key.shape[1], self._size) // key.shape[1]
+        if times > 1:
+            key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
+        return self._to_heads(query), self._to_heads(key), self._to_heads(value)
+
+    def _to_heads(self, values: Tensor) -> Tensor:
+        by_rank = values.unflatten(1, (self._size, -1)).transpose(0, 1)
+        return self._exchanged(by_rank).flatten(0, 1)
+
+    def to_tokens(self, output: Tensor) -> Tensor:
+        """See `AttentionExchange`."""
+        by_rank = output.unflatten(0, (self._size, -1))
+        return self._exchanged(by_rank).transpose(0, 1).flatten(1, 2)
+
+    def own_heads(self, values: Tensor) -> Tensor:
+        """See `AttentionExchange`."""
+        return values.unflatten(0, (self._size, -1))[self._rank]
+
+    def _exchanged(self, by_rank: Tensor) -> Tensor:
+        exchanged = _Exchange.apply(by_rank, self._group)
+        assert isinstance(exchanged, Tensor)
+        return exchanged
+
+
+def _in_front(values: Tensor, padding: int) -> Tensor:
+    """[1, T] -> [1, padding + T] with zeros in front: each a token of its own segment, at position 0."""
+    return torch.nn.functional.pad(values, (padding, 0))
+
+
+def _experts_in_front(experts: Tensor | None, padding: int, mine: slice) -> Tensor | None:
+    """[T, layers, top_k] -> those of this rank's tokens; routers choose for themselves on what was put in front."""
+    if experts is None:
+        return None
+    return torch.cat([experts.new_full((padding, *experts.shape[1:]), -1), experts])[mine]
+
+
+class _Exchange(torch.autograd.Function):
+    """[ranks, ...]: what goes to each rank -> what came from each; its own inverse, so the gradient goes back so."""
+
+    @staticmethod
+    def forward(ctx: Any, by_rank: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        sent = by_rank.contiguous()
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        sent = grads[0].contiguous()
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=ctx.group)
+        return received, None
+
+
+class _Join(torch.autograd.Function):
+    """Each rank's part of a vector -> the whole on every rank.
+
+    All ranks compute the same loss from the whole, which counts once: each takes the gradient of its own part.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, mine: slice, size: int, group: ProcessGroup) -> Tensor:
+        ctx.mine = mine
+        whole = part.new_zeros(size)
+        whole[mine] = part
+        dist.all_reduce(whole, group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return grads[0][ctx.mine], None, None, None
+
+
+_PROBE_LENGTHS = (2, 5, 9)
+_TOLERANCE, _HALF_PRECISION_TOLERANCE = 3e-4, 0.25
+"""Allowed difference of a logprob, in standard deviations of logprobs: attention is the same, matrices have other
+sizes."""
+
+
+class SharesSequences(Protocol):
+    """A `StreamModel` that computes with the ranks of its `sharing`; alone where that is None."""
+
+    causal: PreTrainedModel
+    sharing: SequenceSharing | None
+
+    def loss_inputs(self, stream: TokenStream, needs: Collection[str], temperature: float = 1.0) -> TokenLossInputs:
+        """See `StreamModel`."""
+        ...
+
+
+def check_sharing(model: SharesSequences, profile: DeviceProfile, path: str, *, half_precision: bool) -> None:
+    """Raise ModelError for a model whose logprobs change when ranks share a stream. A collective.
+
+    Such a model mixes tokens elsewhere than in attention. path: of the model, for the message.
+    """
+    stream = probe_stream(probe_sequences(vocabulary_size(model.causal), _PROBE_LENGTHS), profile)
+    sharing = model.sharing
+    with evaluation_mode(model.causal), profile.computing():
+        shared = model.loss_inputs(stream, ()).logprobs
+        model.sharing = None
+        try:
+            alone = model.loss_inputs(stream, ()).logprobs
+        finally:
+            model.sharing = sharing
+    allowed = _HALF_PRECISION_TOLERANCE if half_precision else _TOLERANCE
+    difference = float((shared - alone).abs().max() / alone.std().clamp_min(1e-30))
+    # Written so that a NaN is refused too.
+    if not difference <= allowed:
+        raise ModelError(
+            f"model.path: {path} ({type(model.causal).__name__}) gives other log-probabilities when ranks share a "
+            f"sequence: {difference:.2g} standard deviations (allowed {allowed:g}). It mixes tokens elsewhere than in "
+            "attention (linear attention, convolutions). Set backend.context: 1, or choose a model without."
+        )

@@ -1,0 +1,164 @@
+"""Bring whole tensors together out of the parts that ranks hold, a few at a time.
+
+Place on the way: parts -> whole tensors on the rank that wants them -> weights under Hugging Face names -> files that
+the ranks write, or numpy arrays from the first rank. No process ever holds more than a bucket and what is made of it.
+How parts travel is the backend's own affair (`Gathers`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from spurline_models.weight_files import FilePlan, WeightFile
+from spurline_models.weights import GroupedWeights, WeightGroup
+
+BUCKET_BYTES = 64 << 20
+"""How much is gathered at a time."""
+
+Bucket = tuple[int, int]
+"""Groups of tensors that leave the model together: number of the first, and of the one after the last."""
+
+
+class Gathers(Protocol):
+    """Brings the parts of tensors together, on the ranks that want them whole."""
+
+    def gather(self, wanted: Mapping[int, Sequence[str]], dtype: torch.dtype | None) -> dict[str, Tensor]:
+        """The whole tensors that this rank wants, by their names in the model, on the device.
+
+        wanted: rank -> names, the same on all ranks; ranks that want nothing may be left out, and get {}. dtype: what
+        floating point values are cast to before they are sent; None: sent as they are. A collective.
+        """
+        ...
+
+    def owner_of(self, names: Sequence[str]) -> int:
+        """The rank to which these tensors are brought with the fewest bytes sent, the same on all ranks."""
+        ...
+
+
+class WeightGathering:
+    """Gathers the weights of a divided model. Every rank makes the same plan, from names and shapes.
+
+    named: what leaves the model whose parts these are, which may itself be on device `meta`: all weights, or adapters.
+    """
+
+    def __init__(self, named: GroupedWeights, gathers: Gathers) -> None:
+        self._named, self._gathers = named, gathers
+
+    @cached_property
+    def _owners(self) -> list[int]:
+        """The rank that each group of tensors is brought to most cheaply."""
+        return [self._gathers.owner_of(group.sources) for group in self._named.groups]
+
+    def owner_of(self, bucket: Bucket) -> int:
+        """The rank to which the first weights of a bucket are brought with the fewest bytes sent."""
+        return self._owners[bucket[0]]
+
+    def buckets(
+        self, max_bytes: int = BUCKET_BYTES, dtype: torch.dtype | None = None, *, by_owner: bool = False
+    ) -> Iterator[Bucket]:
+        """All weights in order, in buckets of at most so many bytes; a larger group of tensors has one of its own.
+
+        dtype: in which weights of floating point are gathered; None: in that of the model. by_owner: whether one owner
+        has all weights of a bucket.
+        """
+        first, used = 0, 0
+        for number, group in enumerate(self._named.groups):
+            size = sum(_nbytes(weight, dtype) for weight in group.weights.values())
+            is_of_another = by_owner and self._owners[number] != self._owners[first]
+            if first < number and (used + size > max_bytes or is_of_another):
+                yield first, number
+                first, used = number, 0
+            used += size
+        yield first, len(self._named.groups)
+
+    def gather(
+        self, bucket: Bucket, dtype: torch.dtype | None = None, destinations: Collection[int] = (0,)
+    ) -> dict[str, Tensor]:
+        """(hf_name, whole tensor) of a bucket, on the device of each of these ranks; {} elsewhere. A collective."""
+        return self._gather(self._named.groups[slice(*bucket)], dtype, destinations)
+
+    def write(
+        self, folder: Path, dtype: torch.dtype, max_file_bytes: int, doing: Callable[[str], None]
+    ) -> OSError | None:
+        """Write the weights as `Backend.write_weights` says; the ranks take turns with the files. A collective.
+
+        doing: is told what this rank does. Returns why this rank could not write its files, if it could not.
+        """
+        rank, world = dist.get_rank(), dist.get_world_size()
+        plan = FilePlan.of(self._named.layout, dtype, max_file_bytes)
+        writer_of = {name: number % world for number, name in enumerate(plan.files)}
+        weights = self._all(plan, writer_of, dtype, doing)
+        failure: OSError | None = None
+        try:
+            with ExitStack() as stack:
+                files = {
+                    name: stack.enter_context(WeightFile(folder / name, layout))
+                    for name, layout in plan.files.items()
+                    if writer_of[name] == rank
+                }
+                for name, weight in weights:
+                    if plan.file_of[name] in files:
+                        files[plan.file_of[name]].put(name, weight)
+                    # It is given back before the next one is gathered.
+                    del weight
+            if rank == 0:
+                plan.write_index(folder)
+        except OSError as error:
+            # Without the frames, which hold a weight.
+            failure = error.with_traceback(None)
+        # The others can gather only together with this rank.
+        for _ in weights:
+            pass
+        return failure
+
+    def _all(
+        self, plan: FilePlan, writer_of: Mapping[str, int], dtype: torch.dtype, doing: Callable[[str], None]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The weights of this rank's files, gathered a group at a time; each step to the next group is a collective."""
+        count = len(self._named.groups)
+        for number, group in enumerate(self._named.groups, start=1):
+            doing(f"writing weights, {number} of {count}")
+            writers = {writer_of[plan.file_of[name]] for name in group.weights}
+            yield from self._gather([group], dtype, writers).items()
+
+    def _gather(
+        self, groups: Sequence[WeightGroup], dtype: torch.dtype | None, destinations: Collection[int]
+    ) -> dict[str, Tensor]:
+        """(hf_name, whole tensor) of these groups on the destinations; {} elsewhere."""
+        whole: dict[str, Tensor] = {}
+        # Casting first is half of the bytes to send; adapters are merged in full precision before.
+        for is_merged, early in ((False, dtype), (True, None)):
+            names = [source for group in groups if group.is_merged == is_merged for source in group.sources]
+            if names:
+                whole |= self._gathers.gather(dict.fromkeys(sorted(destinations), names), early)
+        weights: dict[str, Tensor] = {}
+        if dist.get_rank() in destinations:
+            for group in groups:
+                made = self._named.weights_of(group, {source: whole.pop(source) for source in group.sources})
+                weights |= {name: cast(weight, dtype) for name, weight in made.items()}
+        return weights
+
+
+def _nbytes(weight: Tensor, dtype: torch.dtype | None) -> int:
+    """Bytes of the weight after `cast`."""
+    kind = dtype if dtype is not None and weight.is_floating_point() else weight.dtype
+    return weight.numel() * kind.itemsize
+
+
+def as_arrays(tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, NDArray[Any]]]:
+    """As they travel between processes; numpy has no bf16, and fp32 holds it exactly."""
+    return [(name, value.float().cpu().numpy()) for name, value in tensors]
+
+
+def cast(value: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """The tensor in this dtype, if it is of floating point; None: as it is."""
+    return value.to(dtype) if dtype is not None and value.is_floating_point() else value

@@ -1,0 +1,93 @@
+"""Settings of the advantages, and what each of them needs of a run. Light: imports no torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from spurline.config.section import OnResume
+from spurline_rl.protocols.advantage import AdvantageConfig
+
+
+class GroupAdvantageConfig(AdvantageConfig):
+    """Base of advantages that compare the samples of one prompt."""
+
+    @property
+    def smallest_group(self) -> int:
+        return 2
+
+
+class GrpoConfig(GroupAdvantageConfig):
+    """Return minus the group's mean, over the group's standard deviation (Shao et al. 2024, arXiv:2402.03300)."""
+
+    name: str = "grpo"
+    normalize_std: Annotated[bool, OnResume.BY_NAME] = True
+    """Divide by the group's sample standard deviation."""
+    eps: Annotated[float, OnResume.BY_NAME] = Field(default=1e-6, gt=0, allow_inf_nan=False)
+    """Added to the standard deviation."""
+
+    @property
+    def divides_by_spread(self) -> bool:
+        return self.normalize_std
+
+
+class DrGrpoConfig(GroupAdvantageConfig):
+    """Return minus the group's mean, not divided by anything (Liu et al. 2025, arXiv:2503.20783)."""
+
+    goes_with = "loss: ppo and reduction: {name: fixed_norm, length: N}"
+
+    name: str = "dr_grpo"
+
+
+class RlooConfig(GroupAdvantageConfig):
+    """Return minus the mean of the group's other samples (Ahmadian et al. 2024, arXiv:2402.14740)."""
+
+    goes_with = "loss: policy_gradient"
+
+    name: str = "rloo"
+
+
+class MaxRlConfig(GroupAdvantageConfig):
+    """Return minus the group's mean, over that mean; for rewards >= 0 (Tajwar et al. 2026, arXiv:2602.02710)."""
+
+    name: str = "maxrl"
+    eps: Annotated[float, OnResume.BY_NAME] = Field(default=1e-6, gt=0, allow_inf_nan=False)
+    """Added to the mean."""
+
+    @property
+    def divides_by_spread(self) -> bool:
+        return True
+
+
+class ReinforcePlusPlusConfig(AdvantageConfig):
+    """Baseline first, then normalised over all samples together (REINFORCE++, Hu et al. 2025, arXiv:2501.03262)."""
+
+    name: str = "reinforce_pp"
+    baseline: Annotated[Literal["group", "batch"], OnResume.BY_NAME] = "group"
+    """Subtract the mean of the prompt's samples, or the mean over all tokens of their discounted returns."""
+    gamma: Annotated[float, OnResume.BY_NAME] = Field(default=1.0, ge=0, le=1)
+    """Discount per token; used with `baseline: batch`."""
+    eps: Annotated[float, OnResume.BY_NAME] = Field(default=1e-8, gt=0, allow_inf_nan=False)
+    """Added to the standard deviation."""
+
+    @property
+    def smallest_group(self) -> int:
+        return 2 if self.baseline == "group" else 1
+
+
+class GaeConfig(AdvantageConfig):
+    """Generalised advantage estimation with a critic (Schulman et al. 2016, arXiv:1506.02438)."""
+
+    uses_critic: ClassVar[bool] = True
+    goes_with = "loss: ppo and critic: {}"
+
+    name: str = "gae"
+    gamma: Annotated[float, OnResume.BY_NAME] = Field(default=1.0, ge=0, le=1)
+    """Discount per token."""
+    lam: Annotated[float, OnResume.BY_NAME] = Field(default=0.95, ge=0, le=1)
+    """Decay of later temporal differences: 0 trusts the critic alone, 1 the rewards alone."""
+    normalize: Annotated[bool, OnResume.BY_NAME] = True
+    """Give the advantages of all trained tokens together mean 0 and standard deviation 1."""
+    eps: Annotated[float, OnResume.BY_NAME] = Field(default=1e-8, gt=0, allow_inf_nan=False)
+    """Added to the standard deviation."""

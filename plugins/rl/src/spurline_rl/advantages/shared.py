@@ -1,0 +1,119 @@
+"""What advantages share: comparing the samples of a prompt, and walking along the tokens of a trajectory.
+
+An algorithm that compares samples has one number per trajectory, the same for all its tokens:
+
+    class Centred:
+        needs: frozenset[str] = frozenset()
+
+        def advantages(self, groups):
+            return [spread_over_tokens(group, relative_to_group(group, "centred", center)) for group in groups]
+
+An algorithm whose advantages differ from token to token reads a trajectory's turns as one sequence of decisions, with
+`read_tokens` and `write_tokens`. Every response token is a decision, whether it is trained or not; prompts between the
+turns are none. Hence this comes before turns are merged into one row, which makes response tokens of those prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spurline.errors import DataError
+from spurline_rl.trajectory import Group, Trajectory, are_equal, group_returns, trajectories_of, turns_of, with_turns
+
+Returns = NDArray[np.float64]
+Sequences = list[NDArray[np.float64]]
+
+
+def center(returns: Returns) -> Returns:
+    """The returns of a group minus their mean."""
+    return returns - returns.mean()
+
+
+def relative_to_group(group: Group, name: str, rule: Callable[[Returns], Returns]) -> Returns:
+    """`rule` applied to the group's returns, both float64 [n]; exactly 0 where all returns are equal.
+
+    name: the algorithm's, for the message. Raises DataError for a group of one, which has nothing to compare with.
+    """
+    returns = group_returns(group)
+    if len(returns) < 2:
+        raise DataError(
+            f"The group of prompt '{group.uid}' has {len(returns)} sample(s), but {name} compares the samples of a "
+            "prompt with each other. Set source.samples_per_prompt to 2 or more (8 is usual), or choose an advantage "
+            "that needs no group: reinforce_pp with baseline: batch, or gae."
+        )
+    return np.zeros_like(returns) if are_equal(returns) else rule(returns)
+
+
+def spread_over_tokens(group: Group, advantages: Returns) -> Group:
+    """The group with one advantage per trajectory written to every response token of every turn, as float32."""
+    turns = [
+        replace(turn, advantages=np.full(len(turn.response_ids), value, dtype=np.float32))
+        for trajectory, value in zip(group.trajectories, advantages.tolist(), strict=True)
+        for turn in trajectory.turns
+    ]
+    return with_turns([group], turns)[0]
+
+
+def spread_over_groups(groups: Sequence[Group], advantages: Sequence[Returns]) -> list[Group]:
+    """`spread_over_tokens` for each group."""
+    return [spread_over_tokens(group, values) for group, values in zip(groups, advantages, strict=True)]
+
+
+def read_tokens(groups: Sequence[Group], name: Literal["rewards", "values", "loss_mask"]) -> Sequences:
+    """A field of the turns for each trajectory of all groups in order, turns joined, float64."""
+    return [_join_turns(trajectory, name) for trajectory in trajectories_of(groups)]
+
+
+def write_tokens(groups: Sequence[Group], **fields: Sequences) -> list[Group]:
+    """The groups with fields of their turns set to float32 values laid out as `read_tokens` gives them."""
+    turns = turns_of(groups)
+    ends = np.cumsum([len(turn.response_ids) for turn in turns])
+    cut = {
+        name: np.split(np.concatenate([np.empty(0), *sequences]).astype(np.float32), ends[:-1])
+        for name, sequences in fields.items()
+    }
+    written = [
+        replace(turn, **{name: parts[number] for name, parts in cut.items()}) for number, turn in enumerate(turns)
+    ]
+    return with_turns(groups, written)
+
+
+def discounted_sums(sequences: Sequences, factor: float) -> Sequences:
+    """y[t] = x[t] + factor * y[t + 1] for each sequence x, with 0 after its end."""
+    longest = max((len(sequence) for sequence in sequences), default=0)
+    # One column per sequence: all of them take a step back in time together.
+    sums = np.zeros((longest, len(sequences)))
+    for column, sequence in enumerate(sequences):
+        sums[: len(sequence), column] = sequence
+    for position in range(longest - 2, -1, -1):
+        sums[position] += factor * sums[position + 1]
+    return [sums[: len(sequence), column] for column, sequence in enumerate(sequences)]
+
+
+def normalized(sequences: Sequences, masks: Sequences, eps: float) -> Sequences:
+    """Minus the mean, over (standard deviation + eps), both over the tokens of all sequences whose mask is not 0."""
+    counted = np.concatenate(
+        [np.empty(0), *(sequence[mask != 0] for sequence, mask in zip(sequences, masks, strict=True))]
+    )
+    if len(counted) == 0:
+        return sequences
+    mean, std = counted.mean(), counted.std()
+    return [(sequence - mean) / (std + eps) for sequence in sequences]
+
+
+def _join_turns(trajectory: Trajectory, name: str) -> NDArray[np.float64]:
+    parts = [np.empty(0)]
+    for number, turn in enumerate(trajectory.turns):
+        values = getattr(turn, name)
+        if values is None:
+            raise DataError(
+                f"Turn {number} of sample {trajectory.sample} of prompt '{trajectory.uid}' has no {name}, which the "
+                "advantage needs. Choose another `advantage`, or a `source` that provides them."
+            )
+        parts.append(values.astype(np.float64))
+    return np.concatenate(parts)

@@ -1,0 +1,144 @@
+"""Evaluation `answers`: greedy answers to held-out prompts, scored by reward components.
+
+Place on the way: rows -> prompts -> answers of the backend -> rewards, called as those of rollouts are -> metrics.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from spurline.data.token_store import fingerprint_of
+from spurline.errors import DataError, RunFailedError
+from spurline.protocols.backend import Backend, Generates
+from spurline.protocols.evaluation import EvaluationContext
+from spurline.protocols.held_out import HeldOutEvaluation
+from spurline.protocols.lengths import Longest
+from spurline.protocols.tokenization import DatasetToTokenize
+from spurline_rl.answers_configs import AnswersEvaluationConfig
+from spurline_rl.protocols.environment import AttemptFailedError
+from spurline_rl.protocols.reward import Answer
+from spurline_rl.rewards.references import check_reference
+from spurline_rl.scoring import close_all, make_rewards, terms_of_all
+from spurline_text.prompts import GenerationExample, question_key, read_examples
+from spurline_text.sources.sft import note_of_shared
+from spurline_text.tokenization import open_datasets, store_labels
+
+
+class AnswersEvaluation(HeldOutEvaluation):
+    """Owns its rewards. datasets: rows of a prompt with its answer, where they have been opened already."""
+
+    def __init__(
+        self,
+        config: AnswersEvaluationConfig,
+        context: EvaluationContext,
+        datasets: Sequence[DatasetToTokenize] | None = None,
+    ) -> None:
+        self._config = config
+        self._where = context.where
+        self._tokenizer = context.run.tokenizer
+        self._datasets = _rows(config, context) if datasets is None else datasets
+        self._source, self._generates = context.source, context.run.config.source.facts.num_prompts is not None
+        data = context.run.config.data
+        every = (
+            (source.config, row, example)
+            for source in self._datasets
+            for row, example in read_examples(source, self._tokenizer, data, self._check)
+        )
+        taken = list(islice(every, config.max_samples))
+        self._examples = [(row, example) for _, row, example in taken]
+        self._keys = [question_key(row, dataset) for dataset, row, _ in taken]
+        if not self._examples:
+            labels = ", ".join(source.dataset.label for source in self._datasets)
+            raise DataError(f"{labels}: no row can be used as a held-out prompt. Give at least one.")
+        # Last: from here on there is something to close.
+        self._rewards = make_rewards(config.rewards, context.run.host.registry)
+
+    def _check(self, row: Mapping[str, Any], example: GenerationExample) -> None:
+        check_reference(self._config.rewards, example.reference_text, row)
+
+    def summary(self) -> Mapping[str, Any]:
+        sizes = [len(source.dataset) for source in self._datasets]
+        return {
+            "prompts": len(self._examples),
+            "sources": dict(zip(store_labels(self._datasets), sizes, strict=True)),
+            "read_in_part": False,
+            "notes": self._notes_of_shared(),
+        }
+
+    def _notes_of_shared(self) -> list[str]:
+        # A source that does not generate has keys of whole samples.
+        trained = self._source.sample_keys() if self._generates else None
+        if trained is None:
+            return []
+        places = [example.location for _, example in self._examples]
+        return note_of_shared(np.array(self._keys, np.uint64), trained, places.__getitem__)
+
+    def longest(self) -> Longest:
+        """The longest prompt with a whole answer behind it."""
+        lengths = [len(example.prompt_ids) for _, example in self._examples]
+        longest = max(lengths)
+        where = f"prompt {lengths.index(longest)} of the held-out data"
+        tokens = longest + self._config.max_new_tokens
+        return Longest(tokens, where, f"{self._where}.max_new_tokens", prompt_tokens=longest)
+
+    def fingerprint(self) -> str:
+        return fingerprint_of([source.dataset.fingerprint() for source in self._datasets])
+
+    def metrics(self) -> Collection[str]:
+        return self._rewards.keys()
+
+    def evaluate(self, backend: Backend) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Mean of each reward by its name, and every answer with its scores. Raises RunFailedError."""
+        assert isinstance(backend, Generates), f"{type(backend).__name__} does not generate, whatever its config says"
+        answers: list[Answer] = []
+        scores: list[dict[str, float]] = []
+        for start in range(0, len(self._examples), self._config.batch_size):
+            chunk = self._examples[start : start + self._config.batch_size]
+            prompts = [example.prompt_ids for _, example in chunk]
+            responses = backend.generate(prompts, max_new_tokens=self._config.max_new_tokens)
+            answered = [
+                Answer(
+                    example.prompt_text,
+                    str(self._tokenizer.decode(list(tokens), skip_special_tokens=True)),
+                    example.reference_text,
+                    row,
+                )
+                for (row, example), tokens in zip(chunk, responses, strict=True)
+            ]
+            answers += answered
+            scores += self._scored(answered)
+        means = {name: sum(each[name] for each in scores) / len(scores) for name in self._rewards}
+        samples = [
+            {"prompt": answer.prompt, "response": answer.response, "reference": answer.reference, "scores": terms}
+            for answer, terms in zip(answers, scores, strict=True)
+        ]
+        return means, samples
+
+    def close(self) -> None:
+        """Close the rewards."""
+        close_all(self._rewards)
+
+    async def _terms(self, answers: Sequence[Answer]) -> list[dict[str, float]]:
+        return await terms_of_all(self._rewards, answers, retries=self._config.retries)
+
+    def _scored(self, answers: Sequence[Answer]) -> list[dict[str, float]]:
+        # On a thread of its own: whoever trains in a notebook has an event loop on this one.
+        with ThreadPoolExecutor(1, "spurline-scoring") as scoring:
+            try:
+                return scoring.submit(asyncio.run, self._terms(answers)).result()
+            except AttemptFailedError as error:
+                raise RunFailedError(str(error)) from error
+
+
+def _rows(config: AnswersEvaluationConfig, context: EvaluationContext) -> Sequence[DatasetToTokenize]:
+    """The datasets as rows of a prompt with its answer, as the source reads them."""
+    own = context.source.held_out(config.data)
+    if own is not None:
+        return own.answered()
+    return open_datasets(config.data, context.run.host.registry, context.run.row_limit)

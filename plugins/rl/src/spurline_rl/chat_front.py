@@ -1,0 +1,229 @@
+"""A conversation on top of a policy that only knows tokens; what the model wrote is never tokenized again.
+
+Place on the way: messages -> text of the chat template -> token ids -> policy -> the model's turn as text, and round
+again. The prompt of each turn is the last turn's prompt, the tokens of its response, and the encoding of the text that
+the template adds since. A template that changes earlier text when messages follow would make that a prompt the model
+never gets at inference: PrefixError says where it does.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any, Literal
+
+from transformers import PreTrainedTokenizerBase
+
+from spurline.errors import DataError
+from spurline_rl.protocols.environment import PolicyHandle
+from spurline_rl.protocols.rollout_engine import GenerationResult, Sampling
+from spurline_text.chats.chat import ChatRenderer
+from spurline_text.encoding import encode_batch, require_chat_template
+from spurline_text.rows.messages import Message
+from spurline_text.rows.rows import BadRowError, require_text
+
+_SHOWN_CHARACTERS = 60
+_SHOWN_TOKENS = 6
+
+
+class PrefixError(DataError):
+    """The chat template rewrites what the model has seen or written.
+
+    turn: the model's turn that is rewritten, or None when it is the messages around it.
+    token: index of the first token that no longer stands, within that turn or those messages.
+    """
+
+    def __init__(self, message: str, turn: int | None, token: int) -> None:
+        self.turn = turn
+        self.token = token
+        super().__init__(message)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The model's turn. text: without the end token, other special tokens as they are written."""
+
+    text: str
+    result: GenerationResult
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """A part of the conversation: its text, and the tokens that stand for it. turn: the model's turn it is, if any."""
+
+    text: str
+    ids: Sequence[int]
+    turn: int | None = None
+
+
+def opening_ids(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    tools: list[dict[str, Any]] | None,
+    *,
+    where: str,
+) -> list[int]:
+    """Token ids of the prompt of a conversation's first turn. Raises DataError naming `where`."""
+    require_chat_template(tokenizer, where)
+    [encoding] = encode_batch(tokenizer, [_render(ChatRenderer(tokenizer), messages, tools, where)], is_chat=True)
+    return list(encoding.ids)
+
+
+def _render(renderer: ChatRenderer, messages: Sequence[Message], tools: list[dict[str, Any]] | None, where: str) -> str:
+    try:
+        text = renderer.render(messages, tools, add_generation_prompt=True)
+        require_text(text, {"messages": messages, "tools": tools})
+    except BadRowError as error:
+        raise error.at(where) from error
+    return text
+
+
+class ChatFront:
+    """One conversation.
+
+    messages: how it begins. tools: schemas for the template. where: names the row, for messages.
+    history: `exact` keeps tokens as described above; `retokenize` encodes the template's rendering anew for each turn,
+    so that a turn's prompt need not go on from the last one.
+    """
+
+    def __init__(
+        self,
+        policy: PolicyHandle,
+        tokenizer: PreTrainedTokenizerBase,
+        messages: Sequence[Message],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        history: Literal["exact", "retokenize"] = "exact",
+        where: str = "conversation",
+    ) -> None:
+        require_chat_template(tokenizer, where)
+        self._policy = policy
+        self._tokenizer = tokenizer
+        self._renderer = ChatRenderer(tokenizer)
+        self._messages = list(messages)
+        self._tools = tools
+        self._history = history
+        self._where = where
+        self._stretches: list[_Stretch] = []
+        self._num_turns = 0
+        self._ending: tuple[str, int] | None = None
+        self._opened: list[int] | None = None
+
+    def fork(self) -> ChatFront:
+        """The same conversation, which goes on by itself from here."""
+        twin = copy.copy(self)
+        twin._messages = list(self._messages)
+        twin._stretches = list(self._stretches)
+        return twin
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The conversation so far, the model's turns included."""
+        return tuple(self._messages)
+
+    def add(self, *messages: Mapping[str, Any]) -> None:
+        """Append messages of the user, of tools or of the system."""
+        assert self._opened is None, "the prompt of the next turn stands already"
+        self._messages += [dict(message) for message in messages]
+
+    def open_turn(self) -> Sequence[int]:
+        """Lay out the prompt of the model's next turn, which is else a part of `reply`; returns its token ids.
+
+        Takes long for long conversations, and may be called on any thread, once for all forks made after it. Raises as
+        `reply` does.
+        """
+        if self._opened is None:
+            self._opened = self._extend_prompt()
+        return self._opened
+
+    async def reply(self, sampling: Sampling | None = None) -> Reply:
+        """Let the model take its turn, and append it to the messages.
+
+        Raises PrefixError, DataError for messages that the template refuses, and what the policy raises.
+        """
+        prompt_ids, self._opened = self.open_turn(), None
+        result = await self._policy.generate(prompt_ids, sampling)
+        text = self._take_in([int(token) for token in result.token_ids], result, sampling)
+        self._messages.append({"role": "assistant", "content": text})
+        return Reply(text, result)
+
+    def _extend_prompt(self) -> list[int]:
+        """Token ids of everything before the model's next turn."""
+        text = _render(self._renderer, self._messages, self._tools, self._where)
+        if self._history == "retokenize" or not self._stretches:
+            self._stretches = [_Stretch(text, self._encode(text))]
+        else:
+            self._append(text)
+        return list(chain.from_iterable(stretch.ids for stretch in self._stretches))
+
+    def _append(self, text: str) -> None:
+        """Take in what `text` has beyond the stretches. Raises PrefixError when it does not begin with them."""
+        known = "".join(stretch.text for stretch in self._stretches)
+        if not text.startswith(known):
+            raise self._prefix_error(known, text)
+        added = text[len(known) :]
+        if self._ending is None or not added.startswith(self._ending[0]):
+            # Cut off, or ended in another way than the template ends turns: then the template's end comes on top.
+            self._stretches.append(_Stretch(added, self._encode(added)))
+            return
+        ending, end_token = self._ending
+        self._stretches[-1] = replace(self._stretches[-1], text=self._stretches[-1].text + ending)
+        # Encoded behind the end token, which the model has written already: some tokenizers treat the beginning of a
+        # text differently.
+        ids = self._encode(added)
+        after = ids[1:] if ids[:1] == [end_token] else self._encode(added[len(ending) :])
+        self._stretches.append(_Stretch(added[len(ending) :], after))
+
+    def _take_in(self, ids: list[int], result: GenerationResult, sampling: Sampling | None) -> str:
+        """Append the model's turn to the stretches; returns its text."""
+        ends = {*self._tokenizer.all_special_ids, *(sampling or self._policy.sampling).stop_token_ids}
+        self._ending = None
+        written = ids
+        if result.finish_reason == "stop" and ids and ids[-1] in ends:
+            self._ending = self._decode(ids[-1:]), ids[-1]
+            written = ids[:-1]
+        text = self._decode(written)
+        self._stretches.append(_Stretch(text, ids, self._num_turns))
+        self._num_turns += 1
+        return text
+
+    def _encode(self, text: str) -> list[int]:
+        [encoding] = encode_batch(self._tokenizer, [text], is_chat=True)
+        return list(encoding.ids)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def _prefix_error(self, known: str, text: str) -> PrefixError:
+        """Says which stretch differs first, from which token on, and what stood and stands there."""
+        pairs = enumerate(zip(known, text, strict=False))
+        start = next((place for place, (before, now) in pairs if before != now), len(text))
+        number, offset = 0, start
+        while offset >= len(self._stretches[number].text):
+            offset -= len(self._stretches[number].text)
+            number += 1
+        stretch = self._stretches[number]
+        token = next(
+            (index for index in range(len(stretch.ids)) if len(self._decode(stretch.ids[: index + 1])) > offset),
+            len(stretch.ids) - 1,
+        )
+        name = f"turn {stretch.turn}" if stretch.turn is not None else f"the messages before turn {number // 2}"
+        listed = ", ".join(f"{self._decode([one])!r} ({one})" for one in stretch.ids[token : token + _SHOWN_TOKENS])
+        more = ", ..." if len(stretch.ids) > token + _SHOWN_TOKENS else ""
+        return PrefixError(
+            f"{self._where}: the chat template rewrites {name} when the conversation goes on, so the prompt of turn "
+            f"{self._num_turns} does not begin with the tokens that the model saw and wrote. From token {token} of "
+            f"{len(stretch.ids)} on, {name} no longer stands: {listed}{more}. There was {_excerpt(known, start)}, now "
+            f"there is {_excerpt(text, start)}. Use a template that leaves earlier turns as they are "
+            "(model.chat_template), or set the environment's history: retokenize, which gives each turn a prompt of "
+            "its own.",
+            stretch.turn,
+            token,
+        )
+
+
+def _excerpt(text: str, start: int) -> str:
+    part = text[start : start + _SHOWN_CHARACTERS]
+    return f"{part!r}{'...' if len(text) > start + _SHOWN_CHARACTERS else ''}" if part else "the end"

@@ -1,0 +1,430 @@
+"""Settings that all sources of rollouts share, and those of source `rollouts`. Light: imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, field_validator
+
+from spurline.config.run_config import RunConfig
+from spurline.config.section import Component, OnResume, Section
+from spurline.data.configs import PaddedCollatorConfig
+from spurline.errors import Problem, listing, suggestion
+from spurline.protocols.evaluation import EvaluationConfig
+from spurline.protocols.source import SourceConfig, SourceFacts
+from spurline_models.rollout_load import ColocatedEngine, LargestUpdate
+from spurline_rl.environments.configs import as_environment
+from spurline_rl.protocols.advantage import AdvantageConfig
+from spurline_rl.protocols.correction import CorrectionConfig
+from spurline_rl.protocols.environment import EnvironmentConfig
+from spurline_rl.protocols.rollout_engine import RolloutEngineConfig
+
+OVERLONG = "overlong"
+"""Reward term of `source.overlong`."""
+
+
+class SamplingConfig(Section):
+    """How rollouts are sampled."""
+
+    temperature: float = Field(default=1.0, gt=0, le=10)
+    """The trainer divides its logits by the same number, so that its logprobs are those of the sampled distribution."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Sample from the likeliest tokens that hold this much probability; needs `allow_truncated`."""
+    top_k: int = Field(default=0, ge=0)
+    """Sample from this many likeliest tokens, 0 for all; needs `allow_truncated`."""
+    allow_truncated: bool = False
+    """Train although top_p or top_k cut tokens off, which the trainer's logprobs do not know of."""
+    max_new_tokens: int = Field(default=1024, gt=0)
+    """Longest response of one turn."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a response, besides the model's own end tokens."""
+
+    @property
+    def cuts(self) -> Mapping[str, float]:
+        """Settings that cut tokens off, with the values that switch them off."""
+        return {name: off for name, off in (("top_p", 1.0), ("top_k", 0)) if getattr(self, name) != off}
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        for name, off in self.cuts.items() if not self.allow_truncated else ():
+            yield Problem(
+                name,
+                "cuts tokens off while sampling, but the trainer's logprobs are those of the whole distribution, "
+                f"so importance ratios would be wrong. Set {name}: {off}, or allow_truncated: true to accept that.",
+            )
+
+
+class OverlongConfig(Section):
+    """Soft punishment of responses that come close to the limit (DAPO, Yu et al. 2025, arXiv:2503.14476)."""
+
+    buffer_tokens: int = Field(gt=0)
+    """Length of the zone before max_new_tokens in which the penalty grows from 0 to 1."""
+    penalty: float = Field(default=1.0, gt=0)
+    """Reward taken away from a response of max_new_tokens."""
+
+
+class KlInRewardConfig(Section):
+    """A penalty per token for leaving the reference model, taken from the reward before advantages."""
+
+    coefficient: float = Field(gt=0)
+    """Weight of the penalty."""
+    estimator: Literal["k1", "k2", "k3"] = "k1"
+    """Estimator of the divergence (Schulman 2020)."""
+
+
+class SuccessConfig(Section):
+    """When an attempt at a held-out prompt has passed."""
+
+    reward: str | None = None
+    """Reward term that decides, before weights; null is the environment's only one, or the sum of the rewards of turns
+    where it names none."""
+    at_least: float = Field(default=1.0, allow_inf_nan=False)
+    """The attempt passes when that term reaches this."""
+
+
+class HeldOutConfig(Section):
+    """Rollouts of held-out prompts, `data.eval`."""
+
+    samples_per_prompt: int = Field(default=1, gt=0)
+    """Attempts at each prompt; with k of them `eval/pass@k` is logged too."""
+    temperature: float = Field(default=0.0, ge=0, le=10)
+    """0 is greedy."""
+    max_prompts: int | None = Field(default=200, gt=0)
+    """Use the first prompts of the held-out data; null uses all."""
+    success: SuccessConfig = SuccessConfig()
+    """Which attempts count as a pass: those whose named reward reaches a number, whatever the weighted sum is."""
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        if self.samples_per_prompt > 1 and self.temperature == 0:
+            yield Problem(
+                "samples_per_prompt",
+                f"is {self.samples_per_prompt}, but at temperature 0 all attempts at a prompt are the same. Set "
+                "temperature: 1.0, or samples_per_prompt: 1.",
+            )
+
+
+def success_problems(held_out: HeldOutConfig, terms: Collection[str] | None, prefix: str = "") -> Iterable[Problem]:
+    """What keeps attempts from being judged. terms: names of all reward terms, None where only attempts tell.
+
+    prefix: of the keys, up to the settings of `held_out`.
+    """
+    reward = held_out.success.reward
+    if terms is None or (reward is None and len(terms) < 2):
+        return
+    if reward is None:
+        yield Problem(f"{prefix}success", several_terms(terms))
+    elif reward not in terms:
+        yield Problem(f"{prefix}success.reward", unknown_term(reward, terms))
+
+
+def several_terms(terms: Collection[str]) -> str:
+    """Why a success has to be named, for messages."""
+    return (
+        "does not say which reward decides whether an attempt has passed, and there are several; their weighted sum "
+        f"says nothing of right or wrong. Set it, as in {{reward: {min(terms)}, at_least: 1}}. Terms: {listing(terms)}."
+    )
+
+
+def unknown_term(reward: str, terms: Collection[str]) -> str:
+    """What is wrong with a name that no reward term has, for messages."""
+    close = suggestion(reward, terms)
+    return f"is '{reward}', which names no reward term of the environment.{close} Terms: {listing(terms)}."
+
+
+class FaultsConfig(Section):
+    """What happens when an environment or reward fails."""
+
+    retries: Annotated[int, OnResume.BY_NAME] = Field(default=2, ge=0)
+    """Further attempts at a rollout that failed or ran out of time."""
+    attempt_timeout_s: Annotated[float, OnResume.BY_NAME] = Field(default=600.0, gt=0)
+    """Seconds one attempt may take."""
+    max_quarantined: Annotated[int, OnResume.FREE] = Field(default=16, ge=0)
+    """Different prompts that may be given up in the whole run before it stops; bad rows are no part of these."""
+
+
+class PromptSourceConfig(SourceConfig):
+    """Base of the configs of sources that train on rollouts."""
+
+    run_defaults: ClassVar[Mapping[str, str]] = {"collator": "rollouts", "minibatches": "by_prompt", "loss": "ppo"}
+
+    prompts_per_step: int = Field(default=32, gt=0)
+    """Prompts whose rollouts make up the batch of one step."""
+    samples_per_prompt: int = Field(default=8, gt=0)
+    """Rollouts of each prompt: its group."""
+    environment: Annotated[EnvironmentConfig, Component("environment")]
+    """How a prompt becomes a rewarded trajectory."""
+    engine: Annotated[RolloutEngineConfig, Component("rollout_engine"), OnResume.BY_NAME]
+    """What generates."""
+    sampling: Annotated[SamplingConfig, OnResume.BY_NAME] = SamplingConfig()
+    """How tokens are drawn."""
+    reward_weights: Annotated[dict[str, float], OnResume.BY_NAME] = {}
+    """Weight of each reward term; 1 where none is given."""
+    advantage: Annotated[AdvantageConfig, Component("advantage")]
+    """How rewards become advantages."""
+    advantage_scope: Annotated[Literal["batch", "minibatch"], OnResume.BY_NAME] = "batch"
+    """What an advantage that normalises over more than a group normalises over."""
+    correction: Annotated[Annotated[CorrectionConfig, Component("correction")] | None, OnResume.BY_NAME] = None
+    """Weights against a mismatch between the distributions that sampled and that train; null for none."""
+    turns: Annotated[Literal["separate", "merged"], OnResume.BY_NAME] = "separate"
+    """A training row per turn (step-wise training), or one row for all turns of an attempt in which each goes on from
+    the tokens of the last; others keep a row per turn."""
+    zero_variance: Annotated[Literal["keep", "refill"], OnResume.BY_NAME] = "keep"
+    """Groups whose rewards are all equal have no gradient: train on them, or filter them and draw further prompts
+    (dynamic sampling of DAPO, Yu et al. 2025, arXiv:2503.14476)."""
+    max_draws_per_step: Annotated[int | None, OnResume.BY_NAME] = Field(default=None, gt=0)
+    """Prompts that one step may draw, those given up or filtered included; null is 8 x prompts_per_step."""
+    router_replay: Annotated[bool, OnResume.BY_NAME] = False
+    """Mixtures of experts: the trained model and the reference send each token to the experts that the engine chose for
+    it (Ma et al. 2025, arXiv:2510.11370); routers learn by the weights they give these. A critic chooses for itself."""
+    carry: tuple[str, ...] = ()
+    """Columns of the training rows, a number or a truth value in each, that go along with the rollouts: advantages read
+    them in `Group.columns`, and each becomes a float32 token column of the batch, which a loss asks for in `needs`."""
+    overlong: Annotated[OverlongConfig | None, OnResume.BY_NAME] = None
+    """Take reward from responses that come close to the limit."""
+    kl_in_reward: Annotated[KlInRewardConfig | None, OnResume.BY_NAME] = None
+    """Take reward from tokens that leave the reference model."""
+    keep_rollouts: Annotated[int, OnResume.FREE] = Field(default=1000, ge=0)
+    """MB that RUN_DIR/rollouts.jsonl.gz may have: the attempts of every step, to be looked at. When it gets longer,
+    older steps are thinned out. 0 keeps none."""
+    faults: FaultsConfig = FaultsConfig()
+    """Retries and limits."""
+    held_out: Annotated[HeldOutConfig, OnResume.FREE] = HeldOutConfig()
+    """Evaluation."""
+    max_concurrent: Annotated[int, OnResume.TO_ROUNDING] = Field(default=256, gt=0)
+    """Attempts under way at the same time. An attempt's time limit runs while it waits for the engine, so this should
+    not be far above what the engine decodes together."""
+
+    @field_validator("environment", mode="before")
+    @classmethod
+    def _take_environment(cls, value: Any) -> Any:
+        return as_environment(value)
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        yield from self._run_problems(run)
+        yield from super().problems(run)
+        yield from self._reward_weight_problems()
+        if run.data.eval:
+            yield from success_problems(self.held_out, self.environment.reward_terms, "held_out.")
+        if self.zero_variance == "refill" and self.samples_per_prompt < 2:
+            yield Problem(
+                "zero_variance",
+                "is refill, but the reward of a single sample never varies, so every group would be filtered. Raise "
+                "samples_per_prompt, or set zero_variance: keep.",
+            )
+        overlong = self.overlong
+        if overlong is not None and overlong.buffer_tokens > self.sampling.max_new_tokens:
+            yield Problem(
+                "overlong.buffer_tokens",
+                f"is {overlong.buffer_tokens}, more than sampling.max_new_tokens: {self.sampling.max_new_tokens}, so "
+                "that even an empty response would be punished. Choose a smaller zone.",
+            )
+        if self.draw_limit < self.prompts_per_step:
+            yield Problem(
+                "max_draws_per_step",
+                f"is {self.max_draws_per_step}, fewer than prompts_per_step: {self.prompts_per_step}. Raise it.",
+            )
+        yield from self._advantage_problems(run)
+        if self.advantage_scope == "minibatch" and run.minibatches.minibatch_prompts(self.prompts_per_step) is None:
+            yield Problem(
+                "advantage_scope",
+                f"is minibatch, but minibatches: {run.minibatches.name} do not say how many prompts one of them has. "
+                "Set advantage_scope: batch, or minibatches: by_prompt. Mini-batches of your own say it by "
+                "`minibatch_prompts` in their config.",
+            )
+        yield from self._replay_problems(run)
+        if self.correction is not None and self.sampling.cuts:
+            cut = next(iter(self.sampling.cuts))
+            yield Problem(
+                "correction",
+                f"is {self.correction.name}, but with sampling.{cut} rollout logprobs are those of the tokens left, "
+                "likelier than the trainer finds them, so every ratio would be too small. Remove one of the two.",
+            )
+
+    def _replay_problems(self, run: RunConfig) -> Iterable[Problem]:
+        """What keeps the engine from noting experts, and the backend from using them."""
+        if not self.router_replay:
+            return
+        if not self.engine.notes_experts:
+            yield Problem(
+                "router_replay",
+                f"is true, and engine '{self.engine.name}' with these settings does not tell which experts it chose. "
+                "Set router_replay: false, or use engine in_process, child_process, or vllm with mode: engine.",
+            )
+        if not run.backend.facts.replays_experts:
+            yield Problem(
+                "router_replay",
+                f"is true, and backend '{run.backend.name}' with these settings lets its routers choose. Set "
+                "router_replay: false, leave backend.compile off, or choose backend local, fsdp or megatron.",
+            )
+
+    def _advantage_problems(self, run: RunConfig) -> Iterable[Problem]:
+        """What the advantage needs of the groups, the reward and the critic."""
+        advantage = self.advantage
+        if self.samples_per_prompt < advantage.smallest_group:
+            yield Problem(
+                "advantage.name",
+                f"is {advantage.name}, which compares the samples of a prompt with each other, but "
+                f"source.samples_per_prompt is {self.samples_per_prompt}. Set it to {advantage.smallest_group} or more "
+                "(8 is usual), or choose an advantage that needs no group: reinforce_pp with baseline: batch, or gae.",
+            )
+        if self.kl_in_reward is not None and advantage.divides_by_spread:
+            yield Problem(
+                "advantage.name",
+                f"is {advantage.name}, which divides by the spread or the mean of a prompt's returns, but with "
+                "source.kl_in_reward even equal answers differ by a little KL, and the division makes full advantages "
+                "of it whatever the coefficient. Remove kl_in_reward and set loss.kl.coefficient, or choose an "
+                "advantage that does not divide: grpo with normalize_std: false, dr_grpo, rloo or gae.",
+            )
+        if advantage.uses_critic and run.trained_critic is None:
+            yield Problem(
+                "advantage.name",
+                f"is {advantage.name}, which reads the values of a critic, and this run has none. Add a section "
+                "`critic: {}`, or choose an advantage without a critic, such as grpo.",
+            )
+
+    def _reward_weight_problems(self) -> Iterable[Problem]:
+        """Weights of terms that do not exist, where the environment's config names its terms."""
+        known = self.environment.reward_terms
+        if known is None:
+            return
+        terms = {*known, *([OVERLONG] if self.overlong is not None else ())}
+        for name in self.reward_weights:
+            if name not in terms:
+                yield Problem(
+                    f"reward_weights.{name}",
+                    f"names no reward term.{suggestion(name, terms)} Terms: {listing(terms)}.",
+                )
+
+    def _run_problems(self, run: RunConfig) -> Iterable[Problem]:
+        """Settings of other sections that mean nothing here; said under `name`, which is what makes them so."""
+        for setting, instead in (
+            ("batch_size", "source.prompts_per_step and source.samples_per_prompt say how large a batch is"),
+            ("prefetch", "a batch of rollouts depends on the weights of the step before and cannot be built ahead"),
+        ):
+            if setting in run.model_fields_set:
+                yield Problem("name", f"is {self.name}, with which '{setting}' has no meaning: {instead}. Remove it.")
+        # A critic's loss refuses to be the policy's on its own.
+        if run.loss.trains_on not in ("advantages", "returns"):
+            yield Problem(
+                "name",
+                f"is {self.name}, but loss: {run.loss.name} reads no advantages: all answers would be learned alike, "
+                "whatever their reward. Set loss: ppo, or remove the line. A loss of your own derives its config from "
+                "PolicyLossConfig.",
+            )
+        if "batch_size" in run.evaluation.model_fields_set:
+            yield Problem(
+                "name",
+                f"is {self.name}, with which 'evaluation.batch_size' has no meaning: source.held_out says which "
+                "attempts are made, source.max_concurrent how many at a time. Remove it.",
+            )
+        if "held_out" in self.model_fields_set and not run.data.eval:
+            yield Problem("held_out", "needs held-out prompts, and `data.eval` is empty. Set data.eval, or remove it.")
+        if any(part.generates for part in run.evaluation.parts):
+            yield Problem(
+                "name",
+                f"is {self.name}, which evaluates with rollouts of its own. Remove evaluation.generate and set "
+                "source.held_out.",
+            )
+        if not run.collator.one_turn_per_row:
+            yield Problem(
+                "name",
+                f"is {self.name}, which needs one turn per row so that batches can be cut between prompts, but the "
+                f"collator is {run.collator.name}. Set collator: rollouts, or remove the line.",
+            )
+
+    @property
+    def facts(self) -> SourceFacts:
+        return replace(
+            super().facts,
+            without_critic=None if self.advantage.uses_critic else f"the advantage '{self.advantage.name}'",
+            supplies="rollouts",
+            makes_attempts=True,
+            compares_logprobs=True,
+            num_prompts=self.prompts_per_step,
+            carried=self.carry,
+            reward_terms=self.environment.reward_terms,
+            context_tokens=self.engine.context_tokens,
+            most_turns=self.environment.most_turns,
+            sampling=self.sampling,
+            sampling_temperature=self.sampling.temperature,
+            uses_reference=self.kl_in_reward is not None,
+            has_colocated_engines=self.engine.is_colocated,
+            replays_experts=self.router_replay,
+        )
+
+    def largest_update(self, run: RunConfig, prompt_tokens: int, context: int | None) -> LargestUpdate:
+        """See `spurline_planning.protocols.PlansRollouts`."""
+        prompts = run.minibatches.minibatch_prompts(self.prompts_per_step) or self.prompts_per_step
+        length = self.longest_attempt(prompt_tokens, context)
+        return LargestUpdate(length, prompts * self.samples_per_prompt * length)
+
+    def generation_memory(self, run: RunConfig, prompt_tokens: int, context: int | None) -> dict[str, int]:
+        """See `spurline_planning.protocols.PlansRollouts`."""
+        length = self.longest_attempt(prompt_tokens, context)
+        return self.engine.estimate_memory(run, self.responses_at_once, length)
+
+    def longest_attempt(self, prompt_tokens: int, context: int | None) -> int:
+        """Tokens of an attempt whose every response is as long as it may get."""
+        length = prompt_tokens + self.sampling.max_new_tokens * self.environment.most_turns
+        return length if context is None else min(length, context)
+
+    def colocated_engine(self, run: RunConfig, prompt_tokens: int, context: int | None) -> ColocatedEngine | None:
+        """See `spurline_planning.protocols.PlansRollouts`; here no engine takes turns with the trainer."""
+        return None
+
+    def generation_notes(self, run: RunConfig, prompt_tokens: int, context: int | None) -> Sequence[str]:
+        """See `spurline_planning.protocols.PlansRollouts`."""
+        return self.engine.describe(run, self.responses_at_once, self.longest_attempt(prompt_tokens, context))
+
+    @property
+    def responses_at_once(self) -> int:
+        """Responses that may be under way together."""
+        return min(self.max_concurrent, self.prompts_per_step * self.samples_per_prompt)
+
+    @property
+    def draw_limit(self) -> int:
+        """Prompts that one step may draw."""
+        return self.max_draws_per_step or 8 * self.prompts_per_step
+
+
+class RolloutsEvaluationConfig(EvaluationConfig, HeldOutConfig):
+    """Attempts at held-out prompts in the run's environment, with the weights as they are."""
+
+    needs_attempts = True
+
+    name: str = "rollouts"
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        yield from EvaluationConfig.problems(self, run)
+        yield from HeldOutConfig.problems(self, run)
+        yield from success_problems(self, run.source.facts.reward_terms)
+
+
+class RolloutSourceConfig(PromptSourceConfig):
+    """Synchronous reinforcement learning: each step generates with the weights of the step before."""
+
+    name: str = "rollouts"
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        yield from super().problems(run)
+        if self.engine.borrows_model and not (run.backend.facts.lends_model or self.engine.holds_copy):
+            yield Problem(
+                "engine.name",
+                f"is {self.engine.name}, which generates with the very model of the backend, but backend "
+                f"'{run.backend.name}' does not hold its whole model in this process. Set engine: in_process, "
+                "backend.name: local, or choose a source that publishes weights.",
+            )
+        if self.engine.is_colocated:
+            yield Problem(
+                "engine.placement",
+                f"is colocated, and source '{self.name}' does not change between trainer and engines. Set source: "
+                "async_rollouts with max_staleness: 0, which trains on the same batches.",
+            )
+
+
+class RolloutsCollatorConfig(PaddedCollatorConfig):
+    """One turn of a trajectory per row."""
+
+    one_turn_per_row = True
+    name: str = "rollouts"

@@ -1,0 +1,217 @@
+"""Draw prompts: an endless order over the rows of the datasets, as `data.order` says.
+
+Place on the way: rows -> draws (each with a uid of its own) -> attempts. Rows are read one at a time, when drawn. Rows
+that turned out to be unusable are remembered, so that none of them costs anything when its turn comes again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, cast
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from spurline.errors import DataError
+from spurline.protocols.dataset import DatasetConfig
+from spurline.protocols.order import AdaptiveOrder, Order, OrderConfig, SampleFacts, ScoredDraw, epoch_shares
+from spurline.protocols.source import SourceContext
+from spurline.protocols.tokenization import DatasetToTokenize
+from spurline_rl.trajectory import Group, group_returns
+from spurline_text.order_columns import ColumnsOfRows
+from spurline_text.prompts import question_key
+from spurline_text.sources.sft import note_of_shared
+from spurline_text.tokenization import check_rows, open_datasets, share_read, store_labels
+
+_ROWS_COMPARED = 10_000
+"""Rows of each dataset among which held-out prompts are looked for."""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One drawn prompt.
+
+    number: position in the endless order, from 0. uid: `LABEL:ROW@NUMBER`, unique in the run.
+    location: where the row is, for messages.
+    """
+
+    number: int
+    uid: str
+    dataset: DatasetConfig
+    location: str
+    row: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class SkippedRow:
+    """A drawn row left out by `on_bad_row: skip`. draw, uid: as of Group. reason: where and why, for messages."""
+
+    uid: str
+    draw: int
+    reason: str
+
+
+def row_of(uid: str) -> str:
+    """`LABEL:ROW` of the uid `LABEL:ROW@DRAW`: the same whenever the row is drawn."""
+    return uid.rpartition("@")[0]
+
+
+class PromptDraws:
+    """The endless order of prompts over several datasets, mixed by their weights.
+
+    make_order: builds the order from what is known of the rows. per_step: prompts that one step trains on.
+    namespace: begins every uid, and keeps the seeds of one use apart from those of another.
+    """
+
+    def __init__(
+        self,
+        datasets: Sequence[DatasetToTokenize],
+        make_order: Callable[[SampleFacts], Order],
+        *,
+        per_step: int,
+        namespace: str = "",
+    ) -> None:
+        for item in datasets:
+            check_rows(item.dataset)
+            if len(item.dataset) == 0:
+                raise DataError(f"{item.dataset.label} has no rows, so there is nothing to draw prompts from.")
+        self.datasets = datasets
+        self._datasets = [item.dataset for item in datasets]
+        self._configs = [item.config for item in datasets]
+        self._labels = store_labels(datasets)
+        self._sizes = [len(dataset) for dataset in self._datasets]
+        self._starts = np.cumsum([0, *self._sizes])
+        weights = tuple(config.weight for config in self._configs)
+        columns = ColumnsOfRows(datasets, [np.arange(size, dtype=np.int64) for size in self._sizes])
+        self._order = make_order(SampleFacts(tuple(self._sizes), weights, per_step, columns))
+        # Groups are drawn on one thread and observed on another where they are generated during training.
+        self._order_lock = threading.Lock()
+        # Data that was read in part is taken to go on at the same size.
+        whole = [round(size / share) for size, share in zip(self._sizes, share_read(datasets), strict=True)]
+        self.prompts_per_epoch = sum(epoch_shares(whole, weights))
+        """Prompts in one pass over the weighted mixture."""
+        self._read_in_part = whole != self._sizes
+        self._namespace = namespace
+        self._skipped: dict[str, str] = {}
+
+    @classmethod
+    def open(
+        cls,
+        configs: Sequence[DatasetConfig],
+        context: SourceContext,
+        *,
+        order: OrderConfig,
+        per_step: int,
+        namespace: str = "",
+    ) -> PromptDraws:
+        """Draws from these dataset entries of the config. Raises DataError for data that cannot be found or read."""
+        registry, seed = context.host.registry, context.config.seed
+
+        def make_order(facts: SampleFacts) -> Order:
+            return registry.create("order", order, samples=facts, seed=seed)
+
+        datasets = open_datasets(configs, registry, context.row_limit)
+        return cls(datasets, make_order, per_step=per_step, namespace=namespace)
+
+    def take(self, start: int, count: int) -> list[Draw | SkippedRow]:
+        """The draws number `start` to `start + count - 1`.
+
+        Rows under `on_bad_row: skip` that cannot be read, or were told to `skip`, stand there as SkippedRow. Raises
+        DataError for other rows that cannot be read, and when no row is left.
+        """
+        if len(self._skipped) == sum(self._sizes):
+            raise DataError(
+                f"All {len(self._skipped)} rows were left out as unusable (on_bad_row: skip). The first: "
+                f"{next(iter(self._skipped.values()))}"
+            )
+        with self._order_lock:
+            indices = self._order.positions(start, start + count).tolist()
+        return [self._draw(start + offset, index) for offset, index in enumerate(indices)]
+
+    def observe(self, step: int, groups: Sequence[Group]) -> None:
+        """Tell an order that learns from rewards what came out of draws; groups in draw order."""
+        if not isinstance(self._order, AdaptiveOrder):
+            return
+        with self._order_lock:
+            draws = [_scored(group, int(self._order.positions(group.draw, group.draw + 1)[0])) for group in groups]
+            self._order.observe(step, draws)
+
+    def rows(self, limit: int) -> Iterator[Draw | SkippedRow]:
+        """The first rows of each dataset, in the order of the files, as draws whose numbers say nothing."""
+        for start, size in zip(self._starts, self._sizes, strict=False):
+            for place in range(min(size, limit)):
+                yield self._draw(place, int(start) + place)
+
+    @cached_property
+    def _keyed(self) -> list[tuple[int, str]]:
+        draws = [draw for draw in self.rows(_ROWS_COMPARED) if isinstance(draw, Draw)]
+        return [(question_key(draw.row, draw.dataset), draw.location) for draw in draws]
+
+    def keys(self) -> NDArray[np.uint64]:
+        """Return hashes of the first prompts of each dataset, equal for equal ones."""
+        return np.array([key for key, _ in self._keyed], np.uint64)
+
+    def notes_of_shared(self, trained: NDArray[np.uint64] | None) -> list[str]:
+        """Say how many prompts are among those trained on. trained: the keys of those."""
+        return [] if trained is None else note_of_shared(self.keys(), trained, lambda number: self._keyed[number][1])
+
+    def skip(self, row: SkippedRow) -> None:
+        """Leave this row out from now on."""
+        self._skipped.setdefault(row_of(row.uid), row.reason)
+
+    def state_dict(self) -> dict[str, object]:
+        state: dict[str, object] = {"skipped": dict(self._skipped)}
+        if isinstance(self._order, AdaptiveOrder):
+            with self._order_lock:
+                state["order"] = self._order.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        self._skipped = dict(cast("dict[str, str]", state["skipped"]))
+        if isinstance(self._order, AdaptiveOrder):
+            self._order.load_state_dict(cast("dict[str, object]", state["order"]))
+
+    def summary(self) -> dict[str, Any]:
+        """JSON-able facts for `spurline plan` and the report."""
+        return {
+            "prompts": sum(self._sizes),
+            "sources": dict(zip(self._labels, self._sizes, strict=True)),
+            "read_in_part": self._read_in_part,
+        }
+
+    def fingerprint(self) -> str:
+        """Changes when the rows of any dataset do."""
+        digests = [dataset.fingerprint() for dataset in self._datasets]
+        return xxhash.xxh3_128_hexdigest("\0".join(digests).encode())
+
+    def _draw(self, number: int, index: int) -> Draw | SkippedRow:
+        source = int(np.searchsorted(self._starts, index, side="right")) - 1
+        place = index - int(self._starts[source])
+        dataset = self._datasets[source]
+        uid = f"{self._namespace}{self._labels[source]}:{place}@{number}"
+        known = self._skipped.get(row_of(uid))
+        if known is not None:
+            return SkippedRow(uid, number, known)
+        try:
+            row = dataset[place]
+        except DataError as error:
+            if self._configs[source].on_bad_row == "error":
+                raise
+            skipped = SkippedRow(uid, number, str(error))
+            self.skip(skipped)
+            return skipped
+        return Draw(number, uid, self._configs[source], dataset.location(place), row)
+
+
+def _scored(group: Group, sample: int) -> ScoredDraw:
+    terms: dict[str, list[float]] = defaultdict(list)
+    for trajectory in group.trajectories:
+        for name, value in trajectory.rewards.items():
+            terms[name].append(float(value))
+    returns = tuple(group_returns(group).tolist())
+    return ScoredDraw(group.draw, sample, returns, {name: tuple(values) for name, values in terms.items()})

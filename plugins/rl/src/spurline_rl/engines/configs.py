@@ -1,0 +1,85 @@
+"""Settings of engine `in_process`. Light: imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from spurline.config.section import OnResume
+from spurline.errors import Problem
+from spurline.plugins.registry import resolve
+from spurline.protocols.ranks import first_gpu_is_free
+from spurline_rl.protocols.rollout_engine import RolloutEngineConfig
+
+if TYPE_CHECKING:
+    from spurline.config.run_config import RunConfig
+
+
+class InProcessEngineConfig(RolloutEngineConfig):
+    """Generate in this process with the Hugging Face model."""
+
+    borrows_model: ClassVar[bool] = True
+    holds_copy: ClassVar[bool] = True
+
+    name: str = "in_process"
+    deterministic: bool = False
+    """Make a request's tokens and logprobs independent of its neighbours, bit for bit; slower. Otherwise requests that
+    are decoded together change each other's logprobs by about 1e-6."""
+    max_batch: Annotated[int, OnResume.TO_ROUNDING] = Field(default=256, gt=0)
+    """Responses decoded together; further requests wait."""
+    max_cache_tokens: Annotated[int, OnResume.TO_ROUNDING] = Field(default=262_144, gt=0)
+    """Tokens the KV cache may hold: responses decoded together, times the longest of them with its prompt. A request
+    that exceeds this alone is decoded alone."""
+    timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0)
+    """Seconds that one decode step, or loading the model, may take; whole responses are limited by whoever asks."""
+    device: Annotated[Literal["auto", "cpu", "cuda"], OnResume.TO_ROUNDING] = "auto"
+    """Where the engine's own copy of the model is; a model shared with the backend stays where it is. `auto` takes the
+    first GPU, unless a rank of the backend has it."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Of the engine's own copy; `bf16` keeps fp32 weights and computes under autocast."""
+    kv_cache: Literal["recompute", "keep"] = "recompute"
+    """After new weights, compute keys and values of responses in flight anew, which is exact, or keep those of the old
+    weights: faster, and approximate, as later tokens then come from neither version."""
+
+    @property
+    def notes_experts(self) -> bool:
+        return True
+
+    def copy_device(self, run: RunConfig) -> Literal["auto", "cpu", "cuda"]:
+        """Where its own copy is: never on a GPU that a rank of the backend fills."""
+        if self.device == "auto" and not first_gpu_is_free(run.backend.rank_request()):
+            return "cpu"
+        return self.device
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        ranks = run.backend.rank_request()
+        if self.device == "cuda" and ranks is not None and not first_gpu_is_free(ranks):
+            if ranks.launch == "ray":
+                text = "a GPU of this machine, and Ray, where the backend is launched, would not know of it. Set it"
+            else:
+                text = "the first GPU, which is that of a rank. Name others in backend.gpus, or set this"
+            yield Problem("device", f"is cuda, which takes {text} to cpu.")
+
+    def estimate_memory(self, run: RunConfig, responses: int, length: int) -> dict[str, int]:
+        if not run.backend.facts.lends_model:
+            # It generates with its copy, which is on no device of the backend.
+            return {}
+        # By name, as factories are: the estimate builds the architecture with torch, which a config must not import.
+        estimate = resolve("spurline_models.memory:estimate_cache", "memory estimate of engine 'in_process'")
+        together = min(responses, self.max_batch)
+        tokens = max(length, min(together * length, self.max_cache_tokens))
+        return {"keys and values": estimate(run.model, tokens, precision=run.backend.facts.computes_in)}
+
+    def describe(self, run: RunConfig, responses: int, length: int) -> Sequence[str]:
+        lines = [f"engine {self.name}: {min(responses, self.max_batch):,} responses decoded together, in this process"]
+        if not run.backend.facts.lends_model:
+            count = resolve("spurline_models.memory:count_parameters", "memory estimate of engine 'in_process'")
+            words = {"auto": "the first GPU if there is one", "cuda": "the first GPU", "cpu": "the CPU"}
+            where = words[self.copy_device(run)]
+            lines.append(
+                f"backend '{run.backend.name}' has its model in other processes: the engine has a copy here, on "
+                f"{where}, which takes {4 * count(run.model) / 2**20:,.0f} MiB more and gets the new weights every step"
+            )
+        return lines

@@ -1,0 +1,245 @@
+"""Attention that keeps keys and values: prompts once as a whole, then one token per row and pass.
+
+Place on the way: decoder layer -> attention of a pass, which writes a `KvCache` and reads it back -> hidden states. It
+is registered with transformers as "spurline_cached". Prompts are computed by the very function that training uses,
+`segment_attention`. A row of the cache is the slot of one response; which response has which slot is the decoder's
+business, and the first slots are in use, without gaps.
+
+Why not a cache and masks of transformers': those know batches of one length, padded on the left. Here each row has a
+slot and a length of its own, so rows come and go at any step without moving others, and deterministic decoding can
+share everything but attention among rows, which makes it several times faster than a pass per row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from spurline.errors import ModelError
+from spurline_models.streams.segment_attention import chunk_of, segment_attention
+from spurline_models.streams.token_stream import SegmentPlan
+
+_CAPACITY_STEP = 64
+"""Tokens by which slots grow, so that a slightly longer row does not move everything."""
+
+
+class KvCache:
+    """Holds two tensors [slots, heads, capacity, D] per layer, made when the layer first writes."""
+
+    def __init__(self) -> None:
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._slots = 0
+        self._capacity = 0
+
+    def reserve(self, slots: int, capacity: int, used: int) -> None:
+        """Make room for so many rows of at most so many tokens. used: slots whose content is kept."""
+        if slots <= self._slots and capacity <= self._capacity:
+            return
+        self._slots = slots
+        self._capacity = -(-capacity // _CAPACITY_STEP) * _CAPACITY_STEP
+        for layer, (keys, values) in self._layers.items():
+            self._layers[layer] = (self._move_to_new(keys, used), self._move_to_new(values, used))
+
+    def write_prompts(self, layer: int, start: int, keys: Tensor, values: Tensor) -> None:
+        """Fill slots from `start` with [rows, heads, tokens, D]."""
+        if layer not in self._layers:
+            self._layers[layer] = (self._empty(keys), self._empty(values))
+        for stored, new in zip(self._layers[layer], (keys, values), strict=True):
+            stored[start : start + new.shape[0], :, : new.shape[2]] = new
+
+    def append(self, layer: int, start: int, lengths: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write [rows, heads, D] behind the first `lengths` [rows] tokens of slots from `start`. Returns the slots."""
+        rows = torch.arange(lengths.shape[0], device=lengths.device)
+        slots = slice(start, start + lengths.shape[0])
+        stored_keys, stored_values = (stored[slots] for stored in self._layers[layer])
+        stored_keys[rows, :, lengths] = keys
+        stored_values[rows, :, lengths] = values
+        return stored_keys, stored_values
+
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy slots over others."""
+        for stored in (part for parts in self._layers.values() for part in parts):
+            stored[list(targets)] = stored[list(sources)]
+
+    def clear(self) -> None:
+        """Free the memory."""
+        self._layers.clear()
+        self._slots = self._capacity = 0
+
+    def _empty(self, like: Tensor) -> Tensor:
+        # Zeros: a masked key may be anything but NaN.
+        return like.new_zeros((self._slots, like.shape[1], self._capacity, like.shape[3]))
+
+    def _move_to_new(self, stored: Tensor, used: int) -> Tensor:
+        moved = self._empty(stored)
+        tokens = min(stored.shape[2], self._capacity)
+        moved[:used, :, :tokens] = stored[:used, :, :tokens]
+        return moved
+
+
+CACHED_ATTENTION = "spurline_cached"
+
+
+class KvPass(Protocol):
+    """What attention does in one forward pass of the model; handed through it as the keyword `kv_pass`."""
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        """query [B, H, T, D], key and value [B, K, T, D] -> [B, T, H, D]."""
+        ...
+
+
+@torch.compiler.disable
+def cached_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    kv_pass: KvPass | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention in the form transformers calls it."""
+    if kv_pass is None:
+        raise ModelError(
+            f"{type(module).__name__} does not hand the model's keyword arguments to its attention, so it cannot "
+            "generate in_process. Choose a model whose forward passes **kwargs on (all recent decoders do)."
+        )
+    if torch.is_autocast_enabled(query.device.type):
+        # Rotary embeddings promote query and key to fp32; the cache holds what SDPA itself would convert to.
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    return kv_pass.attend(module, query, key, value, attention_mask=attention_mask, **options), None
+
+
+AttentionInterface.register(CACHED_ATTENTION, cached_attention)
+
+
+@contextmanager
+def generating(causal: PreTrainedModel, attention: str = CACHED_ATTENTION) -> Iterator[None]:
+    """The model in evaluation mode with the attention of this name; as its owner left it afterwards.
+
+    Gradients are not its business: that switch belongs to a thread, and this context to whoever starts the threads.
+    """
+    before: Any = causal.config._attn_implementation
+    was_training = causal.training
+    causal.set_attn_implementation(attention)
+    causal.eval()
+    try:
+        yield
+    finally:
+        causal.train(was_training)
+        causal.set_attn_implementation(before)
+
+
+@dataclass(frozen=True)
+class PromptPass:
+    """Read whole prompts, laid one after another in a stream.
+
+    source: int64 [rows, longest], the stream position of each token of each row; the same prompt may serve several.
+    start: slot of the first row.
+    """
+
+    cache: KvCache
+    plan: SegmentPlan
+    source: Tensor
+    start: int
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        # [rows, K, longest, D]; what lies behind a shorter prompt is never looked at.
+        keys, values = (part[0][:, self.source].transpose(0, 1) for part in (key, value))
+        self.cache.write_prompts(_layer(module), self.start, keys, values)
+        attend: Any = segment_attention
+        return attend(module, query, key, value, segment_plan=self.plan, **options)[0]
+
+
+@dataclass(frozen=True)
+class AttentionPart:
+    """Rows of a pass that one attention call computes.
+
+    members: which rows, counted from the first of the pass. width: tokens to look at, the new one included.
+    lengths: int64 [members], how many of these are the row's own; None when all are.
+    masks: made so far, by sliding window.
+    """
+
+    members: slice
+    width: int
+    lengths: Tensor | None
+    masks: dict[int | None, Tensor] = field(default_factory=dict["int | None", Tensor])
+
+    def mask(self, window: int | None) -> Tensor | None:
+        """[members, 1, 1, width], True where a key is seen; None where all are."""
+        if self.lengths is None:
+            return None
+        if window not in self.masks:
+            lengths = self.lengths.unsqueeze(-1)
+            positions = torch.arange(self.width, device=lengths.device)
+            seen = positions < lengths
+            if window is not None:
+                seen &= positions >= lengths - window
+            self.masks[window] = seen[:, None, None]
+        return self.masks[window]
+
+
+_NOT_CACHED = ("softcap", "s_aux", "position_bias")
+"""Keywords by which models ask for more than plain attention."""
+
+
+@dataclass(frozen=True)
+class TokenPass:
+    """Read the next token of some rows.
+
+    start: slot of the first row. lengths: int64 [rows], tokens cached before this one, on the device.
+    parts: cover these rows. Further rows of the pass are filling, and their output is 0.
+    """
+
+    cache: KvCache
+    start: int
+    lengths: Tensor
+    parts: Sequence[AttentionPart]
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        **options: Any,
+    ) -> Tensor:
+        asked = [name for name in _NOT_CACHED if options.get(name) is not None]
+        if asked or chunk_of(module) is not None:
+            raise ModelError(f"{type(module).__name__} uses {', '.join(asked) or 'chunks'}, which the cache does not.")
+        rows, heads = query.shape[:2]
+        count = self.lengths.shape[0]
+        keys, values = self.cache.append(
+            _layer(module), self.start, self.lengths, key[:count, :, 0], value[:count, :, 0]
+        )
+        # Query heads that share a key head lie together, as if they were several tokens: nothing is repeated.
+        grouped = query.reshape(rows, key.shape[1], -1, query.shape[-1])
+        output = grouped.new_zeros((*grouped.shape[:-1], value.shape[-1]))
+        for part in self.parts:
+            mask = part.mask(sliding_window)
+            first = max(part.width - sliding_window, 0) if mask is None and sliding_window is not None else 0
+            output[:count][part.members] = F.scaled_dot_product_attention(
+                # A copy: kernels may compute otherwise where a row lies otherwise in memory.
+                grouped[:count][part.members].clone(),
+                keys[:, :, first : part.width][part.members],
+                values[:, :, first : part.width][part.members],
+                attn_mask=mask,
+                scale=scaling,
+            )
+        return output.reshape(rows, 1, heads, -1)
+
+
+def _layer(module: nn.Module) -> int:
+    layer = getattr(module, "layer_idx", None)
+    assert isinstance(layer, int), f"{type(module).__name__} does not know its layer"
+    return layer

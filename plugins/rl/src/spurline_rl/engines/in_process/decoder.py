@@ -1,0 +1,377 @@
+"""Write many responses side by side, a token of each per step.
+
+Place on the way: admitted responses -> one pass over their prompts -> a pass per token, each followed by sampling ->
+responses that have ended. Responses come and go between steps. No thread and no waiting here: that is `engine.py`.
+
+A decoder is tried on a few random prompts before it is used: is its cache right, and are passes of one fixed shape
+deterministic? Those are several times faster than a pass per response, and exact wherever a matrix product computes
+each of its rows alike; no library promises that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from spurline.errors import DataError, ModelError, RunFailedError
+from spurline.protocols.backend import GenerationModel
+from spurline_models.architecture import find_decoder, has_experts, vocabulary_size
+from spurline_models.experts.router_replay import ExpertRouting
+from spurline_models.generation import model_stop_tokens
+from spurline_models.streams.token_logprobs import OutputLogits
+from spurline_models.streams.token_stream import plan_segments
+from spurline_rl.engines.in_process.attention import (
+    CACHED_ATTENTION,
+    AttentionPart,
+    KvCache,
+    KvPass,
+    PromptPass,
+    TokenPass,
+    generating,
+)
+from spurline_rl.engines.in_process.response import Response
+from spurline_rl.engines.in_process.sampling import sample, uniform
+from spurline_rl.protocols.rollout_engine import GenerationRequest, Sampling
+
+_PROMPT_TOKENS_PER_PASS = 8192
+_LOGITS_AT_ONCE = 2**24
+"""Numbers; bounds the memory of sampling with large vocabularies."""
+_SLOTS_PER_CALL = 32
+"""See `plan_segments`."""
+_ROWS = 32
+"""Rows of a deterministic pass. More waste more on few requests, fewer gain less on many."""
+_SHAPE_PROBES = 6
+_TOKENS = 5
+_TOLERANCE, _HALF_PRECISION_TOLERANCE = 0.02, 0.5
+"""Allowed mean difference of logprobs, in their standard deviations; a wrong cache gives about 1."""
+
+
+class Decoder:
+    """Writes responses. `responses`: those under way, in the order of their slots in the cache."""
+
+    def __init__(
+        self,
+        model: GenerationModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_responses: int,
+        max_cache_tokens: int,
+        rows_per_pass: int | None = None,
+        routing: ExpertRouting | None = None,
+    ):
+        """rows_per_pass: shape of every pass over tokens and of all logits, filled up where there are fewer responses,
+        so that neighbours cannot change the shape; prompts are read one by one then. None takes all as they are.
+        routing: of the model, where responses are to note the experts that their tokens went to."""
+        causal = model.causal
+        self.model = model
+        self.responses: list[Response] = []
+        self._run_decoder: Any = find_decoder(causal)
+        self._logits = OutputLogits(causal)
+        self._device = causal.device
+        self._vocabulary = vocabulary_size(causal)
+        eos = tokenizer.eos_token_id
+        self._stop_tokens: frozenset[int] = frozenset(
+            [*model_stop_tokens(causal), *([eos] if isinstance(eos, int) else [])]
+        )
+        self._max_responses = max_responses
+        self._max_cache_tokens = max_cache_tokens
+        self._rows_per_pass = rows_per_pass
+        self._routing = routing
+        self._cache = KvCache()
+        self._is_outdated = False
+
+    @property
+    def attention(self) -> str:
+        """Name of the attention that the model has while it generates, as transformers knows it."""
+        return CACHED_ATTENTION
+
+    def take(self, waiting: deque[Response]) -> tuple[list[Response], list[Response]]:
+        """Remove from the front what there is room for now. Returns it, and what the model refuses to answer."""
+        taken: list[Response] = []
+        refused: list[Response] = []
+        if not waiting:
+            return taken, refused
+        longest = max((response.most_cached_tokens for response in self.responses), default=0)
+        while waiting:
+            response = waiting[0]
+            response.refused = self._find_refusal(response)
+            if response.refused is not None:
+                refused.append(response)
+            elif not response.abandoned:
+                response.max_tokens = self._longest_response(response)
+                longest = max(longest, response.most_cached_tokens)
+                count = len(self.responses) + len(taken) + 1
+                if count > 1 and (count > self._max_responses or count * longest > self._max_cache_tokens):
+                    break
+                taken.append(response)
+            waiting.popleft()
+        return taken, refused
+
+    @torch.no_grad()
+    def advance(self, more: Sequence[Response], version: int) -> list[Response]:
+        """Write the next token of every response, and the first two of those that are new. Returns those that ended."""
+        self.drop_abandoned()
+        if self._is_outdated:
+            # Rows under way are read from their first token, as if they were new.
+            more, self.responses, self._is_outdated = [*self.responses, *more], [], False
+        if more:
+            self.admit(more, version)
+        ended = self._remove_ended()
+        if self.responses:
+            self.step(version)
+            ended += self._remove_ended()
+        return ended
+
+    def outdate(self) -> None:
+        """The weights are others now: use nothing any more that was computed with the old ones."""
+        self._is_outdated = True
+
+    def free_cache(self) -> None:
+        """Give back the memory of keys and values; those of responses under way are computed anew."""
+        self._cache.clear()
+        self.outdate()
+
+    def admit(self, more: Sequence[Response], version: int) -> None:
+        """Read the prompts of further responses, with what they have written, and write the next token of each."""
+        used = len(self.responses)
+        order = sorted(more, key=lambda response: (len(response.context), response.context))
+        self.responses.extend(order)
+        self._cache.reserve(len(self.responses), max(response.most_cached_tokens for response in self.responses), used)
+        for responses in _cut_into_streams(order, 1 if self._rows_per_pass else _PROMPT_TOKENS_PER_PASS):
+            self._read_prompts(responses, used, version)
+            used += len(responses)
+
+    def step(self, version: int) -> None:
+        """Write the next token of every response."""
+        size = self._rows_per_pass or len(self.responses)
+        for start in range(0, len(self.responses), size):
+            responses = self.responses[start : start + size]
+            lengths = np.array([response.cached_tokens for response in responses])
+            kv_pass = TokenPass(self._cache, start, self._send(lengths), self._parts(lengths))
+            filling = [0] * (size - len(responses))
+            ids = np.array([*(response.tokens[-1] for response in responses), *filling])
+            hidden, experts = self._hidden(ids[:, None], np.array([*lengths, *filling])[:, None], kv_pass)
+            if experts is not None:
+                for response, length, chosen in zip(responses, lengths.tolist(), experts, strict=False):
+                    response.experts.add(length, chosen[None])
+            self._write(responses, hidden[: len(responses), 0], version)
+
+    def drop_abandoned(self) -> None:
+        """Make room where nobody waits for the response any more."""
+        self._remove([slot for slot, response in enumerate(self.responses) if response.abandoned])
+
+    def _remove_ended(self) -> list[Response]:
+        return self._remove(
+            [slot for slot, response in enumerate(self.responses) if response.finish_reason is not None]
+        )
+
+    def _remove(self, slots: Sequence[int]) -> list[Response]:
+        removed = [self.responses[slot] for slot in slots]
+        left = len(self.responses) - len(slots)
+        # The last responses move into the gaps before them.
+        gaps = [slot for slot in slots if slot < left]
+        movers = [slot for slot in range(left, len(self.responses)) if slot not in set(slots)]
+        if left == 0:
+            self._cache.clear()
+        elif gaps:
+            self._cache.move(movers, gaps)
+            for mover, gap in zip(movers, gaps, strict=True):
+                self.responses[gap] = self.responses[mover]
+        del self.responses[left:]
+        return removed
+
+    def _find_refusal(self, response: Response) -> DataError | None:
+        """Why the model cannot answer this prompt."""
+        prompt, limit = response.prompt, self.model.max_tokens
+        if limit is not None and len(prompt) >= limit:
+            return DataError(
+                f"{response.request.name}: the prompt has {len(prompt)} tokens, and the model's context of {limit} "
+                "holds prompt and response. Shorten the prompt."
+            )
+        outside = [token for token in (min(prompt), max(prompt)) if not 0 <= token < self._vocabulary]
+        if outside:
+            return DataError(
+                f"{response.request.name}: the prompt has token {outside[0]}, and the model knows 0 to "
+                f"{self._vocabulary - 1}. Is the tokenizer another model's?"
+            )
+        return None
+
+    def _longest_response(self, response: Response) -> int:
+        longest, limit = response.request.sampling.max_new_tokens, self.model.max_tokens
+        return longest if limit is None else min(longest, limit - len(response.prompt))
+
+    def _read_prompts(self, responses: Sequence[Response], start: int, version: int) -> None:
+        """responses: from short to long, equal ones side by side; what is equal is read once."""
+        contexts = [response.context for response in responses]
+        is_new = np.array([True, *(context != before for before, context in pairwise(contexts))])
+        distinct = [context for context, new in zip(contexts, is_new, strict=True) if new]
+        lengths = np.array([len(context) for context in distinct])
+        ends = np.cumsum(lengths)
+        which = np.cumsum(is_new) - 1
+        source = np.minimum(np.arange(lengths[-1]) + (ends - lengths)[which][:, None], ends[-1] - 1)
+        plan = plan_segments(lengths, _SLOTS_PER_CALL, lambda tensor: tensor.to(self._device))
+        positions = np.concatenate([np.arange(length) for length in lengths])
+        kv_pass = PromptPass(self._cache, plan, self._send(source), start)
+        hidden, experts = self._hidden(np.concatenate(distinct)[None], positions[None], kv_pass)
+        if experts is not None:
+            for response, number in zip(responses, which.tolist(), strict=True):
+                response.experts.add(0, experts[ends[number] - lengths[number] : ends[number]])
+        self._write(responses, hidden[0, self._send((ends - 1)[which])], version)
+
+    def _hidden(
+        self, ids: np.ndarray[Any, Any], positions: np.ndarray[Any, Any], kv_pass: KvPass
+    ) -> tuple[Tensor, NDArray[np.int16] | None]:
+        """Last hidden states [rows, tokens, H], and the experts [rows * tokens, layers, top_k] where they are noted."""
+        noting = nullcontext() if self._routing is None else self._routing.noting()
+        with self.model.computing(), noting as noted:
+            hidden = self._run_decoder(
+                input_ids=self._send(ids), position_ids=self._send(positions), use_cache=False, kv_pass=kv_pass
+            ).last_hidden_state
+        return hidden, None if self._routing is None or noted is None else self._routing.as_array(noted)
+
+    def _write(self, responses: Sequence[Response], hidden: Tensor, version: int) -> None:
+        """Draw the next token of each response from its last hidden state [rows, H]."""
+        size = self._rows_per_pass or max(1, _LOGITS_AT_ONCE // self._vocabulary)
+        for start in range(0, len(responses), size):
+            chunk = responses[start : start + size]
+            states = hidden[start : start + size]
+            if self._rows_per_pass:
+                states = F.pad(states, (0, 0, 0, size - len(chunk)))
+            with self.model.computing():
+                logits = self._logits(states)[: len(chunk)]
+            sampled = sample(
+                logits,
+                [response.request.sampling for response in chunk],
+                [uniform(response.request.seed, len(response.tokens)) for response in chunk],
+            )
+            drawn = zip(chunk, sampled.tokens, sampled.logprobs, sampled.raw_logprobs, strict=True)
+            for response, token, logprob, raw_logprob in drawn:
+                if not math.isfinite(logprob):
+                    raise RunFailedError(
+                        f"{response.request.name}: the model's logits after {len(response.tokens)} tokens of the "
+                        "response are not finite. The weights are broken; look at the loss and gradient norm of "
+                        "the last steps."
+                    )
+                response.add(token, logprob, raw_logprob, version, self._stop_tokens)
+
+    def _parts(self, lengths: np.ndarray[Any, Any]) -> list[AttentionPart]:
+        """How attention of responses with these cached lengths is divided."""
+        if self._rows_per_pass:
+            # One by one, each with exactly its own tokens: masked ones behind them would change the order of sums, and
+            # attention kernels compute a row otherwise where it lies otherwise among threads.
+            return [AttentionPart(slice(row, row + 1), int(length) + 1, None) for row, length in enumerate(lengths)]
+        even = lengths.min() == lengths.max()
+        return [AttentionPart(slice(None), int(lengths.max()) + 1, None if even else self._send(lengths + 1))]
+
+    def _send(self, values: np.ndarray[Any, Any]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values, np.int64)).to(self._device)
+
+
+def _cut_into_streams(responses: Sequence[Response], max_tokens: int) -> Iterator[list[Response]]:
+    """Sorted responses to read in one pass: different ones up to so many tokens, or one alone."""
+    stream: list[Response] = []
+    tokens = 0
+    for response in responses:
+        length = len(response.context)
+        if not stream or response.context != stream[-1].context:
+            if stream and tokens + length > max_tokens:
+                yield stream
+                stream, tokens = [], 0
+            tokens += length
+        stream.append(response)
+    if stream:
+        yield stream
+
+
+@torch.no_grad()
+def probed_decoder(
+    make_decoder: Callable[[int | None], Decoder], make_slow: Callable[[], Decoder], *, deterministic: bool
+) -> Decoder:
+    """A decoder that has been tried. make_decoder: makes an empty one for so many rows per pass, None for any number.
+    make_slow: makes one that takes over where that cannot decode the model.
+
+    Raises ModelError for a model that neither can.
+    """
+    decoder = make_decoder(_ROWS if deterministic else None)
+    causal = decoder.model.causal
+    if not decoder.model.reads_streams or not _is_decoded_by(decoder):
+        slow = make_slow()
+        with generating(causal, slow.attention):
+            _check_cache(slow)
+        return slow
+    with generating(causal, decoder.attention):
+        # Tokens of all responses that choose one expert are computed together there, in whatever number they come.
+        if deterministic and (
+            has_experts(causal.config.get_text_config())
+            or not all(_computes_rows_alike(decoder, seed) for seed in range(_SHAPE_PROBES))
+        ):
+            return make_decoder(1)
+    return decoder
+
+
+def _is_decoded_by(decoder: Decoder) -> bool:
+    try:
+        with generating(decoder.model.causal, decoder.attention):
+            _check_cache(decoder)
+    except ModelError:
+        return False
+    return True
+
+
+def _check_cache(decoder: Decoder) -> None:
+    """Tokens written one by one must have the logprobs that reading them as a prompt gives."""
+    written = [_probe(_random_prompt(decoder, length, seed=length), _TOKENS) for length in range(1, 7)]
+    _write(decoder, written)
+    read = [
+        _probe([*response.prompt, *response.tokens[:count]], 1)
+        for response in written
+        for count in range(len(response.tokens))
+    ]
+    _write(decoder, read)
+    expected = np.array([response.raw_logprobs[0] for response in read])
+    difference = np.abs(np.concatenate([response.raw_logprobs for response in written]) - expected).mean()
+    with decoder.model.computing():
+        half_precision = torch.is_autocast_enabled(decoder.model.causal.device.type)
+    allowed = (_HALF_PRECISION_TOLERANCE if half_precision else _TOLERANCE) * expected.std()
+    if not difference <= allowed:
+        raise ModelError(
+            f"{type(decoder.model.causal).__name__} gives other log-probabilities token by token than at once: "
+            f"{difference:.2g} on average, allowed {allowed:.2g}. It remembers more of earlier tokens than its cache "
+            "holds, so it cannot generate in_process. Choose another source.engine.name, or another model."
+        )
+
+
+def _computes_rows_alike(decoder: Decoder, seed: int) -> bool:
+    """Whether a request gets the same bits alone and in every place of a full pass."""
+    prompt = _random_prompt(decoder, 1 + 3 * seed, seed)
+    alone, *full = [_probe(prompt, _TOKENS, temperature=1.0, seed=seed) for _ in range(1 + _ROWS)]
+    _write(decoder, [alone])
+    _write(decoder, full)
+    return all((response.tokens, response.raw_logprobs) == (alone.tokens, alone.raw_logprobs) for response in full)
+
+
+def _write(decoder: Decoder, responses: Sequence[Response]) -> None:
+    decoder.advance(responses, 0)
+    while decoder.responses:
+        decoder.advance((), 0)
+
+
+def _probe(prompt: list[int], tokens: int, *, temperature: float = 0.0, seed: int = 0) -> Response:
+    request = GenerationRequest(prompt, Sampling(temperature=temperature), seed, "start-up probe of the engine")
+    return Response(request, prompt, None, max_tokens=tokens)
+
+
+def _random_prompt(decoder: Decoder, length: int, seed: int) -> list[int]:
+    size = vocabulary_size(decoder.model.causal)
+    return torch.randint(size, (length,), generator=torch.Generator().manual_seed(seed)).tolist()

@@ -1,0 +1,352 @@
+"""Rollout engine `in_process`: generate with the Hugging Face model in this process.
+
+Place on the way: environments ask for continuations -> the engine, on their event loop -> decode steps on one thread ->
+results. It is the engine for CPUs, small models and tests; a server such as vLLM is faster where it can run. It
+generates with the backend's model, or with a copy of its own that takes published weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from spurline.config.run_config import RunConfig
+from spurline.errors import RunFailedError
+from spurline.protocols.backend import Backend, GenerationModel, LendsModel
+from spurline_models.device_profile import DeviceProfile, device_profile
+from spurline_models.experts.router_replay import ExpertRouting
+from spurline_models.generation import generation_model
+from spurline_models.holding.freed_memory import return_freed_memory
+from spurline_models.holding.offloading import DeviceMemory, DeviceTensors
+from spurline_models.loading import check_config, load_model
+from spurline_models.probe import check_exactness
+from spurline_models.streams.stream_model import StreamModel
+from spurline_models.weight_buckets import WeightBucket
+from spurline_rl.engines.configs import InProcessEngineConfig
+from spurline_rl.engines.in_process.attention import generating
+from spurline_rl.engines.in_process.decoder import Decoder, probed_decoder
+from spurline_rl.engines.in_process.own_cache import OwnCacheDecoder
+from spurline_rl.engines.in_process.response import Response, Written, check_request
+from spurline_rl.engines.in_process.weight_writer import WeightWriter
+from spurline_rl.protocols.rollout_engine import EngineMemory, GenerationRequest, GenerationResult, TakesWeights
+from spurline_text.stop_texts import StopTexts
+
+ADVICE = "Raise source.engine.timeout_s (of child_process, generate_timeout_s) when it is only slow."
+
+_Result = TypeVar("_Result")
+
+
+class ModelThread:
+    """The one thread on which an engine's model is loaded, computed and changed, one piece of work after another.
+
+    timeout_s: seconds a piece of work may take.
+    """
+
+    def __init__(self, timeout_s: float):
+        self.timeout_s = timeout_s
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="spurline-decode")
+
+    async def run(self, what: str, work: Callable[..., _Result], *arguments: object) -> _Result:
+        """The result of `work`. Raises RunFailedError naming it when it takes too long."""
+        try:
+            async with asyncio.timeout(self.timeout_s) as limit:
+                return await asyncio.get_running_loop().run_in_executor(self._executor, work, *arguments)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise RunFailedError(f"{what} did not end within {self.timeout_s:g} s. {ADVICE}") from error
+
+    def close(self) -> None:
+        """Take no further work; what is under way ends by itself."""
+        self._executor.shutdown(wait=False)
+
+
+def load_own_model(config: InProcessEngineConfig, run: RunConfig) -> GenerationModel:
+    """Raises ModelError for a model that the engine cannot compute exactly, ConfigError for a GPU that is not there."""
+    profile = _own_profile(config, run)
+    with profile.keeping_generators():
+        causal = load_model(run.model, profile, run.seed)
+    limit = check_config(causal, run.model.path, run.data.max_length)
+    model = StreamModel(causal.requires_grad_(False).eval())
+    check_exactness(model, profile, run.model.path)
+    return generation_model(model, profile, limit, allow_extrapolation=run.model.allow_extrapolation)
+
+
+def _own_profile(config: InProcessEngineConfig, run: RunConfig) -> DeviceProfile:
+    return device_profile(config.copy_device(run), config.precision, setting="source.engine.device")
+
+
+class OwnMemory:
+    """The memory of an engine's own model, on whatever device it is: taken, or given away while the engine sleeps."""
+
+    def __init__(self, profile: DeviceProfile) -> None:
+        self._profile = profile
+        self._memory = DeviceMemory(profile)
+
+    def give(self, decoder: Decoder, *, keep_weights: bool) -> None:
+        """Free the cache and the weights. keep_weights: copy them to the host's memory, where they may be already."""
+        decoder.free_cache()
+        on_host = self._profile.device.type == "cpu"
+        if not (keep_weights and on_host):
+            # Buffers stay: an update need not bring them.
+            weights = list(decoder.model.causal.parameters())
+            given = DeviceTensors(weights=weights) if keep_weights else DeviceTensors(weights=(), scratch=weights)
+            self._memory.give(given, keep_weights=False)
+        if on_host:
+            return_freed_memory()
+
+    def take(self) -> None:
+        """Have room for the weights again, with their values where they were kept."""
+        self._memory.take()
+
+
+class InProcessEngine(TakesWeights):
+    """A `RolloutEngine` that also `SharesWeights`, and `MaySleep` where it does not share them.
+
+    Without `share` it holds a copy of `model`, loaded with the first request, whose weights change by updates only.
+    With it the backend may be called while nobody awaits `generate`, or between `pause` and `resume`.
+
+    Everything here runs on the event loop; only the work on the model runs on the thread. A burst is the task that
+    takes one decode step after another, as long as somebody waits for a response and no pause holds it.
+    """
+
+    transports = ("in_process",)
+
+    def __init__(self, config: InProcessEngineConfig, run: RunConfig, tokenizer: PreTrainedTokenizerBase):
+        self._config = config
+        self._tokenizer = tokenizer
+        self._open_model: Callable[[], GenerationModel] = lambda: load_own_model(config, run)
+        self._open_memory = lambda: OwnMemory(_own_profile(config, run))
+        self._memory: OwnMemory | None = None
+        self._lacks_weights = False
+        """Whether it has slept without them, and no update has brought all since."""
+        self._decoder: Decoder | None = None
+        self._version = 0
+        self._shares = False
+        self._waiting: deque[Response] = deque()
+        self._in_flight: dict[Response, asyncio.Future[GenerationResult]] = {}
+        self._writer: WeightWriter | None = None
+        self._burst: asyncio.Task[None] | None = None
+        self._holds: set[str] = set()
+        self._failure: BaseException | None = None
+        self._notes_experts = run.source.facts.replays_experts
+        self._thread = ModelThread(config.timeout_s)
+
+    def share(self, backend: Backend) -> None:
+        assert isinstance(backend, LendsModel), f"{type(backend).__name__} lends no model, whatever its config says"
+        assert not self._in_flight, f"still in flight: {[response.request.name for response in self._in_flight]}"
+        self._open_model = backend.generation_model
+        self._decoder = None
+        self._shares = True
+
+    def set_version(self, version: int) -> None:
+        self._version = version
+        if self._decoder is not None and self._config.kv_cache == "recompute":
+            self._decoder.outdate()
+
+    async def generate(
+        self, request: GenerationRequest, on_tokens: Callable[[Written], None] | None = None
+    ) -> GenerationResult:
+        """The response, as `RolloutEngine` has it. on_tokens: called after every decode step with what it wrote."""
+        check_request(request)
+        if self._failure is not None:
+            raise _explain(self._failure, request.name)
+        stop = request.sampling.stop
+        response = Response(
+            request,
+            prompt=np.asarray(request.prompt_ids, np.int64).tolist(),
+            stop_texts=StopTexts(self._tokenizer, stop) if stop else None,
+            on_tokens=on_tokens,
+        )
+        self._in_flight[response] = asyncio.get_running_loop().create_future()
+        self._waiting.append(response)
+        self._start_burst()
+        try:
+            return await self._in_flight[response]
+        finally:
+            if self._in_flight.pop(response, None) is not None:
+                response.abandoned = True
+                if not self._in_flight:
+                    # A cancelled caller may go on to train the model: it must be ours no longer.
+                    await self._wait_for_burst("a cancelled request")
+
+    async def load(self) -> None:
+        """Load the own copy now, not with the first request."""
+        await self._load_decoder()
+
+    async def pause(self) -> None:
+        await self._hold("pause")
+
+    async def resume(self) -> None:
+        self._release("pause")
+
+    async def sleep(self, *, keep_weights: bool) -> None:
+        assert not self._shares, "the memory of shared weights is their owner's to give"
+        await self._hold("sleep")
+        async with self._updating("falling asleep"):
+            decoder = await self._load_decoder()
+            memory = self._memory = self._memory or self._open_memory()
+            self._lacks_weights = self._lacks_weights or not keep_weights
+            await self._thread.run("falling asleep", partial(memory.give, decoder, keep_weights=keep_weights))
+
+    async def wake(self, part: EngineMemory) -> None:
+        async with self._updating(f"taking the memory of its {part} again"):
+            assert self._memory is not None, "it does not sleep"
+            if part == "weights":
+                await self._thread.run("taking the memory of its weights again", self._memory.take)
+            elif self._lacks_weights:
+                raise RunFailedError("It slept without its weights, and no update has brought them since.")
+        if part == "cache":
+            # Keys and values take memory again as they come.
+            self._release("sleep")
+
+    async def begin_update(self, version: int) -> None:
+        assert not self._shares, "shared weights are updated by their owner; tell the engine with set_version"
+        await self._hold("update")
+        async with self._updating(_update_to(version)):
+            decoder = await self._load_decoder()
+            self._writer = await self._thread.run("preparing an update", WeightWriter, decoder.model.causal)
+
+    async def load_bucket(self, bucket: WeightBucket) -> None:
+        assert self._writer is not None, "no update has begun"
+        names = [place.name for place in bucket.places]
+        async with self._updating():
+            weights = zip(names, bucket.tensors, strict=True)
+            await self._thread.run(f"taking over {len(names)} weights", self._writer.write, weights)
+
+    async def finish_update(self, version: int) -> None:
+        assert self._writer is not None, "no update has begun"
+        async with self._updating(_update_to(version)):
+            self._writer.finish()
+        self._writer = None
+        self._lacks_weights = False
+        self.set_version(version)
+        self._release("update")
+
+    async def close(self) -> None:
+        self._fail(RunFailedError("it was closed"))
+        await self._wait_for_burst("close")
+        self._decoder = None
+        self._thread.close()
+
+    @asynccontextmanager
+    async def _updating(self, what: str = "update of the weights") -> AsyncGenerator[None]:
+        """Run a part of an update, or of a sleep; an error there ends the engine."""
+        if self._failure is not None:
+            raise _explain(self._failure, what)
+        try:
+            yield
+        except Exception as error:
+            self._fail(error)
+            raise _explain(error, what) from error
+
+    def _start_burst(self) -> None:
+        if self._in_flight and self._burst is None and not self._holds and self._failure is None:
+            self._burst = asyncio.create_task(self._decode(), name="spurline-decode")
+
+    async def _decode(self) -> None:
+        """Take step after step, until nobody waits or something holds it."""
+        ended: list[Response] = []
+        try:
+            decoder = await self._load_decoder()
+            with generating(decoder.model.causal, decoder.attention):
+                while self._goes_on(ended):
+                    self._deliver(ended)
+                    # Whoever got a response and asks again at once joins the very next step, so that what a step
+                    # decodes does not depend on timing.
+                    await asyncio.sleep(0)
+                    more, ended = decoder.take(self._waiting)
+                    state = f"a decode step ({len(decoder.responses)} responses under way, {len(more)} new)"
+                    ended += await self._thread.run(state, decoder.advance, more, self._version)
+                    for response in (*decoder.responses, *ended):
+                        response.tell()
+                decoder.drop_abandoned()
+        except Exception as error:  # noqa: BLE001 (not swallowed: it reaches everyone who waits)
+            self._fail(error)
+        finally:
+            self._burst = None
+        # Not before: whoever gets the last of them may train the model at once, and now it is ours no longer.
+        self._deliver(ended)
+        self._start_burst()
+
+    def _goes_on(self, ended: list[Response]) -> bool:
+        """Whether there is more to write than these, and nothing else to do first."""
+        held = self._holds or self._failure is not None
+        return not held and len(self._in_flight) > sum(response in self._in_flight for response in ended)
+
+    def _deliver(self, responses: list[Response]) -> None:
+        for response in responses:
+            waiter = self._in_flight.pop(response, None)
+            if waiter is None or waiter.done():
+                continue
+            if response.refused is not None:
+                waiter.set_exception(response.refused)
+            else:
+                waiter.set_result(response.result())
+        responses.clear()
+
+    def _fail(self, failure: BaseException) -> None:
+        """End the engine: everybody who waits, now or later, gets an error."""
+        self._failure = self._failure or failure
+        for response, waiter in self._in_flight.items():
+            if not waiter.done():
+                waiter.set_exception(_explain(failure, response.request.name))
+        self._in_flight.clear()
+        self._waiting.clear()
+
+    async def _hold(self, why: str) -> None:
+        """Let no step be under way, and the model as its owner left it, until `_release`."""
+        self._holds.add(why)
+        await self._wait_for_burst(why)
+        if self._failure is not None:
+            raise _explain(self._failure, why)
+
+    def _release(self, why: str) -> None:
+        self._holds.discard(why)
+        self._start_burst()
+
+    async def _wait_for_burst(self, who: str) -> None:
+        if self._burst is not None:
+            # Longer than any step may take: the burst gives up first, and says what it was doing.
+            done, _ = await asyncio.wait({self._burst}, timeout=2 * self._thread.timeout_s)
+            if not done:
+                raise RunFailedError(f"{who}: the decode step under way has not ended. {ADVICE}")
+
+    async def _load_decoder(self) -> Decoder:
+        if self._decoder is None:
+            self._decoder = await self._thread.run("loading and probing the model", self._make_decoder)
+        return self._decoder
+
+    def _make_decoder(self) -> Decoder:
+        model = self._open_model()
+        limits = {"max_responses": self._config.max_batch, "max_cache_tokens": self._config.max_cache_tokens}
+
+        routing = ExpertRouting(model.causal) if self._notes_experts else None
+
+        def make(rows_per_pass: int | None) -> Decoder:
+            return Decoder(model, self._tokenizer, **limits, rows_per_pass=rows_per_pass, routing=routing)
+
+        def make_slow() -> Decoder:
+            return OwnCacheDecoder(model, self._tokenizer, **limits, routing=routing)
+
+        return probed_decoder(make, make_slow, deterministic=self._config.deterministic)
+
+
+def _update_to(version: int) -> str:
+    return f"update of the weights to version {version}"
+
+
+def _explain(failure: BaseException, name: str) -> RunFailedError:
+    """A new error for each who waits: an exception that is raised in several tasks would mix up their tracebacks."""
+    kind = "" if isinstance(failure, RunFailedError) else f"{type(failure).__name__}: "
+    error = RunFailedError(f"{name}: the rollout engine in_process has ended: {kind}{failure}")
+    error.__cause__ = failure
+    return error

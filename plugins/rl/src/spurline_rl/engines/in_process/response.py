@@ -1,0 +1,181 @@
+"""One response while it is written: its tokens so far, and whether it has ended.
+
+Place on the way: GenerationRequest -> Response, which gathers tokens -> GenerationResult. No torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spurline.errors import DataError
+from spurline_rl.protocols.rollout_engine import GenerationRequest, GenerationResult
+from spurline_rl.trajectory import FinishReason
+from spurline_text.stop_texts import StopTexts
+
+
+class Written(NamedTuple):
+    """The next tokens of a response; fields as of GenerationResult. finish_reason: None as long as more will come.
+
+    routed_experts: [tokens, layers, top_k] of the next tokens that were computed, from the prompt's first on.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    raw_logprobs: list[float]
+    versions: list[int]
+    finish_reason: FinishReason | None
+    routed_experts: NDArray[np.int16] | None = None
+
+
+class ExpertRecord:
+    """The experts chosen for each token of a context, from its first on, as far as it has been computed.
+
+    What is computed once more, because weights have changed or another engine goes on, changes nothing that is there:
+    tokens were sampled after the first choice.
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[NDArray[np.int16]] = []
+        self._length = 0
+
+    def __len__(self) -> int:
+        """Tokens noted."""
+        return self._length
+
+    def add(self, start: int, experts: NDArray[np.int16]) -> None:
+        """Take the choices [tokens, layers, top_k] for consecutive tokens, the first of which has index `start`."""
+        assert start <= self._length, f"tokens {self._length} to {start - 1} were never computed"
+        new = experts[self._length - start :]
+        if len(new):
+            self._parts.append(new)
+            self._length += len(new)
+
+    def since(self, start: int) -> NDArray[np.int16] | None:
+        """The choices from this token on; None where nothing was noted."""
+        if not self._parts:
+            return None
+        # From the end: whoever follows a response asks for the last token's after every step.
+        found: list[NDArray[np.int16]] = [self._parts[0][:0]]
+        begin = self._length
+        for part in reversed(self._parts):
+            if begin <= start:
+                break
+            begin -= len(part)
+            found.insert(1, part[max(0, start - begin) :])
+        return np.concatenate(found)
+
+    def of_context(self, num_tokens: int) -> NDArray[np.int16] | None:
+        """[num_tokens, layers, top_k], with -1 for tokens that were not computed; None where nothing was noted."""
+        found = self.since(0)
+        if found is None:
+            return None
+        whole = np.full((num_tokens, *found.shape[1:]), -1, np.int16)
+        whole[: len(found)] = found[:num_tokens]
+        return whole
+
+
+@dataclass(eq=False)
+class Response:
+    """A request in flight.
+
+    prompt: its tokens as plain numbers. max_tokens: longest response, set when the model is known. experts: nothing is
+    noted there unless the decoder was made so.
+    on_tokens: called by `tell`. refused: why the model cannot answer. abandoned: nobody waits for the response any
+    more.
+    """
+
+    request: GenerationRequest
+    prompt: list[int]
+    stop_texts: StopTexts | None
+    on_tokens: Callable[[Written], None] | None = None
+    max_tokens: int = 0
+    tokens: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    raw_logprobs: list[float] = field(default_factory=list[float])
+    versions: list[int] = field(default_factory=list[int])
+    experts: ExpertRecord = field(default_factory=ExpertRecord)
+    finish_reason: FinishReason | None = None
+    refused: DataError | None = None
+    abandoned: bool = False
+    _num_handed_on: int = 0
+    _num_experts_handed_on: int = 0
+
+    @property
+    def context(self) -> list[int]:
+        """Everything the next token depends on."""
+        return self.prompt + self.tokens
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens the model has read: all but the last one it wrote."""
+        return len(self.prompt) + len(self.tokens) - 1
+
+    @property
+    def most_cached_tokens(self) -> int:
+        """The same when the response has become as long as it may."""
+        return len(self.prompt) + self.max_tokens - 1
+
+    def add(self, token: int, logprob: float, raw_logprob: float, version: int, stop_tokens: Collection[int]) -> None:
+        """Take the next token, and see whether it ends the response."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.raw_logprobs.append(raw_logprob)
+        self.versions.append(version)
+        if (
+            token in stop_tokens
+            or token in self.request.sampling.stop_token_ids
+            or (self.stop_texts is not None and self.stop_texts.completed_by(token))
+        ):
+            self.finish_reason = "stop"
+        elif len(self.tokens) == self.max_tokens:
+            self.finish_reason = "length"
+
+    def tell(self) -> None:
+        """Hand what was written since the last call to `on_tokens`."""
+        start, self._num_handed_on = self._num_handed_on, len(self.tokens)
+        if self.on_tokens is not None and not self.abandoned and start < len(self.tokens):
+            tokens, versions = self.tokens[start:], self.versions[start:]
+            logprobs, raw_logprobs = self.logprobs[start:], self.raw_logprobs[start:]
+            experts = self.experts.since(self._num_experts_handed_on)
+            self._num_experts_handed_on = len(self.experts)
+            self.on_tokens(Written(tokens, logprobs, raw_logprobs, versions, self.finish_reason, experts))
+
+    def result(self) -> GenerationResult:
+        """What was written. Raises DataError when the request was refused."""
+        if self.refused is not None:
+            raise self.refused
+        assert self.finish_reason is not None, f"{self.request.name} has not ended"
+        return GenerationResult(
+            token_ids=np.array(self.tokens, np.int32),
+            logprobs=np.array(self.logprobs, np.float32),
+            raw_logprobs=np.array(self.raw_logprobs, np.float32),
+            versions=np.array(self.versions, np.int32),
+            finish_reason=self.finish_reason,
+            routed_experts=self.experts.of_context(len(self.prompt) + len(self.tokens)),
+        )
+
+
+def check_request(request: GenerationRequest) -> None:
+    """Raise DataError for what no model could answer."""
+    asked = request.sampling
+    if len(request.prompt_ids) == 0:
+        raise DataError(f"{request.name}: the prompt has no tokens. Give at least one, such as the chat template's.")
+    if not asked.max_new_tokens >= 1:
+        problem = f"max_new_tokens is {asked.max_new_tokens}; a response has at least 1 token."
+    elif not 0 <= asked.temperature < math.inf:
+        problem = f"temperature is {asked.temperature}; give 0 for greedy, or a number above."
+    elif not 0 < asked.top_p <= 1:
+        problem = f"top_p is {asked.top_p}; give a number above 0, up to 1 for all tokens."
+    elif not asked.top_k >= 0:
+        problem = f"top_k is {asked.top_k}; give 0 for all tokens, or a count."
+    elif "" in asked.stop:
+        problem = "stop has an empty text, which every response contains. Remove it."
+    else:
+        return
+    raise DataError(f"{request.name}: sampling.{problem}")

@@ -1,0 +1,98 @@
+"""Draw the next token of each row from its logits.
+
+Place on the way: last hidden state -> logits -> this -> token with its logprobs. A row's token depends on its own
+logits, settings and random number only. No model, no state.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import xxhash
+from torch import Tensor
+
+from spurline_rl.protocols.rollout_engine import Sampling
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One entry per row.
+
+    logprobs: of the distribution sampled from; for greedy rows, which have none, the raw ones (as vLLM reports them).
+    raw_logprobs: of the model's own distribution.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    raw_logprobs: list[float]
+
+
+def uniform(seed: int, position: int) -> float:
+    """A random number in [0, 1) for the response token at this position, the same whenever and wherever it is drawn."""
+    bits = xxhash.xxh3_64_intdigest(struct.pack("<Qq", seed & 0xFFFF_FFFF_FFFF_FFFF, position))
+    # 52 bits: times a sum of probabilities it stays below that sum, however the product is rounded.
+    return (bits >> 12) * 2.0**-52
+
+
+def sample(logits: Tensor, settings: Sequence[Sampling], uniforms: Sequence[float]) -> Sampled:
+    """The token of each row of `logits` [N, V]: temperature, then top-k, then top-p, then one draw."""
+    if logits.dtype != torch.float64:
+        # A softmax over 1e5 half-precision logits would not be exact enough.
+        logits = logits.float()
+    raw = logits.log_softmax(-1)
+    kept = raw if all(map(_changes_nothing, settings)) else _adjust(logits, settings).log_softmax(-1)
+    tokens = _draw(kept, uniforms)
+    greedy = [number for number, setting in enumerate(settings) if setting.temperature == 0]
+    if greedy:
+        rows = torch.tensor(greedy, device=logits.device)
+        tokens[rows] = logits[rows].argmax(-1)
+    columns = tokens.unsqueeze(-1)
+    # One transfer from the device; float64 holds token ids exactly.
+    both = torch.stack([tokens.double(), *(part.gather(-1, columns).squeeze(-1).double() for part in (kept, raw))])
+    ids, logprobs, raw_logprobs = both.tolist()
+    return Sampled([int(token) for token in ids], logprobs, raw_logprobs)
+
+
+def _changes_nothing(setting: Sampling) -> bool:
+    return setting.temperature == 0 or (setting.temperature == 1 and not _cuts(setting))
+
+
+def _cuts(setting: Sampling) -> bool:
+    return setting.temperature != 0 and (setting.top_k > 0 or setting.top_p < 1)
+
+
+def _adjust(logits: Tensor, settings: Sequence[Sampling]) -> Tensor:
+    """Logits over temperature, and -inf for tokens that are cut off; greedy rows as they are."""
+    temperatures = torch.tensor([setting.temperature or 1.0 for setting in settings], dtype=logits.dtype)
+    logits = logits / temperatures.to(logits.device).unsqueeze(-1)
+    cut = [number for number, setting in enumerate(settings) if _cuts(setting)]
+    if cut:
+        rows = torch.tensor(cut, device=logits.device)
+        logits[rows] = _cut_off(logits[rows], [settings[number] for number in cut])
+    return logits
+
+
+def _cut_off(logits: Tensor, settings: Sequence[Sampling]) -> Tensor:
+    """-inf for all but the top_k largest (all equals of the last included), then for all but the fewest of these that
+    hold top_p of their probability."""
+    size = logits.shape[-1]
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    last = torch.tensor([min(setting.top_k or size, size) - 1 for setting in settings], device=logits.device)
+    ordered = ordered.masked_fill(ordered < ordered.gather(-1, last.unsqueeze(-1)), -torch.inf)
+    probabilities = ordered.softmax(-1, dtype=torch.float64)
+    before = probabilities.cumsum(-1) - probabilities
+    # 1 stands for all tokens: rounding must not cut off the last ones.
+    mass = torch.tensor([setting.top_p if setting.top_p < 1 else torch.inf for setting in settings]).double()
+    ordered = ordered.masked_fill(before >= mass.to(logits.device).unsqueeze(-1), -torch.inf)
+    return torch.empty_like(logits).scatter_(-1, order, ordered)
+
+
+def _draw(logprobs: Tensor, uniforms: Sequence[float]) -> Tensor:
+    """Invert the cumulative distribution of each row at its random number."""
+    cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
+    points = torch.tensor(uniforms, dtype=torch.float64).to(logprobs.device).unsqueeze(-1) * cumulative[:, -1:]
+    # `right`: never a token of probability zero. Rows with NaN find no place; whoever reads their logprobs sees it.
+    return torch.searchsorted(cumulative, points, right=True).squeeze(-1).clamp_(max=logprobs.shape[-1] - 1)

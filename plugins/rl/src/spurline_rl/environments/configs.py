@@ -1,0 +1,121 @@
+"""Settings of the environments. Light: imports no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+
+from pydantic import BaseModel, BeforeValidator, Field
+
+from spurline.config.functions import name_of
+from spurline.config.paths import FunctionSetting
+from spurline.config.section import OnResume
+from spurline.errors import Problem, listing, suggestion
+from spurline_rl.functions import FUNCTION_PATH
+from spurline_rl.protocols.environment import EnvironmentConfig
+from spurline_rl.protocols.reward import RewardTable
+
+if TYPE_CHECKING:
+    from spurline.config.run_config import RunConfig
+
+
+BUILT_IN_TOOLS = {"calculator": "spurline_rl.environments.calculator:calculator"}
+"""Tools that need no module name."""
+
+
+class RewardedEnvironmentConfig(EnvironmentConfig):
+    """Base of environments that score an attempt with reward components."""
+
+    rewards: RewardTable = Field(min_length=1)
+    """Named reward terms, each a reward component, `module:function` or `file.py:function`; `source.reward_weights`
+    weighs them."""
+
+    @property
+    def reward_terms(self) -> Collection[str]:
+        return self.rewards
+
+
+class SingleTurnConfig(RewardedEnvironmentConfig):
+    """One prompt, one answer, scored."""
+
+    name: str = "single_turn"
+
+
+def _named_tools(value: Any) -> Any:
+    """A list of tools as a mapping; built-in tools and functions have their own names."""
+    if not isinstance(value, (list, tuple)):
+        return value
+    return {name_of(tool) if callable(tool) else tool: tool for tool in value}
+
+
+class ToolsConfig(RewardedEnvironmentConfig):
+    """A conversation in which the model may call Python functions; its last turn is the answer."""
+
+    name: str = "tools"
+    tools: Annotated[dict[str, Annotated[str, FunctionSetting()]], BeforeValidator(_named_tools), OnResume.BY_NAME] = (
+        Field(default={"calculator": "calculator"}, min_length=1)
+    )
+    """Functions by the name the model calls them with: `module:function`, `file.py:function`, or the built-in
+    `calculator`. From Python also the functions themselves."""
+    max_turns: Annotated[int, OnResume.BY_NAME] = Field(default=8, gt=0)
+    """Turns the model may take, the answer included."""
+    tool_timeout_s: Annotated[float, OnResume.BY_NAME] = Field(default=10.0, gt=0)
+    """Seconds a call may take; then the model is told so."""
+    max_calls_per_turn: Annotated[int, OnResume.BY_NAME] = Field(default=128, gt=0)
+    """Calls of one turn that are made; the model is told of further ones, which count as one failed call."""
+    max_result_characters: Annotated[int, OnResume.BY_NAME] = Field(default=2**18, gt=0)
+    """Characters that the results of one turn may have together; the model is told that the rest is cut."""
+    failed_call_reward: Annotated[float, OnResume.BY_NAME] = Field(default=0.0, allow_inf_nan=False)
+    """Reward of each turn with a call that fails: malformed, of an unknown tool, or an error of the tool."""
+    history: Literal["exact", "retokenize"] = "exact"
+    """`exact`: each turn's prompt goes on from the tokens of the last; a chat template that rewrites history is an
+    error. `retokenize`: each prompt is rendered and encoded anew, as it would be at inference."""
+
+    @property
+    def most_turns(self) -> int:
+        return self.max_turns
+
+    @property
+    def tool_names(self) -> Collection[str]:
+        return self.tools
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        for name, path in self.tools.items():
+            if path not in BUILT_IN_TOOLS and not re.match(FUNCTION_PATH, path):
+                yield Problem(
+                    f"tools.{name}",
+                    f"is '{path}', which is no function (`module:function` or `file.py:function`) and no built-in tool."
+                    f"{suggestion(path, BUILT_IN_TOOLS)} Built-in: {listing(BUILT_IN_TOOLS)}.",
+                )
+
+
+class CustomConfig(EnvironmentConfig):
+    """An environment of your own, without a plugin."""
+
+    name: str = "custom"
+    path: Annotated[str, FunctionSetting(method="run"), OnResume.BY_NAME] = Field(pattern=FUNCTION_PATH)
+    """`module:Class` or `file.py:Class`, built as `Class(config, registry=..., tokenizer=..., data=...)`; or an async
+    function, called with a task and a policy. From Python also the class, an object that has `run`, or the function."""
+    max_turns: Annotated[int, OnResume.BY_NAME] = Field(default=1, gt=0)
+    """Responses that one attempt may ask for: what memory and lengths are estimated with."""
+    rewards: RewardTable = {}
+    """Named reward terms, for environments that make them with `spurline_rl.scoring.make_rewards`."""
+
+    @property
+    def reward_terms(self) -> Collection[str] | None:
+        return self.rewards or None
+
+    @property
+    def most_turns(self) -> int:
+        return self.max_turns
+
+
+def as_environment(value: Any) -> Any:
+    """An environment that a Python program gives, or `file.py:Class`, as the settings of `custom`; anything else
+    unchanged."""
+    is_written = isinstance(value, (str, Mapping, BaseModel))
+    is_given = not is_written and (callable(value) or callable(getattr(value, "run", None)))
+    if is_given or (isinstance(value, str) and ":" in value):
+        return {"name": "custom", "path": value}
+    return cast("Any", value)

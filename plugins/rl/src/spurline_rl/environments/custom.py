@@ -1,0 +1,71 @@
+"""Environment `custom`: one that a config names or a Python program gives, without a plugin.
+
+It is a class that is built as a plugin's is, an object that has `run`, or an async function that is `run`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Coroutine
+from typing import Any, cast
+
+from transformers import PreTrainedTokenizerBase
+
+from spurline.config.run_config import DataConfig
+from spurline.errors import PluginError
+from spurline.plugins.registry import Registry
+from spurline_rl.concurrency import is_async
+from spurline_rl.environments.configs import CustomConfig
+from spurline_rl.functions import load_function
+from spurline_rl.protocols.environment import Environment, PolicyHandle, Task
+from spurline_rl.trajectory import Trajectory
+
+
+def make_custom(
+    config: CustomConfig, registry: Registry, tokenizer: PreTrainedTokenizerBase, data: DataConfig
+) -> Environment:
+    """The environment of `config.path`. Raises PluginError for what cannot be found, built or run."""
+    given: Any = load_function(config.path, "environment")
+    if not inspect.isclass(given) and is_async(given):
+        _check_call(config.path, given, ("task", "policy"))
+        return _Function(given)
+    made: Any = given
+    if inspect.isclass(given) or not hasattr(given, "run"):
+        build = cast("Callable[..., Any]", given)
+        _check_call(config.path, build, (config,), registry=registry, tokenizer=tokenizer, data=data)
+        made = build(config, registry=registry, tokenizer=tokenizer, data=data)
+    if not hasattr(made, "run") or not is_async(made.run):
+        raise PluginError(
+            f"The environment {config.path} makes a {type(made).__name__}, which has no `async def run(task, policy)`."
+        )
+    _check_call(config.path, made.run, ("task", "policy"))
+    return cast("Environment", made)
+
+
+def _check_call(path: str, function: Callable[..., Any], arguments: tuple[Any, ...], **named: Any) -> None:
+    """Raises PluginError for what cannot be called so."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError) as error:
+        raise PluginError(f"The environment {path} cannot be called: {error}.") from error
+    try:
+        signature.bind(*arguments, **named)
+    except TypeError as error:
+        # A partial function and an object that can be called have no name of their own.
+        name = getattr(function, "__name__", type(function).__name__)
+        wanted = "(task, policy)" if not named else "(config, registry, tokenizer, data)"
+        raise PluginError(
+            f"The environment {path} is defined as {name}{signature} ({error}). It is "
+            f"called with {wanted}: an async function with a task and a policy, or a class that has `run`."
+        ) from error
+
+
+class _Function:
+    """An environment of one function."""
+
+    def __init__(self, function: Callable[[Task, PolicyHandle], Coroutine[Any, Any, Trajectory]]) -> None:
+        self._function = function
+
+    async def run(self, task: Task, policy: PolicyHandle) -> Trajectory:
+        """One attempt."""
+        return await self._function(task, policy)

@@ -1,0 +1,71 @@
+"""Numbers that tell whether reinforcement learning is healthy: rewards and lengths.
+
+Groups go in, metrics come out, all plain means over the step unless the name says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spurline_rl.trajectory import Group, group_returns, has_equal_returns, trajectories_of, turns_of
+
+
+def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """`reward/mean` and `reward/std` of the returns, the mean of each term before weights as `rewards/TERM`, and the
+    share of groups whose returns are all equal."""
+    returns = all_returns(groups)
+    return {
+        "reward/mean": float(returns.mean()),
+        "reward/std": float(returns.std()),
+        **mean_terms(groups),
+        "groups/zero_variance": float(np.mean([has_equal_returns(group) for group in groups])),
+    }
+
+
+def all_returns(groups: Sequence[Group]) -> NDArray[np.float64]:
+    """The return of every attempt, float64, group after group."""
+    return np.concatenate([group_returns(group) for group in groups])
+
+
+def mean_terms(groups: Sequence[Group]) -> dict[str, float]:
+    """Mean of each reward term before weights, over the attempts that have it: `rewards/TERM`."""
+    terms: dict[str, list[float]] = {}
+    for trajectory in trajectories_of(groups):
+        for name, value in trajectory.rewards.items():
+            terms.setdefault(name, []).append(value)
+    return {f"rewards/{name}": float(np.mean(values)) for name, values in terms.items()}
+
+
+def kl_reward_metrics(groups: Sequence[Group], kl: Sequence[NDArray[np.float64]]) -> dict[str, float]:
+    """`kl_reward/mean`: KL per trained token, before its coefficient; `reward/after_kl`: mean return, its KL charged.
+
+    groups: after the charge. kl: per response token, for each of their turns.
+    """
+    trained = [of_turn[turn.loss_mask != 0] for turn, of_turn in zip(turns_of(groups), kl, strict=True)]
+    values = np.concatenate([np.empty(0), *trained])
+    found = {"reward/after_kl": float(all_returns(groups).mean())}
+    return {"kl_reward/mean": float(values.mean()), **found} if len(values) else found
+
+
+def length_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Response tokens and turns per attempt, and how turns ended: share and mean length by finish reason."""
+    flat = [group.flat for group in groups]
+    num_response = np.concatenate([turns.num_response for turns in flat])
+    attempt_turns = np.concatenate([turns.attempt_turns for turns in flat])
+    lengths = np.add.reduceat(num_response, np.cumsum(attempt_turns) - attempt_turns)
+    by_reason: dict[str, list[int]] = {}
+    for length, reason in zip(
+        num_response.tolist(), (reason for turns in flat for reason in turns.finish_reasons), strict=True
+    ):
+        by_reason.setdefault(reason, []).append(length)
+    found = sorted(by_reason.items())
+    return {
+        "response/length": float(lengths.mean()),
+        "response/length/max": float(lengths.max()),
+        "response/turns": len(num_response) / len(lengths),
+        **{f"response/length_{reason}": float(np.mean(of_reason)) for reason, of_reason in found},
+        **{f"response/share_{reason}": len(of_reason) / len(num_response) for reason, of_reason in found},
+    }

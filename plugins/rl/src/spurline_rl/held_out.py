@@ -1,0 +1,176 @@
+"""Held-out evaluation by rollouts: mean reward, and pass@1 and pass@k by the reward that says what a success is.
+
+Place on the way: eval datasets -> draws -> attempts with seeds of their own -> returns -> metrics and sample
+trajectories. Seeds depend on the prompt and the attempt alone, so that every evaluation asks for the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from spurline.data.orders.configs import SequentialOrderConfig
+from spurline.errors import ConfigError, DataError
+from spurline.protocols.backend import Backend
+from spurline.protocols.dataset import DatasetConfig
+from spurline.protocols.evaluation import EvaluationContext
+from spurline.protocols.held_out import HeldOutEvaluation
+from spurline.protocols.lengths import Longest
+from spurline.protocols.source import BatchSource, SourceContext
+from spurline_rl.configs import HeldOutConfig, RolloutsEvaluationConfig, SuccessConfig, several_terms, unknown_term
+from spurline_rl.draws import Draw, PromptDraws, SkippedRow
+from spurline_rl.group_runner import Outcome
+from spurline_rl.health import all_returns, mean_terms
+from spurline_rl.trajectory import Group, Trajectory, group_returns, trajectory_return
+
+HELD_OUT = "held-out "
+"""Begins the uids of held-out prompts, which keeps their seeds apart from those of training."""
+OF_SOURCE = "source.held_out."
+
+
+@runtime_checkable
+class MakesAttempts(Protocol):
+    """A source that makes attempts at any prompts; the facts of its settings say that it `makes_attempts`."""
+
+    generates_with_copies: bool
+    """Whether its engines have weights of their own, which do not follow what is swapped in the backend."""
+
+    def make_attempts(self, prompts: Sequence[Draw], held_out: HeldOutConfig) -> Sequence[Outcome]:
+        """Attempts with the weights as they are; returns when all have ended."""
+        ...
+
+    def longest_held_out(self, prompts: PromptDraws) -> Longest | None:
+        """Return the longest of the prompts with a whole response; None where only the environment knows them.
+
+        Raises DataError naming a row that cannot be used.
+        """
+        ...
+
+
+class AttemptsEvaluation(HeldOutEvaluation):
+    """Evaluates by attempts at held-out prompts. where: the settings' place in the config, for messages.
+
+    terms: names of the reward terms of every attempt; None where only the attempts tell.
+    """
+
+    def __init__(
+        self,
+        config: HeldOutConfig,
+        prompts: PromptDraws,
+        source: MakesAttempts,
+        where: str,
+        terms: Collection[str] | None,
+    ) -> None:
+        self._config = config
+        self._prompts = prompts
+        self._source = source
+        self._where = where
+        self._terms = terms
+        self.measures_copies = source.generates_with_copies
+
+    def summary(self) -> Mapping[str, Any]:
+        trained = self._source.sample_keys() if isinstance(self._source, BatchSource) else None
+        return {**self._prompts.summary(), "notes": self._prompts.notes_of_shared(trained)}
+
+    def longest(self) -> Longest | None:
+        return self._source.longest_held_out(self._prompts)
+
+    def fingerprint(self) -> str:
+        return self._prompts.fingerprint()
+
+    def metrics(self) -> Collection[str] | None:
+        if self._terms is None:
+            return None
+        several = f"pass@{self._config.samples_per_prompt}"
+        return {"reward", "pass@1", several, "failed", "skipped_rows", *(f"rewards/{term}" for term in self._terms)}
+
+    def evaluate(self, backend: Backend) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """`reward`, `rewards/TERM`, `pass@1`, and with several attempts `pass@k`.
+
+        A prompt that was given up counts as failed, and in `failed`; its rewards are not known and do not count.
+        Rows that cannot be used are left out under `on_bad_row: skip`, and counted in `skipped_rows`.
+        """
+        wanted = min(self._prompts.prompts_per_epoch, self._config.max_prompts or self._prompts.prompts_per_epoch)
+        taken = self._prompts.take(0, wanted)
+        outcomes = self._source.make_attempts([draw for draw in taken if isinstance(draw, Draw)], self._config)
+        skipped = [item for item in (*taken, *outcomes) if isinstance(item, SkippedRow)]
+        count = wanted - len(skipped)
+        if count == 0:
+            raise DataError(f"All {wanted} held-out prompts were left out as unusable. The first: {skipped[0].reason}")
+        groups = [outcome for outcome in outcomes if isinstance(outcome, Group)]
+        metrics = self._pass_rates(groups, count) | _rewards(groups)
+        if skipped:
+            metrics["skipped_rows"] = float(len(skipped))
+        if len(groups) < count:
+            metrics["failed"] = float(count - len(groups))
+        return metrics, [self._sample(group) for group in groups]
+
+    def _pass_rates(self, groups: Sequence[Group], count: int) -> dict[str, float]:
+        """Share of attempts that pass, and of prompts that any attempt passes."""
+        passed = [np.array([self._has_passed(attempt) for attempt in group.trajectories]) for group in groups]
+        rates = {"pass@1": float(sum(found.mean() for found in passed)) / count}
+        if self._config.samples_per_prompt > 1:
+            rates[f"pass@{self._config.samples_per_prompt}"] = float(sum(found.any() for found in passed)) / count
+        return rates
+
+    def _sample(self, group: Group) -> dict[str, Any]:
+        """The first attempt for the report. What the environment's `info` does not say is left empty."""
+        trajectory = group.trajectories[0]
+        info = trajectory.info
+        return {
+            "prompt": str(info.get("prompt", group.uid)),
+            "response": info.get("messages") or str(info.get("response", "")),
+            "reference": info.get("reference"),
+            "scores": {name: float(value) for name, value in trajectory.rewards.items()},
+            "reward": float(group_returns(group)[0]),
+            "passed": self._has_passed(trajectory),
+        }
+
+    def _has_passed(self, trajectory: Trajectory) -> bool:
+        return has_passed(trajectory, self._config.success, self._where)
+
+
+def open_held_out(data: Sequence[DatasetConfig], context: SourceContext) -> PromptDraws:
+    """Held-out prompts in the order of their files."""
+    order = SequentialOrderConfig(name="core/sequential")
+    return PromptDraws.open(data, context, order=order, per_step=1, namespace=HELD_OUT)
+
+
+class RolloutsEvaluation(AttemptsEvaluation):
+    """Evaluation `rollouts`: the same on data of its own."""
+
+    def __init__(self, config: RolloutsEvaluationConfig, context: EvaluationContext) -> None:
+        source = context.source
+        assert isinstance(source, MakesAttempts), f"{type(source).__name__} makes no attempts, whatever its config says"
+        prompts = open_held_out(config.data, context.run)
+        super().__init__(config, prompts, source, f"{context.where}.", context.run.config.source.facts.reward_terms)
+
+
+def has_passed(trajectory: Trajectory, success: SuccessConfig, where: str = OF_SOURCE) -> bool:
+    """Whether the reward that decides reaches its number. trajectory: scored. where: of the settings, for messages.
+
+    Raises ConfigError when its terms leave open which one that is.
+    """
+    name = deciding_term(trajectory.rewards, success, where)
+    value = trajectory_return(trajectory) if name is None else trajectory.rewards[name]
+    return value >= success.at_least
+
+
+def deciding_term(terms: Collection[str], success: SuccessConfig, where: str = OF_SOURCE) -> str | None:
+    """Name of the reward term that decides about success; None where an attempt has rewards of turns alone.
+
+    Raises ConfigError when it is not among the terms of an attempt, or when there are several and none is named.
+    """
+    if success.reward is None and len(terms) > 1:
+        raise ConfigError.at(f"{where}success", several_terms(terms))
+    if success.reward is not None and success.reward not in terms:
+        raise ConfigError.at(f"{where}success.reward", unknown_term(success.reward, terms))
+    return success.reward if success.reward is not None else next(iter(terms), None)
+
+
+def _rewards(groups: Sequence[Group]) -> dict[str, float]:
+    if not groups:
+        return {}
+    return {"reward": float(all_returns(groups).mean()), **mean_terms(groups)}

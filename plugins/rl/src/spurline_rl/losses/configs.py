@@ -1,0 +1,151 @@
+"""Settings of the losses and of the corrections for a mismatch with the engine. Light: imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from spurline.config.run_config import RunConfig
+from spurline.config.section import OnResume, Section
+from spurline.errors import Problem
+from spurline.protocols.loss import LossConfig, TrainsOn
+from spurline_rl.protocols.correction import CorrectionConfig
+
+
+class KlConfig(Section):
+    """Penalty for leaving the reference model, the model as it was before training."""
+
+    coefficient: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Weight of the penalty; with 0 no reference model is loaded."""
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Of the KL divergence per token: `k3` is GRPO's; the gradient of `k2` is that of the true KL; that of `k1` is zero
+    on average, so in a loss it holds nothing back."""
+
+
+class PolicyLossConfig(LossConfig):
+    """Base of policy losses: a surrogate, plus a KL penalty, minus an entropy bonus."""
+
+    trains_on: ClassVar[TrainsOn] = "advantages"
+    missing_settings: ClassVar[Mapping[str, str]] = {
+        "beta": "The weight of the KL penalty is kl: {coefficient: ...}; `beta` is a setting of dpo."
+    }
+
+    kl: Annotated[KlConfig, OnResume.BY_NAME] = KlConfig()
+    """KL penalty in the loss."""
+    entropy_coefficient: Annotated[float, OnResume.BY_NAME] = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Weight of the bonus for entropy of the next-token distribution."""
+    entropy_metric: Annotated[bool, OnResume.FREE] = True
+    """Report `policy/entropy` also without a bonus; costs a second pass over the logits."""
+
+    @property
+    def uses_reference(self) -> bool:
+        return self.kl.coefficient > 0
+
+
+class PolicyGradientConfig(PolicyLossConfig):
+    """-A log p, the plain policy gradient (REINFORCE, Williams 1992)."""
+
+    name: str = "policy_gradient"
+    importance_ratio: Annotated[bool, OnResume.BY_NAME] = False
+    """Weigh by the unclipped ratio to the policy before the update, for batches of several optimizer steps."""
+
+
+class PpoConfig(PolicyLossConfig):
+    """Clipped probability ratio per token (PPO, Schulman et al. 2017, arXiv:1707.06347)."""
+
+    name: str = "ppo"
+    clip_low: Annotated[float, OnResume.BY_NAME] = Field(default=0.2, gt=0, lt=1)
+    """Lowest ratio is 1 - clip_low."""
+    clip_high: Annotated[float, OnResume.BY_NAME] = Field(default=0.2, gt=0, allow_inf_nan=False)
+    """Highest ratio is 1 + clip_high; 0.28 is the clip-higher of DAPO (Yu et al. 2025, arXiv:2503.14476)."""
+    dual_clip: Annotated[float | None, OnResume.BY_NAME] = Field(default=None, gt=1, allow_inf_nan=False)
+    """Bound the loss of tokens with negative advantage at this ratio, usually 3 (Ye et al. 2020, arXiv:1912.09729)."""
+
+
+class GspoConfig(PolicyLossConfig):
+    """Clipped ratio per sequence (GSPO, Zheng et al. 2025, arXiv:2507.18071); meant for `reduction: sequence_mean`."""
+
+    name: str = "gspo"
+    clip_low: Annotated[float, OnResume.BY_NAME] = Field(default=3e-4, gt=0, lt=1)
+    """Lowest sequence ratio is 1 - clip_low."""
+    clip_high: Annotated[float, OnResume.BY_NAME] = Field(default=4e-4, gt=0, allow_inf_nan=False)
+    """Highest sequence ratio is 1 + clip_high."""
+
+
+class CispoConfig(PolicyLossConfig):
+    """Policy gradient weighted by a clipped, constant ratio (CISPO, MiniMax 2025, arXiv:2506.13585)."""
+
+    name: str = "cispo"
+    clip_low: Annotated[float | None, OnResume.BY_NAME] = Field(default=None, gt=0, lt=1)
+    """Lowest weight is 1 - clip_low; null sets no lower bound, as the paper does."""
+    clip_high: Annotated[float, OnResume.BY_NAME] = Field(default=4.0, gt=0, allow_inf_nan=False)
+    """Highest weight is 1 + clip_high; 4 gives the cap of 5 within the range of ScaleRL (arXiv:2510.13786)."""
+
+
+class SapoConfig(PolicyLossConfig):
+    """A soft gate on the ratio instead of a clip (SAPO, Gao et al. 2025, arXiv:2511.20347)."""
+
+    name: str = "sapo"
+    tau_positive: Annotated[float, OnResume.BY_NAME] = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Temperature of the gate for tokens with positive advantage."""
+    tau_negative: Annotated[float, OnResume.BY_NAME] = Field(default=1.05, gt=0, allow_inf_nan=False)
+    """Temperature for the others; higher closes the gate earlier."""
+
+
+class ValueLossConfig(LossConfig):
+    """Squared error of a critic's values, clipped around its earlier ones (PPO, arXiv:1707.06347)."""
+
+    trains_on: ClassVar[TrainsOn] = "returns"
+
+    name: str = "value"
+    clip: Annotated[float | None, OnResume.BY_NAME] = Field(default=0.2, gt=0, allow_inf_nan=False)
+    """How far a value may move from the one before the update until its error stops counting; null is no limit."""
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        if run.loss is self:
+            yield Problem("name", f"is {self.name}, the loss of a critic. Choose another; this one is `critic.loss`.")
+
+
+class TruncatedImportanceSamplingConfig(CorrectionConfig):
+    """Importance weights up to a cap (TIS, Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
+    Off-Policy RL Training")."""
+
+    name: str = "tis"
+    level: Literal["token", "sequence"] = "token"
+    """Ratio of each token, or the product of the ratios of a sequence."""
+    cap: float | None = Field(default=2.0, ge=1, allow_inf_nan=False)
+    """Largest weight; null truncates nothing."""
+
+
+class MaskedImportanceSamplingConfig(CorrectionConfig):
+    """Importance weights within a band, 0 outside (IcePop, Ling Team 2025, arXiv:2510.18855)."""
+
+    name: str = "mis"
+    level: Literal["token", "sequence"] = "token"
+    """Ratio of each token, or the product of the ratios of a sequence."""
+    low: float = Field(default=0.5, gt=0, le=1)
+    """Lowest accepted ratio."""
+    high: float = Field(default=5.0, ge=1, allow_inf_nan=False)
+    """Highest accepted ratio."""
+
+
+class GeometricRejectionConfig(CorrectionConfig):
+    """Leave out sequences whose mean ratio per token is off (Liu, Li et al. 2025, "When Speed Kills Stability")."""
+
+    name: str = "geometric_rejection"
+    low: float = Field(default=0.999, gt=0, le=1)
+    """Lowest accepted geometric mean of the ratios."""
+    high: float = Field(default=1.001, ge=1, allow_inf_nan=False)
+    """Highest accepted geometric mean of the ratios."""
+
+
+class SequenceRejectionConfig(CorrectionConfig):
+    """Leave out sequences whose ratio as a whole is off (Liu, Li et al. 2025, "When Speed Kills Stability")."""
+
+    name: str = "sequence_rejection"
+    low: float = Field(default=0.5, gt=0, le=1)
+    """Lowest accepted product of the ratios."""
+    high: float = Field(default=2.0, ge=1, allow_inf_nan=False)
+    """Highest accepted product of the ratios."""

@@ -1,0 +1,140 @@
+"""Corrections for the difference between the engine that generates and the trainer: factors on the loss of tokens.
+
+All start from how far the two disagree about the tokens of a batch:
+
+    rho_t = old_logprobs_t - rollout_logprobs_t                             token
+    sum of rho over the segment                                             sequence: log of the product of the ratios
+    mean of rho over the segment                                            geometric
+
+Only tokens with loss count; `spurline_rl.losses.log_ratios` finds them and the sequences that they are of. Weighing the
+loss by p_old / p_rollout takes the expectation under the policy that the loss assumes instead of the one that
+generated. With `loss: ppo` this is decoupled PPO (Hilton et al. 2021, arXiv:2110.00641): p_old is the proximal policy,
+p_rollout the behaviour policy.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from spurline_rl.losses.configs import (
+    GeometricRejectionConfig,
+    MaskedImportanceSamplingConfig,
+    SequenceRejectionConfig,
+    TruncatedImportanceSamplingConfig,
+)
+from spurline_rl.losses.log_ratios import LogRatios
+from spurline_rl.losses.policy_loss import bounded_exp
+from spurline_rl.protocols.correction import Corrected
+
+
+class TruncatedImportanceSampling:
+    """TIS: factor = min(p_old / p_rollout, cap) (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
+    Off-Policy RL Training"; Ionides 2008).
+
+    The ratio is that of each token, or of a sequence the product of the ratios of its tokens. The cap bounds the
+    variance at the price of a bias; with `cap: null` decoupled PPO is exact.
+    """
+
+    def __init__(self, config: TruncatedImportanceSamplingConfig):
+        self.config = config
+
+    def correct(self, ratios: LogRatios) -> Corrected:
+        largest = math.log(self.config.cap) if self.config.cap is not None else math.inf
+        judged = _judged(ratios, self.config.level)
+        factors, truncated = bounded_exp(judged.clamp(max=largest)), judged > largest
+        return _of_tokens(ratios, self.config.level, factors, truncated=truncated)
+
+    def describe(self) -> str:
+        cap = f", at most {self.config.cap:g}" if self.config.cap is not None else ""
+        return f"TIS: weigh each {self.config.level} by its probability ratio of trainer to engine{cap}."
+
+
+class MaskedImportanceSampling:
+    """MIS: factor = p_old / p_rollout where that is in [low, high], else 0 (IcePop, Ling Team 2025, arXiv:2510.18855;
+    per sequence: Liu, Li et al. 2025, "When Speed Kills Stability").
+
+    The ratio is that of each token, or of a sequence the product of the ratios of its tokens. What `tis` truncates is
+    left out here: such a token is more likely a numerical accident than a sample worth its cap.
+    """
+
+    def __init__(self, config: MaskedImportanceSamplingConfig):
+        self.config = config
+
+    def correct(self, ratios: LogRatios) -> Corrected:
+        judged = _judged(ratios, self.config.level)
+        accepted = _are_within(judged, self.config.low, self.config.high)
+        factors = torch.where(accepted, bounded_exp(judged), 0.0)
+        return _of_tokens(ratios, self.config.level, factors, rejected=~accepted)
+
+    def describe(self) -> str:
+        band = f"{self.config.low:g}..{self.config.high:g}"
+        return f"MIS: weigh each {self.config.level} by its probability ratio of trainer to engine, 0 outside {band}."
+
+
+class _Rejection:
+    """Leaves out whole sequences, and weighs the others by 1. level: the ratio that they are judged by."""
+
+    level: Literal["geometric", "sequence"]
+
+    def __init__(self, config: GeometricRejectionConfig | SequenceRejectionConfig):
+        self.config = config
+
+    def correct(self, ratios: LogRatios) -> Corrected:
+        accepted = _are_within(_judged(ratios, self.level), self.config.low, self.config.high)
+        return _of_tokens(ratios, self.level, accepted.double(), rejected=~accepted)
+
+    def describe(self) -> str:
+        mean = "mean " if self.level == "geometric" else ""
+        return (
+            f"{self.level.capitalize()} rejection: leave out sequences whose {mean}ratio of trainer to engine is not "
+            f"in {self.config.low:g}..{self.config.high:g}."
+        )
+
+
+class GeometricRejection(_Rejection):
+    """Factor = 1 where (p_old(y) / p_rollout(y))^(1 / |y|) is in [low, high], else 0, for the whole sequence y (Liu, Li
+    et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch").
+
+    The mean ratio per token judges long and short sequences by the same measure, so its band can be narrow. Weights
+    stay 1: it removes outliers and corrects nothing else.
+    """
+
+    level = "geometric"
+
+
+class SequenceRejection(_Rejection):
+    """Factor = 1 where p_old(y) / p_rollout(y) is in [low, high], else 0, for the whole sequence y (Liu, Li et al.).
+
+    The ratio is the product over all tokens, so long sequences leave the band more easily; `geometric_rejection` does
+    not depend on length. Weights stay 1: it removes outliers and corrects nothing else.
+    """
+
+    level = "sequence"
+
+
+_Level = Literal["token", "sequence", "geometric"]
+
+
+def _judged(ratios: LogRatios, level: _Level) -> Tensor:
+    """float64 [N] or [S]: the log ratios that tokens, or whole sequences, are judged by."""
+    if level == "token":
+        return ratios.values
+    return ratios.sums() if level == "sequence" else ratios.means()
+
+
+def _are_within(log_ratios: Tensor, low: float, high: float) -> Tensor:
+    """bool: low <= ratio <= high."""
+    bounds = torch.tensor([low, high], dtype=torch.float64).log()
+    return (log_ratios >= bounds[0]) & (log_ratios <= bounds[1])
+
+
+def _of_tokens(ratios: LogRatios, level: _Level, factors: Tensor, **shares: Tensor) -> Corrected:
+    """Factors and shares that are one per judged ratio, as one per token."""
+    if level != "token":
+        factors = ratios.spread(factors)
+        shares = {name: ratios.spread(where) for name, where in shares.items()}
+    return Corrected(factors, {f"correction/{name}": where for name, where in shares.items()})

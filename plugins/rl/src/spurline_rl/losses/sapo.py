@@ -1,0 +1,49 @@
+"""SAPO: soft adaptive policy optimisation (Gao et al. 2025, arXiv:2511.20347).
+
+With r = p / p_old per token, and sigma the logistic function:
+
+    l = -A * 4 / tau * sigma(tau (r - 1)),      tau = tau_positive where A > 0, else tau_negative
+
+The gradient is that of -A r times a gate 4 sigma (1 - sigma), which is 1 at r = 1 and closes smoothly on both sides
+instead of being cut off. A higher temperature for A <= 0 closes it earlier there, where raising the probability of all
+other tokens makes training unstable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from spurline.protocols.loss import TokenLossInputs
+from spurline_rl.losses.configs import SapoConfig
+from spurline_rl.losses.policy_loss import PolicyLoss, ratio_to_old
+
+
+class Sapo(PolicyLoss):
+    """A soft gate on the ratio."""
+
+    def __init__(self, config: SapoConfig):
+        self.config = config
+        super().__init__(config)
+
+    def surrogate(self, inputs: TokenLossInputs) -> Tensor:
+        tau, open_share = self._gate(inputs)
+        return -inputs.columns["advantages"] * 4 / tau * open_share
+
+    def surrogate_metrics(self, inputs: TokenLossInputs) -> Mapping[str, Tensor]:
+        _, open_share = self._gate(inputs)
+        return {"policy/gate": 4 * open_share * (1 - open_share)}
+
+    def _gate(self, inputs: TokenLossInputs) -> tuple[Tensor, Tensor]:
+        ratio, advantages = ratio_to_old(inputs), inputs.columns["advantages"]
+        positive = torch.full_like(advantages, self.config.tau_positive)
+        tau = torch.where(advantages > 0, positive, self.config.tau_negative)
+        return tau, torch.sigmoid(tau * (ratio - 1))
+
+    def describe_surrogate(self) -> str:
+        return (
+            "SAPO: minus advantage times a soft gate on the probability ratio to the policy before the update, of "
+            f"temperature {self.config.tau_positive:g} for positive and {self.config.tau_negative:g} for negative ones"
+        )

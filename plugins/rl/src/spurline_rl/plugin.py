@@ -1,0 +1,80 @@
+"""What `rl` registers. Light: imports neither torch nor transformers."""
+
+from __future__ import annotations
+
+from spurline.plugins import API_VERSION, ComponentRegistrar, Plugin, hookimpl
+from spurline_rl import hookspecs
+from spurline_rl.advantages import configs as advantages
+from spurline_rl.answers_configs import AnswersEvaluationConfig, GenerationEvalConfig
+from spurline_rl.configs import RolloutsCollatorConfig, RolloutsEvaluationConfig, RolloutSourceConfig
+from spurline_rl.engines.configs import InProcessEngineConfig
+from spurline_rl.environments.configs import CustomConfig, SingleTurnConfig, ToolsConfig
+from spurline_rl.losses import configs as losses
+from spurline_rl.protocols.advantage import AdvantageConfig
+from spurline_rl.protocols.correction import CorrectionConfig
+from spurline_rl.protocols.environment import EnvironmentConfig
+from spurline_rl.protocols.reward import RewardConfig
+from spurline_rl.protocols.rollout_engine import RolloutEngineConfig
+from spurline_rl.protocols.weight_sync import WeightSyncConfig
+from spurline_rl.rewards import configs as rewards
+from spurline_rl.training_configs import ByPromptConfig, RewardAdaptiveOrderConfig, RolloutCriticConfig
+
+PLUGIN = Plugin("rl", api=API_VERSION)
+
+
+@hookimpl
+def register_components(registry: ComponentRegistrar) -> None:
+    registry.add_kind(AdvantageConfig, "spurline_rl.protocols.advantage:Advantage")
+    registry.add_kind(CorrectionConfig, "spurline_rl.protocols.correction:Correction")
+    registry.add_kind(RewardConfig, "spurline_rl.protocols.reward:Reward")
+    registry.add_kind(EnvironmentConfig, "spurline_rl.protocols.environment:Environment")
+    registry.add_kind(RolloutEngineConfig, "spurline_rl.protocols.rollout_engine:RolloutEngine")
+    registry.add_kind(WeightSyncConfig, "spurline_rl.protocols.weight_sync:WeightSync")
+    registry.add_hookspecs(hookspecs)
+    registry.add_section("critic", RolloutCriticConfig, optional=True)
+    registry.add_section("evaluation.generate", GenerationEvalConfig, optional=True)
+    add = registry.add
+    add(RolloutSourceConfig, "spurline_rl.source:RolloutSource")
+    add(RolloutsCollatorConfig, "spurline_rl.rollouts_collator:RolloutsCollator")
+    add(RewardAdaptiveOrderConfig, "spurline_rl.reward_adaptive:RewardAdaptiveOrder")
+    add(AnswersEvaluationConfig, "spurline_rl.answers:AnswersEvaluation")
+    add(RolloutsEvaluationConfig, "spurline_rl.held_out:RolloutsEvaluation")
+    add(ByPromptConfig, "spurline_rl.by_prompt:ByPrompt")
+
+    add(losses.PolicyGradientConfig, "spurline_rl.losses.policy_gradient:PolicyGradient")
+    add(losses.PpoConfig, "spurline_rl.losses.ppo:Ppo")
+    add(losses.GspoConfig, "spurline_rl.losses.gspo:Gspo")
+    add(losses.CispoConfig, "spurline_rl.losses.cispo:Cispo")
+    add(losses.SapoConfig, "spurline_rl.losses.sapo:Sapo")
+    add(losses.ValueLossConfig, "spurline_rl.losses.value:ValueLoss")
+    add(losses.TruncatedImportanceSamplingConfig, "spurline_rl.losses.corrections:TruncatedImportanceSampling")
+    add(losses.MaskedImportanceSamplingConfig, "spurline_rl.losses.corrections:MaskedImportanceSampling")
+    add(losses.GeometricRejectionConfig, "spurline_rl.losses.corrections:GeometricRejection")
+    add(losses.SequenceRejectionConfig, "spurline_rl.losses.corrections:SequenceRejection")
+
+    add(advantages.GrpoConfig, "spurline_rl.advantages.group_relative:Grpo", default=True)
+    add(advantages.DrGrpoConfig, "spurline_rl.advantages.group_relative:DrGrpo")
+    add(advantages.RlooConfig, "spurline_rl.advantages.group_relative:Rloo")
+    add(advantages.MaxRlConfig, "spurline_rl.advantages.group_relative:MaxRl")
+    add(advantages.ReinforcePlusPlusConfig, "spurline_rl.advantages.reinforce_pp:ReinforcePlusPlus")
+    add(advantages.GaeConfig, "spurline_rl.advantages.gae:Gae")
+    add(SingleTurnConfig, "spurline_rl.environments.single_turn:SingleTurn", default=True)
+    add(ToolsConfig, "spurline_rl.environments.tools:Tools")
+    add(CustomConfig, "spurline_rl.environments.custom:make_custom")
+    add(InProcessEngineConfig, "spurline_rl.engines.in_process.engine:InProcessEngine", default=True)
+    add(rewards.ExactMatchConfig, "spurline_rl.rewards.matching:ExactMatch")
+    add(rewards.PrefixMatchConfig, "spurline_rl.rewards.matching:PrefixMatch")
+    add(rewards.FunctionRewardConfig, "spurline_rl.rewards.function:FunctionReward")
+    add(rewards.MathVerifyConfig, "spurline_rl.rewards.math_verify:MathVerify")
+    for name, panel in _PANELS.items():
+        config = "spurline_insight.report_panel:ReportPanelConfig"
+        registry.add_to("report_panel", config, f"spurline_rl.panels.{panel}", name=name)
+
+
+_PANELS = {
+    "reward": "rollouts:RewardPanel",
+    "groups": "rollouts:GroupsPanel",
+    "responses": "rollouts:ResponsesPanel",
+    "policy": "policy:PolicyPanel",
+    "mismatch": "policy:MismatchPanel",
+}

@@ -1,0 +1,330 @@
+"""From scored groups to the batch that is trained on: score the tokens with the models, compare, lay out.
+
+Place on the way: scored groups -> rows (one per turn, or one per attempt) -> forwards by role -> rewards less KL ->
+advantages -> TrainingBatch. Nothing here generates, and nothing updates.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from spurline.data.batch import OPTIONAL_TOKEN_COLUMNS, ROUTED_EXPERTS, TOKEN_COLUMNS, TrainingBatch
+from spurline.errors import ConfigError, DataError
+from spurline.protocols.backend import Backend, Role
+from spurline.protocols.collator import RolloutCollator
+from spurline.protocols.loss import Loss
+from spurline.protocols.source import SourceContext
+from spurline_rl.configs import PromptSourceConfig
+from spurline_rl.health import kl_reward_metrics
+from spurline_rl.losses.batch_log_ratios import BatchLogRatios, Scratch
+from spurline_rl.losses.policy_loss import kl_estimate
+from spurline_rl.protocols.advantage import Advantage, ComparesSamples
+from spurline_rl.protocols.collator import CollatesFlat
+from spurline_rl.protocols.correction import Correction
+from spurline_rl.token_metrics import advantage_metrics, mismatch_metrics
+from spurline_rl.trajectory import Group, Turn, in_one_block, trajectories_of, turns_of, with_turns
+from spurline_text.tokenizer import pad_token_id
+
+
+class TurnColumns:
+    """Where the responses of turns lie in a batch without padding rows, one segment per row.
+
+    num_prompt, num_response: int64 [n], tokens of each turn. rows: int64 [n], the row that holds each, be it the turn's
+    own or shared by all turns of an attempt. A turn's prompt is the whole context it saw, so its response begins that
+    many tokens after the row's first one.
+    """
+
+    def __init__(
+        self,
+        batch: TrainingBatch,
+        num_prompt: NDArray[np.int64],
+        num_response: NDArray[np.int64],
+        rows: NDArray[np.int64],
+    ) -> None:
+        assert not bool(batch.is_padding_row.any()), "padding rows hold no turn"
+        self._shape = (batch.num_rows, batch.length)
+        starts = _first_columns(batch.tokens["segment_ids"].numpy())[rows] + num_prompt
+        bounds = zip(rows.tolist(), starts.tolist(), (starts + num_response).tolist(), strict=True)
+        self._places = [(row, slice(start, stop)) for row, start, stop in bounds]
+
+    def split(self, column: Tensor) -> list[NDArray[Any]]:
+        """Values `[rows, length]` as one array per turn, those of its response tokens."""
+        values = column.numpy()
+        return [values[place] for place in self._places]
+
+    def responses(self) -> Tensor:
+        """float32 `[rows, length]`: 1 on every response token, 0 elsewhere."""
+        return self.join("loss_weights", [1.0] * len(self._places))
+
+    def join(self, name: str, values: Iterable[NDArray[np.float32] | float]) -> Tensor:
+        """One array per turn, or one number for all its response tokens, as the column `name`, zero everywhere else."""
+        # numpy asks the kernel for huge pages, torch does not.
+        column = torch.from_numpy(np.zeros(self._shape, _numpy_dtype(name)))
+        target = column.numpy()
+        for place, found in zip(self._places, values, strict=True):
+            target[place] = found
+        return column
+
+
+def _first_columns(segment_ids: NDArray[np.int32]) -> NDArray[np.int64]:
+    """int64 [rows]: the column of each row's first token."""
+    first = np.zeros(len(segment_ids), np.int64)
+    if segment_ids.size:
+        for row in np.flatnonzero(segment_ids[:, 0] == 0).tolist():
+            # argmax finds the first of equal values.
+            first[row] = np.argmax(segment_ids[row] > 0)
+    return first
+
+
+def _numpy_dtype(column: str) -> np.dtype[Any]:
+    return torch.empty(0, dtype=OPTIONAL_TOKEN_COLUMNS.get(column, torch.float32)).numpy().dtype
+
+
+class Preparation:
+    """Prepares the groups of a step for the configured loss."""
+
+    def __init__(self, config: PromptSourceConfig, context: SourceContext) -> None:
+        run, registry = context.config, context.host.registry
+        _refuse_taken_columns(config.carry)
+        self._config = config
+        self._layout = context.layout
+        self._collator: RolloutCollator = registry.create(
+            "collator", run.collator, pad_token_id=pad_token_id(context.tokenizer), layout=context.layout
+        )
+        self._advantage: Advantage = registry.create("advantage", config.advantage)
+        self._correction: Correction | None = (
+            None if config.correction is None else registry.create("correction", config.correction)
+        )
+        loss: Loss = registry.create("loss", run.loss)
+        self._needs_reference = config.kl_in_reward is not None or "reference_logprobs" in loss.needs
+        self._needs_values = "values" in self._advantage.needs
+        self._scratch = Scratch()
+        self._prompts_per_minibatch = run.minibatches.minibatch_prompts(config.prompts_per_step)
+
+    def describe(self) -> list[str]:
+        """How rewards become what the loss is weighed by, in sentences."""
+        config = self._config
+        sentences = [self._advantage.describe()]
+        if config.kl_in_reward is not None:
+            penalty = config.kl_in_reward
+            sentences.append(f"Each token's reward is less {penalty.coefficient:g} x KL ({penalty.estimator}).")
+        if config.overlong is not None:
+            sentences.append(
+                f"Responses lose up to {config.overlong.penalty:g} of reward in the last "
+                f"{config.overlong.buffer_tokens} of {config.sampling.max_new_tokens} tokens."
+            )
+        if self._correction is not None:
+            sentences.append(self._correction.describe())
+        return sentences
+
+    def ready(self, group: Group) -> Group:
+        """The same group with all that a batch takes from it and that does not depend on weights, computed already.
+
+        May be called on any thread, as soon as a group is finished; a group that never was is prepared as well.
+        """
+        ready = in_one_block(group)
+        _ = ready.returns, self._rows_of(ready).flat
+        if "versions" in ready.flat.columns:
+            _ = ready.flat.trained_versions
+        return ready
+
+    def prepare(self, groups: Sequence[Group], backend: Backend) -> TrainingBatch:
+        """The batch of these scored groups. Its `info` has the health metrics and the time of the forwards."""
+        if not self._config.router_replay:
+            groups = _without_experts(groups)
+        laid_out = self._lay_out(groups)
+        batch = laid_out.without_padding_rows()
+        columns = self.turn_columns(batch, groups)
+        begin = time.perf_counter()
+        scored = self._score_tokens(laid_out, columns, backend)
+        seconds = time.perf_counter() - begin
+        computed: dict[str, Tensor] = {}
+        if "values" in scored:
+            values = zip(turns_of(groups), columns.split(scored["values"]), strict=True)
+            groups = with_turns(groups, [replace(turn, values=found) for turn, found in values])
+        groups, charged = self._charge_kl(groups, columns, scored)
+        if charged or "rewards" not in batch.tokens:
+            computed["rewards"] = _join_field("rewards", groups, columns)
+        computed |= self._advantages(groups, columns)
+        carried = _join_carried(groups, self._config.carry, columns)
+        batch = batch.with_tokens(**scored, **computed, **carried)
+        batch, compared = self._compare(batch)
+        metrics = {**compared, **charged, **advantage_metrics(batch)}
+        info = {**batch.info, **metrics, "time/look_back": seconds}
+        return replace(batch, info=info, on_release=laid_out.on_release)
+
+    def _rows_of(self, group: Group) -> Group:
+        """The group with its turns as they are laid out, one per row."""
+        return group.merged if self._config.turns == "merged" else group
+
+    def _lay_out(self, groups: Sequence[Group]) -> TrainingBatch:
+        rows = [self._rows_of(group) for group in groups]
+        if isinstance(self._collator, CollatesFlat) and _speaks_for(self._collator, "collate_flat", "collate_rollouts"):
+            batch = self._collator.collate_flat([group.flat for group in rows])
+        else:
+            batch = self._collator.collate_rollouts(trajectories_of(rows))
+        if self._config.router_replay:
+            _check_experts(batch, rows)
+        return batch
+
+    def turn_columns(self, batch: TrainingBatch, groups: Sequence[Group]) -> TurnColumns:
+        """Where the responses of all turns lie; those of a merged attempt share its row."""
+        turns = _joined(group.flat.attempt_turns for group in groups)
+        rows = _joined(self._rows_of(group).flat.attempt_turns for group in groups)
+        first_rows = np.repeat(np.cumsum(rows) - rows, turns)
+        numbers = _joined(group.flat.numbers for group in groups)
+        return TurnColumns(
+            batch,
+            _joined(group.flat.num_prompt for group in groups),
+            _joined(group.flat.num_response for group in groups),
+            first_rows + np.where(np.repeat(rows < turns, turns), 0, numbers),
+        )
+
+    def _score_tokens(self, laid_out: TrainingBatch, columns: TurnColumns, backend: Backend) -> dict[str, Tensor]:
+        """What the models say about these tokens before the update, each `[rows, length]` without padding rows."""
+        # Collators have filled the ranks; what comes back has the real rows, in their order.
+        padded = laid_out.pad_rows(self._layout.data)
+        roles: list[tuple[str, Role]] = [("old_logprobs", "policy")]
+        if self._needs_reference:
+            roles.append(("reference_logprobs", "reference"))
+        temperature = self._config.sampling.temperature
+        found = {column: backend.logprobs(padded, role, temperature=temperature) for column, role in roles}
+        if self._needs_values:
+            # Estimates run from token to token, through those that are not trained on too.
+            weights = torch.zeros_like(padded.tokens["loss_weights"])
+            weights[~padded.is_padding_row] = columns.responses()
+            found["values"] = backend.logprobs(padded.with_tokens(loss_weights=weights), "critic")
+        return found
+
+    def _charge_kl(
+        self, groups: Sequence[Group], columns: TurnColumns, scored: Mapping[str, Tensor]
+    ) -> tuple[Sequence[Group], Mapping[str, float]]:
+        """The groups with their KL from the reference model taken from each token's reward, and metrics of it.
+
+        This is the KL-in-reward of InstructGPT (Ouyang et al. 2022, arXiv:2203.02155), whose estimator is k1: unbiased,
+        and harmless here, where it is not differentiated.
+        """
+        penalty = self._config.kl_in_reward
+        if penalty is None:
+            return groups, {}
+        old, reference = scored["old_logprobs"].double(), scored["reference_logprobs"].double()
+        kl = columns.split(kl_estimate(old, reference, penalty.estimator))
+        charged: list[Turn] = []
+        for turn, turn_kl in zip(turns_of(groups), kl, strict=True):
+            assert turn.rewards is not None, "a turn was not scored"
+            charged.append(replace(turn, rewards=turn.rewards - penalty.coefficient * turn_kl))
+        groups = with_turns(groups, charged)
+        return groups, kl_reward_metrics(groups, kl)
+
+    def _advantages(self, groups: Sequence[Group], columns: TurnColumns) -> dict[str, Tensor]:
+        """The columns that the advantage computes: `advantages`, and `returns` where a critic is trained on them."""
+        size = len(groups) if self._config.advantage_scope == "batch" else self._prompts_per_minibatch
+        assert size is not None, "the config refuses this scope where it does not know the size"
+        scopes = [groups[start : start + size] for start in range(0, len(groups), max(1, size))]
+        samples = self._sample_advantages(scopes)
+        if samples is not None:
+            # Not of the flat arrays: groups whose rewards were charged have none, and need none any more.
+            attempt_turns = [len(attempt.turns) for attempt in trajectories_of(groups)]
+            return {"advantages": columns.join("advantages", np.repeat(samples, attempt_turns).tolist())}
+        groups = [group for scope in scopes for group in self._advantage.advantages(scope)]
+        names = ["advantages"]
+        if groups and turns_of(groups[:1])[0].returns is not None:
+            names.append("returns")
+        return {name: _join_field(name, groups, columns) for name in names}
+
+    def _sample_advantages(self, scopes: Sequence[Sequence[Group]]) -> NDArray[np.float64] | None:
+        """One number per attempt where the advantage is that."""
+        if not isinstance(self._advantage, ComparesSamples) or not _speaks_for(
+            self._advantage, "sample_advantages", "advantages"
+        ):
+            return None
+        found = [np.empty(0)]
+        for scope in scopes:
+            samples = self._advantage.sample_advantages(scope)
+            if samples is None:
+                return None
+            found += samples
+        return np.concatenate(found)
+
+    def _compare(self, batch: TrainingBatch) -> tuple[TrainingBatch, Mapping[str, float]]:
+        """The batch with the factors that correct for its mismatch with the engine, and metrics of both."""
+        if self._correction is None and not BatchLogRatios.can_be_made_of(batch):
+            return batch, {}
+        ratios = BatchLogRatios(batch, self._scratch)
+        metrics = mismatch_metrics(ratios.values, self._scratch)
+        if self._correction is None:
+            return batch, metrics
+        factors, corrected = ratios.correct(self._correction)
+        return batch.with_tokens(correction_factors=factors), {**metrics, **corrected}
+
+
+def _speaks_for(component: object, shortcut: str, method: str) -> bool:
+    """Whether the shortcut is as derived as the method: a subclass that overrides the method alone means its own."""
+    classes = type(component).__mro__
+    first = next((cls for cls in classes if shortcut in vars(cls) or method in vars(cls)), None)
+    return first is None or shortcut in vars(first)
+
+
+def _join_field(name: str, groups: Sequence[Group], columns: TurnColumns) -> Tensor:
+    """A field of all turns as a column."""
+    return columns.join(name, [getattr(turn, name) for turn in turns_of(groups)])
+
+
+def _joined(parts: Iterable[NDArray[Any]]) -> NDArray[np.int64]:
+    return np.concatenate([np.empty(0, np.int64), *parts])
+
+
+def _without_experts(groups: Sequence[Group]) -> Sequence[Group]:
+    """The groups without the experts that a recording has, which would be laid out, sent to ranks and replayed."""
+    if all(group.flat.routed_experts is None for group in groups):
+        return groups
+    return with_turns(groups, [replace(turn, routed_experts=None) for turn in turns_of(groups)])
+
+
+def _check_experts(batch: TrainingBatch, groups: Sequence[Group]) -> None:
+    """Raise DataError unless every turn has its experts: without, the models would silently choose others."""
+    if bool(batch.is_padding_row.all()) or ROUTED_EXPERTS in batch.tokens:
+        return
+    attempts = trajectories_of(groups)
+    lacking = [attempt for attempt in attempts if any(turn.routed_experts is None for turn in attempt.turns)]
+    named = f"sample {lacking[0].sample} of prompt '{lacking[0].uid}'" if lacking else "the batch"
+    raise DataError(
+        f"source.router_replay is true, and {named} has turns without the experts that were chosen for them. Set it to "
+        "false, or use an engine that notes them; a recording must have been made with it too."
+    )
+
+
+def _refuse_taken_columns(names: Sequence[str]) -> None:
+    """Raise ConfigError for a carried column that would take the place of one that batches have."""
+    for name in names:
+        if name in TOKEN_COLUMNS or name in OPTIONAL_TOKEN_COLUMNS:
+            raise ConfigError.at(
+                "source.carry",
+                f"names '{name}', which batches have a column of their own for. Rename the column in the data.",
+            )
+
+
+def _join_carried(groups: Sequence[Group], names: Sequence[str], columns: TurnColumns) -> dict[str, Tensor]:
+    """Each carried number of a prompt's row, on the response tokens of all turns of its group."""
+    turns = [len(turns_of([group])) for group in groups]
+    return {
+        name: columns.join(name, np.repeat([_column_of(group, name) for group in groups], turns).tolist())
+        for name in names
+    }
+
+
+def _column_of(group: Group, name: str) -> float:
+    if name not in group.columns:
+        raise DataError(
+            f"The group of prompt '{group.uid}' has no column '{name}', which source.carry names: it was recorded "
+            "without it. Record with the same `carry`, or remove the name."
+        )
+    return group.columns[name]

@@ -1,0 +1,124 @@
+"""Kind `reward`: score a response.
+
+`RewardTable` is the type of a setting that names rewards, a mapping of terms to components with short ways to write it:
+
+rewards: exact_match                               one reward; the term is called like it
+rewards: my_module:my_function                     the reward `function`; the term is called `my_function`
+rewards: path/to/file.py:my_function               likewise, of a file
+rewards: {name: exact_match, ignore_case: true}    one reward with settings
+rewards: {right: exact_match, short: my_module:f}  terms by name, each written in any of these ways
+
+A Python program may give a function wherever one is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Protocol, cast
+
+from pydantic import BeforeValidator, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+
+from spurline.config.functions import name_of
+from spurline.config.section import Component, ComponentConfig, expand_shorthand
+
+
+class RewardConfig(ComponentConfig):
+    """Settings of a reward."""
+
+    kind: ClassVar[str] = "reward"
+    needs_reference: ClassVar[bool] = False
+    """Whether it cannot score an answer to a row that has no reference; such rows are found before training."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What is scored.
+
+    prompt: the prompt's text as the model saw it. response: the generated text, special tokens removed; in a
+    conversation the model's last turn. reference: the expected text where the data has one. row: the dataset row.
+    messages: the whole conversation, the model's turns included, where the environment holds one.
+    """
+
+    prompt: str
+    response: str
+    reference: str | None
+    row: Mapping[str, Any]
+    messages: Sequence[Mapping[str, Any]] = ()
+
+
+class Reward(Protocol):
+    """Score an answer.
+
+    Factory: `Class(config)`. A reward that holds processes or files also has `close()`.
+    """
+
+    def score(self, answer: Answer) -> float:
+        """A finite number, larger is better. Rollouts call it on a thread of its own, several at the same time."""
+        ...
+
+
+class ScoresOnLoop(Protocol):
+    """A reward that needs no thread, because it awaits what it waits for, or is done at once.
+
+    Rollouts then await this on the event loop instead of calling `score`.
+    """
+
+    async def score_async(self, answer: Answer) -> float:
+        """The same number as `score`."""
+        ...
+
+
+def _expand(value: Any) -> Any:
+    """A table of rewards, whatever was written."""
+    if callable(value):
+        return {name_of(value): _expand_function(value)}
+    one = expand_shorthand(value, "name")
+    if not isinstance(one, Mapping):
+        return value
+    rewards = cast("Mapping[str, Any]", one)
+    # A term may be called `name` too: then it holds a reward, which here has to be a mapping.
+    if isinstance(rewards.get("name"), str):
+        reward = _expand_function(value)
+        return {_term(reward): reward}
+    return {term: _expand_function(reward) for term, reward in rewards.items()}
+
+
+def _expand_function(reward: Any) -> Any:
+    """`module:function` or `file.py:function` as the settings of the reward `function`; anything else unchanged."""
+    if callable(reward):
+        return {"name": "function", "path": reward}
+    settings = expand_shorthand(reward, "path")
+    if settings is reward or ":" not in str(settings["path"]):
+        return reward
+    return {"name": "function", **settings}
+
+
+def _term(reward: Any) -> str:
+    """What a single reward is called: the function, or else the component."""
+    settings = expand_shorthand(reward, "name")
+    path = settings.get("path")
+    if callable(path):
+        return name_of(path)
+    return str(settings.get("path" if settings["name"] == "function" else "name", "function")).rpartition(":")[2]
+
+
+class _SchemaOfRewards:
+    """Mark of the mapping: text is valid too, for all rewards or for one, and one reward in place of the mapping."""
+
+    def __get_pydantic_json_schema__(self, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        table = handler(core_schema)
+        text = {"type": "string"}
+        if "additionalProperties" not in table:
+            return {"anyOf": [text, table]}
+        reward = table["additionalProperties"]
+        table["additionalProperties"] = {"anyOf": [text, reward]}
+        return {"anyOf": [text, reward, table]}
+
+
+RewardTable = Annotated[
+    dict[str, Annotated[RewardConfig, Component("reward")]], BeforeValidator(_expand), _SchemaOfRewards()
+]
+"""Named reward terms, each a reward component."""

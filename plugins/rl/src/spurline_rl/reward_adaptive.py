@@ -1,0 +1,83 @@
+"""Order `reward_adaptive`: prompts that are sometimes solved, and sometimes not, come more often.
+
+Sampling for learnability (Foster et al. 2025, arXiv:2502.12272): weights grow with p (1 - p), p being the mean reward
+of a prompt when it was tried last. Prompts are drawn a step's worth at a time, without replacement. What was drawn is
+kept, so that a position has the same sample forever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spurline.data.orders.epochs import Indices, random_words
+from spurline.errors import ConfigError
+from spurline.protocols.order import SampleFacts, ScoredDraw
+from spurline_rl.training_configs import RewardAdaptiveOrderConfig, unknown_reward
+
+_DRAWS = 2**33
+"""Stream of the draws, beyond those of other orders."""
+
+
+class RewardAdaptiveOrder:
+    """State: what was drawn, four bytes for each draw, and the success of each prompt, NaN if not drawn."""
+
+    def __init__(self, config: RewardAdaptiveOrderConfig, *, samples: SampleFacts, seed: int) -> None:
+        self._config = config
+        self._seed = seed
+        self._mixture = np.repeat(np.array(samples.weights, np.float64), samples.sizes)
+        self._success: NDArray[np.float64] = np.full(len(self._mixture), np.nan)
+        self._block = min(samples.per_step, len(self._mixture))
+        self._blocks: list[NDArray[np.int32]] = []
+
+    def positions(self, start: int, stop: int) -> Indices:
+        """Samples at positions [start, stop); what is not decided yet is drawn now."""
+        if start >= stop:
+            return np.zeros(0, np.int64)
+        first, last = start // self._block, (stop - 1) // self._block
+        while len(self._blocks) <= last:
+            self._blocks.append(self._draw(len(self._blocks)))
+        offset = first * self._block
+        return np.concatenate(self._blocks[first : last + 1])[start - offset : stop - offset].astype(np.int64)
+
+    def observe(self, step: int, draws: Sequence[ScoredDraw]) -> None:
+        """Take in the success of the prompts. Raises ConfigError when there is no reward of the configured name."""
+        failed, solved = self._config.failed, self._config.solved
+        for draw in draws:
+            success = (float(np.mean(self._rewards(draw))) - failed) / (solved - failed)
+            self._success[draw.sample] = min(max(success, 0.0), 1.0)
+
+    def state_dict(self) -> dict[str, object]:
+        drawn = np.concatenate(self._blocks) if self._blocks else np.zeros(0, np.int32)
+        return {"block": self._block, "drawn": drawn, "success": self._success.copy()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._block = int(state["block"])
+        self._blocks = list(np.asarray(state["drawn"], np.int32).reshape(-1, self._block))
+        self._success = np.array(state["success"], np.float64)
+
+    def _draw(self, number: int) -> NDArray[np.int32]:
+        """The samples of one block, all different: those with the smallest of exponential keys whose rates are the
+        weights (Efraimidis and Spirakis 2006)."""
+        floor = self._config.floor
+        learnable = np.where(np.isnan(self._success), 1.0, 4 * self._success * (1 - self._success))
+        weights = self._mixture * (floor + (1 - floor) * learnable)
+        words = random_words(len(weights), self._seed, number, _DRAWS)
+        # The upper 53 bits, from above 0 to 1 inclusive.
+        keys = -np.log(((words >> np.uint64(11)) + np.uint64(1)) * 2.0**-53) / weights
+        chosen = np.argpartition(keys, self._block - 1)[: self._block]
+        # Until its rewards are known a prompt counts as one that teaches nothing: it is under way, or will never have
+        # any, as its row cannot be used or it was given up.
+        self._success[chosen[np.isnan(self._success[chosen])]] = 0.0
+        return chosen[np.argsort(keys[chosen], kind="stable")].astype(np.int32)
+
+    def _rewards(self, draw: ScoredDraw) -> Sequence[float]:
+        name = self._config.reward
+        if name is None:
+            return draw.returns
+        if not draw.terms.get(name):
+            raise ConfigError.at("data.order.reward", unknown_reward(name, draw.terms))
+        return draw.terms[name]

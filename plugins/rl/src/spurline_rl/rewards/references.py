@@ -1,0 +1,45 @@
+"""What an answer is compared with, and what to say where its row has none: most often another column holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from spurline.errors import DataError
+from spurline_rl.protocols.reward import Answer, RewardConfig
+from spurline_text.rows.usual_columns import guessed_reference
+
+
+def check_reference(rewards: Mapping[str, RewardConfig], reference: str | None, row: Mapping[str, Any]) -> None:
+    """Raise DataError for a row without a reference where one of the rewards needs it, before anything is generated."""
+    if reference is not None:
+        return
+    for config in rewards.values():
+        if config.needs_reference:
+            raise _without_reference(config.name, row)
+
+
+def required_reference(answer: Answer, name: str) -> str:
+    """Return the reference, for the reward of this name. Raises DataError where the row has none."""
+    if answer.reference is not None:
+        return answer.reference
+    raise _without_reference(name, answer.row)
+
+
+def _without_reference(name: str, row: Mapping[str, Any]) -> DataError:
+    column = guessed_reference(row).get("reference", "NAME")
+    return DataError(
+        f"{name} needs a reference answer, but this row has none. Give it one, or name the column that holds it with "
+        f"`columns: {{reference: {column}}}`."
+    )
+
+
+def missing_reference(answer: Answer) -> str:
+    """What to add to the failure of a function that may have asked for a reference; empty where that is unlikely."""
+    column = guessed_reference(answer.row).get("reference")
+    if answer.reference is not None or column is None:
+        return ""
+    return (
+        f"answer.reference is None, as this row has no column `reference`; if `{column}` is meant, set "
+        f"`columns: {{reference: {column}}}` of the dataset."
+    )

@@ -1,0 +1,27 @@
+"""Collator `rollouts`: one turn of a trajectory per row. The readable reference.
+
+Tokenized samples are laid out as `padded` does, so that a run may evaluate on plain text between RL steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from spurline.data.batch import TrainingBatch
+from spurline.data.collators.layout import Segment, turn_segments
+from spurline.data.collators.packing import round_up
+from spurline.data.collators.padded import PaddedCollator
+
+if TYPE_CHECKING:
+    from spurline_rl.trajectory import Trajectory
+
+
+class RolloutsCollator(PaddedCollator):
+    """prompt + response per row; loss on the response tokens whose mask is 1."""
+
+    def collate_rollouts(self, trajectories: Sequence[Trajectory]) -> TrainingBatch:
+        # Rows keep their order: the prompt boundaries of mini-batches depend on it. Padding rows come last.
+        rows: list[list[Segment]] = [[segment] for segment in turn_segments(trajectories)]
+        rows += [[] for _ in range(round_up(max(len(rows), 1), self._layout.data) - len(rows))]
+        return self._lay_out(rows)

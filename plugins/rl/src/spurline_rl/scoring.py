@@ -1,0 +1,181 @@
+"""Score attempts: reward components on an answer, and their weighted sum on the tokens of a trajectory.
+
+Place on the way: Answer -> rewards by name -> named terms of a trajectory -> `score` -> a trajectory whose turns all
+have `rewards` [A] -> advantages. Evaluation takes the terms as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, cast
+
+import numpy as np
+
+from spurline.errors import ConfigError, PluginError, Problem, RunFailedError, SpurlineError, listing, suggestion
+from spurline.plugins.registry import Registry
+from spurline_rl.concurrency import all_or_none, in_thread, located
+from spurline_rl.protocols.environment import AttemptFailedError
+from spurline_rl.protocols.reward import Answer, Reward, RewardConfig, ScoresOnLoop
+from spurline_rl.trajectory import Trajectory, Turn, made_anew
+
+_SHOWN_CHARACTERS = 200
+_NUMBERS = (int, float, np.number, np.bool_)
+
+
+async def reward_terms(rewards: Mapping[str, Reward], answer: Answer) -> dict[str, float]:
+    """The score of each reward. Raises AttemptFailedError naming the reward and the response it failed on."""
+    return {name: await _call(name, reward, answer) for name, reward in rewards.items()}
+
+
+async def terms_of_all(
+    rewards: Mapping[str, Reward], answers: Sequence[Answer], *, retries: int = 0
+) -> list[dict[str, float]]:
+    """`reward_terms` of each answer, in order, asked for side by side: some rewards take seconds each.
+
+    retries: times that an answer is scored again whose rewards fail, as a judge elsewhere may now and then.
+    Raises what the first failure raises, once the others have ended.
+    """
+    return await all_or_none([_terms_at_last(rewards, answer, retries) for answer in answers], "scoring")
+
+
+async def _terms_at_last(rewards: Mapping[str, Reward], answer: Answer, retries: int) -> dict[str, float]:
+    for _ in range(retries):
+        with suppress(AttemptFailedError):
+            return await reward_terms(rewards, answer)
+    return await reward_terms(rewards, answer)
+
+
+def checked_score(name: str, value: Any, answer: Answer) -> float:
+    """The value of a Python or numpy number, or of an array or tensor of no dimension, as a finite float.
+
+    Raises AttemptFailedError for anything else.
+    """
+    number = value
+    if not isinstance(value, _NUMBERS) and getattr(value, "shape", None) == ():
+        number = value.item()
+    if not isinstance(number, _NUMBERS):
+        hint = " Does it lack a return statement?" if value is None else ""
+        if isinstance(value, Coroutine):
+            cast("Coroutine[Any, Any, Any]", value).close()
+            hint = (
+                " It is a coroutine, which nothing awaits here: a function is written with `async def` itself, and a "
+                "component has `score_async` for that, beside a plain `score`."
+            )
+        raise AttemptFailedError(
+            f"Reward '{name}' returned {_shorten(value)} for {_place(answer)}; it must return a number.{hint}"
+        )
+    if not math.isfinite(number):
+        raise AttemptFailedError(f"Reward '{name}' returned {float(number)} for {_place(answer)}; it must be finite.")
+    return float(number)
+
+
+def make_rewards(configs: Mapping[str, RewardConfig], registry: Registry) -> dict[str, Reward]:
+    """The rewards of these settings, by name. Raises PluginError, which names the reward, when one cannot be built."""
+    built: dict[str, Reward] = {}
+    for name, config in configs.items():
+        try:
+            built[name] = registry.create("reward", config)
+        except BaseException as error:
+            close_all(built)
+            if isinstance(error, PluginError):
+                raise PluginError(f"reward '{name}': {error}") from error
+            raise
+    return built
+
+
+def close_all(components: Mapping[str, Any]) -> None:
+    """Close those components that hold something."""
+    for component in components.values():
+        if hasattr(component, "close"):
+            component.close()
+
+
+async def _call(name: str, reward: Reward, answer: Answer) -> float:
+    try:
+        # Not isinstance, which takes longer with a Protocol than most rewards do.
+        if hasattr(reward, "score_async"):
+            value = await cast(ScoresOnLoop, reward).score_async(answer)
+        else:
+            value = await in_thread(reward.score, answer)
+    except AttemptFailedError as error:
+        raise AttemptFailedError(f"Reward '{name}' on {_place(answer)}: {error}") from error
+    except RunFailedError as error:
+        raise RunFailedError(f"Reward '{name}': {error}") from error
+    except SpurlineError:
+        raise
+    except Exception as error:
+        raise AttemptFailedError(f"Reward '{name}' failed on {_place(answer)}: {located(error)}") from error
+    return checked_score(name, value, answer)
+
+
+def _place(answer: Answer) -> str:
+    return f"the response {_shorten(answer.response)}"
+
+
+def _shorten(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+
+
+def overlong_penalty(num_tokens: int, *, longest: int, buffer: int) -> float:
+    """A reward term between -1 and 0 for answers that come close to the length limit (DAPO, arXiv:2503.14476).
+
+        0                                   for |y| <= L - B
+        ((L - B) - |y|) / B                 for L - B < |y| <= L
+        -1                                  beyond
+
+    |y|: `num_tokens`, L: `longest`, B: `buffer`. Needs 0 < buffer <= longest.
+    """
+    assert 0 < buffer <= longest, (buffer, longest)
+    return -min(1.0, max(0.0, (num_tokens - (longest - buffer)) / buffer))
+
+
+def score(trajectory: Trajectory, weights: Mapping[str, float]) -> Trajectory:
+    """The trajectory with rewards on every turn: those its environment set, plus the sum of weight x term on the last
+    token the model wrote.
+
+    weights: of reward terms; 1 where none is given. The last token is that of the last turn that has any.
+    Raises ConfigError for the weight of a term that the environment does not give, AttemptFailedError for a reward that
+    is not finite and for an attempt without a single response token, whose reward would be lost.
+    """
+    terms = trajectory.rewards
+    if not weights.keys() <= terms.keys():
+        unknown = sorted(weights.keys() - terms.keys())
+        text = "names no reward term of the environment, which must give the same terms in every attempt."
+        raise ConfigError(
+            [
+                Problem(f"source.reward_weights.{name}", f"{text}{suggestion(name, terms)} Terms: {listing(terms)}.")
+                for name in unknown
+            ]
+        )
+    for name, value in terms.items():
+        if not math.isfinite(value):
+            raise AttemptFailedError(f"{_where(trajectory)}: reward '{name}' is {value}; it must be finite.")
+    total = math.fsum(weights.get(name, 1.0) * value for name, value in terms.items())
+    turns = [_prepare_rewards(trajectory, number) for number in range(len(trajectory.turns))]
+    last = next((turn for turn in reversed(turns) if len(turn.response_ids)), None)
+    if last is None:
+        raise AttemptFailedError(
+            f"{_where(trajectory)} has no response token, so there is nothing to train and no place for its reward of "
+            f"{total:g}. The engine, or the environment, must give at least one token; an end token alone will do."
+        )
+    assert last.rewards is not None
+    last.rewards[-1] += total
+    return made_anew(trajectory, turns=tuple(turns))
+
+
+def _prepare_rewards(trajectory: Trajectory, number: int) -> Turn:
+    """The turn of this number with an array of rewards of its own."""
+    turn = trajectory.turns[number]
+    if turn.rewards is None:
+        return made_anew(turn, rewards=np.zeros(len(turn.response_ids), dtype=np.float32))
+    if not np.isfinite(turn.rewards).all():
+        where = f"{_where(trajectory)}, turn {number}"
+        raise AttemptFailedError(f"{where}: the rewards {turn.rewards.tolist()} are not all finite.")
+    return made_anew(turn, rewards=turn.rewards.copy())
+
+
+def _where(trajectory: Trajectory) -> str:
+    return f"Sample {trajectory.sample} of prompt {trajectory.uid}"

@@ -1,0 +1,39 @@
+"""The contract kit for rewards, environments, advantages, corrections, engines and collators of rollouts.
+
+Backends and adapters are tested here too, as they train policies and critics.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from spurline.testing.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from spurline_rl.testing.adapter_contract import AdapterContract as AdapterContract
+    from spurline_rl.testing.advantage_contract import AdvantageContract as AdvantageContract
+    from spurline_rl.testing.backend_contract import BackendContract as BackendContract
+    from spurline_rl.testing.collator_contract import RolloutCollatorContract as RolloutCollatorContract
+    from spurline_rl.testing.correction_contract import CorrectionContract as CorrectionContract
+    from spurline_rl.testing.engine_update_contract import EngineUpdateContract as EngineUpdateContract
+    from spurline_rl.testing.environment_contract import EnvironmentContract as EnvironmentContract
+    from spurline_rl.testing.inputs import make_trajectories as make_trajectories
+    from spurline_rl.testing.reward_contract import RewardContract as RewardContract
+    from spurline_rl.testing.rollout_engine_contract import RolloutEngineContract as RolloutEngineContract
+
+_NAMES = {
+    "adapter_contract": ("AdapterContract",),
+    "backend_contract": ("BackendContract",),
+    "advantage_contract": ("AdvantageContract",),
+    "collator_contract": ("RolloutCollatorContract",),
+    "correction_contract": ("CorrectionContract",),
+    "engine_update_contract": ("EngineUpdateContract",),
+    "environment_contract": ("EnvironmentContract",),
+    "inputs": ("make_trajectories",),
+    "reward_contract": ("RewardContract",),
+    "rollout_engine_contract": ("RolloutEngineContract",),
+}
+
+__all__, __getattr__, __dir__ = lazy_names(__name__, _NAMES)  # pyright: ignore[reportUnsupportedDunderAll]
+
+__doc__ = f"{__doc__}\nSuites: {', '.join(name for name in __all__ if name.endswith('Contract'))}."

@@ -1,0 +1,181 @@
+"""What every backend that trains adapters must satisfy: its adapter is one of PEFT's, which computes what it computes.
+
+PEFT is the oracle: it is given the settings and tensors that leave the backend, and the model that the run began with.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from spurline.protocols.backend import Backend, TrainsAdapters
+from spurline.protocols.collator import ParallelLayout
+from spurline_models.adapters.adapter_weights import AdapterStream, write_adapter_files
+from spurline_models.weight_buckets import MakerChoice, MakesBuckets, TensorPlace, WeightBucket
+from spurline_rl.testing.backend_cases import assert_weights_equal, minibatch, own_logprobs, weights_of
+from spurline_rl.testing.backend_runs import backend_run, opened
+
+
+class FileMaker:
+    """A `BucketMaker` that writes each bucket to a file of this folder, whichever process it is in."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
+
+    def make(self, version: int, number: int, weights: Iterable[tuple[str, Tensor]]) -> WeightBucket:
+        """The bucket; its file has the number of the bucket as its name."""
+        held = {name: tensor.cpu().contiguous() for name, tensor in weights}
+        path = self._folder / f"{number}.safetensors"
+        save_file(held, path)
+        places = tuple(TensorPlace.of(name, tensor) for name, tensor in held.items())
+        return WeightBucket("files", places, {"path": str(path)})
+
+    def taken(self) -> None:
+        """Files stay for the test."""
+
+    def close(self) -> None:
+        """Files stay for the test."""
+
+
+class AdapterContract:
+    """Subclass with `backend_settings`, the config's `backend:` section with its adapters, and `plugins` to enable.
+
+    tolerance: largest difference of a logprob from what PEFT computes, in nats; for a backend that computes in fp32.
+    merge_tolerance: largest difference of a merged weight. Needs peft.
+    """
+
+    backend_settings: Mapping[str, Any] = {"name": "local", "lora": {"rank": 4, "alpha": 8.0}}
+    plugins: tuple[str, ...] = ()
+    tolerance = 2e-5
+    merge_tolerance = 1e-6
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def adapted_model(cls, spurline_tiny_model: Path) -> Path:
+        """Folder of the tiny model; override for another architecture."""
+        return spurline_tiny_model
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def trained(cls, adapted_model: Path) -> Iterator[tuple[Backend, ParallelLayout]]:
+        """One backend for all tests of the class, after two updates: no matrix of an adapter is 0 any more."""
+        with opened(backend_run(adapted_model, cls.backend_settings, cls.plugins)) as (backend, layout):
+            for step in range(2):
+                backend.update(*minibatch("packed", layout, step))
+            yield backend, layout
+
+    def test_the_config_says_that_adapters_are_trained(self, adapted_model: Path) -> None:
+        assert backend_run(adapted_model, self.backend_settings, self.plugins).config.backend.facts.trains_adapters
+
+    def test_settings_are_plain_and_make_peft_build_the_same_tensors(
+        self, trained: tuple[Backend, ParallelLayout], adapted_model: Path
+    ) -> None:
+        import peft
+
+        settings = _settings_of(trained[0])
+        assert json.loads(json.dumps(settings)) == settings
+        assert settings["base_model_name_or_path"] == str(adapted_model)
+        built = peft.get_peft_model(_base(adapted_model), peft.PeftConfig.from_peft_type(**settings))
+        expected = peft.get_peft_model_state_dict(built, save_embedding_layers=False)
+        named = list(_adapter_of(trained[0]))
+        assert len(dict(named)) == len(named), "a tensor came twice"
+        assert {name: tensor.shape for name, tensor in named} == {
+            name: tensor.shape for name, tensor in expected.items()
+        }
+        assert all(bool((tensor != 0).any()) for _, tensor in named), "a matrix has not been trained"
+
+    def test_peft_computes_with_the_adapter_what_the_backend_computes(
+        self, trained: tuple[Backend, ParallelLayout], adapted_model: Path, tmp_path: Path
+    ) -> None:
+        import peft
+
+        backend, layout = trained
+        loaded = self.load(backend, adapted_model, tmp_path)
+        got = peft.get_peft_model_state_dict(loaded, save_embedding_layers=False)
+        assert_weights_equal(got, _copy(_adapter_of(backend)))
+        batch, _ = minibatch("padded", layout)
+        changed = 0.0
+        with torch.no_grad():
+            rows = backend.logprobs(batch), own_logprobs(loaded, batch), own_logprobs(_base(adapted_model), batch)
+            for row, (expected, weights), (unchanged, _) in zip(*rows, strict=True):
+                found = row[1 : len(expected) + 1][weights != 0]
+                torch.testing.assert_close(found, expected[weights != 0], atol=self.tolerance, rtol=0)
+                changed = max(changed, float((unchanged - expected).abs().max()))
+        assert changed > 100 * self.tolerance, "the adapter changes nothing that could be compared"
+
+    def test_merged_weights_are_those_that_peft_merges(
+        self, trained: tuple[Backend, ParallelLayout], adapted_model: Path, tmp_path: Path
+    ) -> None:
+        merged: Any = self.load(trained[0], adapted_model, tmp_path / "adapter").merge_and_unload()
+        merged.save_pretrained(tmp_path / "merged")
+        files = (tmp_path / "merged").glob("*.safetensors")
+        expected = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        weights = weights_of(trained[0])
+        assert weights.keys() == expected.keys()
+        for name, tensor in expected.items():
+            torch.testing.assert_close(weights[name].float(), tensor, atol=self.merge_tolerance, rtol=1e-6)
+
+    @pytest.mark.parametrize("dtype", [None, "bfloat16"])
+    def test_buckets_of_the_adapter_hold_its_tensors_and_nothing_else(
+        self, trained: tuple[Backend, ParallelLayout], tmp_path: Path, dtype: str | None
+    ) -> None:
+        backend, _ = trained
+        if not isinstance(backend, MakesBuckets):
+            pytest.skip("has its weights in this process")
+        wanted = _copy(_adapter_of(backend))
+        if dtype is not None:
+            wanted = {name: tensor.to(getattr(torch, dtype)) for name, tensor in wanted.items()}
+        limit = max(sum(tensor.nbytes for tensor in wanted.values()) // 3, 1)
+        choice = MakerChoice(f"{__name__}:FileMaker", {"folder": str(tmp_path)}, limit, dtype, part="adapter")
+        buckets = list(backend.weight_buckets(1, choice))
+        assert len(buckets) >= 3
+        places = [place for bucket in buckets for place in bucket.places]
+        assert [place.name for place in places] == list(wanted)
+        got = {name: tensor for bucket in buckets for name, tensor in load_file(bucket.where["path"]).items()}
+        assert_weights_equal(got, wanted)
+
+    def test_the_next_update_changes_the_adapter(self, trained: tuple[Backend, ParallelLayout]) -> None:
+        backend, layout = trained
+        before, settings = _copy(_adapter_of(backend)), _settings_of(backend)
+        backend.update(*minibatch("packed", layout, 3))
+        after = _copy(_adapter_of(backend))
+        assert after.keys() == before.keys()
+        assert all(not torch.equal(after[name], before[name]) for name in before)
+        assert _settings_of(backend) == settings
+
+    def load(self, backend: Backend, base: Path, folder: Path) -> Any:
+        """The model that PEFT makes of the base and the backend's adapter, in evaluation mode. folder: for files."""
+        import peft
+
+        folder.mkdir(exist_ok=True)
+        write_adapter_files(folder, AdapterStream(_settings_of(backend), _adapter_of(backend)))
+        return peft.PeftModel.from_pretrained(_base(base), str(folder)).eval()
+
+
+def _base(model: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+
+
+def _settings_of(backend: Backend) -> Mapping[str, Any]:
+    assert isinstance(backend, TrainsAdapters)
+    settings = backend.adapter_settings()
+    assert settings is not None
+    return settings
+
+
+def _adapter_of(backend: Backend) -> Iterator[tuple[str, Tensor]]:
+    assert isinstance(backend, TrainsAdapters)
+    return backend.named_adapter_weights()
+
+
+def _copy(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """The backend may go on changing its own tensors."""
+    return {name: tensor.detach().cpu().clone() for name, tensor in weights}

@@ -1,0 +1,171 @@
+"""What every advantage must satisfy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from spurline_rl.protocols.advantage import Advantage, ComparesSamples
+from spurline_rl.trajectory import Group, Trajectory, Turn
+
+_WRITTEN = ("advantages", "returns")
+
+
+class AdvantageContract:
+    """Subclass with `make_advantage()`; rewards and values are random numbers between 0 and 1.
+
+    compares_samples: whether a group whose samples all got the same reward has advantage 0. Set it to False for
+    algorithms whose baseline is not the group's.
+    carry: columns that your advantage reads in `Group.columns`; they are numbers between 0.5 and 1.5.
+    """
+
+    compares_samples = True
+    carry: ClassVar[tuple[str, ...]] = ()
+
+    def make_advantage(self) -> Advantage:
+        """Your advantage."""
+        raise NotImplementedError("subclass AdvantageContract with make_advantage(self)")
+
+    def groups(self, seed: int = 0, num_groups: int = 4) -> list[Group]:
+        """Groups of 2 to 4 samples with 1 to 3 turns of up to 5 tokens each, some of them empty."""
+        random = np.random.default_rng(seed)
+        return [
+            Group(
+                f"prompt-{draw}",
+                draw,
+                tuple(_trajectory(random, f"prompt-{draw}", sample) for sample in range(int(random.integers(2, 5)))),
+                {name: float(random.uniform(0.5, 1.5)) for name in self.carry},
+            )
+            for draw in range(num_groups)
+        ]
+
+    def test_it_says_which_fields_of_a_turn_it_needs(self) -> None:
+        needs = self.make_advantage().needs
+        assert isinstance(needs, frozenset), f"`needs` is a frozenset of names, not {needs!r}"
+        assert needs <= {field.name for field in fields(Turn)}, f"a turn has no field {sorted(needs)}"
+
+    def test_every_response_token_gets_a_finite_float32(self) -> None:
+        for turn in _turns(self.make_advantage().advantages(self.groups())):
+            for name in _WRITTEN:
+                values = getattr(turn, name)
+                assert values is not None or name != "advantages"
+                if values is not None:
+                    assert (values.dtype, values.shape) == (np.float32, turn.response_ids.shape)
+                    assert np.isfinite(values).all()
+
+    def test_all_else_stays_as_it_was_and_where_it_was(self) -> None:
+        groups, untouched = self.groups(), self.groups()
+        result = self.make_advantage().advantages(groups)
+        assert [_names(group) for group in result] == [_names(group) for group in groups]
+        for before, given, after in zip(_turns(untouched), _turns(groups), _turns(result), strict=True):
+            assert _same(before, given, [field.name for field in fields(Turn)]), "the groups passed in were changed"
+            assert _same(before, after, [field.name for field in fields(Turn) if field.name not in _WRITTEN])
+
+    def test_order_of_groups_and_samples_does_not_matter(self) -> None:
+        groups = self.groups()
+        turned = [replace(group, trajectories=group.trajectories[::-1]) for group in groups[::-1]]
+        result = self.make_advantage().advantages(turned)
+        result = [replace(group, trajectories=group.trajectories[::-1]) for group in result][::-1]
+        for one, other in zip(_turns(self.make_advantage().advantages(groups)), _turns(result), strict=True):
+            np.testing.assert_allclose(_advantages(one), _advantages(other), rtol=1e-5, atol=1e-6)
+
+    def test_numbers_per_sample_are_those_that_its_turns_get(self) -> None:
+        advantage, groups = self.make_advantage(), self.groups()
+        samples = advantage.sample_advantages(groups) if isinstance(advantage, ComparesSamples) else None
+        if samples is None:
+            pytest.skip("its advantages are computed token by token")
+        for group, values in zip(advantage.advantages(groups), samples, strict=True):
+            for trajectory, value in zip(group.trajectories, values.tolist(), strict=True):
+                for turn in trajectory.turns:
+                    assert _advantages(turn).tolist() == [np.float32(value)] * len(turn.response_ids)
+
+    def test_a_better_sample_never_has_the_lower_advantage(self) -> None:
+        for group in self.make_advantage().advantages(_one_token_groups(self.carry)):
+            rewards = np.array([_advantages(t.turns[0])[0] for t in group.trajectories])
+            assert (np.diff(rewards) >= 0).all(), rewards
+
+    def test_group_with_equal_rewards_has_advantage_zero(self) -> None:
+        if not self.compares_samples:
+            return
+        groups = self.groups()
+        flat = [_with_return(groups[0], value=0.7), *groups[1:]]
+        result = self.make_advantage().advantages(flat)
+        assert all(not _advantages(turn).any() for turn in _turns(result[:1]))
+        assert any(_advantages(turn).any() for turn in _turns(result[1:]))
+
+    def test_no_groups_give_no_groups(self) -> None:
+        assert list(self.make_advantage().advantages([])) == []
+
+    def test_advantage_describes_itself_in_a_sentence(self) -> None:
+        text = self.make_advantage().describe()
+        assert len(text.split()) >= 3
+        assert text.endswith(".")
+
+
+def _trajectory(random: np.random.Generator, uid: str, sample: int) -> Trajectory:
+    # The last turn is never empty: its last token holds the reward of the whole trajectory.
+    lengths = [*random.integers(0, 6, int(random.integers(0, 3))).tolist(), int(random.integers(1, 6))]
+    return Trajectory(uid, sample, tuple(_turn(random, length) for length in lengths))
+
+
+def _turn(random: np.random.Generator, length: int) -> Turn:
+    return Turn(
+        prompt_ids=random.integers(1, 100, 3).astype(np.int32),
+        response_ids=random.integers(1, 100, length).astype(np.int32),
+        loss_mask=(random.random(length) < 0.8).astype(np.uint8),
+        rewards=random.random(length).astype(np.float32),
+        values=random.random(length).astype(np.float32),
+    )
+
+
+def _one_token_groups(carry: Sequence[str]) -> list[Group]:
+    """Two groups of samples with one token each, rewards ascending, a critic that expects 0, carried columns of 1."""
+
+    def sample(uid: str, number: int, reward: float) -> Trajectory:
+        array = np.array([reward], dtype=np.float32)
+        token = np.ones(1, dtype=np.int32)
+        return Trajectory(uid, number, (Turn(token, token, np.ones(1, np.uint8), rewards=array, values=0 * array),))
+
+    rewards = {"a": (0.0, 0.25, 1.0), "b": (0.5, 0.5, 0.75)}
+    return [
+        Group(
+            uid,
+            draw,
+            tuple(sample(uid, number, reward) for number, reward in enumerate(rewards[uid])),
+            dict.fromkeys(carry, 1.0),
+        )
+        for draw, uid in enumerate(rewards)
+    ]
+
+
+def _with_return(group: Group, value: float) -> Group:
+    """The group with `value` as reward of each trajectory's last token, and 0 elsewhere."""
+    trajectories = []
+    for trajectory in group.trajectories:
+        turns = [replace(turn, rewards=np.zeros(len(turn.response_ids), np.float32)) for turn in trajectory.turns]
+        last = turns[-1].rewards
+        assert last is not None
+        last[-1] = value
+        trajectories.append(replace(trajectory, turns=tuple(turns)))
+    return replace(group, trajectories=tuple(trajectories))
+
+
+def _turns(groups: Sequence[Group]) -> list[Turn]:
+    return [turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns]
+
+
+def _names(group: Group) -> tuple[object, ...]:
+    return (group.uid, group.draw, [(t.uid, t.sample, len(t.turns)) for t in group.trajectories])
+
+
+def _advantages(turn: Turn) -> np.ndarray:
+    assert turn.advantages is not None
+    return turn.advantages
+
+
+def _same(one: Turn, other: Turn, names: Sequence[str]) -> bool:
+    return all(np.array_equal(getattr(one, name), getattr(other, name)) for name in names)

@@ -1,0 +1,168 @@
+"""What the backend contract feeds to a backend, and how it compares what two of them computed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from spurline.data.batch import TrainingBatch
+from spurline.data.collators.packed import PackedCollator
+from spurline.data.collators.padded import PaddedCollator
+from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig
+from spurline.protocols.backend import Backend
+from spurline.protocols.collator import ParallelLayout
+from spurline.protocols.loss import Objective
+from spurline.testing.samples import PAD, make_view
+from spurline.update.reduction import token_mean
+from spurline_models.losses.configs import CrossEntropyConfig
+from spurline_models.losses.cross_entropy import CrossEntropy
+from spurline_rl.losses.configs import ValueLossConfig
+from spurline_rl.losses.value import ValueLoss
+
+GRADIENT_ROUNDINGS = 8
+"""Roundings of the largest terms that a gradient whose terms cancel may keep."""
+
+LENGTHS = (5, 17, 9, 30, 3, 12, 8, 21, 14, 6, 11, 2)
+TEMPERATURE = 0.7
+
+
+def assert_gradients_close(got: Any, wanted: Any, tolerance: float, *, cancels_below: float = 0.0) -> None:
+    """Judge each parameter by the norm of the difference over the norm of the expected gradient.
+
+    Takes (name, tensor) pairs. A gradient is a sum of terms up to the size of the model's largest gradient. Where they
+    cancel (queries and keys of a token that attends to one token have no gradient), only their rounding errors are
+    left, and these bound the difference instead. cancels_below: share of the largest gradient below which this is taken
+    to be so, for random batches in which terms may nearly cancel.
+    """
+    left, right = dict(got), dict(wanted)
+    assert left.keys() == right.keys()
+    norms = {name: float(expected.double().norm()) for name, expected in right.items()}
+    largest = max(norms.values())
+    for name, expected in right.items():
+        rounding = GRADIENT_ROUNDINGS * torch.finfo(expected.dtype).eps * largest
+        cancels = norms[name] <= max(rounding, cancels_below * largest)
+        bound = max(tolerance * norms[name], rounding if cancels else 0.0)
+        difference = float((left[name].double() - expected.double()).norm())
+        assert difference <= bound, f"gradient of {name}: differs by {difference:.3g}, its norm is {norms[name]:.3g}"
+
+
+def assert_weights_equal(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Same names, same bits."""
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(got[name], tensor), f"weight {name} differs"
+
+
+def weights_of(backend: Backend) -> dict[str, Tensor]:
+    """A copy of the policy's weights."""
+    return {name: tensor.detach().cpu().clone() for name, tensor in backend.named_weights()}
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    """Every tensor in the safetensors files of a folder and those in it, by file and name."""
+    return {
+        f"{path.relative_to(folder)} {name}": tensor
+        for path in sorted(folder.rglob("*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }
+
+
+def without_times(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics that two equal runs share."""
+    return {name: value for name, value in metrics.items() if not name.startswith("time/")}
+
+
+def with_dropout(model: Path, folder: Path, dropout: float) -> Path:
+    """A copy of the model that drops attention weights in training; the model itself where dropout is 0."""
+    if not dropout:
+        return model
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | {"attention_dropout": dropout}), encoding="utf-8")
+    return folder
+
+
+def alternate_units(batch: TrainingBatch, layout: ParallelLayout) -> TrainingBatch:
+    """Two units per rank, each with every other row of the rank; padding rows keep units of their own."""
+    rows = torch.arange(batch.num_rows)
+    units = 2 * (rows // (batch.num_rows // layout.data)) + rows % 2
+    return replace(batch, unit_ids=torch.where(batch.is_padding_row, batch.num_rows * 2 + rows, units))
+
+
+UNEVEN = ("one row", "a long and a short row", "one large unit", "loss in one row", "no loss")
+"""Batches that leave ranks with little or nothing to do, by what they consist of."""
+
+
+def uneven_batch(name: str, layout: ParallelLayout) -> tuple[TrainingBatch, Objective]:
+    """One of `UNEVEN`, and the mean of its cross-entropy."""
+    lengths = {"one row": (17,), "a long and a short row": (58, 3)}.get(name, LENGTHS)
+    batch, objective = minibatch("padded", layout, 3, lengths)
+    rows = torch.arange(batch.num_rows)
+    if name == "one large unit":
+        batch = replace(batch, unit_ids=torch.where(batch.is_padding_row, rows, 0))
+    if name in ("loss in one row", "no loss"):
+        kept = rows == 3 if name == "loss in one row" else rows < 0
+        batch = batch.with_tokens(loss_weights=batch.tokens["loss_weights"] * kept[:, None])
+    batch, normalizer = token_mean(batch)
+    return batch, Objective(objective.loss, normalizer)
+
+
+def minibatch(
+    layout_name: str, layout: ParallelLayout, seed: int = 0, lengths: tuple[int, ...] = LENGTHS
+) -> tuple[TrainingBatch, Objective]:
+    """Random samples of these lengths, `packed` or `padded`, and the mean of their cross-entropy."""
+    samples = make_view(lengths, seed)
+    collator = (
+        PackedCollator(PackedCollatorConfig(max_tokens=64), PAD, layout)
+        if layout_name == "packed"
+        else PaddedCollator(PaddedCollatorConfig(), PAD, layout)
+    )
+    batch = collator.collate(samples, training=True)
+    batch, normalizer = token_mean(batch)
+    return batch, Objective(CrossEntropy(CrossEntropyConfig()), normalizer)
+
+
+def own_logprobs(model: Any, batch: TrainingBatch, temperature: float = 1.0) -> Iterator[tuple[Tensor, Tensor]]:
+    """Per real row of a padded batch: the model's logprobs of all tokens but the first, and their loss weights."""
+    real = batch.without_padding_rows()
+    for row in range(real.num_rows):
+        count = int(real.segments["length"][row][0])
+        tokens = real.tokens["input_ids"][row : row + 1, :count]
+        logits = model(input_ids=tokens, use_cache=False).logits[0, :-1] / temperature
+        # log softmax by its definition.
+        logprobs = logits - logits.exp().sum(-1, keepdim=True).log()
+        yield logprobs.gather(-1, tokens[0, 1:, None])[:, 0], real.tokens["loss_weights"][row, 1:count]
+
+
+def with_noisy_columns(batch: TrainingBatch) -> TrainingBatch:
+    generator = torch.Generator().manual_seed(5)
+    shape = (batch.num_rows, batch.length)
+    return batch.with_tokens(
+        advantages=torch.randn(shape, generator=generator), old_logprobs=-5 * torch.rand(shape, generator=generator)
+    )
+
+
+def values_batch(layout: ParallelLayout, seed: int = 0) -> tuple[TrainingBatch, Objective]:
+    """Random returns, and what a critic does with them."""
+    batch, objective = minibatch("packed", layout, seed)
+    generator = torch.Generator().manual_seed(seed)
+    shape = (batch.num_rows, batch.length)
+    columns = {"values": torch.zeros(shape), "returns": torch.randn(shape, generator=generator)}
+    loss = ValueLoss(ValueLossConfig(clip=None))
+    return batch.with_tokens(**columns), Objective(loss, objective.normalizer)
+
+
+def assert_critics_close(got: Mapping[str, float], wanted: Mapping[str, float]) -> None:
+    assert got.keys() == wanted.keys()
+    assert got["lr"] == wanted["lr"]
+    for name in ("loss", "grad_norm", "value/predicted"):
+        assert got[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-6), name

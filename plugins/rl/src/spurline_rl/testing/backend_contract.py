@@ -1,0 +1,599 @@
+"""What every backend must satisfy: it computes what the local backend computes.
+
+First the policy: updates, gradients, weights, checkpoints, evaluation. Then batches that leave parts of a backend with
+little or nothing to do. Last what reinforcement learning asks: temperatures, and models in other roles than the
+policy's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from spurline.data.batch import MAY_BE_WIDE
+from spurline.data.collators.packed import PackedCollator
+from spurline.data.collators.padded import PaddedCollator
+from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig
+from spurline.digests import verify_files
+from spurline.errors import ModelError, NonFiniteLossError, RunFailedError, SpurlineError
+from spurline.protocols.backend import (
+    Backend,
+    Generates,
+    LendsModel,
+    LendsParameters,
+    LossSums,
+    TakesSnapshots,
+    YieldsDevice,
+)
+from spurline.protocols.collator import Collator, ParallelLayout
+from spurline.protocols.loss import Objective
+from spurline.testing.samples import PAD, make_view
+from spurline.update.reduction import token_mean
+from spurline_models.losses.configs import CrossEntropyConfig
+from spurline_models.losses.cross_entropy import CrossEntropy
+from spurline_rl.losses.configs import PpoConfig
+from spurline_rl.losses.ppo import Ppo
+from spurline_rl.testing.backend_cases import (
+    LENGTHS,
+    TEMPERATURE,
+    UNEVEN,
+    alternate_units,
+    assert_critics_close,
+    assert_gradients_close,
+    assert_weights_equal,
+    minibatch,
+    own_logprobs,
+    tensors_of,
+    uneven_batch,
+    values_batch,
+    weights_of,
+    with_dropout,
+    with_noisy_columns,
+    without_times,
+)
+from spurline_rl.testing.backend_runs import KeptBackend, backend_run, opened
+
+
+class CountingLoss(CrossEntropy):
+    """A loss with state: it counts its calls."""
+
+    calls = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The number of calls."""
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on counting."""
+        self.calls = state["calls"]
+
+
+class BackendContract:
+    """Subclass with `backend_settings`, the config's `backend:` section, and `plugins` to enable.
+
+    gradient_tolerance, step_tolerance: largest relative difference from the local backend, of each parameter's gradient
+    and of the loss and the gradient norm of a step. metric_tolerance: of the loss's own metrics.
+    dropout: of the attention, where random numbers must be drawn; 0 for a backend that has no dropout.
+    has_critic: whether it trains a critic; False for a backend that refuses one.
+    keeps_open: True for a backend that takes seconds to start; tests of the class then share one, which is put back to
+    its start between them.
+    """
+
+    backend_settings: Mapping[str, Any] = {"name": "local"}
+    plugins: tuple[str, ...] = ()
+    gradient_tolerance = 1e-5
+    step_tolerance = 1e-6
+    metric_tolerance = 1e-5
+    dropout = 0.2
+    has_critic = True
+    keeps_open = False
+    _kept: ClassVar[KeptBackend | None] = None
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def _keeping_one_open(cls) -> Iterator[None]:
+        """Whatever was kept open ends with the tests of the class."""
+        cls._kept = KeptBackend() if cls.keeps_open else None
+        yield
+        if cls._kept is not None:
+            cls._kept.close()
+            cls._kept = None
+
+    @contextmanager
+    def backend(self, model: Path, *, critic: bool = False) -> Iterator[tuple[Backend, ParallelLayout]]:
+        """The backend under test on this model, as if it had just started. critic: whether the run has one."""
+        run = backend_run(model, self.backend_settings, self.plugins, critic=critic)
+        with opened(run) if self._kept is None else self._kept.lend(run) as lent:
+            yield lent
+
+    @contextmanager
+    def new_backend(self, model: Path, *, critic: bool = False) -> Iterator[tuple[Backend, ParallelLayout]]:
+        """The same, started for this test alone, closed afterwards."""
+        with opened(backend_run(model, self.backend_settings, self.plugins, critic=critic)) as lent:
+            yield lent
+
+    @contextmanager
+    def local(self, model: Path, *, critic: bool = False) -> Iterator[Backend]:
+        """The local backend on the same model."""
+        run = backend_run(model, {"name": "models/local", "device": "cpu"}, self.plugins, critic=critic)
+        with opened(run) as (backend, _):
+            yield backend
+
+    @pytest.fixture
+    def tiny_model(self, spurline_tiny_model: Path) -> Path:
+        """Folder of the tiny model; override for another architecture."""
+        return spurline_tiny_model
+
+    def test_loss_and_gradient_norm_follow_the_local_backend_over_several_steps(self, tiny_model: Path) -> None:
+        with self.backend(tiny_model) as (backend, layout), self.local(tiny_model) as local:
+            for step in range(4):
+                got = backend.update(*minibatch("packed", layout, step))
+                wanted = local.update(*minibatch("packed", layout, step))
+                self.assert_same_step(got, wanted)
+
+    def test_every_metric_of_a_loss_is_that_of_the_local_backend(self, tiny_model: Path) -> None:
+        objective = Objective(Ppo(PpoConfig()), 40.0)
+        with self.backend(tiny_model) as (backend, layout), self.local(tiny_model) as local:
+            batch = with_noisy_columns(minibatch("packed", layout)[0])
+            got, wanted = backend.update(batch, objective), local.update(batch, objective)
+            assert got.keys() == wanted.keys()
+            assert len([name for name in got if name.startswith("policy/")]) > 3
+            for name, value in without_times(wanted).items():
+                assert got[name] == pytest.approx(value, rel=self.metric_tolerance, abs=self.metric_tolerance), name
+
+    def test_gradients_equal_the_local_backend_per_parameter(self, tiny_model: Path) -> None:
+        with self.backend(tiny_model) as (backend, layout), self.local(tiny_model) as local:
+            batch, objective = minibatch("packed", layout)
+            wanted = local.gradients(batch, objective)
+            assert_gradients_close(backend.gradients(batch, objective), wanted, self.gradient_tolerance)
+
+    def test_a_wrong_gradient_scale_would_be_caught(self, tiny_model: Path) -> None:
+        with self.backend(tiny_model) as (backend, layout), self.local(tiny_model) as local:
+            batch, objective = minibatch("packed", layout)
+            wrong = Objective(objective.loss, objective.normalizer * 1.001)
+            wanted = local.gradients(batch, objective)
+            with pytest.raises(AssertionError, match="gradient"):
+                assert_gradients_close(backend.gradients(batch, wrong), wanted, self.gradient_tolerance)
+
+    def test_packed_and_padded_rows_give_the_same_gradients(self, tiny_model: Path) -> None:
+        with self.backend(tiny_model) as (backend, layout):
+            packed = dict(backend.gradients(*minibatch("packed", layout)))
+            padded = backend.gradients(*minibatch("padded", layout))
+            assert_gradients_close(padded, packed.items(), self.gradient_tolerance)
+
+    @pytest.mark.parametrize("lengths", [(5, 9, 3, 12), LENGTHS], ids=["few", "many"])
+    def test_rows_whose_units_alternate_give_the_gradients_of_the_uncut_batch(
+        self, tiny_model: Path, lengths: tuple[int, ...]
+    ) -> None:
+        # The few fit into one micro-batch of 40 tokens, which then holds them in another order; the many need several.
+        with self.backend(tiny_model) as (backend, layout), self.local(tiny_model) as local:
+            batch, objective = minibatch("padded", layout, lengths=lengths)
+            alternating = alternate_units(batch, layout)
+            wanted = local.gradients(batch, objective)
+            assert_gradients_close(backend.gradients(alternating, objective), wanted, self.gradient_tolerance)
+
+    def collators(self, layout: ParallelLayout) -> list[Collator]:
+        """Those of core; override to train on what others make, too."""
+        return [
+            PackedCollator(PackedCollatorConfig(max_tokens=64), PAD, layout),
+            PaddedCollator(PaddedCollatorConfig(), PAD, layout),
+        ]
+
+    def test_ids_and_positions_that_are_narrow_or_wide_on_the_host_train_the_same_bits(
+        self, tiny_model: Path, tmp_path: Path
+    ) -> None:
+        loss = CrossEntropy(CrossEntropyConfig())
+        results: list[tuple[list[object], dict[str, Tensor]]] = []
+        for dtype in (torch.int32, torch.int64):
+            folder = tmp_path / str(dtype)
+            folder.mkdir()
+            with self.backend(tiny_model) as (backend, layout):
+                seen: list[object] = []
+                for step, collator in enumerate(self.collators(layout)):
+                    batch, normalizer = token_mean(collator.collate(make_view(LENGTHS, step), training=True))
+                    assert all(batch.tokens[name].dtype == torch.int32 for name in MAY_BE_WIDE)
+                    batch = batch.with_tokens(**{name: batch.tokens[name].to(dtype) for name in MAY_BE_WIDE})
+                    seen.append(without_times(backend.update(batch, Objective(loss, normalizer))))
+                    seen.append(backend.logprobs(batch).tolist())
+                backend.save(folder)
+            results.append((seen, tensors_of(folder)))
+        (narrow, narrow_files), (wide, wide_files) = results
+        assert narrow == wide
+        assert narrow_files, "nothing was saved"
+        assert_weights_equal(wide_files, narrow_files)
+
+    def test_gradients_leave_the_model_untouched(self, tiny_model: Path) -> None:
+        with self.backend(tiny_model) as (backend, layout):
+            before = weights_of(backend)
+            dict(backend.gradients(*minibatch("packed", layout)))
+            assert_weights_equal(weights_of(backend), before)
+
+    def test_saving_and_loading_continues_bit_for_bit(self, tiny_model: Path, tmp_path: Path) -> None:
+        model = with_dropout(tiny_model, tmp_path / "model", self.dropout)
+        with self.new_backend(model) as (backend, layout):
+            backend.update(*minibatch("packed", layout, 0))
+            (tmp_path / "saved").mkdir()
+            digests = backend.save(tmp_path / "saved")
+            verify_files(tmp_path / "saved", digests)
+            expected = [without_times(backend.update(*minibatch("packed", layout, step))) for step in (1, 2)]
+            weights = weights_of(backend)
+        with self.new_backend(model) as (backend, layout):
+            backend.load(tmp_path / "saved", digests)
+            got = [without_times(backend.update(*minibatch("packed", layout, step))) for step in (1, 2)]
+            assert got == expected
+            assert_weights_equal(weights_of(backend), weights)
+
+    def test_a_snapshot_that_is_written_later_is_what_was_saved_at_its_moment(
+        self, tiny_model: Path, tmp_path: Path
+    ) -> None:
+        with self.new_backend(tiny_model) as (backend, layout):
+            if not isinstance(backend, TakesSnapshots):
+                pytest.skip("is saved while training stands still")
+            for step in (0, 2):
+                saved, written = tmp_path / f"saved-{step}", tmp_path / f"written-{step}"
+                for folder in (saved, written):
+                    folder.mkdir()
+                backend.update(*minibatch("packed", layout, step))
+                digests = backend.save(saved)
+                write = backend.snapshot()
+                backend.update(*minibatch("packed", layout, step + 1))
+                assert write(written) == digests
+                verify_files(written, digests)
+
+    def test_two_backends_train_alike_bit_for_bit_and_so_does_one_put_back_to_its_start(
+        self, tiny_model: Path, tmp_path: Path
+    ) -> None:
+        def train(backend: Backend, layout: ParallelLayout) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+            seen = [without_times(backend.update(*minibatch("packed", layout, step))) for step in range(3)]
+            return seen, weights_of(backend)
+
+        with self.new_backend(tiny_model) as (backend, layout):
+            (tmp_path / "start").mkdir()
+            backend.save(tmp_path / "start")
+            expected = train(backend, layout)
+            backend.load(tmp_path / "start")
+            results = [train(backend, layout)]
+        with self.new_backend(tiny_model) as (backend, layout):
+            results.append(train(backend, layout))
+        for metrics, weights in results:
+            assert metrics == expected[0]
+            assert_weights_equal(weights, expected[1])
+
+    def test_a_step_that_is_not_finite_names_its_samples_and_changes_nothing(self, tiny_model: Path) -> None:
+        lengths = (5, 9, 3, 12)
+        objective = Objective(Ppo(PpoConfig()), 40.0)
+        after: list[tuple[list[dict[str, float]], dict[str, Tensor]]] = []
+        for broken in (False, True):
+            with self.backend(tiny_model) as (backend, layout):
+                backend.update(*minibatch("packed", layout, 0))
+                if broken:
+                    batch = with_noisy_columns(minibatch("padded", layout, 1, lengths)[0])
+                    row = int(torch.nonzero(batch.tokens["loss_weights"].sum(-1))[-1])
+                    batch.tokens["advantages"][row] = torch.nan
+                    with pytest.raises(NonFiniteLossError, match=str(batch.segments["uid"][row][0])):
+                        backend.update(batch, objective)
+                metrics = [without_times(backend.update(*minibatch("packed", layout, step))) for step in (1, 2)]
+                after.append((metrics, weights_of(backend)))
+        assert after[1][0] == after[0][0]
+        assert_weights_equal(after[1][1], after[0][1])
+
+    def test_a_loss_with_state_is_refused_where_ranks_would_each_have_one_of_their_own(self, tiny_model: Path) -> None:
+        config = backend_run(tiny_model, self.backend_settings, self.plugins).config.backend
+        if config.rank_request() is None:
+            pytest.skip("computes in this process")
+        with self.backend(tiny_model) as (backend, layout):
+            batch, objective = minibatch("packed", layout)
+            with pytest.raises(SpurlineError, match="state"):
+                backend.update(batch, Objective(CountingLoss(CrossEntropyConfig()), objective.normalizer))
+            backend.update(batch, objective)
+
+    def test_weights_have_their_hugging_face_names_and_values(self, tiny_model: Path) -> None:
+        files = sorted(tiny_model.glob("*.safetensors"))
+        expected = {name: tensor.float() for file in files for name, tensor in load_file(file).items()}
+        with self.backend(tiny_model) as (backend, _):
+            names = Counter(name for name, _ in backend.named_weights())
+            assert names.most_common(1)[0][1] == 1, "a weight came twice"
+            assert_weights_equal(weights_of(backend), expected)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+    def test_written_weights_are_the_named_ones_in_files_of_limited_size(
+        self, tiny_model: Path, tmp_path: Path, dtype: torch.dtype
+    ) -> None:
+        limit = 20_000
+        with self.backend(tiny_model) as (backend, layout):
+            backend.update(*minibatch("packed", layout))
+            backend.write_weights(tmp_path, dtype, limit)
+            expected = {name: tensor.to(dtype) for name, tensor in weights_of(backend).items()}
+        files = {file: load_file(file) for file in tmp_path.glob("*.safetensors")}
+        assert len(files) > 1
+        for file, tensors in files.items():
+            assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors.values()) <= limit, file.name
+        assert_weights_equal({name: tensor for tensors in files.values() for name, tensor in tensors.items()}, expected)
+        index = json.loads((tmp_path / "model.safetensors.index.json").read_text(encoding="utf-8"))["weight_map"]
+        assert index == {name: file.name for file, tensors in files.items() for name in tensors}
+
+    def test_logprobs_are_the_models_own_at_loss_positions(self, tiny_model: Path) -> None:
+        model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+        with self.backend(tiny_model) as (backend, layout), torch.no_grad():
+            batch, _ = minibatch("padded", layout)
+            logprobs = backend.logprobs(batch)
+            assert logprobs.shape == batch.without_padding_rows().tokens["input_ids"].shape
+            for row, (expected, weights) in zip(logprobs, own_logprobs(model, batch), strict=True):
+                got = row[1 : len(expected) + 1]
+                torch.testing.assert_close(got[weights != 0], expected[weights != 0], atol=2e-5, rtol=1e-5)
+
+    def test_facts_count_the_parameters(self, tiny_model: Path) -> None:
+        with self.backend(tiny_model) as (backend, _):
+            facts = backend.facts()
+            assert facts["parameters"] == facts["trainable_parameters"]
+            assert facts["parameters"] == sum(tensor.numel() for tensor in weights_of(backend).values())
+
+    def test_evaluation_changes_nothing(self, tiny_model: Path) -> None:
+        with self.backend(tiny_model) as (backend, layout):
+            before = weights_of(backend)
+            batch, objective = minibatch("packed", layout)
+            first, second = backend.evaluate(batch, objective), backend.evaluate(batch, objective)
+            assert first == second
+            assert first.tokens == batch.num_loss_tokens
+            assert_weights_equal(weights_of(backend), before)
+
+    def test_evaluation_sums_are_those_of_the_local_backend(self, tiny_model: Path) -> None:
+        objective = Objective(Ppo(PpoConfig()), 40.0)
+        with self.backend(tiny_model) as (backend, layout), self.local(tiny_model) as local:
+            batch = with_noisy_columns(minibatch("packed", layout)[0])
+            self.assert_same_sums(backend.evaluate(batch, objective), local.evaluate(batch, objective))
+
+    @pytest.mark.parametrize("name", UNEVEN)
+    def test_uneven_work_gives_what_the_local_backend_gives(self, tiny_model: Path, name: str) -> None:
+        # Ranks that make other collectives than the rest would wait for each other until a limit ends the test.
+        with self.backend(tiny_model) as (backend, layout), self.local(tiny_model) as local:
+            batch, objective = uneven_batch(name, layout)
+            wanted = local.gradients(batch, objective)
+            assert_gradients_close(backend.gradients(batch, objective), wanted, self.gradient_tolerance)
+            self.assert_same_sums(backend.evaluate(batch, objective), local.evaluate(batch, objective))
+            got, expected = backend.logprobs(batch), local.logprobs(batch)
+            torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-5)
+            self.assert_same_step(backend.update(batch, objective), local.update(batch, objective))
+
+    def test_an_update_is_bit_identical_after_an_evaluation(self, tiny_model: Path, tmp_path: Path) -> None:
+        model = with_dropout(tiny_model, tmp_path / "model", self.dropout)
+        metrics: list[list[dict[str, float]]] = []
+        for evaluated in (False, True):
+            with self.backend(model) as (backend, layout):
+                seen = [without_times(backend.update(*minibatch("packed", layout, 0)))]
+                if evaluated:
+                    backend.evaluate(*minibatch("padded", layout, 7))
+                seen += [without_times(backend.update(*minibatch("packed", layout, step))) for step in (1, 2)]
+            metrics.append(seen)
+        assert metrics[1] == metrics[0], "evaluation drew random numbers, or left something behind"
+
+    def test_it_generates_and_lends_its_model_where_its_config_says_so(self, tiny_model: Path) -> None:
+        facts = backend_run(tiny_model, self.backend_settings, self.plugins).config.backend.facts
+        with self.backend(tiny_model) as (backend, _):
+            assert isinstance(backend, LendsModel) or not facts.lends_model
+            assert isinstance(backend, LendsParameters) or not facts.lends_parameters
+            assert isinstance(backend, Generates) or not facts.generates
+            if isinstance(backend, Generates) and facts.generates:
+                model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+                prompts = [[5, 6, 7, 8, 9], [11]]
+                for prompt, answer in zip(prompts, backend.generate(prompts, max_new_tokens=4), strict=True):
+                    logits = model(torch.tensor([prompt + answer]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+                    assert 1 <= len(answer) <= 4
+                    assert answer == logits.argmax(-1).tolist(), "not the likeliest token each time"
+
+    def test_swapped_parameters_are_computed_with_and_the_old_ones_come_back(
+        self, tiny_model: Path, tmp_path: Path
+    ) -> None:
+        with self.backend(tiny_model) as (backend, layout):
+            if not isinstance(backend, LendsParameters):
+                pytest.skip("lends no parameters")
+            batch, objective = minibatch("packed", layout)
+            backend.update(batch, objective)
+            earlier = {name: value.clone() for name, value in backend.trained_parameters().items()}
+            wanted = weights_of(backend), backend.logprobs(batch)
+            assert earlier.keys() == dict(backend.gradients(batch, objective)).keys()
+            backend.update(*minibatch("packed", layout, 1))
+            before = weights_of(backend), backend.logprobs(batch)
+            assert not torch.equal(before[1], wanted[1])
+            with backend.swapped("policy", earlier):
+                assert backend.is_swapped
+                assert_weights_equal(weights_of(backend), wanted[0])
+                assert torch.equal(backend.logprobs(batch), wanted[1]), "the model computed with other values"
+                for refused in (lambda: backend.update(batch, objective), lambda: backend.save(tmp_path)):
+                    with pytest.raises(SpurlineError, match="swapped"):
+                        refused()
+            with pytest.raises(ZeroDivisionError), backend.swapped("policy", earlier):
+                raise ZeroDivisionError
+            for values in ({"no.such.weight": torch.zeros(1)}, {next(iter(earlier)): torch.zeros(1, 2, 3)}):
+                with pytest.raises(ModelError), backend.swapped("policy", values):
+                    pass
+            with pytest.raises(ModelError):
+                backend.trained_parameters("reference")
+            assert not backend.is_swapped
+            assert_weights_equal(weights_of(backend), before[0])
+            assert torch.equal(backend.logprobs(batch), before[1])
+
+    def test_a_temperature_divides_the_logits_before_their_softmax(self, tiny_model: Path) -> None:
+        model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+        with self.backend(tiny_model) as (backend, layout):
+            batch, objective = minibatch("padded", layout)
+            objective = Objective(objective.loss, objective.normalizer, TEMPERATURE)
+            policy = backend.logprobs(batch, temperature=TEMPERATURE)
+            reference = backend.logprobs(batch, "reference", temperature=TEMPERATURE)
+            gradients = list(backend.gradients(batch, objective))
+            updated = backend.update(batch, objective)
+        total = torch.zeros(())
+        for row, (expected, weights) in enumerate(own_logprobs(model, batch, TEMPERATURE)):
+            for got in (policy, reference):
+                found = got[row, 1 : len(expected) + 1][weights != 0]
+                torch.testing.assert_close(found, expected[weights != 0].detach(), atol=2e-5, rtol=1e-5)
+            total = total - (weights * expected).sum()
+        (total / objective.normalizer).backward()
+        assert updated["loss"] == pytest.approx(total.item() / objective.normalizer, rel=1e-4)
+        wanted = [(name, value.grad) for name, value in model.named_parameters() if value.grad is not None]
+        assert_gradients_close(gradients, wanted, max(self.gradient_tolerance, 1e-5))
+
+    def test_entropy_is_that_of_the_sampled_distribution(self, tiny_model: Path) -> None:
+        loss = Ppo(PpoConfig(entropy_coefficient=0.1))
+        with self.backend(tiny_model) as (backend, layout), self.local(tiny_model) as local:
+            batch = with_noisy_columns(minibatch("packed", layout)[0])
+            objective = Objective(loss, 40.0, TEMPERATURE)
+            wanted = local.gradients(batch, objective)
+            assert_gradients_close(backend.gradients(batch, objective), wanted, self.gradient_tolerance)
+            tempered, plain = backend.update(batch, objective), local.update(batch, Objective(loss, 40.0))
+            assert tempered["policy/entropy"] < plain["policy/entropy"]
+
+    def test_the_reference_is_the_model_before_training(self, tiny_model: Path) -> None:
+        with self.new_backend(tiny_model) as (backend, layout):
+            batch, objective = minibatch("packed", layout)
+            before = backend.logprobs(batch)
+            for step in range(2):
+                backend.update(*minibatch("packed", layout, step))
+            trained = backend.logprobs(batch)
+            torch.testing.assert_close(backend.logprobs(batch, "reference"), before, atol=1e-6, rtol=0)
+            assert torch.equal(backend.logprobs(batch), trained), "asking the reference changed the policy"
+            assert not torch.equal(trained, before)
+            with pytest.raises(ModelError):
+                backend.update(batch, objective, role="reference")
+
+    def test_a_run_without_a_critic_has_none(self, tiny_model: Path) -> None:
+        with self.backend(tiny_model) as (backend, layout):
+            batch, objective = minibatch("packed", layout)
+            before = weights_of(backend)
+            with pytest.raises(ModelError, match="critic"):
+                backend.logprobs(batch, "critic")
+            with pytest.raises(ModelError, match="critic"):
+                backend.update(batch, objective, role="critic")
+            assert_weights_equal(weights_of(backend), before)
+
+    def test_a_critic_learns_as_that_of_the_local_backend_and_leaves_the_policy_alone(self, tiny_model: Path) -> None:
+        if not self.has_critic:
+            pytest.skip("trains no critic")
+        with self.backend(tiny_model, critic=True) as (backend, layout), self.local(tiny_model, critic=True) as local:
+            policy = weights_of(backend)
+            assert bool((backend.logprobs(values_batch(layout)[0], "critic") == 0).all()), "values start at 0"
+            for step in range(4):
+                batch, objective = values_batch(layout, step)
+                # The head starts at 0, so in the first step the decoder's gradients are 0 in both.
+                wanted = dict(local.gradients(batch, objective, role="critic"))
+                got = dict(backend.gradients(batch, objective, role="critic"))
+                assert_gradients_close(got, wanted, max(self.gradient_tolerance, 1e-4 if step else 0))
+                assert_critics_close(
+                    backend.update(batch, objective, role="critic"), local.update(batch, objective, role="critic")
+                )
+            batch, _ = values_batch(layout)
+            values = backend.logprobs(batch, "critic")
+            torch.testing.assert_close(values, local.logprobs(batch, "critic"), atol=1e-4, rtol=1e-3)
+            assert bool((values[batch.without_padding_rows().tokens["loss_weights"] != 0] != 0).any())
+            assert_weights_equal(weights_of(backend), policy)
+
+    def test_saving_and_loading_continues_policy_and_critic_bit_for_bit(self, tiny_model: Path, tmp_path: Path) -> None:
+        if not self.has_critic:
+            pytest.skip("trains no critic")
+
+        def train(backend: Backend, layout: ParallelLayout, step: int) -> list[dict[str, float]]:
+            return [
+                without_times(backend.update(*values_batch(layout, step), role="critic")),
+                without_times(backend.update(*minibatch("packed", layout, step))),
+            ]
+
+        with self.new_backend(tiny_model, critic=True) as (backend, layout):
+            train(backend, layout, 0)
+            (tmp_path / "saved").mkdir()
+            digests = backend.save(tmp_path / "saved")
+            expected = [train(backend, layout, step) for step in (1, 2)]
+            values = backend.logprobs(values_batch(layout)[0], "critic")
+        with self.new_backend(tiny_model, critic=True) as (backend, layout):
+            backend.load(tmp_path / "saved", digests)
+            assert [train(backend, layout, step) for step in (1, 2)] == expected
+            assert torch.equal(backend.logprobs(values_batch(layout)[0], "critic"), values)
+
+    def test_an_update_is_bit_identical_after_the_device_was_given_away_and_taken_back(
+        self, tiny_model: Path, tmp_path: Path
+    ) -> None:
+        model = with_dropout(tiny_model, tmp_path / "model", self.dropout)
+        seen: list[list[object]] = []
+        for gives in (False, True):
+            with self.backend(model, critic=self.has_critic) as (backend, layout):
+                if not isinstance(backend, YieldsDevice):
+                    pytest.skip("keeps its device")
+                batch, _ = minibatch("padded", layout, 7)
+                # Also before the first step, when the optimizer has no state, and the reference is not loaded.
+                steps: list[object] = []
+                for step, keep_weights in enumerate((False, True, False, True)):
+                    if gives:
+                        backend.yield_device(keep_weights=keep_weights)
+                        if keep_weights:
+                            # An engine that was sent them needs more room now.
+                            backend.yield_device(keep_weights=False)
+                        backend.take_device()
+                    steps.append(without_times(backend.update(*minibatch("packed", layout, step))))
+                    if self.has_critic:
+                        steps.append(without_times(backend.update(*values_batch(layout, step), role="critic")))
+                        steps.append(backend.logprobs(batch, "critic").tolist())
+                    steps.append(backend.logprobs(batch, "reference").tolist())
+                steps.append({name: value.tolist() for name, value in weights_of(backend).items()})
+            seen.append(steps)
+        assert seen[1] == seen[0]
+
+    @pytest.mark.parametrize("keep_weights", [False, True], ids=["all", "but_weights"])
+    def test_weights_and_checkpoints_are_the_same_while_others_have_the_device(
+        self, tiny_model: Path, tmp_path: Path, keep_weights: bool
+    ) -> None:
+        with self.new_backend(tiny_model) as (backend, layout):
+            if not isinstance(backend, YieldsDevice):
+                pytest.skip("keeps its device")
+            batch, objective = minibatch("packed", layout)
+            backend.update(batch, objective)
+            backend.logprobs(batch, "reference")
+            folders = {name: tmp_path / name for name in ("here", "here_files", "away", "away_files")}
+            for folder in folders.values():
+                folder.mkdir()
+            weights, facts = weights_of(backend), backend.facts()
+            backend.save(folders["here"])
+            backend.write_weights(folders["here_files"], torch.float32, 1 << 30)
+            backend.yield_device(keep_weights=keep_weights)
+            assert_weights_equal(weights_of(backend), weights)
+            assert backend.facts() == facts
+            digests = backend.save(folders["away"])
+            backend.write_weights(folders["away_files"], torch.float32, 1 << 30)
+            for what, call in {
+                "trained": lambda: backend.update(batch, objective),
+                "gradients": lambda: backend.gradients(batch, objective),
+                "evaluated": lambda: backend.evaluate(batch, objective),
+                "logprobs": lambda: backend.logprobs(batch),
+                "loaded": lambda: backend.load(folders["here"]),
+            }.items():
+                with pytest.raises(RunFailedError, match=f"{what}.* engines have the memory of its device"):
+                    call()
+            backend.take_device()
+            assert_weights_equal(weights_of(backend), weights)
+            expected = without_times(backend.update(*minibatch("packed", layout, 1)))
+            for here, away in (("here", "away"), ("here_files", "away_files")):
+                assert_weights_equal(tensors_of(folders[away]), tensors_of(folders[here]))
+            backend.load(folders["away"], digests)
+            assert without_times(backend.update(*minibatch("packed", layout, 1))) == expected
+
+    def assert_same_step(self, got: Mapping[str, float], wanted: Mapping[str, float]) -> None:
+        """Loss, gradient norm and learning rate of one update."""
+        for name in ("loss", "grad_norm"):
+            assert got[name] == pytest.approx(wanted[name], rel=self.step_tolerance), name
+        assert got["lr"] == wanted["lr"]
+
+    def assert_same_sums(self, got: LossSums, wanted: LossSums) -> None:
+        """What two evaluations of one batch found."""
+        assert (got.tokens, got.metrics.keys()) == (wanted.tokens, wanted.metrics.keys())
+        assert got.weight == pytest.approx(wanted.weight, rel=1e-6)
+        assert got.loss == pytest.approx(wanted.loss, rel=self.step_tolerance)
+        for name, value in wanted.metrics.items():
+            assert got.metrics[name] == pytest.approx(value, rel=self.metric_tolerance, abs=self.metric_tolerance), name

@@ -1,0 +1,240 @@
+"""What every rollout engine with weights of its own must satisfy: each token comes from the version it carries."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import pytest
+
+from spurline.errors import RunFailedError
+from spurline_models.testing.inputs import write_tiny_model
+from spurline_rl.protocols.rollout_engine import GenerationRequest, GenerationResult, TakesWeights
+from spurline_rl.testing.rollout_engine_contract import PROMPTS, EngineContract, Result, all_of, model_logprobs, request
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from spurline.protocols.backend import Backend
+    from spurline_rl.protocols.weight_sync import SyncReport, WeightSync
+
+
+@dataclass(frozen=True)
+class ModelPair:
+    """Folders of two models that differ in their weights alone."""
+
+    old: Path
+    new: Path
+
+
+class WeightsOf:
+    """As much of a backend as a publish needs: the weights of a model folder, tied ones once.
+
+    change: applied to the mapping before it is published.
+    """
+
+    def __init__(self, model: Path, change: Callable[[dict[str, Tensor]], object] | None = None) -> None:
+        self._model = model
+        self._change = change
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        from safetensors.torch import load_file
+
+        weights = load_file(self._model / "model.safetensors")
+        if self._change is not None:
+            self._change(weights)
+        yield from weights.items()
+
+
+class Watched:
+    """An engine that does something before it finishes an update."""
+
+    def __init__(self, engine: TakesWeights, before_finish: Callable[[], Awaitable[None]]) -> None:
+        self._engine = engine
+        self._before_finish = before_finish
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def finish_update(self, version: int) -> None:
+        await self._before_finish()
+        await self._engine.finish_update(version)
+
+
+class EngineUpdateContract(EngineContract):
+    """Subclass with `make_engine(model)` and `make_sync()`.
+
+    Your engine `TakesWeights`. Every test publishes the old model's before it asks for anything, as every source does.
+
+    logprob_tolerance: allowed difference from the model's own fp32 logprobs. limit_s: seconds one test may wait for the
+    engine.
+    """
+
+    def make_sync(self) -> WeightSync:
+        """A way of weights that the engine knows, with buckets so small that the model takes several."""
+        raise NotImplementedError("subclass EngineUpdateContract with make_sync(self)")
+
+    @pytest.fixture(params=["untied", "tied"])
+    def models(self, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelPair:
+        """With and without a head of its own."""
+        return _model_pair(tmp_path_factory.getbasetemp(), request.param)
+
+    @pytest.mark.parametrize("temperature", [1.0, 0.7])
+    def test_tokens_before_an_update_match_the_old_weights_and_those_after_it_the_new_ones(
+        self, models: ModelPair, temperature: float
+    ) -> None:
+        asked = [
+            request(prompt, seed=seed, temperature=temperature, max_new_tokens=300)
+            for seed, prompt in enumerate(PROMPTS * 3)
+        ]
+
+        async def use(engine: Any) -> list[GenerationResult]:
+            writing = asyncio.gather(*map(engine.generate, asked))
+            # When a short response is there, the long ones are under way.
+            await engine.generate(request(PROMPTS[0], max_new_tokens=4, temperature=0.0))
+            await self.publish(engine, 2, models.new)
+            return await writing
+
+        across = 0
+        for wanted, result in zip(asked, self.run_updated(models, use), strict=True):
+            self.check_versions(wanted, result, {1: models.old, 2: models.new}, temperature)
+            across += 1 in result.versions and 2 in result.versions
+        assert across > 0
+
+    def test_what_is_asked_after_an_update_comes_from_the_new_weights_alone(self, models: ModelPair) -> None:
+        """Nothing that an engine remembers of a prompt, such as a prefix cache, outlives the weights."""
+        prompt = [10 + number % 200 for number in range(300)]
+        asked = [request([*prompt, *own], seed=seed, max_new_tokens=20) for seed, own in enumerate(([], [5], [5, 6]))]
+
+        async def use(engine: Any) -> list[list[GenerationResult]]:
+            rounds = [await all_of(engine, asked)]
+            for version, model in ((2, models.new), (3, models.old)):
+                await self.publish(engine, version, model)
+                rounds.append(await all_of(engine, asked))
+            return rounds
+
+        rounds = self.run_updated(models, use)
+        for version, (results, model) in enumerate(zip(rounds, (models.old, models.new, models.old), strict=True), 1):
+            for wanted, result in zip(asked, results, strict=True):
+                assert set(result.versions.tolist()) == {version}
+                self.check_versions(wanted, result, {version: model}, 1.0)
+
+    def test_nothing_is_generated_during_an_update(self, models: ModelPair) -> None:
+        asked = [request(prompt, seed=seed, max_new_tokens=200) for seed, prompt in enumerate(PROMPTS)]
+
+        async def use(engine: Any) -> tuple[int, list[GenerationResult]]:
+            writing = [asyncio.ensure_future(engine.generate(wanted)) for wanted in asked]
+            ended_early = 0
+
+            async def look() -> None:
+                nonlocal ended_early
+                before = sum(task.done() for task in writing)
+                late = asyncio.ensure_future(engine.generate(request(PROMPTS[1], max_new_tokens=1)))
+                writing.append(late)
+                await asyncio.wait({late}, timeout=0.3)
+                ended_early = sum(task.done() for task in writing) - before
+
+            await engine.generate(request(PROMPTS[0], max_new_tokens=2, temperature=0.0))
+            await self.publish(Watched(engine, look), 2, models.new)
+            return ended_early, await asyncio.gather(*writing)
+
+        ended_early, results = self.run_updated(models, use)
+        assert ended_early == 0
+        assert results[-1].versions.tolist() == [2]
+
+    def test_an_update_during_a_pause_lets_nothing_through(self, models: ModelPair) -> None:
+        async def use(engine: Any) -> tuple[bool, GenerationResult]:
+            await engine.pause()
+            waiting = asyncio.ensure_future(engine.generate(request(PROMPTS[0])))
+            await self.publish(engine, 2, models.new)
+            done, _ = await asyncio.wait({waiting}, timeout=0.2)
+            await engine.resume()
+            return bool(done), await waiting
+
+        ended_early, result = self.run_updated(models, use)
+        assert not ended_early
+        assert set(result.versions.tolist()) == {2}
+        self.check_versions(request(PROMPTS[0]), result, {2: models.new}, 1.0)
+
+    @pytest.mark.parametrize("problem", ["missing", "unknown", "other shape"])
+    def test_weights_of_another_model_are_an_error_and_nothing_is_generated_with_them(
+        self, models: ModelPair, problem: str
+    ) -> None:
+        def change(weights: dict[str, Tensor]) -> None:
+            name = "model.layers.1.mlp.down_proj.weight"
+            tensor = weights[name] if problem == "unknown" else weights.pop(name)
+            if problem == "unknown":
+                weights["model.layers.7.mlp.down_proj.weight"] = tensor
+            elif problem == "other shape":
+                weights[name] = tensor[:-1].clone()
+
+        async def use(engine: Any) -> Any:
+            with pytest.raises(RunFailedError):
+                await self.publish(engine, 2, models.new, change)
+            late = asyncio.ensure_future(engine.generate(request(PROMPTS[0])))
+            done, _ = await asyncio.wait({late}, timeout=0.5)
+            late.cancel()
+            return late.exception() or late.result() if done else "waits for weights"
+
+        outcome = self.run_updated(models, use)
+        assert outcome == "waits for weights" or isinstance(outcome, RunFailedError), f"it went on: {outcome}"
+
+    def test_the_report_says_what_was_published(self, models: ModelPair) -> None:
+        async def use(engine: Any) -> SyncReport:
+            return await self.publish(engine, 7, models.new)
+
+        report = self.run_updated(models, use)
+        size = sum(tensor.nbytes for _, tensor in WeightsOf(models.new).named_weights())
+        assert report.version == 7
+        assert report.bytes_sent >= size
+        assert report.transfer_s > 0
+        assert report.pause_s > 0
+
+    def check_versions(
+        self, asked: GenerationRequest, result: GenerationResult, models: dict[int, Path], temperature: float
+    ) -> None:
+        """Versions only rise, and each token has the logprobs of its version and of no other."""
+        assert (np.diff(result.versions) >= 0).all()
+        assert set(result.versions.tolist()) <= set(models)
+        tokens = result.token_ids.tolist()
+        for version, model in models.items():
+            own = result.versions == version
+            for divisor, got in ((temperature, result.logprobs), (1.0, result.raw_logprobs)):
+                if got is None:
+                    continue
+                difference = np.abs(got - model_logprobs(model, asked.prompt_ids, tokens, divisor))
+                assert difference[own].max(initial=0.0) <= self.logprob_tolerance, f"version {version}"
+                assert not (~own).any() or difference[~own].max() > 100 * self.logprob_tolerance
+
+    async def publish(
+        self, engine: Any, version: int, model: Path, change: Callable[[dict[str, Tensor]], object] | None = None
+    ) -> SyncReport:
+        """Bring the engine the weights of this folder."""
+        sync = self.make_sync()
+        try:
+            return await sync.publish(version, cast("Backend", WeightsOf(model, change)), [engine])
+        finally:
+            sync.close()
+
+    def run_updated(self, models: ModelPair, use: Callable[[Any], Awaitable[Result]]) -> Result:
+        """What `use` does with an engine that has the old model's weights as version 1; it is closed afterwards."""
+
+        async def publish_first(engine: Any) -> Result:
+            await self.publish(engine, 1, models.old)
+            return await use(engine)
+
+        return self.run(models.old, publish_first)
+
+
+@cache
+def _model_pair(folder: Path, head: str) -> ModelPair:
+    old, new = (
+        write_tiny_model(folder / f"engine-update-{head}-{name}", seed=seed, tie_word_embeddings=head == "tied")
+        for seed, name in enumerate(("old", "new"))
+    )
+    return ModelPair(old, new)

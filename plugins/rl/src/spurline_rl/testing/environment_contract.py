@@ -1,0 +1,205 @@
+"""What every environment must satisfy, checked with an engine that writes random tokens, or tokens by a rule."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from spurline.errors import DataError, RunFailedError
+from spurline.protocols.dataset import DatasetConfig
+from spurline_rl.policy import EnginePolicy
+from spurline_rl.protocols.environment import Environment, ShowsPrompt, Task
+from spurline_rl.protocols.rollout_engine import GenerationRequest, GenerationResult, Sampling
+from spurline_rl.scoring import score
+from spurline_rl.trajectory import Trajectory
+from spurline_text.testing.inputs import tiny_tokenizer
+
+Script = Callable[[GenerationRequest], Sequence[int]]
+
+
+class ScriptedEngine:
+    """Answers every request with what `script` says, cut at the request's limit; equal requests get equal answers.
+
+    context: longest prompt with response, as a model has one. requests: everything that was asked, in order.
+    """
+
+    def __init__(self, script: Script, *, context: int = 4096) -> None:
+        self._script = script
+        self._context = context
+        self.requests: list[GenerationRequest] = []
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        self.requests.append(request)
+        room = min(request.sampling.max_new_tokens, self._context - len(request.prompt_ids))
+        if room < 1:
+            raise DataError(f"{request.name}: no room for a response: the prompt has {len(request.prompt_ids)} tokens.")
+        # A number of turns of the event loop that differs between requests, so that attempts overtake each other.
+        for _ in range(request.seed % 5):
+            await asyncio.sleep(0)
+        answer = list(self._script(request))
+        tokens = np.asarray(answer[:room], dtype=np.int32)
+        logprobs = -np.random.default_rng(request.seed).random(len(tokens)).astype(np.float32)
+        return GenerationResult(
+            token_ids=tokens,
+            logprobs=logprobs,
+            raw_logprobs=logprobs,
+            versions=np.zeros(len(tokens), dtype=np.int32),
+            finish_reason="length" if len(answer) > room else "stop",
+        )
+
+    async def pause(self) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+def random_text(vocabulary: Sequence[int], end_token: int, longest: int = 20) -> Script:
+    """A script of random tokens by the request's seed, with the end token last."""
+
+    def script(request: GenerationRequest) -> list[int]:
+        random = np.random.default_rng(request.seed)
+        return [int(token) for token in random.choice(vocabulary, random.integers(0, longest))] + [end_token]
+
+    return script
+
+
+_TIME_LIMIT_S = 60.0
+
+
+class EnvironmentContract:
+    """Subclass with `make_environment(tokenizer)`, and `row()` when the environment needs rows of its own."""
+
+    def make_environment(self, tokenizer: PreTrainedTokenizerBase) -> Environment:
+        """Your environment."""
+        raise NotImplementedError("subclass EnvironmentContract with make_environment(self, tokenizer)")
+
+    def row(self) -> Mapping[str, Any]:
+        """A dataset row that it understands."""
+        return {
+            "messages": [{"role": "user", "content": "Sort: 3 1 2"}, {"role": "assistant", "content": "1 2 3"}],
+        }
+
+    def test_a_trajectory_belongs_to_its_task_and_keeps_what_the_engine_wrote(self) -> None:
+        engine = _RecordingEngine(tiny_tokenizer())
+        [trajectory] = self._run(engine, [0])
+        assert (trajectory.uid, trajectory.sample) == ("rows:0@0", 0)
+        assert trajectory.turns
+        for turn in trajectory.turns:
+            exchange = tuple(turn.prompt_ids.tolist()), tuple(turn.response_ids.tolist())
+            assert exchange in engine.exchanges, "a turn is not what the engine was given and wrote"
+            for name in ("loss_mask", "logprobs", "versions", "rewards"):
+                values = getattr(turn, name)
+                assert values is None or len(values) == len(turn.response_ids), name
+
+    def test_the_first_prompt_it_announces_is_the_one_it_sends(self) -> None:
+        environment = self.make_environment(tiny_tokenizer())
+        if not isinstance(environment, ShowsPrompt):
+            pytest.skip("it does not say its prompts beforehand")
+        announced = environment.first_prompt(self._task(0))
+        [trajectory] = self._run(_RecordingEngine(tiny_tokenizer()), [0])
+        assert trajectory.turns[0].prompt_ids.tolist() == list(announced)
+
+    def test_it_gives_finite_rewards(self) -> None:
+        [trajectory] = self._run(_RecordingEngine(tiny_tokenizer()), [0])
+        assert trajectory.rewards or any(turn.rewards is not None for turn in trajectory.turns)
+        scored = score(trajectory, {})
+        assert all(turn.rewards is not None and np.isfinite(turn.rewards).all() for turn in scored.turns)
+
+    def test_every_attempt_gives_the_same_reward_terms(self) -> None:
+        trajectories = self._run(_RecordingEngine(tiny_tokenizer()), range(8))
+        assert len({frozenset(trajectory.rewards) for trajectory in trajectories}) == 1, "weights need every term"
+
+    def test_what_it_says_about_an_attempt_can_be_written_as_json(self) -> None:
+        [trajectory] = self._run(_RecordingEngine(tiny_tokenizer()), [0])
+        json.dumps(trajectory.info)
+
+    def test_attempts_at_the_same_time_do_not_touch_each_other(self) -> None:
+        tokenizer = tiny_tokenizer()
+        together = self._run(_RecordingEngine(tokenizer), range(8))
+        alone = [self._run(_RecordingEngine(tokenizer), [sample])[0] for sample in range(8)]
+        for one, other in zip(together, alone, strict=True):
+            assert _content(one) == _content(other)
+
+    def test_an_error_of_the_engine_is_not_swallowed(self) -> None:
+        class Dead(ScriptedEngine):
+            async def generate(self, request: GenerationRequest) -> GenerationResult:
+                raise RunFailedError("the engine died")
+
+        with pytest.raises(RunFailedError, match="the engine died"):
+            self._run(Dead(lambda request: [1]), [0])
+
+    def test_a_cancelled_attempt_ends(self) -> None:
+        class Silent(ScriptedEngine):
+            async def generate(self, request: GenerationRequest) -> GenerationResult:
+                waiting.set()
+                await asyncio.sleep(3600)
+                raise AssertionError("unreachable")
+
+        waiting = asyncio.Event()
+
+        async def cancel() -> None:
+            environment = self.make_environment(tiny_tokenizer())
+            attempt = asyncio.ensure_future(_attempt(environment, Silent(lambda request: [1]), self._task(0)))
+            await asyncio.wait_for(waiting.wait(), _TIME_LIMIT_S)
+            attempt.cancel()
+            done, _ = await asyncio.wait([attempt], timeout=_TIME_LIMIT_S)
+            assert done, "the attempt goes on after it was cancelled"
+            assert attempt.cancelled()
+            await _close(environment)
+
+        asyncio.run(cancel())
+
+    def _task(self, sample: int) -> Task:
+        return Task(self.row(), DatasetConfig(name="rows"), "rows:0@0", sample, "rows.jsonl:1")
+
+    def _run(self, engine: ScriptedEngine, samples: Iterable[int]) -> list[Trajectory]:
+        async def run() -> list[Trajectory]:
+            environment = self.make_environment(tiny_tokenizer())
+            try:
+                attempts = [_attempt(environment, engine, self._task(sample)) for sample in samples]
+                return list(await asyncio.wait_for(asyncio.gather(*attempts), _TIME_LIMIT_S))
+            finally:
+                await _close(environment)
+
+        return asyncio.run(run())
+
+
+async def _attempt(environment: Environment, engine: ScriptedEngine, task: Task) -> Trajectory:
+    policy = EnginePolicy(engine, replace(Sampling(), max_new_tokens=32), run_seed=0, task=task)
+    return await environment.run(task, policy)
+
+
+class _RecordingEngine(ScriptedEngine):
+    """Writes random hexadecimal digits; `exchanges` are the prompts it was given with what it wrote."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        assert isinstance(tokenizer.eos_token_id, int)
+        digits = tokenizer.encode("0123456789abcdef", add_special_tokens=False)
+        super().__init__(random_text(digits, tokenizer.eos_token_id))
+        self.exchanges: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        result = await super().generate(request)
+        self.exchanges.append((tuple(request.prompt_ids), tuple(result.token_ids.tolist())))
+        return result
+
+
+def _content(trajectory: Trajectory) -> list[Any]:
+    turns = [(turn.prompt_ids.tolist(), turn.response_ids.tolist()) for turn in trajectory.turns]
+    return [trajectory.sample, turns, dict(trajectory.rewards)]
+
+
+async def _close(environment: Any) -> None:
+    if hasattr(environment, "close"):
+        closing = environment.close()
+        if inspect.isawaitable(closing):
+            await closing

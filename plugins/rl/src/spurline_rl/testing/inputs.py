@@ -1,0 +1,52 @@
+"""Random trajectories for contract tests: the same arguments give the same data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from spurline.testing.samples import VOCABULARY
+from spurline_rl.trajectory import Trajectory, Turn
+
+
+def make_trajectories(
+    turns: Sequence[Sequence[tuple[int, int]]],
+    seed: int = 0,
+    *,
+    optional_columns: bool = True,
+    routed_experts: bool = False,
+) -> list[Trajectory]:
+    """One trajectory per entry; each turn is given by its (prompt, response) token counts.
+
+    routed_experts: whether turns also have expert indices, of 2 layers and 3 experts a token.
+    """
+    random = np.random.default_rng(seed)
+    return [
+        Trajectory(
+            uid=f"prompt-{number}",
+            sample=number % 3,
+            turns=tuple(
+                _turn(random, prompt, response, optional_columns, routed_experts) for prompt, response in shape
+            ),
+        )
+        for number, shape in enumerate(turns)
+    ]
+
+
+def _turn(
+    random: np.random.Generator, prompt: int, response: int, optional_columns: bool, routed_experts: bool
+) -> Turn:
+    floats = random.standard_normal((5, response)).astype(np.float32)
+    return Turn(
+        prompt_ids=random.integers(1, VOCABULARY, prompt).astype(np.int32),
+        response_ids=random.integers(1, VOCABULARY, response).astype(np.int32),
+        loss_mask=(random.random(response) < 0.8).astype(np.uint8),
+        logprobs=floats[0] if optional_columns else None,
+        rewards=floats[1] if optional_columns else None,
+        advantages=floats[2] if optional_columns else None,
+        values=floats[3] if optional_columns else None,
+        returns=floats[4] if optional_columns else None,
+        versions=random.integers(0, 4, response).astype(np.int32) if optional_columns else None,
+        routed_experts=random.integers(0, 64, (prompt + response, 2, 3)).astype(np.int16) if routed_experts else None,
+    )

@@ -1,0 +1,236 @@
+"""What every rollout engine must satisfy: its tokens, logprobs and ends are those of the model."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from spurline.errors import DataError, RunFailedError
+from spurline_rl.protocols.rollout_engine import GenerationRequest, GenerationResult, RolloutEngine, Sampling
+from spurline_text.testing.inputs import tiny_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Result = TypeVar("Result")
+
+PROMPTS = ([40, 41, 42, 43, 44, 45, 46], [50], [60, 61, 62], [70, 71, 72, 73, 74, 75, 76, 77, 78, 79, 80], [90, 91])
+
+
+class EngineContract:
+    """What the suites of engines share: an engine on an event loop of its own.
+
+    logprob_tolerance: allowed difference from the model's own fp32 logprobs. limit_s: seconds one test may wait for the
+    engine.
+    """
+
+    logprob_tolerance = 1e-5
+    limit_s = 120.0
+
+    def make_engine(self, model: Path) -> Any:
+        """Your engine with the weights of this folder; called on its event loop."""
+        raise NotImplementedError("subclass the contract of engines with make_engine(self, model)")
+
+    def run(self, model: Path, use: Callable[[RolloutEngine], Awaitable[Result]]) -> Result:
+        """What `use` does with an engine on an event loop of its own; the engine is closed afterwards."""
+
+        async def main() -> Result:
+            engine = self.make_engine(model)
+            try:
+                return await asyncio.wait_for(use(engine), self.limit_s)
+            finally:
+                await engine.close()
+
+        return asyncio.run(main())
+
+
+class RolloutEngineContract(EngineContract):
+    """Subclass with `make_engine(model)`.
+
+    logprob_tolerance: allowed difference from the model's own fp32 logprobs. limit_s: seconds one test may wait for the
+    engine.
+    """
+
+    @pytest.fixture
+    def tiny_model(self, spurline_tiny_model: Path) -> Path:
+        """Folder of the tiny model; override for another architecture."""
+        return spurline_tiny_model
+
+    def test_results_are_aligned_and_have_their_types(self, tiny_model: Path) -> None:
+        for result in self.generate(tiny_model, [request(prompt) for prompt in PROMPTS]):
+            count = len(result.token_ids)
+            assert 1 <= count <= 12
+            assert [result.token_ids.dtype, result.versions.dtype] == [np.int32, np.int32]
+            logprobs = [part for part in (result.logprobs, result.raw_logprobs) if part is not None]
+            assert {part.dtype for part in logprobs} == {np.dtype(np.float32)}
+            assert {len(part) for part in (*logprobs, result.versions)} == {count}
+
+    @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
+    def test_logprobs_are_those_of_the_sampled_distribution(self, tiny_model: Path, temperature: float) -> None:
+        requests = [request(prompt, temperature=temperature) for prompt in PROMPTS]
+        for asked, result in zip(requests, self.generate(tiny_model, requests), strict=True):
+            for divisor, got in ((temperature, result.logprobs), (1.0, result.raw_logprobs)):
+                expected = model_logprobs(tiny_model, asked.prompt_ids, result.token_ids.tolist(), divisor)
+                assert got is None or np.abs(got - expected).max() <= self.logprob_tolerance
+
+    def test_temperature_zero_takes_the_likeliest_token_each_time(self, tiny_model: Path) -> None:
+        requests = [request(prompt, temperature=0.0) for prompt in PROMPTS]
+        for asked, result in zip(requests, self.generate(tiny_model, requests), strict=True):
+            assert result.token_ids.tolist() == greedy(tiny_model, asked.prompt_ids, 12)
+
+    def test_a_single_candidate_is_the_likeliest_token_with_logprob_zero(self, tiny_model: Path) -> None:
+        (result,) = self.generate(tiny_model, [request(PROMPTS[0], top_k=1)])
+        assert result.token_ids.tolist() == greedy(tiny_model, PROMPTS[0], 12)
+        assert not result.logprobs.any()
+        assert result.raw_logprobs is None or (result.raw_logprobs < 0).all()
+
+    def test_the_seed_decides_what_is_sampled(self, tiny_model: Path) -> None:
+        requests = [request(PROMPTS[0], seed=seed, temperature=2.0) for seed in (5, 5, 6, 7)]
+        first, second = (
+            [tuple(result.token_ids.tolist()) for result in self.generate(tiny_model, requests)] for _ in range(2)
+        )
+        assert first == second
+        assert first[0] == first[1]
+        assert len(set(first)) == 3
+
+    def test_a_response_ends_at_the_limit_of_tokens(self, tiny_model: Path) -> None:
+        for count in (1, 2, 7):
+            (result,) = self.generate(tiny_model, [request(PROMPTS[0], max_new_tokens=count)])
+            assert (len(result.token_ids), result.finish_reason) == (count, "length")
+
+    def test_a_response_ends_with_a_stop_token_which_belongs_to_it(self, tiny_model: Path) -> None:
+        free = greedy(tiny_model, PROMPTS[0], 12)
+        stop = free[3]
+        (result,) = self.generate(tiny_model, [request(PROMPTS[0], temperature=0.0, stop_token_ids=(stop,))])
+        assert result.token_ids.tolist() == free[: free.index(stop) + 1]
+        assert result.finish_reason == "stop"
+
+    def test_a_response_ends_with_the_token_that_completes_a_stop_text(self, tiny_model: Path) -> None:
+        tokenizer = tiny_tokenizer()
+        prompt, free, stop = next(
+            (prompt, free, text)
+            for prompt, free in ((prompt, greedy(tiny_model, prompt, 12)) for prompt in PROMPTS)
+            for text in (tokenizer.decode(free[end - 2 : end]) for end in range(2, 12))
+            if "\ufffd" not in text
+        )
+        length = next(end for end in range(1, 13) if stop in tokenizer.decode(free[:end]))
+        (result,) = self.generate(tiny_model, [request(prompt, temperature=0.0, stop=("never", stop))])
+        assert result.token_ids.tolist() == free[:length]
+        assert result.finish_reason == "stop"
+
+    def test_the_context_ends_a_response_and_a_prompt_without_room_is_an_error(self, tiny_model: Path) -> None:
+        prompt = [10 + number % 90 for number in range(510)]
+        (result,) = self.generate(tiny_model, [request(prompt, max_new_tokens=50)])
+        assert (len(result.token_ids), result.finish_reason) == (2, "length")
+        with pytest.raises(DataError, match=r"asked by a test.*512.*512"):
+            self.generate(tiny_model, [request([*prompt, 5, 6])])
+
+    @pytest.mark.parametrize(("prompt", "sampling"), [([], {}), ([5], {"max_new_tokens": 0}), ([5], {"top_p": 0.0})])
+    def test_a_request_that_means_nothing_is_an_error_that_names_it(
+        self, tiny_model: Path, prompt: list[int], sampling: dict[str, Any]
+    ) -> None:
+        with pytest.raises(DataError, match="asked by a test"):
+            self.generate(tiny_model, [request(prompt, **sampling)])
+
+    def test_a_bad_request_leaves_its_neighbours_alone(self, tiny_model: Path) -> None:
+        async def use(engine: RolloutEngine) -> list[GenerationResult | BaseException]:
+            requests = [request(PROMPTS[0]), request([9] * 600), request(PROMPTS[1])]
+            return await asyncio.gather(*map(engine.generate, requests), return_exceptions=True)
+
+        first, bad, last = self.run(tiny_model, use)
+        assert isinstance(bad, DataError)
+        assert isinstance(first, GenerationResult)
+        assert isinstance(last, GenerationResult)
+
+    def test_nothing_is_generated_during_a_pause_and_requests_go_on_afterwards(self, tiny_model: Path) -> None:
+        async def use(engine: RolloutEngine) -> tuple[bool, GenerationResult]:
+            await engine.pause()
+            waiting = asyncio.ensure_future(engine.generate(request(PROMPTS[0], temperature=0.0)))
+            done, _ = await asyncio.wait({waiting}, timeout=0.2)
+            await engine.resume()
+            return bool(done), await waiting
+
+        finished_early, result = self.run(tiny_model, use)
+        assert not finished_early
+        assert result.token_ids.tolist() == greedy(tiny_model, PROMPTS[0], 12)
+
+    def test_closing_fails_requests_in_flight_and_later_ones(self, tiny_model: Path) -> None:
+        async def use(engine: RolloutEngine) -> list[GenerationResult | BaseException]:
+            await engine.pause()
+            waiting = [asyncio.ensure_future(engine.generate(request(prompt))) for prompt in PROMPTS]
+            await asyncio.sleep(0.05)
+            await engine.close()
+            late = asyncio.ensure_future(engine.generate(request(PROMPTS[0])))
+            return await asyncio.gather(*waiting, late, return_exceptions=True)
+
+        for outcome in self.run(tiny_model, use):
+            assert isinstance(outcome, RunFailedError)
+            assert "asked by a test" in str(outcome)
+
+    def test_closing_leaves_no_thread_and_may_be_repeated(self, tiny_model: Path) -> None:
+        before = set(threading.enumerate())
+
+        async def use(engine: RolloutEngine) -> None:
+            await engine.generate(request(PROMPTS[0]))
+            await engine.close()
+
+        self.run(tiny_model, use)
+        left = set(threading.enumerate()) - before
+        for thread in left:
+            thread.join(10)
+        assert not [thread for thread in left if thread.is_alive()]
+
+    def generate(self, model: Path, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
+        """The results of concurrent requests."""
+        return self.run(model, lambda engine: all_of(engine, requests))
+
+
+async def all_of(engine: RolloutEngine, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
+    """The results of concurrent requests."""
+    return list(await asyncio.gather(*map(engine.generate, requests)))
+
+
+def request(
+    prompt: Sequence[int], *, seed: int = 1, name: str = "asked by a test", **sampling: Any
+) -> GenerationRequest:
+    """A request for at most 12 tokens; `sampling` are fields of Sampling."""
+    return GenerationRequest(prompt, Sampling(**{"max_new_tokens": 12, **sampling}), seed, name)
+
+
+def model_logprobs(
+    model: Path, prompt: Sequence[int], response: Sequence[int], temperature: float
+) -> NDArray[np.float32]:
+    """Of each response token, by a forward pass over everything and a softmax over all tokens."""
+    tokens = torch.tensor([[*prompt, *response]])
+    with torch.no_grad():
+        logits = _load(model)(input_ids=tokens, use_cache=False).logits[0, len(prompt) - 1 : -1]
+    logprobs = (logits / temperature).log_softmax(-1)
+    return logprobs.gather(-1, torch.tensor(response)[:, None])[:, 0].numpy()
+
+
+def greedy(model: Path, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
+    """The likeliest token again and again, without a cache, up to the end token."""
+    causal = _load(model)
+    tokens = list(prompt)
+    with torch.no_grad():
+        while len(tokens) < len(prompt) + max_new_tokens:
+            tokens.append(int(causal(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+            if tokens[-1] == causal.config.eos_token_id:
+                break
+    return tokens[len(prompt) :]
+
+
+@cache
+def _load(model: Path) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()

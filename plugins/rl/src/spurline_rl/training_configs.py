@@ -1,0 +1,125 @@
+"""Settings of how rollouts are trained on: mini-batches of whole prompts, and the order by reward. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Annotated, Any, cast
+
+from pydantic import Field, model_validator
+
+from spurline.config.run_config import CriticConfig, RunConfig
+from spurline.config.section import Component, OnResume
+from spurline.errors import Problem, listing, suggestion
+from spurline.protocols.loss import LossConfig
+from spurline.protocols.minibatches import MiniBatchesConfig
+from spurline.protocols.optimizer import OptimizerConfig
+from spurline.protocols.order import OrderConfig
+
+
+class ByPromptConfig(MiniBatchesConfig):
+    """Cut a batch of rollouts into optimizer steps of whole prompts."""
+
+    name: str = "by_prompt"
+    prompts_per_minibatch: Annotated[int | None, OnResume.BY_NAME] = Field(default=None, gt=0)
+    """Prompts in one optimizer step; null takes all of the step's."""
+    update_epochs: Annotated[int, OnResume.BY_NAME] = Field(default=1, gt=0)
+    """Passes over the batch."""
+
+    def minibatch_prompts(self, prompts_per_step: int) -> int:
+        return self.prompts_per_minibatch or prompts_per_step
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        num_prompts = run.source.facts.num_prompts
+        if num_prompts is None:
+            yield Problem(
+                "name",
+                f"is by_prompt, but the source '{run.source.name}' draws no prompts. Choose a source of rollouts, or "
+                "minibatches: whole.",
+            )
+        elif self.prompts_per_minibatch is not None and num_prompts % self.prompts_per_minibatch:
+            yield Problem(
+                "prompts_per_minibatch",
+                f"is {self.prompts_per_minibatch}, which does not divide source.prompts_per_step: "
+                f"{num_prompts}. Choose a divisor.",
+            )
+
+
+class RewardAdaptiveOrderConfig(OrderConfig):
+    """Prompts that some attempts solve and others do not come more often.
+
+    A prompt of mean reward p is drawn with a weight that grows with p (1 - p), the variance of its success (sampling
+    for learnability, Foster et al. 2025, arXiv:2502.12272). Prompts that were not tried yet count as most worth it. A
+    step's worth of prompts is drawn at a time, all different. `epochs` counts draws, as many as the mixture has
+    prompts.
+    """
+
+    adaptive = True
+
+    name: str = "reward_adaptive"
+    reward: str | None = None
+    """Reward term that says whether an attempt succeeded; null takes the weighted sum of all."""
+    failed: float = Field(default=0.0, allow_inf_nan=False)
+    """Mean reward of a prompt at which, and below which, nothing succeeded."""
+    solved: float = Field(default=1.0, allow_inf_nan=False)
+    """Mean reward of a prompt at which, and above which, everything succeeded."""
+    floor: float = Field(default=0.1, gt=0, le=1)
+    """Weight of a prompt that always succeeds or never does; one that succeeds half of the time has 1."""
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        yield from super().problems(run)
+        if self.solved <= self.failed:
+            yield Problem(
+                "solved",
+                f"is {self.solved:g}, which is not above failed: {self.failed:g}. Set it to the mean reward of a "
+                "prompt whose attempts all succeed.",
+            )
+        terms = run.source.facts.reward_terms
+        if self.reward is not None and terms is not None and self.reward not in terms:
+            yield Problem("reward", unknown_reward(self.reward, terms))
+
+
+def unknown_reward(reward: str, terms: Collection[str]) -> str:
+    """Why an order cannot go by this reward. terms: those that attempts have."""
+    return (
+        f"is '{reward}', but the environment gives no reward of that name.{suggestion(reward, terms)} "
+        f"Rewards: {listing(terms)}."
+    )
+
+
+class RolloutCriticConfig(CriticConfig):
+    """A second model of the run's architecture, with a value head, trained on the returns of rollouts.
+
+    `critic: {}` takes all defaults. Its weights start as the policy's do; the learning rate is constant after warm-up.
+    """
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_names(cls, value: Any) -> Any:
+        """The defaults of these kinds are the policy's: a critic has its own."""
+        if not isinstance(value, Mapping):
+            return value
+        completed = dict(cast("Mapping[str, Any]", value))
+        for setting, name in (("loss", "value"), ("minibatches", "by_prompt")):
+            given = completed.setdefault(setting, {})
+            if isinstance(given, Mapping) and "name" not in given:
+                completed[setting] = {"name": name, **cast("Mapping[str, Any]", given)}
+        completed.setdefault("optimizer", {"learning_rate": 1e-5})
+        return completed
+
+    loss: Annotated[LossConfig, Component("loss")]
+    """Error of its values, reduced to the mean over tokens; default is `value`."""
+    minibatches: Annotated[MiniBatchesConfig, Component("minibatches")]
+    """How a batch is cut into the critic's optimizer steps; default is `by_prompt`, with a size of its own."""
+    optimizer: Annotated[OptimizerConfig, Component("optimizer")]
+    """How its gradients become new weights; left out, the default optimizer at a peak learning rate of 1e-5."""
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        idle = run.source.facts.without_critic
+        if idle is not None:
+            yield Problem("", f"would be trained for nothing: {idle} uses no critic. Remove it, or choose gae.")
+        if self.loss.trains_on != "returns":
+            yield Problem(
+                "loss",
+                f"is {self.loss.name}, which is no error of values: it would read the critic's values as logprobs. Set "
+                'loss: value, or remove the line. A loss of your own says `trains_on = "returns"` in its config.',
+            )

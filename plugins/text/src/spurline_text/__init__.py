@@ -1,0 +1,1 @@
+"""Rows and chats become tokens: datasets, formats, chat templates, tokenization and the sources of fine-tuning."""

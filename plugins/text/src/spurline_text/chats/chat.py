@@ -1,0 +1,299 @@
+"""Render conversations through the tokenizer's chat template and find the characters that carry loss.
+
+Place on the way: Conversation -> text and trained spans -> encoding. One rendering of the whole conversation is what
+gets encoded; renderings of its beginnings serve only to check where turns start. A trained turn runs from just after
+the generation prompt to the end of its end-of-turn token, without the white space that follows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import takewhile
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Encoding
+from transformers import PreTrainedTokenizerBase
+
+from spurline.errors import ModelError
+from spurline_text.chats.chat_template import ChatTemplate, PlainChat, is_large
+from spurline_text.chats.template_budget import TemplateTooCostlyError
+from spurline_text.rows.formats import Conversation
+from spurline_text.rows.messages import Message, assistant_turns
+from spurline_text.rows.rows import BadRowError
+from spurline_text.token_bytes import Span
+from spurline_text.tokenizer import template_name
+
+
+def mask_of_spans(encoding: Encoding, spans: Iterable[Span]) -> NDArray[np.uint8]:
+    """1 on every token that covers a character of a span, uint8 [tokens]."""
+    mask = np.zeros(len(encoding), dtype=np.uint8)
+    for start, stop in spans:
+        first, last = _token_range(encoding, start, stop)
+        mask[first : last + 1] = 1
+    return mask
+
+
+def _token_range(encoding: Encoding, start: int, stop: int) -> tuple[int, int]:
+    """First and last token that cover a character of the span; (0, -1) when none does."""
+    first = next((token for char in range(start, stop) if (token := encoding.char_to_token(char)) is not None), None)
+    if first is None:
+        return 0, -1
+    last = first
+    for char in range(stop - 1, start - 1, -1):
+        token = encoding.char_to_token(char)
+        if token is not None:
+            last = token
+            break
+    # The lookup finds the first token of a character; a character of several bytes may be spread over several tokens.
+    while _covers(encoding, last + 1, start, stop):
+        last += 1
+    # Tokens of white space alone cover no character when the tokenizer trims offsets; they end inside the span.
+    while _covers(encoding, first - 1, start, stop):
+        first -= 1
+    return first, last
+
+
+def _covers(encoding: Encoding, token: int, start: int, stop: int) -> bool:
+    """Whether a token next to the known range belongs to the span as well."""
+    if not 0 <= token < len(encoding):
+        return False
+    chars = encoding.token_to_chars(token)
+    if chars is None:
+        return False
+    begin, end = chars
+    return start < end <= stop if begin == end else begin < stop and end > start
+
+
+_GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+@lru_cache(maxsize=32)
+def _has_generation_blocks(template: str) -> bool:
+    return _GENERATION_BLOCK.search(template) is not None
+
+
+_PROBE_ANSWER = "spurlineprobeanswer"
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+"""What data sets call the thinking of a turn."""
+SPOKEN = ("user", "assistant")
+"""Roles that every template writes."""
+_CHANCE_CHARACTERS = 16
+"""Shorter words may be in a rendering by chance, as part of another message."""
+
+
+def is_doubtful(conversation: Conversation, text: str) -> bool:
+    """Whether the conversation has something that a template may leave out, as far as its rendering `text` can tell."""
+    if conversation.tools:
+        return True
+    last = None
+    for index, message in enumerate(conversation.messages):
+        role = message["role"]
+        if role in SPOKEN and len(message) == 2 and "content" in message:
+            # Role and content alone: nearly all messages of most data.
+            continue
+        if message.get("tool_calls"):
+            return True
+        if any([message.get(key) for key in REASONING_KEYS]):  # noqa: C419 - twice as fast
+            last = max(assistant_turns(conversation.messages), default=None) if last is None else last
+            if index == last:
+                return True
+        if role in SPOKEN:
+            continue
+        said = message.get("content", "").strip()
+        if said and (len(said) < _CHANCE_CHARACTERS or said not in text):
+            return True
+    return False
+
+
+class TemplateRewritesHistory(Exception):  # noqa: N818 - a finding about one sample that gets counted, not a failure
+    """What the model saw when it wrote a turn is not the beginning of the whole conversation's text."""
+
+
+@dataclass(frozen=True)
+class RenderedChat:
+    """Text of a conversation, to be encoded without special tokens, and its trained characters in order."""
+
+    text: str
+    spans: tuple[Span, ...]
+
+
+class ChatRenderer:
+    """Renders conversations with one tokenizer's chat template."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._templates: dict[str, ChatTemplate] = {}
+        self._end_of_turn: dict[str, str] = {}
+
+    def render(
+        self, messages: Sequence[Message], tools: list[dict[str, Any]] | None, *, add_generation_prompt: bool = False
+    ) -> str:
+        """The text of the messages. Raises BadRowError when the template refuses them."""
+        template = self._template(self._source(tools))
+        return self._rendered(template, self._plain(messages, tools), add_generation_prompt=add_generation_prompt)[0]
+
+    def render_for_training(self, conversation: Conversation, train_on: str) -> RenderedChat:
+        """Text and trained spans. train_on: `last_assistant` or `all_assistants`, unless the row itself decides.
+
+        Raises BadRowError when the template refuses the messages, TemplateRewritesHistory when a trained turn cannot be
+        placed exactly.
+        """
+        messages, source = conversation.messages, self._source(conversation.tools)
+        template, marked = self._template(source), _has_generation_blocks(source)
+        chat = self._plain(messages, conversation.tools)
+        text, indices = self._rendered(template, chat, track_generation=marked)
+        if marked:
+            return RenderedChat(text, tuple(self._marked_spans(text, indices, conversation, train_on)))
+        turns = assistant_turns(messages, conversation.first_trained or 0)
+        if conversation.first_trained is None and train_on == "last_assistant":
+            turns = turns[-1:]
+        spans: list[Span] = []
+        for turn in turns:
+            prompt, _ = self._rendered(template, chat.beginning(turn), add_generation_prompt=True)
+            if not text.startswith(prompt):
+                raise TemplateRewritesHistory
+            spans.append((len(prompt), self._turn_end(text, conversation, turn, len(prompt))))
+        return RenderedChat(text, tuple(spans))
+
+    def _marked_spans(self, text: str, indices: list[Span], conversation: Conversation, train_on: str) -> list[Span]:
+        """The template's own `{% generation %}` spans, those that are to be trained."""
+        spans = [span for span in indices if span[0] < span[1]]
+        first = conversation.first_trained
+        if first is None:
+            turns = assistant_turns(conversation.messages)
+            first = turns[-1] if train_on == "last_assistant" and len(turns) > 1 else 0
+        if first == 0:
+            return spans
+        # Spans cannot be counted: a turn may have several, such as thinking and content, or none.
+        before = self.render(conversation.messages[:first], conversation.tools).rstrip()
+        if not text.startswith(before):
+            raise TemplateRewritesHistory
+        return [span for span in spans if span[0] >= len(before)]
+
+    def _turn_end(self, text: str, conversation: Conversation, turn: int, start: int) -> int:
+        """Just after the end-of-turn token of the turn whose content starts at `start`."""
+        messages = conversation.messages
+        if turn == len(messages) - 1:
+            return max(start, len(text.rstrip()))
+        message, end_of_turn = messages[turn], self._learn_end_of_turn(conversation.tools)
+        content = str(message.get("content", ""))
+        if end_of_turn and not message.keys() - {"role", "content"}:
+            # The plain case, exact without another rendering: content, end of turn, next message.
+            for candidate in (content, content.strip()):
+                if text.startswith(candidate + end_of_turn, start):
+                    return start + len(candidate) + len(end_of_turn)
+        through = self.render(messages[: turn + 1], conversation.tools).rstrip()
+        if text.startswith(through) and len(through) > start:
+            return len(through)
+        return _search_turn_end(text, message, start, end_of_turn)
+
+    def _learn_end_of_turn(self, tools: list[dict[str, Any]] | None) -> str:
+        """What the template writes after an answer wherever the answer stands, learnt once from a short conversation.
+
+        Empty when the template has no such text; turns are then placed by renderings and by their content.
+        """
+        source = self._source(tools)
+        if source not in self._end_of_turn:
+            question = {"role": "user", "content": "spurlineprobequestion"}
+            answered = [question, {"role": "assistant", "content": _PROBE_ANSWER}]
+            try:
+                texts = [self.render(messages, tools) for messages in (answered, [*answered, question])]
+            except BadRowError:
+                texts = []
+            tails = [text.partition(_PROBE_ANSWER)[2] for text in texts]
+            self._end_of_turn[source] = _common_prefix(tails).rstrip()
+        return self._end_of_turn[source]
+
+    def _source(self, tools: list[dict[str, Any]] | None) -> str:
+        """The text of the template for conversations with such tools."""
+        try:
+            return self._tokenizer.get_chat_template(tools=tools)  # type: ignore[arg-type]
+        except ValueError as error:
+            raise ModelError(
+                f"the tokenizer {self._tokenizer.name_or_path} has no usable chat template: {error}"
+            ) from error
+
+    def _template(self, source: str) -> ChatTemplate:
+        template = self._templates.get(source)
+        if template is None:
+            try:
+                template = ChatTemplate(source, self._tokenizer.special_tokens_map)
+            except ValueError as error:
+                raise ModelError(
+                    f"the chat template {template_name(self._tokenizer)} cannot be used: {error}. Give another one "
+                    "(`model.chat_template`: a file, or a name such as chatml)."
+                ) from error
+            self._templates[source] = template
+        return template
+
+    def _plain(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> PlainChat:
+        try:
+            return PlainChat.of(messages, tools)
+        except Exception as error:
+            # Rows may hold anything, such as values nested without end.
+            raise self._refused(error) from error
+
+    def _rendered(
+        self,
+        template: ChatTemplate,
+        chat: PlainChat,
+        *,
+        add_generation_prompt: bool = False,
+        track_generation: bool = False,
+    ) -> tuple[str, list[Span]]:
+        try:
+            return template.render(chat, add_generation_prompt=add_generation_prompt, track_generation=track_generation)
+        except TemplateTooCostlyError as error:
+            raise self._too_costly(error, chat) from error
+        except Exception as error:
+            # A template is a program, which may fail with anything.
+            raise self._refused(error) from error
+
+    def _refused(self, error: Exception) -> BadRowError:
+        reason = str(error) or type(error).__name__
+        return BadRowError(
+            "messages",
+            f"are refused by the chat template {template_name(self._tokenizer)}: {reason}. Give a template "
+            "that takes them (`model.chat_template`: a file, or a name such as chatml), or mend the row.",
+        )
+
+    def _too_costly(self, error: TemplateTooCostlyError, chat: PlainChat) -> Exception:
+        """The row's fault when it is large, the template's when it is not."""
+        name = template_name(self._tokenizer)
+        if is_large([chat.messages, chat.tools]):
+            return BadRowError(
+                "messages",
+                f"are more than the chat template {name} can render: {error}. Take the row out, or cut it in parts.",
+            )
+        return ModelError(
+            f"the chat template {name} is not rendered any further: {error}, for a row of {len(chat.messages)} "
+            "messages. A template that loops without end, or writes without measure, is broken or hostile; give "
+            "another one (`model.chat_template`: a file, or a name such as chatml)."
+        )
+
+
+def _common_prefix(texts: Sequence[str]) -> str:
+    same = takewhile(lambda characters: len(set(characters)) == 1, zip(*texts, strict=False))
+    return "".join(characters[0] for characters in same)
+
+
+def _search_turn_end(text: str, message: Message, start: int, end_of_turn: str) -> int:
+    """End of a turn by its words. The turn must hold everything the message says, else the template rewrote it."""
+    content = str(message.get("content", "")).strip()
+    first_end = text.find(end_of_turn, start) if end_of_turn else len(text)
+    place = text.find(content, start)
+    if first_end < 0 or not 0 <= place <= first_end:
+        raise TemplateRewritesHistory
+    end = text.find(end_of_turn, place + len(content))
+    if end < 0:
+        raise TemplateRewritesHistory
+    stop = end + len(end_of_turn)
+    said = [str(message[key]).strip() for key in REASONING_KEYS if message.get(key)]
+    if stop <= start or any(words not in text[start:stop] for words in said):
+        raise TemplateRewritesHistory
+    return stop

@@ -1,0 +1,118 @@
+"""Find what a chat template leaves out of a conversation: tools, tool calls, reasoning, or whole messages.
+
+Place on the way: beside the rendering of a row. A template that does not know tools renders a call as an empty answer,
+and a prompt that never mentions its tools; nothing fails, and the wrong text is trained. What a row says is marked with
+words of its own and rendered once more: a mark that does not come out was left out. Only rows with such things are
+rendered again, and every one of them is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from spurline.errors import DataError
+from spurline_text.chats.chat import REASONING_KEYS, SPOKEN, ChatRenderer
+from spurline_text.rows.formats import Conversation
+from spurline_text.rows.messages import Message, assistant_turns
+from spurline_text.rows.rows import BadRowError
+from spurline_text.tokenizer import template_name
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Something that does not come out. what: its sort, for counts. place: where the row has it."""
+
+    what: str
+    place: str
+
+
+def find_left_out(
+    renderer: ChatRenderer, conversation: Conversation, *, add_generation_prompt: bool = False
+) -> list[LeftOut]:
+    """What a rendering of the conversation says nothing of.
+
+    Of reasoning and of the words beside a tool call only those of the last assistant turn count: templates leave the
+    thinking of earlier turns out on purpose. With `add_generation_prompt` there is no such turn.
+    """
+    last = None if add_generation_prompt else (assistant_turns(conversation.messages) or [None])[-1]
+    marks = _Marks()
+    messages = [_marked(message, index, marks, index == last) for index, message in enumerate(conversation.messages)]
+    tools = None if conversation.tools is None else [_marked_tool(tool, marks) for tool in conversation.tools]
+    try:
+        shown = renderer.render(messages, tools, add_generation_prompt=add_generation_prompt)
+    except BadRowError:
+        # A template that refuses the marked values has read them.
+        return []
+    return list(marks.missing(shown))
+
+
+def left_out_message(found: Sequence[LeftOut], tokenizer: PreTrainedTokenizerBase) -> str:
+    """What was left out, by which template, and the fix, as sentences."""
+    what = ", ".join(dict.fromkeys(item.place for item in found))
+    return (
+        f"{what}: the chat template {template_name(tokenizer)} leaves this out, so the model would not see it. Give a "
+        "template that writes it (`model.chat_template`: a file, or a name such as chatml), take it out of the data, "
+        "or set data.on_ignored: warn."
+    )
+
+
+def refuse_left_out(found: Sequence[LeftOut], tokenizer: PreTrainedTokenizerBase, location: str) -> None:
+    """Raise DataError naming row, field and template when something was left out."""
+    if found:
+        raise DataError(f"{location}: {left_out_message(found, tokenizer)}")
+
+
+@dataclass
+class _Marks:
+    """Words that occur nowhere else, and what each stands for; of those of one group one is enough."""
+
+    _groups: list[tuple[LeftOut, list[str]]] = field(default_factory=list[tuple[LeftOut, list[str]]])
+    _count: int = 0
+
+    def open(self, what: str, place: str) -> list[str]:
+        """A new group."""
+        group: list[str] = []
+        self._groups.append((LeftOut(what, place), group))
+        return group
+
+    def on(self, value: str, group: list[str]) -> str:
+        self._count += 1
+        group.append(f"spurlinemark{self._count}x")
+        return value + group[-1]
+
+    def missing(self, shown: str) -> Iterator[LeftOut]:
+        for item, group in self._groups:
+            if group and not any(mark in shown for mark in group):
+                yield item
+
+
+def _marked(message: Message, index: int, marks: _Marks, is_last: bool) -> Message:
+    """The message with marks on what a template may leave out. is_last: it is the last answer, trained on."""
+    marked, place, role = dict(message), f"messages[{index}]", message["role"]
+    calls = message.get("tool_calls")
+    if calls:
+        marked["tool_calls"] = [
+            _marked_tool(call, marks, "tool calls", f"{place}.tool_calls[{number}]")
+            for number, call in enumerate(calls)
+        ]
+    if message.get("content") and (role not in SPOKEN or (is_last and calls)):
+        what, where = (f"role {role}", f"{place} (role {role})") if role not in SPOKEN else ("content", place)
+        marked["content"] = marks.on(message["content"], marks.open(what, where))
+    said = [key for key in REASONING_KEYS if is_last and isinstance(message.get(key), str) and message[key]]
+    if said:
+        group = marks.open(said[0], f"{place}.{said[0]}")
+        marked |= {key: marks.on(message[key], group) for key in said}
+    return marked
+
+
+def _marked_tool(tool: dict[str, Any], marks: _Marks, what: str = "tools", place: str = "tools") -> dict[str, Any]:
+    """A schema or a call with a mark on the function's name."""
+    function = tool.get("function", tool)
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        return tool
+    marked = {**function, "name": marks.on(function["name"], marks.open(what, place))}
+    return {**tool, "function": marked} if "function" in tool else marked

@@ -1,0 +1,138 @@
+"""Settings of the datasets, the tokenization and the source that read text. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+
+from spurline.config.objects import ObjectSetting
+from spurline.config.paths import PathSetting
+from spurline.config.run_config import RunConfig
+from spurline.config.section import OnResume
+from spurline.errors import DataError, Problem
+from spurline.protocols.dataset import DatasetConfig
+from spurline.protocols.source import SourceConfig, SourceFacts
+from spurline.protocols.tokenization import TokenizationConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from spurline.config.run_config import ModelConfig
+
+
+@dataclass(frozen=True)
+class TableLimits:
+    """What files of others may hold. max_expansion: size of a table in terms of its file's. checks_keys: whether a
+    repeated key is looked for whenever a row is read; otherwise once, when all rows are checked."""
+
+    max_row_bytes: int
+    max_expansion: int
+    checks_keys: bool = False
+
+    def too_large_row(self, location: str) -> DataError:
+        """The error of a row that is larger."""
+        return DataError(
+            f"{location}: a row has more than {self.max_row_bytes:,} bytes. Divide it, leave it out, or raise "
+            "max_row_mb of this dataset."
+        )
+
+
+class HfDatasetConfig(DatasetConfig):
+    """Rows that Hugging Face `datasets` can load: local files and folders, or a hub name."""
+
+    name: str = "hf"
+    path: Annotated[str, OnResume.FREE, PathSetting(reads=True), ObjectSetting("rows")] = Field(min_length=1)
+    """A .jsonl, .json, .parquet, .arrow or .csv file, a folder of such files or of `save_to_disk`, or a hub name.
+    From Python also rows: a list of dicts, or a `datasets.Dataset`."""
+    subset: str | None = None
+    """Configuration name of a hub dataset."""
+    split: str = "train"
+    """Split string, such as `train`, `train[:1000]` or `train[10%:20%]`."""
+    revision: str | None = None
+    """Hub revision (branch, tag or commit)."""
+    max_row_mb: Annotated[int, OnResume.BY_NAME] = Field(default=64, gt=0)
+    """MiB that one row of a local file may have: larger ones are malformed, and may take all memory."""
+    max_expansion: Annotated[int, OnResume.FREE] = Field(default=1000, gt=0)
+    """How many times its own size a local parquet file may have once it is read; 4 GiB are always allowed."""
+
+    @property
+    def limits(self) -> TableLimits:
+        return TableLimits(self.max_row_mb << 20, self.max_expansion, checks_keys=self.on_bad_row == "skip")
+
+    @property
+    def place(self) -> str:
+        return self.path
+
+
+class HfStreamConfig(HfDatasetConfig):
+    """Rows read one after another, as they are needed: JSON lines and parquet files, or a hub dataset that stays on the
+    hub. For `source: stream`."""
+
+    streams = True
+    name: str = "hf_stream"
+    split: str = "train"
+    """Name of a split; a stream takes all of it."""
+
+
+class TextTokenizationConfig(TokenizationConfig):
+    """Base of the settings of tokenizations that read text with a tokenizer of Hugging Face `transformers`."""
+
+    def load_tokenizer(self, model: ModelConfig) -> PreTrainedTokenizerBase:
+        from spurline_text.tokenizer import load_tokenizer
+
+        return load_tokenizer(model)
+
+    def notes(self, model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> Sequence[str]:
+        from spurline_text.tokenizer import template_notes
+
+        return template_notes(model, tokenizer)
+
+
+class SequentialTokenizationConfig(TextTokenizationConfig):
+    """One sample after another, in this process, into memory."""
+
+    name: str = "sequential"
+
+
+class StreamSourceConfig(SourceConfig):
+    """Samples of data that is read as it is needed, shuffled within blocks of rows; needs `steps`."""
+
+    name: str = "stream"
+    buffer_rows: int = Field(default=10_000, gt=0)
+    """Rows that are held at once. Their samples are shuffled among each other, and a resume reads up to so many rows
+    again."""
+    shuffle: bool = True
+    """Whether they are; off keeps the order of the data."""
+
+    @property
+    def facts(self) -> SourceFacts:
+        return replace(super().facts, reads_streams=True)
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        yield from super().problems(run)
+        if run.steps is None:
+            yield Problem(
+                "name", f"is {self.name}, and nobody knows how long a stream is. Set steps, and remove epochs."
+            )
+        if "order" in run.data.model_fields_set:
+            yield Problem(
+                "name",
+                f"is {self.name}, which never holds all samples, so data.order: {run.data.order.name} has nothing to "
+                "put in order. Remove it; source.shuffle: false keeps the order of the data.",
+            )
+        for entry in run.data.train:
+            if not entry.streams:
+                yield Problem(
+                    "name",
+                    f"is {self.name}, but dataset '{entry.label or entry.name}' is of name: {entry.name}, which holds "
+                    "its rows. Set its name: hf_stream.",
+                )
+
+
+class SftSourceConfig(SourceConfig):
+    """Tokenized samples, `batch_size` of them a step, in the order that `data.order` says."""
+
+    name: str = "sft"

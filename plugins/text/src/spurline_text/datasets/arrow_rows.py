@@ -1,0 +1,183 @@
+"""Rows that Hugging Face `datasets` loads: parquet, arrow and CSV files, `save_to_disk` folders, hub datasets.
+
+Loaded tables are memory-mapped from the datasets cache, in a folder named after the file's content, so a changed file
+is never served from an old cache and nothing is written beside the data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import glob
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow
+import xxhash
+from datasets import Features, Json, Value
+from datasets.config import HF_DATASETS_CACHE
+from datasets.exceptions import DatasetsError
+
+from spurline.errors import DataError
+from spurline.files import private_folder
+from spurline_text.configs import TableLimits
+from spurline_text.datasets.file_digest import digest_of_file, digest_of_files
+from spurline_text.datasets.table_checks import check_csv, check_parquet, csv_header
+from spurline_text.hub import asked_once
+
+_BLOCK = 128
+"""Rows converted to Python at once; one at a time is several times slower."""
+_ROWS_EXPANDED = 1000
+"""Rows of a parquet file that are held at once while it is copied into the cache."""
+_CHECKS = {"parquet": check_parquet, "csv": check_csv}
+"""Before the library reads a file. It looks at the offsets in arrow files itself."""
+
+
+class ArrowRows:
+    """Rows of one loaded table. name: what to call it in messages. find_digest: called when the digest is asked for."""
+
+    def __init__(self, table: datasets.Dataset, name: str, find_digest: Callable[[], str]) -> None:
+        self._table = table
+        self._plain = table.with_format("arrow")
+        self._features = Features({name: _without_files(feature) for name, feature in table.features.items()})
+        self._name = name
+        self._find_digest = find_digest
+        self._block: tuple[int, list[dict[str, Any]]] = (0, [])
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getitem__(self, row: int) -> Mapping[str, Any]:
+        start, rows = self._block
+        if not start <= row < start + len(rows):
+            start = row - row % _BLOCK
+            size = min(_BLOCK, len(self) - start)
+            columns = self._features.decode_batch(self.arrow(start, start + size).to_pydict())
+            rows = [{name: without_padding(columns[name][i]) for name in columns} for i in range(size)]
+            self._block = (start, rows)
+        return rows[row - start]
+
+    @property
+    def digest(self) -> str:
+        return self._find_digest()
+
+    def location(self, row: int) -> str:
+        return f"{self._name} row {row}"
+
+    def arrow(self, start: int, stop: int) -> pyarrow.Table:
+        """Rows [start, stop) as the table holds them. Raises DataError where it does not hold what it says."""
+        with data_errors(f"{self._name} rows {start} to {stop - 1}", prefix="are not what the file says they are: "):
+            rows: Any = self._plain[start:stop]
+            # A mapped file was not looked at before, and its offsets may point anywhere.
+            rows.validate(full=True)
+        return rows
+
+
+def _without_files(feature: Any) -> Any:
+    """A feature of `datasets` that opens no images and sounds, at paths and addresses that rows name."""
+    if isinstance(feature, dict):
+        return {name: _without_files(inner) for name, inner in feature.items()}
+    if isinstance(feature, list):
+        return [_without_files(inner) for inner in feature]
+    if hasattr(feature, "feature"):
+        return dataclasses.replace(feature, feature=_without_files(feature.feature))
+    is_in_the_row = not hasattr(feature, "decode") or isinstance(feature, Json)
+    return feature if is_in_the_row else dataclasses.replace(feature, decode=False)
+
+
+def load_file(path: Path, limits: TableLimits) -> ArrowRows:
+    """Rows of a .parquet, .arrow or .csv file. Raises DataError when it cannot be read or goes beyond the limits."""
+    cache = _cache_folder() / digest_of_file(path)
+    builder = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}[path.suffix.lower()]
+    options: dict[str, Any] = {}
+    if builder == "csv":
+        # Everything in a CSV file is text: an answer `42` or `NA` must not turn into a number or a missing value.
+        options = {"features": _csv_columns(path, limits), "keep_default_na": False}
+    elif builder == "parquet":
+        # By itself the library expands whole row groups.
+        options = {"batch_size": _ROWS_EXPANDED}
+    with _quiet(), data_errors(str(path)):
+        if not cache.exists() and builder in _CHECKS:
+            _CHECKS[builder](path, limits)
+        table = datasets.load_dataset(
+            builder, data_files=glob.escape(str(path.absolute())), split="train", cache_dir=str(cache), **options
+        )
+    return ArrowRows(table, str(path), functools.partial(digest_of_file, path))  # type: ignore[arg-type]
+
+
+def load_saved(path: Path) -> dict[str, ArrowRows]:
+    """Split name -> rows of a folder written by `save_to_disk`; a folder of one dataset is split `train`."""
+    with data_errors(str(path)):
+        saved = datasets.load_from_disk(str(path))
+    tables = {str(name): table for name, table in saved.items()} if isinstance(saved, dict) else {"train": saved}
+    return {
+        name: ArrowRows(table, str(path), functools.partial(_digest_of_table, table)) for name, table in tables.items()
+    }
+
+
+def _digest_of_table(table: datasets.Dataset) -> str:
+    return digest_of_files(sorted(Path(file["filename"]) for file in table.cache_files))
+
+
+def load_hub(name: str, subset: str | None, revision: str | None, split: str) -> ArrowRows:
+    """Rows of one split of a hub dataset. Raises DataError when it cannot be reached or does not exist."""
+    hint = f" No file or folder {name} exists here either; start local paths with ./ if you meant one."
+    with _quiet(), asked_once(), data_errors(name, prefix="cannot be loaded from the Hugging Face hub: ", hint=hint):
+        table = datasets.load_dataset(name, name=subset, split=split, revision=revision)
+    # The library's fingerprint covers the resolved revision and the builder's settings.
+    assert isinstance(table, datasets.Dataset), type(table)
+    identity = "\0".join((name, subset or "", revision or "", split, table._fingerprint))
+    return ArrowRows(table, name, functools.partial(xxhash.xxh3_128_hexdigest, identity.encode()))
+
+
+def without_padding(value: Any) -> Any:
+    """Arrow gives every struct all keys that any row has; drop the ones this row did not have."""
+    if isinstance(value, dict):
+        return {key: without_padding(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list) and value and isinstance(value[0], (dict, list)):
+        return [without_padding(item) for item in value]
+    return value
+
+
+def _csv_columns(path: Path, limits: TableLimits) -> Features:
+    header = csv_header(path, limits)
+    if not header:
+        raise DataError(f"{path}: is empty.")
+    return Features({name: Value("string") for name in header})
+
+
+def _cache_folder() -> Path:
+    folder = Path(HF_DATASETS_CACHE)
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if os.access(existing, os.W_OK):
+        return folder / "spurline"
+    return private_folder(Path(tempfile.gettempdir(), f"spurline-datasets-{os.getuid()}"))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars: these loads are a small part of starting a run."""
+    shown = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not shown:
+            datasets.enable_progress_bars()
+
+
+@contextmanager
+def data_errors(origin: str, prefix: str = "cannot be read: ", hint: str = "") -> Iterator[None]:
+    """Turn what the loading libraries raise into a DataError that says which file or name it is about."""
+    try:
+        yield
+    except (DatasetsError, pyarrow.ArrowException, OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
+        cause = error.__cause__ if isinstance(error, DatasetsError) and error.__cause__ else error
+        if "corresponds to no data" in str(cause):
+            raise DataError(f"{origin}: is empty; it has no rows.") from error
+        raise DataError(f"{origin}: {prefix}{' '.join(str(cause).split()).rstrip('.')}.{hint}") from error

@@ -1,0 +1,216 @@
+"""Dataset `hf_stream`: rows one after another, for data larger than disk or memory should hold.
+
+Place on the way: config -> files, or a hub dataset that stays on the hub -> rows in order -> source `stream`. A reader
+knows its place as JSON, so that another one goes on from there. Nothing is copied into a cache.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import datasets
+
+from spurline.errors import DataError, listing, suggestion
+from spurline.protocols.dataset import RowReader, StreamedRow
+from spurline_text.configs import HfStreamConfig, TableLimits
+from spurline_text.datasets.arrow_rows import data_errors, without_padding
+from spurline_text.datasets.hf_dataset import default_label
+from spurline_text.datasets.json_rows import pieces_of_lines, read_json_line, refuse_other_content, skip_line
+from spurline_text.datasets.local_files import find_files, looks_local
+from spurline_text.datasets.table_checks import batches_of, check_rows, open_parquet
+from spurline_text.hub import asked_once
+
+_ROWS_AT_ONCE = 128
+"""Rows of a parquet file that are converted together."""
+
+
+class HfStream:
+    """Rows of JSON lines and parquet files, or of a hub dataset, in order."""
+
+    def __init__(self, config: HfStreamConfig) -> None:
+        self._config = config
+        self.label = config.label or default_label(config.path)
+        self._files = _files(config) if looks_local(config.path) else None
+
+    def open(self, position: Mapping[str, Any] | None = None) -> RowReader:
+        """A reader at the beginning, or where another reader was."""
+        if self._files is not None:
+            return FilesReader(self._files, position, self._config.limits)
+        config = self._config
+        with asked_once(), data_errors(config.path, prefix="cannot be streamed from the Hugging Face hub: "):
+            rows = datasets.load_dataset(
+                config.path, name=config.subset, split=config.split, revision=config.revision, streaming=True
+            )
+        assert isinstance(rows, datasets.IterableDataset), type(rows)
+        return HubReader(rows, config.path, position)
+
+
+def _files(config: HfStreamConfig) -> list[Path]:
+    """The files of the split, in order. Raises DataError for what cannot be read in a stream."""
+    path = config.path
+    for setting in ("subset", "revision"):
+        if getattr(config, setting) is not None:
+            raise DataError(f"{path}: {setting} is for hub datasets, but this path is local. Remove {setting}.")
+    splits = find_files(path)
+    if config.split not in splits:
+        raise DataError(
+            f"{path}: has no split {config.split!r}.{suggestion(config.split, splits)} Splits: {listing(splits)}. A "
+            "stream takes a whole split, without brackets."
+        )
+    for file in splits[config.split]:
+        if file.suffix.lower() not in _READERS:
+            raise DataError(
+                f"{file}: cannot be read as a stream. Files that can: {listing(_READERS)}. Convert it, or read it with "
+                "dataset name: hf."
+            )
+    return splits[config.split]
+
+
+class FilesReader:
+    """Reads files one after another. position: the number of the file, and the place in it."""
+
+    def __init__(self, files: Sequence[Path], position: Mapping[str, Any] | None, limits: TableLimits) -> None:
+        self._files, self._limits = files, limits
+        self._number = int(position["file"]) if position else 0
+        self._inside: _FileReader | None = None
+        if position and self._number < len(files):
+            self._inside = _open(files[self._number], position["place"], limits)
+
+    def read(self) -> StreamedRow | None:
+        while self._number < len(self._files):
+            if self._inside is None:
+                self._inside = _open(self._files[self._number], None, self._limits)
+            row = self._inside.read()
+            if row is not None:
+                return row
+            self._inside.close()
+            self._inside, self._number = None, self._number + 1
+        return None
+
+    def position(self) -> dict[str, Any]:
+        return {"file": self._number, "place": None if self._inside is None else self._inside.place()}
+
+    def close(self) -> None:
+        if self._inside is not None:
+            self._inside.close()
+
+
+class JsonLinesReader:
+    """Lines of a file. place: byte and line that come next."""
+
+    def __init__(self, path: Path, place: Sequence[int] | None, limits: TableLimits) -> None:
+        refuse_other_content(path)
+        self._path, self._limits = path, limits
+        self._file: BinaryIO = path.open("rb")
+        self._offset, self._line = place or (0, 1)
+        self._file.seek(self._offset)
+
+    def read(self) -> StreamedRow | None:
+        for line in pieces_of_lines(self._file, self._limits):
+            location = f"{self._path}:{self._line}"
+            self._offset, self._line = self._offset + len(line), self._line + 1
+            if len(line) > self._limits.max_row_bytes:
+                self._offset += skip_line(self._file)
+                return StreamedRow(self._limits.too_large_row(location), location)
+            if line.strip():
+                try:
+                    return StreamedRow(read_json_line(line, location), location)
+                except DataError as error:
+                    return StreamedRow(error, location)
+        return None
+
+    def place(self) -> list[int]:
+        return [self._offset, self._line]
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class ParquetReader:
+    """Rows of a parquet file, a few at a time. place: the row that comes next."""
+
+    def __init__(self, path: Path, place: int | None, limits: TableLimits) -> None:
+        self._path, self._limits = path, limits
+        with data_errors(str(path)):
+            self._table = open_parquet(path)
+        self._row = place or 0
+        self._rows = self._from(self._row)
+
+    def read(self) -> StreamedRow | None:
+        with data_errors(str(self._path)):
+            values = next(self._rows, None)
+        if values is None:
+            return None
+        self._row += 1
+        return StreamedRow(without_padding(values), f"{self._path} row {self._row - 1}")
+
+    def place(self) -> int:
+        return self._row
+
+    def close(self) -> None:
+        self._table.close()
+
+    def _from(self, row: int) -> Iterator[dict[str, Any]]:
+        """Rows from this one on; row groups before it are not read."""
+        groups: list[int] = []
+        for group in range(self._table.num_row_groups):
+            size = self._table.metadata.row_group(group).num_rows
+            if groups or row < size:
+                groups.append(group)
+            else:
+                row -= size
+        if groups:
+            first = self._row - row
+            for batch in batches_of(self._table, groups):
+                check_rows(batch, self._path, first, self._limits)
+                first += len(batch)
+                for start in range(min(row, len(batch)), len(batch), _ROWS_AT_ONCE):
+                    yield from batch.slice(start, _ROWS_AT_ONCE).to_pylist()
+                row -= min(row, len(batch))
+
+
+class HubReader:
+    """Rows of an iterable dataset of Hugging Face `datasets`, which knows its own place."""
+
+    def __init__(self, rows: datasets.IterableDataset, name: str, position: Mapping[str, Any] | None) -> None:
+        self._table, self._name = rows, name
+        self._row = int(position["row"]) if position else 0
+        self._begun_at = position
+        if position:
+            # Kept as text: the library's own state may hold what the checkpoint's format has no word for.
+            self._table.load_state_dict(json.loads(position["state"]))
+        self._rows = cast("Iterator[Mapping[str, Any]]", iter(self._table))
+
+    def read(self) -> StreamedRow | None:
+        with data_errors(self._name, prefix="cannot be streamed: "):
+            values = next(self._rows, None)
+        if values is None:
+            return None
+        self._row, self._begun_at = self._row + 1, None
+        return StreamedRow(without_padding(dict(values)), f"{self._name} row {self._row - 1}")
+
+    def position(self) -> dict[str, Any]:
+        if self._begun_at is not None:
+            # Until a row is read the library says that it is at the beginning, whatever it has loaded.
+            return dict(self._begun_at)
+        return {"row": self._row, "state": json.dumps(self._table.state_dict())}
+
+    def close(self) -> None:
+        pass
+
+
+_FileReader = JsonLinesReader | ParquetReader
+_READERS: Mapping[str, Callable[[Path, Any, TableLimits], _FileReader]] = {
+    ".jsonl": JsonLinesReader,
+    ".parquet": ParquetReader,
+}
+
+
+def _open(path: Path, place: Any, limits: TableLimits) -> _FileReader:
+    try:
+        return _READERS[path.suffix.lower()](path, place, limits)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}.") from error

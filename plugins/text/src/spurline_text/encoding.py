@@ -1,0 +1,348 @@
+"""Turn rows of a dataset into samples (token ids with a loss mask, cut to length) or reasons for leaving them out.
+
+Place on the way: rows -> plain forms (formats) -> text and spans (chat) -> ONE batch encoding -> samples. Works on any
+slice of the rows, so worker processes can share a dataset; what a row becomes never depends on its neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Encoding
+from transformers import PreTrainedTokenizerBase
+
+from spurline.config.run_config import DataConfig
+from spurline.data.token_store import EMPTY_ANSWER
+from spurline.errors import DataError, ModelError
+from spurline.protocols.tokenization import DatasetToTokenize
+from spurline_text.chats.chat import ChatRenderer, TemplateRewritesHistory, is_doubtful, mask_of_spans
+from spurline_text.chats.left_out import find_left_out, refuse_left_out
+from spurline_text.rows.formats import Conversation, FormatName, Row, TextPair, TokenRow, format_of, read_row
+from spurline_text.rows.messages import assistant_turns
+from spurline_text.rows.rows import BadRowError, require_text
+from spurline_text.token_bytes import Masked, Span, TokenBytes
+
+MALFORMED_ROW = "malformed_row"
+NO_LOSS_TOKENS = "no_loss_tokens"
+NO_LOSS_TOKENS_AFTER_TRUNCATION = "no_loss_tokens_after_truncation"
+TEMPLATE_REWRITES_HISTORY = "template_rewrites_history"
+TOO_LONG = "too_long"
+
+_MOST_DECLINED = 4
+"""One text in so many may take a second encoding; with more, the first costs more than it saves."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A usable sample. loss_mask: uint8, one entry per token, 0 on the first. truncated: it was cut to `max_length`.
+    ignored: sorts of things in the row that the chat template leaves out, and EMPTY_ANSWER."""
+
+    row: int
+    tokens: NDArray[np.int32]
+    loss_mask: NDArray[np.uint8]
+    truncated: bool
+    ignored: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """A row that gives no sample, and why."""
+
+    row: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A text waiting to be encoded. is_chat: the template has written every special token itself. ends: it is to end
+    with the end-of-sequence token. ignored: as of Sample."""
+
+    text: str
+    spans: tuple[Span, ...]
+    is_chat: bool
+    ends: bool = False
+    ignored: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class PreparedRows:
+    """Rows read and rendered, waiting for their texts to be encoded. error: why the row after the last is not here."""
+
+    rows: Sequence[int]
+    items: list[_Text | TokenRow | Dropped]
+    error: Exception | None = None
+
+
+@dataclass(frozen=True)
+class EncodedTexts:
+    """The texts of PreparedRows as the tokenizer encoded them: chats in order, and plain texts in order. by_bytes: what
+    masks the chats, whose offsets mean nothing then; None where the offsets do."""
+
+    by_bytes: TokenBytes | None
+    chats: Sequence[Encoding]
+    others: Sequence[Encoding]
+
+
+class RowEncoder:
+    """Encodes rows of one dataset.
+
+    Raises DataError when the columns fit no format or chat rows meet a tokenizer without template, ModelError for a
+    tokenizer that cannot say which characters a token covers.
+    """
+
+    def __init__(self, source: DatasetToTokenize, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> None:
+        self._dataset, self._config = source.dataset, source.config
+        self._tokenizer = tokenizer
+        self._data = data
+        self._chat = ChatRenderer(tokenizer)
+        self._vocabulary = len(tokenizer)
+        require_offsets(tokenizer)
+        self._token_bytes = TokenBytes(tokenizer) if TokenBytes.fits(tokenizer) else None
+        self.format: FormatName = format_of(source)
+        self._too_long = data.too_long or ("split" if self.format == "text" else "truncate")
+
+    def encode(self, rows: Sequence[int]) -> list[Sample | Dropped]:
+        """The outcome of each row, in the order given: one, or the samples that a long row was cut into.
+
+        The first row that is an error is the one raised.
+        """
+        prepared = self.prepare(rows)
+        return self.finish(prepared, self.encode_texts(prepared))
+
+    def prepare(self, rows: Sequence[int]) -> PreparedRows:
+        """Read and render rows, up to the first that is an error; `finish` raises it."""
+        items: list[_Text | TokenRow | Dropped] = []
+        for row in rows:
+            try:
+                items.append(self._prepare(row))
+            except Exception as error:  # noqa: BLE001 - raised by `finish`, after what the rows before it raise
+                return PreparedRows(rows[: len(items)], items, error)
+        return PreparedRows(rows, items)
+
+    def encode_texts(self, prepared: PreparedRows) -> EncodedTexts:
+        """Encode the texts, one tokenizer call per kind of text.
+
+        Needs only the tokenizer, so any thread may do it, one at a time, while another one prepares or finishes rows.
+        """
+        chats, others = _by_kind(prepared)
+        by_bytes = self._token_bytes
+        return EncodedTexts(
+            by_bytes,
+            encode_batch(self._tokenizer, _texts(chats), is_chat=True)
+            if by_bytes is None
+            else by_bytes.encode(_texts(chats)),
+            encode_batch(self._tokenizer, _texts(others), is_chat=False),
+        )
+
+    def _masked(self, prepared: PreparedRows, encoded: EncodedTexts) -> Iterator[Masked]:
+        """Tokens and mask of each text, in order."""
+        chats, others = _by_kind(prepared)
+        if encoded.by_bytes is None:
+            of_chats = _by_offsets(chats, encoded.chats)
+        else:
+            of_chats = self._by_bytes(encoded.by_bytes, chats, encoded.chats)
+        made = {True: iter(of_chats), False: iter(_by_offsets(others, encoded.others))}
+        return (next(made[item.is_chat]) for item in prepared.items if isinstance(item, _Text))
+
+    def _by_bytes(self, by_bytes: TokenBytes, chats: Sequence[_Text], encodings: Sequence[Encoding]) -> list[Masked]:
+        found = by_bytes.masked(encodings, _texts(chats), [item.spans for item in chats])
+        declined = [item for item, masked in zip(chats, found, strict=True) if masked is None]
+        if not declined:
+            return [masked for masked in found if masked is not None]
+        if len(declined) * _MOST_DECLINED > len(chats):
+            # What such a tokenizer does with most texts it will do with those to come.
+            self._token_bytes = None
+        others = iter(_by_offsets(declined, by_bytes.encode_with_offsets(_texts(declined))))
+        return [masked if masked is not None else next(others) for masked in found]
+
+    def finish(self, prepared: PreparedRows, encoded: EncodedTexts) -> list[Sample | Dropped]:
+        """As of `encode`. Raises what went wrong with the first row that is an error."""
+        of_text = self._masked(prepared, encoded)
+        outcomes: list[Sample | Dropped] = []
+        for row, item in zip(prepared.rows, prepared.items, strict=True):
+            if isinstance(item, Dropped):
+                outcomes.append(item)
+            elif isinstance(item, TokenRow):
+                tokens, mask = np.array(item.input_ids, np.int32), np.array(item.loss_mask, np.uint8)
+                outcomes += self._finish(row, tokens, mask)
+            else:
+                outcomes += self._finish(row, *self._ended(item, next(of_text)), item.ignored)
+        if prepared.error is not None:
+            raise prepared.error
+        return outcomes
+
+    def _prepare(self, row: int) -> _Text | TokenRow | Dropped:
+        skip = self._config.on_bad_row == "skip"
+        try:
+            values = self._dataset[row]
+        except DataError:
+            if skip:
+                return Dropped(row, MALFORMED_ROW)
+            raise
+        try:
+            return self._read(row, values)
+        except TemplateRewritesHistory:
+            return Dropped(row, TEMPLATE_REWRITES_HISTORY)
+        except BadRowError as error:
+            if skip:
+                return Dropped(row, MALFORMED_ROW)
+            raise error.at(self._dataset.location(row)) from error
+
+    def _read(self, row: int, values: Mapping[str, Any]) -> _Text | TokenRow:
+        has_template = self._tokenizer.chat_template is not None
+        item: Row = read_row(values, self._config, self.format, has_chat_template=has_template)
+        if isinstance(item, TokenRow):
+            self._check_vocabulary(item)
+            return item
+        if isinstance(item, TextPair):
+            if item.ends:
+                require_end_of_sequence(self._tokenizer)
+            text = item.prompt + item.completion
+            require_text(text, values)
+            # Without a prompt it is raw text, which may well have an empty line.
+            empty = (EMPTY_ANSWER,) if item.prompt and not item.completion.strip() else ()
+            return _Text(text, ((len(item.prompt), len(text)),), is_chat=False, ends=item.ends, ignored=empty)
+        if not has_template:
+            require_chat_template(self._tokenizer, self._dataset.location(row))
+        rendered = self._chat.render_for_training(item, self._data.train_on)
+        require_text(rendered.text, values)
+        empty = (EMPTY_ANSWER,) if _has_empty_answer(item, self._data.train_on) else ()
+        if not is_doubtful(item, rendered.text):
+            return _Text(rendered.text, rendered.spans, is_chat=True, ignored=empty)
+        found = find_left_out(self._chat, item)
+        if found and self._data.on_ignored == "error":
+            refuse_left_out(found, self._tokenizer, self._dataset.location(row))
+        ignored = (*empty, *dict.fromkeys(left_out.what for left_out in found))
+        return _Text(rendered.text, rendered.spans, is_chat=True, ignored=ignored)
+
+    def _check_vocabulary(self, item: TokenRow) -> None:
+        largest = max(item.input_ids)
+        if largest >= self._vocabulary:
+            index = item.input_ids.index(largest)
+            raise BadRowError(
+                f"{item.field}[{index}]",
+                f"is {largest}, but the tokenizer has {self._vocabulary} tokens. Was the data made with another one?",
+            )
+
+    def _ended(self, item: _Text, encoded: Masked) -> Masked:
+        return _end_with(self._tokenizer.eos_token_id, *encoded) if item.ends else encoded
+
+    def _finish(
+        self, row: int, tokens: NDArray[np.int32], mask: NDArray[np.uint8], ignored: tuple[str, ...] = ()
+    ) -> Sequence[Sample | Dropped]:
+        """Apply the rules for the first token, for samples without loss and for `max_length`."""
+        limit = self._data.max_length
+        # Nothing precedes the first token, so nothing can predict it.
+        mask[:1] = 0
+        # Faster than `any` for so few.
+        if not np.count_nonzero(mask):
+            return [Dropped(row, NO_LOSS_TOKENS)]
+        if len(tokens) <= limit:
+            return [Sample(row, tokens, mask, truncated=False, ignored=ignored)]
+        if self._too_long == "split":
+            pieces = _pieces(Sample(row, tokens, mask, truncated=False, ignored=ignored), limit)
+            return pieces or [Dropped(row, NO_LOSS_TOKENS_AFTER_TRUNCATION)]
+        if self._too_long == "error":
+            raise DataError(
+                f"{self._dataset.location(row)}: the sample has {len(tokens)} tokens, over data.max_length: {limit}. "
+                "Raise data.max_length, or set data.too_long to truncate, split or drop."
+            )
+        if self._too_long == "drop":
+            return [Dropped(row, TOO_LONG)]
+        if not mask[:limit].any():
+            return [Dropped(row, NO_LOSS_TOKENS_AFTER_TRUNCATION)]
+        return [Sample(row, tokens[:limit], mask[:limit], truncated=True, ignored=ignored)]
+
+
+def _has_empty_answer(conversation: Conversation, train_on: str) -> bool:
+    """Whether a turn that is trained says nothing, so that its end alone is learned."""
+    turns = assistant_turns(conversation.messages, conversation.first_trained or 0)
+    if conversation.first_trained is None and train_on == "last_assistant":
+        turns = turns[-1:]
+    for turn in turns:
+        message = conversation.messages[turn]
+        # Whatever else it has, such as a call or reasoning, may be written by the template.
+        if message.keys() <= {"role", "content"} and not str(message.get("content") or "").strip():
+            return True
+    return False
+
+
+def _pieces(sample: Sample, limit: int) -> list[Sample]:
+    """A long sample as several of at most `limit` tokens, those without loss left out.
+
+    The first alone tells what the template leaves out, so that rows are counted and not pieces.
+    """
+    pieces: list[Sample] = []
+    for start in range(0, len(sample.tokens), limit):
+        mask = sample.loss_mask[start : start + limit].copy()
+        # Nothing precedes the first token of a piece either.
+        mask[:1] = 0
+        if mask.any():
+            ignored = () if pieces else sample.ignored
+            pieces.append(replace(sample, tokens=sample.tokens[start : start + limit], loss_mask=mask, ignored=ignored))
+    return pieces
+
+
+def _by_kind(prepared: PreparedRows) -> tuple[list[_Text], list[_Text]]:
+    """The texts that are chats, and the others."""
+    texts = [item for item in prepared.items if isinstance(item, _Text)]
+    return [item for item in texts if item.is_chat], [item for item in texts if not item.is_chat]
+
+
+def _texts(items: Sequence[_Text]) -> list[str]:
+    return [item.text for item in items]
+
+
+def _by_offsets(items: Sequence[_Text], encodings: Sequence[Encoding]) -> list[Masked]:
+    return [
+        (np.array(encoding.ids, np.int32), mask_of_spans(encoding, item.spans))
+        for item, encoding in zip(items, encodings, strict=True)
+    ]
+
+
+def encode_batch(tokenizer: PreTrainedTokenizerBase, texts: list[str], is_chat: bool) -> list[Encoding]:
+    """`tokenizers.Encoding` of each text; special tokens are added to plain text only."""
+    if not texts:
+        return []
+    batch = tokenizer(texts, add_special_tokens=not is_chat, return_attention_mask=False, verbose=False)
+    assert batch.encodings is not None, "a fast tokenizer returns encodings"
+    return batch.encodings
+
+
+def require_offsets(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ModelError for a tokenizer that cannot map tokens to characters."""
+    if not tokenizer.is_fast:
+        raise ModelError(
+            f"the tokenizer {tokenizer.name_or_path or type(tokenizer).__name__} is a slow one: it cannot say which "
+            "characters a token covers, so no loss mask can be made. Use one with a tokenizer.json (model.tokenizer)."
+        )
+
+
+def require_end_of_sequence(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ModelError when a completion could not be ended."""
+    if tokenizer.eos_token_id is None:
+        raise ModelError(
+            f"the tokenizer {tokenizer.name_or_path} has no end-of-sequence token, so the model could not learn "
+            "where a completion ends. Set eos_token in its tokenizer_config.json."
+        )
+
+
+def require_chat_template(tokenizer: PreTrainedTokenizerBase, location: str) -> None:
+    """Raise DataError when conversations cannot be rendered."""
+    if tokenizer.chat_template is None:
+        raise DataError(
+            f"{location}: chat rows need a chat template, and the tokenizer {tokenizer.name_or_path} has none. "
+            "Give one with `model.chat_template: path/to/template.jinja`."
+        )
+
+
+def _end_with(end: Any, tokens: NDArray[np.int32], mask: NDArray[np.uint8]) -> Masked:
+    """Tokens that end with the end-of-sequence token, which has loss."""
+    if not len(tokens) or tokens[-1] != end:
+        tokens, mask = np.append(tokens, np.int32(end)), np.append(mask, np.uint8(0))
+    mask[-1] = 1
+    return tokens, mask

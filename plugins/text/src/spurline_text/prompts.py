@@ -1,0 +1,196 @@
+"""From a row to the prompt that a model answers, and the reference answer where the row has one.
+
+In: a chat, alpaca or prompt/completion row, with or without an answer; a column `reference` may hold what an answer is
+compared with. Out: prompt tokens as the model sees them at inference, and the reference as plain text. For rollouts and
+held-out generation: nothing here is trained on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+from transformers import PreTrainedTokenizerBase
+
+from spurline.config.run_config import DataConfig
+from spurline.errors import DataError
+from spurline.protocols.dataset import DatasetConfig
+from spurline.protocols.tokenization import DatasetToTokenize
+from spurline_text.chats.chat import ChatRenderer, is_doubtful
+from spurline_text.chats.left_out import find_left_out, refuse_left_out
+from spurline_text.encoding import encode_batch, require_chat_template, require_offsets
+from spurline_text.rows.formats import ANSWER_COLUMNS, Conversation, TextPair, TokenRow, detect_format, read_row
+from spurline_text.rows.messages import Message, assistant_turns
+from spurline_text.rows.rows import BadRowError, RowView, describe, explain_bad_row, require_text
+
+
+@dataclass(frozen=True)
+class ChatQuestion:
+    """messages: the whole conversation of the row. answer_at: the message that is the answer, or their number when the
+    row ends with the question. reference: the expected answer, or None. tools: schemas that the row brings."""
+
+    messages: list[Message]
+    answer_at: int
+    reference: str | None
+    tools: list[dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True)
+class TextQuestion:
+    """Plain text to go on from. reference: the expected answer, or None."""
+
+    text: str
+    reference: str | None
+
+
+def read_question(
+    row: Mapping[str, Any], config: DatasetConfig, *, has_chat_template: bool
+) -> ChatQuestion | TextQuestion:
+    """The question of a row in any format but `pretokenized`.
+
+    A conversation that ends with an assistant turn is asked up to there; any other is the question as it stands.
+    Raises BadRowError naming the field, and DataError when the columns fit no format.
+    """
+    name = detect_format(config, row, needs_answer=False)
+    item = read_row(row, config, name, has_chat_template=has_chat_template, needs_answer=False)
+    view = RowView(row, config.columns)
+    reference = _reference(view)
+    if isinstance(item, TokenRow):
+        raise BadRowError(
+            item.field,
+            "holds token ids; answers cannot be generated and scored as text for pretokenized rows. Use chat, alpaca "
+            "or prompt_completion rows.",
+        )
+    if isinstance(item, TextPair):
+        has_answer = any(view.get(column) is not None for column in ANSWER_COLUMNS)
+        return TextQuestion(item.prompt, item.completion if reference is None and has_answer else reference)
+    messages = item.messages
+    if messages[-1]["role"] != "assistant":
+        return ChatQuestion(messages, len(messages), reference, item.tools)
+    answer_at = assistant_turns(messages)[-1]
+    answer = str(messages[answer_at].get("content", ""))
+    return ChatQuestion(messages, answer_at, answer if reference is None else reference, item.tools)
+
+
+def _reference(view: RowView) -> str | None:
+    """The `reference` column as text; numbers are written out."""
+    value = view.get("reference")
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return str(value)
+    raise BadRowError(view.label("reference"), f"is {describe(value)}, expected text or a number.")
+
+
+@dataclass(frozen=True)
+class GenerationExample:
+    """One prompt with its reference answer. prompt_ids encode prompt_text, plus a BOS if the tokenizer adds one.
+    location: of its row."""
+
+    prompt_ids: list[int]
+    prompt_text: str
+    reference_text: str | None
+    location: str = "row"
+
+
+def question_key(row: Mapping[str, Any], config: DatasetConfig) -> int:
+    """Return a hash that is equal for equal questions; of the whole row where only an environment can read it."""
+    try:
+        question = read_question(row, config, has_chat_template=True)
+    except DataError:
+        asked: Any = row
+    else:
+        is_chat = isinstance(question, ChatQuestion)
+        asked = question.messages[: question.answer_at] if is_chat else question.text
+    return xxhash.xxh3_64_intdigest(json.dumps(asked, sort_keys=True, default=str).encode())
+
+
+def prompt_and_reference(
+    row: Mapping[str, Any],
+    config: DatasetConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    data: DataConfig,
+    *,
+    location: str = "row",
+    renderer: ChatRenderer | None = None,
+) -> GenerationExample:
+    """The question of the row with the generation prompt, and its reference; see `data.prompt_rows`.
+
+    renderer: of this tokenizer, for many rows; it takes as long to make as a short chat takes to render.
+    Raises DataError with `location` in front for malformed and for pretokenized rows, and for a prompt over
+    `data.max_length` when `data.too_long` is `error`; otherwise prompts are used whole.
+    """
+    require_offsets(tokenizer)
+    try:
+        example = _split(row, config, tokenizer, data, location, renderer or ChatRenderer(tokenizer))
+    except BadRowError as error:
+        raise error.at(location) from error
+    if data.too_long == "error" and len(example.prompt_ids) > data.max_length:
+        raise DataError(
+            f"{location}: the prompt has {len(example.prompt_ids)} tokens, over data.max_length: {data.max_length}. "
+            "Raise data.max_length, leave the row out, or remove data.too_long: error to use prompts whole."
+        )
+    return example
+
+
+def read_examples(
+    source: DatasetToTokenize,
+    tokenizer: PreTrainedTokenizerBase,
+    data: DataConfig,
+    check: Callable[[Mapping[str, Any], GenerationExample], None] = lambda row, example: None,
+) -> Iterator[tuple[Mapping[str, Any], GenerationExample]]:
+    """Yield the rows of a dataset with their examples, in order.
+
+    check: raises DataError for a row that cannot be used although its prompt can be read. Rows that cannot be used are
+    passed over when `on_bad_row: skip`.
+    """
+    dataset, renderer = source.dataset, ChatRenderer(tokenizer)
+    for number in range(len(dataset)):
+        try:
+            row = dataset[number]
+            location = dataset.location(number)
+            example = prompt_and_reference(row, source.config, tokenizer, data, location=location, renderer=renderer)
+            check(row, example)
+        except DataError as error:
+            if source.config.on_bad_row == "skip":
+                continue
+            raise explain_bad_row(dataset.location(number), error) from error
+        yield row, example
+
+
+def _split(
+    row: Mapping[str, Any],
+    config: DatasetConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    data: DataConfig,
+    location: str,
+    renderer: ChatRenderer,
+) -> GenerationExample:
+    try:
+        question = read_question(row, config, has_chat_template=tokenizer.chat_template is not None)
+    except BadRowError:
+        raise
+    except DataError as error:
+        raise DataError(f"{location}: {error}") from error
+    require_text(question.reference or "", row)
+    if isinstance(question, TextQuestion):
+        require_text(question.text, row)
+        [encoding] = encode_batch(tokenizer, [question.text], is_chat=False)
+        ids = list(encoding.ids)
+        # A tokenizer that ends every text would ask the model to answer after the end.
+        if ids and ids[-1] == tokenizer.eos_token_id and encoding.special_tokens_mask[-1]:
+            ids.pop()
+        return GenerationExample(ids, question.text, question.reference, location)
+    require_chat_template(tokenizer, location)
+    asked = question.messages[: question.answer_at]
+    text = renderer.render(asked, question.tools, add_generation_prompt=True)
+    require_text(text, row)
+    conversation = Conversation(asked, question.tools)
+    if data.on_ignored == "error" and is_doubtful(conversation, text):
+        found = find_left_out(renderer, conversation, add_generation_prompt=True)
+        refuse_left_out(found, tokenizer, location)
+    [encoding] = encode_batch(tokenizer, [text], is_chat=True)
+    return GenerationExample(list(encoding.ids), text, question.reference, location)

@@ -1,0 +1,313 @@
+"""What a row says: find out its format and read it into one of three plain forms.
+
+Place on the way: Dataset row -> Conversation, TextPair or TokenRow -> encoding. Knows column names and types; knows
+nothing of templates or tokenizers. Token ids of a TokenRow are checked against the vocabulary by the encoder, which
+knows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Sized
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from spurline.errors import DataError, listing
+from spurline.protocols.dataset import DatasetConfig
+from spurline_text.rows.messages import Message, assistant_turns, read_messages, read_tools, with_system
+from spurline_text.rows.rows import BadRowError, RowView, describe, unknown_column_problem
+from spurline_text.rows.usual_columns import advice
+
+if TYPE_CHECKING:
+    from spurline.protocols.tokenization import DatasetToTokenize
+
+
+IGNORED_LABEL = -100
+"""Label of a token without loss, as everywhere in the Hugging Face libraries."""
+
+_RULES = ("loss_mask", "labels", "prompt_length", "num_actions")
+
+
+@dataclass(frozen=True)
+class TokenRow:
+    """Token ids and loss mask (0 or 1), one entry per token. field: the column of the ids, for error messages."""
+
+    input_ids: list[int]
+    loss_mask: list[int]
+    field: str
+
+
+def read_token_row(view: RowView) -> TokenRow:
+    """The row's tokens and loss mask. With several columns present the first of loss_mask, labels, ... decides."""
+    field = view.label("input_ids")
+    tokens = _integers(view.require("input_ids"), field)
+    if not tokens:
+        raise BadRowError(field, "is an empty list: a sample needs at least one token.")
+    if min(tokens) < 0:
+        raise BadRowError(f"{field}[{tokens.index(min(tokens))}]", f"is {min(tokens)}; token ids are not negative.")
+    rule = next((rule for rule in _RULES if view.get(rule) is not None), None)
+    if rule is None:
+        raise BadRowError(
+            field,
+            f"comes without a column that says where the loss is. Add one of {', '.join(map(view.label, _RULES))}.",
+        )
+    label, value = view.label(rule), view.require(rule)
+    if rule == "loss_mask":
+        mask = _from_mask(value, label, tokens, field)
+    elif rule == "labels":
+        mask = _from_labels(value, label, tokens, field)
+    else:
+        mask = _from_count(value, label, len(tokens), from_end=rule == "num_actions")
+    return TokenRow(tokens, mask, field)
+
+
+def _integers(value: Any, field: str) -> list[int]:
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise BadRowError(field, f"is {describe(value)}, expected a list of whole numbers.")
+    for index, item in enumerate(value):
+        if type(item) is not int:
+            raise BadRowError(f"{field}[{index}]", f"is {describe(item)}, expected a whole number.")
+    return list(value)
+
+
+def _same_length(values: Sized, label: str, tokens: list[int], field: str) -> None:
+    if len(values) != len(tokens):
+        raise BadRowError(label, f"has {len(values)} entries, but {field} has {len(tokens)}. Give one entry per token.")
+
+
+def _from_mask(value: Any, label: str, tokens: list[int], field: str) -> list[int]:
+    if not isinstance(value, (Sequence, np.ndarray)) or isinstance(value, str):
+        raise BadRowError(label, f"is {describe(value)}, expected a list of 0 and 1.")
+    _same_length(value, label, tokens, field)
+    for index, item in enumerate(value):
+        if item not in (0, 1):
+            raise BadRowError(f"{label}[{index}]", f"is {describe(item)}, expected 0 or 1.")
+    return [int(item) for item in value]
+
+
+def _from_labels(value: Any, label: str, tokens: list[int], field: str) -> list[int]:
+    labels = _integers(value, label)
+    _same_length(labels, label, tokens, field)
+    for index, (wanted, token) in enumerate(zip(labels, tokens, strict=True)):
+        if wanted not in (IGNORED_LABEL, token):
+            raise BadRowError(
+                f"{label}[{index}]",
+                f"is {wanted}, but {field}[{index}] is {token}. Labels are not shifted: each is the token at the same "
+                f"place, or {IGNORED_LABEL} for no loss.",
+            )
+    return [int(wanted != IGNORED_LABEL) for wanted in labels]
+
+
+def _from_count(value: Any, label: str, length: int, *, from_end: bool) -> list[int]:
+    if type(value) is not int or not 0 <= value <= length:
+        raise BadRowError(label, f"is {describe(value)}, expected a whole number from 0 to {length}, the row's tokens.")
+    prompt = length - value if from_end else value
+    return [0] * prompt + [1] * (length - prompt)
+
+
+FormatName = Literal["chat", "alpaca", "prompt_completion", "pretokenized", "text"]
+
+NEEDS: dict[FormatName, str] = {
+    "pretokenized": "input_ids and one of loss_mask, labels, prompt_length, num_actions",
+    "chat": "messages (or conversations); optional system, tools",
+    "prompt_completion": "prompt, completion",
+    "alpaca": "instruction, output; optional input, system",
+    "text": "text",
+}
+"""What each format needs, in the order in which `auto` looks for it."""
+
+_SIGNATURES: tuple[tuple[FormatName, frozenset[str]], ...] = (
+    ("pretokenized", frozenset({"input_ids"})),
+    ("chat", frozenset({"messages"})),
+    ("chat", frozenset({"conversations"})),
+    ("prompt_completion", frozenset({"prompt", "completion"})),
+    ("alpaca", frozenset({"instruction", "output"})),
+    ("text", frozenset({"text"})),
+)
+
+ANSWER_COLUMNS = frozenset({"completion", "output"})
+
+# The text of Stanford Alpaca (github.com/tatsu-lab/stanford_alpaca), with a line break after the last header.
+_ALPACA_INTRODUCTION = "Below is an instruction that describes a task"
+_ALPACA_REQUEST = "Write a response that appropriately completes the request."
+ALPACA_WITHOUT_INPUT = (
+    f"{_ALPACA_INTRODUCTION}. {_ALPACA_REQUEST}\n\n### Instruction:\n{{instruction}}\n\n### Response:\n"
+)
+ALPACA_WITH_INPUT = (
+    f"{_ALPACA_INTRODUCTION}, paired with an input that provides further context. {_ALPACA_REQUEST}\n\n"
+    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+)
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages for the chat template.
+
+    first_trained: messages before this one are context whatever their role; None leaves the choice to `train_on`,
+    otherwise every assistant turn from there on has loss.
+    """
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+    first_trained: int | None = None
+
+
+@dataclass(frozen=True)
+class TextPair:
+    """Plain text: loss on the completion and, with `ends`, on an end-of-sequence token after it.
+
+    Without a prompt it is raw text, of which every token has loss.
+    """
+
+    prompt: str
+    completion: str
+    ends: bool = True
+
+
+def detect_format(config: DatasetConfig, row: Mapping[str, Any], *, needs_answer: bool = True) -> FormatName:
+    """The format of a dataset by its config, or by the columns of its first row. Raises DataError without a place.
+
+    needs_answer: False for prompts that are to be answered, whose rows may lack the column of the answer.
+    """
+    if config.format != "auto":
+        return config.format
+    names = list(row)
+    view = RowView(row, config.columns)
+    # What `columns` names is meant, also where the row has the columns of another format.
+    for name, signature in sorted(_SIGNATURES, key=lambda item: item[1].isdisjoint(config.columns)):
+        if all(column in view for column in (signature if needs_answer else signature - ANSWER_COLUMNS)):
+            return name
+    if "chosen" in view and "rejected" in view:
+        raise DataError(f"the columns ({listing(names)}) are those of preference pairs. Set `source: preference`.")
+    needs = "; ".join(f"{name}: {columns}" for name, columns in NEEDS.items())
+    raise DataError(
+        f"the columns ({listing(names)}) fit no format. Each format needs: {needs}. "
+        f"{advice(row, needs_answer=needs_answer)}"
+    )
+
+
+def format_of(source: DatasetToTokenize) -> FormatName:
+    """The format of a dataset: what its config says, or what the first row that can be read looks like."""
+    dataset, config = source.dataset, source.config
+    problem = unknown_column_problem(config.columns)
+    if problem is not None:
+        raise DataError(f"{dataset.label}: {problem}")
+    if config.format != "auto":
+        return config.format
+    for row in range(len(dataset)):
+        try:
+            values = dataset[row]
+        except DataError:
+            if config.on_bad_row == "error":
+                raise
+            continue
+        try:
+            return detect_format(config, values)
+        except DataError as error:
+            raise DataError(f"{dataset.location(row)}: {error}") from error
+    raise DataError(f"{dataset.label}: no usable sample: none of its {len(dataset)} rows can be read.")
+
+
+def read_row(
+    row: Mapping[str, Any],
+    config: DatasetConfig,
+    name: FormatName,
+    *,
+    has_chat_template: bool,
+    needs_answer: bool = True,
+) -> Any:
+    """The row as Conversation, TextPair or TokenRow. Raises BadRowError naming the field.
+
+    has_chat_template: alpaca rows become a conversation when the tokenizer can render one, otherwise Alpaca's text.
+    needs_answer: with False a row without an answer is a conversation that ends with a question, or a TextPair whose
+    completion is empty.
+    """
+    view = RowView(row, config.columns)
+    if name == "pretokenized":
+        return read_token_row(view)
+    if name == "chat":
+        return _chat(view, needs_answer)
+    if name == "text":
+        return _text(view, config, needs_answer)
+    if name == "alpaca":
+        return _alpaca(view, has_chat_template, needs_answer)
+    return _prompt_completion(view, needs_answer)
+
+
+def _text(view: RowView, config: DatasetConfig, needs_answer: bool) -> TextPair:
+    if not needs_answer:
+        raise BadRowError(
+            view.label("text"),
+            "is raw text, which asks for no answer. To go on from it, name it as the prompt: "
+            f"`columns: {{prompt: {view.label('text')}}}` and `format: prompt_completion`.",
+        )
+    return TextPair("", view.text("text"), config.append_eos)
+
+
+def _chat(view: RowView, needs_answer: bool) -> Conversation:
+    column = "messages" if "messages" in view or "conversations" not in view else "conversations"
+    field = view.label(column)
+    messages = read_messages(view.require(column), field)
+    if needs_answer:
+        _require_assistant(messages, 0, field)
+    return _conversation(view, messages)
+
+
+def _conversation(view: RowView, messages: list[Message], first_trained: int | None = None) -> Conversation:
+    tools = read_tools(view.get("tools"), view.label("tools"))
+    complete = with_system(messages, view.get("system"), view.label("system"))
+    added = len(complete) - len(messages)
+    return Conversation(complete, tools, None if first_trained is None else first_trained + added)
+
+
+def _alpaca(view: RowView, has_chat_template: bool, needs_answer: bool) -> Conversation | TextPair:
+    instruction = view.text("instruction")
+    output = view.text("output") if needs_answer or view.get("output") is not None else None
+    extra = view.text("input") if view.get("input") is not None else ""
+    if has_chat_template:
+        request = f"{instruction}\n\n{extra}" if extra else instruction
+        answer = [] if output is None else [{"role": "assistant", "content": output}]
+        return _conversation(view, [{"role": "user", "content": request}, *answer], first_trained=1)
+    if view.get("system"):
+        raise BadRowError(
+            view.label("system"), "needs a chat template; Alpaca's text has no place for it. Set model.chat_template."
+        )
+    # Not str.format: braces in the data must stay what they are.
+    prompt = (ALPACA_WITH_INPUT if extra else ALPACA_WITHOUT_INPUT).split("{instruction}")
+    text = prompt[0] + instruction + prompt[1].replace("{input}", extra, 1)
+    return TextPair(text, output or "")
+
+
+def _prompt_completion(view: RowView, needs_answer: bool) -> Conversation | TextPair:
+    prompt = view.require("prompt")
+    prompt_field, completion_field = view.label("prompt"), view.label("completion")
+    if not needs_answer and view.get("completion") is None:
+        return (
+            TextPair(prompt, "")
+            if isinstance(prompt, str)
+            else _conversation(view, read_messages(prompt, prompt_field))
+        )
+    completion = view.require("completion")
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return TextPair(prompt, completion)
+    if isinstance(prompt, str) or isinstance(completion, str):
+        raise BadRowError(
+            completion_field,
+            f"is {describe(completion)}, but {prompt_field} is {describe(prompt)}. "
+            "Give text for both, or a list of messages for both.",
+        )
+    before = read_messages(prompt, prompt_field)
+    after = read_messages(completion, completion_field)
+    _require_assistant(after, 0, completion_field)
+    return _conversation(view, [*before, *after], first_trained=len(before))
+
+
+def _require_assistant(messages: list[Message], first: int, field: str) -> None:
+    if not assistant_turns(messages, first):
+        raise BadRowError(field, "has no assistant turn: nothing to train on. Add one, or leave the row out.")
+
+
+Row = Conversation | TextPair | TokenRow

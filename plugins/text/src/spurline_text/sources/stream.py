@@ -1,0 +1,267 @@
+"""Source `stream`: samples of data that is read as it is needed, and never held as a whole.
+
+Place on the way: streams -> a block of rows -> tokens -> samples in an order of the block's own -> collator ->
+TrainingBatch. Memory holds one block. The batch of a step depends on those before it, so steps are built in order; the
+state is where the block began and how much of it was used, so that a resume reads the same block once more and goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spurline.data.batch import TrainingBatch
+from spurline.data.orders.epochs import permutation
+from spurline.data.token_store import Tokenized, TokenStore, TokenStoreBuilder, summarize
+from spurline.errors import DataError
+from spurline.protocols.collator import Collator
+from spurline.protocols.dataset import DatasetConfig, RowReader, StreamedDataset, StreamedRow
+from spurline.protocols.lengths import Longest
+from spurline.protocols.source import BatchSource, SourceContext
+from spurline.protocols.stateful import refuse_other_data
+from spurline.protocols.tokenization import DatasetToTokenize
+from spurline_text.configs import StreamSourceConfig
+from spurline_text.encoding import RowEncoder
+from spurline_text.tokenization import ROWS_PER_CALL, SampleCollector, block_of_outcomes, plain_text_notes, store_labels
+from spurline_text.tokenizer import pad_token_id
+
+
+class _Window:
+    """The rows of one stream that are in the block, as a dataset. numbers: of each row in its stream."""
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+        self.rows: list[StreamedRow] = []
+        self.numbers: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, row: int) -> Mapping[str, Any]:
+        values = self.rows[row].values
+        if isinstance(values, DataError):
+            raise values
+        return values
+
+    def location(self, row: int) -> str:
+        return self.rows[row].location
+
+    def fingerprint(self) -> str:
+        raise AssertionError("the rows in a window come and go")
+
+
+class _Cursor:
+    """Reads one stream, pass after pass."""
+
+    def __init__(self, stream: StreamedDataset) -> None:
+        self._stream = stream
+        self._reader: RowReader = stream.open()
+        self.passes = self.row = 0
+
+    def fill(self, window: _Window, limit: int, *, within_pass: bool) -> None:
+        """Put the next `limit` rows into the window. Raises DataError when there is no row at all.
+
+        within_pass: stop with fewer where a pass ends.
+        """
+        window.rows, window.numbers = [], []
+        while len(window) < limit:
+            row = self._reader.read()
+            if row is not None:
+                window.rows.append(row)
+                window.numbers.append(self.row)
+                self.row += 1
+                continue
+            if self.row == 0:
+                raise DataError(f"{self._stream.label}: has no rows.")
+            if within_pass and len(window):
+                break
+            self.close()
+            self._reader, self.row, self.passes = self._stream.open(), 0, self.passes + 1
+
+    def state(self) -> dict[str, Any]:
+        return {"passes": self.passes, "row": self.row, "position": self._reader.position()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.close()
+        self._reader = self._stream.open(state["position"])
+        self.passes, self.row = state["passes"], state["row"]
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Samples in the order in which they are trained on. number: counted from 0. begin: where the streams were before
+    it. passes: of the first stream, completed when it is used up. left_out: rows without a sample, up to its end.
+    left_out_before: those before it."""
+
+    number: int
+    begin: Sequence[Mapping[str, Any]]
+    tokenized: Tokenized
+    order: NDArray[np.int64]
+    passes: int
+    left_out: int
+    left_out_before: int
+
+    @property
+    def store(self) -> TokenStore:
+        return self.tokenized.store
+
+
+class _Blocks:
+    """Makes blocks, one after another."""
+
+    def __init__(self, config: StreamSourceConfig, context: SourceContext) -> None:
+        run = context.config
+        entries = run.data.train
+        streams: list[StreamedDataset] = [context.host.registry.create("dataset", entry) for entry in entries]
+        self.cursors = [_Cursor(stream) for stream in streams]
+        windows = [_Window(stream.label) for stream in streams]
+        self._windows = windows
+        self._sources = [DatasetToTokenize(window, entry) for window, entry in zip(windows, entries, strict=True)]
+        self._encoders: list[RowEncoder | None] = [None] * len(streams)
+        self._weights = _shares(entries)
+        self._size = min(config.buffer_rows, context.row_limit or config.buffer_rows)
+        self._shuffles = config.shuffle
+        self._run, self._tokenizer = run, context.tokenizer
+
+    @property
+    def labels(self) -> list[str]:
+        return store_labels(self._sources)
+
+    def plain_text_notes(self) -> list[str]:
+        """Return `plain_text_notes` of the rows that were read last."""
+        return plain_text_notes(self._sources, self._tokenizer, "completion")
+
+    def read(self, number: int, left_out: int) -> _Block:
+        """The next block that has a sample. Raises DataError when two passes over a stream give none."""
+        limit = self.cursors[0].passes + 2
+        while True:
+            block = self._read(number, left_out)
+            if len(block.store):
+                return block
+            number, left_out = number + 1, block.left_out
+            if self.cursors[0].passes >= limit:
+                raise DataError(f"{self.labels[0]}: no usable sample in a whole pass over the data.")
+
+    def _read(self, number: int, left_out: int) -> _Block:
+        begin = [cursor.state() for cursor in self.cursors]
+        for window, cursor, share in zip(self._windows, self.cursors, self._weights, strict=True):
+            # So many that all blocks together keep the weights.
+            rows = int((number + 1) * self._size * share) - int(number * self._size * share)
+            # One stream alone has no share to keep, and its passes stay apart.
+            cursor.fill(window, rows, within_pass=len(self.cursors) == 1)
+        tokenized = self._tokenize()
+        store = tokenized.store
+        places = zip(store.source.tolist(), store.row.tolist(), strict=True)
+        numbers = [self._windows[source].numbers[row] for source, row in places]
+        store = replace(store, row=np.array(numbers, np.int64))
+        order = np.arange(len(store), dtype=np.int64)
+        if self._shuffles:
+            order = permutation(len(store), self._run.seed, number)
+        after = left_out + sum(tokenized.dropped.values())
+        return _Block(number, begin, replace(tokenized, store=store), order, self.cursors[0].passes, after, left_out)
+
+    def _tokenize(self) -> Tokenized:
+        collector = SampleCollector(self._sources)
+        for source, window in enumerate(self._windows):
+            if not window.rows:
+                continue
+            encoder = self._encoders[source] = self._encoders[source] or RowEncoder(
+                self._sources[source], self._tokenizer, self._run.data
+            )
+            for start in range(0, len(window), ROWS_PER_CALL):
+                rows = range(start, min(start + ROWS_PER_CALL, len(window)))
+                collector.add(block_of_outcomes(source, encoder.encode(rows)))
+        return collector.finish(may_be_empty=True)
+
+
+def _shares(entries: Sequence[DatasetConfig]) -> list[float]:
+    total = sum(entry.weight for entry in entries)
+    return [entry.weight / total for entry in entries]
+
+
+class StreamSource(BatchSource):
+    """Steps are built in order; a resume goes on with the very next sample."""
+
+    reads_only_data = True
+
+    def __init__(self, config: StreamSourceConfig, context: SourceContext) -> None:
+        run = context.config
+        assert run.steps is not None, "StreamSourceConfig.problems asks for steps"
+        self.total_steps = run.steps
+        self._batch_size = run.batch_size
+        self._blocks = _Blocks(config, context)
+        self._collator: Collator = context.host.registry.create(
+            "collator", run.collator, pad_token_id=pad_token_id(context.tokenizer), layout=context.layout
+        )
+        # Mistakes in the first rows are found before any weight is loaded.
+        self._block = self._blocks.read(0, 0)
+        self._max_length = run.data.max_length
+        self._taken = self._step = 0
+        note = f"read as a stream; these are the first {len(self._block.store):,} samples"
+        notes = (note, *self._blocks.plain_text_notes())
+        self._facts = summarize(replace(self._block.tokenized, notes=notes))
+
+    def summary(self) -> Mapping[str, object]:
+        return self._facts
+
+    def longest(self) -> Longest:
+        # Nobody knows what is still to come, so what may come counts.
+        return Longest(self._max_length, "samples of the stream", "data.max_length")
+
+    def build(self, step: int) -> TrainingBatch:
+        assert step == self._step + 1, f"step {step} was asked for after step {self._step}"
+        builder = TokenStoreBuilder(self._blocks.labels)
+        for _ in range(self._batch_size):
+            index = self._next_index()
+            view = self._block.store.view(np.array([index]))
+            source, row = int(self._block.store.source[index]), int(self._block.store.row[index])
+            builder.add(view.tokens(0), view.loss_mask(0), source, row)
+        self._step = step
+        everything = np.arange(self._batch_size, dtype=np.int64)
+        batch = self._collator.collate(builder.build().view(everything), training=True)
+        return replace(batch, info={**batch.info, "stream/left_out": float(self._block.left_out)})
+
+    def epoch(self, step: int) -> float:
+        """Whole passes over the first dataset whose last rows were read: how long a stream is nobody knows."""
+        return float(self._block.passes)
+
+    def state_dict(self) -> dict[str, object]:
+        return {
+            "step": self._step,
+            "block": self._block.number,
+            "taken": self._taken,
+            "left_out": self._block.left_out_before,
+            "begin": [dict(place) for place in self._block.begin],
+            "data": self._block.store.fingerprint,
+        }
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        for cursor, place in zip(self._blocks.cursors, cast("list[Mapping[str, Any]]", state["begin"]), strict=True):
+            cursor.restore(place)
+        self._block = self._blocks.read(cast("int", state["block"]), cast("int", state["left_out"]))
+        refuse_other_data(
+            state,
+            self._block.store.fingerprint,
+            "The data where the stream is to go on is not what the checkpoint was trained on: tokens or loss masks "
+            "differ (a changed file, tokenizer or chat template). Restore them, or start anew with another run_dir.",
+        )
+        self._taken, self._step = cast("int", state["taken"]), cast("int", state["step"])
+
+    def close(self) -> None:
+        for cursor in self._blocks.cursors:
+            cursor.close()
+
+    def _next_index(self) -> int:
+        """The next sample's place in the store of the current block, which may be a new one."""
+        if self._taken == len(self._block.order):
+            self._block = self._blocks.read(self._block.number + 1, self._block.left_out)
+            self._taken = 0
+        self._taken += 1
+        return int(self._block.order[self._taken - 1])

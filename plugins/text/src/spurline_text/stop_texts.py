@@ -1,0 +1,45 @@
+"""Find where a stop text ends a response, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+_INCOMPLETE = "\ufffd"
+"""What tokenizers decode the first bytes of a character to."""
+
+
+class StopTexts:
+    """Finds the token that completes a stop text.
+
+    It keeps the text of one response so far, as far as a stop text may still begin in it. Tokens are decoded as they
+    come, each only a few times, yet what is found is what decoding the whole response would show.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]):
+        assert all(texts), f"an empty stop text among {texts}"
+        self._tokenizer = tokenizer
+        self._texts = texts
+        self._overlap = max(map(len, texts)) - 1
+        self._settled_text = ""
+        self._context: list[int] = []
+        self._unsettled: list[int] = []
+
+    def completed_by(self, token: int) -> bool:
+        """Add the response's next token. Returns whether a stop text is in the response now."""
+        self._unsettled.append(token)
+        # Decoded behind the tokens before: many tokenizers decode a token otherwise when it is the first.
+        before = self._decode(self._context)
+        seen = self._settled_text + self._decode(self._context + self._unsettled)[len(before) :]
+        if any(text in seen for text in self._texts):
+            return True
+        if not seen.endswith(_INCOMPLETE):
+            self._settled_text = seen[len(seen) - min(self._overlap, len(seen)) :]
+            self._context, self._unsettled = self._unsettled, []
+        return False
+
+    def _decode(self, tokens: list[int]) -> str:
+        text = self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text

@@ -1,0 +1,151 @@
+"""Encode texts without asking the tokenizer for offsets, and mask their tokens by the bytes that each stands for.
+
+Offsets cost a quarter of an encoding. The tokens of a byte-level vocabulary say themselves what they cover: where their
+bytes, one token after another, are the bytes of the text, a token covers its own. That is compared for each text; one
+that the tokenizer changed on the way (a normalizer, a character it does not know) is declined.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import chain, pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Encoding
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from spurline_text.token_pieces import TokenPieces
+
+Span = tuple[int, int]
+"""Characters `[start, stop)` of a text."""
+
+Masked = tuple[NDArray[np.int32], NDArray[np.uint8]]
+"""Token ids of a text, and for each whether it covers a character of a span: uint8, 0 or 1."""
+
+_KEEP_OFFSETS = ("ByteLevel", "TemplateProcessing")
+"""Post-processors after which a token covers all its bytes."""
+
+_AT_ONCE = 1 << 18
+"""Tokens whose bytes are put together at once; that takes some ten times the memory of the bytes."""
+
+
+class TokenBytes:
+    """The bytes of each token of a byte-level tokenizer, looked up once."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._pieces = TokenPieces(tokenizer)
+        # Of token i: `_bytes[_starts[i]:][:_sizes[i]]`; a token that was not met yet has size -1.
+        self._bytes = np.zeros(0, np.uint8)
+        self._starts = np.zeros(len(tokenizer), np.int64)
+        self._sizes = np.full(len(tokenizer), -1, np.int64)
+
+    @staticmethod
+    def fits(tokenizer: PreTrainedTokenizerBase) -> bool:
+        """Whether the tokenizer's offsets are those of its tokens' bytes, wherever these are the text's."""
+        kind: Any = type(tokenizer)
+        plain = PreTrainedTokenizerFast
+        if not tokenizer.is_fast or kind.__call__ is not plain.__call__ or kind._encode_plus is not plain._encode_plus:
+            return False
+        backend: Any = tokenizer.backend_tokenizer  # type: ignore[attr-defined]
+        if not TokenPieces(tokenizer).are_bytes:
+            return False
+        return backend.post_processor is None or _keeps_offsets(json.loads(backend.post_processor.__getstate__()))
+
+    def encode(self, texts: Sequence[str]) -> list[Encoding]:
+        """Encode the texts without special tokens around them; the offsets of the result mean nothing.
+
+        Any thread may do it, one at a time, while another one is in `masked`.
+        """
+        backend: Any = self._tokenizer.backend_tokenizer  # type: ignore[attr-defined]
+        # Set only where they differ: a tokenizer that is in use on another thread refuses to be changed.
+        if backend.truncation is not None:
+            backend.no_truncation()
+        if backend.padding is not None:
+            backend.no_padding()
+        split = bool(getattr(self._tokenizer, "split_special_tokens", False))
+        if backend.encode_special_tokens != split:
+            backend.encode_special_tokens = split
+        return backend.encode_batch_fast(list(texts), add_special_tokens=False)
+
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[Encoding]:
+        """As `encode`, after it, and with offsets."""
+        backend: Any = self._tokenizer.backend_tokenizer  # type: ignore[attr-defined]
+        return backend.encode_batch(list(texts), add_special_tokens=False)
+
+    def masked(
+        self, encodings: Sequence[Encoding], texts: Sequence[str], spans: Sequence[Sequence[Span]]
+    ) -> list[Masked | None]:
+        """Tokens and mask of each text; None for one that is declined. encodings: as `encode` made them."""
+        lists = [encoding.ids for encoding in encodings]
+        ids = np.fromiter(chain.from_iterable(lists), np.int64)
+        sizes = self._sizes_of(ids)
+        written, byte_ends = self._written(ids, sizes), np.cumsum(sizes)
+        first_token = [0, *np.cumsum([len(found) for found in lists]).tolist()]
+        first_byte = np.append(np.int64(0), byte_ends)[first_token].tolist()
+        same = [
+            written[start:stop] == text.encode()
+            for (start, stop), text in zip(pairwise(first_byte), texts, strict=True)
+        ]
+        edges = _in_bytes(texts, [found if ok else () for found, ok in zip(spans, same, strict=True)], first_byte)
+        # From the first token that ends after the span's start to the last that starts before its stop.
+        change = np.zeros(len(sizes) + 1, np.int64)
+        np.add.at(change, np.searchsorted(byte_ends, edges[:, 0], "right"), 1)
+        np.add.at(change, np.searchsorted(byte_ends - sizes, edges[:, 1], "left"), -1)
+        tokens, mask = ids.astype(np.int32), (np.cumsum(change[:-1]) > 0).astype(np.uint8)
+        return [
+            (tokens[start:stop], mask[start:stop]) if ok else None
+            for (start, stop), ok in zip(pairwise(first_token), same, strict=True)
+        ]
+
+    def _sizes_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Bytes of each token."""
+        # Vocabularies with gaps have ids beyond their size.
+        more = int(ids.max(initial=-1)) + 1 - len(self._sizes)
+        if more > 0:
+            self._starts = np.append(self._starts, np.zeros(more, np.int64))
+            self._sizes = np.append(self._sizes, np.full(more, -1, np.int64))
+        sizes = self._sizes[ids]
+        if sizes.min(initial=0) < 0:
+            self._learn(np.unique(ids[sizes < 0]))
+            sizes = self._sizes[ids]
+        return sizes
+
+    def _learn(self, ids: NDArray[np.int64]) -> None:
+        pieces = self._pieces.of_all(ids.tolist())
+        self._sizes[ids] = [len(piece) for piece in pieces]
+        self._starts[ids] = len(self._bytes) + np.cumsum(self._sizes[ids]) - self._sizes[ids]
+        self._bytes = np.append(self._bytes, np.frombuffer(b"".join(pieces), np.uint8))
+
+    def _written(self, ids: NDArray[np.int64], sizes: NDArray[np.int64]) -> bytes:
+        """The bytes of all tokens, end to end."""
+        parts: list[bytes] = []
+        for start in range(0, len(ids), _AT_ONCE):
+            some, counts = ids[start : start + _AT_ONCE], sizes[start : start + _AT_ONCE]
+            # Byte b of token i, which begins at byte e of the result, is result[e + b] and _bytes[_starts[i] + b].
+            places = np.repeat(self._starts[some] - np.cumsum(counts) + counts, counts)
+            places += np.arange(len(places))
+            parts.append(self._bytes[places].tobytes())
+        return b"".join(parts)
+
+
+def _in_bytes(texts: Sequence[str], spans: Sequence[Sequence[Span]], first_byte: Sequence[int]) -> NDArray[np.int64]:
+    """The spans that are not empty as bytes, counted from the first text on: [spans, 2]. first_byte: of each text."""
+    bounds: list[int] = []
+    for text, begin, found in zip(texts, first_byte, spans, strict=False):
+        for start, stop in found:
+            if start >= stop:
+                continue
+            if not text.isascii():
+                start, stop = len(text[:start].encode()), len(text[:stop].encode())
+            bounds += (begin + start, begin + stop)
+    return np.array(bounds, np.int64).reshape(-1, 2)
+
+
+def _keeps_offsets(processor: dict[str, Any]) -> bool:
+    if processor["type"] == "Sequence":
+        return all(map(_keeps_offsets, processor["processors"]))
+    return processor["type"] in _KEEP_OFFSETS and not processor.get("trim_offsets", False)

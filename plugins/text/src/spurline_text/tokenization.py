@@ -1,0 +1,318 @@
+"""From dataset entries of the config to a token store: the first half of the data's way.
+
+Datasets are opened and checked here, and all tokenizations end in the same collector, which takes encoded samples in
+the order of datasets and rows and counts what was left out or cut. Tokenization `sequential` encodes row after row in
+this process, in chunks, so the tokenizer's own threads are used.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from spurline.config.run_config import DataConfig, RunConfig
+from spurline.data.token_store import IGNORED, Count, SampleBlock, SampleSink, Tokenized, TokenStoreBuilder, joined
+from spurline.errors import DataError
+from spurline.protocols.dataset import ArrowDataset, CheckableDataset, Dataset, DatasetConfig
+from spurline.protocols.tokenization import DatasetToTokenize, Tokenization
+from spurline_text.configs import SequentialTokenizationConfig
+from spurline_text.encoding import NO_LOSS_TOKENS_AFTER_TRUNCATION, Dropped, RowEncoder, Sample
+from spurline_text.rows.rows import RowView, absent_column_problem, unknown_column_problem
+
+if TYPE_CHECKING:
+    import pyarrow
+
+    from spurline.plugins.registry import Registry
+
+
+_ROWS_WITH_COLUMNS = 1000
+"""Rows in which a column that `columns` names must be found once."""
+
+
+class DerivedDataset:
+    """A `Dataset` made of another one; as it is, the same rows under the same name."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.label = dataset.label
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, row: int) -> Mapping[str, Any]:
+        return self._dataset[row]
+
+    def location(self, row: int) -> str:
+        return self._dataset.location(row)
+
+    def check(self) -> None:
+        check_rows(self._dataset)
+
+
+class FirstRows(DerivedDataset):
+    """A dataset cut to its first rows."""
+
+    def __init__(self, dataset: Dataset, limit: int) -> None:
+        super().__init__(dataset)
+        self._limit = limit
+
+    @property
+    def whole(self) -> int:
+        """Rows of the dataset without the cut."""
+        return len(self._dataset)
+
+    def __len__(self) -> int:
+        return min(self._limit, len(self._dataset))
+
+    def fingerprint(self) -> str:
+        return f"{self._dataset.fingerprint()}[:{self._limit}]"
+
+    def arrow(self, start: int, stop: int) -> pyarrow.Table | None:
+        return arrow_rows(self._dataset, start, stop)
+
+
+def open_datasets(
+    configs: Sequence[DatasetConfig], registry: Registry, row_limit: int | None = None
+) -> list[DatasetToTokenize]:
+    """Create the dataset components. Raises DataError for data that cannot be found or read.
+
+    So are names in `columns` that no row has: a system prompt under a misspelled name would silently be left out.
+    """
+    opened: list[Dataset] = [registry.create("dataset", config) for config in configs]
+    for dataset, config in zip(opened, configs, strict=True):
+        if config.columns:
+            _check_columns(dataset, config)
+    if row_limit is not None:
+        opened = [FirstRows(dataset, row_limit) for dataset in opened]
+    return [DatasetToTokenize(dataset, config) for dataset, config in zip(opened, configs, strict=True)]
+
+
+def _check_columns(dataset: Dataset, config: DatasetConfig) -> None:
+    problem = unknown_column_problem(config.columns)
+    if problem is None:
+        problem = absent_column_problem(config.columns, _first_rows(dataset, config))
+    if problem is not None:
+        raise DataError(f"{dataset.label}: {problem}")
+
+
+def _first_rows(dataset: Dataset, config: DatasetConfig) -> Iterator[Mapping[str, Any]]:
+    """Rows that can be read; the others are left to whoever reads them all."""
+    for row in range(min(len(dataset), _ROWS_WITH_COLUMNS)):
+        try:
+            yield dataset[row]
+        except DataError:
+            continue
+
+
+def plain_text_notes(
+    sources: Sequence[DatasetToTokenize], tokenizer: PreTrainedTokenizerBase, answer: str | None = None
+) -> list[str]:
+    """Name the datasets whose prompts are plain text for a model with a chat template, where nobody chose that.
+
+    Args:
+        sources: As opened, with the settings of the user. The first row that can be read decides.
+        tokenizer: Of the model.
+        answer: The column that is trained after the prompt; None where answers are generated.
+    """
+    notes: list[str] = []
+    for dataset, config in ((source.dataset, source.config) for source in sources):
+        view = RowView(next(_first_rows(dataset, config), {}), config.columns)
+        names = ["prompt", *([answer] if answer else [])]
+        is_plain = all(isinstance(view.get(name), str) for name in names)
+        is_chosen = config.format != "auto" or "instruction" in config.columns
+        if tokenizer.chat_template is None or is_chosen or not is_plain or "messages" in view:
+            continue
+        output = f", output: {view.label(answer)}" if answer == "completion" else ""
+        notes.append(
+            f"{dataset.label}: '{view.label('prompt')}' is plain text to go on from, although the model has a chat "
+            f"template. Set `columns: {{instruction: {view.label('prompt')}{output}}}` to make it a user's turn, or "
+            "`format: prompt_completion` where plain text is meant"
+        )
+    return notes
+
+
+def check_rows(dataset: Dataset) -> None:
+    """Raise DataError for the first unreadable row, where the dataset can tell before the rows are tokenized.
+
+    To be called before long work on rows: the mistake in the last row should not cost the hours before it.
+    """
+    if isinstance(dataset, CheckableDataset):
+        dataset.check()
+
+
+def arrow_rows(dataset: Dataset, start: int, stop: int) -> pyarrow.Table | None:
+    """Rows [start, stop) as an Arrow table, or None when the dataset does not hold them as one."""
+    return dataset.arrow(start, stop) if isinstance(dataset, ArrowDataset) else None
+
+
+def share_read(datasets: Sequence[DatasetToTokenize]) -> list[float]:
+    """For each dataset the share of its rows that `row_limit` let through, 1.0 for all."""
+    return [
+        len(item.dataset) / max(1, item.dataset.whole) if isinstance(item.dataset, FirstRows) else 1.0
+        for item in datasets
+    ]
+
+
+def tokenize(
+    datasets: Sequence[DatasetToTokenize],
+    config: RunConfig,
+    registry: Registry,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Tokenized:
+    """All usable samples of the datasets, through the configured tokenization component."""
+    tokenization: Tokenization = registry.create(
+        "tokenization", config.tokenization, tokenizer=tokenizer, data=config.data
+    )
+    return tokenization.tokenize(datasets)
+
+
+TRUNCATED = "truncated"
+"""Key in `Tokenized.examples` for the first sample that was cut."""
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What was left out or cut, as in `Tokenized`."""
+
+    dropped: Mapping[str, int]
+    truncated: int
+    examples: Mapping[str, str]
+    ignored: Mapping[str, int]
+
+
+def block_of_outcomes(source: int, outcomes: Sequence[Sample | Dropped]) -> SampleBlock:
+    """What `RowEncoder` made of rows of dataset number `source`, in order."""
+    samples: list[Sample] = []
+    counts: dict[tuple[str, bool], Count] = {}
+    for outcome in outcomes:
+        if isinstance(outcome, Sample):
+            samples.append(outcome)
+            if not outcome.truncated and not outcome.ignored:
+                continue
+        for fate in _fates(outcome):
+            seen = counts.get(fate, Count(fate[0], 0, outcome.row, fate[1]))
+            counts[fate] = replace(seen, count=seen.count + 1)
+    return SampleBlock(
+        source,
+        tokens=joined([sample.tokens for sample in samples], np.int32),
+        loss_mask=joined([sample.loss_mask for sample in samples], np.uint8),
+        lengths=np.array([len(sample.tokens) for sample in samples], dtype=np.int64),
+        rows=np.array([sample.row for sample in samples], dtype=np.int64),
+        num_rows=len({outcome.row for outcome in outcomes}),
+        counts=tuple(counts.values()),
+    )
+
+
+def _fates(outcome: Sample | Dropped) -> list[tuple[str, bool]]:
+    """Reasons to count it under, as (reason, kept) of `Count`."""
+    if isinstance(outcome, Dropped):
+        return [(outcome.reason, False)]
+    return [("", False)] * outcome.truncated + [(what, True) for what in outcome.ignored]
+
+
+class SampleCollector:
+    """Collects the samples of several datasets, one dataset after another.
+
+    sink: where the samples go; None keeps them in memory.
+    """
+
+    def __init__(self, sources: Sequence[DatasetToTokenize], sink: SampleSink | None = None) -> None:
+        self._datasets = [source.dataset for source in sources]
+        self._sink = sink if sink is not None else TokenStoreBuilder(store_labels(sources))
+        self._kept = [0] * len(sources)
+        self._dropped: list[Counter[str]] = [Counter() for _ in sources]
+        self._examples: list[dict[str, str]] = [{} for _ in sources]
+        self._ignored: Counter[str] = Counter()
+        self._truncated = 0
+
+    def add(self, block: SampleBlock) -> None:
+        """Take in the samples and counts of the next rows of a dataset."""
+        first_seen = self._examples[block.source]
+        for item in block.counts:
+            name = f"{IGNORED} {item.reason}" if item.kept else item.reason or TRUNCATED
+            if item.kept:
+                self._ignored[item.reason] += item.count
+            elif item.reason:
+                self._dropped[block.source][item.reason] += item.count
+            else:
+                self._truncated += item.count
+            first_seen.setdefault(name, self._datasets[block.source].location(item.first_row))
+        if len(block.rows):
+            self._kept[block.source] += len(block.rows)
+            self._sink.extend(block)
+
+    def findings(self, *, may_be_empty: bool = False) -> Findings:
+        """The counts. Raises DataError when a dataset has no usable sample, unless it may."""
+        for source, kept in enumerate(self._kept):
+            if kept == 0 and not may_be_empty:
+                raise DataError(self._nothing_left(source))
+        dropped: Counter[str] = Counter()
+        examples: dict[str, str] = {}
+        for counts, first in zip(self._dropped, self._examples, strict=True):
+            dropped.update(counts)
+            examples = first | examples
+        return Findings(dict(dropped), self._truncated, examples, dict(self._ignored))
+
+    def finish(self, *, may_be_empty: bool = False) -> Tokenized:
+        """The store and the counts. Raises DataError when a dataset has no usable sample, unless it may."""
+        return Tokenized(self._sink.build(), **vars(self.findings(may_be_empty=may_be_empty)))
+
+    def _nothing_left(self, source: int) -> str:
+        dataset, examples = self._datasets[source], self._examples[source]
+        counts = ", ".join(
+            f"{reason}: {count} (first at {examples[reason]})" for reason, count in self._dropped[source].most_common()
+        )
+        fix = " Raise data.max_length." if NO_LOSS_TOKENS_AFTER_TRUNCATION in examples else ""
+        return (
+            f"{dataset.label}: no usable sample in {len(dataset)} rows. "
+            f"Left out: {counts or 'nothing, it is empty'}.{fix}"
+        )
+
+
+def store_labels(sources: Sequence[DatasetToTokenize]) -> list[str]:
+    """Names of the datasets in a store, distinct."""
+    return distinct_labels([source.dataset.label for source in sources])
+
+
+def distinct_labels(labels: Sequence[str]) -> list[str]:
+    """Labels of which no two are equal: a repeated one gets `#2`, `#3`, ..."""
+    result: list[str] = []
+    for label in labels:
+        number, candidate = 2, label
+        while candidate in result:
+            number, candidate = number + 1, f"{label}#{number}"
+        result.append(candidate)
+    return result
+
+
+ROWS_PER_CALL = 256
+"""Rows encoded by one call of the tokenizer."""
+
+
+class SequentialTokenization:
+    """Tokenizes datasets one after another."""
+
+    def __init__(
+        self, config: SequentialTokenizationConfig, *, tokenizer: PreTrainedTokenizerBase, data: DataConfig
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._data = data
+
+    def tokenize(self, datasets: Sequence[DatasetToTokenize]) -> Tokenized:
+        """All samples of all datasets, in order."""
+        for dataset in datasets:
+            check_rows(dataset.dataset)
+        # All before the first row: a format that does not fit the last dataset should not cost the work on the others.
+        encoders = [RowEncoder(dataset, self._tokenizer, self._data) for dataset in datasets]
+        collector = SampleCollector(datasets)
+        for source, encoder in enumerate(encoders):
+            num_rows = len(datasets[source].dataset)
+            for start in range(0, num_rows, ROWS_PER_CALL):
+                rows = range(start, min(start + ROWS_PER_CALL, num_rows))
+                collector.add(block_of_outcomes(source, encoder.encode(rows)))
+        return collector.finish()

@@ -1,0 +1,1 @@
+"""Metrics in Weights & Biases, MLflow, TensorBoard, Trackio, SwanLab, OpenTelemetry and Prometheus."""

@@ -1,0 +1,107 @@
+"""Settings of the trackers. Imports none of their libraries."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from spurline.protocols.tracker import TrackerConfig
+
+
+class TensorboardTrackerConfig(TrackerConfig):
+    """TensorBoard event files in RUN_DIR/tensorboard; needs `pip install spurline-trackers[tensorboard]`."""
+
+    name: str = "tensorboard"
+
+
+class ServiceTrackerConfig(TrackerConfig):
+    """Settings of a service that keeps many runs."""
+
+    run_name: str | None = None
+    """Display name; default is the run directory's name."""
+
+    def display_name(self, run_dir: Path) -> str:
+        """What the service calls the run of this directory."""
+        return self.run_name or run_dir.resolve().name
+
+
+class ProjectTrackerConfig(ServiceTrackerConfig):
+    """Settings of a service that keeps runs in projects."""
+
+    project: str = "spurline"
+    """Project that the run belongs to."""
+
+
+class WandbTrackerConfig(ProjectTrackerConfig):
+    """Weights & Biases; needs `pip install spurline-trackers[wandb]`. A resumed run continues the same W&B run."""
+
+    name: str = "wandb"
+    entity: str | None = None
+    """W&B team or user."""
+    mode: Literal["online", "offline", "disabled"] = "online"
+    """`offline` writes locally, to be synced later."""
+
+
+class MlflowTrackerConfig(ServiceTrackerConfig):
+    """MLflow; needs `pip install spurline-trackers[mlflow]`. A resumed run continues the same MLflow run."""
+
+    name: str = "mlflow"
+    tracking_uri: str | None = None
+    """A server (`http://127.0.0.1:5000`) or a database (`sqlite:///mlflow.db`). Default is MLFLOW_TRACKING_URI, else
+    what MLflow itself takes: a database in the working directory."""
+    experiment: str = "spurline"
+    """MLflow experiment; made where there is none."""
+    tags: dict[str, str] = {}
+    """Tags of the run."""
+
+
+class TrackioTrackerConfig(ProjectTrackerConfig):
+    """Trackio; needs `pip install spurline-trackers[trackio]`. A resumed run continues the same Trackio run."""
+
+    name: str = "trackio"
+    run_name: str | None = None
+    """Beginning of the run's name, which ends in characters of its own; default is the run directory's name."""
+    group: str | None = None
+    """Group of runs that this one belongs to."""
+    space_id: str | None = None
+    """Space on the Hugging Face hub (`user/space`) that metrics are sent to; default is a database on this machine, in
+    TRACKIO_DIR or the cache of the hub's library."""
+    private: bool = True
+    """Whether a Space that is made for this run can be seen by its owner alone."""
+
+
+class SwanlabTrackerConfig(ProjectTrackerConfig):
+    """SwanLab; needs `pip install spurline-trackers[swanlab]`. A resumed run continues the same SwanLab experiment."""
+
+    name: str = "swanlab"
+    workspace: str | None = None
+    """SwanLab user or organization."""
+    mode: Literal["online", "offline", "local"] = "online"
+    """`offline` writes RUN_DIR/swanlab, for `swanlab sync`; `local` writes it for `swanlab watch`."""
+    tags: tuple[str, ...] = ()
+    """Tags of the experiment."""
+
+
+class OpenTelemetryTrackerConfig(TrackerConfig):
+    """OTLP over HTTP, to a collector or a service; needs `pip install spurline-trackers[opentelemetry]`."""
+
+    name: str = "opentelemetry"
+    endpoint: str | None = None
+    """Address up to, and without, `/v1/metrics`. Default is OTEL_EXPORTER_OTLP_ENDPOINT, else `http://localhost:4318`.
+    Headers, with their keys, come from OTEL_EXPORTER_OTLP_HEADERS alone."""
+    service_name: str = "spurline"
+    """The resource's `service.name`."""
+    timeout_s: float = Field(default=10.0, gt=0)
+    """Longest time that one request may take."""
+
+
+class PrometheusTrackerConfig(TrackerConfig):
+    """An address that Prometheus scrapes while the run goes on; needs `pip install spurline-trackers[prometheus]`."""
+
+    name: str = "prometheus"
+    host: str = "127.0.0.1"
+    """Address to listen on. Whoever reaches it reads the metrics; `0.0.0.0` is everybody in the network."""
+    port: int = Field(default=9464, gt=0, lt=65536)
+    """Port of `/metrics`. Two runs on one machine need two."""

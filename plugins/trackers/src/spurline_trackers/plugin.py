@@ -1,0 +1,20 @@
+"""What `trackers` registers. Light: imports neither torch nor transformers."""
+
+from __future__ import annotations
+
+from spurline.plugins import API_VERSION, ComponentRegistrar, Plugin, hookimpl
+from spurline_trackers import configs
+
+PLUGIN = Plugin("trackers", api=API_VERSION)
+
+
+@hookimpl
+def register_components(registry: ComponentRegistrar) -> None:
+    add = registry.add
+    add(configs.TensorboardTrackerConfig, "spurline_trackers.tensorboard:TensorboardTracker")
+    add(configs.WandbTrackerConfig, "spurline_trackers.wandb:WandbTracker")
+    add(configs.MlflowTrackerConfig, "spurline_trackers.mlflow:MlflowTracker")
+    add(configs.TrackioTrackerConfig, "spurline_trackers.trackio:TrackioTracker")
+    add(configs.SwanlabTrackerConfig, "spurline_trackers.swanlab:SwanlabTracker")
+    add(configs.OpenTelemetryTrackerConfig, "spurline_trackers.opentelemetry:OpenTelemetryTracker")
+    add(configs.PrometheusTrackerConfig, "spurline_trackers.prometheus:PrometheusTracker")

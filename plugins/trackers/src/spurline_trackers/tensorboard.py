@@ -1,0 +1,56 @@
+"""TensorBoard event files in RUN_DIR/tensorboard, one scalar per metric under the metric's own name.
+
+The library is imported when the tracker is built, not when this module is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from spurline.protocols.tracker import RunInfo
+from spurline_trackers.configs import TensorboardTrackerConfig
+from spurline_trackers.library import tracker_library
+
+FOLDER = "tensorboard"
+"""Name of the folder inside the run directory."""
+_FLUSH_EVERY_S = 10
+
+
+class TensorboardTracker:
+    """Write scalars as TensorBoard reads them; the resolved config goes to its text page."""
+
+    def __init__(self, config: TensorboardTrackerConfig) -> None:
+        self._config = config
+        self._writer_class = tracker_library("tensorboard", "torch.utils.tensorboard").SummaryWriter
+        self._writer: Any = None
+
+    def start(self, info: RunInfo) -> None:
+        """Open a new event file that hides whatever earlier attempts logged of `info.first_step` and later."""
+        assert self._writer is None, "TensorboardTracker is already started"
+        self._writer = self._writer_class(
+            log_dir=str(info.run_dir / FOLDER), purge_step=info.first_step, flush_secs=_FLUSH_EVERY_S
+        )
+        settings = json.dumps(info.config, indent=2, default=str)
+        # An indented block is shown as written, whatever the settings contain.
+        block = "\n".join(f"    {line}" for line in settings.splitlines())
+        self._writer.add_text("config", block, global_step=info.resume_step)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write all metrics of one step."""
+        assert self._writer is not None, "TensorboardTracker.log before start or after close"
+        for name, value in metrics.items():
+            if name != "step":
+                self._writer.add_scalar(name, value, global_step=step)
+
+    def flush(self) -> None:
+        """Write out everything logged: what a checkpoint covers is not logged again after a kill."""
+        assert self._writer is not None, "TensorboardTracker.flush before start or after close"
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Flush and close the event file. May be called twice."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None

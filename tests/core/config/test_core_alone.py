@@ -1,0 +1,111 @@
+"""With no plugin installed, what a config asks for is told with the package that has it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from spurline import load_config
+from spurline.cli import main
+from spurline.errors import ConfigError
+from spurline.plugins import official
+from spurline.plugins.official import how_to_enable, install_command
+
+INSTALL = re.compile(r"`pip install \S*?([a-z]\w*)(?: [^`]*)?`")
+
+
+def told(**settings: Any) -> dict[str, str]:
+    """What is said of each setting, with installing as the name of the plugin."""
+    with pytest.raises(ConfigError) as raised:
+        load_config({"model": {"path": "m"}, "data": {"train": "rows.jsonl"}, "steps": 1, **settings})
+    lines = [line.removeprefix("config: ").partition(" ") for line in str(raised.value).splitlines()]
+    return {key: INSTALL.sub(lambda found: f"INSTALL {found[1]}", said) for key, _, said in lines}
+
+
+def test_a_usual_config_is_told_what_to_install_for_each_component() -> None:
+    assert told(loss="ppo") == {
+        "data.train.0": "is given, but no enabled plugin has a dataset. The plugin 'text' has some: install it with "
+        "INSTALL text. (dataset rows.jsonl)",
+        "loss": "is 'ppo', which the plugin 'rl' has: install it with INSTALL rl.",
+        **{
+            kind: f"is required, and no enabled plugin has {article} {kind}. The plugin '{plugin}' has some: install "
+            f"it with INSTALL {plugin}."
+            for kind, article, plugin in (
+                ("source", "a", "text"),
+                ("tokenization", "a", "text"),
+                ("optimizer", "an", "models"),
+                ("schedule", "a", "models"),
+                ("backend", "a", "models"),
+            )
+        },
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "name", "plugin"),
+    [
+        ({"source": "sft"}, "source", "sft", "text"),
+        ({"source": {"name": "rollouts"}}, "source", "rollouts", "rl"),
+        ({"source": {"name": "preference"}}, "source", "preference", "preference"),
+        ({"trackers": ["wandb"]}, "trackers.0", "wandb", "trackers"),
+        ({"data": {"train": "a", "order": "reward_adaptive"}}, "data.order", "reward_adaptive", "rl"),
+        ({"evaluations": {"more": {"name": "answers", "data": "a"}}}, "evaluations.more", "answers", "rl"),
+    ],
+)
+def test_a_component_of_a_plugin_that_is_missing_names_it(
+    settings: dict[str, Any], key: str, name: str, plugin: str
+) -> None:
+    assert told(**settings)[key].startswith(
+        f"is '{name}', which the plugin '{plugin}' has: install it with INSTALL {plugin}."
+    )
+
+
+@pytest.mark.parametrize(("backend", "plugin"), [("fsdp", "fsdp_backend"), ("megatron", "megatron_backend")])
+def test_one_of_a_plugin_that_is_not_loaded_by_default_is_also_told_to_be_listed(backend: str, plugin: str) -> None:
+    assert told(backend=backend)["backend"] == (
+        f"is '{backend}', which the plugin '{plugin}' has: install it with INSTALL {plugin}, and list it under "
+        f"plugins: [{plugin}]."
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "plugin"),
+    [
+        ({"critic": {}}, "critic", "rl"),
+        ({"evaluation": {"generate": {"rewards": "exact_match"}}}, "evaluation.generate", "rl"),
+        ({"report": {}}, "report", "insight"),
+        ({"cluster": {}}, "cluster", "ranks"),
+    ],
+)
+def test_a_section_of_a_plugin_that_is_missing_names_it(settings: dict[str, Any], key: str, plugin: str) -> None:
+    assert told(**settings)[key] == (
+        f"is of the plugin '{plugin}', which is not enabled: install it with INSTALL {plugin}."
+    )
+
+
+@pytest.mark.parametrize(("command", "plugin"), [("plan", "planning"), ("report", "insight"), ("export", "models")])
+def test_a_command_of_a_plugin_that_is_missing_names_it(
+    command: str, plugin: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, "run.yaml"])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert f"spurline has no command '{command}'. The plugin '{plugin}' has it: {install_command(plugin)}." in said
+    assert "Commands: plugins, schema, train." in said
+
+
+def test_the_list_of_plugins_says_that_there_are_none(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plugins"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == "No plugins are installed.\n"
+
+
+def test_how_to_enable_a_plugin_leaves_out_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(official, "install_command", lambda plugin: f"pip install {plugin}")
+    assert how_to_enable("rl") == "install it with `pip install rl`"
+    assert how_to_enable("agents") == "install it with `pip install agents`, and list it under plugins: [agents]"
+    assert how_to_enable("agents", is_installed=True) == "list it under plugins: [agents]"

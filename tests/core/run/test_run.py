@@ -1,0 +1,429 @@
+"""Whole runs with core alone: its loop, checkpoints, hooks, trackers and commands need nothing but these seams."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Generator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import bare_components
+import numpy as np
+import pytest
+import torch
+from bare_components import HeldOut, Noted, Table
+from fake_plugins import FakePlugins
+from safetensors.torch import load_file
+
+from spurline import Run, load_config
+from spurline.cli import main
+from spurline.config.loading import LoadedConfig
+from spurline.errors import (
+    CheckpointError,
+    ConfigError,
+    HookFailedError,
+    NonFiniteLossError,
+    PluginError,
+    RunDirectoryError,
+    UserError,
+)
+from spurline.plugins import ComponentRegistrar, hookimpl
+from spurline.plugins.registry import Registry
+from spurline.protocols.evaluation import EvaluationConfig
+from spurline.run.endings.ending import RunResult
+from spurline.run.evaluations.evaluation import DataEvaluation
+from spurline.trackers.jsonl import read_metrics
+
+pytestmark = pytest.mark.usefixtures("bare")
+
+Config = dict[str, Any]
+
+
+@pytest.fixture
+def config(lines: Path, tmp_path: Path) -> Config:
+    """Eight steps with momentum, an evaluation at every second and a checkpoint at every third."""
+    return {
+        "run_dir": str(tmp_path / "run"),
+        "model": {"path": "none"},
+        "data": {"train": str(lines), "eval": {"path": str(lines), "split": "train[:5]"}},
+        "batch_size": 4,
+        "steps": 8,
+        "optimizer": {"learning_rate": 0.5},
+        "schedule": {"name": "falling", "min_ratio": 0.1},
+        "evaluation": {"every_steps": 2},
+        "checkpoint": {"every_steps": 3},
+    }
+
+
+class At:
+    """Does something at a hook of one step."""
+
+    def __init__(self, step: int, act: Callable[[], None]) -> None:
+        self._step, self._act = step, act
+
+    @hookimpl
+    def on_step_start(self, step: int) -> None:
+        if step == self._step:
+            self._act()
+
+
+def train(config: Config, *attached: object, **options: Any) -> RunResult:
+    loaded = load_config(config)
+    for number, each in enumerate(attached):
+        loaded.host.attach(each, f"test/{number}")
+    return Run(loaded, **options).train()
+
+
+def recorded(run_dir: Path | str) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl without what clocks measured."""
+    kept = read_metrics(Path(run_dir) / "metrics.jsonl")
+    return [{name: value for name, value in line.items() if "time" not in name} for line in kept]
+
+
+def weights(run_dir: Path | str) -> dict[str, torch.Tensor]:
+    """What the backend kept in the newest checkpoint."""
+    newest = max((Path(run_dir) / "checkpoints").glob("step-*"))
+    return load_file(newest / "backend" / "table.safetensors")
+
+
+def summary(config: Config) -> dict[str, Any]:
+    return json.loads((Path(config["run_dir"]) / "summary.json").read_text())
+
+
+def test_a_run_learns_and_records_what_it_did(config: Config) -> None:
+    result = train({**config, "trackers": ["noted"]})
+    found = recorded(config["run_dir"])
+    assert (result.status, result.step, [line["step"] for line in found]) == ("finished", 8, [*range(1, 9)])
+    assert found[-1]["loss"] < found[0]["loss"]
+    assert [line["step"] for line in found if "eval/loss" in line] == [2, 4, 6, 8]
+    assert [step for step, _ in Noted.told] == [*range(1, 9)]
+    assert found[0]["lr"] == 0.5
+    assert found[-1]["lr"] < 0.2
+    facts = summary(config)
+    assert (facts["status"], facts["total_steps"], facts["parameters"]) == ("finished", 8, 256)
+    assert facts["versions"]["bare-components"] == "1.2.3"
+    assert facts["data"]["train"]["samples"] == 24
+    assert [path.name for path in sorted((Path(config["run_dir"]) / "checkpoints").glob("step-*"))] == [
+        "step-00000006",
+        "step-00000008",
+    ]
+
+
+@pytest.mark.parametrize("stop", ["signal", "request", "failure"])
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(config: Config, tmp_path: Path, stop: str) -> None:
+    whole = {**config, "run_dir": str(tmp_path / "whole")}
+    train(whole)
+    loaded = load_config(config)
+    run = Run(loaded)
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    act = {
+        "signal": lambda: signal.raise_signal(signal.SIGTERM),
+        "request": lambda: run.request_stop("enough"),
+        "failure": fail,
+    }[stop]
+    loaded.host.attach(At(5, act), "test/stop")
+    if stop == "failure":
+        with pytest.raises(HookFailedError):
+            run.train()
+    else:
+        stopped = run.train()
+        assert (stopped.status, stopped.step) == ("stopped", 5)
+        assert (stopped.stop_reason == "enough") == (stop == "request")
+    assert train(config).status == "finished"
+    assert recorded(config["run_dir"]) == recorded(whole["run_dir"])
+    one, other = weights(config["run_dir"]), weights(whole["run_dir"])
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_run_that_has_finished_is_not_trained_again(config: Config) -> None:
+    train(config)
+    before = recorded(config["run_dir"])
+    result = train(config, At(1, lambda: pytest.fail("trained")))
+    assert (result.status, result.step) == ("finished", 8)
+    assert recorded(config["run_dir"]) == before
+    # More steps are trained from where it ended.
+    assert train({**config, "steps": 10}).step == 10
+
+
+def test_other_data_and_other_settings_are_refused_on_a_resume(config: Config, lines: Path) -> None:
+    train(config, At(4, lambda: signal.raise_signal(signal.SIGTERM)))
+    with pytest.raises(CheckpointError, match=r"optimizer\.learning_rate: 0\.5 -> 0\.25"):
+        train({**config, "optimizer": {"learning_rate": 0.25}})
+    text = lines.read_text()
+    lines.write_text(text.replace("line 7", "line 8"))
+    with pytest.raises(CheckpointError, match="The training data is another one"):
+        train(config)
+    lines.write_text(text)
+    changed = {**config, "optimizer": {"learning_rate": 0.25}}
+    assert train(changed, allow_change=["optimizer.learning_rate"]).status == "finished"
+    with pytest.raises(UserError, match="never"):
+        train(config, resume="never")
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_the_last_checkpoint_stands(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(NonFiniteLossError):
+        train(config, At(5, lambda: monkeypatch.setattr(Table, "is_next_lost", True)))
+    assert summary(config)["status"] == "failed"
+    assert [line["step"] for line in recorded(config["run_dir"])] == [1, 2, 3, 4]
+    monkeypatch.setattr(Table, "is_next_lost", False)
+    assert train(config).status == "finished"
+    assert [line["step"] for line in recorded(config["run_dir"])] == [*range(1, 9)]
+
+
+class Average:
+    """A plugin's mean of the table over all steps, which a checkpoint keeps, and a metric of it."""
+
+    def __init__(self) -> None:
+        self.sum = np.zeros(256, np.float64)
+        self.called: list[str] = []
+
+    @hookimpl
+    def on_run_start(self, run: Run) -> None:
+        self._run = run
+        run.keep_state("average", self)
+        self.called.append(f"start {run.state.step}")
+
+    @hookimpl(wrapper=True)
+    def train_step(self) -> Generator[None, Any, Mapping[str, float]]:
+        metrics = yield
+        ((_, table),) = self._run.backend.named_weights()
+        self.sum += table.numpy()
+        return {**metrics, "average/norm": float(np.linalg.norm(self.sum))}
+
+    @hookimpl
+    def on_eval_end(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.called.append(f"eval {step}")
+
+    @hookimpl
+    def on_checkpoint_saved(self, step: int, path: Path) -> None:
+        self.called.append(f"saved {step}")
+        assert path.is_dir()
+
+    @hookimpl
+    def on_run_end(self, run: Run, error: BaseException | None) -> None:
+        self.called.append(f"end {error}")
+
+    @hookimpl
+    def on_run_recorded(self, run: Run) -> Mapping[str, Path]:
+        assert summary({"run_dir": run.directory.path})["status"] in ("finished", "stopped")
+        return {"average": run.directory.path / "average.txt"}
+
+    def state_dict(self) -> dict[str, object]:
+        return {"sum": self.sum}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.sum = state["sum"] + 0
+
+
+def test_hooks_see_every_point_of_a_run_and_keep_their_state_over_a_resume(config: Config, tmp_path: Path) -> None:
+    whole, average = {**config, "run_dir": str(tmp_path / "whole")}, Average()
+    result = train(whole, average)
+    assert average.called == [
+        "start 0",
+        *("eval 2", "saved 3", "eval 4", "eval 6", "saved 6", "eval 8", "saved 8"),
+        "end None",
+    ]
+    assert result.files == {"average": tmp_path / "whole" / "average.txt"}
+    train(config, Average(), At(4, lambda: signal.raise_signal(signal.SIGTERM)))
+    resumed = Average()
+    train(config, resumed)
+    assert resumed.called[0] == "start 4"
+    assert np.array_equal(resumed.sum, average.sum)
+    assert recorded(config["run_dir"]) == recorded(whole["run_dir"])
+
+
+def test_optimizer_steps_are_told_with_their_number_over_a_resume(config: Config) -> None:
+    told: list[tuple[int, str]] = []
+
+    class Steps:
+        @hookimpl
+        def on_optimizer_step(self, update: int, role: str) -> None:
+            told.append((update, role))
+
+    train(config, Steps(), At(4, lambda: signal.raise_signal(signal.SIGTERM)))
+    train(config, Steps())
+    assert told == [(update, "policy") for update in range(1, 9)]
+
+
+def test_a_run_ends_when_its_metric_is_reached_and_keeps_the_best(config: Config) -> None:
+    reached = recorded_after(config)
+    config["run_dir"] += "-again"
+    config["checkpoint"]["keep_best"] = "eval/loss"
+    config["stop_when"] = {"metric": "eval/loss", "reaches": reached}
+    result = train(config)
+    assert (result.status, result.step) == ("finished", 4)
+    assert result.stop_reason is not None
+    assert result.best is not None
+    assert result.best["step"] == 4
+    with pytest.raises(ConfigError, match=r"eval/lsos.*Did you mean 'eval/loss'"):
+        train({**config, "run_dir": config["run_dir"] + "2", "stop_when": {"metric": "eval/lsos", "reaches": 1.0}})
+
+
+def recorded_after(config: Config) -> float:
+    """The held-out loss at step 4, a little above it."""
+    train(config)
+    return next(line["eval/loss"] for line in recorded(config["run_dir"]) if line["step"] == 4) + 1e-6
+
+
+def test_evaluations_by_name_have_data_and_a_rhythm_of_their_own(config: Config, lines: Path) -> None:
+    config["evaluations"] = {
+        "few": {"name": "held_out", "data": {"path": str(lines), "split": "train[:2]"}, "every_steps": 4},
+        "first": {"name": "held_out", "data": str(lines), "at_start": True},
+    }
+    train(config)
+    found = {line["step"]: {name for name in line if name.startswith("eval/")} for line in recorded(config["run_dir"])}
+    assert [step for step, names in found.items() if "eval/few/loss" in names] == [4, 8]
+    assert [step for step, names in found.items() if "eval/first/loss" in names] == [0, 8]
+    samples = (Path(config["run_dir"]) / "eval_samples.jsonl").read_text().splitlines()
+    assert {json.loads(line).get("evaluation") for line in samples} == {None, "few", "first"}
+
+
+def test_a_loss_beside_the_reference_model_begins_at_zero_and_falls(config: Config) -> None:
+    train({**config, "loss": "beside_reference"})
+    found = recorded(config["run_dir"])
+    assert found[0]["loss"] == pytest.approx(0, abs=1e-6)
+    assert found[-1]["loss"] < -0.1
+
+
+@pytest.mark.parametrize("changed", [{"collator": "padded"}, {"reduction": "sequence_mean"}, {"loss": "squared"}])
+def test_collators_reductions_and_losses_are_exchanged_without_the_others(config: Config, changed: Config) -> None:
+    assert train({**config, **changed}).status == "finished"
+    found = recorded(config["run_dir"])
+    assert found[-1]["loss"] < found[0]["loss"]
+
+
+def test_layout_of_rows_changes_nothing_but_rounding(config: Config) -> None:
+    losses = []
+    for number, collator in enumerate(("packed", "padded")):
+        settings = {**config, "run_dir": f"{config['run_dir']}{number}", "collator": collator}
+        train(settings)
+        losses.append([line["loss"] for line in recorded(settings["run_dir"])])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_only_one_run_has_a_directory(config: Config) -> None:
+    def again() -> None:
+        with pytest.raises(RunDirectoryError):
+            train(config)
+
+    assert train(config, At(2, again)).status == "finished"
+
+
+def test_the_command_trains_and_says_where_it_left_what(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path(config["run_dir"]).parent / "run.yaml"
+    path.write_text(json.dumps(config))
+    with pytest.raises(SystemExit) as ended:
+        main(["train", str(path), "--set", "steps=3"])
+    assert ended.value.code == 0
+    said = capsys.readouterr()
+    assert "step 3/3" in said.out + said.err
+    assert summary(config)["total_steps"] == 3
+
+
+def test_the_list_of_plugins_shows_what_is_installed_and_enabled(
+    config: Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path(config["run_dir"]).parent / "run.yaml"
+    path.write_text(json.dumps(config))
+    listed = {"": "models  1.2.3  (bare-components, by default)", "doctor": "models: works (bare-components 1.2.3)"}
+    for command, told in listed.items():
+        with pytest.raises(SystemExit) as ended:
+            main(["plugins", *command.split()])
+        assert ended.value.code == 0
+        assert told in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["plugins", "--config", str(path)])
+    shown = capsys.readouterr().out
+    assert "  backend: table, other_table" in shown
+    assert "  commands: shout" in shown
+
+
+def test_a_plugin_that_stands_beside_changes_what_it_replaces_alone(config: Config, plugins: FakePlugins) -> None:
+    calls: list[int] = []
+
+    def on_step_end(step: int) -> None:
+        calls.append(step)
+
+    available = plugins.add("counter", hooks=(on_step_end,))
+    loaded = load_config({**config, "plugins": ["counter"]}, available=available)
+    assert list(loaded.host.plugins) == ["core", "models", "counter"]
+    assert Run(loaded).train().status == "finished"
+    assert calls == [*range(1, 9)]
+
+
+ALONE = """
+import importlib.metadata, sys
+import bare_components
+importlib.metadata.entry_points = bare_components.metadata_with(bare_components.entry_points)
+from spurline import Run, load_config
+assert Run(load_config(CONFIG)).train().status == "finished"
+print(sorted(name for name in sys.modules if name.startswith("spurline_") or name in HEAVY))
+"""
+
+
+@pytest.mark.processes
+def test_a_run_imports_no_other_package(config: Config) -> None:
+    heavy = ("transformers", "datasets", "pandas", "plotly", "peft", "ray")
+    support = str(Path(bare_components.__file__).parent)
+    paths = [support, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE.replace("CONFIG", repr(config)).replace("HEAVY", repr(heavy))],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+class PlainConfig(EvaluationConfig):
+    """An evaluation without further settings."""
+
+    name: str = "plain"
+
+
+class WithoutSamples(HeldOut):
+    """Measures, and does not say what."""
+
+    def __init__(self, config: Any, context: Any) -> None:
+        super().__init__(config, context)
+        del self.samples
+
+
+def with_plain_evaluation(config: Config, plugins: FakePlugins, factory: str) -> LoadedConfig:
+    def register(registry: ComponentRegistrar) -> None:
+        registry.add(PlainConfig, factory, default=True)
+
+    return load_config({**config, "plugins": ["plain"]}, available=plugins.add("plain", register=register))
+
+
+def test_the_default_evaluation_may_be_one_without_batches(config: Config, plugins: FakePlugins) -> None:
+    assert "eval/loss" in Run(with_plain_evaluation(config, plugins, "bare_components:HeldOut")).train().metrics
+    config = {**config, "run_dir": config["run_dir"] + "2", "evaluation": {"batch_size": 2}}
+    with pytest.raises(ConfigError, match=r"evaluation\.batch_size is given, and 'plain' has no such setting"):
+        Run(with_plain_evaluation(config, plugins, "bare_components:HeldOut")).train()
+
+
+def test_a_default_evaluation_without_samples_is_refused(config: Config, plugins: FakePlugins) -> None:
+    with pytest.raises(PluginError, match="default evaluation 'plain' of spurline-plain has no attribute samples"):
+        Run(with_plain_evaluation(config, plugins, f"{__name__}:WithoutSamples")).train()
+
+
+def test_held_out_data_that_nothing_measures_names_a_plugin_that_is_left_out() -> None:
+    config: Any = SimpleNamespace(data=SimpleNamespace(eval=()))
+    context: Any = SimpleNamespace(run=SimpleNamespace(host=SimpleNamespace(registry=Registry())))
+    with pytest.raises(ConfigError, match="Plugin 'models' does: take -models out of plugins"):
+        DataEvaluation(config, context)

@@ -1,0 +1,94 @@
+"""Functions in settings are found beside the config file or in the working directory, and never guessed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from spurline.config.loading import LoadedConfig, load_config
+from spurline.errors import ConfigError, PluginError
+from spurline_rl.rewards.function import load_function
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder for the config, beside the one that commands are run in, which is `work`."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    known = set(sys.modules)
+    for name in ("configs", "work", "home"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    yield tmp_path
+    for name in set(sys.modules) - known:
+        if name.startswith("test_paths_"):
+            del sys.modules[name]
+
+
+def load(project: Path, **settings: str) -> LoadedConfig:
+    values = {"model.path": "org/model", "data.train": "org/rows", **settings}
+    (project / "configs" / "run.yaml").write_text("steps: 1\n", encoding="utf-8")
+    return load_config(project / "configs" / "run.yaml", [f"{key}={value}" for key, value in values.items()])
+
+
+def data_path(loaded: LoadedConfig) -> str:
+    return str(loaded.resolved()["data"]["train"][0]["path"])
+
+
+def reward(project: Path, path: str) -> str:
+    loaded = load(
+        project,
+        **{
+            "data.eval": "org/rows",
+            "evaluation.generate": f'{{rewards: {{x: "{path}"}}}}',
+        },
+    )
+    return str(loaded.resolved()["evaluation"]["generate"]["rewards"]["x"]["path"])
+
+
+@pytest.mark.parametrize("folder", ["configs", "work"])
+@pytest.mark.parametrize("written", ["test_paths_{0}:f", "test_paths_{0}.py:f", "./test_paths_{0}.py:f"])
+def test_reward_functions_beside_the_config_or_here_are_found_by_module_and_by_file(
+    project: Path, folder: str, written: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (project / folder / f"test_paths_{folder}.py").write_text(
+        f"def f(answer):\n    return {folder!r}\n", encoding="utf-8"
+    )
+    path = reward(project, written.format(folder))
+    assert path.startswith(f"{project}/{folder}/test_paths_{folder}")
+    monkeypatch.chdir(project / "home")
+    assert load_function(path, "reward function")(None) == folder
+
+
+def test_modules_of_a_package_beside_the_config_import_each_other(project: Path) -> None:
+    package = project / "configs" / "test_paths_package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "parts.py").write_text("VALUE = 7\n", encoding="utf-8")
+    (package / "rewards.py").write_text("from .parts import VALUE\n\ndef f(answer):\n    return VALUE\n", "utf-8")
+    assert load_function(reward(project, "test_paths_package.rewards:f"), "reward function")(None) == 7
+
+
+def test_a_reward_module_in_both_places_or_of_an_installed_name_is_an_error(project: Path) -> None:
+    for folder in ("configs", "work"):
+        (project / folder / "test_paths_twice.py").write_text("def f(answer): ...\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"configs/test_paths_twice\.py and .*work/test_paths_twice\.py both exist"):
+        reward(project, "test_paths_twice:f")
+    (project / "configs" / "colorsys.py").write_text("def f(answer):\n    return 3\n", encoding="utf-8")
+    with pytest.raises(PluginError, match=r"'colorsys' is .* a module that is installed.*configs/colorsys\.py:rgb"):
+        load_function(reward(project, "colorsys:rgb_to_hls"), "reward function")
+    path = str(project / "configs" / "colorsys.py")
+    assert (
+        load_function(f"{path}:f", "reward function")(None)
+        == load_function(reward(project, "colorsys.py:f"), "r")(None)
+        == 3
+    )
+
+
+def test_a_reward_file_that_is_missing_is_told_with_those_that_are_there(project: Path) -> None:
+    (project / "work" / "test_paths_near.py").touch()
+    with pytest.raises(PluginError, match=r"test_paths_neer\.py, which does not exist\. Did you mean 'test_paths_near"):
+        load_function(reward(project, "test_paths_neer.py:f"), "reward function")

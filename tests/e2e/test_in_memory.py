@@ -1,0 +1,362 @@
+"""Python objects in the places of paths: what a config makes of them, and what it says of those that it cannot use."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import inspect
+import json
+import subprocess
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+
+from spurline import load_config
+from spurline.config.loading import LoadedConfig
+from spurline.errors import ConfigError, PluginError
+from spurline.files import remove_unfinished
+from spurline_rl.environments.tools import Toolbox
+from spurline_rl.functions import load_function
+from spurline_rl.protocols.reward import Answer
+from spurline_rl.rewards.function import FunctionReward
+from spurline_text import in_memory as keeper
+from spurline_text.in_memory import Keeper
+
+ROWS = [{"prompt": "1 + 1", "completion": "2"}, {"prompt": "grüße", "completion": "4"}]
+Load = Callable[..., LoadedConfig]
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Load:
+    def loading(train: object = ROWS, rewards: object = None, **more: object) -> LoadedConfig:
+        config = {"run_dir": str(tmp_path / "run"), "model": {"path": "m"}, "data": {"train": train}, "steps": 1}
+        if rewards is not None:
+            environment = {"name": "single_turn", "rewards": rewards}
+            config["source"] = {
+                "name": "rollouts",
+                "environment": environment,
+                "prompts_per_step": 1,
+                "sampling": {"max_new_tokens": 4},
+            }
+        return load_config(config | more)
+
+    return loading
+
+
+def rewards_of(loaded: LoadedConfig) -> dict[str, Any]:
+    source: Any = loaded.config.source
+    return source.environment.rewards
+
+
+def answer() -> Answer:
+    return Answer("p", "abc", "abc", {})
+
+
+def files(tmp_path: Path) -> list[str]:
+    return sorted(path.name for path in (tmp_path / "run" / "in_memory").iterdir())
+
+
+@pytest.mark.parametrize(
+    "train",
+    [ROWS, tuple(ROWS), datasets.Dataset.from_list(ROWS), {"path": ROWS}, [{"path": ROWS}], [ROWS]],
+    ids=["list", "tuple", "Dataset", "path", "listed path", "listed rows"],
+)
+def test_rows_are_written_once_below_the_run_directory_under_a_name_of_their_content(
+    load: Load, tmp_path: Path, train: object
+) -> None:
+    path = Path(load(train).config.data.train[0].place)
+    assert path.parent == tmp_path / "run" / "in_memory"
+    assert [json.loads(line) for line in path.read_text().splitlines()] == ROWS
+    before = path.stat()
+    assert load(train).config.data.train[0].place == str(path)
+    assert path.stat().st_ino == before.st_ino
+    other = load([*ROWS, ROWS[0]]).config.data.train[0].place
+    assert files(tmp_path) == sorted([path.name, Path(other).name])
+
+
+def test_rows_that_are_written_already_are_read_once(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+
+    def noting(number: int, row: Any) -> bytes:
+        read.append(number)
+        return line(number, row)
+
+    line = keeper._line
+    monkeypatch.setattr(keeper, "_line", noting)
+    # To judge them, and to write them.
+    first = load(ROWS)
+    assert read == [0, 1, 0, 1]
+    assert load(list(ROWS)).config == first.config
+    assert read == [0, 1] * 3
+
+
+def test_rows_and_files_are_mixed_and_settings_stand_beside_rows(load: Load) -> None:
+    data = {"train": [ROWS, {"path": [{"frage": "a", "antwort": "b"}], "weight": 2.0}, "rows.jsonl"], "eval": ROWS}
+    train = load(data=data).config.data.train
+    assert [entry.weight for entry in train] == [1.0, 2.0, 1.0]
+    assert train[2].place == "rows.jsonl"
+
+
+def test_arrays_of_numpy_become_lists(load: Load) -> None:
+    place = load([{"input_ids": np.arange(3), "labels": [np.int64(1)]}]).config.data.train[0].place
+    assert json.loads(Path(place).read_text()) == {"input_ids": [0, 1, 2], "labels": [1]}
+
+
+@pytest.mark.parametrize(
+    ("train", "said"),
+    [
+        ({"path": []}, r"data\.train\.0\.path is an empty list; give at least one row\."),
+        ({"path": [1, 2]}, r"row 0 is of type int\. Each row is a dict of columns\."),
+        ([{"prompt": {1, 2}}], r"row 0, column 'prompt': cannot be written as JSON .*type set"),
+        ([*ROWS, {"prompt": float("nan")}], r"row 2, column 'prompt': .*None for NaN"),
+        (datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS)), r"mapping of train\. .*dataset\['train'\]"),
+        (datasets.Dataset.from_list(ROWS).to_iterable_dataset(), r"has no length\. .*name: hf_stream"),
+        ({"path": datasets.Dataset.from_list(ROWS).to_pandas()}, r"type DataFrame.*frame\.to_dict\('records'\)"),
+        (datasets.Dataset.from_list(ROWS).to_pandas(), r"path is of type DataFrame.*frame\.to_dict\('records'\)"),
+        ((row for row in ROWS), r"path is of type generator, which holds no rows .*Give a list of dicts"),
+    ],
+)
+def test_what_is_no_rows_is_refused_with_the_way_out(load: Load, tmp_path: Path, train: object, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load(train)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        {"stpes": 1},
+        {"batch_size": 0},
+        {"checkpoint": {"keep_best": "eval/loss"}},
+        {"data": {"train": ROWS, "eval": [*ROWS, {"prompt": {1}}]}},
+    ],
+    ids=["name", "value", "across sections", "other rows"],
+)
+def test_a_mistake_in_the_config_leaves_nothing_behind(load: Load, tmp_path: Path, mistake: dict[str, object]) -> None:
+    class Model:
+        def save_pretrained(self, folder: Path) -> None:
+            raise AssertionError("saved before the config was judged")
+
+    with pytest.raises(ConfigError, match=r"^(?!.*saved before)"):
+        load(**({"model": {"path": Model(), "tokenizer": "t"}} | mistake))
+    assert not (tmp_path / "run").exists()
+
+
+def test_programs_with_one_run_directory_do_not_meet_while_they_write(tmp_path: Path) -> None:
+    class Rows(list[dict[str, Any]]):
+        """While they are written, another program writes the same."""
+
+        def __iter__(self) -> Iterator[dict[str, Any]]:
+            for number, row in enumerate(list(super().__iter__())):
+                if number == 1:
+                    found.append(Keeper(tmp_path).rows(ROWS))
+                yield row
+
+    class Tokenizer:
+        def __init__(self, beside: Tokenizer | None) -> None:
+            self.beside = beside
+
+        def save_pretrained(self, folder: Path) -> None:
+            folder.mkdir()
+            if self.beside is not None:
+                found.append(Keeper(tmp_path).saved(self.beside, "tokenizer"))
+            (folder / "tokenizer.json").write_text("{}")
+
+    found: list[str] = []
+    assert found == [Keeper(tmp_path).rows(Rows(ROWS))]
+    assert Path(found[0]).read_text().count("\n") == len(ROWS)
+    found.clear()
+    assert found == [Keeper(tmp_path).saved(Tokenizer(Tokenizer(None)), "tokenizer")]
+    assert len(list((tmp_path / "in_memory").iterdir())) == 2
+
+
+def test_a_list_of_wrong_settings_is_still_told_as_one(load: Load) -> None:
+    with pytest.raises(ConfigError, match=r"data\.train\.0\.pth is not a setting"):
+        load([{"pth": "rows.jsonl"}])
+
+
+def test_a_file_cannot_hold_rows(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("model: {path: m}\nsteps: 1\ndata: {train: [{prompt: a, completion: b}]}\n")
+    with pytest.raises(ConfigError, match=r"run\.yaml:3: data\.train\.0\.path .*from Python: load_config"):
+        load_config(file)
+
+
+@pytest.mark.parametrize("spell", [lambda f: f, lambda f: {"longest": f}, lambda f: {"name": "function", "path": f}])
+def test_a_closure_is_a_reward_and_is_called_in_this_process(load: Load, spell: Callable[..., object]) -> None:
+    seen: list[str] = []
+
+    def longest(answer: Answer) -> float:
+        seen.append(answer.response)
+        return len(answer.response)
+
+    loaded = load(rewards=spell(longest))
+    [(term, config)] = rewards_of(loaded).items()
+    assert (term, config.in_process) == ("longest", True)
+    assert asyncio.run(FunctionReward(config).score_async(answer())) == 3
+    assert seen == ["abc"]
+    written = loaded.resolved()["source"]["environment"]["rewards"]["longest"]
+    assert written["path"] == "in-memory:longest"
+
+
+def test_configs_keep_their_own_function_when_its_cell_runs_again(load: Load) -> None:
+    loaded = [load(rewards={"it": lambda answer, number=number: number}) for number in (1.0, 2.0)]
+    scores = [FunctionReward(rewards_of(each)["it"]).score(answer()) for each in loaded]
+    assert scores == [1.0, 2.0]
+    assert loaded[0].resolved() == loaded[1].resolved()
+
+
+def test_worker_processes_refuse_a_function_that_is_an_object(load: Load) -> None:
+    with pytest.raises(ConfigError, match=r"rewards\.f\.in_process is false, but .*my_rewards\.py"):
+        load(rewards={"f": {"name": "function", "path": lambda answer: 1.0, "in_process": False}})
+    with pytest.raises(ConfigError, match=r"workers limits worker processes"):
+        load(rewards={"f": {"name": "function", "path": lambda answer: 1.0, "workers": 2}})
+
+
+def test_a_recorded_function_is_missed_with_the_way_out() -> None:
+    with pytest.raises(PluginError, match=r"gave as an object.*Train from Python.*my_functions\.py:longest"):
+        load_function("in-memory:longest", "reward function")
+
+
+def test_a_function_of_a_wrong_signature_is_told_as_one_of_a_file_is(load: Load) -> None:
+    def two(prompt: str, response: str) -> float:
+        return 0.0
+
+    loaded = load(rewards=two)
+    config = rewards_of(loaded)["two"]
+    with pytest.raises(ConfigError, match=r"is defined as two\(prompt.*called with one argument"):
+        FunctionReward(config)
+
+
+def test_tools_are_functions_too(load: Load) -> None:
+    def double(number: int) -> int:
+        """Twice the number."""
+        return 2 * number
+
+    loaded = load(rewards="exact_match")
+    environment = {"name": "tools", "rewards": "exact_match", "tools": [double, "calculator"]}
+    source = {"name": "rollouts", "environment": environment, "prompts_per_step": 1, "sampling": {"max_new_tokens": 4}}
+    loaded = load(source=source)
+    config: Any = loaded.config.source
+    assert {each["function"]["name"] for each in Toolbox(config.environment.tools, 1).schemas()} == {
+        "double",
+        "calculator",
+    }
+
+
+def test_what_another_program_has_put_there_in_the_last_instant_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Tokenizer:
+        def save_pretrained(self, folder: Path) -> None:
+            folder.mkdir()
+            (folder / "tokenizer.json").write_text("{}")
+
+    first = Keeper(tmp_path).saved(Tokenizer(), "tokenizer")
+    looks = iter([False])
+    monkeypatch.setattr(Path, "exists", lambda _: next(looks, True))
+    assert Keeper(tmp_path).saved(Tokenizer(), "tokenizer") == first
+
+
+class Counting:
+    """An environment as a plugin's is written."""
+
+    def __init__(self, config: Any, registry: object, tokenizer: object, data: object) -> None:
+        self.turns, self.tokenizer = config.max_turns, tokenizer
+
+    async def run(self, task: object, policy: object) -> Any:
+        return "class"
+
+
+class Ready:
+    """An environment that is built already."""
+
+    async def run(self, task: object, policy: object) -> Any:
+        return "object"
+
+
+async def attempt(task: object, policy: object) -> Any:
+    return "function"
+
+
+def environment_of(load: Load, given: object) -> Any:
+    source = {"name": "rollouts", "environment": given, "prompts_per_step": 1, "sampling": {"max_new_tokens": 4}}
+    loaded = load(source=source)
+    config: Any = loaded.config.source
+    assert loaded.resolved()["source"]["environment"]["path"].startswith(("in-memory:", "/"))
+    registry = loaded.host.registry
+    return registry.create("environment", config.environment, registry=registry, tokenizer="t", data=None)
+
+
+@pytest.mark.parametrize(("given", "said"), [(Counting, "class"), (Ready(), "object"), (attempt, "function")])
+def test_an_environment_is_a_class_an_object_or_an_async_function(load: Load, given: Any, said: str) -> None:
+    assert asyncio.run(environment_of(load, given).run(None, None)) == said
+    assert asyncio.run(environment_of(load, {"name": "custom", "path": given}).run(None, None)) == said
+
+
+def test_an_environment_is_named_by_its_file_too(load: Load, tmp_path: Path) -> None:
+    (tmp_path / "games.py").write_text(f"from __future__ import annotations\n\n{inspect.getsource(Counting)}")
+    given = {"name": "custom", "path": f"{tmp_path / 'games.py'}:Counting", "max_turns": 3}
+    made = environment_of(load, given)
+    assert (made.turns, made.tokenizer) == (3, "t")
+    assert environment_of(load, given["path"]).turns == 1
+
+
+class _RunsWithoutPolicy(Ready):
+    async def run(self, task: object) -> Any: ...  # type: ignore[override]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (_RunsWithoutPolicy(), r"is defined as run\(task.*called with \(task, policy\)"),
+        (partial(attempt, 1, 2), r"is defined as partial\(\).*called with \(task, policy\)"),
+        (dict, "cannot be called: no signature"),
+        (lambda task, policy: None, r"is defined as <lambda>\(task, policy\).*called with \(config, registry"),
+        (type("Empty", (Counting,), {"run": None}), r"makes a Empty, which has no `async def run\(task, policy\)`"),
+    ],
+)
+def test_what_is_no_environment_says_how_one_is_written(load: Load, given: object, said: str) -> None:
+    with pytest.raises(PluginError, match=said):
+        environment_of(load, given)
+
+
+def test_a_closure_goes_with_the_config_that_it_was_given_to(spurline_tiny_model: Path, tmp_path: Path) -> None:
+    class Held:
+        """Stands for a model that a reward sees."""
+
+    held = Held()
+    gone = weakref.ref(held)
+
+    def reward(answer: object, held: Held = held) -> float:
+        return 1.0
+
+    rows = [{"prompt": "say 1"}]
+    source = {"name": "rollouts", "prompts_per_step": 1, "environment": {"name": "single_turn", "rewards": reward}}
+    model = {"path": str(spurline_tiny_model)}
+    loaded = load_config({"run_dir": tmp_path, "model": model, "data": {"train": rows}, "source": source, "steps": 1})
+    del reward, held, source
+    gc.collect()
+    assert gone() is not None
+    del loaded
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.processes
+def test_a_model_that_a_kill_left_half_saved_is_cleared_away(tmp_path: Path) -> None:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    left, link = tmp_path / f".model.{process.pid}.tmp", tmp_path / f".link.{process.pid}.tmp"
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(b"half")
+    (tmp_path / "kept").mkdir()
+    link.symlink_to(tmp_path / "kept")
+    remove_unfinished(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]

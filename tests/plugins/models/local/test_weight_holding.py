@@ -1,0 +1,324 @@
+"""Weights in half precision, with masters or rounded at random, and an optimizer on the host."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from backend_batches import lay_out, local_backend, make_samples, run_config, write_model_folder
+from held_weights import OBJECTIVE, round_files, train, write_fp32_files
+from torch import Tensor
+
+from spurline.config.run_config import CriticConfig, ModelConfig
+from spurline.errors import CheckpointError
+from spurline.protocols.backend import Role
+from spurline.protocols.loss import Objective
+from spurline.update.configs import WholeBatchConfig
+from spurline_models.configs import LoraConfig
+from spurline_models.holding import stepping_memory
+from spurline_models.local.backend import LocalBackend
+from spurline_models.local.checkpoint import read_weights
+from spurline_models.local.configs import LocalBackendConfig
+from spurline_models.optimizers.configs import AdamW8BitConfig, AdamWConfig, MuonConfig
+from spurline_rl.losses.configs import ValueLossConfig
+from spurline_rl.losses.value import ValueLoss
+
+HALF = {"precision": "bf16"}
+MASTERS = {**HALF, "weights": "bf16_masters"}
+STOCHASTIC = {**HALF, "weights": "bf16_stochastic"}
+ON_HOST = {"offload_optimizer": True}
+MODES = [MASTERS, STOCHASTIC, ON_HOST, {**MASTERS, **ON_HOST}, {**STOCHASTIC, **ON_HOST}]
+NARROW = [MASTERS, STOCHASTIC]
+BATCH = lay_out(make_samples([9, 12, 20, 3]))
+
+
+def named(mode: Mapping[str, Any]) -> str:
+    return "-".join(str(value) for value in mode.values() if value not in ("bf16", True)) or "fp32"
+
+
+def modes(*parameters: Mapping[str, Any]) -> Any:
+    words = [f"{named(mode)}{'-host' if 'offload_optimizer' in mode else ''}" for mode in parameters]
+    return pytest.mark.parametrize("mode", parameters, ids=words)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """A model whose files hold fp32 values that bf16 does not have."""
+    return write_fp32_files(tmp_path / "model")
+
+
+@pytest.fixture
+def half_files(files: Path) -> Path:
+    return round_files(files)
+
+
+def opened(folder: Path, freeze: tuple[str, ...] = (), **settings: Any) -> LocalBackend:
+    run = settings.pop("run", {})
+    model = ModelConfig(path=str(folder), freeze=freeze)
+    return local_backend(folder, run={"model": model, **run}, **settings)
+
+
+def copied(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in values.items()}
+
+
+def same(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def narrow_names(backend: LocalBackend) -> set[str]:
+    return {name for name, value in backend._model.causal.named_parameters() if value.dtype == torch.bfloat16}
+
+
+def test_masters_learn_what_wide_weights_learn_under_autocast_bit_for_bit(half_files: Path) -> None:
+    # But for the embedding, which autocast does not round: it is frozen here. The norm of narrow gradients is summed in
+    # another order, so nothing is clipped.
+    optimizer = AdamWConfig(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=None)
+    settings: dict[str, Any] = {"freeze": ("*embed*",), "rows_per_microbatch": 1, "run": {"optimizer": optimizer}}
+    masters, wide = (opened(half_files, **settings, **mode) for mode in (MASTERS, HALF))
+    for expected, got in zip(train(wide, range(3)), train(masters, range(3)), strict=True):
+        assert got.pop("grad_norm") == pytest.approx(expected.pop("grad_norm"), rel=1e-6)
+        assert got == expected
+    assert same(masters.trained_parameters(), wide.trained_parameters())
+    assert same(dict(masters.gradients(BATCH, OBJECTIVE)), dict(wide.gradients(BATCH, OBJECTIVE)))
+    assert torch.equal(masters.logprobs(BATCH), wide.logprobs(BATCH))
+
+
+def test_masters_begin_with_the_values_of_the_files_and_the_model_with_the_nearest(files: Path) -> None:
+    masters, wide = (opened(files, **mode) for mode in (MASTERS, HALF))
+    assert same(masters.trained_parameters(), wide.trained_parameters())
+    for name, weight in masters._model.causal.named_parameters():
+        assert torch.equal(weight, masters.trained_parameters()[name].to(weight.dtype)), name
+    assert {"model.embed_tokens.weight", "lm_head.weight"} < narrow_names(masters)
+
+
+@modes(*NARROW)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_gradients_do_not_depend_on_the_layout_or_the_cutting_beyond_rounding(
+    tmp_path: Path, mode: dict[str, Any], tied: bool
+) -> None:
+    model = write_model_folder(tmp_path / "model", tie_word_embeddings=tied)
+    samples = make_samples([9, 12, 20, 3, 7, 15])
+    whole = local_backend(model, **mode, activation_checkpointing=True)
+    wanted = dict(whole.gradients(lay_out(samples, [[0, 1, 2, 3, 4, 5]]), OBJECTIVE))
+    for settings in ({}, {"rows_per_microbatch": 1}):
+        for name, gradient in local_backend(model, **mode, **settings).gradients(lay_out(samples), OBJECTIVE):
+            assert gradient.dtype == torch.float32
+            difference = torch.linalg.vector_norm(gradient - wanted[name])
+            assert difference <= 0.01 * torch.linalg.vector_norm(wanted[name]), name
+
+
+@modes(*NARROW)
+def test_sums_over_micro_batches_are_wide(half_files: Path, mode: dict[str, Any]) -> None:
+    samples = make_samples([9, 12, 20, 3])
+    backend = opened(half_files, **mode, rows_per_microbatch=1)
+    found = dict(backend.gradients(lay_out(samples), OBJECTIVE))
+    parts = [dict(backend.gradients(lay_out([sample]), OBJECTIVE)) for sample in samples]
+    for name, gradient in found.items():
+        total = parts[0][name] + parts[1][name] + parts[2][name] + parts[3][name]
+        assert torch.equal(gradient, total), name
+    weight = found["model.layers.0.mlp.up_proj.weight"]
+    assert not torch.equal(weight, weight.bfloat16().float())
+
+
+def test_the_gradient_of_a_token_in_many_places_is_summed_wide(half_files: Path) -> None:
+    sample = replace(make_samples([200], loss_share=1.0)[0], tokens=(7,) * 200)
+    masters, wide = (opened(half_files, **mode) for mode in (MASTERS, HALF))
+    name = "model.embed_tokens.weight"
+    found, expected = (dict(backend.gradients(lay_out([sample]), OBJECTIVE))[name] for backend in (masters, wide))
+    assert torch.equal(found, expected.bfloat16().float())
+    assert bool(found[7].any())
+
+
+@pytest.mark.parametrize(
+    ("settings", "optimizer"),
+    [
+        ({}, MuonConfig),
+        ({"lora": LoraConfig(rank=2)}, AdamWConfig),
+        ({"precision": "fp64"}, AdamWConfig),
+        (MASTERS, AdamWConfig),
+        (STOCHASTIC, AdamWConfig),
+    ],
+)
+def test_an_optimizer_on_the_host_learns_the_same_bit_for_bit(
+    tmp_path: Path, settings: dict[str, Any], optimizer: Callable[..., AdamWConfig]
+) -> None:
+    model = write_model_folder(tmp_path / "model")
+    run = {"optimizer": optimizer(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=0.5)}
+    there, here = (local_backend(model, run=run, **settings, **extra) for extra in (ON_HOST, {}))
+    assert train(there, range(3)) == train(here, range(3))
+    assert same(dict(there.named_weights()), dict(here.named_weights()))
+    assert same(there.trained_parameters(), here.trained_parameters())
+    # Not the model's own memory, which is that of a GPU elsewhere.
+    own = {value.data_ptr() for value in there._model.causal.parameters()}
+    assert not own & {value.data_ptr() for value in there._policy._stand_ins.parameters.values() if value.numel()}
+
+
+@pytest.mark.parametrize(
+    ("mode", "optimizer"),
+    [*((mode, AdamWConfig) for mode in MODES), (STOCHASTIC, AdamW8BitConfig), ({**MASTERS, **ON_HOST}, MuonConfig)],
+)
+def test_a_run_goes_on_bit_for_bit_and_is_exported_from_its_checkpoint(
+    files: Path, tmp_path: Path, mode: dict[str, Any], optimizer: Callable[..., AdamWConfig]
+) -> None:
+    if optimizer is AdamW8BitConfig:
+        pytest.importorskip("bitsandbytes")
+    run = {"optimizer": optimizer(learning_rate=1e-2, max_grad_norm=0.5)}
+    settings: dict[str, Any] = {"freeze": ("*layers.1.mlp*", "*layers.1.*norm*"), "run": run, **mode}
+    backend, resumed = (opened(files, **settings) for _ in range(2))
+    train(backend, range(2))
+    backend.save(tmp_path / "saved")
+    weights = copied(dict(backend.named_weights()))
+    expected = train(backend, range(2, 4))
+    resumed.load(tmp_path / "saved")
+    assert same(dict(resumed.named_weights()), weights)
+    assert train(resumed, range(2, 4)) == expected
+    assert same(resumed.trained_parameters(), backend.trained_parameters())
+
+    config = run_config(files, model=ModelConfig(path=str(files), freeze=settings["freeze"]), backend=backend._config)
+    read = dict(read_weights(config, tmp_path / "saved", {}).tensors)
+    assert same(read, {name: value.float() for name, value in weights.items()})
+
+
+@modes(*NARROW)
+def test_small_buckets_step_as_one_large_one(
+    half_files: Path, mode: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together = opened(half_files, **mode)
+    expected = train(together, range(2))
+    monkeypatch.setattr(stepping_memory, "VALUES_AT_ONCE", 1000)
+    apart = opened(half_files, **mode)
+    assert len(apart._policy._stand_ins._buckets) > 10
+    assert train(apart, range(2)) == expected
+    assert same(apart.trained_parameters(), together.trained_parameters())
+
+
+def test_a_checkpoint_of_masters_is_that_of_wide_weights_and_one_without_is_refused(
+    half_files: Path, tmp_path: Path
+) -> None:
+    masters, wide, stochastic = (opened(half_files, **mode) for mode in (MASTERS, HALF, STOCHASTIC))
+    train(masters, range(1))
+    masters.save(tmp_path / "saved")
+    assert narrow_names(masters) == set(json.loads((tmp_path / "saved/state.json").read_text())["narrow_weights"])
+    wide.load(tmp_path / "saved")
+    assert same(wide.trained_parameters(), masters.trained_parameters())
+    with pytest.raises(CheckpointError, match=r"float32 in the checkpoint, but .*bfloat16.*backend\.weights"):
+        stochastic.load(tmp_path / "saved")
+
+
+@modes(*NARROW)
+def test_the_reference_is_what_the_policy_computed_with_at_first(files: Path, mode: dict[str, Any]) -> None:
+    backend = opened(files, **mode)
+    before = backend.logprobs(BATCH)
+    train(backend, range(2))
+    assert torch.equal(backend.logprobs(BATCH, "reference"), before)
+    assert not torch.equal(backend.logprobs(BATCH), before)
+    assert backend._reference is not None
+    held = {name: value.dtype for name, value in backend._reference.causal.named_parameters()}
+    assert {name for name, dtype in held.items() if dtype == torch.bfloat16} == narrow_names(backend)
+
+
+@modes(*MODES)
+def test_swapped_parameters_are_computed_with_and_training_goes_on_with_its_own(
+    half_files: Path, mode: dict[str, Any]
+) -> None:
+    swapping, plain = (opened(half_files, **mode) for _ in range(2))
+    train(swapping, range(1))
+    earlier, wanted = copied(swapping.trained_parameters()), swapping.logprobs(BATCH)
+    train(plain, range(2))
+    train(swapping, range(1, 2))
+    role: Role = "policy"
+    with swapping.swapped(role, earlier):
+        assert torch.equal(swapping.logprobs(BATCH), wanted)
+        assert same(swapping.trained_parameters(), earlier)
+    assert same(swapping.trained_parameters(), plain.trained_parameters())
+    assert train(swapping, range(2, 3)) == train(plain, range(2, 3))
+
+
+@modes(*NARROW)
+def test_training_goes_on_after_the_device_was_given_away(
+    half_files: Path, tmp_path: Path, mode: dict[str, Any]
+) -> None:
+    giving, plain = (opened(half_files, **mode) for _ in range(2))
+    for step in range(3):
+        assert train(giving, range(step, step + 1)) == train(plain, range(step, step + 1))
+        giving.yield_device(keep_weights=False)
+        masters = giving._policy._stand_ins.kept()
+        assert all(value.untyped_storage().nbytes() == 0 for value in masters if value.untyped_storage().resizable())
+        if step == 1:
+            giving.save(tmp_path / "saved")
+        giving.take_device()
+    resumed = opened(half_files, **mode)
+    resumed.load(tmp_path / "saved")
+    assert train(resumed, range(2, 3))
+    assert same(resumed.trained_parameters(), plain.trained_parameters())
+
+
+@modes(*NARROW)
+def test_a_critic_is_held_as_the_policy_is_but_for_its_head(half_files: Path, mode: dict[str, Any]) -> None:
+    section = CriticConfig(loss=ValueLossConfig(), minibatches=WholeBatchConfig(), optimizer=AdamWConfig())
+    backend = opened(half_files, **mode, run={"critic": section})
+    critic = backend._critic
+    assert critic is not None
+    held = {name: value.dtype for name, value in critic.model.causal.named_parameters()}
+    assert held["lm_head.weight"] == torch.float32
+    assert {name for name, dtype in held.items() if dtype == torch.bfloat16} == narrow_names(backend) - {
+        "lm_head.weight"
+    }
+    columns = {"values": torch.zeros(BATCH.num_rows, BATCH.length), "returns": torch.ones(BATCH.num_rows, BATCH.length)}
+    objective = Objective(ValueLoss(ValueLossConfig(clip=None)), 9.0)
+    losses = [backend.update(BATCH.with_tokens(**columns), objective, role="critic")["loss"] for _ in range(3)]
+    assert losses[-1] < losses[0]
+
+
+@modes(*MODES)
+def test_memory_is_estimated_exactly(half_files: Path, mode: dict[str, Any]) -> None:
+    optimizer = AdamW8BitConfig(learning_rate=1e-2) if mode is STOCHASTIC else AdamWConfig()
+    if mode is STOCHASTIC:
+        pytest.importorskip("bitsandbytes")
+    backend = opened(half_files, **mode, run={"optimizer": optimizer})
+    train(backend, range(1))
+    run = run_config(half_files, model=ModelConfig(path=str(half_files)), optimizer=optimizer)
+    parts = LocalBackendConfig(device="cpu", **mode).estimate_memory(run, 100, 100)
+    assert parts["weights"] == sum(value.nbytes for value in backend._model.causal.parameters())
+    assert parts.get("masters", 0) == sum(value.nbytes for value in backend._policy._stand_ins.kept())
+    assert parts["gradients"] == sum(value.nbytes for value in backend._policy.parameters.values())
+    state = {value.data_ptr(): value for value in backend._policy.tensors().state if value.ndim}
+    kept = sum(value.nbytes for value in state.values()) - parts.get("masters", 0)
+    assert parts["optimizer"] == pytest.approx(kept, rel=0.01)
+    cut = LocalBackendConfig(device="cpu", rows_per_microbatch=1, **mode).estimate_memory(run, 50, 100)
+    assert cut["gradients"] == sum(4 * value.numel() for value in backend._policy.parameters.values())
+
+
+def test_a_gpu_is_not_asked_for_what_lies_on_the_host(half_files: Path) -> None:
+    run = run_config(half_files, model=ModelConfig(path=str(half_files)))
+    here = LocalBackendConfig(device="cpu", **MASTERS, **ON_HOST).estimate_memory(run, 100, 100)
+    config = LocalBackendConfig(device="cuda", **MASTERS, **ON_HOST)
+    there = config.estimate_memory(run, 100, 100)
+    assert there["optimizer"] == 0
+    assert "masters" not in there
+    assert config.estimate_host_memory(run) == here["masters"] + here["optimizer"] > 0
+    assert LocalBackendConfig(device="cuda", **MASTERS).estimate_host_memory(run) == 0
+
+
+def test_a_plan_suggests_masters_first_and_what_changes_rounding_last() -> None:
+    config = LocalBackendConfig(device="cuda", precision="bf16")
+    found = [dict(change) for change in config.savings(run_config("m"), 10, 10)]
+    assert found[0] == {"weights": "bf16_masters"}
+    assert found[-2:] == [{"offload_optimizer": True}, {"weights": "bf16_stochastic"}]
+    assert not any("weights" in change for change in LocalBackendConfig().savings(run_config("m"), 10, 10))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [({"weights": "bf16_masters"}, "precision: bf16"), ({**STOCHASTIC, "lora": LoraConfig()}, "base_dtype")],
+)
+def test_settings_that_cannot_work_are_refused_with_the_way_out(settings: dict[str, Any], said: str) -> None:
+    [problem] = LocalBackendConfig(**settings).problems(run_config("m"))
+    assert problem.key == "weights"
+    assert said in problem.message

@@ -1,0 +1,230 @@
+"""Each built-in optimizer against torch's own or arithmetic done by hand, and what the config says of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+import pytest
+import torch
+from backend_batches import lay_out, local_backend, make_samples, run_config, write_model_folder
+from torch.nn import Parameter
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from spurline import load_config
+from spurline.errors import ConfigError
+from spurline.protocols.loss import Objective
+from spurline_models.configs import LoraConfig
+from spurline_models.local.configs import LocalBackendConfig
+from spurline_models.losses.configs import CrossEntropyConfig
+from spurline_models.losses.cross_entropy import CrossEntropy
+from spurline_models.memory import model_shapes
+from spurline_models.optimizers.adamw import make_adamw, make_adamw_8bit
+from spurline_models.optimizers.configs import AdamW8BitConfig, AdamWConfig, MuonConfig, SgdConfig
+from spurline_models.optimizers.muon import Muon
+from spurline_models.optimizers.sgd import make_sgd
+
+BASE: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "rows.jsonl"}, "steps": 1}
+SHAPES = {"embed_tokens.weight": (50, 8), "up_proj.weight": (24, 8), "down_proj.weight": (8, 24), "norm.weight": (8,)}
+
+
+def parameters() -> dict[str, Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
+
+
+def gradients(steps: int) -> Iterator[Mapping[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        yield {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def train(optimizers: list[torch.optim.Optimizer], trained: Mapping[str, Parameter], steps: int = 5) -> None:
+    for drawn in gradients(steps):
+        for name, parameter in trained.items():
+            parameter.grad = drawn[name].clone()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def assert_equal(got: Mapping[str, Parameter], expected: Mapping[str, Parameter]) -> None:
+    for name, parameter in expected.items():
+        assert torch.equal(got[name], parameter), name
+
+
+def test_adamw_is_torchs_fused_one_with_decay_on_matrices_alone() -> None:
+    ours, theirs = parameters(), parameters()
+    train([make_adamw(AdamWConfig(learning_rate=1e-2, weight_decay=0.1), ours)], ours)
+    groups = [
+        {"params": [value for value in theirs.values() if value.ndim >= 2], "weight_decay": 0.1},
+        {"params": [theirs["norm.weight"]], "weight_decay": 0.0},
+    ]
+    train([torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, fused=True)], theirs)
+    assert_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_sgd_is_its_formula(nesterov: bool) -> None:
+    ours, theirs = parameters(), parameters()
+    config = SgdConfig(learning_rate=1e-2, momentum=0.9, nesterov=nesterov, weight_decay=0.1)
+    train([make_sgd(config, ours)], ours)
+    buffers: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        for drawn in gradients(5):
+            for name, parameter in theirs.items():
+                gradient = drawn[name] + (0.1 * parameter if parameter.ndim == 2 else 0)
+                buffers[name] = 0.9 * buffers[name] + gradient if name in buffers else gradient
+                parameter -= 1e-2 * (gradient + 0.9 * buffers[name] if nesterov else buffers[name])
+    for name, parameter in theirs.items():
+        torch.testing.assert_close(ours[name], parameter, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("adjust", ["match_rms_adamw", "original"])
+def test_muon_is_torchs_on_hidden_matrices_and_adamw_on_the_rest(adjust: Any) -> None:
+    ours, theirs = parameters(), parameters()
+    config = MuonConfig(learning_rate=1e-2, weight_decay=0.1, adjust_learning_rate=adjust)
+    train([Muon(config, ours)], ours)
+    hidden = [theirs["up_proj.weight"], theirs["down_proj.weight"]]
+    rest = [
+        {"params": [theirs["embed_tokens.weight"]], "weight_decay": 0.1},
+        {"params": [theirs["norm.weight"]], "weight_decay": 0.0},
+    ]
+    muon = torch.optim.Muon(hidden, lr=1e-2, weight_decay=0.1, momentum=0.95, nesterov=True, adjust_lr_fn=adjust)
+    adamw = torch.optim.AdamW(rest, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, fused=True)
+    train([muon, adamw], theirs)
+    assert_equal(ours, theirs)
+
+
+def test_muon_goes_on_after_torchs_own_way_of_loading() -> None:
+    ours, other = parameters(), parameters()
+    optimizer, resumed = (Muon(MuonConfig(learning_rate=1e-2), each) for each in (ours, other))
+    train([optimizer], ours)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for name, parameter in other.items():
+        parameter.data.copy_(ours[name])
+    train([optimizer], ours)
+    train([resumed], other)
+    assert_equal(other, ours)
+
+
+FAMILIES = ["llama", "qwen3", "gpt2", "gpt_neox", "gptj", "opt", "bloom", "falcon", "phi", "mpt", "gemma2", "olmo2"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_muon_leaves_embeddings_and_the_output_layer_to_adamw_whatever_they_are_called(family: str) -> None:
+    config = AutoConfig.for_model(family)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    ends = {id(part.weight) for part in (model.get_input_embeddings(), model.get_output_embeddings())}
+    muon = MuonConfig()
+    for name, parameter in model.named_parameters():
+        hidden = muon.is_hidden_matrix(name, parameter.shape)
+        if id(parameter) in ends or parameter.ndim != 2:
+            assert not hidden, name
+        elif any(part.isdigit() for part in name.split(".")):
+            assert hidden, name
+
+
+def test_muon_trains_adapters(tmp_path: Any) -> None:
+    model = write_model_folder(tmp_path / "model")
+    run = {"optimizer": MuonConfig(learning_rate=1e-2)}
+    backend = local_backend(model, run=run, lora=LoraConfig(rank=4))
+    groups = backend._policy.optimization.optimizer.param_groups
+    assert {group["algorithm"] for group in groups} == {"muon"}
+    batch = lay_out(make_samples([9, 12, 5]))
+    objective = Objective(CrossEntropy(CrossEntropyConfig()), 9.0)
+    losses = [backend.update(batch, objective)["loss"] for _ in range(30)]
+    assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.parametrize("config", [AdamWConfig(), SgdConfig(), SgdConfig(momentum=0.9), MuonConfig()])
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)])
+def test_memory_of_the_optimizer_is_estimated_exactly(tmp_path: Any, config: Any, lora: LoraConfig | None) -> None:
+    model = write_model_folder(tmp_path / "model")
+    backend = local_backend(model, run={"optimizer": config}, lora=lora)
+    backend.update(lay_out(make_samples([9, 12])), Objective(CrossEntropy(CrossEntropyConfig()), 9.0))
+    kept = sum(value.nbytes for value in backend._policy.optimization.state().tensors.values() if value.ndim)
+    estimate = LocalBackendConfig(lora=lora).estimate_memory(run_config(model, optimizer=config), 100, 100)
+    assert estimate["optimizer"] == kept
+    shapes = model_shapes(run_config(model).model, lora).trained
+    assert shapes == {name: tuple(value.shape) for name, value in backend._policy.parameters.items()}
+
+
+def test_moments_of_8_bits_take_about_a_quarter_of_the_memory() -> None:
+    shapes = {"large": (1000, 1000), "small": (16,)}
+    ratio = AdamW8BitConfig().state_bytes(shapes, 4) / AdamWConfig().state_bytes(shapes, 4)
+    assert 0.25 < ratio < 0.26
+
+
+def test_an_optimizer_is_its_name_or_a_section_and_adamw_is_the_default() -> None:
+    assert load_config({**BASE, "optimizer": {"learning_rate": 1e-3}}).resolved()["optimizer"]["name"] == "adamw"
+    assert load_config({**BASE, "optimizer": "sgd"}).resolved()["optimizer"]["momentum"] == 0.0
+    assert load_config({**BASE, "optimizer": "muon"}).config.optimizer.model_dump() == MuonConfig().model_dump()
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ("adam", r"optimizer is 'adam', but no optimizer has that name\. Did you mean 'adamw'\?"),
+        ({"name": "sgd", "betas": [0.9, 0.9]}, r"optimizer\.betas is not a setting of 'sgd'"),
+        ({"name": "sgd", "nesterov": True}, r"optimizer\.nesterov needs momentum"),
+    ],
+)
+def test_a_mistake_in_an_optimizer_says_what_to_write(written: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config({**BASE, "optimizer": written})
+
+
+def test_muon_names_the_torch_it_needs_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spurline_models.optimizers.configs.version", lambda package: "2.6.0+cu124")
+    with pytest.raises(ConfigError, match=r"optimizer\.name is muon, which needs torch 2\.9 or later, and 2\.6\.0"):
+        load_config({**BASE, "optimizer": "muon"})
+
+
+def test_8_bit_moments_name_the_extra_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spurline_models.optimizers.configs.find_spec", lambda name: None)
+    with pytest.raises(
+        ConfigError, match=r"optimizer\.name is adamw_8bit, .*pip install spurline-models\[optim-8bit\]"
+    ):
+        load_config({**BASE, "optimizer": "adamw_8bit"})
+
+
+def test_a_plan_refuses_8_bit_moments_of_double_precision() -> None:
+    run = run_config("m", backend=LocalBackendConfig(precision="fp64"))
+    found = [problem for problem in AdamW8BitConfig().problems(run) if "no kernel for float64" in problem.message]
+    assert [problem.key for problem in found] == ["name"]
+
+
+def test_paged_moments_are_refused_without_a_gpu_with_the_reason() -> None:
+    pytest.importorskip("bitsandbytes", reason="the extra optim-8bit is not installed")
+    with pytest.raises(ConfigError, match=r"optimizer\.paged is true, but moments are paged between"):
+        make_adamw_8bit(AdamW8BitConfig(paged=True), {"weight": Parameter(torch.zeros(64, 64))})
+    config = AdamW8BitConfig(paged=True)
+    for backend, said in (({"device": "cpu"}, "trains on the CPU"), ({"offload_optimizer": True}, "on the host")):
+        run = run_config("m", backend=LocalBackendConfig.model_validate(backend))
+        assert [problem.key for problem in config.problems(run) if said in problem.message] == ["paged"]
+
+
+def test_moments_out_of_a_checkpoint_are_paged_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    functional = pytest.importorskip("bitsandbytes.functional", reason="the extra optim-8bit is not installed")
+
+    def get_paged(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        paged: Any = torch.empty(shape, dtype=dtype)
+        paged.is_paged = True
+        return paged
+
+    monkeypatch.setattr(functional, "get_paged", get_paged)
+    monkeypatch.setattr(functional, "prefetch_tensor", lambda tensor: None)
+    parameter = Parameter(torch.empty(2, 3, device="meta"))
+    optimizer = make_adamw_8bit(AdamW8BitConfig(paged=True), {"weight": parameter})
+    moments = torch.arange(6, dtype=torch.uint8).view(2, 3)
+    state: Any = optimizer.state[parameter]
+    state |= {"step": 1, "state1": moments, "state2": moments + 1}
+    cast(Any, optimizer).prefetch_state(parameter)
+    assert torch.equal(state["state1"], moments)
+    assert torch.equal(state["state2"], moments + 1)
+    assert state["state1"].is_paged
+    before = state["state1"]
+    cast(Any, optimizer).prefetch_state(parameter)
+    assert state["state1"] is before

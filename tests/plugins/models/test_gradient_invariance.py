@@ -1,0 +1,113 @@
+"""Gradients do not depend on how samples were split, packed or padded."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+from backend_batches import Sample, excite, lay_out, local_backend, make_samples, write_model_folder
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from spurline.data.batch import TrainingBatch
+from spurline.protocols.loss import Loss, Objective
+from spurline_models.local.backend import LocalBackend
+from spurline_models.losses.configs import CrossEntropyConfig, DynamicFineTuningConfig
+from spurline_models.losses.cross_entropy import CrossEntropy, DynamicFineTuning
+from spurline_rl.testing.backend_cases import assert_gradients_close
+
+TOLERANCES = {"fp64": 1e-10, "fp32": 3e-6}
+LOSSES: dict[str, Loss] = {
+    "cross_entropy": CrossEntropy(CrossEntropyConfig()),
+    "dft": DynamicFineTuning(DynamicFineTuningConfig()),
+}
+
+
+@lru_cache(maxsize=1)
+def model_folder() -> Path:
+    return write_model_folder(Path(mkdtemp(prefix="spurline-tiny-")))
+
+
+@lru_cache(maxsize=64)
+def backend(precision: str, **settings: Any) -> LocalBackend:
+    return excite(local_backend(model_folder(), precision=precision, **settings))
+
+
+@st.composite
+def samples_and_layout(draw: st.DrawFn) -> tuple[list[Sample], TrainingBatch]:
+    lengths = draw(st.lists(st.integers(1, 14), min_size=1, max_size=6))
+    seed = draw(st.integers(0, 1000))
+    # One sample with loss everywhere: with loss on second tokens only, attention has no gradient but rounding noise.
+    samples = make_samples(lengths, seed) + make_samples([9], seed + 1, loss_share=1.1)
+    row_of = [draw(st.integers(0, len(samples) - 1)) for _ in samples]
+    rows = [[number for number in range(len(samples)) if row_of[number] == row] for row in sorted(set(row_of))]
+    batch = lay_out(
+        samples,
+        draw(st.permutations(rows)),
+        length=draw(st.integers(1, 120)),
+        gap=draw(st.integers(0, 3)),
+        left=draw(st.booleans()),
+        padding_rows=draw(st.integers(0, 2)),
+        unit_ids=[draw(st.integers(0, 3)) for _ in rows],
+    )
+    return samples, batch
+
+
+def interleaved_units() -> tuple[list[Sample], TrainingBatch]:
+    """Rows whose units alternate: the one micro-batch that holds them all has another row order than the batch."""
+    samples = make_samples([5, 9, 7, 12], seed=3, loss_share=1.1)
+    return samples, lay_out(samples, unit_ids=[0, 1, 0, 1])
+
+
+microbatch_settings = st.sampled_from(
+    [
+        {},
+        {"rows_per_microbatch": 100},
+        {"max_tokens_per_microbatch": 1000},
+        {"rows_per_microbatch": 1},
+        {"rows_per_microbatch": 2},
+        {"max_tokens_per_microbatch": 1},
+        {"max_tokens_per_microbatch": 20},
+        {"rows_per_microbatch": 2, "logits_chunk_tokens": 3},
+        {"logits_chunk_tokens": 5, "activation_checkpointing": True},
+    ]
+)
+
+
+@pytest.mark.parametrize("precision", sorted(TOLERANCES))
+@settings(max_examples=25, database=None)
+@given(case=samples_and_layout(), split=microbatch_settings, loss=st.sampled_from(sorted(LOSSES)))
+@example(case=interleaved_units(), split={"rows_per_microbatch": 100}, loss="cross_entropy")
+@example(case=interleaved_units(), split={"max_tokens_per_microbatch": 1000}, loss="cross_entropy")
+def test_any_layout_and_split_gives_the_gradients_of_one_padded_batch(
+    precision: str, case: tuple[list[Sample], TrainingBatch], split: dict[str, Any], loss: str
+) -> None:
+    samples, batch = case
+    objective = Objective(LOSSES[loss], normalizer=7.5)
+    expected = backend(precision).gradients(lay_out(samples), objective)
+    got = backend(precision, **split).gradients(batch, objective)
+    assert_gradients_close(got, expected, TOLERANCES[precision], cancels_below=1e-3)
+
+
+@settings(max_examples=10, database=None)
+@given(case=samples_and_layout(), split=microbatch_settings)
+@example(case=interleaved_units(), split={"max_tokens_per_microbatch": 1000})
+def test_any_layout_and_split_gives_the_same_loss_sums_and_logprobs(
+    case: tuple[list[Sample], TrainingBatch], split: dict[str, Any]
+) -> None:
+    samples, batch = case
+    objective = Objective(LOSSES["cross_entropy"], normalizer=1.0)
+    expected = backend("fp64").evaluate(lay_out(samples), objective)
+    got = backend("fp64", **split).evaluate(batch, objective)
+    assert got.tokens == expected.tokens
+    assert got.weight == expected.weight
+    assert got.loss == pytest.approx(expected.loss, rel=1e-12)
+    logprobs = backend("fp64", **split).logprobs(batch)
+    real = batch.without_padding_rows()
+    assert logprobs.shape == (real.num_rows, real.length)
+    weights = real.tokens["loss_weights"]
+    assert float(-(logprobs.double() * weights).sum()) == pytest.approx(expected.loss, rel=1e-6)
+    assert bool((logprobs[weights == 0] == 0).all())

@@ -1,0 +1,195 @@
+"""Fused kernels belong to one model, are compared with its own code, and are refused where they cannot run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import MethodType, ModuleType
+from typing import Any
+
+import pytest
+import torch
+from backend_batches import excite, lay_out, local_backend, make_samples, run_config, write_model_folder
+from every_run import SOAK
+from transformers.models.qwen3 import modeling_qwen3
+
+from spurline.errors import ConfigError, ModelError
+from spurline.protocols.loss import Objective
+from spurline_fsdp_backend.configs import FsdpBackendConfig
+from spurline_models.computing import own_code
+from spurline_models.local.configs import LocalBackendConfig
+from spurline_models.losses.configs import CrossEntropyConfig
+from spurline_models.losses.cross_entropy import CrossEntropy
+
+OBJECTIVE = Objective(CrossEntropy(CrossEntropyConfig()), 20.0)
+SUPPORT = Path(__file__).parents[2] / "support" / "liger_on_cpu.py"
+TYPES = [
+    "qwen3",
+    "llama",
+    "qwen2",
+    "mistral",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "phi3",
+    "olmo2",
+    "granite",
+    "smollm3",
+]
+
+
+class Fused:
+    """Stands for Liger: replaces classes and functions of transformers' file, and functions of a given model.
+
+    factor: what its norms multiply by; 1.0 computes the same. calls: names of what was computed by it.
+    """
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+        self.calls: set[str] = set()
+        self.own_rotary = modeling_qwen3.apply_rotary_pos_emb
+        self.own_mlp = modeling_qwen3.Qwen3MLP.forward
+
+    def apply(self, model: Any, **_: Any) -> None:
+        fused = self
+
+        class FusedNorm(torch.nn.Module):
+            pass
+
+        def norm(self: Any, x: torch.Tensor) -> torch.Tensor:
+            fused.calls.add("norm")
+            scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+            return self.weight * x * scale * fused.factor
+
+        def rotary(*arguments: Any, **options: Any) -> Any:
+            fused.calls.add("rotary")
+            return fused.own_rotary(*arguments, **options)
+
+        def mlp(self: Any, x: torch.Tensor) -> torch.Tensor:
+            fused.calls.add("mlp")
+            return fused.own_mlp(self, x)
+
+        modeling_qwen3.Qwen3RMSNorm = FusedNorm  # type: ignore[misc,assignment]
+        modeling_qwen3.apply_rotary_pos_emb = rotary
+        for module in model.modules():
+            if type(module).__name__ == "Qwen3RMSNorm":
+                vars(module)["forward"] = MethodType(norm, module)
+            if type(module).__name__ == "Qwen3MLP":
+                vars(module)["forward"] = MethodType(mlp, module)
+
+
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> Fused:
+    stand_in = Fused()
+    names = ("liger_kernel", "liger_kernel.transformers", "liger_kernel.transformers.monkey_patch")
+    modules = {name: ModuleType(name) for name in names}
+    for name, module in modules.items():
+        module.__spec__ = object()  # type: ignore[assignment]  # only whether there is one is asked
+        monkeypatch.setitem(sys.modules, name, module)
+    vars(modules[names[1]])["monkey_patch"] = modules[names[2]]
+    vars(modules[names[2]]).update(
+        _apply_liger_kernel_to_instance=stand_in.apply, MODEL_TYPE_TO_APPLY_LIGER_FN={"qwen3": None}
+    )
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    return stand_in
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_model_folder(tmp_path / "model")
+
+
+def test_kernels_compute_one_model_and_no_other_of_its_class(fused: Fused, model: Path) -> None:
+    batch = lay_out(make_samples([9, 12, 5]))
+    file = dict(vars(modeling_qwen3))
+    with_kernels = excite(local_backend(model, kernels="liger"))
+    assert {name for name, value in vars(modeling_qwen3).items() if value is not file[name]} == set()
+    plain = excite(local_backend(model))
+    fused.calls.clear()
+    expected = dict(plain.gradients(batch, OBJECTIVE))
+    assert fused.calls == set()
+    for name, gradient in with_kernels.gradients(batch, OBJECTIVE):
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
+    assert fused.calls == {"norm", "rotary", "mlp"}
+    assert with_kernels.facts()["kernels"] == "gated activations, norms, rotary positions"
+    assert "kernels" not in plain.facts()
+
+
+def test_a_model_computes_by_its_own_code_again_for_as_long_as_it_is_asked_to(fused: Fused, model: Path) -> None:
+    backend = local_backend(model, kernels="liger")
+    batch = lay_out(make_samples([9]))
+    fused.calls.clear()
+    with own_code(backend._model.causal):
+        backend.logprobs(batch)
+    assert fused.calls == set()
+    backend.logprobs(batch)
+    assert fused.calls == {"norm", "rotary", "mlp"}
+
+
+def test_the_probe_refuses_kernels_that_compute_something_else(fused: Fused, model: Path) -> None:
+    excite(local_backend(model, kernels="liger", probe=True))
+    fused.factor = 1.01
+    with pytest.raises(ModelError, match=r"with fused kernels than by its own code: .* Set backend\.kernels: none"):
+        local_backend(model, kernels="liger", probe=True)
+
+
+def test_a_reference_computes_as_the_policy_does(fused: Fused, model: Path) -> None:
+    backend = local_backend(model, kernels="liger")
+    batch = lay_out(make_samples([9]))
+    fused.factor = 1.5
+    assert torch.equal(backend.logprobs(batch), backend.logprobs(batch, "reference"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes", "reason"),
+    [
+        ({"precision": "fp64"}, {}, "compute in fp32. Set precision: fp32 or bf16, or set kernels: auto"),
+        ({}, {"model_type": "gpt_neox"}, "does not know the model type 'gpt_neox'. It knows qwen3. Set kernels: none"),
+    ],
+)
+def test_kernels_that_are_asked_for_and_do_not_fit_are_refused(
+    fused: Fused, tmp_path: Path, settings: dict[str, Any], changes: dict[str, Any], reason: str
+) -> None:
+    folder = write_model_folder(tmp_path / "model", **changes)
+    with pytest.raises(ConfigError, match=f"backend.kernels is liger, but .*{reason}"):
+        local_backend(folder, kernels="liger", **settings)
+    # Nobody asked for them by name.
+    assert "kernels" not in local_backend(write_model_folder(tmp_path / "other"), kernels="auto", **settings).facts()
+
+
+def test_kernels_are_refused_on_a_cpu(model: Path) -> None:
+    for config in (LocalBackendConfig, FsdpBackendConfig):
+        with pytest.raises(ConfigError, match=r"run on a GPU\. Set device: cuda, or set kernels: auto"):
+            config(device="cpu", kernels="liger").check_model(run_config(model))
+
+
+@pytest.mark.skipif(find_spec("liger_kernel") is not None, reason="liger-kernel is installed")
+def test_without_the_package_kernels_are_refused_with_the_command_that_installs_it(model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"pip install 'spurline-models\[liger\]'"):
+        LocalBackendConfig(device="cuda", kernels="liger").check_model(run_config(model))
+    [line] = LocalBackendConfig(device="cuda").notes(run_config(model))
+    assert "by PyTorch: liger-kernel is not installed" in line
+
+
+def test_a_plan_says_what_computes(fused: Fused, model: Path) -> None:
+    [line] = LocalBackendConfig(device="cuda").notes(run_config(model))
+    assert line == "norms, rotary positions and gated activations by Liger's fused kernels"
+    assert list(LocalBackendConfig(device="cuda", kernels="none").notes(run_config(model))) == []
+    assert list(LocalBackendConfig(device="cpu").notes(run_config(model))) == []
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.skipif(not SOAK, reason="importing Liger takes a quarter of a minute; see `make soak`")
+@pytest.mark.skipif(find_spec("liger_kernel") is None, reason="the extra liger is not installed")
+def test_gradients_by_the_real_kernels_are_those_of_pytorch() -> None:
+    types = TYPES
+    done = subprocess.run([sys.executable, SUPPORT, *types], capture_output=True, text=True, check=True, timeout=600)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert {name: kernels for name, (_, kernels) in found.items()} == dict.fromkeys(
+        types, "gated activations, norms, rotary positions"
+    )
+    assert {name: worst for name, (worst, _) in found.items() if worst > 1e-5} == {}

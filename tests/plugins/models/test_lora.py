@@ -1,0 +1,164 @@
+"""Adapters train alone, and leave the backend merged."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from backend_batches import excite, lay_out, local_backend, make_samples, write_model_folder
+from expert_models import write_expert_model
+
+from spurline.config.run_config import ModelConfig
+from spurline.errors import ConfigError, ModelError
+from spurline.protocols.loss import Objective
+from spurline_models.adapters.lora import adapted_layers, add_adapters
+from spurline_models.architecture import build_without_memory, load_model_config
+from spurline_models.configs import LoraConfig
+from spurline_models.losses.configs import CrossEntropyConfig
+from spurline_models.losses.cross_entropy import CrossEntropy
+from spurline_models.testing.inputs import write_tiny_moe_model
+
+OBJECTIVE = Objective(CrossEntropy(CrossEntropyConfig()), 9.0)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_model_folder(tmp_path / "model")
+
+
+def test_only_adapters_change(model: Path) -> None:
+    backend = local_backend(model, lora=LoraConfig(rank=4), probe=True)
+    causal = backend._model.causal
+    before = {name: parameter.clone() for name, parameter in causal.named_parameters()}
+    backend.update(lay_out(make_samples([9, 12])), OBJECTIVE)
+    backend.update(lay_out(make_samples([9, 12])), OBJECTIVE)
+    changed = {name for name, parameter in causal.named_parameters() if not torch.equal(parameter, before[name])}
+    assert changed == {name for name in before if "lora_" in name}
+    assert {name for name, _ in backend.gradients(lay_out(make_samples([9])), OBJECTIVE)} == changed
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_adapters_of_a_model_without_memory_have_no_values_and_draw_none(model: Path, *, dora: bool) -> None:
+    settings = ModelConfig(path=str(model))
+    causal = build_without_memory(load_model_config(settings), settings)
+    before = torch.get_rng_state()
+    add_adapters(causal, LoraConfig(rank=4, dora=dora), seed=0)
+    assert {parameter.device.type for parameter in causal.parameters()} == {"meta"}
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_merged_weights_equal_pefts_own_merge_and_training_goes_on_unmerged(model: Path) -> None:
+    backend = excite(local_backend(model, lora=LoraConfig(rank=4, alpha=3.0)))
+    merged = {name: tensor.clone() for name, tensor in backend.named_weights()}
+    plain = local_backend(model)
+    assert {name: tensor.shape for name, tensor in merged.items()} == {
+        name: tensor.shape for name, tensor in plain.named_weights()
+    }
+    by_peft = copy.deepcopy(backend._model.causal)
+    layers = list(adapted_layers(by_peft))
+    assert len(layers) == 14
+    for name, layer in layers:
+        layer.merge()
+        torch.testing.assert_close(merged[f"{name}.weight"], layer.get_base_layer().weight.detach())
+    assert not any(layer.merged for _, layer in adapted_layers(backend._model.causal))
+    # A full model with the merged weights computes what the adapted one computes.
+    batch = lay_out(make_samples([9, 12]))
+    plain._model.causal.load_state_dict(merged)
+    torch.testing.assert_close(plain.logprobs(batch), backend.logprobs(batch), rtol=1e-5, atol=1e-5)
+
+
+def test_adapters_on_experts_are_merged_as_peft_merges_them(tmp_path: Path) -> None:
+    folder = write_tiny_moe_model(tmp_path / "experts")
+    backend = excite(
+        local_backend(folder, lora=LoraConfig(rank=4, alpha=3.0), run={"model": ModelConfig(path=str(folder))})
+    )
+    merged = {name: tensor.clone() for name, tensor in backend.named_weights()}
+    by_peft = copy.deepcopy(backend._model.causal)
+    layers = [layer for _, layer in adapted_layers(by_peft)]
+    assert {layer.parameter_name for layer in layers if hasattr(layer, "parameter_name")} >= {
+        "gate_up_proj",
+        "down_proj",
+    }
+    for layer in layers:
+        layer.merge()
+    experts = by_peft.get_submodule("model.layers.1.mlp.experts").get_base_layer()  # type: ignore[operator]
+    for number in range(8):
+        name = f"model.layers.1.mlp.experts.{number}"
+        gate, up = experts.gate_up_proj[number].detach().chunk(2)
+        torch.testing.assert_close(merged[f"{name}.gate_proj.weight"], gate)
+        torch.testing.assert_close(merged[f"{name}.up_proj.weight"], up)
+        torch.testing.assert_close(merged[f"{name}.down_proj.weight"], experts.down_proj[number].detach())
+    router = by_peft.get_submodule("model.layers.0.mlp.gate").get_base_layer()  # type: ignore[operator]
+    torch.testing.assert_close(merged["model.layers.0.mlp.gate.weight"], router.weight.detach())
+
+
+def test_the_reference_role_turns_adapters_off_and_on_again(model: Path) -> None:
+    backend = local_backend(model, lora=LoraConfig(rank=4))
+    batch = lay_out(make_samples([9, 12]))
+    initial = backend.logprobs(batch)
+    backend.update(batch, OBJECTIVE)
+    trained = backend.logprobs(batch)
+    assert not torch.equal(trained, initial)
+    assert torch.equal(backend.logprobs(batch, role="reference"), initial)
+    assert torch.equal(backend.logprobs(batch), trained)
+    backend.update(batch, OBJECTIVE)
+    assert not torch.equal(backend.logprobs(batch), trained)
+
+
+def test_adapters_work_in_float64_with_recomputed_activations(model: Path) -> None:
+    one = excite(local_backend(model, lora=LoraConfig(rank=4), precision="fp64"))
+    other = excite(local_backend(model, lora=LoraConfig(rank=4), precision="fp64", activation_checkpointing=True))
+    batch = lay_out(make_samples([9, 12]))
+    expected = dict(one.gradients(batch, OBJECTIVE))
+    for name, gradient in other.gradients(batch, OBJECTIVE):
+        assert gradient.dtype == torch.float64
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-10, atol=1e-14)
+
+
+def test_an_adapter_on_the_output_layer_is_used_and_merged(model: Path) -> None:
+    backend = excite(local_backend(model, lora=LoraConfig(rank=4, target_modules=("lm_head", "q_proj")), probe=True))
+    plain = local_backend(model)
+    plain._model.causal.load_state_dict(dict(backend.named_weights()))
+    batch = lay_out(make_samples([9, 12]))
+    torch.testing.assert_close(plain.logprobs(batch), backend.logprobs(batch), rtol=1e-5, atol=1e-5)
+
+
+def test_unknown_target_modules_are_listed_against_what_exists(model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"target_modules.*no module .*Linear modules: .*k_proj.*q_proj"):
+        local_backend(model, lora=LoraConfig(target_modules=("query_key_value", "q_proj")))
+
+
+@pytest.mark.parametrize(("rslora", "scale"), [(False, 2.0), (True, 4.0)])
+def test_rslora_divides_by_the_root_of_the_rank(model: Path, rslora: bool, scale: float) -> None:
+    backend = local_backend(model, lora=LoraConfig(rank=4, alpha=8.0, rslora=rslora))
+    assert {layer.scaling["default"] for _, layer in adapted_layers(backend._model.causal)} == {scale}
+    settings = backend.adapter_settings()
+    assert settings is not None
+    assert settings["use_rslora"] is rslora
+
+
+def test_dora_on_stored_experts_is_refused_with_the_fix(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"dora is for linear layers alone: set it to false.*\n.* q_proj"):
+        local_backend(write_expert_model(tmp_path / "experts"), lora=LoraConfig(dora=True))
+
+
+def test_dora_on_what_is_no_linear_layer_is_refused(model: Path) -> None:
+    with pytest.raises(ModelError, match=r"dora trains the lengths of linear layers only.*embed_tokens \(Embedding\)"):
+        local_backend(model, lora=LoraConfig(dora=True, target_modules=("embed_tokens", "q_proj")))
+
+
+def test_an_adapter_on_a_tied_output_layer_is_refused(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path / "tied", tie_word_embeddings=True)
+    with pytest.raises(ModelError, match="share one weight"):
+        local_backend(folder, lora=LoraConfig(target_modules=("lm_head",)))
+
+
+def test_adapters_say_nothing_of_what_no_user_can_change(tmp_path: Path) -> None:
+    moe = write_tiny_moe_model(tmp_path / "moe")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        local_backend(moe, lora=LoraConfig(rank=4))
+    assert [str(each.message) for each in said] == []

@@ -1,0 +1,262 @@
+"""Models and tokenizers load, or say what is wrong and what to do."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from backend_batches import local_backend, run_config, write_model_folder
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GPT2Config, MambaConfig
+
+from spurline.config.run_config import CriticConfig, ModelConfig
+from spurline.errors import ConfigError, ModelError
+from spurline_models.configs import LoraConfig
+from spurline_models.device_profile import device_profile
+from spurline_models.loading import load_model
+from spurline_models.local.configs import LocalBackendConfig
+from spurline_models.memory import count_parameters, estimate_cache
+from spurline_models.optimizers.configs import AdamWConfig
+from spurline_models.testing.inputs import write_tiny_model, write_tiny_moe_model
+from spurline_models.weights import NamedWeights
+from spurline_rl.losses.configs import KlConfig, PpoConfig, ValueLossConfig
+from spurline_rl.training_configs import ByPromptConfig
+from spurline_text.testing.inputs import tiny_tokenizer
+from spurline_text.tokenizer import load_tokenizer, pad_token_id
+
+
+@pytest.fixture
+def architecture(tmp_path: Path) -> Path:
+    return write_model_folder(tmp_path / "models" / "tiny-qwen3")
+
+
+def load(model: Path | str, **settings: Any) -> dict[str, torch.Tensor]:
+    run = {"model": ModelConfig(path=str(model), **settings)}
+    return dict(local_backend(model, run=run).named_weights())
+
+
+def test_random_weights_depend_on_the_seed_alone(architecture: Path) -> None:
+    def weights(seed: int, **settings: Any) -> torch.Tensor:
+        torch.rand(seed + 3)
+        backend = local_backend(architecture, run={"seed": seed}, **settings)
+        return dict(backend.named_weights())["lm_head.weight"].clone()
+
+    assert torch.equal(weights(1), weights(1))
+    assert not torch.equal(weights(1), weights(2))
+    assert torch.equal(weights(1, precision="fp64"), weights(1).double())
+
+
+def test_pretrained_weights_are_loaded_in_float32_and_leave_under_their_file_names(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "model")
+    stored = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    stored.save_pretrained(tmp_path / "half")
+    weights = load(tmp_path / "half")
+    assert weights.keys() == stored.state_dict().keys()
+    for name, tensor in weights.items():
+        assert tensor.dtype == torch.float32
+        assert torch.equal(tensor, stored.state_dict()[name].float()), name
+
+
+def test_fused_experts_leave_under_the_names_of_the_files(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    folder = write_model_folder(
+        tmp_path / "moe",
+        architectures=None,
+        model_type="qwen3_moe",
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+    )
+    backend = local_backend(folder)
+    backend._model.causal.save_pretrained(tmp_path / "saved")
+    expected = load_file(tmp_path / "saved/model.safetensors")
+    got = dict(backend.named_weights())
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in got.items())
+
+
+def test_weights_that_are_given_take_the_place_of_those_of_the_files_and_are_let_go_of(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    folder = write_tiny_moe_model(tmp_path / "model")
+    weights = {name: value + 1 for name, value in load_file(folder / "model.safetensors").items()}
+    expected = {name: value.clone() for name, value in weights.items()}
+    causal = load_model(ModelConfig(path=str(folder)), device_profile("cpu"), 0, weights=weights)
+    assert weights == {}
+    got = dict(NamedWeights(causal, adapted=False))
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in got.items())
+    del expected["lm_head.weight"]
+    with pytest.raises(ModelError, match=r"lack 1 weights .*lm_head\.weight"):
+        load_model(ModelConfig(path=str(folder)), device_profile("cpu"), 0, weights=expected)
+
+
+def test_config_overrides_change_the_architecture(architecture: Path) -> None:
+    weights = load(architecture, init="random", config_overrides={"num_hidden_layers": 1})
+    assert not any("layers.1." in name for name in weights)
+
+
+def test_an_unknown_override_gets_the_nearest_field(architecture: Path) -> None:
+    with pytest.raises(ModelError, match=r"'num_hiden_layers' is not a field.*Did you mean 'num_hidden_layers'"):
+        load(architecture, init="random", config_overrides={"num_hiden_layers": 1})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"hidden_size": "big"}, r"model\.config_overrides\.hidden_size is 'big'.*expected int.*model itself has 32"),
+        ({"num_hidden_layers": 0}, r"model\.config_overrides\.num_hidden_layers is 0; it must be above 0.*has 2"),
+        (
+            {"layer_types": ["full_attention"]},
+            r"layer_types has 1 entries, and num_hidden_layers is 2.*full_attention]",
+        ),
+        ({"num_hidden_layers": 3}, r"layer_types has 2 entries, and num_hidden_layers is 3"),
+        ({"layer_types": "all"}, r"model\.config_overrides\.layer_types is 'all', which does not fit"),
+        ({"num_attention_heads": 3}, r"num_key_value_heads is 2, which does not divide num_attention_heads: 3"),
+        ({"hidden_act": "nope"}, r"no Qwen3 model can be built with .*nope.*one by one"),
+        ({"rope_parameters": {"rope_type": "nope"}}, r"model\.config_overrides: no Qwen3 model can be built"),
+        ({"to_dict": 1}, r"'to_dict' is not a field of Qwen3Config"),
+        ({"HIDDEN_SIZE": 1}, r"'HIDDEN_SIZE' is not a field.*Did you mean 'hidden_size'"),
+    ],
+)
+def test_an_override_that_does_not_fit_is_named(architecture: Path, overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        load(architecture, init="random", config_overrides=overrides)
+
+
+def test_heads_that_do_not_divide_the_hidden_size_are_refused(tmp_path: Path) -> None:
+    GPT2Config(n_embd=32, n_head=4, n_layer=1).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"num_attention_heads is 5, which does not divide hidden_size: 32"):
+        load(tmp_path, init="random", config_overrides={"n_head": 5})
+
+
+def test_an_override_stays_as_it_was_written(architecture: Path) -> None:
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+    load(architecture, init="random", config_overrides={"rope_parameters": rope})
+    assert rope == {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+
+
+def test_a_missing_folder_gets_the_nearest_one(architecture: Path) -> None:
+    with pytest.raises(ModelError, match=r"model\.path: folder .* does not exist\. Did you mean 'tiny-qwen3'"):
+        load(architecture.parent / "tiny-qwen")
+
+
+def test_a_folder_without_weights_names_init_random(architecture: Path) -> None:
+    with pytest.raises(ModelError, match=r"(?s)no weights can be loaded from folder.*config\.json.*init: random"):
+        load(architecture)
+
+
+def test_a_hub_name_that_cannot_be_reached_says_what_to_check() -> None:
+    with pytest.raises(ModelError, match=r"(?s)nobody/nothing-here is neither a local folder.*without network"):
+        load("nobody/nothing-here")
+
+
+def test_a_model_that_generates_no_text_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="not a causal language model"):
+        load(write_model_folder(tmp_path / "vit", model_type="vit", architectures=None), init="random")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPU")
+def test_a_gpu_that_is_not_there_is_refused(architecture: Path) -> None:
+    with pytest.raises(ConfigError, match="torch sees no GPU"):
+        local_backend(architecture, device="cuda")
+
+
+def test_a_tokenizer_comes_with_a_padding_token(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "model")
+    tokenizer = load_tokenizer(ModelConfig(path=str(folder)))
+    assert pad_token_id(tokenizer) == tokenizer.pad_token_id
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path / "no_pad")
+    loaded = load_tokenizer(ModelConfig(path="unused", tokenizer=str(tmp_path / "no_pad")))
+    assert pad_token_id(loaded) == loaded.eos_token_id
+
+
+def test_a_chat_template_file_replaces_the_tokenizers_own(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "model")
+    (tmp_path / "chat.jinja").write_text("{{ messages[0]['content'] }}!", encoding="utf-8")
+    tokenizer = load_tokenizer(ModelConfig(path=str(folder), chat_template=tmp_path / "chat.jinja"))
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi!"
+    with pytest.raises(ModelError, match=r"model\.chat_template: .*gone\.jinja cannot be read"):
+        load_tokenizer(ModelConfig(path=str(folder), chat_template=tmp_path / "gone.jinja"))
+
+
+def test_a_folder_without_a_tokenizer_is_named(architecture: Path) -> None:
+    with pytest.raises(ModelError, match=r"model\.path: no tokenizer can be loaded from folder"):
+        load_tokenizer(ModelConfig(path=str(architecture)))
+
+
+def test_memory_is_estimated_without_loading_and_counts_parameters_exactly(architecture: Path) -> None:
+    backend = local_backend(architecture)
+    count = sum(tensor.numel() for _, tensor in backend.named_weights())
+    run = run_config(architecture)
+    parts = LocalBackendConfig().estimate_memory(run, 100, 100)
+    assert parts["weights"] == parts["gradients"] == 4 * count
+    assert parts["optimizer"] == 8 * count
+    frugal = LocalBackendConfig(activation_checkpointing=True, logits_chunk_tokens=10)
+    less = frugal.estimate_memory(run, 100, 100)
+    assert less["activations"] < parts["activations"]
+    assert less["logits"] == parts["logits"] // 10
+    critic = CriticConfig(loss=ValueLossConfig(), minibatches=ByPromptConfig(), optimizer=AdamWConfig())
+    both = LocalBackendConfig().estimate_memory(run_config(architecture, critic=critic), 100, 100)
+    assert both == {**parts, "critic": 12 * count}
+
+
+def test_memory_counts_the_reference_model_and_what_autocast_rounds(architecture: Path) -> None:
+    run = run_config(architecture)
+    parts = LocalBackendConfig().estimate_memory(run, 100, 100)
+    count = parts["weights"] // 4
+    tied = PpoConfig(kl=KlConfig(coefficient=0.1))
+    with_reference = LocalBackendConfig().estimate_memory(run_config(architecture, loss=tied), 100, 100)
+    assert with_reference == {**parts, "reference": parts["weights"]}
+    adapted = LocalBackendConfig(lora=LoraConfig()).estimate_memory(run_config(architecture, loss=tied), 100, 100)
+    assert "reference" not in adapted, "adapters are turned off instead"
+    assert LocalBackendConfig(precision="bf16").estimate_memory(run, 100, 100)["rounded weights"] == 2 * count
+
+
+def test_memory_of_the_cache_is_that_of_keys_and_values(architecture: Path) -> None:
+    # 2 layers, 2 key heads of 8: 64 numbers of keys and values per token.
+    model = ModelConfig(path=str(architecture))
+    assert estimate_cache(model, 1000, precision="fp32") == 1000 * 64 * 4
+    assert estimate_cache(model, 1000, precision="bf16") == 1000 * 64 * 2
+
+
+def test_a_model_without_attention_has_an_estimate_too(tmp_path: Path) -> None:
+    MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=300, state_size=4).save_pretrained(tmp_path)
+    model = ModelConfig(path=str(tmp_path), init="random")
+    assert estimate_cache(model, 100, precision="fp32") == 0
+    assert count_parameters(model) > 0
+
+
+def test_memory_of_adapters_counts_their_parameters_exactly(architecture: Path) -> None:
+    lora = LoraConfig(rank=4)
+    backend = local_backend(architecture, lora=lora)
+    count = sum(parameter.numel() for parameter in backend._policy.parameters.values())
+    parts = LocalBackendConfig(lora=lora).estimate_memory(run_config(architecture), 100, 100)
+    assert parts["gradients"] == 4 * count
+    assert parts["optimizer"] == 8 * count
+
+
+def test_a_model_that_also_sees_says_how_its_text_part_is_trained_and_that_way_works(tmp_path: Path) -> None:
+    size = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "head_dim": 8}
+    config = AutoConfig.for_model(
+        "mistral3",
+        text_config=size | {"model_type": "mistral", "num_key_value_heads": 2, "vocab_size": 300},
+        vision_config=size | {"model_type": "pixtral", "image_size": 16, "patch_size": 8},
+    )
+    seeing, text = tmp_path / "seeing", tmp_path / "text"
+    whole = AutoModelForImageTextToText.from_config(config)
+    whole.save_pretrained(seeing)
+    tiny_tokenizer().save_pretrained(seeing)
+    with pytest.raises(ModelError, match=r"also sees or hears.*type mistral, which has one.*docs/models\.md"):
+        load(seeing)
+    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"## Models that also see or hear\n.*?```python\n(.*?)```", page, re.DOTALL)
+    exec(shown, {"SOURCE": str(seeing), "FOLDER": str(text)})
+    weights = load(text)
+    expected = whole.state_dict()["model.language_model.layers.0.mlp.up_proj.weight"]
+    assert torch.equal(weights["model.layers.0.mlp.up_proj.weight"], expected)
+    assert len(load_tokenizer(ModelConfig(path=str(text)))) == len(tiny_tokenizer())

@@ -1,0 +1,187 @@
+"""The start-up probe lets exact models pass, and refuses those whose loss would be computed wrongly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from backend_batches import lay_out, local_backend, make_samples, write_model_folder
+
+from spurline.config.run_config import DataConfig, ModelConfig
+from spurline.errors import DataError, ModelError
+from spurline.protocols.loss import Objective
+from spurline_models.losses.configs import CrossEntropyConfig
+from spurline_models.losses.cross_entropy import CrossEntropy
+from spurline_text import configs as text_configs
+
+EXACT = {
+    "qwen3": {},
+    "llama": {"model_type": "llama"},
+    "qwen2-window": {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 4,
+        "max_window_layers": 1,
+    },
+    "mistral-window": {"model_type": "mistral", "sliding_window": 4},
+    "gemma3": {"model_type": "gemma3_text", "sliding_window": 4},
+    "mixture": {
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+    },
+    "tied": {"tie_word_embeddings": True},
+}
+
+
+def folder(tmp_path: Path, **changes: Any) -> Path:
+    changes = {"architectures": None, **changes}
+    return write_model_folder(tmp_path / "model", **changes)
+
+
+@pytest.mark.parametrize("name", sorted(EXACT))
+@pytest.mark.parametrize("precision", ["fp32", "fp64", "bf16"])
+def test_models_with_plain_attention_pass(tmp_path: Path, name: str, precision: str) -> None:
+    backend = local_backend(folder(tmp_path, **EXACT[name]), probe=True, precision=precision)
+    assert backend._model.reading == "stream"
+
+
+def test_a_model_that_sees_later_tokens_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"than for each sequence alone: .*standard dev.* looks at later tokens"):
+        local_backend(folder(tmp_path, model_type="bert", is_decoder=False), probe=True)
+
+
+@pytest.mark.parametrize("probe", [True, False])
+def test_a_model_that_mixes_tokens_outside_of_attention_reads_rows(tmp_path: Path, probe: bool) -> None:
+    """Also where nothing is refused: packed, its gradients would be wrong without a word."""
+    backend = local_backend(folder(tmp_path, model_type="mamba"), probe=probe)
+    assert backend._model.reading == "rows"
+    assert backend.facts()["reads"] == "a row for each sequence"
+
+
+def test_dropout_of_the_models_own_config_is_applied_and_said(tmp_path: Path) -> None:
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "pad_token_id": 0}
+    backend = local_backend(folder(tmp_path, model_type="gpt2", **sizes))
+    assert backend.facts()["draws"] == "resid_pdrop 0.1, embd_pdrop 0.1, attn_pdrop 0.1"
+    objective = Objective(CrossEntropy(CrossEntropyConfig()), 1.0)
+    samples = make_samples([5, 7, 9, 12])
+    norms = []
+    for seed, rows in ((0, None), (0, [[0, 1], [2, 3]]), (1, None)):
+        torch.manual_seed(seed)
+        gradients = backend.gradients(lay_out(samples, rows, gap=1), objective)
+        norms.append([float(value.norm()) for _, value in gradients])
+    # Packed and padded rows of one order are the same stream, with the same draws; other draws give other gradients.
+    assert norms[0] == norms[1] != norms[2]
+    assert backend.evaluate(lay_out(samples), objective).loss == backend.evaluate(lay_out(samples), objective).loss
+
+
+def test_a_model_whose_attention_is_not_told_of_its_window_keeps_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.mistral import modeling_mistral
+
+    real = modeling_mistral.MistralAttention.forward
+
+    def without_window(self: Any, *arguments: Any, **kwargs: Any) -> Any:
+        window, self.config.sliding_window = self.config.sliding_window, None
+        try:
+            return real(self, *arguments, **kwargs)
+        finally:
+            self.config.sliding_window = window
+
+    monkeypatch.setattr(modeling_mistral.MistralAttention, "forward", without_window)
+    # Longer than the probe's sequences, so that no number differs.
+    backend = local_backend(folder(tmp_path, model_type="mistral", sliding_window=64), probe=True)
+    assert backend._model.reading == "plain_rows"
+    assert backend.facts()["reads"] == "a row for each sequence, with attention of its own"
+
+
+def test_a_window_in_the_config_of_a_model_without_windows_costs_nothing(tmp_path: Path) -> None:
+    backend = local_backend(folder(tmp_path, model_type="olmo", sliding_window=64), probe=True)
+    assert backend._model.reading == "stream"
+    assert backend._model.causal.config.sliding_window == 64
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "short_factor": [1.0] * 4,
+    "long_factor": [4.0] * 4,
+}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+SWITCHING = {
+    "longrope": {"rope_parameters": LONGROPE},
+    "dynamic": {"rope_parameters": DYNAMIC, "max_position_embeddings": 16},
+    "old-spelling": {
+        "model_type": "llama",
+        "rope_parameters": None,
+        "rope_scaling": {"type": "dynamic", "factor": 4.0},
+        "max_position_embeddings": 16,
+    },
+    "per-layer-type": {
+        "model_type": "gemma3_text",
+        "max_position_embeddings": 16,
+        "rope_parameters": {"full_attention": DYNAMIC, "sliding_attention": PLAIN},
+    },
+}
+
+
+def up_to(max_length: int) -> dict[str, Any]:
+    return {"data": DataConfig(train=(text_configs.HfDatasetConfig(path="unused.jsonl"),), max_length=max_length)}
+
+
+@pytest.mark.parametrize("probe", [True, False])
+@pytest.mark.parametrize("name", sorted(SWITCHING))
+def test_rope_that_switches_with_the_longest_sample_is_refused(tmp_path: Path, name: str, probe: bool) -> None:
+    kind = "longrope" if name == "longrope" else "dynamic"
+    with pytest.raises(ModelError, match=rf"'{kind}'.*longest.*data\.max_length: 16"):
+        local_backend(folder(tmp_path, **SWITCHING[name]), probe=probe, run=up_to(17))
+
+
+@pytest.mark.parametrize("name", sorted(SWITCHING))
+def test_rope_that_cannot_switch_within_the_allowed_lengths_is_exact(tmp_path: Path, name: str) -> None:
+    backend = local_backend(folder(tmp_path, **SWITCHING[name]), probe=True, run=up_to(16))
+    objective = Objective(CrossEntropy(CrossEntropyConfig()), 1.0)
+    samples = make_samples([16, 5, 7])
+    together = backend.evaluate(lay_out(samples), objective).loss
+    alone = sum(backend.evaluate(lay_out([sample]), objective).loss for sample in samples)
+    assert together == pytest.approx(alone, rel=1e-5)
+
+
+def test_a_batch_beyond_the_length_at_which_rope_switches_is_refused(tmp_path: Path) -> None:
+    backend = local_backend(folder(tmp_path, **SWITCHING["dynamic"]), run=up_to(16))
+    with pytest.raises(DataError, match=r"17 tokens.*'dynamic'.*16"):
+        backend.update(lay_out(make_samples([5, 17])), Objective(CrossEntropy(CrossEntropyConfig()), 1.0))
+
+
+MIXTURES = {
+    "qwen3_moe": EXACT["mixture"],
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4},
+}
+
+
+@pytest.mark.parametrize("name", sorted(MIXTURES))
+def test_a_mixture_whose_router_loss_would_be_dropped_is_refused(tmp_path: Path, name: str) -> None:
+    model = folder(tmp_path, output_router_logits=True, **MIXTURES[name])
+    with pytest.raises(ModelError, match=r"auxiliary.*model\.config_overrides: \{output_router_logits: false\}"):
+        local_backend(model)
+    fixed = ModelConfig(path=str(model), init="random", config_overrides={"output_router_logits": False})
+    local_backend(model, run={"model": fixed})
+
+
+def test_the_probe_leaves_no_trace(tmp_path: Path) -> None:
+    model = folder(tmp_path)
+    probed, plain = local_backend(model, probe=True), local_backend(model, probe=False)
+    causal = probed._model.causal
+    assert causal.training
+    assert causal.config._attn_implementation == "spurline_segments"
+    assert all(parameter.grad is None for parameter in causal.parameters())
+    assert not probed._model.decoder._forward_hooks
+    for (name, one), (_, other) in zip(probed.named_weights(), plain.named_weights(), strict=True):
+        assert torch.equal(one, other), name

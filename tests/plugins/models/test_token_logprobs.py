@@ -1,0 +1,92 @@
+"""Logits exist only where there is loss, a chunk at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from backend_batches import VOCABULARY, excite, lay_out, local_backend, make_samples, write_model_folder
+from torch import nn
+
+from spurline.protocols.loss import Objective
+from spurline_models.losses.configs import CrossEntropyConfig
+from spurline_models.losses.cross_entropy import CrossEntropy
+from spurline_models.streams.token_logprobs import TokenLogprobs
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 10, 4096])
+def test_the_output_layer_never_sees_more_than_a_chunk_and_never_a_prompt(tmp_path: Path, chunk_tokens: int) -> None:
+    backend = excite(local_backend(write_model_folder(tmp_path / "model"), logits_chunk_tokens=chunk_tokens))
+    batch = lay_out(make_samples([20, 30, 25], loss_share=0.5), [[0, 1], [2]])
+    sizes: list[int] = []
+    head: Any = backend._model.head
+    head.register_forward_hook(lambda module, arguments, output: sizes.append(output[..., 0].numel()))
+    biggest = 0
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal biggest
+        if tensor.shape[-1:] == (VOCABULARY,) and tensor.data_ptr() != head.weight.data_ptr():
+            biggest = max(biggest, tensor[..., 0].numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        backend.update(batch, Objective(CrossEntropy(CrossEntropyConfig()), 5.0))
+    assert max(sizes) <= chunk_tokens
+    assert biggest <= min(chunk_tokens, batch.num_loss_tokens)
+    # With several chunks each is computed twice: forward, and again in the backward pass.
+    assert sum(sizes) == batch.num_loss_tokens * (1 if chunk_tokens >= batch.num_loss_tokens else 2)
+
+
+@pytest.mark.parametrize("want_entropy", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.6])
+def test_chunks_give_the_values_and_gradients_of_full_logits(
+    want_entropy: bool, bias: bool, temperature: float
+) -> None:
+    torch.manual_seed(0)
+    head = nn.Linear(6, 11, bias=bias, dtype=torch.float64)
+    hidden = torch.randn(23, 6, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(11, (23,))
+    inputs = [hidden, *head.parameters()]
+    logprobs, entropy = TokenLogprobs(head, 5)(hidden, targets, want_entropy, temperature)
+    full = (head(hidden) / temperature).log_softmax(-1)
+    expected = full[torch.arange(23), targets]
+    total, expected_total = (logprobs**2).sum(), (expected**2).sum()
+    torch.testing.assert_close(logprobs, expected)
+    if want_entropy:
+        assert entropy is not None
+        torch.testing.assert_close(entropy, -(full.exp() * full).sum(-1))
+        total, expected_total = total + (entropy**2).sum(), expected_total + ((full.exp() * full).sum(-1) ** 2).sum()
+    else:
+        assert entropy is None
+    got, wanted = torch.autograd.grad(total, inputs), torch.autograd.grad(expected_total, inputs)
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_dropout_in_the_output_layer_is_the_same_when_recomputed() -> None:
+    torch.manual_seed(0)
+    head = nn.Sequential(nn.Dropout(0.5), nn.Linear(6, 11, dtype=torch.float64))
+    hidden = torch.randn(8, 6, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(11, (8,))
+    torch.manual_seed(1)
+    logprobs, _ = TokenLogprobs(head, 4)(hidden, targets)
+    (chunked,) = torch.autograd.grad(logprobs.sum(), hidden)
+    torch.manual_seed(1)
+    parts = [
+        head(part).log_softmax(-1)[torch.arange(4), target]
+        for part, target in zip(hidden.split(4), targets.split(4), strict=True)
+    ]
+    (plain,) = torch.autograd.grad(torch.cat(parts).sum(), hidden)
+    torch.testing.assert_close(chunked, plain)
+
+
+def test_half_precision_logits_go_through_a_float32_softmax() -> None:
+    head = nn.Linear(6, 5000, dtype=torch.bfloat16)
+    hidden = torch.randn(4, 6, dtype=torch.bfloat16)
+    logprobs, _ = TokenLogprobs(head, 4096)(hidden, torch.arange(4))
+    assert logprobs.dtype == torch.float32
+    expected = head(hidden).float().log_softmax(-1)[torch.arange(4), torch.arange(4)]
+    assert torch.equal(logprobs, expected)

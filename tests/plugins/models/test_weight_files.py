@@ -1,0 +1,203 @@
+"""Weight files that are missing, broken or of another model are named, with what to do; new ones load as any do."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from backend_batches import local_backend
+from huggingface_hub import save_torch_state_dict
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from spurline.config.run_config import ModelConfig
+from spurline.errors import ModelError
+from spurline_models.testing.inputs import write_tiny_model
+from spurline_models.weight_files import WeightFile, WeightStream, check_weight_files, write_weight_files
+
+Break = Callable[[Path], object]
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_tiny_model(tmp_path / "model")
+
+
+def load(folder: Path) -> dict[str, Tensor]:
+    """The weights of a backend that has loaded this folder."""
+    return dict(local_backend(folder, run={"model": ModelConfig(path=str(folder))}).named_weights())
+
+
+def assert_loads(folder: Path) -> dict[str, Tensor]:
+    """The weights, which are those of the file."""
+    loaded, written = load(folder), load_file(folder / WEIGHTS)
+    assert loaded.keys() == written.keys()
+    assert all(torch.equal(loaded[name], written[name]) for name in written)
+    return loaded
+
+
+def cut(folder: Path) -> None:
+    content = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(content[: len(content) // 2])
+
+
+def only(name: str, content: bytes) -> Break:
+    def replace(folder: Path) -> None:
+        (folder / WEIGHTS).unlink()
+        (folder / name).write_bytes(content)
+
+    return replace
+
+
+def index_of(*shards: str) -> bytes:
+    return json.dumps({"weight_map": {f"weight{number}": name for number, name in enumerate(shards)}}).encode()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (cut, r"model\.safetensors is truncated or no safetensors file \(.*incomplete.*Copy or download it again"),
+        (only(WEIGHTS, b"garbage" * 99), r"model\.safetensors is truncated or no safetensors file"),
+        (only(WEIGHTS, b""), r"model\.safetensors is empty"),
+        (only(WEIGHTS, b"version https://git-lfs.github.com/spec/v1\n"), r"pointer of Git LFS.*git lfs pull"),
+        (only("model.safetensors.index.json", b"{"), r"index\.json is no index of weights"),
+        (only("model.safetensors.index.json", b"[1]"), r"index\.json is no index of weights"),
+        (
+            only("model.safetensors.index.json", index_of("a.safetensors", "b.safetensors")),
+            r"names 2 files, of which a\.safetensors, b\.safetensors are not in .*Copy or download the rest",
+        ),
+        (only("notes.txt", b""), r"(?s)has none of model\.safetensors.*notes\.txt.*init: random"),
+    ],
+    ids=[
+        "truncated",
+        "garbage",
+        "empty",
+        "lfs pointer",
+        "broken index",
+        "index of another shape",
+        "missing shards",
+        "nothing",
+    ],
+)
+def test_a_broken_file_is_named_with_what_to_do(folder: Path, spoil: Break, message: str) -> None:
+    spoil(folder)
+    with pytest.raises(ModelError, match=message):
+        load(folder)
+
+
+def test_files_that_are_whole_pass(folder: Path) -> None:
+    check_weight_files(ModelConfig(path=str(folder)))
+    assert_loads(folder)
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_weights_of_another_shape_are_named_with_both_shapes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    change_config(folder, hidden_size=64)
+    with pytest.raises(ModelError, match=r"21 weights .* lm_head\.weight is \(259, 32\) in the files and \(259, 64\)"):
+        load(folder)
+    assert capsys.readouterr().err == "", "transformers prints no table besides"
+
+
+def test_weights_that_the_files_lack_are_no_random_ones(folder: Path) -> None:
+    change_config(folder, num_hidden_layers=3, layer_types=["full_attention"] * 3)
+    with pytest.raises(ModelError, match=r"lack 11 weights .* stay random: model\.layers\.2\.input_layernorm\.weight"):
+        load(folder)
+
+
+def test_tied_output_layers_lack_nothing(tmp_path: Path) -> None:
+    assert "lm_head.weight" not in assert_loads(write_tiny_model(tmp_path / "tied", tie_word_embeddings=True))
+
+
+def test_weights_without_a_place_are_told_and_left_out(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    change_config(folder, num_hidden_layers=1, layer_types=["full_attention"])
+    load(folder)
+    assert "11 weights of" in caplog.text
+    assert "model.layers.1.input_layernorm.weight" in caplog.text
+
+
+def stream_of(weights: dict[str, Tensor], order: int = 1) -> WeightStream:
+    layout = {name: tensor.to("meta") for name, tensor in weights.items()}
+    return WeightStream(layout, iter(list(weights.items())[::order]))
+
+
+def random_weights() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    sizes = {"embed": (40, 8), "norm": (8,), "big": (100, 8), "scale": (), "strided": (8, 16), "head": (40, 8)}
+    weights = {name: torch.randn(size, generator=generator) for name, size in sizes.items()}
+    weights["strided"] = weights["strided"].t()
+    return weights | {"count": torch.tensor([1 << 40])}
+
+
+@pytest.mark.parametrize("max_file_bytes", [10**9, 1500, 1])
+@pytest.mark.parametrize("order", [1, -1])
+def test_files_have_the_names_and_the_contents_that_transformers_would_write(
+    tmp_path: Path, max_file_bytes: int, order: int
+) -> None:
+    weights = random_weights()
+    (tmp_path / "ours").mkdir()
+    write_weight_files(tmp_path / "ours", stream_of(weights, order), torch.bfloat16, max_file_bytes)
+    cast = {name: tensor.bfloat16() if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
+    plain = {name: tensor.contiguous() for name, tensor in cast.items()}
+    (tmp_path / "theirs").mkdir()
+    save_torch_state_dict(plain, tmp_path / "theirs", max_shard_size=max_file_bytes)
+    ours, theirs = ({path.name for path in (tmp_path / whose).iterdir()} for whose in ("ours", "theirs"))
+    assert ours == theirs
+    for name in ours:
+        if name.endswith(".json"):
+            assert json.loads((tmp_path / "ours" / name).read_text()) == json.loads(
+                (tmp_path / "theirs" / name).read_text()
+            )
+            continue
+        one, other = (load_file(tmp_path / whose / name) for whose in ("ours", "theirs"))
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[key], other[key]) and one[key].dtype == other[key].dtype for key in one)
+        with safe_open(tmp_path / "ours" / name, "pt") as file:
+            assert file.metadata() == {"format": "pt"}
+
+
+def test_a_backends_files_load_as_its_weights(folder: Path, tmp_path: Path) -> None:
+    backend = local_backend(folder, run={"model": ModelConfig(path=str(folder))})
+    out = tmp_path / "out"
+    out.mkdir()
+    backend.write_weights(out, torch.float32, 30_000)
+    (out / "config.json").write_bytes((folder / "config.json").read_bytes())
+    assert len(list(out.glob("model-*-of-*.safetensors"))) > 2
+    loaded = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).state_dict()
+    weights = dict(backend.named_weights())
+    assert weights.keys() <= loaded.keys()
+    assert all(torch.equal(loaded[name], weights[name]) for name in weights)
+
+
+def test_no_tensor_is_asked_for_before_the_last_one_is_written(tmp_path: Path) -> None:
+    weights = {f"weight_{number}": torch.full((50_000,), float(number)) for number in range(5)}
+
+    def watched() -> Iterator[tuple[str, Tensor]]:
+        for number, (name, tensor) in enumerate(weights.items()):
+            written = sum(path.stat().st_size for path in tmp_path.iterdir())
+            # But for the few bytes that a file object keeps.
+            assert written >= number * 200_000 - io.DEFAULT_BUFFER_SIZE
+            yield name, tensor
+
+    stream = WeightStream(stream_of(weights).layout, watched())
+    write_weight_files(tmp_path, stream, torch.float32, 400_000)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 3
+
+
+def test_a_file_that_lacks_a_tensor_or_gets_another_shape_is_never_taken_for_whole(tmp_path: Path) -> None:
+    layout = {"a": torch.empty(2, 3, device="meta"), "b": torch.empty(4, device="meta")}
+    with pytest.raises(AssertionError, match=r"lacks.*'b'"), WeightFile(tmp_path / "one", layout) as file:
+        file.put("a", torch.zeros(2, 3))
+    with pytest.raises(AssertionError, match="planned"), WeightFile(tmp_path / "two", layout) as file:
+        file.put("a", torch.zeros(3, 2))

@@ -1,0 +1,538 @@
+"""Ranks of this machine: they answer together, a failure ends all and says which, and nothing of them is left over."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from listening import listening, reachable
+from rank_workers import TwoPartError
+from run_helpers import wait_for
+
+from spurline.errors import ConfigError, DataError, RankFailedError, RunFailedError, UserError
+from spurline.protocols.ranks import RankRequest
+from spurline_models import machine
+from spurline_ranks import calls, devices, network, processes
+from spurline_ranks.group import TimeLimits
+from spurline_ranks.launch import open_ranks
+from spurline_ranks.processes import LocalRanks
+
+pytestmark = pytest.mark.processes
+
+Start = Callable[..., LocalRanks]
+
+CALL_S = 60.0
+"""Seconds of a call, and of what ranks exchange in it. Whatever is found before was found without waiting for it."""
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts ranks of a worker of rank_workers.py; afterwards none of them is left."""
+    groups: list[LocalRanks] = []
+
+    def start(
+        count: int = 2,
+        *arguments: Any,
+        worker: str = "Worker",
+        call_s: float = CALL_S,
+        collective_s: float = CALL_S,
+        **request: Any,
+    ) -> LocalRanks:
+        limits = TimeLimits(120.0, call_s, collective_s)
+        group = open_ranks(RankRequest(count, **request), f"rank_workers:{worker}", arguments, limits)
+        assert isinstance(group, LocalRanks)
+        groups.append(group)
+        return group
+
+    yield start
+    for group in groups:
+        group.close()
+
+
+def test_ranks_answer_in_the_order_of_their_numbers_and_know_their_place(start: Start) -> None:
+    ranks = start(4, "x", {"a": 1})
+    answers = ranks.call("describe")
+    assert [answer["rank"] for answer in answers] == [0, 1, 2, 3]
+    assert {answer["world"] for answer in answers} == {ranks.size} == {4}
+    assert len({answer["pid"] for answer in answers}) == 4
+    assert all(answer["arguments"] == ("x", {"a": 1}) for answer in answers)
+
+
+def test_ranks_compute_together_and_arrays_come_back_whole(start: Start) -> None:
+    ranks = start(2)
+    shares = [np.arange(3_000_000, dtype=np.float64), np.ones(3_000_000)]
+    for total in ranks.call("sum", per_rank=shares):
+        assert np.array_equal(total, shares[0] + shares[1])
+
+
+def test_each_rank_gets_its_own_argument_first_and_then_the_common_ones(start: Start) -> None:
+    assert start(2).call("echo", "all", 7, per_rank=["zero", "one"]) == [("zero", "all", 7), ("one", "all", 7)]
+
+
+def test_ranks_of_one_machine_listen_on_its_loopback_alone(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    before = listening([psutil.Process()])
+    ranks = start(2)
+    ranks.call("sum", np.ones(2))
+    heard = listening(psutil.Process(pid) for pid in (os.getpid(), *ranks.call("pid"))) - before
+    assert len(heard) == 3, "a store, and where each rank is reached by the other"
+    assert reachable(heard) == []
+    # Where the name of the machine leads says which interface gloo takes by itself, so that this may not show it above.
+    environment = ranks.call("describe")[0]["environment"]
+    assert environment["GLOO_SOCKET_IFNAME"] == environment["NCCL_SOCKET_IFNAME"] == "lo"
+
+
+def test_interfaces_are_left_to_whoever_has_set_them_and_nccl_s_to_ranks_that_send_weights_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "of-the-user")
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    here, beyond = (devices.local_environments(RankRequest(1, peers_elsewhere=there))[0] for there in (False, True))
+    assert here == {"NCCL_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+    assert beyond == {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def test_an_interface_that_does_not_exist_is_named_with_its_variable_and_those_that_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth77")
+    with pytest.raises(UserError, match=r"variable GLOO_SOCKET_IFNAME is 'eth77'.* It has lo\b") as raised:
+        open_ranks(RankRequest(1), "rank_workers:Worker", (), TimeLimits(60, 60, 60))
+    assert "rank 0 of 1" in raised.value.__notes__[0]
+
+
+@pytest.mark.parametrize(
+    ("library", "chosen", "is_wrong"),
+    [
+        ("gloo", "lo", False),
+        ("gloo", "l", True),
+        ("gloo", "lo,eth77", True),
+        ("gloo", "lo:1", False),
+        ("nccl", "l", False),
+        ("nccl", "eth77,lo", False),
+        ("nccl", "=lo", False),
+        ("nccl", "=l", True),
+        ("nccl", "^eth77", False),
+        ("nccl", "eth77", True),
+    ],
+)
+def test_names_of_interfaces_are_read_as_each_library_reads_them(
+    library: str, chosen: str, is_wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", chosen)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", chosen)
+    with pytest.raises(UserError, match=f"{library.upper()}_SOCKET_IFNAME") if is_wrong else nullcontext():
+        network.check_interfaces(library)
+
+
+def test_calls_of_several_threads_take_turns(start: Start) -> None:
+    ranks = start(2)
+    answers: dict[int, list[Any]] = {}
+
+    def ask(number: int) -> None:
+        answers[number] = [ranks.call("echo", (number, time)) for time in range(30)]
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for number in range(3):
+        assert answers[number] == [[((number, time),)] * 2 for time in range(30)]
+
+
+def test_ranks_see_the_environment_and_folder_of_the_time_of_their_start(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(1).close()
+    monkeypatch.setenv("SAID_LATER", "yes")
+    monkeypatch.chdir(tmp_path)
+    (answer,) = start(1).call("describe")
+    assert answer["environment"]["SAID_LATER"] == "yes"
+    assert Path(answer["folder"]) == tmp_path
+
+
+@pytest.mark.parametrize(("threads", "expected"), [(None, max(1, machine.num_cores() // 2)), (3, 3)])
+def test_the_cores_are_divided_among_the_ranks_unless_threads_are_asked_for(
+    start: Start, threads: int | None, expected: int
+) -> None:
+    answers = start(2, num_threads=threads).call("describe")
+    assert [answer["threads"] for answer in answers] == [expected, expected]
+
+
+def test_ranks_go_on_after_the_signals_that_end_a_terminal_s_processes(start: Start) -> None:
+    ranks = start(2)
+    pids = ranks.call("pid")
+    assert all(os.getsid(pid) == pid for pid in pids), "Ctrl-C reaches them"
+    for pid in pids:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(pid, number)
+    assert ranks.call("sum", np.ones(2))[0].tolist() == [2.0, 2.0]
+
+
+def test_what_a_rank_prints_does_not_reach_the_terminal(start: Start, capfd: pytest.CaptureFixture[str]) -> None:
+    start(2).call("prints")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_an_error_of_ours_is_raised_as_what_it_is_with_a_note_of_where(start: Start) -> None:
+    ranks = start(2)
+    pids = ranks.call("pid")
+    with pytest.raises(DataError) as raised:
+        ranks.call("fails", 1, "data")
+    assert str(raised.value) == "rows.jsonl:3: prompt is empty. Remove the row."
+    (note,) = raised.value.__notes__
+    assert note == f"This is from rank 1 of 2 (process {pids[1]} on {os.uname().nodename}), during `fails`."
+    assert "rank_workers.py" in str(raised.value.__cause__)
+    assert "in _fail" in str(raised.value.__cause__)
+    _assert_all_gone(pids)
+
+
+def test_an_error_of_a_class_that_wants_other_arguments_comes_back_with_its_attributes(start: Start) -> None:
+    with pytest.raises(TwoPartError, match="this and that") as raised:
+        start(2).call("fails", 0, "two_parts")
+    assert raised.value.part == "this"
+    assert "lock" in raised.value.lock, "what cannot be pickled is its text"
+
+
+def test_an_error_of_a_class_that_is_not_found_here_comes_back_as_its_nearest_base(start: Start) -> None:
+    with pytest.raises(DataError, match="of a class that only this rank has"):
+        start(2).call("fails", 0, "local_class")
+
+
+def test_another_error_names_rank_process_call_and_traceback(start: Start) -> None:
+    ranks = start(2)
+    pids = ranks.call("pid")
+    began = time.monotonic()
+    with pytest.raises(RankFailedError, match=r"Rank 1 of 2 .* failed during `fails`: ValueError: broken") as raised:
+        ranks.call("fails", 1, "value")
+    # Measured: 0.3 s, most of which waits for a cause.
+    assert time.monotonic() - began < CALL_S
+    error = raised.value
+    assert (error.rank, error.node, error.pid, error.call) == (1, os.uname().nodename, pids[1], "fails")
+    assert "in _fail" in error.traceback
+    assert error.traceback in str(error)
+    _assert_all_gone(pids)
+
+
+def test_a_killed_rank_is_named_and_not_the_one_that_missed_it(start: Start) -> None:
+    ranks = start(3)
+    pids = ranks.call("pid")
+    began = time.monotonic()
+    with pytest.raises(RankFailedError, match=r"Rank 2 of 3 .* was killed by SIGKILL.* during `fails`") as raised:
+        ranks.call("fails", 2, "kill")
+    assert time.monotonic() - began < CALL_S
+    assert (raised.value.rank, raised.value.pid) == (2, pids[2])
+    _assert_all_gone(pids)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("how", "said"), [("value", "failed during `fails_to_send`: ValueError"), ("kill", "was killed by SIGKILL")]
+)
+def test_a_rank_that_fails_is_named_while_another_waits_for_what_it_should_send(
+    start: Start, rank: int, how: str, said: str
+) -> None:
+    ranks = start(2)
+    pids = ranks.call("pid")
+    began = time.monotonic()
+    with pytest.raises(RankFailedError, match=rf"Rank {rank} of 2 .* {said}") as raised:
+        ranks.call("fails_to_send", rank, how)
+    assert time.monotonic() - began < CALL_S
+    assert (raised.value.rank, raised.value.pid) == (rank, pids[rank])
+    _assert_all_gone(pids)
+
+
+def test_a_rank_that_sends_nothing_is_named_with_its_stack_and_that_of_the_rank_that_waits(start: Start) -> None:
+    ranks = start(2, call_s=2.0)
+    pids = ranks.call("pid")
+    with pytest.raises(RankFailedError, match=r"was not done within 2 s.* backend.call_timeout_s") as raised:
+        ranks.call("fails_to_send", 0, "sleep")
+    first, _, second = str(raised.value).partition("Stack of rank 1:")
+    assert "in _stands_still_here" in first.partition("Stack of rank 0:")[2]
+    assert "in recv" in second
+    _assert_all_gone(pids)
+
+
+def test_the_last_words_of_a_rank_that_ends_in_c_code_join_the_error(start: Start) -> None:
+    with pytest.raises(RankFailedError, match=r"Rank 0 of 2 .* was killed by SIGABRT (.|\n)*these are its last words"):
+        start(2).call("fails", 0, "abort")
+
+
+def test_a_rank_that_dies_between_calls_is_named_by_the_next(start: Start) -> None:
+    ranks = start(2)
+    pids = ranks.call("pid")
+    os.kill(pids[0], signal.SIGKILL)
+    with pytest.raises(RankFailedError, match=r"Rank 0 of 2 .* was killed by SIGKILL"):
+        ranks.call("pid")
+    with pytest.raises(RunFailedError, match=r"No rank is left to do `pid`: RankFailedError: Rank 0"):
+        ranks.call("pid")
+    _assert_all_gone(pids)
+
+
+def test_an_answer_that_is_no_plain_data_is_an_error_and_not_silence(start: Start) -> None:
+    with pytest.raises(RankFailedError, match="cannot pickle"):
+        start(2).call("answers_with_a_lock")
+
+
+def test_a_rank_that_stands_still_is_named_with_what_it_does_and_its_stack(start: Start) -> None:
+    ranks = start(2, call_s=3.0)
+    pids = ranks.call("pid")
+    with pytest.raises(RankFailedError, match=r"was not done within 3 s.* backend.call_timeout_s") as raised:
+        ranks.call("fails", 1, "sleep")
+    text = str(raised.value)
+    assert f"rank 1 of 2 (process {pids[1]} on {os.uname().nodename}): micro-batch 5 of 8, forward" in text
+    first, _, second = text.partition("Stack of rank 1:")
+    assert "in all_reduce" in first.partition("Stack of rank 0:")[2]
+    assert "in _stands_still_here" in second
+    assert "_listen" not in text
+    assert "rank_server.py" not in text
+    _assert_all_gone(pids)
+
+
+def test_a_rank_that_the_others_wait_for_too_long_is_named_beside_the_one_that_gave_up(start: Start) -> None:
+    ranks = start(2, collective_s=2.0)
+    with pytest.raises(RankFailedError, match=r"Rank 0 of 2 .* failed during `fails`: .*[Tt]imed out") as raised:
+        ranks.call("fails", 1, "sleep")
+    (note,) = raised.value.__notes__
+    assert "rank 1 of 2" in note
+    assert "micro-batch 5 of 8, forward" in note
+    assert "in _stands_still_here" in note
+
+
+def test_a_rank_that_cannot_run_python_is_named_as_well_with_why_there_is_no_stack(start: Start) -> None:
+    ranks = start(2, call_s=2.0)
+    pids = ranks.call("pid")
+    os.kill(pids[1], signal.SIGSTOP)
+    with pytest.raises(RankFailedError, match=r"rank 1 of 2 .*: does not say what it does") as raised:
+        ranks.call("sum", np.ones(1))
+    assert raised.value.pid == pids[1], "not the one that waits for it"
+    assert f"Stack of rank 1:\nNone: process {pids[1]} is stopped" in str(raised.value)
+    _assert_all_gone(pids)
+
+
+def test_a_stopped_rank_is_blamed_before_the_words_of_the_exchange_that_failed_without_it(start: Start) -> None:
+    ranks = start(2, collective_s=2.0)
+    pids = ranks.call("pid")
+    os.kill(pids[1], signal.SIGSTOP)
+    with pytest.raises(RankFailedError) as raised:
+        ranks.call("sum", np.ones(1))
+    first, *_, last = str(raised.value).splitlines()
+    assert first.startswith(f"Rank 1 of 2 (process {pids[1]} on {os.uname().nodename}) has not answered `sum` for ")
+    assert "backend.collective_timeout_s: 2 s" in first
+    assert f"process {pids[1]} is stopped" in str(raised.value)
+    assert last.startswith("RuntimeError: ")
+    assert (raised.value.rank, raised.value.pid) == (1, pids[1])
+
+
+def test_a_rank_that_stands_still_while_it_starts_is_named_with_its_stack_and_the_limit_beforehand(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    open_ranks(RankRequest(1), "rank_workers:Worker", (), TimeLimits(60, 60, 60)).close()
+    monkeypatch.setattr(calls, "PATIENCE_S", 0.5)
+    with pytest.raises(RankFailedError, match=r"`start` was not done within 5 s.*start_timeout_s") as raised:
+        open_ranks(RankRequest(2), "rank_workers:StandsStill", (), TimeLimits(5, 1, 60))
+    assert "in _stands_still_here" in str(raised.value).partition("Stack of rank 1:")[2]
+    said = capsys.readouterr().err
+    assert re.search(r"Waiting for `start` for \d s \(limit backend.start_timeout_s: 5 s\)", said)
+
+
+@pytest.mark.parametrize(("call_s", "stopped_s", "after_s"), [(2.0, 60.0, 2), (CALL_S, 1.5, 1.5)])
+def test_ranks_that_do_not_take_a_large_call_end_it_once_and_not_one_after_the_other(
+    start: Start, monkeypatch: pytest.MonkeyPatch, call_s: float, stopped_s: float, after_s: float
+) -> None:
+    monkeypatch.setattr(processes, "_STOPPED_S", stopped_s)
+    ranks = start(3, call_s=call_s)
+    pids = ranks.call("pid")
+    for pid in pids[1:]:
+        os.kill(pid, signal.SIGSTOP)
+    asked: list[int] = []
+    send = processes._Process.send
+    monkeypatch.setattr(processes._Process, "send", lambda self, *call: asked.append(self.pid) or send(self, *call))
+    said = r"Rank 1 of 3 .* took nothing of what it was sent for ([\d.]+) s.*`echo`"
+    with pytest.raises(RankFailedError, match=said) as raised:
+        ranks.call("echo", bytes(20_000_000))
+    waited = re.search(said, str(raised.value))
+    assert waited is not None
+    assert float(waited[1]) <= after_s
+    assert asked == pids[:2], "the third would be waited for as long again"
+    assert (raised.value.rank, raised.value.pid) == (1, pids[1])
+    _assert_all_gone(pids)
+
+
+def test_asking_ranks_that_do_not_read_takes_seconds_and_leaves_them_alone(start: Start) -> None:
+    ranks = start(2)
+    pids = ranks.call("pid")
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    stopped = psutil.STATUS_STOPPED
+    wait_for(lambda: {psutil.Process(pid).status() for pid in pids} == {stopped}, "ranks to stop", 30)
+    for process in ranks._ranks:
+        # Until no further question fits.
+        process._limit(socket.SO_SNDTIMEO, 0.1)
+        with pytest.raises(BlockingIOError):
+            _ask_without_end(process)
+    began = time.monotonic()
+    assert ranks._doing([0, 1]) == {}
+    assert time.monotonic() - began < CALL_S
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    assert ranks.call("pid") == pids
+
+
+def test_a_long_wait_says_who_is_missing(
+    start: Start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(calls, "PATIENCE_S", 0.5)
+    assert start(2).call("after", "done", per_rank=[0.0, 1.2]) == ["done", "done"]
+    said = capsys.readouterr().err
+    assert re.search(r"Waiting for `after` for \d s \(limit backend.call_timeout_s: 60 s\)", said)
+    assert "1 of 2 ranks have not answered:\n  rank 1 of 2" in said
+    assert "in `after`, for" in said
+    assert "rank 0 of 2" not in said
+
+
+def test_a_rank_that_cannot_be_made_fails_the_start_as_what_it_is() -> None:
+    with pytest.raises(DataError, match="this rank cannot be made") as raised:
+        open_ranks(RankRequest(2), "rank_workers:FailsToStart", (), TimeLimits(60, 60, 60))
+    assert "rank 1 of 2" in raised.value.__notes__[0]
+    assert "`start`" in raised.value.__notes__[0]
+
+
+def test_a_worker_whose_module_cannot_be_imported_says_so() -> None:
+    with pytest.raises(RunFailedError, match=r"imports no_such_module for the ranks ended(.|\n)*No module named"):
+        open_ranks(RankRequest(2), "no_such_module:Worker", (), TimeLimits(60, 60, 60))
+
+
+def test_closing_ends_a_call_that_another_thread_waits_for(start: Start) -> None:
+    ranks = start(2)
+    pids = ranks.call("pid")
+    errors: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            ranks.call("waits", "exchange")
+        except RunFailedError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    time.sleep(0.3)
+    ranks.close()
+    thread.join(10)
+    assert [str(error) for error in errors] == ["`waits` has no answer: the ranks were closed."]
+    _assert_all_gone(pids)
+    ranks.close()
+    with pytest.raises(RunFailedError, match="No rank is left to do `pid`: the ranks were closed"):
+        ranks.call("pid")
+
+
+def test_what_a_rank_has_started_ends_with_it(start: Start) -> None:
+    ranks = start(2)
+    started = ranks.call("starts_a_process")
+    ranks.close()
+    _assert_all_gone(started)
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A process that was started in the background ignores the signal."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_an_interrupted_call_ends_the_ranks_as_its_answers_would_be_taken_for_others(start: Start) -> None:
+    ranks = start(2)
+    pids = ranks.call("pid")
+
+    def interrupt() -> None:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        ranks.call("after", 5.0, "late")
+    _assert_all_gone(pids)
+
+
+def test_ranks_start_anew_when_the_process_they_are_forked_from_was_killed(start: Start) -> None:
+    ranks = start(2)
+    pids = ranks.call("pid")
+    os.kill(psutil.Process(pids[0]).ppid(), signal.SIGKILL)
+    _assert_all_gone(pids)
+    with pytest.raises(RankFailedError, match="killed by SIGKILL"):
+        ranks.call("pid")
+    assert len(start(2).call("pid")) == 2
+
+
+def test_nothing_is_left_of_a_controller_that_was_killed(tmp_path: Path) -> None:
+    """Its ranks are idle, in an exchange with others, waiting to receive, and in long computations, of which one lets
+    no thread run."""
+    script = Path(__file__).parents[2] / "support" / "rank_controller.py"
+    out = tmp_path / "said.json"
+    with (tmp_path / "log").open("w") as log:
+        controller = subprocess.Popen([sys.executable, script, out], stderr=log, stdout=log)
+    try:
+        wait_for(lambda: out.exists() or controller.poll() is not None, "the controller")
+        assert out.exists(), (tmp_path / "log").read_text()
+        said = json.loads(out.read_text())
+        family = psutil.Process(controller.pid).children(recursive=True)
+        assert {process.pid for process in family} >= set(said["pids"])
+        time.sleep(0.5)
+    finally:
+        controller.kill()
+        controller.wait(10)
+    _assert_all_gone([process.pid for process in family], within_s=5)
+    for port in said["ports"]:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), timeout=5)
+
+
+@pytest.mark.parametrize(
+    ("request_", "visible", "expected"),
+    [
+        ({"count": 2}, ("0", "1", "2"), ["0", "1"]),
+        ({"count": 2, "gpus": (2, 0)}, ("4", "5", "6"), ["6", "4"]),
+        ({"count": 3}, ("0", "1"), "backend.ranks asks for 3 ranks with a GPU each, and there are 2. Set it to 2"),
+        ({"count": 1, "gpus": (2,)}, ("0", "1"), "backend.gpus names GPU 2, but this machine has 0, 1"),
+        ({"count": 1}, (), "and there is none. Set device: cpu"),
+    ],
+)
+def test_each_rank_sees_one_gpu_and_too_few_are_refused(
+    request_: dict[str, Any], visible: Sequence[str], expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "visible_gpus", lambda: tuple(visible))
+    request = RankRequest(device="cuda", **request_)
+    if isinstance(expected, str):
+        with pytest.raises(ConfigError, match=expected):
+            devices.local_environments(request)
+    else:
+        environments = devices.local_environments(request)
+        assert [environment["CUDA_VISIBLE_DEVICES"] for environment in environments] == expected
+
+
+def _ask_without_end(process: Any) -> None:
+    while True:
+        process.connection.send_bytes(pickle.dumps((None, None)))
+
+
+def _assert_all_gone(pids: Sequence[int], within_s: float = 5.0) -> None:
+    wait_for(lambda: not any(map(psutil.pid_exists, pids)), "the end of processes", within_s)

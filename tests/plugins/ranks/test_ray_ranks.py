@@ -1,0 +1,318 @@
+"""Ranks as actors of a Ray cluster: they behave as those of this machine do, wherever the cluster has put them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from ray_clusters import GPUS, add_machine, two_machines
+from run_helpers import wait_for
+
+from spurline.errors import ConfigError, DataError, RankFailedError, RunFailedError
+from spurline.protocols.ranks import ClusterNeed, RankRequest
+from spurline_ranks.group import ANY_CLUSTER, ClusterRequest, RankGroup, TimeLimits
+from spurline_ranks.launch import open_ranks
+
+pytest.importorskip("ray")
+from spurline_ranks import cluster_room, ray_actors, ray_node
+from spurline_ranks.cluster_room import ranks_per_machine
+from spurline_ranks.ray_cluster import Node, RayCluster
+
+Start = Callable[..., RankGroup]
+
+
+@pytest.fixture(scope="module")
+def joined() -> Iterator[RayCluster]:
+    """The cluster of two machines, joined for all tests of this file."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_ADDRESS", two_machines().address)
+        cluster = RayCluster(ClusterRequest())
+        cluster.open()
+        yield cluster
+        cluster.close()
+
+
+@pytest.fixture
+def start(joined: RayCluster) -> Iterator[Start]:
+    """Starts ranks of a worker of rank_workers.py, one on each machine; afterwards all resources are free again."""
+    groups: list[RankGroup] = []
+
+    def start(
+        count: int = 2,
+        *arguments: Any,
+        start_s: float = 120.0,
+        call_s: float = 60.0,
+        on_nodes: Any = None,
+        per_node: int = 1,
+        cluster: ClusterRequest = ANY_CLUSTER,
+        **request: Any,
+    ) -> RankGroup:
+        limits = TimeLimits(start_s, call_s, collective_s=60.0)
+        asked = RankRequest(count, launch="ray", per_node=per_node, **request)
+        groups.append(open_ranks(asked, "rank_workers:Worker", arguments, limits, on_nodes, cluster))
+        return groups[-1]
+
+    yield start
+    for group in groups:
+        group.close()
+    _assert_all_free(joined)
+
+
+@pytest.mark.processes
+def test_ranks_of_two_machines_answer_as_those_of_one_process_do(start: Start) -> None:
+    asked: list[Any] = []
+    ranks = start(2, "x", num_threads=2, on_nodes=lambda ask: asked.append(ask("os:getpid")))
+    answers = ranks.call("describe")
+    assert [(answer["rank"], answer["world"], answer["arguments"]) for answer in answers] == [
+        (0, 2, ("x",)),
+        (1, 2, ("x",)),
+    ]
+    assert [answer["threads"] for answer in answers] == [2, 2]
+    assert len(asked[0]) == 2, "one process of each machine is asked"
+    assert not set(asked[0].values()) & set(ranks.call("pid")), "before any worker is made"
+    assert ranks.call("echo", "all", per_rank=["zero", "one"]) == [("zero", "all"), ("one", "all")]
+    shares = [np.arange(300_000, dtype=np.float64), np.ones(300_000)]
+    for total in ranks.call("sum", per_rank=shares):
+        assert np.array_equal(total, shares[0] + shares[1])
+        assert total.flags.writeable
+    for pid in ranks.call("pid"):
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(pid, number)
+    assert ranks.call("sum", np.ones(2))[1].tolist() == [2.0, 2.0]
+    pids = [*ranks.call("pid"), *ranks.call("starts_a_process"), *asked[0].values()]
+    ranks.close()
+    _assert_all_gone(pids)
+    ranks.close()
+    with pytest.raises(RunFailedError, match="No rank is left to do `pid`: the ranks were closed"):
+        ranks.call("pid")
+
+
+@pytest.mark.processes
+def test_an_error_of_ours_is_raised_as_what_it_is_with_a_note_of_where(start: Start) -> None:
+    ranks = start(2)
+    pids = ranks.call("pid")
+    with pytest.raises(DataError) as raised:
+        ranks.call("fails", 1, "data")
+    assert str(raised.value) == "rows.jsonl:3: prompt is empty. Remove the row."
+    (note,) = raised.value.__notes__
+    for part in ("rank 1 of 2", f"process {pids[1]}", os.uname().nodename, "`fails`"):
+        assert part in note
+    _assert_all_gone(pids)
+
+
+@pytest.mark.processes
+def test_a_rank_that_dies_is_named_with_its_last_words(start: Start) -> None:
+    ranks = start(2, per_node=2)
+    pids = ranks.call("pid")
+    # Not after the limit of a call, of which the message would speak.
+    with pytest.raises(RankFailedError, match=r"Rank 1 of 2 .* was killed by a signal.* during `fails`") as raised:
+        ranks.call("fails", 1, "abort")
+    assert (raised.value.rank, raised.value.pid, raised.value.call) == (1, pids[1], "fails")
+    assert "these are its last words" in str(raised.value)
+    assert ":job_id:" not in str(raised.value)
+    _assert_all_gone(pids)
+
+
+@pytest.mark.processes
+def test_what_ranks_write_is_added_to_their_logs_and_told_when_they_die(start: Start, tmp_path: Path) -> None:
+    logs = tmp_path / "run" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "rank-1.log").write_text("of an earlier run\n")
+    ranks = start(2, cluster=ClusterRequest(log_dir=str(logs)))
+    pids = ranks.call("pid")
+    ranks.call("prints")
+    with pytest.raises(RankFailedError, match=r"Rank 1 of 2 .* was killed by a signal") as raised:
+        ranks.call("fails", 1, "abort")
+    assert "these are its last words" in str(raised.value)
+    assert "of an earlier run" not in str(raised.value)
+    texts = [(logs / f"rank-{rank}.log").read_text() for rank in range(2)]
+    assert [text.count("said by a rank\n") for text in texts] == [3, 3], "its own output and that of what it starts"
+    assert texts[1].startswith(f"of an earlier run\nThe output of process {pids[1]} on ")
+
+
+@pytest.mark.processes
+def test_a_rank_that_stands_still_is_named_with_what_it_does_and_its_stack(start: Start) -> None:
+    ranks = start(2, call_s=3.0)
+    pids = ranks.call("pid")
+    with pytest.raises(RankFailedError, match="was not done within 3 s") as raised:
+        ranks.call("fails", 1, "sleep")
+    text = str(raised.value)
+    assert f"rank 1 of 2 (process {pids[1]} on {os.uname().nodename}" in text
+    assert "micro-batch 5 of 8, forward" in text
+    first, _, second = text.partition("Stack of rank 1:")
+    assert "in all_reduce" in first.partition("Stack of rank 0:")[2]
+    assert "in _stands_still_here" in second
+    _assert_all_gone(pids)
+
+
+@pytest.mark.processes
+def test_ranks_that_are_never_there_are_named_without_a_stack(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    # However short the limit, a rank may be there: Ray holds idle processes ready.
+    monkeypatch.setattr(ray_actors.RayRanks, "_wait", lambda self, missing, timeout_s: {})
+    with pytest.raises(RankFailedError, match=r"`start` was not done within 0.1 s.*start_timeout_s") as raised:
+        start(2, start_s=0.1)
+    assert "2 of 2 ranks have not answered" in str(raised.value)
+    assert "Stack of" not in str(raised.value)
+
+
+def test_a_machine_sends_no_signal_for_a_rank_whose_process_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda *signal: sent.append(signal))
+    began = time.monotonic()
+    assert ray_node.NodeActor().stacks(0, "", 30.0) == ""
+    assert sent == []
+    assert time.monotonic() - began < 30, "it waits for nothing"
+
+
+@pytest.mark.processes
+def test_a_machine_says_of_a_stopped_rank_that_it_is_stopped_where_it_has_no_stack(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.touch()
+    with subprocess.Popen(["sleep", "600"]) as process:
+        try:
+            process.send_signal(signal.SIGSTOP)
+            wait_for(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, "it to stop", 30)
+            said = ray_node.NodeActor().stacks(process.pid, str(log), 0.1)
+        finally:
+            process.kill()
+    assert f"process {process.pid} is stopped" in said
+
+
+@pytest.mark.processes
+def test_closing_ends_a_call_that_another_thread_waits_for_and_stopped_ranks(start: Start) -> None:
+    ranks = start(2)
+    pids = ranks.call("pid")
+    os.kill(pids[1], signal.SIGSTOP)
+    errors: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            ranks.call("waits", "exchange")
+        except RunFailedError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    time.sleep(0.3)
+    ranks.close()
+    thread.join(10)
+    assert [str(error) for error in errors] == ["`waits` has no answer: the ranks were closed."]
+    _assert_all_gone(pids)
+
+
+@pytest.mark.processes
+def test_ranks_of_a_machine_that_is_lost_are_named_within_a_minute(start: Start) -> None:
+    """The machine is killed as a whole; the other rank waits for it in an exchange."""
+    cluster = two_machines()
+    lost = add_machine(cluster)
+    ranks = start(3)
+    pids = ranks.call("pid")
+    victim = next(rank for rank, pid in enumerate(pids) if psutil.Process(pid).ppid() == _raylet(lost))
+    threading.Timer(0.5, lambda: cluster.remove_node(lost, allow_graceful=False)).start()
+    began = time.monotonic()
+    with pytest.raises(RankFailedError, match=rf"Rank {victim} of 3 .* was lost with its machine, .* during `waits`"):
+        ranks.call("waits", "exchange")
+    assert time.monotonic() - began < 60
+    _assert_all_gone(pids)
+
+
+@pytest.mark.processes
+def test_what_takes_machines_long_has_the_time_of_a_call_and_is_said_while_it_is_waited_for(
+    start: Start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cluster_room, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(cluster_room, "SLICE_S", 0.5)
+    began: list[float] = []
+
+    def prepare(ask: Any) -> None:
+        began.append(time.monotonic())
+        ask("time:sleep", 60.0, doing="download m")
+
+    with pytest.raises(RunFailedError, match=r" did not download m within 2 s \(backend.call_timeout_s\)"):
+        start(2, call_s=2.0, on_nodes=prepare)
+    assert time.monotonic() - began[0] < 60, "the end of ranks waits for it"
+    assert " s, 2 s at most, for " in (said := capsys.readouterr().err)
+    assert " to download m." in said
+
+
+@pytest.mark.processes
+def test_ranks_with_gpus_are_put_together_on_as_few_machines_as_are_asked_for(start: Start) -> None:
+    class EnoughError(Exception):
+        pass
+
+    asked: list[Any] = []
+
+    def look(ask: Any) -> None:
+        asked.append(ask("os:getpid"))
+        raise EnoughError
+
+    for per_node, machines in ((1, 2), (2, 1)):
+        with pytest.raises(EnoughError):
+            start(2, device="cuda", per_node=per_node, on_nodes=look)
+        assert len(asked.pop()) == machines
+
+
+@pytest.mark.processes
+def test_too_few_resources_are_refused_with_numbers(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        start(6, device="cuda", per_node=2, cluster=ClusterRequest(room_timeout_s=1.0))
+    text = str(raised.value)
+    assert "6 ranks need 3 machines with 2 GPU, 2 CPU each" in text
+    assert f"the run wants 6 GPUs (6 ranks), the cluster has {2 * GPUS} free of {2 * GPUS}: " in text
+    assert text.count(f") {GPUS}, ") == 1, "what is free of each machine"
+    assert "2 of its machines can have that much" in text
+    assert "Waiting for room, 1 s at most: the run wants 6 GPUs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("request_", "gpus", "expected"),
+    [
+        ({"count": 4}, (8, 8), 4),
+        ({"count": 16}, (8, 8), 8),
+        ({"count": 16, "per_node": 4}, (8, 8), 4),
+        ({"count": 2, "per_node": 4}, (8, 8), 2),
+        ({"count": 4}, (), 4),
+        ({"count": 12}, (8, 4), "room for node0 8, node1 4. Set ranks_per_node"),
+        ({"count": 12}, (8, 8), "12 ranks, which do not fill machines with 8 ranks each. Set ranks to a multiple of 8"),
+    ],
+)
+def test_as_many_ranks_go_on_one_machine_as_it_has_room_for(
+    request_: dict[str, Any], gpus: Sequence[int], expected: Any
+) -> None:
+    nodes = [Node(str(number), f"node{number}", {"GPU": count, "CPU": 64.0}) for number, count in enumerate(gpus)]
+    need = RankRequest(device="cuda", launch="ray", **request_).cluster_need()
+    assert isinstance(need, ClusterNeed)
+    if isinstance(expected, str):
+        with pytest.raises(ConfigError, match=expected):
+            ranks_per_machine(need, nodes)
+    else:
+        assert ranks_per_machine(need, nodes) == expected
+
+
+def _raylet(node: Any) -> int:
+    """Process id of a machine of the cluster."""
+    return node.all_processes["raylet"][0].process.pid
+
+
+def _assert_all_gone(pids: Sequence[int], within_s: float = 5.0) -> None:
+    wait_for(lambda: not any(map(psutil.pid_exists, pids)), "the end of processes", within_s)
+
+
+def _assert_all_free(cluster: RayCluster) -> None:
+    import ray
+
+    def free() -> bool:
+        left = ray.available_resources()
+        return all(left.get(kind) == cluster.total(kind) for kind in ("CPU", "GPU"))
+
+    # Ray counts those of a lost machine until it has missed several of its heartbeats.
+    wait_for(free, "resources of the cluster", 60)

@@ -1,0 +1,153 @@
+"""Corrections and metrics of tokens, in blocks, are to the bit what whole columns give, for any layout and ratios."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import mismatch_oracle as oracle
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spurline.data.batch import TrainingBatch
+from spurline_rl import token_metrics
+from spurline_rl.losses import batch_log_ratios, configs, corrections
+from spurline_rl.losses.batch_log_ratios import BatchLogRatios, Scratch, correct_batch
+from spurline_rl.losses.log_ratios import LogRatios
+from spurline_rl.protocols.correction import Corrected
+from spurline_rl.token_metrics import advantage_metrics, mismatch_metrics
+
+CASES: list[tuple[str, Any, Any]] = [
+    *(
+        (
+            "tis",
+            corrections.TruncatedImportanceSampling,
+            configs.TruncatedImportanceSamplingConfig(level=level, cap=cap),
+        )
+        for level in ("token", "sequence")
+        for cap in (1.0, 1.3, None)
+    ),
+    *(
+        ("mis", corrections.MaskedImportanceSampling, configs.MaskedImportanceSamplingConfig(level=level, low=0.8))
+        for level in ("token", "sequence")
+    ),
+    ("geometric", corrections.GeometricRejection, configs.GeometricRejectionConfig(low=0.95, high=1.05)),
+    ("sequence", corrections.SequenceRejection, configs.SequenceRejectionConfig()),
+]
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Small enough that drawn batches have many blocks, and no smaller than what numpy adds up without halving.
+    for module in (batch_log_ratios, token_metrics):
+        monkeypatch.setattr(module, "BLOCK_TOKENS", 128)
+    monkeypatch.setattr(token_metrics, "_SAMPLES", 64)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> TrainingBatch:
+    """Rows of several sequences between padding, with any share of trained tokens, ties and infinite logprobs."""
+    random = np.random.default_rng(draw(st.integers(0, 2**32)))
+    num_rows, length = draw(st.integers(0, 40)), draw(st.sampled_from([1, 7, 60, 200, 700]))
+    segment_ids = np.zeros((num_rows, length), np.int32)
+    most = draw(st.integers(1, 4))
+    for row in segment_ids:
+        ends = np.sort(random.integers(0, length + 1, 2 * random.integers(0, most + 1)))
+        used = [(begin, end) for begin, end in zip(ends[::2], ends[1::2], strict=True) if begin < end]
+        for number, (begin, end) in enumerate(used, start=1):
+            row[begin:end] = number
+    shape = segment_ids.shape
+    trained = (segment_ids > 0) & (random.random(shape) < draw(st.sampled_from([0.0, 0.02, 0.7, 1.0])))
+    rollout = -3 * random.random(shape, dtype=np.float32)
+    noise = random.normal(0, draw(st.sampled_from([0.0, 1e-3, 0.1, 1.0, 30.0])), shape).astype(np.float32)
+    noise[random.random(shape) < draw(st.sampled_from([0.0, 0.5, 0.99]))] = 0
+    old = rollout + noise
+    for column, share in ((old, draw(_RARE)), (rollout, draw(_RARE))):
+        column[random.random(shape) < share] = -np.inf
+    columns = {
+        "input_ids": np.ones(shape, np.int64),
+        "segment_ids": segment_ids,
+        "position_ids": np.zeros(shape, np.int64),
+        "loss_weights": np.where(trained, random.random(shape, dtype=np.float32) + 0.1, 0).astype(np.float32),
+        "old_logprobs": old,
+        "rollout_logprobs": rollout,
+        "advantages": random.normal(0, 1, shape).astype(np.float32),
+    }
+    tokens = {name: torch.from_numpy(values) for name, values in columns.items()}
+    return TrainingBatch(tokens, {}, torch.arange(num_rows), torch.zeros(num_rows, dtype=torch.bool))
+
+
+_RARE = st.sampled_from([0.0, 0.0, 0.001])
+
+
+def assert_same(found: dict[str, float], expected: dict[str, float]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert np.array_equal(found[name], value, equal_nan=True), (name, found[name], value)
+
+
+OF_ALL_BATCHES = Scratch()
+
+
+@given(batch=batches())
+@settings(max_examples=60)
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_blocks_give_what_whole_columns_give_to_the_bit(batch: TrainingBatch) -> None:
+    ratios = BatchLogRatios(batch, OF_ALL_BATCHES)
+    assert_same(mismatch_metrics(ratios.values, OF_ALL_BATCHES), oracle.mismatch(batch))
+    assert_same(advantage_metrics(batch), oracle.advantages(batch))
+    for name, made, config in CASES:
+        factors, metrics = ratios.correct(made(config))
+        expected_factors, expected = oracle.corrected(batch, name, config)
+        assert_same(metrics, expected)
+        assert factors.dtype == torch.float32
+        assert np.array_equal(factors.numpy(), expected_factors.numpy(), equal_nan=True), config
+
+
+@given(seed=st.integers(0, 2**32), size=st.integers(513, 5000), distinct=st.sampled_from([1, 2, 5, 10**9]))
+@settings(max_examples=60)
+def test_percentiles_are_numpys_also_among_ties(seed: int, size: int, distinct: int) -> None:
+    random = np.random.default_rng(seed)
+    # Sorted values are the worst for a sample with a stride: it is no random one.
+    values = np.sort(random.integers(0, distinct, size)) * 1e-9 if seed % 2 else random.integers(0, distinct, size) / 7
+    percents = (0, 1, 50, 99, 100)
+    assert token_metrics._percentiles(values, percents) == np.percentile(values, percents).tolist()
+
+
+@dataclass(frozen=True)
+class MaskWorse:
+    """What a third party would write: leaves out sequences with a negative advantage that trainer and engine see
+    differently, and looks at another column for it."""
+
+    most: float
+
+    def correct(self, ratios: LogRatios) -> Corrected:
+        far = ratios.spread(ratios.means().abs() > self.most)
+        rejected = far & (ratios.column("advantages") < 0)
+        return Corrected((~rejected).double(), {"correction/rejected": rejected})
+
+    def describe(self) -> str:
+        return "Leave out worse sequences that are far off."
+
+
+@given(batch=batches())
+@settings(max_examples=20)
+def test_a_correction_may_read_other_columns_and_whole_sequences(batch: TrainingBatch) -> None:
+    factors, metrics = correct_batch(batch, MaskWorse(0.05))
+    rejected = 0
+    for row in range(batch.num_rows):
+        columns = {name: values[row].numpy() for name, values in batch.tokens.items()}
+        for segment in range(1, columns["segment_ids"].max() + 1):
+            (where,) = np.nonzero((columns["segment_ids"] == segment) & (columns["loss_weights"] != 0))
+            with np.errstate(invalid="ignore"):
+                difference = columns["old_logprobs"][where].astype(float) - columns["rollout_logprobs"][where]
+            far = len(where) > 0 and abs(sum(difference.tolist()) / len(where)) > 0.05
+            expected = np.where(far & (columns["advantages"][where] < 0), 0.0, 1.0)
+            assert factors[row, where].tolist() == expected.tolist()
+            rejected += int((expected == 0).sum())
+    count = batch.num_loss_tokens
+    assert metrics["correction/rejected"] == rejected / max(count, 1)
+    assert metrics["correction/factor"] == (count - rejected) / max(count, 1)

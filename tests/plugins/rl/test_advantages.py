@@ -1,0 +1,306 @@
+"""Advantages against plain loops, and what each refuses."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from spurline import load_config
+from spurline.errors import ConfigError, DataError
+from spurline_rl.advantages.configs import (
+    DrGrpoConfig,
+    GaeConfig,
+    GrpoConfig,
+    MaxRlConfig,
+    ReinforcePlusPlusConfig,
+    RlooConfig,
+)
+from spurline_rl.advantages.gae import Gae
+from spurline_rl.advantages.group_relative import DrGrpo, Grpo, MaxRl, Rloo
+from spurline_rl.advantages.reinforce_pp import ReinforcePlusPlus
+from spurline_rl.protocols.advantage import Advantage
+from spurline_rl.testing.advantage_contract import AdvantageContract
+from spurline_rl.trajectory import Group, Trajectory, Turn
+from spurline_text.configs import SftSourceConfig
+
+
+class TestGrpo(AdvantageContract):
+    def make_advantage(self) -> Advantage:
+        return Grpo(GrpoConfig())
+
+
+class TestGrpoWithoutStd(AdvantageContract):
+    def make_advantage(self) -> Advantage:
+        return Grpo(GrpoConfig(normalize_std=False))
+
+
+class TestDrGrpo(AdvantageContract):
+    def make_advantage(self) -> Advantage:
+        return DrGrpo(DrGrpoConfig())
+
+
+class TestRloo(AdvantageContract):
+    def make_advantage(self) -> Advantage:
+        return Rloo(RlooConfig())
+
+
+class TestMaxRl(AdvantageContract):
+    def make_advantage(self) -> Advantage:
+        return MaxRl(MaxRlConfig())
+
+
+class TestReinforcePlusPlusOverGroups(AdvantageContract):
+    def make_advantage(self) -> Advantage:
+        return ReinforcePlusPlus(ReinforcePlusPlusConfig())
+
+
+class TestReinforcePlusPlusOverTokens(AdvantageContract):
+    compares_samples = False
+
+    def make_advantage(self) -> Advantage:
+        return ReinforcePlusPlus(ReinforcePlusPlusConfig(baseline="batch", gamma=0.9))
+
+
+class TestGae(AdvantageContract):
+    compares_samples = False
+
+    def make_advantage(self) -> Advantage:
+        return Gae(GaeConfig(gamma=0.98))
+
+
+FLOATS = st.floats(0, 4, width=32).map(lambda value: round(value, 3))
+
+
+@st.composite
+def scored_groups(draw: st.DrawFn) -> list[Group]:
+    """1 to 4 groups of 2 to 5 samples with 1 to 3 turns of 0 to 4 tokens; any token may be rewarded."""
+    groups = []
+    for number in range(draw(st.integers(1, 4))):
+        uid = f"prompt-{number}"
+        trajectories = []
+        for sample in range(draw(st.integers(2, 5))):
+            lengths = [*draw(st.lists(st.integers(0, 4), max_size=2)), draw(st.integers(1, 4))]
+            trajectories.append(Trajectory(uid, sample, tuple(draw(turns(length)) for length in lengths)))
+        groups.append(Group(uid, number, tuple(trajectories)))
+    return groups
+
+
+@st.composite
+def turns(draw: st.DrawFn, length: int) -> Turn:
+    def floats() -> np.ndarray:
+        return np.array([draw(FLOATS) for _ in range(length)], dtype=np.float32)
+
+    mask = np.array([draw(st.integers(0, 3)) > 0 for _ in range(length)], dtype=np.uint8)
+    tokens = np.ones(length, dtype=np.int32)
+    return Turn(tokens[:0], tokens, mask, rewards=floats(), values=floats())
+
+
+def plain_return(trajectory: Trajectory) -> float:
+    return sum(float(reward) for turn in trajectory.turns for reward in field(turn, "rewards"))
+
+
+def field(turn: Turn, name: str) -> list[float]:
+    return getattr(turn, name).tolist()
+
+
+def plain_relative(name: str, returns: list[float], position: int) -> float:
+    mean, own = statistics.fmean(returns), returns[position]
+    if max(returns) - min(returns) <= 1e-6 * max(map(abs, returns)):
+        return 0.0
+    if name == "grpo":
+        return (own - mean) / (statistics.stdev(returns) + 1e-6)
+    if name == "dr_grpo":
+        return own - mean
+    if name == "rloo":
+        return own - statistics.fmean(returns[:position] + returns[position + 1 :])
+    assert name == "maxrl"
+    return (own - mean) / (mean + 1e-6)
+
+
+RELATIVE: dict[str, Advantage] = {
+    "grpo": Grpo(GrpoConfig()),
+    "dr_grpo": DrGrpo(DrGrpoConfig()),
+    "rloo": Rloo(RlooConfig()),
+    "maxrl": MaxRl(MaxRlConfig()),
+}
+
+
+@pytest.mark.parametrize("name", sorted(RELATIVE))
+@given(groups=scored_groups())
+@settings(max_examples=40)
+def test_group_relative_advantages_are_their_formulas(name: str, groups: list[Group]) -> None:
+    for before, after in zip(groups, RELATIVE[name].advantages(groups), strict=True):
+        returns = [plain_return(trajectory) for trajectory in before.trajectories]
+        for position, trajectory in enumerate(after.trajectories):
+            expected = plain_relative(name, returns, position)
+            assert_all(trajectory, expected)
+
+
+def assert_all(trajectory: Trajectory, expected: float) -> None:
+    for turn in trajectory.turns:
+        np.testing.assert_allclose(field(turn, "advantages"), expected, rtol=2e-5, atol=1e-6)
+
+
+@given(groups=scored_groups())
+@settings(max_examples=40)
+def test_reinforce_pp_divides_centred_returns_by_their_spread_over_all_samples(groups: list[Group]) -> None:
+    centred = []
+    for group in groups:
+        returns = [plain_return(trajectory) for trajectory in group.trajectories]
+        centred.append([plain_relative("dr_grpo", returns, position) for position in range(len(returns))])
+    spread = statistics.pstdev([value for values in centred for value in values])
+    result = ReinforcePlusPlus(ReinforcePlusPlusConfig()).advantages(groups)
+    for values, group in zip(centred, result, strict=True):
+        for value, trajectory in zip(values, group.trajectories, strict=True):
+            assert_all(trajectory, value / (spread + 1e-8))
+
+
+def plain_discounted(rewards: list[float], factor: float) -> list[float]:
+    return [sum(factor**k * reward for k, reward in enumerate(rewards[t:])) for t in range(len(rewards))]
+
+
+def joined(trajectory: Trajectory, name: str) -> list[float]:
+    return [value for turn in trajectory.turns for value in field(turn, name)]
+
+
+def plain_whitened(sequences: list[list[float]], masks: list[list[float]]) -> list[list[float]]:
+    counted = [v for values, mask in zip(sequences, masks, strict=True) for v, m in zip(values, mask, strict=True) if m]
+    if not counted:
+        return sequences
+    mean, spread = statistics.fmean(counted), statistics.pstdev(counted)
+    return [[(value - mean) / (spread + 1e-8) for value in values] for values in sequences]
+
+
+def all_trajectories(groups: Sequence[Group]) -> list[Trajectory]:
+    return [trajectory for group in groups for trajectory in group.trajectories]
+
+
+@given(groups=scored_groups(), gamma=st.sampled_from([0.0, 0.5, 0.9, 1.0]))
+@settings(max_examples=40)
+def test_reinforce_pp_over_the_batch_whitens_discounted_returns(groups: list[Group], gamma: float) -> None:
+    returns = [plain_discounted(joined(trajectory, "rewards"), gamma) for trajectory in all_trajectories(groups)]
+    masks = [joined(trajectory, "loss_mask") for trajectory in all_trajectories(groups)]
+    counted = np.concatenate(returns)[np.concatenate(masks) != 0]
+    # Dividing rounding errors by a spread that consists of them is no comparison.
+    assume(len(counted) == 0 or np.ptp(counted) > 1e-3)
+    result = ReinforcePlusPlus(ReinforcePlusPlusConfig(baseline="batch", gamma=gamma)).advantages(groups)
+    for values, trajectory in zip(plain_whitened(returns, masks), all_trajectories(result), strict=True):
+        np.testing.assert_allclose(joined(trajectory, "advantages"), values, rtol=1e-4, atol=1e-5)
+
+
+@given(groups=scored_groups(), gamma=st.sampled_from([0.0, 0.9, 1.0]), lam=st.sampled_from([0.0, 0.95, 1.0]))
+@settings(max_examples=60)
+def test_gae_is_the_decayed_sum_of_temporal_differences(groups: list[Group], gamma: float, lam: float) -> None:
+    result = Gae(GaeConfig(gamma=gamma, lam=lam, normalize=False)).advantages(groups)
+    for before, after in zip(all_trajectories(groups), all_trajectories(result), strict=True):
+        rewards, values = joined(before, "rewards"), joined(before, "values")
+        differences = [r + gamma * v1 - v0 for r, v0, v1 in zip(rewards, values, [*values[1:], 0.0], strict=True)]
+        expected = plain_discounted(differences, gamma * lam)
+        np.testing.assert_allclose(joined(after, "advantages"), expected, rtol=1e-5, atol=1e-5)
+        targets = [advantage + value for advantage, value in zip(expected, values, strict=True)]
+        np.testing.assert_allclose(joined(after, "returns"), targets, rtol=1e-5, atol=1e-5)
+
+
+def test_gae_normalises_the_trained_tokens_and_leaves_the_returns_alone() -> None:
+    groups = AdvantageContract().groups(seed=3)
+    plain, result = Gae(GaeConfig(normalize=False)).advantages(groups), Gae(GaeConfig()).advantages(groups)
+    masks = [joined(trajectory, "loss_mask") for trajectory in all_trajectories(groups)]
+    expected = plain_whitened([joined(trajectory, "advantages") for trajectory in all_trajectories(plain)], masks)
+    for values, one, other in zip(expected, all_trajectories(result), all_trajectories(plain), strict=True):
+        np.testing.assert_allclose(joined(one, "advantages"), values, rtol=1e-4, atol=1e-5)
+        assert joined(one, "returns") == joined(other, "returns")
+
+
+def test_with_gamma_and_lambda_one_the_returns_are_the_rewards_to_come() -> None:
+    groups = AdvantageContract().groups(seed=5)
+    for trajectory in all_trajectories(Gae(GaeConfig(lam=1.0)).advantages(groups)):
+        expected = plain_discounted(joined(trajectory, "rewards"), 1.0)
+        np.testing.assert_allclose(joined(trajectory, "returns"), expected, rtol=1e-5)
+
+
+def test_gae_without_a_critic_says_what_is_missing() -> None:
+    groups = AdvantageContract().groups()
+    first = groups[0].trajectories[0]
+    bare = replace(first, turns=tuple(replace(turn, values=None) for turn in first.turns))
+    with pytest.raises(DataError, match=r"Turn 0 of sample 0 of prompt 'prompt-0' has no values, which the advantage"):
+        Gae(GaeConfig()).advantages([replace(groups[0], trajectories=(bare,))])
+
+
+def test_lengths_of_samples_do_not_leak_into_reinforce_pp() -> None:
+    # Weighed by tokens, the mean over the batch would not be 0 and the flat group would be pushed.
+    def sample(number: int, reward: float, length: int) -> Trajectory:
+        rewards = np.zeros(length, np.float32)
+        rewards[-1] = reward
+        tokens = np.ones(length, np.int32)
+        return Trajectory("uid", number, (Turn(tokens, tokens, np.ones(length, np.uint8), rewards=rewards),))
+
+    lively = Group("a", 0, (sample(0, 1.0, 50), sample(1, 0.0, 2)))
+    flat = Group("b", 1, (sample(0, 1.0, 7), sample(1, 1.0, 3)))
+    result = ReinforcePlusPlus(ReinforcePlusPlusConfig()).advantages([lively, flat])
+    assert all(set(joined(trajectory, "advantages")) == {0.0} for trajectory in result[1].trajectories)
+    assert set(joined(result[0].trajectories[0], "advantages")) != {0.0}
+
+
+@pytest.mark.parametrize("name", [*sorted(RELATIVE), "reinforce_pp"])
+def test_group_of_one_is_refused_with_the_reason_and_the_way_out(name: str) -> None:
+    component = RELATIVE.get(name, ReinforcePlusPlus(ReinforcePlusPlusConfig()))
+    (group, *_) = AdvantageContract().groups()
+    alone = replace(group, trajectories=group.trajectories[:1])
+    with pytest.raises(DataError, match=rf"prompt 'prompt-0' has 1 sample\(s\), but {name} compares .* Set source\."):
+        component.advantages([alone])
+
+
+def test_a_group_of_one_is_enough_with_a_baseline_of_another_kind() -> None:
+    (group, *_) = AdvantageContract().groups()
+    alone = [replace(group, trajectories=group.trajectories[:1])]
+    assert Gae(GaeConfig()).advantages(alone)
+    assert ReinforcePlusPlus(ReinforcePlusPlusConfig(baseline="batch")).advantages(alone)
+
+
+def test_maxrl_refuses_negative_returns() -> None:
+    (group, *_) = AdvantageContract().groups()
+    last = group.trajectories[0].turns[-1]
+    worse = replace(last, rewards=np.full(len(last.response_ids), -9.0, np.float32))
+    changed = replace(group.trajectories[0], turns=(worse,))
+    with pytest.raises(DataError, match=r"prompt 'prompt-0' has return -\d+, but maxrl takes the mean return"):
+        MaxRl(MaxRlConfig()).advantages([replace(group, trajectories=(changed, *group.trajectories[1:]))])
+
+
+@pytest.mark.parametrize(
+    ("config", "samples", "accepted"),
+    [
+        (GrpoConfig(), 1, False),
+        (RlooConfig(), 1, False),
+        (GrpoConfig(), 2, True),
+        (ReinforcePlusPlusConfig(), 1, False),
+        (ReinforcePlusPlusConfig(baseline="batch"), 1, True),
+        (GaeConfig(), 1, True),
+    ],
+)
+def test_config_check_knows_how_many_samples_an_advantage_needs(config: Any, samples: int, accepted: bool) -> None:
+    source = {
+        "name": "rollouts",
+        "samples_per_prompt": samples,
+        "environment": {"rewards": "exact_match"},
+        "advantage": config.model_dump(),
+    }
+    run = {"model": {"path": "m"}, "data": {"train": "rows.jsonl"}, "steps": 1, "source": source}
+    complete = {**run, "critic": {}} if config.uses_critic else run
+    if accepted:
+        load_config(complete)
+    else:
+        with pytest.raises(ConfigError, match=f"samples_per_prompt is {samples}. Set it to 2 or more"):
+            load_config(complete)
+
+
+def test_runs_without_prompts_have_no_samples_to_check() -> None:
+    run: Any = SimpleNamespace(source=SftSourceConfig())
+    assert list(GrpoConfig().problems(run)) == []

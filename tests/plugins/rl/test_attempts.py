@@ -1,0 +1,148 @@
+"""How attempts are sampled and scored in training and in held-out evaluation, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rl_attempts import run
+from scripted_groups import Behaviour, Prompt, Scripted, answer, one_token
+
+from spurline.errors import ConfigError, PluginError
+from spurline_rl.advantages.configs import GrpoConfig
+from spurline_rl.attempts import Attempts
+from spurline_rl.configs import HeldOutConfig, OverlongConfig, RolloutSourceConfig, SamplingConfig, SuccessConfig
+from spurline_rl.protocols.environment import EnvironmentConfig, PolicyHandle, Task
+from spurline_rl.protocols.rollout_engine import RolloutEngineConfig, Sampling
+from spurline_rl.testing.environment_contract import ScriptedEngine
+from spurline_rl.trajectory import Group, Trajectory, group_returns
+
+PROMPTS: Any = [Prompt(0), Prompt(1)]
+
+
+def make_attempts(
+    behaviour: Behaviour = answer, *, held_out_data: Sequence[str] = (), **source: Any
+) -> tuple[Attempts, ScriptedEngine]:
+    engine = ScriptedEngine(one_token)
+    made = {"rollout_engine": engine, "environment": Scripted(behaviour)}
+    registry = SimpleNamespace(create=lambda kind, config, **dependencies: made[kind])
+    context: Any = SimpleNamespace(
+        config=SimpleNamespace(seed=0, data=SimpleNamespace(eval=held_out_data)),
+        host=SimpleNamespace(registry=registry),
+        tokenizer=None,
+    )
+    parts = {"environment": EnvironmentConfig(name="any"), "engine": RolloutEngineConfig(name="any")}
+    settings = {"prompts_per_step": 2, "samples_per_prompt": 2, "advantage": GrpoConfig(), **source}
+    return Attempts(RolloutSourceConfig(**parts, **settings), context, lambda engine: None), engine
+
+
+def with_sampling(**changes: Any) -> Behaviour:
+    async def behaviour(task: Task, policy: PolicyHandle) -> Trajectory:
+        await policy.generate([1, 2], replace(policy.sampling, **changes))
+        return policy.finish({"length": 1.0})
+
+    return behaviour
+
+
+async def gives_overlong(task: Task, policy: PolicyHandle) -> Trajectory:
+    await policy.generate([1, 2])
+    return policy.finish({"overlong": 0.5})
+
+
+def returns_of(outcomes: Sequence[Any]) -> list[float]:
+    assert all(isinstance(outcome, Group) for outcome in outcomes), outcomes
+    return [value for outcome in outcomes for value in group_returns(outcome).tolist()]
+
+
+def test_held_out_requests_carry_the_held_out_temperature_and_keep_all_tokens() -> None:
+    attempts, engine = make_attempts(
+        sampling=SamplingConfig(
+            temperature=0.7, top_p=0.9, top_k=5, allow_truncated=True, max_new_tokens=9, stop=("x",)
+        ),
+    )
+    run(attempts.evaluate(PROMPTS, HeldOutConfig(temperature=0.3, samples_per_prompt=3)))
+    assert [request.sampling for request in engine.requests] == 6 * [
+        Sampling(temperature=0.3, max_new_tokens=9, stop=("x",))
+    ]
+    engine.requests.clear()
+    run(attempts.training.run_groups(PROMPTS))
+    assert [request.sampling for request in engine.requests] == 4 * [
+        Sampling(temperature=0.7, top_p=0.9, top_k=5, max_new_tokens=9, stop=("x",))
+    ]
+
+
+async def gives_two_terms(task: Task, policy: PolicyHandle) -> Trajectory:
+    await policy.generate([1, 2])
+    return policy.finish({"right": 1.0, "short": -0.1})
+
+
+def test_training_notices_at_once_that_nothing_says_what_a_held_out_success_is() -> None:
+    attempts, _ = make_attempts(gives_two_terms, held_out_data=["rows.jsonl"])
+    with pytest.raises(ConfigError, match=r"source\.held_out\.success does not say which reward .* right, short"):
+        run(attempts.training.run_groups(PROMPTS))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"held_out_data": ["rows.jsonl"], "held_out": HeldOutConfig(success=SuccessConfig(reward="right"))}],
+)
+def test_several_terms_are_fine_without_held_out_data_and_with_a_named_success(settings: dict[str, Any]) -> None:
+    attempts, _ = make_attempts(gives_two_terms, **settings)
+    assert returns_of(run(attempts.training.run_groups(PROMPTS))) == pytest.approx([0.9] * 4)
+
+
+CHANGES = [{"temperature": 0.5}, {"top_p": 0.9}, {"top_k": 20}]
+
+
+@pytest.mark.parametrize("changes", CHANGES)
+def test_a_turn_of_another_distribution_cannot_be_trained_on(changes: dict[str, Any]) -> None:
+    attempts, engine = make_attempts(with_sampling(**changes))
+    [(name, value)] = changes.items()
+    with pytest.raises(PluginError, match=rf"jsonl:1: the environment samples a turn with {name} {value}, but the run"):
+        run(attempts.training.run_groups(PROMPTS))
+    assert engine.requests == []
+
+
+@pytest.mark.parametrize("changes", CHANGES)
+def test_a_turn_of_another_distribution_may_be_evaluated_or_accepted(changes: dict[str, Any]) -> None:
+    attempts, _ = make_attempts(with_sampling(**changes))
+    assert returns_of(run(attempts.evaluate(PROMPTS, HeldOutConfig()))) == [1.0, 1.0]
+    accepting, engine = make_attempts(with_sampling(**changes), sampling=SamplingConfig(allow_truncated=True))
+    assert returns_of(run(accepting.training.run_groups(PROMPTS))) == 4 * [1.0]
+    [(name, value)] = changes.items()
+    assert {getattr(request.sampling, name) for request in engine.requests} == {value}
+
+
+def test_the_end_of_a_turn_may_be_changed_in_training() -> None:
+    changes = {"max_new_tokens": 3, "stop": ("y",), "stop_token_ids": (4,)}
+    attempts, engine = make_attempts(with_sampling(**changes), sampling=SamplingConfig(temperature=0.7))
+    assert returns_of(run(attempts.training.run_groups(PROMPTS))) == 4 * [1.0]
+    assert {request.sampling for request in engine.requests} == {Sampling(temperature=0.7, **changes)}
+
+
+def test_a_term_named_overlong_cannot_stand_beside_the_one_of_the_source() -> None:
+    attempts, _ = make_attempts(gives_overlong, overlong=OverlongConfig(buffer_tokens=4))
+    evaluate = partial(attempts.evaluate, held_out=HeldOutConfig())
+    for attempt in (attempts.training.run_groups, evaluate):
+        with pytest.raises(ConfigError, match=r"source\.overlong adds a reward term 'overlong', but the environment"):
+            run(attempt(PROMPTS))
+
+
+def test_without_the_one_of_the_source_a_term_named_overlong_is_one_like_others() -> None:
+    attempts, _ = make_attempts(gives_overlong, reward_weights={"overlong": 4.0})
+    assert returns_of(run(attempts.training.run_groups(PROMPTS))) == 4 * [2.0]
+    assert returns_of(run(attempts.evaluate(PROMPTS, HeldOutConfig()))) == 2 * [2.0]
+
+
+def test_the_penalty_on_length_counts_in_training_with_its_weight_and_never_in_evaluation() -> None:
+    attempts, _ = make_attempts(
+        overlong=OverlongConfig(buffer_tokens=1, penalty=0.5),
+        reward_weights={"overlong": 3.0},
+        sampling=SamplingConfig(max_new_tokens=1),
+    )
+    assert returns_of(run(attempts.training.run_groups(PROMPTS))) == 4 * [1.0 - 3.0]
+    assert returns_of(run(attempts.evaluate(PROMPTS, HeldOutConfig()))) == 2 * [1.0]

@@ -1,0 +1,234 @@
+"""Conversations over tokens: nothing the model wrote is tokenized again, and templates that rewrite are caught."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rl_attempts import decode, encode, make_policy, run, says, tokenizer_with
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from spurline.errors import DataError
+from spurline.testing.fuzzing import fuzzing
+from spurline_rl.chat_front import ChatFront, PrefixError
+from spurline_rl.protocols.rollout_engine import GenerationRequest
+from spurline_rl.testing.environment_contract import ScriptedEngine
+from spurline_text.testing.inputs import tiny_tokenizer
+
+QUESTION = [{"role": "user", "content": "add"}]
+
+
+def converse(tokenizer, engine: ScriptedEngine, *between: str, opening=QUESTION, history="exact", **sampling: Any):
+    """A conversation with one user message between each two turns of the model; returns its policy and front."""
+    policy = make_policy(engine, **sampling)
+    chat = ChatFront(policy, tokenizer, opening, history=history, where="rows.jsonl:1")
+
+    async def talk() -> None:
+        await chat.reply()
+        for content in between:
+            chat.add({"role": "user", "content": content})
+            await chat.reply()
+
+    run(talk())
+    return policy, chat
+
+
+def tokenizer_that_merges(left: str, right: str):
+    """The byte-level test tokenizer with one token more, for two characters."""
+    tokenizer = tiny_tokenizer()
+    description = json.loads(tokenizer.backend_tokenizer.to_str())
+    description["model"]["vocab"][left + right] = len(tokenizer)
+    description["model"]["merges"] = [[left, right]]
+    merging = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(description)), pad_token="<|pad|>", eos_token="<|im_end|>"
+    )
+    merging.chat_template = tokenizer.chat_template
+    return merging
+
+
+def extends(before, after) -> bool:
+    seen = [*before.prompt_ids.tolist(), *before.response_ids.tolist()]
+    return after.prompt_ids.tolist()[: len(seen)] == seen
+
+
+def test_each_prompt_is_the_tokens_so_far_and_the_encoding_of_the_new_messages():
+    tokenizer = tiny_tokenizer()
+    policy, chat = converse(tokenizer, ScriptedEngine(says(tokenizer, "one", "two", "three")), "and", "more")
+    first, second, third = policy.turns
+    assert extends(first, second)
+    assert extends(second, third)
+    # The byte-level tokenizer has one encoding for a text, so that the whole must equal the template's rendering.
+    conversation = list(chat.messages)
+    for number, turn in enumerate(policy.turns):
+        text = tokenizer.apply_chat_template(conversation[: 1 + 2 * number], tokenize=False, add_generation_prompt=True)
+        assert turn.prompt_ids.tolist() == encode(tokenizer, str(text))
+    assert [message["content"] for message in conversation] == ["add", "one", "and", "two", "more", "three"]
+
+
+def test_tokens_that_the_tokenizer_would_write_in_another_way_are_kept():
+    tokenizer = tokenizer_that_merges("h", "e")
+    letter_by_letter = [token for letter in "hello world" for token in encode(tokenizer, letter)]
+    assert letter_by_letter != encode(tokenizer, "hello world")
+    engine = ScriptedEngine(lambda request: [*letter_by_letter, tokenizer.eos_token_id])
+    policy, chat = converse(tokenizer, engine, "how")
+    first, second = policy.turns
+    assert extends(first, second)
+    assert chat.messages[1] == {"role": "assistant", "content": "hello world"}
+    added = second.prompt_ids.tolist()[len(first.prompt_ids) + len(first.response_ids) :]
+    assert decode(tokenizer, added) == "\n<|im_start|>user\nhow<|im_end|>\n<|im_start|>assistant\n"
+
+
+@given(data=st.data())
+@fuzzing(40)
+def test_random_tokens_are_kept_exactly_or_the_rewriting_is_reported(data):
+    tokenizer = tiny_tokenizer()
+    replies = data.draw(st.lists(st.lists(st.integers(1, len(tokenizer) - 1), max_size=6), min_size=2, max_size=4))
+    answers = iter(replies)
+    engine = ScriptedEngine(lambda request: next(answers))
+    policy, _ = converse(tokenizer, engine, *("go on" for _ in replies[1:]))
+    turns = policy.turns
+    assert [turn.response_ids.tolist() for turn in turns] == replies
+    assert all(extends(before, after) for before, after in pairwise(turns))
+
+
+def test_a_turn_cut_off_by_its_length_is_ended_in_the_next_prompt():
+    tokenizer = tiny_tokenizer()
+    policy, _ = converse(tokenizer, ScriptedEngine(says(tokenizer, "onetwo", "x")), "and", max_new_tokens=3)
+    first, second = policy.turns
+    assert decode(tokenizer, first.response_ids) == "one"
+    added = second.prompt_ids.tolist()[len(first.prompt_ids) + 3 :]
+    assert decode(tokenizer, added).startswith("<|im_end|>\n<|im_start|>user\nand")
+
+
+def test_a_turn_ended_by_another_token_keeps_it_and_is_ended_as_the_template_does():
+    tokenizer = tiny_tokenizer()
+    other_end = tokenizer.convert_tokens_to_ids("<|pad|>")
+    engine = ScriptedEngine(lambda request: [*encode(tokenizer, "one"), other_end])
+    policy, chat = converse(tokenizer, engine, "and")
+    first, second = policy.turns
+    assert extends(first, second)
+    text = decode(tokenizer, second.prompt_ids)
+    assert "assistant\none<|pad|><|im_end|>\n<|im_start|>user\nand<|im_end|>" in text
+    assert chat.messages[1]["content"] == "one"
+
+
+def test_a_turn_without_any_token_is_an_empty_message():
+    tokenizer = tiny_tokenizer()
+    policy, chat = converse(tokenizer, ScriptedEngine(lambda request: []), "and")
+    assert chat.messages[1] == {"role": "assistant", "content": ""}
+    assert extends(*policy.turns)
+
+
+def test_a_template_that_drops_thinking_is_caught_with_turn_and_tokens():
+    tokenizer = tokenizer_with("strips_thinking")
+    thoughtful = "<think>\n6 and 7\n</think>\n\n42"
+    engine = ScriptedEngine(says(tokenizer, "first", thoughtful, "x"))
+    with pytest.raises(PrefixError) as caught:
+        converse(tokenizer, engine, "go on", "and then")
+    message = str(caught.value)
+    assert caught.value.turn == 1
+    assert caught.value.token == 0
+    assert message.startswith("rows.jsonl:1: the chat template rewrites turn 1 when the conversation goes on, so the")
+    assert "prompt of turn 2 does not begin with the tokens that the model saw and wrote" in message
+    thinking = encode(tokenizer, "<think")
+    listed = ", ".join(f"{decode(tokenizer, [token])!r} ({token})" for token in thinking)
+    assert f"From token 0 of {len(thoughtful) + 1} on, turn 1 no longer stands: {listed}, ..." in message
+    assert "There was '<think>\\n6 and 7\\n</think>\\n\\n42" in message
+    assert "now there is '42<|im_end|>" in message
+    assert "model.chat_template" in message
+    assert "history: retokenize" in message
+
+
+def test_the_first_changed_token_is_named_not_the_first_of_the_turn():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = str(tokenizer.chat_template).replace(
+        "{{ message['content'] }}", "{{ message['content'] | replace('wrong', 'right') if not loop.last else '' }}"
+    )
+    with pytest.raises(PrefixError) as caught:
+        converse(tokenizer, ScriptedEngine(says(tokenizer, "this is wrong", "x")), "go on", opening=QUESTION * 2)
+    # The last message's content is not rendered, so that the messages before turn 0 change first.
+    assert caught.value.turn is None
+    assert "rewrites the messages before turn 0" in str(caught.value)
+
+    tokenizer.chat_template = str(tokenizer.chat_template).replace(" if not loop.last else ''", "")
+    with pytest.raises(PrefixError) as caught:
+        converse(tokenizer, ScriptedEngine(says(tokenizer, "this is wrong", "x")), "go on")
+    assert (caught.value.turn, caught.value.token) == (0, len("this is "))
+
+
+def test_a_template_that_moves_the_system_prompt_is_caught_before_the_first_turn():
+    tokenizer = tokenizer_with("system_in_last_user")
+    opening = [{"role": "system", "content": "be brief"}, *QUESTION]
+    with pytest.raises(PrefixError, match="rewrites the messages before turn 0") as caught:
+        converse(tokenizer, ScriptedEngine(says(tokenizer, "one", "two")), "go on", opening=opening)
+    assert caught.value.turn is None
+
+
+def test_a_template_that_trims_is_caught_only_when_there_was_something_to_trim():
+    tokenizer = tokenizer_with("llama3")
+    policy, _ = converse(tokenizer, ScriptedEngine(says(tokenizer, "one", "two")), "go on")
+    assert extends(*policy.turns)
+    with pytest.raises(PrefixError) as caught:
+        converse(tokenizer, ScriptedEngine(says(tokenizer, "one ", "two")), "go on")
+    assert (caught.value.turn, caught.value.token) == (0, 3)
+
+
+def test_qwen3_keeps_thinking_through_tool_results_and_loses_it_at_the_next_question():
+    tokenizer = tokenizer_with("qwen3")
+    script = says(tokenizer, "<think>\nuse it\n</think>\n\ncall", "<think>\nnow\n</think>\n\n42", "x")
+    policy = make_policy(ScriptedEngine(script))
+    chat = ChatFront(policy, tokenizer, QUESTION, where="rows.jsonl:1")
+
+    async def talk() -> None:
+        await chat.reply()
+        chat.add({"role": "tool", "content": "42"})
+        await chat.reply()
+        assert extends(*policy.turns)
+        chat.add({"role": "user", "content": "why"})
+        await chat.reply()
+
+    with pytest.raises(PrefixError) as caught:
+        run(talk())
+    assert caught.value.turn == 0
+    assert len(policy.turns) == 2
+
+
+def test_retokenize_gives_each_turn_the_templates_own_prompt():
+    tokenizer = tokenizer_with("strips_thinking")
+    engine = ScriptedEngine(says(tokenizer, "<think>\nhm\n</think>\n\n42", "x"))
+    policy, chat = converse(tokenizer, engine, "go on", history="retokenize")
+    text = tokenizer.apply_chat_template(list(chat.messages[:3]), tokenize=False, add_generation_prompt=True)
+    assert decode(tokenizer, policy.turns[1].prompt_ids) == text
+    assert "hm" not in str(text)
+    assert "hm" in decode(tokenizer, policy.turns[0].response_ids)
+
+
+def test_messages_that_the_template_refuses_are_an_error_with_the_place():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: messages are refused .* roles must alternate"):
+        converse(tokenizer, ScriptedEngine(lambda request: [1]))
+
+
+def test_a_tokenizer_without_chat_template_is_refused():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: chat rows need a chat template"):
+        converse(tokenizer, ScriptedEngine(lambda request: [1]))
+
+
+def test_an_error_of_the_engine_leaves_the_conversation_as_it_was():
+    tokenizer = tiny_tokenizer()
+
+    def fails(request: GenerationRequest) -> list[int]:
+        raise ConnectionError("gone")
+
+    chat = ChatFront(make_policy(ScriptedEngine(fails)), tokenizer, QUESTION)
+    with pytest.raises(ConnectionError):
+        run(chat.reply())
+    assert chat.messages == tuple(QUESTION)

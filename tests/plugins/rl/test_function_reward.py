@@ -1,0 +1,407 @@
+"""Reward `function`: what may be named, and what happens when the function misbehaves in the run's own process."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import reward_functions
+from rl_attempts import run
+
+from spurline import load_config
+from spurline.errors import ConfigError, PluginError, RunFailedError
+from spurline_agents.configs import HarnessConfig
+from spurline_rl import concurrency
+from spurline_rl.functions import load_function
+from spurline_rl.protocols.environment import AttemptFailedError
+from spurline_rl.protocols.reward import Answer
+from spurline_rl.rewards.configs import ExactMatchConfig, FunctionRewardConfig
+from spurline_rl.rewards.function import FunctionReward
+from spurline_rl.scoring import checked_score, make_rewards, reward_terms
+
+ANSWER = Answer("a prompt", "four", "4", {"difficulty": 3})
+
+
+def make_reward(name: str, timeout_s: float = 30.0) -> FunctionReward:
+    return FunctionReward(FunctionRewardConfig(path=f"reward_functions:{name}", timeout_s=timeout_s, in_process=True))
+
+
+def terms(name: str, timeout_s: float = 30.0) -> dict[str, float]:
+    return run(reward_terms({"mine": make_reward(name, timeout_s)}, ANSWER))
+
+
+def test_an_error_within_a_library_has_its_place_in_the_functions_own_file():
+    with pytest.raises(AttemptFailedError, match=r"KeyError: 'NO_SUCH_VARIABLE' \(.*reward_functions\.py:\d+ in"):
+        terms("reads_a_variable")
+
+
+def test_a_function_of_the_script_itself_is_refused_with_the_way_out():
+    with pytest.raises(ConfigError, match=r"is in the script or notebook that runs.*Write it in a file"):
+        FunctionReward(FunctionRewardConfig(path="__main__:mine"))
+
+
+@pytest.fixture
+def hung_threads() -> Iterator[None]:
+    """Lets the threads go that a test has left hanging."""
+    reward_functions.release.clear()
+    yield
+    reward_functions.release.set()
+    for thread in threading.enumerate():
+        if thread.name == "call-hangs":
+            thread.join(timeout=30)
+
+
+@pytest.mark.parametrize("name", ["length", "length_later"])
+def test_plain_and_async_functions_are_called_with_the_answer(name):
+    assert terms(name) == {"mine": 4.0}
+    assert make_reward(name).score(ANSWER) == 4.0
+
+
+def test_a_function_that_raises_is_named_with_its_error():
+    with pytest.raises(
+        AttemptFailedError,
+        match=r"Reward 'mine' failed on the response 'four': ValueError: no such unit \(.*reward_functions\.py:",
+    ):
+        terms("raises")
+
+
+def test_a_function_that_exits_does_not_end_the_run():
+    with pytest.raises(AttemptFailedError, match=r"Reward 'mine' failed on .*: it raised SystemExit\(2\)"):
+        terms("exits")
+
+
+def test_nan_is_refused():
+    with pytest.raises(AttemptFailedError, match="Reward 'mine' returned nan for the response 'four'; it must be fini"):
+        terms("not_a_number")
+
+
+@pytest.mark.parametrize(("name", "shown"), [("text", "'1.0'"), ("forgets", "None")])
+def test_what_is_not_a_number_is_refused(name, shown):
+    with pytest.raises(AttemptFailedError, match=f"Reward 'mine' returned {shown} for .* it must return a number") as e:
+        terms(name)
+    assert ("return statement" in str(e.value)) == (name == "forgets")
+
+
+def test_numbers_of_every_library_are_numbers():
+    import torch
+
+    for value in (1, True, 1.0, np.float32(1), np.int64(1), np.array(1.0), torch.tensor(1.0)):
+        assert checked_score("mine", value, ANSWER) == 1.0
+    for value in (np.ones(1), "1", [1], 1j):
+        with pytest.raises(AttemptFailedError, match="must return a number"):
+            checked_score("mine", value, ANSWER)
+
+
+def test_a_score_that_is_a_coroutine_says_where_awaiting_belongs():
+    async def score():
+        return 1.0
+
+    # A coroutine that is never awaited would warn, and warnings are errors here.
+    with pytest.raises(AttemptFailedError, match=r"a component has `score_async` for that, beside a plain `score`"):
+        checked_score("mine", score(), ANSWER)
+
+
+@pytest.mark.usefixtures("hung_threads")
+def test_a_plain_function_that_hangs_is_left_behind_with_a_message():
+    with pytest.raises(AttemptFailedError) as caught:
+        terms("hangs", timeout_s=0.1)
+    expected = "The function reward_functions:hangs did not return within 0.1 s."
+    assert str(caught.value) == f"Reward 'mine' on the response 'four': {expected}"
+    with pytest.raises(AttemptFailedError, match=r"did not return within 0\.1 s"):
+        make_reward("hangs", timeout_s=0.1).score(ANSWER)
+
+
+@pytest.mark.usefixtures("hung_threads")
+def test_a_function_left_behind_keeps_nothing_else_from_being_scored():
+    async def both() -> tuple[dict[str, float], int]:
+        stuck = asyncio.ensure_future(reward_terms({"mine": make_reward("hangs")}, ANSWER))
+        other = await reward_terms({"other": make_reward("length")}, ANSWER)
+        assert not stuck.done()
+        stuck.cancel()
+        await asyncio.wait([stuck])
+        hung = [thread for thread in threading.enumerate() if thread.name == "call-hangs"]
+        # Daemons: they do not hold up the end of the process.
+        assert all(thread.daemon for thread in hung)
+        return other, len(hung)
+
+    assert run(both()) == ({"other": 4.0}, 1)
+
+
+def test_an_async_function_that_hangs_is_cancelled():
+    with pytest.raises(AttemptFailedError, match=r"reward_functions:hangs_later did not return within 0\.05 s"):
+        terms("hangs_later", timeout_s=0.05)
+
+
+def rounds_of_scores(reward: FunctionReward) -> list[BaseException]:
+    """The errors of four rounds of four calls side by side."""
+
+    async def score_all() -> list[BaseException]:
+        errors: list[BaseException] = []
+        for _ in range(4):
+            scores = (reward_terms({"mine": reward}, ANSWER) for _ in range(4))
+            outcomes = await asyncio.gather(*scores, return_exceptions=True)
+            errors += [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        return errors
+
+    try:
+        return run(score_all())
+    finally:
+        reward.close()
+
+
+@pytest.mark.parametrize("in_process", [True, pytest.param(False, marks=pytest.mark.processes)])
+def test_a_function_that_has_never_returned_ends_the_run_before_every_prompt_has_waited_for_it(in_process: bool):
+    path = "reward_functions:hangs_later"
+    errors = rounds_of_scores(FunctionReward(FunctionRewardConfig(path=path, timeout_s=0.02, in_process=in_process)))
+    # A retry may have more luck, as with a judge that wakes up.
+    assert [type(error) for error in errors[:7]] == [AttemptFailedError] * 7
+    assert isinstance(errors[-1], RunFailedError)
+    assert re.search(rf"'mine': All \d+ calls of {path} so far .* timeout_s: 0\.02", str(errors[-1]))
+
+
+def test_a_function_that_has_returned_once_may_hang_as_often_as_the_faults_allow():
+    errors = rounds_of_scores(make_reward("hangs_from_the_second_on", timeout_s=0.02))
+    assert [type(error) for error in errors] == [AttemptFailedError] * 15
+
+
+def test_a_function_that_fails_since_something_else_took_too_long_has_returned():
+    errors = rounds_of_scores(make_reward("judge_is_down", timeout_s=0.05))
+    assert not [error for error in errors if isinstance(error, RunFailedError)]
+
+
+def test_a_function_with_other_arguments_is_refused_at_the_start():
+    with pytest.raises(ConfigError) as caught:
+        make_reward("two_arguments")
+    message = str(caught.value)
+    assert "reward function reward_functions:two_arguments is defined as two_arguments(prompt: 'str'" in message
+    assert "but is called with one argument. Write `def two_arguments(answer)`" in message
+
+
+def test_what_cannot_be_called_or_found_is_refused_at_the_start():
+    with pytest.raises(ConfigError, match="reward_functions:NOT_A_FUNCTION is of type int, not a function"):
+        make_reward("NOT_A_FUNCTION")
+    has_no = r"names 'reward_functions:lenght', but reward_functions has no 'lenght'\. Did you mean 'length'\? It has: "
+    with pytest.raises(PluginError, match=has_no):
+        make_reward("lenght")
+    with pytest.raises(PluginError, match="reward function cannot be imported from 'no_such_module:f': ModuleNotFound"):
+        FunctionReward(FunctionRewardConfig(path="no_such_module:f", in_process=True))
+
+
+def test_a_file_in_the_working_directory_can_be_named(tmp_path, monkeypatch):
+    (tmp_path / "my_local_rewards.py").write_text("def one(answer):\n    return 1.0\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    reward = FunctionReward(FunctionRewardConfig(path="my_local_rewards:one", in_process=True))
+    monkeypatch.delitem(sys.modules, "my_local_rewards")
+    assert reward.score(ANSWER) == 1.0
+
+
+def test_a_path_must_have_module_and_function():
+    with pytest.raises(ValueError, match="path"):
+        FunctionRewardConfig(path="length")
+
+
+def test_a_file_can_be_named_by_its_path_whatever_the_working_directory(tmp_path):
+    (tmp_path / "beside.py").write_text("SCORE = 0.25\n")
+    (tmp_path / "my rewards.py").write_text("from beside import SCORE\n\ndef quarter(answer):\n    return SCORE\n")
+    reward = FunctionReward(FunctionRewardConfig(path=f"{tmp_path}/my rewards.py:quarter", in_process=True))
+    assert reward.score(ANSWER) == 0.25
+
+
+def test_a_file_is_imported_once_as_long_as_it_stays_as_it_is(tmp_path):
+    file = tmp_path / "counted.py"
+    file.write_text("def one(answer):\n    return 1.0\n\ndef two(answer):\n    return 2.0\n")
+    one, two = (load_function(f"{file}:{name}", "reward function") for name in ("one", "two"))
+    assert one.__globals__ is two.__globals__
+    file.write_text("def one(answer):\n    return 11.0\n")
+    assert load_function(f"{file}:one", "reward function")(ANSWER) == 11.0
+
+
+def test_the_home_folder_and_variables_are_expanded_in_the_path_of_a_file(tmp_path, monkeypatch):
+    (tmp_path / "of_home.py").write_text("def one(answer):\n    return 1.0\n")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert load_function("~/of_home.py:one", "reward function")(ANSWER) == 1.0
+    assert load_function("$HOME/of_home.py:one", "reward function")(ANSWER) == 1.0
+
+
+def test_what_is_wrong_with_a_file_is_said_with_its_place_and_a_way_out(tmp_path):
+    (tmp_path / "nine.py").touch()
+    missing = r"names the file .*none\.py, which does not exist\. Did you mean 'nine\.py'\? Python files in"
+    with pytest.raises(PluginError, match=missing):
+        load_function(f"{tmp_path}/none.py:f", "reward function")
+    (tmp_path / "broken.py").write_text("import math\n\nRATE = 1 / 0\n")
+    with pytest.raises(PluginError, match=r"ZeroDivisionError: division by zero \(.*broken\.py:3\)"):
+        load_function(f"{tmp_path}/broken.py:f", "tool 'x'")
+    with pytest.raises(
+        PluginError, match=r"No module named 'not_there'.* give the file itself: `path/to/not_there\.py"
+    ):
+        load_function("not_there:f", "tool 'x'")
+
+
+def test_the_same_name_works_in_every_setting_that_takes_a_function(tmp_path):
+    named = f"{tmp_path}/mine.py:one"
+    assert FunctionRewardConfig(path=named).path == named
+    assert HarnessConfig(agent=named).agent == named
+    run_of = {"model": {"path": "m"}, "data": {"train": "t.jsonl", "eval": "e.jsonl"}, "steps": 1}
+    for rewards, term in (({"mine": named}, "mine"), (named, "one")):
+        environment = {"name": "tools", "tools": {"one": named}, "rewards": rewards}
+        source = {"name": "rollouts", "environment": environment, "held_out": {"success": {"reward": term}}}
+        loaded = load_config({**run_of, "source": source})
+        assert loaded.config.source.environment.rewards[term].path == named
+        sft = load_config({**run_of, "evaluation": {"generate": {"rewards": rewards}}})
+        assert sft.config.evaluation.generate.rewards[term].path == named
+
+
+def test_a_module_of_a_folder_is_no_other_one_of_that_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "of_a_folder.py").write_text("def one(answer):\n    return 1.0\n")
+    assert load_function(f"{tmp_path}/of_a_folder:one", "reward function")(ANSWER) == 1.0
+    with pytest.raises(PluginError, match=r"but 'json' is .*json/__init__\.py, a module that is installed"):
+        load_function(f"{tmp_path}/json:dumps", "reward function")
+
+
+def test_a_reward_that_cannot_be_built_is_named() -> None:
+    registry = load_config({"model": {"path": "m"}, "data": {"train": "d.jsonl"}, "steps": 1}).host.registry
+    configs = {
+        "right": ExactMatchConfig(),
+        "short": FunctionRewardConfig(path="reward_functions:lenght", in_process=True),
+    }
+    with pytest.raises(PluginError, match=r"^reward 'short': The reward function names 'reward_functions:lenght'"):
+        make_rewards(configs, registry)
+
+
+def test_a_file_that_an_installed_module_hides_is_named_with_the_way_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "random.py").write_text("def toss():\n    return 1.0\n")
+    (tmp_path / "math.py").write_text("half = 0.5\n")
+    (tmp_path / "tosses.py").write_text("from random import toss\n")
+    with pytest.raises(
+        PluginError, match=r"cannot import name 'toss'.* .*/random\.py is hidden by the module 'random'"
+    ):
+        load_function(f"{tmp_path}/tosses.py:f", "reward function")
+    (tmp_path / "halves.py").write_text("import math\n\ndef half(answer):\n    return math.half\n")
+    reward = FunctionReward(FunctionRewardConfig(path=f"{tmp_path}/halves.py:half", in_process=True))
+    hidden = r"halves\.py:4 in half\)\. .*/math\.py is hidden by the module 'math' .* Rename that file\."
+    with pytest.raises(AttemptFailedError, match=hidden):
+        run(reward_terms({"half": reward}, ANSWER))
+
+
+def test_modules_beside_a_function_take_no_modules_place_in_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("json", "colorsys", "torch"):
+        (tmp_path / f"{name}.py").write_text("raise AssertionError('not this one')\n")
+        monkeypatch.delitem(sys.modules, name, raising=False) if name == "colorsys" else None
+    (tmp_path / "mine.py").write_text("def one(answer):\n    return 1.0\n")
+    reward = FunctionReward(FunctionRewardConfig(path=f"{tmp_path}/mine.py:one", in_process=True))
+    import colorsys
+
+    assert not str(colorsys.__file__).startswith(str(tmp_path))
+    assert reward.score(ANSWER) == 1.0
+
+
+@pytest.mark.usefixtures("hung_threads")
+def test_a_function_that_many_threads_still_run_is_called_again_when_some_have_ended(monkeypatch):
+    monkeypatch.setattr(concurrency, "MAX_ABANDONED", 2)
+    monkeypatch.setattr(concurrency, "_LOOK_S", 0.01)
+    monkeypatch.setattr(concurrency, "_abandoned", {})
+
+    def hung() -> int:
+        return sum(thread.name == "call-hangs" for thread in threading.enumerate())
+
+    for _ in range(4):
+        with pytest.raises(AttemptFailedError, match="did not return within"):
+            terms("hangs", timeout_s=0.05)
+    assert hung() == 2, "the last two calls have waited for a place"
+    assert terms("length") == {"mine": 4.0}
+
+    async def waiting() -> dict[str, float]:
+        asked = asyncio.ensure_future(reward_terms({"mine": make_reward("hangs")}, ANSWER))
+        await asyncio.sleep(0.02)
+        assert not asked.done()
+        reward_functions.release.set()
+        return await asked
+
+    assert run(waiting()) == {"mine": 1.0}
+    reward_functions.release.clear()
+    monkeypatch.setattr(concurrency, "PATIENCE_S", 0.1)
+    for _ in range(3):
+        with pytest.raises(AttemptFailedError, match="did not return within"):
+            terms("hangs", timeout_s=0.05)
+    time.sleep(0.1)
+    with pytest.raises(
+        RunFailedError, match=r"hangs still runs on 2 threads .*; for more than 0\.1 s there have been 2"
+    ):
+        terms("hangs", timeout_s=0.05)
+
+
+def test_threads_that_look_again_and_again_whether_something_has_happened_do_not_compute(monkeypatch):
+    clock = {"now": 0.0, "each": 0.0}
+    monkeypatch.setattr(concurrency, "_processor_seconds", lambda thread: clock["each"])
+    monkeypatch.setattr(concurrency.time, "monotonic", lambda: clock["now"])
+    left = concurrency._Abandoned("a_tool")
+    let_go = threading.Event()
+    threads = [threading.Thread(target=let_go.wait, daemon=True) for _ in range(100)]
+    for thread in threads:
+        thread.start()
+        left.add(thread)
+    # After half an hour of looking every tenth of a second.
+    clock |= {"now": 1800.0, "each": 0.9}
+    assert not left.are_too_many()
+    # What a hundred get that compute on one processor.
+    clock |= {"now": 1801.0, "each": 18.0}
+    with pytest.raises(RunFailedError, match=r"a_tool still runs on 100 threads .* 100 of them compute"):
+        left.are_too_many()
+    let_go.set()
+
+
+@pytest.mark.usefixtures("hung_threads")
+def test_threads_that_compute_are_refused_sooner(monkeypatch):
+    monkeypatch.setattr(concurrency, "MAX_COMPUTING", 2)
+    monkeypatch.setattr(concurrency, "_COMPUTES_S", 0.05)
+    monkeypatch.setattr(concurrency, "_LOOK_S", 0.0)
+    monkeypatch.setattr(concurrency, "_abandoned", {})
+    for _ in range(4):
+        with pytest.raises(AttemptFailedError, match="did not return within"):
+            terms("hangs", timeout_s=0.01)
+
+    async def until_refused() -> None:
+        while True:
+            await reward_terms({"mine": make_reward("computes", timeout_s=0.05)}, ANSWER)
+
+    async def again_and_again() -> str:
+        while True:
+            try:
+                await until_refused()
+            except AttemptFailedError:
+                continue
+            except RunFailedError as error:
+                return str(error)
+
+    refused = run(again_and_again())
+    assert "reward_functions.computes still runs on" in refused
+    assert re.search(r"[2-9] of them compute\. Nothing can stop a thread", refused)
+
+
+def test_settings_of_worker_processes_are_refused_where_there_are_none():
+    with pytest.raises(
+        ConfigError, match=r"rewards\.f\.workers limits worker processes, but in_process: true has none"
+    ):
+        load_config(
+            {
+                "model": {"path": "m"},
+                "data": {"train": "t.jsonl"},
+                "steps": 1,
+                "source": {
+                    "name": "rollouts",
+                    "environment": {
+                        "rewards": {"f": {"name": "function", "path": "a:f", "in_process": True, "workers": 2}}
+                    },
+                },
+            }
+        )

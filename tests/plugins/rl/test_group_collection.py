@@ -1,0 +1,140 @@
+"""Collecting the groups of a step: exactly the missing number is drawn, in order, within the limit."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spurline.config.run_config import DatasetConfig
+from spurline.errors import DataError, RunFailedError
+from spurline_rl.draws import Draw, SkippedRow
+from spurline_rl.group_runner import GivenUpPrompt, Outcome
+from spurline_rl.prompt_source import Collected, collect_groups
+from spurline_rl.trajectory import Group, Trajectory, Turn
+
+VARIED, EQUAL, LOST = "varied", "equal", "lost"
+BAD, UNREADABLE = "bad", "unreadable"
+"""Rows that an attempt finds to be unusable, and rows that are so when they are drawn."""
+
+
+def collect(outcomes: Sequence[str] | Callable[[int], str], rounds: list[int] | None = None, **settings) -> Collected:
+    """outcomes: what becomes of each draw. rounds: gets the number of prompts asked for in each round."""
+    fate = outcomes if callable(outcomes) else lambda number: outcomes[number]
+
+    def take(start: int, count: int) -> list[Draw | SkippedRow]:
+        if rounds is not None:
+            rounds.append(count)
+        return [
+            SkippedRow(f"p@{number}", number, "unreadable")
+            if fate(number) == UNREADABLE
+            else Draw(number, f"p@{number}", DatasetConfig(name="rows"), f"rows:{number}", {})
+            for number in range(start, start + count)
+        ]
+
+    def outcome(draw: Draw) -> Outcome:
+        lost = {LOST: GivenUpPrompt, BAD: SkippedRow}.get(fate(draw.number))
+        return group(draw, fate) if lost is None else lost(draw.uid, draw.number, "broken")
+
+    async def run(draws: Sequence[Draw]) -> list[Outcome]:
+        return [outcome(draw) for draw in draws]
+
+    defaults = {"first_draw": 0, "count": 2, "draw_limit": 16, "filters": True}
+    return asyncio.run(collect_groups(take, run, **{**defaults, **settings}))
+
+
+def group(draw: Draw, fate: Callable[[int], str]) -> Group:
+    rewards = (0.0, 1.0) if fate(draw.number) == VARIED else (1.0, 1.0)
+    attempts = [
+        Trajectory(draw.uid, sample, (Turn([1], [2], [1], rewards=np.array([reward], np.float32)),))
+        for sample, reward in enumerate(rewards)
+    ]
+    return Group(draw.uid, draw.number, tuple(attempts))
+
+
+def drawn(collected: Collected) -> list[int]:
+    return [group.draw for group in collected.groups]
+
+
+def test_groups_with_equal_rewards_make_way_for_exactly_as_many_further_prompts():
+    rounds: list[int] = []
+    collected = collect([VARIED, EQUAL, EQUAL, VARIED], rounds)
+    assert rounds == [2, 1, 1]
+    assert (drawn(collected), collected.next_draw, collected.refill_missing) == ([0, 3], 4, 0)
+    assert [group.draw for group in collected.every] == [0, 1, 2, 3]
+
+
+def test_without_dynamic_sampling_they_are_trained_on():
+    collected = collect([EQUAL, EQUAL], filters=False)
+    assert (drawn(collected), collected.next_draw) == ([0, 1], 2)
+
+
+def test_a_prompt_that_was_given_up_is_replaced():
+    collected = collect([LOST, VARIED, VARIED], filters=False)
+    assert (drawn(collected), collected.given_up, collected.next_draw) == ([1, 2], 1, 3)
+
+
+def test_rows_that_cannot_be_used_are_replaced_and_are_no_part_of_the_limit():
+    rounds: list[int] = []
+    collected = collect([BAD, UNREADABLE, UNREADABLE, BAD, VARIED, BAD, VARIED], rounds, draw_limit=2)
+    assert rounds == [2, 2, 2, 1]
+    assert (drawn(collected), collected.skipped, collected.given_up, collected.next_draw) == ([4, 6], 5, 0, 7)
+
+
+def test_when_no_row_is_left_the_reason_goes_on():
+    def fate(number: int) -> str:
+        if number >= 4:
+            raise DataError("all rows were left out")
+        return BAD
+
+    with pytest.raises(DataError, match="all rows were left out"):
+        collect(fate)
+
+
+def test_at_the_limit_the_earliest_of_those_left_out_are_used_after_all():
+    collected = collect(lambda number: VARIED if number == 3 else EQUAL, count=3, draw_limit=5)
+    assert (drawn(collected), collected.next_draw, collected.refill_missing) == ([0, 1, 3], 5, 2)
+
+
+def test_too_many_lost_prompts_end_the_run():
+    with pytest.raises(
+        RunFailedError,
+        match=r"drew 4 prompts and 3 of them were given up, so only 1 of 2 groups.*max_draws_per_step, which is 4",
+    ):
+        collect([VARIED, LOST, LOST, LOST], draw_limit=4)
+
+
+@given(
+    fates=st.lists(st.sampled_from([VARIED, EQUAL, LOST, BAD, UNREADABLE]), min_size=40, max_size=40),
+    count=st.integers(1, 5),
+    first=st.integers(0, 10),
+    limit=st.integers(5, 30),
+    leave_out=st.booleans(),
+)
+def test_every_drawn_prompt_is_accounted_for_and_none_is_drawn_without_need(fates, count, first, limit, leave_out):
+    # The order is endless; behind what is drawn at random every prompt can be used.
+    fate = lambda number: fates[number] if number < len(fates) else VARIED  # noqa: E731
+    usable = (number for number in itertools.count(first) if fate(number) not in (BAD, UNREADABLE))
+    within_limit = list(itertools.islice(usable, limit))
+    settings = {"first_draw": first, "count": count, "draw_limit": limit, "filters": leave_out}
+    try:
+        collected = collect(fate, **settings)
+    except RunFailedError:
+        assert sum(fate(number) != LOST for number in within_limit) < count
+        return
+    taken = [fate(number) for number in range(first, collected.next_draw)]
+    assert len(collected.groups) == count
+    assert len(taken) == len(collected.every) + collected.given_up + collected.skipped
+    assert len(taken) - collected.skipped <= limit
+    assert collected.skipped == taken.count(BAD) + taken.count(UNREADABLE)
+    assert collected.given_up == taken.count(LOST)
+    assert drawn(collected) == sorted(drawn(collected))
+    wanted = [fate for fate in taken if fate == VARIED or (fate == EQUAL and not leave_out)]
+    assert collected.refill_missing == count - len(wanted)
+    if len(wanted) == count:
+        assert taken[-1] in wanted, "the last draw was needed"

@@ -1,0 +1,68 @@
+"""What is said of a step's numbers, and what is not."""
+
+from __future__ import annotations
+
+import pytest
+from rl_run_record import rl_metrics
+
+from spurline_insight.rollout_health import health_words
+
+
+def test_nothing_is_said_of_a_healthy_step() -> None:
+    assert health_words(rl_metrics(1)) == {}
+
+
+def test_nothing_is_said_of_steps_without_rollouts() -> None:
+    assert health_words({"step": 1, "loss": 0.0, "grad_norm": 9.0, "lr": 1e-4}) == {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "words"),
+    [
+        ("mismatch", {"mismatch__logprob_diff": 0.0712}, "differ by 0.071 nats"),
+        ("refill_missing", {"groups__refill_missing": 3.0}, "3 groups with equal rewards"),
+        ("refill_missing", {"groups__refill_missing": 1.0}, "1 group with equal rewards"),
+        ("given_up", {"groups__quarantined": 2.0}, "2 prompts had to be given up"),
+        ("large_update", {"policy__clip_fraction_low": 0.2, "policy__clip_fraction_high": 0.15}, "35% of tokens"),
+        ("large_update", {"policy__kl_old": 0.25}, "moves 0.25 nats per token"),
+        ("cut_off", {"response__share_length": 0.4}, "40% of responses were cut off"),
+        ("failed_turns", {"response__share_abort": 0.04, "response__share_error": 0.03}, "7% of responses ended"),
+        ("rejected", {"correction__rejected": 0.5}, "leaves out 50% of tokens"),
+    ],
+)
+def test_each_trouble_is_named_with_its_amount(kind: str, changes: dict[str, float], words: str) -> None:
+    found = health_words(rl_metrics(1, **changes))
+    assert list(found) == [kind]
+    assert words in found[kind]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mismatch__logprob_diff": 0.05},
+        {"policy__clip_fraction_low": 0.15, "policy__clip_fraction_high": 0.15},
+        {"policy__kl_old": 0.1},
+        {"response__share_length": 0.3},
+        {"response__share_error": 0.05},
+        {"correction__rejected": 0.3},
+        {"groups__zero_variance": 0.97},
+    ],
+)
+def test_a_number_at_its_limit_is_not_yet_off(changes: dict[str, float]) -> None:
+    assert health_words(rl_metrics(1, **changes)) == {}
+
+
+def test_equal_rewards_are_said_when_no_advantage_is_left() -> None:
+    line = rl_metrics(1, groups__zero_variance=1.0, advantage__max=1e-11, advantage__min=-1e-11)
+    assert list(health_words(line)) == ["equal_rewards"]
+
+
+def test_equal_rewards_of_single_attempts_or_under_a_critic_still_teach_and_are_not_off() -> None:
+    assert health_words(rl_metrics(1, groups__zero_variance=1.0, advantage__max=0.7)) == {}
+
+
+def test_a_run_that_corrects_the_mismatch_already_is_not_told_to() -> None:
+    plain = health_words(rl_metrics(1, mismatch__logprob_diff=0.2))["mismatch"]
+    corrected = health_words(rl_metrics(1, mismatch__logprob_diff=0.2, correction__factor=0.9))["mismatch"]
+    assert "source.correction" in plain
+    assert "source.correction" not in corrected

@@ -1,0 +1,435 @@
+"""The file of kept rollouts: what is written is read back, also from a file that a kill has cut short anywhere."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from threading import Event
+from threading import enumerate as enumerate_threads
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from spurline.errors import RunDirectoryError, RunDirectoryLostError, RunFailedError
+from spurline_rl.group_runner import GivenUpPrompt, tags_of
+from spurline_rl.kept_rollouts import ROLLOUTS_FILE, KeptAttempt, KeptRollouts, KeptTurn
+from spurline_rl.kept_rollouts import keeper as keeper_module
+from spurline_rl.kept_rollouts.keeper import KeptStep, RolloutKeeper
+from spurline_rl.kept_rollouts.members import Member, MemberFile, cut_back, members_of, pack, thinned
+from spurline_rl.trajectory import Group, Trajectory, Turn, group_returns, turns_of
+
+MB = 1_000_000
+
+
+@pytest.fixture(scope="module")
+def tokenizer(spurline_tiny_model: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(spurline_tiny_model)
+
+
+def make_turn(rng: np.random.Generator, prompt: Sequence[int], length: int, step: int) -> Turn:
+    rewards = np.zeros(length, np.float32)
+    rewards[-1] = rng.integers(2)
+    return Turn(
+        np.array(prompt, np.int32),
+        rng.integers(3, 250, length).astype(np.int32),
+        np.r_[np.ones(length - 1), 0].astype(np.uint8),
+        logprobs=-rng.exponential(1.0, length).astype(np.float32),
+        versions=np.r_[np.full(1, max(0, step - 2)), np.full(length - 1, step - 1)].astype(np.int32),
+        rewards=rewards,
+        finish_reason="length",
+    )
+
+
+def make_group(rng: np.random.Generator, draw: int, step: int, *, samples: int = 2, turns: int = 1) -> Group:
+    """Attempts of 4 to 8 tokens a turn, each turn going on from the one before."""
+    prompt = rng.integers(3, 250, 5).tolist()
+    attempts: list[Trajectory] = []
+    for sample in range(samples):
+        made: list[Turn] = []
+        context = prompt
+        for _ in range(turns):
+            made.append(make_turn(rng, context, int(rng.integers(4, 9)), step))
+            context = [*context, *made[-1].response_ids.tolist(), 7, 8]
+        info = {"response": "\ud800 <b>", "of": {1: {2}}}
+        right = float(sum(turn.rewards.sum() for turn in made if turn.rewards is not None))
+        attempts.append(Trajectory(f"rows:{draw}@{draw}", sample, tuple(made), {"right": right}, info, retries=sample))
+    return Group(f"rows:{draw}@{draw}", draw, tuple(attempts), {"level": 2.0}, {"answer": "4"})
+
+
+def by_token(turn: Turn) -> NDArray[np.float32]:
+    """An advantage for each token that tells the turns apart."""
+    return (turn.response_ids % 64 + 1).astype(np.float32)
+
+
+def make_step(step: int, *, prompts: int = 3, turns: int = 1, per_token: bool = False, filtered: int = 0) -> KeptStep:
+    rng = np.random.default_rng(step)
+    first = (step - 1) * (prompts + filtered)
+    groups = [make_group(rng, first + place, step, turns=turns) for place in range(prompts + filtered)]
+    trained = groups[:prompts]
+    values = {
+        "old_logprobs": [turn.logprobs + 0.001 for turn in turns_of(trained) if turn.logprobs is not None],
+        "advantages": [
+            by_token(turn) if per_token else np.full(len(turn.response_ids), 0.3, np.float32)
+            for turn in turns_of(trained)
+        ],
+    }
+    lost = [GivenUpPrompt("rows:99@99", 99, "row 99: the judge is gone")] if step == 2 else []
+    return KeptStep(step, trained, groups[prompts:], lost, 4, lambda name: values[name])
+
+
+def write(folder: Path, tokenizer: PreTrainedTokenizerBase, steps: Sequence[KeptStep], most: int = 10 * MB) -> None:
+    keeper = RolloutKeeper(folder, tokenizer, most)
+    keeper.start(steps[0].step - 1)
+    for step in steps:
+        keeper.keep(step)
+    keeper.flush()
+    keeper.close()
+
+
+def same_turn(kept: KeptTurn, turn: Turn, step: int) -> None:
+    assert turn.logprobs is not None
+    assert turn.versions is not None
+    assert kept.prompt_ids.tolist() == turn.prompt_ids.tolist()
+    assert kept.response_ids.tolist() == turn.response_ids.tolist()
+    assert kept.loss_mask.tolist() == turn.loss_mask.tolist()
+    assert kept.finish_reason == turn.finish_reason
+    assert kept.logprobs is not None
+    assert kept.versions is not None
+    assert kept.ages is not None
+    np.testing.assert_allclose(kept.logprobs, turn.logprobs, rtol=1e-3)
+    assert kept.versions.tolist() == turn.versions.tolist()
+    assert kept.ages.tolist() == (step - 1 - turn.versions).tolist()
+
+
+@pytest.mark.parametrize("turns", [1, 3])
+@pytest.mark.parametrize("per_token", [False, True])
+def test_attempts_come_back_as_they_were_trained(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, turns: int, per_token: bool
+) -> None:
+    steps = [make_step(step, turns=turns, per_token=per_token, filtered=step - 1) for step in (1, 2)]
+    write(tmp_path, tokenizer, steps)
+    rollouts = KeptRollouts(tmp_path)
+    assert list(rollouts.steps) == [1, 2]
+    for step in steps:
+        attempts = list(rollouts.attempts([step.step]))
+        groups = [*step.groups, *step.filtered]
+        expected = [(group, attempt) for group in groups for attempt in group.trajectories]
+        assert len(attempts) == len(expected)
+        for kept, (group, attempt) in zip(attempts, expected, strict=True):
+            trained = group in step.groups
+            assert (kept.uid, kept.draw, kept.epoch, kept.sample) == (
+                group.uid,
+                group.draw,
+                group.draw // 4,
+                attempt.sample,
+            )
+            assert kept.status == ("trained" if trained else "filtered")
+            assert (kept.rewards, kept.retries) == (attempt.rewards, attempt.retries)
+            assert kept.reward == group_returns(group)[attempt.sample]
+            assert (kept.columns, kept.tags, kept.one_in) == ({"level": 2.0}, {"answer": "4"}, 1)
+            assert kept.info["response"] == "\ud800 <b>"
+            assert kept.advantage == (None if per_token or not trained else pytest.approx(0.3))
+            for kept_turn, turn in zip(kept.turns, attempt.turns, strict=True):
+                same_turn(kept_turn, turn, step.step)
+                if trained:
+                    assert kept_turn.gap is not None
+                    assert kept_turn.advantages is not None
+                    # A float16 of either logprob would be off by as much as this gap.
+                    np.testing.assert_allclose(kept_turn.gap, 0.001, rtol=0.01)
+                    wanted = by_token(turn) if per_token else 0.3
+                    np.testing.assert_allclose(kept_turn.advantages, wanted, rtol=1e-3)
+                else:
+                    assert kept_turn.gap is None
+                    assert kept_turn.advantages is None
+    assert [(prompt.step, prompt.uid, prompt.reason) for prompt in rollouts.given_up()] == [
+        (2, "rows:99@99", "row 99: the judge is gone")
+    ]
+
+
+def test_texts_are_those_of_the_tokens_without_a_tokenizer(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    ids = tokenizer.encode("Grüße 😀<|im_end|>")
+    step = make_step(1, prompts=1)
+    [group] = step.groups
+    first, second = group.trajectories
+    turn = replace(
+        first.turns[0],
+        response_ids=np.array(ids, np.int32),
+        **{
+            name: np.zeros(len(ids), getattr(first.turns[0], name).dtype)
+            for name in ("loss_mask", "logprobs", "versions", "rewards")
+        },
+    )
+    group = replace(group, trajectories=(replace(first, turns=(turn,)), second))
+    column = [np.zeros(len(item.response_ids), np.float32) for item in turns_of([group])]
+    write(tmp_path, tokenizer, [replace(step, groups=[group], column=lambda _: column)])
+    kept = next(KeptRollouts(tmp_path).attempts()).turns[0]
+    assert kept.response_text == "Grüße 😀<|im_end|>"
+    assert kept.response_pieces[-1] == "<|im_end|>"
+    assert "".join(kept.response_pieces).count("😀") == 1
+    assert ids[-1] in kept.special_ids
+    assert ids[0] not in kept.special_ids
+
+
+def test_any_program_that_reads_gzip_reads_the_lines(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    write(tmp_path, tokenizer, [make_step(step) for step in (1, 2)])
+    with gzip.open(tmp_path / ROLLOUTS_FILE, "rt", encoding="utf-8") as file:
+        lines = [json.loads(line) for line in file]
+    assert [(line["step"], line["status"]) for line in lines] == [(1, "trained"), (2, "trained"), (2, "given_up")]
+
+
+def test_what_an_environment_tells_is_json_whatever_it_is(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    step = make_step(1, prompts=1)
+    told = [{"score": float("nan"), "plain": 1}, {(1, 2): "tuple"}]
+    attempts = [replace(attempt, info=info) for attempt, info in zip(step.groups[0].trajectories, told, strict=True)]
+    write(tmp_path, tokenizer, [replace(step, groups=[replace(step.groups[0], trajectories=tuple(attempts))])])
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    [line] = gzip.decompress((tmp_path / ROLLOUTS_FILE).read_bytes()).splitlines()
+    assert json.loads(line, parse_constant=refuse)["attempts"]["info"] == [
+        {"score": "nan", "plain": "1"},
+        {"(1, 2)": "tuple"},
+    ]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    write(folder, tokenizer, [make_step(step) for step in range(1, 5)])
+    return folder / ROLLOUTS_FILE
+
+
+@given(data=st.data())
+def test_a_kill_at_any_byte_leaves_all_steps_before_it(
+    whole: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    content, members = whole.read_bytes(), members_of(whole)
+    size = data.draw(st.integers(0, len(content)))
+    folder = tmp_path_factory.mktemp("torn")
+    path = folder / ROLLOUTS_FILE
+    path.write_bytes(content[:size])
+    complete = [member.step for member in members if member.end <= size]
+    rollouts = KeptRollouts(folder)
+    assert list(rollouts.steps) == complete
+    assert [attempt.step for attempt in rollouts.attempts()] == [step for step in complete for _ in range(6)]
+    last = data.draw(st.integers(0, 4))
+    cut_back(path, last)
+    kept = [step for step in complete if step <= last]
+    assert path.read_bytes() == content[: sum(member.size for member in members if member.step in kept)]
+    file = MemberFile(path, 10 * MB)
+    for member in members:
+        if member.step not in kept:
+            file.append(member.step, content[member.offset : member.end])
+    file.close()
+    assert path.read_bytes() == content
+
+
+def test_a_file_that_something_else_has_changed_is_named(whole: Path, tmp_path: Path) -> None:
+    content, members = whole.read_bytes(), members_of(whole)
+    path = tmp_path / ROLLOUTS_FILE
+    path.write_bytes(content[: members[1].offset] + b"no member begins here, and this is longer than a header")
+    with pytest.raises(RunDirectoryError, match=f"at byte {members[1].offset:,}"):
+        KeptRollouts(tmp_path)
+    with pytest.raises(RunDirectoryError, match="Move it away"):
+        cut_back(path, 2)
+    # What follows the last step of a checkpoint may be anything after a power cut.
+    cut_back(path, 1)
+    assert path.read_bytes() == content[: members[0].end]
+    damaged = bytearray(content)
+    damaged[members[2].offset + 60] ^= 0xFF
+    path.write_bytes(bytes(damaged))
+    rollouts = KeptRollouts(tmp_path)
+    assert len(list(rollouts.attempts([1, 2, 4]))) == 18
+    with pytest.raises(RunDirectoryError, match="step 3 are damaged"):
+        list(rollouts.attempts([3]))
+
+
+def test_a_newer_format_is_refused(tmp_path: Path) -> None:
+    (tmp_path / ROLLOUTS_FILE).write_bytes(pack(1, [b'{"format": 2, "step": 1, "status": "trained"}\n']))
+    with pytest.raises(RunDirectoryError, match="reads up to 1"):
+        list(KeptRollouts(tmp_path).attempts())
+
+
+def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match=r"There is no folder .*runs/mth"):
+        KeptRollouts(tmp_path / "runs" / "mth")
+
+
+def test_a_reader_sees_what_a_run_adds(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    rollouts = KeptRollouts(tmp_path)
+    assert list(rollouts.attempts()) == []
+    write(tmp_path, tokenizer, [make_step(1)])
+    rollouts.refresh()
+    assert list(rollouts.steps) == [1]
+
+
+def test_a_reader_never_takes_one_step_for_another_when_the_file_was_thinned_out(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    write(tmp_path, tokenizer, [make_step(step) for step in range(1, 9)])
+    found, whole = KeptRollouts(tmp_path), (tmp_path / ROLLOUTS_FILE).stat().st_size
+    file = MemberFile(tmp_path / ROLLOUTS_FILE, whole)
+    file.append(9, pack(9, []))
+    file.close()
+    now = KeptRollouts(tmp_path).steps
+    assert 1 < len(now) < 8
+    for step in range(1, 9):
+        assert {attempt.step for attempt in found.attempts([step])} == ({step} if step in now else set())
+    (tmp_path / ROLLOUTS_FILE).unlink()
+    assert list(found.attempts([1])) == []
+
+
+@given(
+    sizes=st.lists(st.integers(1, 100), min_size=1, max_size=60),
+    most=st.integers(1, 2000),
+)
+def test_thinning_keeps_the_newest_steps_and_some_of_the_older(sizes: list[int], most: int) -> None:
+    members = [Member(step, sum(sizes[:step]), size) for step, size in enumerate(sizes)]
+    kept = thinned(members, most)
+    assert kept[-1] == members[-1]
+    assert sum(member.size for member in kept) <= max(most, members[-1].size + most // 4)
+    steps = [member.step for member in kept]
+    assert all(before < after for before, after in pairwise(steps))
+    newest = [member for member in members if sum(sizes[member.step :]) <= most // 2]
+    assert set(newest) <= set(kept)
+
+
+def test_a_long_run_stays_within_its_limit(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    steps = [make_step(step) for step in range(1, 41)]
+    write(tmp_path, tokenizer, steps[:1])
+    one = (tmp_path / ROLLOUTS_FILE).stat().st_size
+    write(tmp_path, tokenizer, steps[1:], most=12 * one)
+    rollouts = KeptRollouts(tmp_path)
+    assert (tmp_path / ROLLOUTS_FILE).stat().st_size <= 12 * one
+    assert list(rollouts.steps)[-4:] == [37, 38, 39, 40]
+    assert next(iter(rollouts.steps)) == 1
+    assert len(list(rollouts.attempts())) == 6 * len(rollouts.steps)
+    assert list(tmp_path.iterdir()) == [tmp_path / ROLLOUTS_FILE]
+
+
+def test_of_a_step_that_is_too_large_some_prompts_are_kept(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    step = make_step(1, prompts=40)
+    write(tmp_path, tokenizer, [step])
+    size = (tmp_path / ROLLOUTS_FILE).stat().st_size
+    (tmp_path / ROLLOUTS_FILE).unlink()
+    write(tmp_path, tokenizer, [step], most=2 * size + 8)
+    attempts = list(KeptRollouts(tmp_path).attempts())
+    assert (tmp_path / ROLLOUTS_FILE).stat().st_size <= size // 2 + 2
+    # Half of the prompts take a little more than half.
+    assert {attempt.one_in for attempt in attempts} == {3}
+    assert sorted({attempt.draw for attempt in attempts}) == list(range(0, 40, 3))
+    _same_as(attempts[2], step.groups[3].trajectories[0])
+
+
+def test_a_prompt_that_alone_is_too_large_keeps_the_file_within_its_limit(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    write(tmp_path, tokenizer, [make_step(1, prompts=3)], most=400)
+    assert list(KeptRollouts(tmp_path).attempts()) == []
+    assert (tmp_path / ROLLOUTS_FILE).stat().st_size <= 400
+    # Step 2 has a prompt that was given up, which is told all the same where there is room for it.
+    write(tmp_path, tokenizer, [make_step(2, prompts=1)], most=4 * 40)
+    assert list(KeptRollouts(tmp_path).given_up()) == []
+    write(tmp_path, tokenizer, [make_step(2, prompts=1)], most=4 * 250)
+    assert [prompt.reason for prompt in KeptRollouts(tmp_path).given_up()] == ["row 99: the judge is gone"]
+    assert list(KeptRollouts(tmp_path).attempts()) == []
+
+
+def test_a_disk_that_does_not_answer_holds_up_no_end_of_the_process(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = Event()
+    monkeypatch.setattr(MemberFile, "append", lambda *_: answers.wait(60))
+    monkeypatch.setattr("spurline_rl.kept_rollouts.keeper._PATIENCE_S", 0.05)
+    kept = RolloutKeeper(tmp_path, tokenizer, MB)
+    kept.start(0)
+    kept.keep(make_step(1))
+    [writer] = [thread for thread in enumerate_threads() if thread.name == "spurline-kept-rollouts"]
+    with pytest.raises(RunFailedError, match="Does the disk still answer"):
+        kept.keep(make_step(2))
+    kept.close()
+    # Neither `close` has waited for the writer, nor does the interpreter, which waits for all others.
+    assert writer.is_alive()
+    assert writer.daemon
+    answers.set()
+    writer.join(30)
+
+
+def _same_as(kept: KeptAttempt, attempt: Trajectory) -> None:
+    assert kept.turns[0].response_ids.tolist() == attempt.turns[0].response_ids.tolist()
+    assert kept.turns[0].gap is not None
+    np.testing.assert_allclose(kept.turns[0].gap, 0.001, rtol=0.01)
+
+
+def test_long_steps_take_several_lines(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper_module, "_BLOCK_TOKENS", 50)
+    step = make_step(1, prompts=5, per_token=True, filtered=2)
+    write(tmp_path, tokenizer, [step])
+    attempts = list(KeptRollouts(tmp_path).attempts())
+    assert [attempt.draw for attempt in attempts] == [draw for draw in range(7) for _ in range(2)]
+    for kept, turn in zip(attempts[: 2 * 5], turns_of(step.groups), strict=True):
+        assert kept.turns[0].advantages is not None
+        assert kept.turns[0].advantages.tolist() == by_token(turn).tolist()
+    with gzip.open(tmp_path / ROLLOUTS_FILE) as file:
+        assert len(file.readlines()) > 3
+
+
+def test_what_fails_beside_the_training_ends_it(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise RunFailedError("the disk is full")
+
+    monkeypatch.setattr(MemberFile, "append", full)
+    for ask in ("keep", "flush", "close"):
+        keeper = RolloutKeeper(tmp_path, tokenizer, MB)
+        keeper.start(0)
+        keeper.keep(make_step(1))
+        with pytest.raises(RunFailedError, match="the disk is full"):
+            keeper.keep(make_step(2)) if ask == "keep" else getattr(keeper, ask)()
+        keeper.close()
+    keeper = RolloutKeeper(tmp_path, tokenizer, MB)
+    keeper.start(0)
+    keeper.keep(make_step(1))
+    with pytest.raises(KeyError) as ended, closing(keeper):
+        raise KeyError("first")
+    assert ended.value.__notes__ == ["Writing the rollouts failed too: the disk is full"]
+
+
+def test_a_damaged_file_refuses_only_a_run_that_keeps_rollouts(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    (tmp_path / ROLLOUTS_FILE).write_bytes(b"x" * 100)
+    with pytest.raises(RunDirectoryError, match="no rollouts of a step begin"):
+        RolloutKeeper(tmp_path, tokenizer, MB).start(3)
+    RolloutKeeper(tmp_path, tokenizer, 0).start(3)
+    assert (tmp_path / ROLLOUTS_FILE).read_bytes() == b"x" * 100
+
+
+def test_a_removed_file_is_no_place_to_write(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    keeper = RolloutKeeper(tmp_path, tokenizer, MB)
+    keeper.start(0)
+    (tmp_path / ROLLOUTS_FILE).unlink()
+    keeper.keep(make_step(1))
+    with pytest.raises(RunDirectoryLostError):
+        keeper.flush()
+    keeper.close()
+
+
+def test_short_values_of_a_row_are_its_tags() -> None:
+    row = {"answer": "4", "level": np.int64(3), "hard": True, "prompt": "x" * 500, "messages": [{}], "none": None}
+    row |= {"missing": float("nan"), "endless": np.float32("inf"), "long": 10**400}
+    assert tags_of(row) == {"answer": "4", "level": 3, "hard": True, "long": 10**400}

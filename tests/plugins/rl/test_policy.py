@@ -1,0 +1,172 @@
+"""The handle that an environment talks to: seeds, names, and the turns it remembers."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rl_attempts import make_policy, make_task, run
+
+from spurline.errors import DataError, PluginError
+from spurline_rl.policy import EnginePolicy, SharedPrompts, derive_seed
+from spurline_rl.protocols.environment import AttemptFailedError
+from spurline_rl.protocols.rollout_engine import GenerationRequest, Sampling
+from spurline_rl.testing.environment_contract import ScriptedEngine
+
+
+def countdown(request: GenerationRequest) -> list[int]:
+    return list(range(len(request.prompt_ids), 0, -1))
+
+
+def test_requests_carry_name_and_seed_of_task_turn_and_attempt():
+    engine = ScriptedEngine(countdown)
+
+    async def two_turns(attempt: int) -> None:
+        policy = make_policy(engine, make_task(sample=3), attempt)
+        await policy.generate([1])
+        await policy.generate([1, 2])
+
+    run(two_turns(0))
+    run(two_turns(2))
+    assert [request.name for request in engine.requests] == [
+        "train:0@0 sample 3 turn 0",
+        "train:0@0 sample 3 turn 1",
+        "train:0@0 sample 3 turn 0 attempt 2",
+        "train:0@0 sample 3 turn 1 attempt 2",
+    ]
+    expected = [derive_seed(0, "train:0@0", 3, turn, attempt) for attempt in (0, 2) for turn in (0, 1)]
+    assert [request.seed for request in engine.requests] == expected
+    assert len(set(expected)) == 4
+
+
+def test_turns_hold_exactly_what_was_asked_and_written():
+    policy = make_policy(ScriptedEngine(countdown))
+    result = run(policy.generate([5, 6, 7]))
+    [turn] = policy.turns
+    assert turn.prompt_ids.tolist() == [5, 6, 7]
+    assert turn.response_ids.tolist() == [3, 2, 1] == result.token_ids.tolist()
+    assert turn.loss_mask.tolist() == [1, 1, 1]
+    assert turn.finish_reason == "stop"
+    np.testing.assert_array_equal(turn.logprobs, result.logprobs)
+    np.testing.assert_array_equal(turn.versions, result.versions)
+
+
+def test_the_prompt_of_a_turn_does_not_change_with_the_callers_list():
+    policy = make_policy(ScriptedEngine(countdown))
+    prompt = [5]
+
+    async def extend() -> None:
+        await policy.generate(prompt)
+        prompt.append(6)
+        await policy.generate(prompt)
+
+    run(extend())
+    assert [turn.prompt_ids.tolist() for turn in policy.turns] == [[5], [5, 6]]
+
+
+@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3), min_size=1, max_size=8), st.booleans())
+def test_prompts_that_are_shared_are_those_that_were_asked_with(prompts, as_arrays):
+    shared = SharedPrompts()
+    kept = []
+    for prompt in prompts:
+        asked = np.array(prompt) if as_arrays else list(prompt)
+        kept.append(shared.of(asked))
+        asked[0] = 99
+    assert [(prompt.ids, prompt.array.tolist()) for prompt in kept] == [(prompt, prompt) for prompt in prompts]
+    assert all(prompt.array.dtype == np.int32 for prompt in kept)
+    if not as_arrays:
+        repeats = sum(before == after for before, after in pairwise(prompts))
+        assert len({id(prompt.array) for prompt in kept}) == len(prompts) - repeats
+
+
+def test_attempts_that_begin_with_one_prompt_share_its_tokens_and_cannot_change_them():
+    engine, shared = ScriptedEngine(countdown), SharedPrompts()
+    policies = [
+        EnginePolicy(engine, Sampling(), make_task(sample=sample), run_seed=0, prompts=shared) for sample in range(2)
+    ]
+
+    async def ask() -> None:
+        for policy in policies:
+            await policy.generate([1, 2])
+            await policy.generate([1, 2, 3])
+
+    run(ask())
+    first, second = (policy.turns for policy in policies)
+    assert first[0].prompt_ids is second[0].prompt_ids
+    assert [turn.prompt_ids.tolist() for turn in second] == [[1, 2], [1, 2, 3]]
+    with pytest.raises(ValueError, match="read-only"):
+        first[0].prompt_ids[0] = 5
+
+
+def test_turns_asked_for_together_keep_their_order_whoever_ends_first():
+    policy = make_policy(ScriptedEngine(countdown))
+    prompts = [[7] * length for length in range(1, 9)]
+
+    async def together() -> None:
+        await asyncio.gather(*(policy.generate(prompt) for prompt in prompts))
+
+    run(together())
+    assert [turn.prompt_ids.tolist() for turn in policy.turns] == prompts
+
+
+def test_sampling_of_one_turn_can_be_changed():
+    engine = ScriptedEngine(countdown)
+    policy = make_policy(engine, max_new_tokens=2)
+
+    async def two_turns() -> None:
+        await policy.generate([1, 2, 3])
+        await policy.generate([1, 2, 3], Sampling(max_new_tokens=1))
+
+    run(two_turns())
+    assert [len(turn.response_ids) for turn in policy.turns] == [2, 1]
+    assert [turn.finish_reason for turn in policy.turns] == ["length", "length"]
+
+
+def test_a_turn_of_another_distribution_is_refused_before_the_engine_is_asked():
+    engine = ScriptedEngine(countdown)
+    policy = make_policy(engine, temperature=0.8, top_k=5)
+    words = r"samples a turn with temperature 1, top_k 0, but the run trains with temperature 0\.8, top_k 5"
+    with pytest.raises(PluginError, match=words):
+        run(policy.generate([1], Sampling()))
+    assert engine.requests == []
+    assert policy.turns == ()
+
+
+def test_an_empty_prompt_is_an_error_with_the_rows_place():
+    with pytest.raises(DataError, match=r"^rows\.jsonl:1: the prompt has no tokens"):
+        run(make_policy(ScriptedEngine(countdown)).generate([]))
+
+
+def test_finish_puts_turn_rewards_on_last_tokens():
+    policy = make_policy(ScriptedEngine(countdown), make_task(sample=2))
+
+    async def two_turns() -> None:
+        await policy.generate([1])
+        await policy.generate([1, 2])
+
+    run(two_turns())
+    trajectory = policy.finish({"right": 1.0}, turn_rewards=[0.5, -1.0], info={"note": "x"})
+    assert (trajectory.uid, trajectory.sample) == ("train:0@0", 2)
+    assert trajectory.rewards == {"right": 1.0}
+    assert trajectory.info == {"note": "x"}
+    rewards = [turn.rewards.tolist() for turn in trajectory.turns if turn.rewards is not None]
+    assert rewards == [[0.5], [0.0, -1.0]]
+
+
+def test_finish_refuses_rewards_that_do_not_fit_the_turns():
+    policy = make_policy(ScriptedEngine(countdown))
+    run(policy.generate([1]))
+    with pytest.raises(ValueError, match="2 turn rewards for 1 turns"):
+        policy.finish(turn_rewards=[1.0, 2.0])
+
+
+def test_a_reward_for_a_turn_without_tokens_is_refused():
+    policy = make_policy(ScriptedEngine(lambda request: []))
+    run(policy.generate([1]))
+    assert policy.finish(turn_rewards=[0.0]).turns[0].rewards is not None
+    with pytest.raises(AttemptFailedError, match="no place for its reward of 2"):
+        policy.finish(turn_rewards=[2.0])

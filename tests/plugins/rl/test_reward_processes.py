@@ -1,0 +1,330 @@
+"""Reward `function` in worker processes: whatever it does, the run goes on, and nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import date, datetime, timedelta
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+import pytest
+from living_processes import is_alive
+from rl_attempts import run
+from runaway_rewards import fingerprint
+
+from spurline.errors import ConfigError, DataError, PluginError
+from spurline_rl.protocols.environment import AttemptFailedError
+from spurline_rl.protocols.reward import Answer
+from spurline_rl.rewards import worker_processes
+from spurline_rl.rewards.configs import FunctionRewardConfig
+from spurline_rl.rewards.function import FunctionReward
+from spurline_rl.rewards.killable import SHOWN_BYTES
+from spurline_rl.rewards.sent_answers import pack_as_text, unpack
+from spurline_rl.scoring import reward_terms
+
+pytestmark = pytest.mark.processes
+GENEROUS_S = 60.0
+
+
+def answer(response: str, **row: Any) -> Answer:
+    return Answer("a prompt", response, "4", row)
+
+
+def make_reward(function: str = "behaves", **settings: Any) -> FunctionReward:
+    return FunctionReward(FunctionRewardConfig(path=f"runaway_rewards:{function}", **settings))
+
+
+def scores(reward: FunctionReward, *answers: Answer) -> list[float | Exception]:
+    """Of all at the same time."""
+
+    async def together() -> list[Any]:
+        terms = (reward_terms({"mine": reward}, each) for each in answers)
+        return await asyncio.gather(*terms, return_exceptions=True)
+
+    return [one if isinstance(one, Exception) else one["mine"] for one in run(together())]
+
+
+def why(reward: FunctionReward, asked: Answer) -> str:
+    """Why it failed."""
+    [failed] = scores(reward, asked)
+    assert isinstance(failed, AttemptFailedError), failed
+    return str(failed)
+
+
+@pytest.fixture(scope="module")
+def quick() -> Iterator[FunctionReward]:
+    """Two workers, with little time and memory."""
+    reward = make_reward(timeout_s=0.7, workers=2, memory_gb=2)
+    yield reward
+    reward.close()
+
+
+@pytest.fixture(scope="module")
+def patient() -> Iterator[FunctionReward]:
+    with pytest.MonkeyPatch.context() as patch:
+        # Ray sets it in processes that have used it.
+        patch.delenv("PYTHONBREAKPOINT", raising=False)
+        # As who wants no limits may write it.
+        reward = make_reward(timeout_s=float("inf"), import_timeout_s=float("inf"), workers=1)
+    yield reward
+    reward.close()
+
+
+def wait_until_dead(*pids: int) -> None:
+    deadline = time.monotonic() + GENEROUS_S
+    while alive := [pid for pid in pids if is_alive(pid)]:
+        assert time.monotonic() < deadline, alive
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("runaway", ["spin", "deadlock"])
+def test_a_call_that_never_returns_fails_in_time_and_the_others_go_on(quick, runaway):
+    failed, *others = scores(quick, answer(runaway), *(answer("fine") for _ in range(8)))
+    assert others == [1.0] * 8
+    assert str(failed) == (
+        f"Reward 'mine' on the response '{runaway}': The function runaway_rewards:behaves did not return within 0.7 s."
+    )
+
+
+def test_many_workers_may_be_killed_at_the_same_time():
+    reward = make_reward(timeout_s=0.2, workers=16)
+    try:
+        # One that has never returned would end the run.
+        assert scores(reward, answer("fine")) == [1.0]
+        failed = scores(reward, *(answer("deadlock") for _ in range(48)))
+    finally:
+        reward.close()
+    assert {str(one) for one in failed} == {
+        "Reward 'mine' on the response 'deadlock': The function runaway_rewards:behaves did not return within 0.2 s."
+    }
+
+
+def test_a_call_that_takes_all_memory_fails(quick):
+    assert "runaway_rewards:behaves took more than memory_gb: 2." in why(quick, answer("eat memory"))
+    assert scores(quick, answer("fine")) == [1.0]
+
+
+def test_calls_that_print_without_end_are_shown_for_a_while_and_go_on(capfd):
+    reward = make_reward(workers=2)
+    try:
+        assert scores(reward, *(answer("shout") for _ in range(4))) == [1.0] * 4
+    finally:
+        reward.close()
+    shown = capfd.readouterr()
+    assert "first words\n" in shown.err
+    assert shown.err.endswith("\nrunaway_rewards:behaves has printed 1 MiB; what else it prints is not shown.\n")
+    assert len(shown.err) < 1.01 * SHOWN_BYTES
+    assert not shown.out
+
+
+def test_what_a_killed_call_has_started_is_killed_too(patient, tmp_path):
+    report = tmp_path / "pids"
+    # However it ends; a time limit would be one on starting programs as well.
+    assert "exit code -6" in why(patient, answer("leave programs running", report=str(report), dies=True))
+    wait_until_dead(*map(int, report.read_text().split()))
+
+
+def test_a_call_that_crashes_its_process_fails_and_leaves_its_neighbours_alone(quick):
+    crashed, *others = scores(quick, answer("die"), *(answer("fine") for _ in range(8)))
+    assert "worker process of runaway_rewards:behaves died: exit code -6" in str(crashed)
+    assert others == [1.0] * 8
+
+
+def test_a_breakpoint_is_told_what_has_a_terminal(patient):
+    [stopped] = scores(patient, answer("breakpoint"))
+    assert "breakpoint() needs a terminal, which a reward function has with `in_process: true` alone" in str(stopped)
+
+
+def test_errors_of_the_function_have_their_kind_and_their_place(patient, tmp_path):
+    [refused] = scores(patient, answer("bad row"))
+    assert isinstance(refused, DataError)
+    assert str(refused) == "no unit in this row"
+    raising = FunctionReward(FunctionRewardConfig(path="reward_functions:raises"))
+    try:
+        assert re.search(
+            r"Reward 'mine' on the response 'x': reward_functions:raises failed: ValueError: no such unit "
+            r"\(.*/reward_functions\.py:\d+ in raises\)",
+            why(raising, answer("x")),
+        )
+        # As rows of TRL are, without `columns`.
+        unnamed = Answer("p", "x", None, {"prompt": "p", "solution": "4"})
+        assert "no such unit" in why(raising, unnamed)
+        assert why(raising, unnamed).endswith("is meant, set `columns: {reference: solution}` of the dataset.")
+        assert "answer.reference" not in why(raising, replace(unnamed, row={"prompt": "p"}))
+    finally:
+        raising.close()
+
+
+def test_what_is_no_number_is_told_as_in_the_runs_own_process(patient):
+    # What a call starts finds the modules that it would find started by the run.
+    place = os.environ.get("PYTHONPATH", "")
+    told = why(patient, answer("path"))
+    assert told.startswith(f"Reward 'mine' returned {place!r:.150}")
+    assert told.endswith(" for the response 'path'; it must return a number.")
+    assert scores(patient, answer("numpy")) == [0.5]
+
+
+def test_each_worker_has_its_own_globals_and_no_standard_input(patient):
+    [before], [after] = scores(patient, answer("calls")), scores(patient, answer("calls"))
+    assert after == before + 1
+    assert scores(patient, answer("read")) == [0.0]
+
+
+ROW: dict[str, Any] = {
+    "text": "Ω\ud83d",
+    "nested": [{"a": [1, 2.5, None, True]}],
+    "nan": float("inf"),
+    "day": date(2024, 2, 29),
+    "moment": datetime(2024, 2, 29, 12, 30, 0, 5),
+    "span": timedelta(days=-1, microseconds=3),
+    "bytes": b"\x00\xff",
+    "decimal": Decimal("1.10"),
+    "number": np.int64(3),
+    "vector": np.arange(3, dtype=np.int16),
+}
+
+
+def test_a_row_arrives_as_it_is(patient):
+    # What looks like our mark of a type, but is somebody else's.
+    forged = {"text": {"\0bytes": "not base64"}}
+    plain = {name: value for name, value in ROW.items() if name in ("text", "nested", "nan")}
+    for row in (plain, {**plain, "day": ROW["day"]}, forged, {**forged, "day": ROW["day"]}):
+        assert scores(patient, answer("row", **row)) == [fingerprint(row)]
+    arrived = dict(unpack(pack_as_text(answer("row", **ROW))).row)
+    assert np.array_equal(arrived.pop("vector"), ROW["vector"])
+    assert arrived == {name: value for name, value in ROW.items() if name != "vector"}
+
+
+def test_a_row_that_cannot_be_sent_is_the_datas_fault_with_the_way_out(patient):
+    [refused] = scores(patient, answer("row", fine=1, picture=object()))
+    assert isinstance(refused, DataError)
+    assert "The column 'picture' cannot be sent" in str(refused)
+    assert "it holds a object. Remove or convert it, or set in_process: true" in str(refused)
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    assert isinstance(scores(patient, answer("row", deep=deep))[0], DataError)
+
+
+def test_an_async_function_waits_side_by_side_and_the_call_that_blocks_is_the_only_one_to_fail():
+    reward = make_reward("judges", timeout_s=1.0)
+    try:
+        process, *_ = scores(reward, answer("process"), *(answer("fine") for _ in range(50)))
+        assert process != os.getpid()
+        assert scores(reward, answer("process")) == [process]
+        answers = [answer(what) for what in ("block", "wait", "exit", "fine", "fine")]
+        blocked, late, exited, *fine = scores(reward, *answers)
+        assert "did not return within 1 s" in str(blocked)
+        assert "did not return within 1 s" in str(late)
+        assert "runaway_rewards:judges failed: SystemExit: 3" in str(exited)
+        assert fine == [1.0, 1.0]
+        crashed, fine = scores(reward, answer("die"), answer("fine"))
+        assert "exit code -6" in str(crashed)
+        assert fine == 1.0
+    finally:
+        reward.close()
+
+
+def test_an_async_function_that_does_not_let_itself_be_cancelled_loses_its_process():
+    reward = make_reward("judges", timeout_s=0.1)
+    try:
+        [process] = scores(reward, answer("process"))
+        assert "did not return within 0.1 s" in why(reward, answer("refuse"))
+        wait_until_dead(int(process))
+        assert scores(reward, answer("fine")) == [1.0]
+    finally:
+        reward.close()
+
+
+def test_nothing_is_left_when_the_reward_is_closed_in_the_middle_of_a_call(tmp_path):
+    reward = make_reward(timeout_s=GENEROUS_S, workers=1)
+    report = tmp_path / "pids"
+
+    async def close_while_calling() -> int:
+        [worker] = [int((await reward_terms({"mine": reward}, answer("process")))["mine"])]
+        asked = answer("leave programs running", report=str(report))
+        call = asyncio.ensure_future(reward_terms({"mine": reward}, asked))
+        while not report.exists() or not report.read_text():
+            await asyncio.sleep(0.01)
+        reward.close()
+        assert isinstance((await asyncio.gather(call, return_exceptions=True))[0], Exception)
+        return worker
+
+    worker = run(close_while_calling())
+    wait_until_dead(worker, *map(int, report.read_text().split()))
+
+
+def test_nothing_is_left_when_the_run_is_killed_in_the_middle_of_a_call(tmp_path):
+    report = tmp_path / "pids"
+    code = (
+        "import os, pathlib, sys, threading, time\n"
+        "from spurline_rl.protocols.reward import Answer\n"
+        "from spurline_rl.rewards.configs import FunctionRewardConfig\n"
+        "from spurline_rl.rewards.function import FunctionReward\n"
+        "reward = FunctionReward(FunctionRewardConfig(path='runaway_rewards:behaves'))\n"
+        "asked = Answer('', 'leave programs running', None, {'report': sys.argv[1]})\n"
+        "threading.Thread(target=reward.score, args=[asked], daemon=True).start()\n"
+        "report = pathlib.Path(sys.argv[1])\n"
+        "while not report.exists() or not report.read_text(): time.sleep(0.01)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    killed = subprocess.run([sys.executable, "-c", code, str(report)], env=environment, timeout=60, check=False)
+    assert killed.returncode == -9
+    wait_until_dead(*map(int, report.read_text().split()))
+
+
+@pytest.mark.parametrize(
+    ("code", "problem"),
+    [
+        ("while True:\n    pass\n", r"(?s)Importing .*/hangs\.py:f takes longer than 1 s\..*hangs\.py\", line [12]"),
+        ("x = bytearray(3 << 30)\n", r"cannot be imported from .* MemoryError"),
+        ("import os\nos.abort()\n", r"Importing .* ended its process: .*exit code -6"),
+    ],
+)
+def test_a_module_that_runs_away_while_it_is_imported_is_refused(tmp_path, code, problem):
+    (tmp_path / "hangs.py").write_text(code)
+    settings: dict[str, Any] = {"import_timeout_s": 1.0 if "while" in code else GENEROUS_S, "memory_gb": 2}
+    with pytest.raises(PluginError, match=problem):
+        FunctionReward(FunctionRewardConfig(path=f"{tmp_path}/hangs.py:f", **settings))
+
+
+def test_mistakes_are_found_at_the_start_and_told_as_in_the_runs_own_process(tmp_path):
+    file = tmp_path / "mistaken.py"
+    file.write_text("def two(prompt, response): ...\n")
+    for path in (f"{file}:two", f"{file}:tow", f"{tmp_path}/nowhere.py:f"):
+        told = []
+        for in_process in (True, False):
+            with pytest.raises((ConfigError, PluginError)) as caught:
+                FunctionReward(FunctionRewardConfig(path=path, in_process=in_process))
+            told.append((type(caught.value), str(caught.value)))
+        assert told[0] == told[1]
+
+
+def test_nobody_looks_again_and_again_for_the_end_of_a_process_that_was_killed():
+    waiting = worker_processes._Workers.__new__(worker_processes._Workers)
+    ours, theirs = socket.socketpair()
+    late = worker_processes._Call(1, b"", deadline=time.monotonic() - 1.0)
+    process = worker_processes._Process(1, ours, memoryview(bytearray(8)), worker_processes._Lines(0), {1: late})
+    waiting._processes = {1: process}
+    with ours, theirs:
+        assert waiting._seconds_left() == 0.0
+        process.killed = "late"
+        assert waiting._seconds_left() is None
+
+
+def test_the_default_number_of_workers_is_that_of_the_processors_within_bounds(monkeypatch):
+    found = []
+    for processors in (1, 8, 200):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, count=processors: set(range(count)))
+        found.append(worker_processes.default_workers())
+    assert found == [4, 8, 16]

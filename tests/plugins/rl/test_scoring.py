@@ -1,0 +1,131 @@
+"""Reward terms become token rewards."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spurline.errors import ConfigError
+from spurline_rl.protocols.environment import AttemptFailedError
+from spurline_rl.protocols.reward import Answer
+from spurline_rl.scoring import score, terms_of_all
+from spurline_rl.trajectory import Trajectory, Turn, trajectory_return
+
+
+def make_turn(length: int, rewards: list[float] | None = None) -> Turn:
+    arrays = {"rewards": rewards} if rewards is not None else {}
+    return Turn(prompt_ids=[1, 2], response_ids=list(range(length)), loss_mask=[1] * length, **arrays)  # type: ignore[arg-type]
+
+
+def rewards_of(trajectory: Trajectory) -> list[list[float]]:
+    return [turn.rewards.tolist() for turn in trajectory.turns if turn.rewards is not None]
+
+
+def attempt(*turns: Turn, **terms: float) -> Trajectory:
+    return Trajectory("train:0@0", 0, turns, terms)
+
+
+def test_weighted_terms_land_on_the_last_token_of_the_last_turn():
+    scored = score(attempt(make_turn(2), make_turn(3), right=1.0, short=-4.0), {"short": 0.25})
+    assert rewards_of(scored) == [[0, 0], [0, 0, 0]]
+    scored = score(attempt(make_turn(2), make_turn(3), right=1.0, short=-4.0), {"short": 0.5})
+    assert rewards_of(scored) == [[0, 0], [0, 0, -1]]
+    assert scored.rewards == {"right": 1.0, "short": -4.0}, "terms are kept as they are, for the log"
+
+
+def test_rewards_of_turns_are_kept_and_added_to():
+    scored = score(attempt(make_turn(2, [0, 0.5]), make_turn(2, [0.25, 1]), right=2.0), {})
+    assert rewards_of(scored) == [[0, 0.5], [0.25, 3]]
+
+
+def test_scoring_leaves_the_trajectory_it_was_given_alone():
+    before = attempt(make_turn(2, [0, 0.5]), right=2.0)
+    score(before, {})
+    assert rewards_of(before) == [[0, 0.5]]
+
+
+@given(
+    turns=st.lists(st.integers(0, 4), min_size=1, max_size=5).filter(any),
+    terms=st.dictionaries(st.sampled_from("abcd"), st.integers(-8, 8).map(float), max_size=4),
+    data=st.data(),
+)
+def test_the_return_is_the_sum_of_turn_rewards_and_weighted_terms(turns, terms, data):
+    weights = {name: data.draw(st.sampled_from([0.0, 0.5, 2.0])) for name in terms}
+    own = [[float(number)] * length for number, length in enumerate(turns)]
+    trajectory = attempt(*(make_turn(length, own[number]) for number, length in enumerate(turns)), **terms)
+    expected = sum(map(sum, own)) + sum(weights[name] * value for name, value in terms.items())
+    assert trajectory_return(score(trajectory, weights)) == expected
+
+
+def test_an_empty_last_turn_leaves_the_reward_to_the_turn_before():
+    assert rewards_of(score(attempt(make_turn(2), make_turn(0), right=1.0), {})) == [[0, 1], []]
+
+
+class TwoAtATime:
+    """Answers no call before another one has come."""
+
+    def __init__(self) -> None:
+        self._both = asyncio.Event()
+        self._waiting = 0
+
+    def score(self, answer: Answer) -> float:
+        raise NotImplementedError
+
+    async def score_async(self, answer: Answer) -> float:
+        self._waiting += 1
+        if self._waiting == 2:
+            self._both.set()
+        await asyncio.wait_for(self._both.wait(), 10)
+        return float(answer.response)
+
+
+def test_answers_are_scored_side_by_side_and_their_terms_come_in_order():
+    answers = [Answer("", str(number), None, {}) for number in range(3)]
+    assert asyncio.run(terms_of_all({"value": TwoAtATime()}, answers)) == [{"value": 0}, {"value": 1}, {"value": 2}]
+
+
+class FailsAtFirst:
+    """Fails so many times on each answer."""
+
+    def __init__(self, times: int) -> None:
+        self._times = times
+        self._failed: dict[str, int] = {}
+
+    def score(self, answer: Answer) -> float:
+        failed = self._failed.get(answer.response, 0)
+        if failed < self._times:
+            self._failed[answer.response] = failed + 1
+            raise TimeoutError("the judge does not answer")
+        return float(answer.response)
+
+
+def test_an_answer_is_scored_again_as_often_as_allowed():
+    answers = [Answer("", str(number), None, {}) for number in range(3)]
+    scored = asyncio.run(terms_of_all({"value": FailsAtFirst(2)}, answers, retries=2))
+    assert scored == [{"value": 0}, {"value": 1}, {"value": 2}]
+    with pytest.raises(AttemptFailedError, match="the judge does not answer"):
+        asyncio.run(terms_of_all({"value": FailsAtFirst(3)}, answers, retries=2))
+
+
+def test_an_attempt_without_a_response_token_is_refused_because_its_reward_would_be_lost():
+    with pytest.raises(AttemptFailedError, match=r"Sample 0 of prompt train:0@0 has no response token.*reward of 1\."):
+        score(attempt(make_turn(0), right=1.0), {})
+
+
+def test_a_weight_for_an_unknown_term_names_the_terms_there_are():
+    with pytest.raises(ConfigError) as caught:
+        score(attempt(make_turn(1), right=1.0, short=0.0), {"rigth": 2.0})
+    assert "source.reward_weights.rigth names no reward term" in str(caught.value)
+    assert "Did you mean 'right'? Terms: right, short." in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_reward_that_is_not_finite_is_refused_by_name(value):
+    with pytest.raises(AttemptFailedError, match=f"Sample 0 of prompt train:0@0: reward 'right' is {value}"):
+        score(attempt(make_turn(1), right=value), {})
+    with pytest.raises(AttemptFailedError, match=r"turn 1: the rewards \[nan\] are not all finite"):
+        score(attempt(make_turn(1), make_turn(1, [np.nan])), {})

@@ -1,0 +1,135 @@
+"""What is not there is found out at once: neither a missing folder nor a hub that does not answer costs time."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import datasets
+import pytest
+from huggingface_hub import constants
+
+from spurline.config.run_config import ModelConfig
+from spurline.errors import DataError, ModelError
+from spurline_models.testing.inputs import write_tiny_model
+from spurline_text import hub
+from spurline_text.configs import HfDatasetConfig
+from spurline_text.datasets.hf_dataset import HfDataset
+from spurline_text.tokenizer import load_tokenizer
+
+
+@pytest.fixture(autouse=True)
+def _asked_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As where nobody has said that there is no network."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    hub._answers.cache_clear()
+    yield
+    hub._answers.cache_clear()
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A hub's cache that holds one model's folder."""
+    (tmp_path / "hub" / "models--someone--tiny-model").mkdir(parents=True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
+def failure(path: str) -> str:
+    with pytest.raises(ModelError) as raised:
+        load_tokenizer(ModelConfig(path=path))
+    return str(raised.value)
+
+
+def test_a_hub_that_refuses_is_asked_once(
+    cache: Path, connected: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    message = failure("someone/tiny-modle")
+    assert "neither a local folder nor a tokenizer in the cache of the Hugging Face hub" in message
+    assert f"({cache}), and http://127.0.0.1:9 cannot be reached. Did you mean 'someone/tiny-model'?" in message
+    assert "hf download someone/tiny-modle" in message
+    assert connected == [("127.0.0.1", 9)]
+
+
+def test_a_hub_that_is_silent_is_given_up_after_one_time_limit(
+    cache: Path, connected: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setattr(hub, "_ANSWER_WITHIN_S", 0.5)
+        message = failure("someone/other")
+    assert "cannot be reached" in message
+    assert len(connected) == 1
+
+
+def test_offline_mode_is_named_and_nobody_asked(
+    cache: Path, connected: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    message = failure("someone/other")
+    assert "HF_HUB_OFFLINE is set" in message
+    assert connected == []
+
+
+def test_data_on_a_hub_that_refuses_is_asked_for_once(
+    cache: Path, connected: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    with pytest.raises(DataError, match="someone/rows: cannot be loaded from the Hugging Face hub"):
+        HfDataset(HfDatasetConfig(path="someone/rows"))[0]
+    assert connected == [("127.0.0.1", 9)]
+
+
+def test_the_libraries_are_online_again_afterwards(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    failure("someone/other")
+    assert not constants.is_offline_mode()
+
+
+@pytest.mark.parametrize("path", ["./models/tinny", "models/old/tinny/v1", "~/no/such/model"])
+def test_what_looks_like_a_path_never_asks_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    (tmp_path / "models" / "tiny").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hub, "hub_answers", lambda: pytest.fail("asked the hub"))
+    message = failure(path)
+    assert f"model.path: folder {Path(path).expanduser() if path[0] == '~' else path} does not exist." in message
+    if path.endswith("models/tinny"):
+        assert f"Did you mean 'tiny'? Folders in {tmp_path / 'models'}: tiny." in message
+
+
+def test_what_may_be_a_hub_name_too_is_looked_for_there_before_it_is_called_a_misspelled_folder(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "Qwen" / "Qwen3-0.6B").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    asked: list[bool] = []
+    monkeypatch.setattr(hub, "hub_answers", lambda: bool(asked.append(True)))
+    message = failure("Qwen/Qwen3-4B")
+    assert asked
+    assert message.startswith("model.path: Qwen/Qwen3-4B is neither a local folder nor a tokenizer in the cache")
+    assert "If it is a path: folder Qwen/Qwen3-4B does not exist. Did you mean 'Qwen3-0.6B'?" in message
+
+
+def test_a_hub_name_beside_a_folder_of_its_owner_is_still_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "someone" / "quite-different").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert not hub.is_path("someone/tiny-model")
+    assert not hub.may_be_path("someone/tiny-model")
+
+
+def test_a_file_in_place_of_a_folder_is_told(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "model")
+    message = failure(str(folder / "config.json"))
+    assert "config.json is a file. Give the folder" in message
+
+
+def test_a_bare_name_near_a_folder_here_offers_the_folder(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tiny").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
+    assert "and HF_HUB_OFFLINE is set. Did you mean 'tiny'?" in hub.describe_unfound("tinny", "model", "no network")

@@ -1,0 +1,65 @@
+"""TensorBoard event files, read back with TensorBoard's own reader."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from spurline.errors import ConfigError
+from spurline.protocols.tracker import RunInfo
+from spurline_trackers.configs import TensorboardTrackerConfig
+from spurline_trackers.tensorboard import TensorboardTracker
+
+
+def read_scalars(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run_dir / "tensorboard"))
+    events.Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def started(run_dir: Path, resume_step: int = 0) -> TensorboardTracker:
+    tracker = TensorboardTracker(TensorboardTrackerConfig())
+    tracker.start(RunInfo(run_dir, resume_step, 10, {"optimizer": {"learning_rate": 1e-3}, "run_dir": run_dir}))
+    return tracker
+
+
+def test_scalars_read_back_under_their_metric_names(tmp_path: Path) -> None:
+    tracker = started(tmp_path)
+    tracker.log(1, {"loss": 2.5, "time/step": 0.25})
+    tracker.log(2, {"loss": 1.5, "eval/loss": 2.0})
+    tracker.close()
+    tracker.close()
+    assert read_scalars(tmp_path) == {
+        "loss": [(1, 2.5), (2, 1.5)],
+        "time/step": [(1, 0.25)],
+        "eval/loss": [(2, 2.0)],
+    }
+
+
+def test_flushed_steps_are_in_the_file_before_the_tracker_is_closed(tmp_path: Path) -> None:
+    tracker = started(tmp_path)
+    tracker.log(1, {"loss": 2.5})
+    tracker.flush()
+    assert read_scalars(tmp_path)["loss"] == [(1, 2.5)]
+    tracker.close()
+
+
+def test_a_resumed_run_hides_what_came_after_the_checkpoint(tmp_path: Path) -> None:
+    first = started(tmp_path)
+    for step in range(1, 6):
+        first.log(step, {"loss": float(step)})
+    first.close()
+    second = started(tmp_path, resume_step=3)
+    second.log(4, {"loss": 40.0})
+    second.close()
+    assert read_scalars(tmp_path)["loss"] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0)]
+
+
+def test_a_missing_library_is_a_config_error_with_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ConfigError, match=r"pip install 'spurline-trackers\[tensorboard\]'"):
+        TensorboardTracker(TensorboardTrackerConfig())
