@@ -53,7 +53,7 @@ TRAIN = [
     "checkpoint.export_hf=false",
 ]
 FIRST_STEPS = {
-    "first step, core alone": ["--set", "plugins=[]"],
+    "first step, without collation_fast": ["--set", "plugins=[]"],
     "first step, collation_fast": [],
     "first step, collation_fast, nothing compiled yet": [],
 }
