@@ -196,11 +196,16 @@ class Registry:
             if name == entry.name and plugin in (None, entry.plugin):
                 yield entry
 
+    def factory(self, kind: str, config: ComponentConfig) -> Callable[..., Any]:
+        """Import what makes the component that `config.name` selects."""
+        entry = self.get(kind, config.name)
+        return resolve(entry.factory, f"{kind} '{entry.name}' of {entry.distribution}")
+
     def create(self, kind: str, config: ComponentConfig, **dependencies: Any) -> Any:
         """Build the component that `config.name` selects, passing what its protocol's docstring lists under Factory."""
+        made = self.factory(kind, config)(config, **dependencies)
         entry = self.get(kind, config.name)
         what = f"{kind} '{entry.name}' of {entry.distribution}"
-        made = resolve(entry.factory, what)(config, **dependencies)
         protocol = self.kinds[kind].protocol
         lacking = [name for name in _attributes(resolve(protocol, kind)) if not hasattr(made, name)]
         if lacking:

@@ -44,6 +44,9 @@ def train(
         from spurline.run.endings.stop_request import let_the_process_end
         from spurline.run.run import Run
 
+        for kind in ("source", "loss", "backend"):
+            loaded.host.registry.factory(kind, getattr(loaded.config, kind))
+
     try:
         result = Run(loaded, resume, allow_change or (), start).train()
     except ConfigError as error:
