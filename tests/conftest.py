@@ -11,6 +11,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Generator, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -28,14 +29,16 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 from hypothesis.configuration import set_hypothesis_home_dir  # noqa: E402
 from hypothesis.internal.conjecture import providers  # noqa: E402
 
-from spurline import child  # noqa: E402
+from spurline import child, load_config  # noqa: E402
 from spurline.config import loading  # noqa: E402
 from spurline.config.assembly import assemble  # noqa: E402
 from spurline.config.run_config import RunConfig  # noqa: E402
 from spurline.config.section import Section  # noqa: E402
+from spurline.errors import ConfigError  # noqa: E402
 from spurline.plugins.registry import Registry  # noqa: E402
 
 if TYPE_CHECKING:
+    from config_files import Failing
     from fake_plugins import FakePlugins
     from warm_children import WarmChildren
 
@@ -155,3 +158,32 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     started = used.children_user + used.children_system
     total = used.user + used.system + started
     terminalreporter.write_line(f"{total:.0f} CPU seconds, {started:.0f} of them in processes that tests started")
+
+
+@pytest.fixture
+def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Failing:
+    """Lines of the error that loading this text gives, the file being called run.yaml."""
+    monkeypatch.chdir(tmp_path)
+
+    def load(text: str, *overrides: str, name: str = "run.yaml") -> list[str]:
+        Path(name).write_text(text, encoding="utf-8")
+        with pytest.raises(ConfigError) as caught:
+            load_config(name, overrides)
+        return str(caught.value).splitlines()
+
+    return load
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder for the config, beside the one that commands are run in, which is `work`."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    known = set(sys.modules)
+    for name in ("configs", "work", "home"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    yield tmp_path
+    for name in set(sys.modules) - known:
+        if name.startswith("test_paths_"):
+            del sys.modules[name]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from bare_components import BARE
+from config_files import MINIMAL, Failing
 from fake_plugins import FakePlugins
 from pydantic import ValidationError
 
@@ -18,24 +18,6 @@ from spurline.plugins.registry import ComponentRegistrar
 from spurline.protocols.loss import LossConfig
 
 pytestmark = pytest.mark.usefixtures("bare")
-
-MINIMAL = "model: {path: m}\ndata: {train: rows.jsonl}\nsteps: 3\n"
-
-Failing = Callable[..., list[str]]
-
-
-@pytest.fixture
-def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Failing:
-    """Lines of the error that loading this text gives, the file being called run.yaml."""
-    monkeypatch.chdir(tmp_path)
-
-    def load(text: str, *overrides: str, name: str = "run.yaml") -> list[str]:
-        Path(name).write_text(text, encoding="utf-8")
-        with pytest.raises(ConfigError) as caught:
-            load_config(name, overrides)
-        return str(caught.value).splitlines()
-
-    return load
 
 
 def test_all_problems_are_listed_at_once_in_file_order(failing: Failing) -> None:

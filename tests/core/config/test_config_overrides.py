@@ -6,23 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from config_files import message, resolved
 
 from spurline import load_config
 from spurline.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("bare")
-
-BASE: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "rows.jsonl"}, "steps": 3}
-
-
-def resolved(*overrides: str, **settings: Any) -> dict[str, Any]:
-    return load_config({**BASE, **settings}, overrides).resolved()
-
-
-def message(*overrides: str, **settings: Any) -> str:
-    with pytest.raises(ConfigError) as caught:
-        load_config({**BASE, **settings}, overrides)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import pytest
+from config_files import load
 
 from spurline.config.loading import LoadedConfig, load_config
 from spurline.config.paths import ConfigPlace, PathSetting, shown_path
@@ -17,27 +16,6 @@ from spurline.config.section import Section
 from spurline.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("bare")
-
-
-@pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder for the config, beside the one that commands are run in, which is `work`."""
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    known = set(sys.modules)
-    for name in ("configs", "work", "home"):
-        (tmp_path / name).mkdir()
-    monkeypatch.chdir(tmp_path / "work")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    yield tmp_path
-    for name in set(sys.modules) - known:
-        if name.startswith("test_paths_"):
-            del sys.modules[name]
-
-
-def load(project: Path, **settings: str) -> LoadedConfig:
-    values = {"model.path": "org/model", "data.train": "org/rows", **settings}
-    (project / "configs" / "run.yaml").write_text("steps: 1\n", encoding="utf-8")
-    return load_config(project / "configs" / "run.yaml", [f"{key}={value}" for key, value in values.items()])
 
 
 def data_path(loaded: LoadedConfig) -> str:

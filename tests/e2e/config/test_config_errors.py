@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from config_files import MINIMAL, Failing
 
-from spurline import load_config
 from spurline.config.loading import config_model
-from spurline.errors import ConfigError, PluginError
+from spurline.errors import PluginError
 from spurline.plugins.host import PluginHost, installed_commands
 from spurline.plugins.official import DEFAULT_PLUGINS, OFFICIAL
 from spurline_planning.other_names import NAMES, OTHER_NAMES
-
-MINIMAL = "model: {path: m}\ndata: {train: rows.jsonl}\nsteps: 3\n"
-
-Failing = Callable[..., list[str]]
-
-
-@pytest.fixture
-def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Failing:
-    """Lines of the error that loading this text gives, the file being called run.yaml."""
-    monkeypatch.chdir(tmp_path)
-
-    def load(text: str, *overrides: str, name: str = "run.yaml") -> list[str]:
-        Path(name).write_text(text, encoding="utf-8")
-        with pytest.raises(ConfigError) as caught:
-            load_config(name, overrides)
-        return str(caught.value).splitlines()
-
-    return load
 
 
 def test_all_problems_are_listed_at_once_in_file_order(failing: Failing) -> None:

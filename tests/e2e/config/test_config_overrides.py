@@ -2,24 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
-
-from spurline import load_config
-from spurline.errors import ConfigError
-
-BASE: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "rows.jsonl"}, "steps": 3}
-
-
-def resolved(*overrides: str, **settings: Any) -> dict[str, Any]:
-    return load_config({**BASE, **settings}, overrides).resolved()
-
-
-def message(*overrides: str, **settings: Any) -> str:
-    with pytest.raises(ConfigError) as caught:
-        load_config({**BASE, **settings}, overrides)
-    return str(caught.value)
+from config_files import message, resolved
 
 
 def test_nested_component_in_a_mapping_keeps_its_name() -> None:

@@ -1,0 +1,36 @@
+"""Configs that a test writes and loads, with the components of core's tests or with the plugins' own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spurline import load_config
+from spurline.config.loading import LoadedConfig
+from spurline.errors import ConfigError
+
+MINIMAL = "model: {path: m}\ndata: {train: rows.jsonl}\nsteps: 3\n"
+BASE: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "rows.jsonl"}, "steps": 3}
+
+Failing = Callable[..., list[str]]
+"""What the fixture `failing` is: text of a config and overrides -> lines of the error."""
+
+
+def resolved(*overrides: str, **settings: Any) -> dict[str, Any]:
+    return load_config({**BASE, **settings}, overrides).resolved()
+
+
+def message(*overrides: str, **settings: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config({**BASE, **settings}, overrides)
+    return str(caught.value)
+
+
+def load(project: Path, **settings: str) -> LoadedConfig:
+    """Load a config of the folder that the fixture `project` makes."""
+    values = {"model.path": "org/model", "data.train": "org/rows", **settings}
+    (project / "configs" / "run.yaml").write_text("steps: 1\n", encoding="utf-8")
+    return load_config(project / "configs" / "run.yaml", [f"{key}={value}" for key, value in values.items()])
