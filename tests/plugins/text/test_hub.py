@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import pytest
@@ -20,12 +20,10 @@ from spurline_text.tokenizer import load_tokenizer
 
 
 @pytest.fixture(autouse=True)
-def _asked_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As where nobody has said that there is no network."""
+def _not_asked_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the hub be asked for the first time, as where nobody has said that there is no network."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    hub._answers.cache_clear()
-    yield
-    hub._answers.cache_clear()
+    monkeypatch.setattr(hub, "_last_answer", None)
 
 
 @pytest.fixture
@@ -62,6 +60,17 @@ def test_a_hub_that_is_silent_is_given_up_after_one_time_limit(
         message = failure("someone/other")
     assert "cannot be reached" in message
     assert len(connected) == 1
+
+
+def test_an_answer_counts_for_a_whole_minute_whenever_that_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [59.9]
+    asked: list[float] = []
+    monkeypatch.setattr(hub, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(hub, "_ask", lambda: bool(asked.append(now[0])))
+    for later in (59.9, 60.1, 119.8, 120.0):
+        now[0] = later
+        assert not hub.hub_answers()
+    assert asked == [59.9, 120.0]
 
 
 def test_offline_mode_is_named_and_nobody_asked(

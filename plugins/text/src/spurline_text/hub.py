@@ -6,7 +6,6 @@ within seconds; when it does not answer they look into the cache alone, which ta
 
 from __future__ import annotations
 
-import functools
 import json
 import threading
 import time
@@ -20,6 +19,7 @@ from huggingface_hub import constants, get_session
 from spurline.errors import ModelError, suggestion
 
 _ANSWER_WITHIN_S = 5.0
+_ANSWER_COUNTS_S = 60.0
 _FOLDERS_SHOWN = 12
 
 
@@ -71,13 +71,23 @@ def asked_once() -> Iterator[None]:
             constants.HF_HUB_OFFLINE = before
 
 
+_last_answer: tuple[float, bool] | None = None
+"""When the hub was last asked, by the monotonic clock, and whether it answered."""
+
+
 def hub_answers() -> bool:
-    """Whether the hub can be reached; asked anew after a minute."""
-    return not constants.is_offline_mode() and _answers(int(time.monotonic() // 60))
+    """Return whether the hub can be reached. An answer, or its absence, counts for a minute."""
+    global _last_answer
+    if constants.is_offline_mode():
+        return False
+    if _last_answer is None or time.monotonic() - _last_answer[0] > _ANSWER_COUNTS_S:
+        # Timed from the end: a minute of waiting must not use the answer up.
+        answered = _ask()
+        _last_answer = time.monotonic(), answered
+    return _last_answer[1]
 
 
-@functools.lru_cache(maxsize=1)
-def _answers(minute: int) -> bool:
+def _ask() -> bool:
     try:
         get_session().head(constants.ENDPOINT, timeout=_ANSWER_WITHIN_S)
     except Exception:  # noqa: BLE001 - whatever a client raises, there was no answer
