@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from spurline_fsdp_backend.rank import FsdpRank
 from spurline_fsdp_backend.sharded_model import sharded_modules
 from spurline_models.dealing import RankShare
-from spurline_models.holding import activation_offloading
+from spurline_models.placement import activation_offloading
 
 
 class MeasuringRank(FsdpRank):

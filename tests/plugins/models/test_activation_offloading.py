@@ -16,11 +16,11 @@ from spurline.config.run_config import ModelConfig
 from spurline.protocols.loss import Objective
 from spurline_models.configs import OFFLOADS_NOTHING, LoraConfig
 from spurline_models.device_profile import DeviceProfile, device_profile
-from spurline_models.holding import activation_offloading
 from spurline_models.local.backend import LocalBackend
 from spurline_models.local.configs import LocalBackendConfig
 from spurline_models.losses.configs import CrossEntropyConfig
 from spurline_models.losses.cross_entropy import CrossEntropy
+from spurline_models.placement import activation_offloading
 from spurline_planning.fit import Load, memory_lines
 
 OBJECTIVE = Objective(CrossEntropy(CrossEntropyConfig()), 9.0)

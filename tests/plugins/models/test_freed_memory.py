@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from spurline_models.holding.freed_memory import return_freed_memory
+from spurline_models.placement.freed_memory import return_freed_memory
 
 MIB = 2**20
 

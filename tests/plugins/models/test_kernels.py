@@ -83,7 +83,7 @@ class Fused:
 
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> Fused:
-    stand_in = Fused()
+    master = Fused()
     names = ("liger_kernel", "liger_kernel.transformers", "liger_kernel.transformers.monkey_patch")
     modules = {name: ModuleType(name) for name in names}
     for name, module in modules.items():
@@ -91,10 +91,10 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> Fused:
         monkeypatch.setitem(sys.modules, name, module)
     vars(modules[names[1]])["monkey_patch"] = modules[names[2]]
     vars(modules[names[2]]).update(
-        _apply_liger_kernel_to_instance=stand_in.apply, MODEL_TYPE_TO_APPLY_LIGER_FN={"qwen3": None}
+        _apply_liger_kernel_to_instance=master.apply, MODEL_TYPE_TO_APPLY_LIGER_FN={"qwen3": None}
     )
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    return stand_in
+    return master
 
 
 @pytest.fixture

@@ -23,20 +23,11 @@ from spurline_models import weight_files
 from spurline_models.architecture import build_without_memory, load_model_config
 from spurline_models.device_profile import device_profile
 from spurline_models.loading import load_model
-from spurline_models.local.backend import LocalBackend
 from spurline_models.local.configs import LocalBackendConfig
+from spurline_models.local.weight_placement import WeightPlacement
 
 MIB = 1 << 20
 WIDE = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "vocab_size": 4096}
-
-
-class Loading(LocalBackend):
-    """A backend that loads its model and does nothing else."""
-
-    def __init__(self, folder: Path, config: LocalBackendConfig):
-        self._run = run_config(folder, model=ModelConfig(path=str(folder)))
-        self._config = config
-        self._profile = device_profile("cpu")
 
 
 @contextmanager
@@ -88,9 +79,10 @@ def test_loading_takes_at_most_a_few_tensors_more_than_what_it_loads(
     tmp_path: Path, base_dtype: str, stored: torch.dtype
 ) -> None:
     folder = write_weights(write_model_folder(tmp_path / "model", **WIDE), stored)
-    loading = Loading(folder, LocalBackendConfig.model_validate({"lora": {"rank": 2, "base_dtype": base_dtype}}))
+    run = run_config(folder, model=ModelConfig(path=str(folder)))
+    config = LocalBackendConfig.model_validate({"lora": {"rank": 2, "base_dtype": base_dtype}})
     with growth() as grown:
-        causal, _ = loading._load_trainable()
+        causal, _ = WeightPlacement(config, run, device_profile("cpu")).load_trainable()
         held = sum(parameter.nbytes for parameter in causal.parameters())
         assert held > 80 * MIB
         # Wide weights would take as much again, and twice as much as long as they are there.

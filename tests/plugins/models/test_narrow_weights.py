@@ -19,11 +19,11 @@ from spurline.errors import CheckpointError, ModelError
 from spurline.protocols.loss import Objective
 from spurline.update.configs import WholeBatchConfig
 from spurline_models.configs import LoraConfig
-from spurline_models.holding.narrow_weights import narrow_weights, narrowable_modules, widen_where_read
 from spurline_models.local.backend import LocalBackend
 from spurline_models.local.checkpoint import read_weights
 from spurline_models.local.configs import LocalBackendConfig
 from spurline_models.optimizers.configs import AdamWConfig
+from spurline_models.placement.narrow_weights import narrow_weights, narrowable_modules, widen_where_read
 from spurline_planning.fit import with_changes
 from spurline_rl.losses.configs import ValueLossConfig
 from spurline_rl.losses.value import ValueLoss

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from spurline.errors import RunFailedError
 from spurline_models.device_profile import device_profile
-from spurline_models.holding.offloading import DeviceMemory, DeviceTensors, tensors_in
+from spurline_models.placement.offloading import DeviceMemory, DeviceTensors, tensors_in
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)
 
@@ -109,7 +109,7 @@ CYCLES = """
 from pathlib import Path
 import torch
 from spurline_models.device_profile import device_profile
-from spurline_models.holding.offloading import DeviceMemory, DeviceTensors
+from spurline_models.placement.offloading import DeviceMemory, DeviceTensors
 
 def anonymous_mib():
     lines = Path("/proc/self/status").read_text().splitlines()

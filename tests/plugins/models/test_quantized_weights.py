@@ -17,11 +17,11 @@ from spurline.config.run_config import ModelConfig
 from spurline.errors import CheckpointError, ConfigError, ModelError
 from spurline_models import configs
 from spurline_models.configs import LoraConfig, adapter_page
-from spurline_models.holding.narrow_weights import quantize_weights
-from spurline_models.holding.quantized_weights import QuantizedWeight, quantized_bytes, quantized_layers
 from spurline_models.local.backend import LocalBackend
 from spurline_models.local.checkpoint import read_weights
 from spurline_models.local.configs import LocalBackendConfig
+from spurline_models.placement.narrow_weights import quantize_weights
+from spurline_models.placement.quantized_weights import QuantizedWeight, quantized_bytes, quantized_layers
 
 
 @pytest.fixture

@@ -1,9 +1,11 @@
-"""Weight files that are missing, broken or of another model are named, with what to do; new ones load as any do."""
+"""Weight files that are missing, broken, of another model or pickles are named; new ones load as any do."""
 
 from __future__ import annotations
 
 import io
 import json
+import os
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,17 +15,25 @@ import torch
 from backend_batches import local_backend
 from huggingface_hub import save_torch_state_dict
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 
 from spurline.config.run_config import ModelConfig
 from spurline.errors import ModelError
+from spurline_models.architecture import load_model_config
 from spurline_models.testing.inputs import write_tiny_model
-from spurline_models.weight_files import WeightFile, WeightStream, check_weight_files, write_weight_files
+from spurline_models.weight_files import (
+    WeightFile,
+    WeightStream,
+    check_weight_files,
+    layout_of,
+    stored_dtype,
+    write_weight_files,
+)
 
 Break = Callable[[Path], object]
-WEIGHTS = "model.safetensors"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 @pytest.fixture
@@ -57,6 +67,16 @@ def only(name: str, content: bytes) -> Break:
     return replace
 
 
+def safetensors(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
+    """A file. length: what it says its header has, if not the truth."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + data
+
+
+def tensor(dtype: str, shape: list[int], begin: int, end: int) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
 def index_of(*shards: str) -> bytes:
     return json.dumps({"weight_map": {f"weight{number}": name for number, name in enumerate(shards)}}).encode()
 
@@ -64,33 +84,44 @@ def index_of(*shards: str) -> bytes:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (cut, r"model\.safetensors is truncated or no safetensors file \(.*incomplete.*Copy or download it again"),
-        (only(WEIGHTS, b"garbage" * 99), r"model\.safetensors is truncated or no safetensors file"),
-        (only(WEIGHTS, b""), r"model\.safetensors is empty"),
-        (only(WEIGHTS, b"version https://git-lfs.github.com/spec/v1\n"), r"pointer of Git LFS.*git lfs pull"),
-        (only("model.safetensors.index.json", b"{"), r"index\.json is no index of weights"),
-        (only("model.safetensors.index.json", b"[1]"), r"index\.json is no index of weights"),
-        (
-            only("model.safetensors.index.json", index_of("a.safetensors", "b.safetensors")),
-            r"names 2 files, of which a\.safetensors, b\.safetensors are not in .*Copy or download the rest",
+        pytest.param(cut, r"model\.safetensors is truncated .*again", id="truncated"),
+        pytest.param(only(WEIGHTS, b"garbage" * 99), r"model\.safetensors is truncated", id="garbage"),
+        pytest.param(only(WEIGHTS, b""), r"model\.safetensors is truncated", id="empty"),
+        pytest.param(only(WEIGHTS, b"version https://git-lfs.github.com/spec/v1\n"), "git lfs pull", id="lfs pointer"),
+        pytest.param(only(INDEX, b"{"), r"index\.json is not an index", id="broken index"),
+        pytest.param(only(INDEX, b"[1]"), r"index\.json is not an index", id="index of another shape"),
+        pytest.param(only(INDEX, index_of("a.bin")), "not safetensors", id="index of other files"),
+        pytest.param(
+            only(INDEX, index_of("a.safetensors", "b.safetensors")),
+            r"names 2 files, and a\.safetensors, b\.safetensors are not",
+            id="missing shards",
         ),
-        (only("notes.txt", b""), r"(?s)has none of model\.safetensors.*notes\.txt.*init: random"),
-    ],
-    ids=[
-        "truncated",
-        "garbage",
-        "empty",
-        "lfs pointer",
-        "broken index",
-        "index of another shape",
-        "missing shards",
-        "nothing",
+        pytest.param(only("notes.txt", b""), r"(?s)has none of .*notes\.txt.*init: random", id="nothing"),
+        pytest.param(only(WEIGHTS, safetensors({}, length=2**60)), "is truncated", id="header of an exabyte"),
+        pytest.param(
+            only(WEIGHTS, safetensors({"a": tensor("F32", [2], 0, 2**40)}, bytes(8))),
+            "is truncated",
+            id="beyond the end",
+        ),
+        pytest.param(
+            only(WEIGHTS, safetensors({"a": tensor("F32", [3], 0, 8)}, bytes(8))), "is truncated", id="other shape"
+        ),
+        pytest.param(only(WEIGHTS, safetensors(b'{"a":' * 20_000)), "is truncated", id="deep header"),
     ],
 )
 def test_a_broken_file_is_named_with_what_to_do(folder: Path, spoil: Break, message: str) -> None:
     spoil(folder)
     with pytest.raises(ModelError, match=message):
-        load(folder)
+        check_weight_files(ModelConfig(path=str(folder)))
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "F4"])
+def test_a_dtype_that_cannot_be_trained_is_named(dtype: str, tmp_path: Path) -> None:
+    size = {"F8_E4M3": 16, "F4": 8}[dtype]
+    (tmp_path / WEIGHTS).write_bytes(safetensors({"a": tensor(dtype, [16], 0, size)}, bytes(size)))
+    for ask in (lambda: layout_of(tmp_path / WEIGHTS), lambda: stored_dtype(ModelConfig(path=str(tmp_path)))):
+        with pytest.raises(ModelError, match=rf"holds a as {dtype}.*BF16"):
+            ask()
 
 
 def test_files_that_are_whole_pass(folder: Path) -> None:
@@ -201,3 +232,73 @@ def test_a_file_that_lacks_a_tensor_or_gets_another_shape_is_never_taken_for_who
         file.put("a", torch.zeros(2, 3))
     with pytest.raises(AssertionError, match="planned"), WeightFile(tmp_path / "two", layout) as file:
         file.put("a", torch.zeros(3, 2))
+
+
+class Trap:
+    """Pickled, it makes a folder where it is opened."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.folder,)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model-00001-of-00002.bin", "consolidated.00.pth"])
+def test_a_pickle_is_not_opened_and_how_to_convert_it_is_said(name: str, tmp_path: Path) -> None:
+    folder, ran = write_tiny_model(tmp_path / "model"), tmp_path / "ran"
+    (folder / WEIGHTS).unlink()
+    (folder / name).write_bytes(pickle.dumps(Trap(str(ran))))
+    for ask in (lambda: check_weight_files(ModelConfig(path=str(folder))), lambda: load(folder)):
+        with pytest.raises(ModelError, match=rf"{name} is a pickle.*python -c"):
+            ask()
+    assert not ran.exists()
+
+
+def test_pickles_beside_safetensors_files_are_left_alone(tmp_path: Path) -> None:
+    folder, ran = write_tiny_model(tmp_path / "model"), tmp_path / "ran"
+    for name in ("pytorch_model.bin", "training_args.bin", "optimizer.pt", "scheduler.pt", "adapter_model.bin"):
+        (folder / name).write_bytes(pickle.dumps(Trap(str(ran))))
+    load(folder)
+    assert not ran.exists()
+
+
+def test_an_adapter_is_not_put_on_a_model_unasked(tmp_path: Path) -> None:
+    folder, ran = write_tiny_model(tmp_path / "model"), tmp_path / "ran"
+    (folder / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "base_model_name_or_path": "../other"})
+    )
+    (folder / "adapter_model.bin").write_bytes(pickle.dumps(Trap(str(ran))))
+    with pytest.raises(ModelError, match="adapter_config"):
+        load(folder)
+    assert not ran.exists()
+
+
+def test_a_config_cannot_name_other_weights_than_those_that_were_checked(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "model")
+    honest = load_file(folder / WEIGHTS)
+    save_file({name: value + 1 for name, value in honest.items()}, folder / "other.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"transformers_weights": "other.safetensors"}))
+    loaded = load(folder)
+    name = next(iter(honest))
+    assert torch.equal(loaded[name], honest[name].float())
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "experts_implementation"])
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_a_config_names_no_kernel_of_the_hub_unless_its_code_is_trusted(
+    key: str, is_nested: bool, tmp_path: Path
+) -> None:
+    text = Qwen3_5TextConfig(num_hidden_layers=1).to_dict()
+    nested = {"model_type": "qwen3_5", "text_config": text, key: {"text_config": "evil/kernel"}}
+    config = nested if is_nested else text | {key: "evil/kernel"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    def kernels(**settings: Any) -> set[str | None]:
+        read = load_model_config(ModelConfig(path=str(tmp_path), **settings))
+        every = (read, read.get_text_config())
+        return {one._attn_implementation for one in every} | {one._experts_implementation for one in every}
+
+    assert kernels() == {None}
+    assert "evil/kernel" in kernels(trust_remote_code=True)

@@ -16,7 +16,7 @@ from spurline.digests import FileDigest
 from spurline_fsdp_backend.checkpoint import SavedModel
 from spurline_fsdp_backend.configs import FsdpBackendConfig
 from spurline_models.adapters.adapter_weights import AdapterStream
-from spurline_models.holding.narrow_weights import base_dtype
+from spurline_models.placement.narrow_weights import base_dtype
 from spurline_models.weight_files import WeightStream
 
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from spurline.config.run_config import RunConfig
 from spurline.protocols.optimizer import num_values
-from spurline_models.holding.narrow_weights import base_dtype
 from spurline_models.memory import Shapes, model_shapes, token_activations
 from spurline_models.optimizers.groups import check_groups
+from spurline_models.placement.narrow_weights import base_dtype
 from spurline_ranks.layout import ranks_of_machine
 
 if TYPE_CHECKING:

@@ -47,9 +47,9 @@ from spurline_models.dealing import RankShare, Rows
 from spurline_models.device_profile import device_profile, seed_generators
 from spurline_models.experts.router_balance import BalanceLoss, balance_coefficient
 from spurline_models.generation import generate_greedily, stop_tokens
-from spurline_models.holding.offloading import DeviceMemory, DeviceTensors
 from spurline_models.loading import check_config
 from spurline_models.optimizers.optimization import critic_optimization, policy_optimization
+from spurline_models.placement.offloading import DeviceMemory, DeviceTensors
 from spurline_models.streams.stream_model import StreamModel
 from spurline_models.streams.token_stream import TokenStream, share_streams
 from spurline_models.weights import NamedWeights

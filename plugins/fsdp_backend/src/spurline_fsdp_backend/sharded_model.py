@@ -36,7 +36,7 @@ from spurline_models.architecture import build_without_memory, decoder_layers, l
 from spurline_models.computing import change_computing
 from spurline_models.device_profile import DeviceProfile, device_profile
 from spurline_models.freezing import freeze_parameters
-from spurline_models.holding.narrow_weights import base_dtype
+from spurline_models.placement.narrow_weights import base_dtype
 from spurline_models.probe import check_exactness, check_routers, choose_reading
 from spurline_models.streams.row_passes import RowPass, idle_pass
 from spurline_models.streams.stream_model import StreamModel

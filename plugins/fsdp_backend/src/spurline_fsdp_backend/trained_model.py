@@ -17,8 +17,8 @@ from torch.nn import Parameter
 
 from spurline_fsdp_backend.digests import frozen_digest, weights_digest
 from spurline_fsdp_backend.sharded_model import model_tensors
-from spurline_models.holding.offloading import DeviceTensors, tensors_in
 from spurline_models.optimizers.optimization import MakeOptimization
+from spurline_models.placement.offloading import DeviceTensors, tensors_in
 from spurline_models.streams.stream_model import StreamModel
 
 _CLIP_EPSILON = 1e-6

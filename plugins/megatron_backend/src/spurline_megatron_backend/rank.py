@@ -45,8 +45,8 @@ from spurline_models.dealing import RankShare, Rows
 from spurline_models.device_profile import device_profile
 from spurline_models.experts.expert_loads import ExpertLoads
 from spurline_models.experts.router_replay import no_routers
-from spurline_models.holding.offloading import DeviceMemory, DeviceTensors
 from spurline_models.optimizers.optimization import OptimizationRecipe, critic_optimization, policy_optimization
+from spurline_models.placement.offloading import DeviceMemory, DeviceTensors
 from spurline_models.streams.token_stream import TokenStream, share_streams
 from spurline_models.weights import NamedWeights, check_initial_weights
 from spurline_ranks.group import Place

@@ -22,10 +22,10 @@ from torch.nn import Parameter
 from spurline_megatron_backend.checkpoint import Owned
 from spurline_megatron_backend.parts import HeldParameter
 from spurline_megatron_backend.stages import StagedModel
-from spurline_models.holding.offloading import DeviceMemory, DeviceTensors, tensors_in
 from spurline_models.optimizers.groups import check_groups
 from spurline_models.optimizers.optimization import OptimizationRecipe, set_rates
 from spurline_models.optimizers.state import PEAK, group_values
+from spurline_models.placement.offloading import DeviceMemory, DeviceTensors, tensors_in
 from spurline_ranks.pieces import Shape
 
 _CLIP_EPSILON = 1e-6

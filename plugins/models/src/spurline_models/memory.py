@@ -24,10 +24,10 @@ from spurline_models.adapters.adapter_targets import is_target, unadaptable
 from spurline_models.architecture import build_without_memory, decoder_layers, load_model_config, vocabulary_size
 from spurline_models.configs import LoraConfig
 from spurline_models.freezing import freeze_parameters, frozen_names
-from spurline_models.holding.narrow_weights import base_dtype, narrowable_modules, quantizable_modules
-from spurline_models.holding.quantized_weights import quantized_bytes
-from spurline_models.holding.stepping_memory import step_buckets
 from spurline_models.optimizers.groups import check_groups
+from spurline_models.placement.master_parameters import step_buckets
+from spurline_models.placement.narrow_weights import base_dtype, narrowable_modules, quantizable_modules
+from spurline_models.placement.quantized_weights import quantized_bytes
 
 _ELEMENTWISE_TENSORS_PER_LAYER = 8
 """Hidden-sized tensors a layer keeps for backward besides the inputs of its matrices: norms, residuals, rotary."""
@@ -65,7 +65,7 @@ class WeightHolding:
 
     @property
     def wide_tensors(self) -> int:
-        """Wide tensors that a weight needs for its step alone: its gradient, and a stand-in if it has no master."""
+        """Wide tensors that a weight needs for its step alone: its gradient, and a copy if it has no master."""
         return 1 if self.keeps_masters else 2
 
 

@@ -31,12 +31,12 @@ from spurline_models.architecture import build_without_memory, load_model_config
 from spurline_models.configs import LoraConfig
 from spurline_models.device_profile import device_profile
 from spurline_models.freezing import freeze_parameters
-from spurline_models.holding.freed_memory import return_freed_memory
-from spurline_models.holding.narrow_weights import quantizable_modules
-from spurline_models.holding.quantized_weights import QuantizedWeight
 from spurline_models.joined_weights import joined_weights
 from spurline_models.loading import load_model
 from spurline_models.optimizers.state import describe
+from spurline_models.placement.freed_memory import return_freed_memory
+from spurline_models.placement.narrow_weights import quantizable_modules
+from spurline_models.placement.quantized_weights import QuantizedWeight
 from spurline_models.saved_state import check_frozen, check_weights
 from spurline_models.weight_files import WeightStream, safetensors_files
 from spurline_models.weights import NamedWeights, digest_of_samples, entry, layer_of

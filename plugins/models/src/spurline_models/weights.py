@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from spurline.errors import CheckpointError
-from spurline_models.holding.quantized_weights import QuantizedLinear, quantized_layers
+from spurline_models.placement.quantized_weights import QuantizedLinear, quantized_layers
 
 if TYPE_CHECKING:
     from peft.tuners.tuners_utils import BaseTunerLayer

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from spurline.digests import FileDigest, verify_files
 from spurline.errors import CheckpointError, CheckpointWriteError
-from spurline_models.holding.offloading import DeviceMemory, DeviceTensors
+from spurline_models.placement.offloading import DeviceMemory, DeviceTensors
 from spurline_ranks.group import Place
 from spurline_ranks.messages import SavedPart
 from spurline_ranks.publishing import Publishing

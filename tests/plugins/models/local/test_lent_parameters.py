@@ -96,9 +96,9 @@ def test_names_and_shapes_that_do_not_fit_are_refused_before_anything_changes(tm
     for wrong, message in (
         (
             {name: before[name] + 1, f"{name}s": torch.zeros(1)},
-            f"'{name}s' is no trained parameter. Did you mean '{name}'",
+            f"no trained parameter '{name}s'. Did you mean '{name}'",
         ),
-        ({name: torch.zeros(3, 1)}, rf"'{name}' has shape \[.*\], and the values given for it \[3, 1\]"),
+        ({name: torch.zeros(3, 1)}, rf"'{name}' has shape \[.*\], and its new values have"),
     ):
         with pytest.raises(ModelError, match=message), backend.swapped("policy", wrong):
             pytest.fail("it was entered")

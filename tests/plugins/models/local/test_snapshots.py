@@ -18,8 +18,8 @@ from spurline.errors import RunFailedError
 from spurline.protocols.loss import Objective
 from spurline.tensor_files import BLOCK_BYTES
 from spurline_models.configs import LoraConfig
-from spurline_models.holding.host_copies import HostCopies
 from spurline_models.local.backend import LocalBackend
+from spurline_models.local.checkpoint import HostCopies
 from spurline_models.local.configs import LocalBackendConfig
 from spurline_models.losses.configs import CrossEntropyConfig
 from spurline_models.losses.cross_entropy import CrossEntropy
@@ -67,7 +67,7 @@ def test_a_snapshot_can_be_taken_while_others_have_the_device(tmp_path: Path) ->
 
 def test_no_snapshot_is_taken_of_parameters_that_are_swapped(tmp_path: Path) -> None:
     backend = local_backend(write_model_folder(tmp_path / "model"))
-    with backend.swapped("policy", {}), pytest.raises(RunFailedError, match="to be saved while its parameters"):
+    with backend.swapped("policy", {}), pytest.raises(RunFailedError, match="saved while its parameters"):
         backend.snapshot()
 
 
@@ -120,7 +120,7 @@ def test_a_copy_that_does_not_fit_says_what_to_do(monkeypatch: pytest.MonkeyPatc
 
     copies = HostCopies(backend._profile)
     monkeypatch.setattr(torch, "empty", full)
-    with pytest.raises(RunFailedError, match=r"no room for the copy of w .*checkpoint\.async: false"):
+    with pytest.raises(RunFailedError, match=r"copy of w .*checkpoint\.async: false"):
         copies.take("model", {"w": torch.zeros(3)})
 
 

@@ -20,11 +20,11 @@ from spurline.protocols.backend import Role
 from spurline.protocols.loss import Objective
 from spurline.update.configs import WholeBatchConfig
 from spurline_models.configs import LoraConfig
-from spurline_models.holding import stepping_memory
 from spurline_models.local.backend import LocalBackend
 from spurline_models.local.checkpoint import read_weights
 from spurline_models.local.configs import LocalBackendConfig
 from spurline_models.optimizers.configs import AdamW8BitConfig, AdamWConfig, MuonConfig
+from spurline_models.placement import master_parameters
 from spurline_rl.losses.configs import ValueLossConfig
 from spurline_rl.losses.value import ValueLoss
 
@@ -156,7 +156,7 @@ def test_an_optimizer_on_the_host_learns_the_same_bit_for_bit(
     assert same(there.trained_parameters(), here.trained_parameters())
     # Not the model's own memory, which is that of a GPU elsewhere.
     own = {value.data_ptr() for value in there._model.causal.parameters()}
-    assert not own & {value.data_ptr() for value in there._policy._stand_ins.parameters.values() if value.numel()}
+    assert not own & {value.data_ptr() for value in there._policy._masters.parameters.values() if value.numel()}
 
 
 @pytest.mark.parametrize(
@@ -191,9 +191,9 @@ def test_small_buckets_step_as_one_large_one(
 ) -> None:
     together = opened(half_files, **mode)
     expected = train(together, range(2))
-    monkeypatch.setattr(stepping_memory, "VALUES_AT_ONCE", 1000)
+    monkeypatch.setattr(master_parameters, "VALUES_AT_ONCE", 1000)
     apart = opened(half_files, **mode)
-    assert len(apart._policy._stand_ins._buckets) > 10
+    assert len(apart._policy._masters._buckets) > 10
     assert train(apart, range(2)) == expected
     assert same(apart.trained_parameters(), together.trained_parameters())
 
@@ -248,7 +248,7 @@ def test_training_goes_on_after_the_device_was_given_away(
     for step in range(3):
         assert train(giving, range(step, step + 1)) == train(plain, range(step, step + 1))
         giving.yield_device(keep_weights=False)
-        masters = giving._policy._stand_ins.kept()
+        masters = giving._policy._masters.kept()
         assert all(value.untyped_storage().nbytes() == 0 for value in masters if value.untyped_storage().resizable())
         if step == 1:
             giving.save(tmp_path / "saved")
@@ -286,7 +286,7 @@ def test_memory_is_estimated_exactly(half_files: Path, mode: dict[str, Any]) -> 
     run = run_config(half_files, model=ModelConfig(path=str(half_files)), optimizer=optimizer)
     parts = LocalBackendConfig(device="cpu", **mode).estimate_memory(run, 100, 100)
     assert parts["weights"] == sum(value.nbytes for value in backend._model.causal.parameters())
-    assert parts.get("masters", 0) == sum(value.nbytes for value in backend._policy._stand_ins.kept())
+    assert parts.get("masters", 0) == sum(value.nbytes for value in backend._policy._masters.kept())
     assert parts["gradients"] == sum(value.nbytes for value in backend._policy.parameters.values())
     state = {value.data_ptr(): value for value in backend._policy.tensors().state if value.ndim}
     kept = sum(value.nbytes for value in state.values()) - parts.get("masters", 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from spurline_models.local.configs import LocalBackendConfig
 from spurline_models.losses.configs import CrossEntropyConfig
 from spurline_models.losses.cross_entropy import CrossEntropy
 from spurline_models.memory import model_shapes
-from spurline_models.optimizers.adamw import make_adamw, make_adamw_8bit
+from spurline_models.optimizers.adamw import make_adamw
 from spurline_models.optimizers.configs import AdamW8BitConfig, AdamWConfig, MuonConfig, SgdConfig
 from spurline_models.optimizers.muon import Muon
 from spurline_models.optimizers.sgd import make_sgd
@@ -194,37 +194,3 @@ def test_a_plan_refuses_8_bit_moments_of_double_precision() -> None:
     run = run_config("m", backend=LocalBackendConfig(precision="fp64"))
     found = [problem for problem in AdamW8BitConfig().problems(run) if "no kernel for float64" in problem.message]
     assert [problem.key for problem in found] == ["name"]
-
-
-def test_paged_moments_are_refused_without_a_gpu_with_the_reason() -> None:
-    pytest.importorskip("bitsandbytes", reason="the extra optim-8bit is not installed")
-    with pytest.raises(ConfigError, match=r"optimizer\.paged is true, but moments are paged between"):
-        make_adamw_8bit(AdamW8BitConfig(paged=True), {"weight": Parameter(torch.zeros(64, 64))})
-    config = AdamW8BitConfig(paged=True)
-    for backend, said in (({"device": "cpu"}, "trains on the CPU"), ({"offload_optimizer": True}, "on the host")):
-        run = run_config("m", backend=LocalBackendConfig.model_validate(backend))
-        assert [problem.key for problem in config.problems(run) if said in problem.message] == ["paged"]
-
-
-def test_moments_out_of_a_checkpoint_are_paged_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    functional = pytest.importorskip("bitsandbytes.functional", reason="the extra optim-8bit is not installed")
-
-    def get_paged(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        paged: Any = torch.empty(shape, dtype=dtype)
-        paged.is_paged = True
-        return paged
-
-    monkeypatch.setattr(functional, "get_paged", get_paged)
-    monkeypatch.setattr(functional, "prefetch_tensor", lambda tensor: None)
-    parameter = Parameter(torch.empty(2, 3, device="meta"))
-    optimizer = make_adamw_8bit(AdamW8BitConfig(paged=True), {"weight": parameter})
-    moments = torch.arange(6, dtype=torch.uint8).view(2, 3)
-    state: Any = optimizer.state[parameter]
-    state |= {"step": 1, "state1": moments, "state2": moments + 1}
-    cast(Any, optimizer).prefetch_state(parameter)
-    assert torch.equal(state["state1"], moments)
-    assert torch.equal(state["state2"], moments + 1)
-    assert state["state1"].is_paged
-    before = state["state1"]
-    cast(Any, optimizer).prefetch_state(parameter)
-    assert state["state1"] is before

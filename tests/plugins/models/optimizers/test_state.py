@@ -65,17 +65,6 @@ def test_every_optimizer_continues_bit_for_bit(model: Path, tmp_path: Path, conf
     assert all(torch.equal(tensor, weights[name]) for name, tensor in resumed.named_weights())
 
 
-def test_a_checkpoint_from_when_there_was_only_adamw_still_loads(model: Path, saved: Path) -> None:
-    path = saved / "state.json"
-    content = json.loads(path.read_text())
-    del content["optimizer"]
-    path.write_text(json.dumps(content))
-    backend, other = local_backend(model), local_backend(model)
-    train(other, range(2))
-    backend.load(saved)
-    assert train(backend, range(2, 4)) == train(other, range(2, 4))
-
-
 def test_the_state_of_another_optimizer_is_refused_by_name(model: Path, saved: Path) -> None:
     with pytest.raises(CheckpointError, match=r"saved: the optimizer state is that of adamw, and this run has sgd"):
         local_backend(model, run={"optimizer": SgdConfig()}).load(saved)

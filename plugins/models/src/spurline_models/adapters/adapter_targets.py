@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from spurline_models.configs import LoraConfig
-from spurline_models.holding.quantized_weights import QuantizedLinear
+from spurline_models.placement.quantized_weights import QuantizedLinear
 
 _READ_PAST: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(("mamba", "falcon_mamba"), frozenset({"x_proj", "dt_proj", "out_proj"})),

@@ -10,14 +10,13 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from spurline.config.run_config import RunConfig
 from spurline.data.batch import TrainingBatch
@@ -26,36 +25,30 @@ from spurline.errors import NonFiniteLossError, RunFailedError
 from spurline.plugins.registry import Registry
 from spurline.protocols.backend import GenerationModel, LossSums, Role, check_trained
 from spurline.protocols.loss import ENTROPY, Objective
-from spurline_models.accumulate import accumulate_gradients, describe_failure, evaluation_sums, logprobs_of
+from spurline_models.accumulate import (
+    StepSums,
+    accumulate_gradients,
+    describe_failure,
+    evaluation_sums,
+    logprobs_of,
+)
 from spurline_models.adapters.adapter_weights import AdapterWeights
 from spurline_models.architecture import vocabulary_size
-from spurline_models.computing import change_computing
 from spurline_models.dealing import Rows
 from spurline_models.device_profile import device_profile, seed_generators
 from spurline_models.experts.expert_loads import load_metrics
 from spurline_models.experts.router_balance import BalanceLoss, balance_coefficient
 from spurline_models.experts.router_replay import check_replayed
-from spurline_models.freezing import freeze_parameters
 from spurline_models.generation import generate_greedily, generation_model, stop_tokens
-from spurline_models.holding.host_copies import HostCopies
-from spurline_models.holding.narrow_weights import (
-    base_dtype,
-    narrow_dtypes,
-    narrow_trained_weights,
-    narrow_weights,
-    quantize_weights,
-    round_weights,
-    widen_as,
-    widen_where_read,
-)
-from spurline_models.holding.offloading import DeviceMemory, DeviceTensors
-from spurline_models.holding.quantized_weights import num_parameters
-from spurline_models.holding.stand_ins import StandIns
-from spurline_models.loading import HeldDtypes, check_config, load_model
-from spurline_models.local.checkpoint import TrainingState, read_training_state
+from spurline_models.loading import check_config
+from spurline_models.local.checkpoint import HostCopies, TrainingState, read_training_state
 from spurline_models.local.configs import LocalBackendConfig
-from spurline_models.local.trained_model import TrainedModel, load_reference
-from spurline_models.optimizers.optimization import OptimizationRecipe, critic_optimization, policy_optimization
+from spurline_models.local.trained_model import TrainedModel
+from spurline_models.local.weight_placement import WeightPlacement
+from spurline_models.optimizers.optimization import critic_optimization, policy_optimization
+from spurline_models.placement.narrow_weights import widen_as, widen_where_read
+from spurline_models.placement.offloading import DeviceMemory, DeviceTensors
+from spurline_models.placement.quantized_weights import num_parameters
 from spurline_models.probe import check_exactness, check_routers, choose_reading
 from spurline_models.streams.stream_model import StreamModel
 from spurline_models.streams.token_stream import TokenStream, check_columns, check_tokens, token_stream, tokens_per_row
@@ -64,7 +57,7 @@ from spurline_models.weight_files import WeightStream, write_weight_files
 from spurline_models.weights import NamedWeights
 
 _CRITIC_FOLDER = "critic"
-"""Where in the backend's part of a checkpoint the critic lies; the policy lies at its top."""
+"""The critic's folder in the backend's part of a checkpoint; the policy lies at its top."""
 
 
 class LocalBackend:
@@ -78,24 +71,26 @@ class LocalBackend:
         # Before weights are read.
         config.check_libraries()
         self._profile = device_profile(config.device, config.precision)
-        causal, masters = self._load_trainable()
+        self._placement = WeightPlacement(config, run, self._profile)
+        causal, masters = self._placement.load_trainable()
         self._length_limit = check_config(causal, run.model.path, run.data.max_length)
         self._model = StreamModel(causal, config.logits_chunk_tokens)
         self._balance = None if run.model.router_aux_loss is None else balance_coefficient(run.model, causal)
         self._reference: StreamModel | None = None
-        widen_where_read(causal, self._check)
+        widen_where_read(causal, self._probe)
         # Now, not with the first rollouts: a model without experts is refused before anything is generated.
         wanted = {"replays": run.source.facts.replays_experts, "balances": self._balance is not None}
         check_routers(self._model, self._profile, run.model.path, **wanted)
-        self._policy = self._trained(self._model, policy_optimization(run, registry, total_updates), masters)
+        recipe = policy_optimization(run, registry, total_updates)
+        self._policy = self._placement.train(self._model, recipe, masters)
         self._critic: TrainedModel | None = None
         if run.trained_critic is not None:
-            causal, masters = self._load_trainable()
+            causal, masters = self._placement.load_trainable()
             put_value_head(causal, self._profile.weight_dtype)
             widen_as(causal, self._model.causal)
             critic = ValueModel(causal)
             critic.read_as(self._model.reading)
-            self._critic = self._trained(critic, critic_optimization(run.trained_critic, registry), masters)
+            self._critic = self._placement.train(critic, critic_optimization(run.trained_critic, registry), masters)
         self._memory = DeviceMemory(self._profile)
         self._copies = HostCopies(self._profile)
         self._open_swaps = 0
@@ -108,9 +103,7 @@ class LocalBackend:
         self._memory.check_here("trained")
         started = time.perf_counter()
         try:
-            streams = self._streams(batch, objective.loss.needs)
-            balance = self._balance_loss(batch, role)
-            sums = accumulate_gradients(trained.model, streams, objective, self._profile, balance)
+            sums = self._accumulate(trained, batch, objective, role)
             norm = trained.gradient_norm()
             # The only wait for the device in a step: loss, norm and all metrics come over together.
             part, (grad_norm,) = sums.fetch(norm)
@@ -143,9 +136,7 @@ class LocalBackend:
         try:
             # Dropout as in the next update, without using it up.
             with self._profile.keeping_generators():
-                streams = self._streams(batch, objective.loss.needs)
-                balance = self._balance_loss(batch, role)
-                accumulate_gradients(trained.model, streams, objective, self._profile, balance)
+                self._accumulate(trained, batch, objective, role)
             result = trained.gradients()
         finally:
             trained.drop_gradients()
@@ -259,97 +250,18 @@ class LocalBackend:
             self.__dict__.pop(name, None)
         self._profile.release_cached_memory()
 
-    def _load_trainable(self) -> tuple[PreTrainedModel, dict[str, Tensor]]:
-        """The model of the config, with adapters if it asks for them, or with frozen parts; and the fp32 values of
-        those trained weights that it holds in bf16, where they are kept."""
-        masters: dict[str, Tensor] = {}
-        lora = self._config.lora
-        causal = load_model(
-            self._run.model,
-            self._profile,
-            self._run.seed,
-            partial(self._make_trainable, masters=masters),
-            held_dtypes=None if self._config.keeps_masters else self._held_dtypes(),
-            # There weights are quantized, and masters may stay.
-            on_host=self._config.keeps_masters or (lora is not None and lora.is_quantized),
-        )
-        return causal, masters
-
-    def _held_dtypes(self) -> HeldDtypes | None:
-        """In which weights are read that are held narrow."""
-        dtype = torch.bfloat16 if self._config.narrow_weights else self._base_dtype()
-        return None if dtype is None else partial(narrow_dtypes, dtype=dtype)
-
-    def _base_dtype(self) -> torch.dtype | None:
-        """Of the weights under adapters, where they are held in fewer bytes than is computed with."""
-        if self._config.lora is None:
-            return None
-        dtype = base_dtype(self._config.lora, self._run.model)
-        return dtype if dtype.itemsize < self._profile.weight_dtype.itemsize else None
-
-    def _check(self) -> None:
+    def _probe(self) -> None:
         if self._config.probe:
             check_exactness(self._model, self._profile, self._run.model.path)
         else:
             choose_reading(self._model, self._profile)
 
-    def _make_trainable(self, causal: PreTrainedModel, masters: dict[str, Tensor]) -> None:
-        model, lora = self._run.model, self._config.lora
-        self._change_computing(causal)
-        freeze_parameters(causal, model.freeze)
-        if self._config.narrow_weights:
-            self._narrow_all(causal, masters if self._config.keeps_masters else None)
-        if lora is None:
-            return
-        from spurline_models.adapters.lora import add_adapters
-
-        dtype = self._base_dtype()
-        if dtype is not None:
-            # Before adapters: DoRA's lengths begin as those of the rounded weights.
-            round_weights(causal, dtype)
-        if lora.is_quantized:
-            # Before adapters too: quantizing twice does not give the same values.
-            quantize_weights(causal, self._profile.weight_dtype)
-        add_adapters(causal, lora, self._run.seed)
-        if dtype is not None:
-            narrow_weights(causal, dtype, self._profile.weight_dtype)
-
-    def _change_computing(self, causal: PreTrainedModel) -> None:
-        """What computes single layers; of a reference as of the policy, so that they are equal at first."""
-        change_computing(causal, self._run.model, self._config.kernels, self._config.fp8, self._profile)
-
-    def _make_reference(self, causal: PreTrainedModel) -> None:
-        """What the policy computes with before it is trained."""
-        self._change_computing(causal)
-        if self._config.narrow_weights:
-            self._narrow_all(causal)
-
-    def _narrow_all(self, causal: PreTrainedModel, masters: dict[str, Tensor] | None = None) -> None:
-        narrow_trained_weights(causal, torch.bfloat16, self._profile.weight_dtype, masters)
-
-    def _trained(
-        self, model: StreamModel, optimization: OptimizationRecipe, masters: dict[str, Tensor]
-    ) -> TrainedModel:
-        if self._config.activation_checkpointing:
-            model.checkpoint_activations(self._profile.checkpoint_options())
-        if self._config.offload_activations:
-            model.offload_activations(self._profile)
-        if self._config.compile:
-            model.compile()
-        make_stand_ins = partial(
-            StandIns,
-            profile=self._profile,
-            masters=masters if self._config.keeps_masters else None,
-            on_host=self._config.offload_optimizer,
-            apart=optimization.config.steps_apart,
-            seed=self._run.seed,
-        )
-        return TrainedModel(model, optimization, self._profile.weight_dtype, make_stand_ins)
-
-    def _balance_loss(self, batch: TrainingBatch, role: Role) -> BalanceLoss | None:
-        if self._balance is None or role != "policy":
-            return None
-        return BalanceLoss(self._balance, batch.num_trained_segments)
+    def _accumulate(self, trained: TrainedModel, batch: TrainingBatch, objective: Objective, role: Role) -> StepSums:
+        streams = self._streams(batch, objective.loss.needs)
+        balance = None
+        if self._balance is not None and role == "policy":
+            balance = BalanceLoss(self._balance, batch.num_trained_segments)
+        return accumulate_gradients(trained.model, streams, objective, self._profile, balance)
 
     def _streams(self, batch: TrainingBatch, needs: Collection[str]) -> Iterator[tuple[Rows, TokenStream]]:
         columns = [name for name in needs if name != ENTROPY]
@@ -368,7 +280,7 @@ class LocalBackend:
         return stop_tokens(self._model.causal, self._run.model)
 
     def _states(self) -> dict[str, TrainingState]:
-        """What a checkpoint holds, by folder in the backend's part."""
+        """Return the state that a checkpoint holds, by folder in the backend's part."""
         models = {"": self._policy} | ({} if self._critic is None else {_CRITIC_FOLDER: self._critic})
         return {folder: TrainingState.of(trained, self._memory.read) for folder, trained in models.items()}
 
@@ -376,7 +288,6 @@ class LocalBackend:
         return [self._policy, *([] if self._critic is None else [self._critic])]
 
     def _device_tensors(self) -> DeviceTensors:
-        """Of all models that are loaded, and of their optimizers."""
         models = [trained.tensors() for trained in self._trained_models()]
         weights = [tensor for tensors in models for tensor in tensors.weights]
         if self._reference is not None:
@@ -390,7 +301,7 @@ class LocalBackend:
     def _refuse_swapped(self, what: str) -> None:
         if self.is_swapped:
             raise RunFailedError(
-                f"The model was to be {what} while its parameters are swapped for others. Leave the `with "
+                f"The model cannot be {what} while its parameters are swapped for others. Leave the `with "
                 "backend.swapped(...)` first."
             )
 
@@ -400,7 +311,7 @@ class LocalBackend:
 
     @contextmanager
     def _playing(self, role: Role) -> Iterator[StreamModel]:
-        """The model of this role, while it is used for forwards."""
+        """Give the model of this role, while it is used for forwards."""
         if role != "reference":
             yield self._model_to_train(role).model
         elif self._config.lora is not None:
@@ -410,20 +321,13 @@ class LocalBackend:
                 yield self._model
         else:
             if self._reference is None:
-                self._reference = load_reference(
-                    self._run,
-                    self._profile,
-                    self._policy.initial_weights,
-                    self._config.logits_chunk_tokens,
-                    self._make_reference,
-                    self._held_dtypes(),
-                )
+                self._reference = self._placement.load_reference(self._policy.initial_weights)
                 self._reference.read_as(self._model.reading)
             yield self._reference
 
 
 def _write(path: Path, states: Mapping[str, TrainingState]) -> dict[str, FileDigest]:
-    """Write each state into its folder; returns digests by path."""
+    """Write each state into its folder, and return digests by path."""
     return {
         f"{folder}/{name}".lstrip("/"): digest
         for folder, state in states.items()
@@ -432,7 +336,10 @@ def _write(path: Path, states: Mapping[str, TrainingState]) -> dict[str, FileDig
 
 
 def cut_rows(batch: TrainingBatch, config: LocalBackendConfig) -> list[Rows]:
-    """Row numbers of each micro-batch, in row order. Rows of one unit stay together, also when over the limit alone."""
+    """Return the row numbers of each micro-batch, in row order.
+
+    Rows of one unit stay together, also when they exceed the limit alone.
+    """
     tokens = tokens_per_row(batch)
     rows = np.flatnonzero(tokens)
     if config.rows_per_microbatch is not None:

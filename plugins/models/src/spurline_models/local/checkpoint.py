@@ -21,14 +21,14 @@ from torch import Tensor
 
 from spurline.config.run_config import ModelConfig, RunConfig
 from spurline.digests import FileDigest
-from spurline.errors import CheckpointError, CheckpointWriteError, DamagedCheckpointError
+from spurline.errors import CheckpointError, CheckpointWriteError, DamagedCheckpointError, RunFailedError
 from spurline.tensor_files import write_tensor_file
 from spurline_models import device_profile
 from spurline_models.adapters.adapter_weights import AdapterStream
-from spurline_models.holding.host_copies import HostCopies
-from spurline_models.holding.narrow_weights import base_dtype
+from spurline_models.device_profile import DeviceProfile
 from spurline_models.local.configs import LocalBackendConfig
 from spurline_models.optimizers.state import OptimizerState, describe
+from spurline_models.placement.narrow_weights import base_dtype
 from spurline_models.saved_state import check_frozen, check_weights, read_facts, write_facts
 from spurline_models.saved_weights import SavedTensors, saved_adapter, saved_weights
 from spurline_models.weight_files import WeightStream, layout_of, values_of_tensor
@@ -38,23 +38,65 @@ if TYPE_CHECKING:
 
 _FORMAT = 2
 
-
 Digests = dict[str, FileDigest]
+
+
+class HostCopies:
+    """Copies of tensors in the memory of the host, which a checkpoint is written from while training goes on.
+
+    The memory is taken once, and used again for the next copies.
+    """
+
+    def __init__(self, profile: DeviceProfile) -> None:
+        self._profile = profile
+        self._buffers: dict[tuple[str, str], Tensor] = {}
+
+    def take(self, group: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return copies of the tensors as they are now, under the same names.
+
+        Args:
+            group: What the names belong to. The next call with this group overwrites the copies.
+            tensors: Tensors on the device by name.
+
+        Raises:
+            RunFailedError: If the host's memory is too small.
+        """
+        copies = {name: self._buffer(group, name, tensor) for name, tensor in tensors.items()}
+        for name, tensor in tensors.items():
+            copies[name].copy_(tensor.detach(), non_blocking=True)
+        self._profile.synchronize()
+        return copies
+
+    def _buffer(self, group: str, name: str, like: Tensor) -> Tensor:
+        found = self._buffers.get((group, name))
+        if found is None or describe(found) != describe(like):
+            try:
+                found = self._buffers[group, name] = self._profile.pinned(like.shape, like.dtype)
+            except RuntimeError as error:
+                raise RunFailedError(
+                    f"The copy of {name} ({like.nbytes:,} bytes) that a checkpoint is written from does not fit into "
+                    f"the host's memory ({error}). Set checkpoint.async: false, which copies nothing."
+                ) from error
+        return found
 
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What a folder shall hold: tensors by file and name, and the facts beside them."""
+    """The content of a folder to be written: tensors by file and name, and the facts beside them."""
 
     tensors: Mapping[str, Mapping[str, Tensor]]
     facts: Mapping[str, Any]
 
     @classmethod
     def of(cls, trained: TrainedModel, read: Callable[[Tensor], Tensor]) -> TrainingState:
-        """The state as it is; its tensors are those that training changes.
+        """Return the state as it is; its tensors are those that training changes.
 
-        read: gives the tensor that has the values of one of the model's or the optimizer's own.
-        Raises CheckpointWriteError for a state of the optimizer that a checkpoint cannot hold.
+        Args:
+            trained: The model and its optimizer.
+            read: Gives the tensor that has the values of one of the model's or the optimizer's own.
+
+        Raises:
+            CheckpointWriteError: If a checkpoint cannot hold the optimizer's state.
         """
         optimizer = trained.optimization.state()
         own = {"model": _model_tensors(trained), "optimizer": optimizer.tensors}
@@ -72,14 +114,15 @@ class TrainingState:
         return cls(held | {"rng": device_profile.generator_tensors()}, facts)
 
     def copied(self, copies: HostCopies, owner: str) -> TrainingState:
-        """The same values in memory of the host that training does not change. owner: which model's they are."""
+        """Copy the values to memory of the host that training does not change. owner: the model they belong to."""
         held = {file: copies.take(f"{owner}/{file}", tensors) for file, tensors in self.tensors.items()}
         return TrainingState(held, self.facts)
 
     def write(self, path: Path) -> Digests:
-        """Into this folder; returns the digests of the files, which are safe on the disk, by name.
+        """Write into this folder, and return the digests of the files by name, when they are safe on the disk.
 
-        Raises CheckpointWriteError.
+        Raises:
+            CheckpointWriteError: If the files cannot be written.
         """
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -94,13 +137,10 @@ class TrainingState:
 
 @dataclass(frozen=True)
 class SavedState:
-    """What a folder holds, read and found to fit; nothing has been changed by it yet.
-
-    initial_weights: None in checkpoints that were written without it.
-    """
+    """The content of a folder, read and found to fit; nothing has been changed by it yet."""
 
     updates: int
-    initial_weights: str | None
+    initial_weights: str
     model: Mapping[str, Tensor]
     optimizer: OptimizerState
     generator_tensors: dict[str, Tensor]
@@ -114,20 +154,19 @@ class SavedState:
         trained.publish()
         trained.optimization.restore(self.optimizer)
         trained.updates = self.updates
-        if self.initial_weights is not None:
-            trained.initial_weights = self.initial_weights
+        trained.initial_weights = self.initial_weights
         device_profile.restore_generator_tensors(self.generator_tensors)
         device_profile.restore_generator_values(self.generator_values)
 
 
 def read_weights(run: RunConfig, folder: Path, digests: Mapping[str, FileDigest]) -> WeightStream:
-    """The policy's weights out of a checkpoint, one after the other; see `BackendFacts.checkpoint_reader`."""
+    """Read the policy's weights from a checkpoint, one by one; see `BackendFacts.checkpoint_reader`."""
     config = cast(LocalBackendConfig, run.backend)
     return saved_weights(_saved_tensors(config, run.model, folder), run.model, config.lora, run.seed)
 
 
 def read_adapter(run: RunConfig, folder: Path, digests: Mapping[str, FileDigest]) -> AdapterStream:
-    """The policy's adapter out of a checkpoint; see `BackendFacts.adapter_reader`."""
+    """Read the policy's adapter from a checkpoint; see `BackendFacts.adapter_reader`."""
     config = cast(LocalBackendConfig, run.backend)
     assert config.lora is not None
     return saved_adapter(_saved_tensors(config, run.model, folder), run.model, config.lora, run.seed)
@@ -140,7 +179,7 @@ def _saved_tensors(config: LocalBackendConfig, model: ModelConfig, folder: Path)
         file = safe_open(path, "pt")
     except (OSError, SafetensorError) as error:
         raise _damaged(path, error) from error
-    narrow = frozenset(facts.get("narrow_weights", ()))
+    narrow = frozenset(facts["narrow_weights"])
 
     def read(name: str) -> Tensor:
         tensor = file.get_tensor(name)
@@ -160,21 +199,22 @@ def _saved_tensors(config: LocalBackendConfig, model: ModelConfig, folder: Path)
 
 
 def read_training_state(path: Path, trained: TrainedModel, *, is_ours: bool = False) -> SavedState:
-    """Read what was saved. Raises CheckpointError unless all of it fits this model and optimizer.
+    """Read what was saved.
 
-    is_ours: see `read_facts`.
+    Raises:
+        CheckpointError: Unless all of it fits this model and optimizer.
     """
     content = read_facts(path, "local", _FORMAT, is_ours=is_ours)
     model, optimizer, generators = (_read(path / f"{name}.safetensors") for name in ("model", "optimizer", "rng"))
     check_weights(path, _described(model), _described(_model_tensors(trained)))
     check_frozen(path, content["frozen_weights"], trained.frozen_weights)
-    state = OptimizerState.read(optimizer, content.get("optimizer"))
+    state = OptimizerState.read(optimizer, content["optimizer"])
     try:
         trained.optimization.check(state)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
     return SavedState(
-        int(content["updates"]), content.get("initial_weights"), model, state, generators, content["generators"]
+        int(content["updates"]), content["initial_weights"], model, state, generators, content["generators"]
     )
 
 

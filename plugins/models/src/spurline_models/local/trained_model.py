@@ -1,55 +1,55 @@
 """A model with its optimizer, of which the local backend has one for the policy and one for the critic.
 
-Place on the way: gradients -> clipping -> optimizer -> weights. Who computes gradients, of which loss, is the backend's
-work. The frozen reference model is loaded here too.
+Place on the way: gradients -> clipping -> optimizer -> weights. The backend computes the gradients, of any loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from transformers import PreTrainedModel
 
-from spurline.config.run_config import RunConfig
 from spurline.errors import ModelError, suggestion
-from spurline_models.device_profile import DeviceProfile
-from spurline_models.holding.offloading import DeviceTensors, tensors_in
-from spurline_models.holding.stand_ins import StandIns
-from spurline_models.loading import HeldDtypes, load_model
-from spurline_models.optimizers.optimization import MakeOptimization
+from spurline_models.optimizers.optimization import Optimization
+from spurline_models.placement.master_parameters import MasterParameters
+from spurline_models.placement.offloading import DeviceTensors, tensors_in
 from spurline_models.streams.stream_model import StreamModel
-from spurline_models.weights import check_initial_weights, frozen_digest, weights_digest
+from spurline_models.weights import frozen_digest, weights_digest
 
 
 class TrainedModel:
-    """`model`, of which the parameters that ask for gradients are trained.
+    """A model whose parameters that ask for gradients are trained.
 
-    make_optimization: for its trained parameters, or what stands for them. make_stand_ins: of the trained parameters.
-    weight_dtype: in which weights count, however they are held.
+    Args:
+        model: The model.
+        parameters: Its trained parameters by name.
+        masters: The tensors that the optimizer steps on in their place.
+        optimization: The optimizer of `masters`.
+        weight_dtype: The dtype that weights count in, however they are held.
     """
 
     def __init__(
         self,
         model: StreamModel,
-        make_optimization: MakeOptimization,
+        parameters: Mapping[str, Parameter],
+        masters: MasterParameters,
+        optimization: Optimization,
         weight_dtype: torch.dtype,
-        make_stand_ins: Callable[[Mapping[str, Parameter]], StandIns],
     ) -> None:
         self.model = model
-        self._weight_dtype = weight_dtype
-        self.parameters = {name: value for name, value in model.causal.named_parameters() if value.requires_grad}
+        self.parameters = parameters
+        self.optimization = optimization
         self.initial_weights = weights_digest(model.causal, weight_dtype)
-        """Recognises the weights that the whole run started from, also after a resume."""
+        """Digest of the weights that the whole run started from, also after a resume."""
         self.updates = 0
-        self._stand_ins = make_stand_ins(self.parameters)
-        self.optimization = make_optimization(self._stand_ins.parameters)
+        self._weight_dtype = weight_dtype
+        self._masters = masters
         self._sums: dict[str, Tensor] = {}
-        for name, value in self.parameters.items():
+        for name, value in parameters.items():
             if self._is_narrow(value):
                 value.register_post_accumulate_grad_hook(partial(self._sum_wide, name))
 
@@ -62,12 +62,12 @@ class TrainedModel:
         self._sums[name] = gradient if sums is None else sums.to(self._weight_dtype).add_(gradient)
 
     def _gradients(self) -> dict[str, Tensor]:
-        """By name, those that there are; in the dtype of the parameter, or wide."""
+        """Gradients by name, where there are any; in the dtype of the parameter, or wide."""
         found = {name: self._sums.get(name, value.grad) for name, value in self.parameters.items()}
         return {name: gradient for name, gradient in found.items() if gradient is not None}
 
     def gradients(self) -> list[tuple[str, Tensor]]:
-        """(name, gradient) of each parameter, on CPU, in the dtype that weights count in."""
+        """Return (name, gradient) of each parameter, on CPU, in the dtype that weights count in."""
         found = self._gradients()
         return [
             (name, torch.zeros(value.shape, dtype=self._weight_dtype))
@@ -77,7 +77,7 @@ class TrainedModel:
         ]
 
     def gradient_norm(self) -> Tensor:
-        """Over all parameters."""
+        """Return the norm over all parameters."""
         gradients = list(self._gradients().values())
         if all(gradient.dtype == self._weight_dtype for gradient in gradients):
             return torch.nn.utils.get_total_norm(gradients).to(self.model.causal.device)
@@ -86,14 +86,19 @@ class TrainedModel:
         return torch.linalg.vector_norm(torch.stack(norms))
 
     def step(self, norm: Tensor, grad_norm: float) -> dict[str, float]:
-        """Clip, and update the weights; returns the learning rates that were used, as metrics.
+        """Clip, and update the weights.
 
-        norm, grad_norm: the gradient norm, on the device and on the host.
+        Args:
+            norm: The gradient norm, on the device.
+            grad_norm: The same on the host.
+
+        Returns:
+            The learning rates that were used, as metrics.
         """
         limit = self.optimization.max_grad_norm
         if limit is not None and grad_norm <= limit:
             limit = None
-        if self._stand_ins.are_the_parameters:
+        if self._masters.are_the_parameters:
             if limit is not None:
                 torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), limit, norm)
             rates = self.optimization.step(self.updates + 1)
@@ -104,14 +109,14 @@ class TrainedModel:
             # As torch clips.
             factor = torch.clamp(limit / (norm + 1e-6), max=1.0) if limit is not None else None
             rates = self.optimization.set_rates(self.updates + 1)
-            self._stand_ins.step(self.optimization.optimizer.step, gradients, factor, self.updates + 1)
+            self._masters.step(self.optimization.optimizer.step, gradients, factor, self.updates + 1)
         self.updates += 1
         return rates
 
     @property
     def values(self) -> dict[str, Tensor]:
         """The trained parameters by name in the most precise form that is held, such as fp32 masters; not copies."""
-        return self._stand_ins.values
+        return self._masters.values
 
     @property
     def narrow_names(self) -> list[str]:
@@ -124,13 +129,13 @@ class TrainedModel:
 
     def publish(self) -> None:
         """Let the model compute with what `values` holds, after that was changed."""
-        self._stand_ins.publish(self.parameters)
+        self._masters.publish(self.parameters)
 
     def tensors(self) -> DeviceTensors:
-        """What lies on the device between two updates."""
+        """Return the tensors that lie on the device between two updates."""
         causal = self.model.causal
         state = list(tensors_in(self.optimization.optimizer.state))
-        return DeviceTensors([*causal.parameters(), *causal.buffers()], [*self._stand_ins.kept(), *state])
+        return DeviceTensors([*causal.parameters(), *causal.buffers()], [*self._masters.kept(), *state])
 
     def drop_gradients(self) -> None:
         self._sums.clear()
@@ -140,7 +145,15 @@ class TrainedModel:
     @contextmanager
     def swapped(self, values: Mapping[str, Tensor]) -> Iterator[None]:
         """See `LendsParameters`. The tensors stay the same ones: engines and compiled code hold them."""
-        self._check_fit(values)
+        for name, value in values.items():
+            if name not in self.parameters:
+                raise ModelError(
+                    f"The model has no trained parameter '{name}'.{suggestion(name, self.parameters)} It has "
+                    f"{len(self.parameters)}, such as {', '.join(list(self.parameters)[:3])}."
+                )
+            shape = self.parameters[name].shape
+            if value.shape != shape:
+                raise ModelError(f"'{name}' has shape {list(shape)}, and its new values have {list(value.shape)}.")
         held = self.values
         kept = {name: held[name].clone() for name in values}
         try:
@@ -149,44 +162,14 @@ class TrainedModel:
         finally:
             self._write(kept)
 
-    def _check_fit(self, values: Mapping[str, Tensor]) -> None:
-        for name, value in values.items():
-            if name not in self.parameters:
-                raise ModelError(
-                    f"'{name}' is no trained parameter.{suggestion(name, self.parameters)} "
-                    f"There are {len(self.parameters)}, such as {', '.join(list(self.parameters)[:3])}."
-                )
-            shape = self.parameters[name].shape
-            if value.shape != shape:
-                raise ModelError(f"'{name}' has shape {list(shape)}, and the values given for it {list(value.shape)}.")
-
     def _write(self, values: Mapping[str, Tensor]) -> None:
         held = self.values
         with torch.no_grad():
             for name, value in values.items():
                 held[name].copy_(value)
-        self._stand_ins.publish(values)
+        self._masters.publish(values)
 
     @cached_property
     def frozen_weights(self) -> str:
         """Digest of the weights that a checkpoint does not hold; they never change, so it is computed once."""
         return frozen_digest(self.model.causal, self._weight_dtype)
-
-
-def load_reference(
-    run: RunConfig,
-    profile: DeviceProfile,
-    initial_weights: str,
-    logits_chunk_tokens: int,
-    change: Callable[[PreTrainedModel], None],
-    held_dtypes: HeldDtypes | None,
-) -> StreamModel:
-    """The weights that the run started from, loaded again and frozen; runs with adapters turn those off instead.
-
-    change, held_dtypes: as of `load_model`; whatever dtype weights are held in, they count as the profile's.
-    Raises CheckpointError unless they have `initial_weights`.
-    """
-    with profile.keeping_generators():
-        causal = load_model(run.model, profile, run.seed, change, held_dtypes=held_dtypes)
-    check_initial_weights(weights_digest(causal, profile.weight_dtype), initial_weights, run.model.path)
-    return StreamModel(causal.requires_grad_(False).eval(), logits_chunk_tokens)

@@ -90,7 +90,7 @@ class MuonConfig(AdamWConfig):
             )
 
     def is_hidden_matrix(self, name: str, shape: Sequence[int]) -> bool:
-        """Whether Muon trains this parameter."""
+        """Return whether Muon trains this parameter; AdamW trains the others."""
         return len(shape) == 2 and not any(fnmatchcase(name, pattern) for pattern in self.adamw_matrices)
 
     def state_bytes(self, shapes: Mapping[str, Sequence[int]], weight_bytes: int) -> int:
@@ -111,8 +111,6 @@ class AdamW8BitConfig(AdamWConfig):
     name: str = "adamw_8bit"
     smallest: int = Field(default=4096, ge=1)
     """Values that a parameter must have for moments of 8 bits."""
-    paged: Annotated[bool, OnResume.FREE] = False
-    """Let moments of large parameters move to the host's memory when the GPU's is full, page by page; needs CUDA."""
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if find_spec("bitsandbytes") is None:
@@ -122,14 +120,6 @@ class AdamW8BitConfig(AdamWConfig):
         if run.backend.facts.computes_in == "fp64":
             yield Problem(
                 "name", f"is {self.name}, which has no kernel for float64. Use adamw, or backend.precision: fp32."
-            )
-        if self.paged and run.backend.facts.stays_on_cpu:
-            yield Problem(
-                "paged", "is true, and the backend trains on the CPU, whose memory no other can relieve. Remove it."
-            )
-        if self.paged and run.backend.facts.optimizes_on_host:
-            yield Problem(
-                "paged", "is true, and the backend keeps the moments on the host at all times. Remove one of the two."
             )
 
     def state_bytes(self, shapes: Mapping[str, Sequence[int]], weight_bytes: int) -> int:
@@ -141,7 +131,7 @@ class AdamW8BitConfig(AdamWConfig):
 
 
 class ConstantConfig(ScheduleConfig):
-    """The peak in every step after warm-up."""
+    """The peak learning rate in every step after warm-up."""
 
     name: str = "constant"
 
@@ -178,7 +168,7 @@ class WsdConfig(DecayingConfig):
     """Optimizer steps of the decay, at the end of the run."""
 
     def decay(self, total: int) -> int:
-        """Optimizer steps of the decay in a run of `total` of them: no more than warm-up leaves."""
+        """Return the optimizer steps of the decay in a run of `total` of them: no more than warm-up leaves."""
         wanted = self.decay_steps if self.decay_steps is not None else math.ceil(self.decay_ratio * total)
         return min(wanted, max(0, total - self.warmup(total)))
 

@@ -17,7 +17,7 @@ from spurline.protocols.optimizer import REGEX, OptimizerConfig, ParameterGroup
 
 
 def parameter_groups(config: OptimizerConfig, named_parameters: Mapping[str, Parameter]) -> list[dict[str, Any]]:
-    """Parameter groups for the constructor of a torch optimizer; parameters with equal settings share one.
+    """Return parameter groups for the constructor of a torch optimizer; parameters with equal settings share one.
 
     `lr` is the peak learning rate. `weight_decay` is the config's for matrices and embeddings, 0 for biases, norms and
     other vectors, unless a group of the config gives it. An optimizer without weight decay may remove that key.
@@ -29,7 +29,7 @@ def parameter_groups(config: OptimizerConfig, named_parameters: Mapping[str, Par
 
 
 def settings_of(config: OptimizerConfig, name: str, parameter: Parameter) -> tuple[float, float]:
-    """Peak learning rate and weight decay of a parameter; the first group whose pattern fits counts."""
+    """Return the peak learning rate and weight decay of a parameter, by the first group whose pattern fits."""
     group = group_of(config, name)
     decay = config.weight_decay if parameter.ndim >= 2 else 0.0
     if group is None:
@@ -38,24 +38,19 @@ def settings_of(config: OptimizerConfig, name: str, parameter: Parameter) -> tup
 
 
 def group_of(config: OptimizerConfig, name: str) -> ParameterGroup | None:
-    """The first group of the config whose pattern fits this name."""
-    return next((group for group in config.groups if matcher(group)(name)), None)
+    """Return the first group of the config whose pattern fits this name."""
+    return next((group for group in config.groups if name_matcher(group.match)(name)), None)
 
 
 def group_rate(config: OptimizerConfig, group: ParameterGroup) -> float:
-    """The group's peak learning rate."""
+    """Return the group's peak learning rate."""
     if group.learning_rate is not None:
         return group.learning_rate
     return config.learning_rate * (1.0 if group.learning_rate_scale is None else group.learning_rate_scale)
 
 
-def matcher(group: ParameterGroup) -> Callable[[str], bool]:
-    """Whether the group's pattern fits a name."""
-    return name_matcher(group.match)
-
-
 def name_matcher(pattern: str) -> Callable[[str], bool]:
-    """Whether the pattern fits a name: a glob over the whole name, or `re:` and a regular expression."""
+    """Return a function that tells whether a name fits: a glob over the whole name, or `re:` and an expression."""
     if pattern.startswith(REGEX):
         expression = re.compile(pattern.removeprefix(REGEX))
         return lambda name: expression.search(name) is not None
@@ -63,14 +58,16 @@ def name_matcher(pattern: str) -> Callable[[str], bool]:
 
 
 def check_groups(config: OptimizerConfig, names: Iterable[str], key: str = "optimizer") -> None:
-    """Raises ConfigError for a pattern that fits no trained parameter, or none that an earlier one has left.
+    """Check the patterns of the config's groups against the names of the trained parameters.
 
-    names: of the trained parameters. key: where in the file the optimizer's settings are.
+    Raises:
+        ConfigError: For a pattern that fits none, or none that an earlier one has left. `key` is where the optimizer's
+            settings are in the config file.
     """
     names = list(names)
     left = names
     for number, group in enumerate(config.groups):
-        fits = matcher(group)
+        fits = name_matcher(group.match)
         if not any(map(fits, left)):
             what = f"is {group.match!r}, and "
             if any(map(fits, names)):
@@ -82,7 +79,7 @@ def check_groups(config: OptimizerConfig, names: Iterable[str], key: str = "opti
 
 
 def names_near(pattern: str, names: list[str]) -> str:
-    """Names like the pattern, by whole names and by their parts, and how names look."""
+    """Suggest names like the pattern, by whole names and by their parts, and show how names look."""
     word = pattern.removeprefix(REGEX).strip("*^$").replace("\\", "")
     parts = {part for name in names for part in (name, *name.split("."))}
     if word in parts or any(word in name for name in names):

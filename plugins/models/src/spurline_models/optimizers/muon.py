@@ -16,7 +16,7 @@ from spurline_models.optimizers.groups import parameter_groups
 
 
 class Muon(torch.optim.Optimizer):
-    """Optimizer `muon`: torch's Muon and torch's AdamW over the same state and parameter groups."""
+    """The optimizer `muon`: torch's Muon and torch's AdamW over the same state and parameter groups."""
 
     def __init__(self, config: MuonConfig, named_parameters: Mapping[str, Parameter]) -> None:
         hidden = {
@@ -42,10 +42,9 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """One step of each part; a closure is not supported."""
-        assert closure is None
+        assert closure is None, "a closure is not supported"
         for name, inner in self._inner.items():
-            # Given anew each time: `load_state_dict` of torch replaces both objects.
+            # Set in each step: `load_state_dict` of torch replaces both objects.
             inner.state = self.state
             inner.param_groups = [group for group in self.param_groups if group["algorithm"] == name]
             _step_sharded(inner) if name == "muon" and _is_sharded(inner) else inner.step()
@@ -56,9 +55,9 @@ def _is_sharded(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _step_sharded(optimizer: torch.optim.Optimizer) -> None:
-    """A step of torch's Muon on matrices of which each rank holds some rows.
+    """Make a step of torch's Muon on sharded matrices.
 
-    Momentum stays in these parts. The direction is gathered, one matrix at a time, and made orthogonal on every rank.
+    Momentum stays in shards. The direction is gathered, one matrix at a time, and made orthogonal on every rank.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -78,7 +77,7 @@ def _step_sharded(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _orthogonal_change(direction: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """What torch's Muon adds to a matrix that has this direction, without weight decay."""
+    """Return what torch's Muon adds to a matrix that has this direction, without weight decay."""
     change = Parameter(torch.zeros_like(direction))
     change.grad = direction
     kept = ("lr", "eps", "ns_coefficients", "ns_steps", "adjust_lr_fn")

@@ -1,4 +1,4 @@
-"""How the weights of one model of a run are optimized: its optimizer, the rates of its steps, what a checkpoint keeps.
+"""Optimize the weights of one model of a run: its optimizer, the learning rates of its steps, its saved state.
 
 Place on the way: gradients -> clipping -> `Optimization.step` -> weights. It knows names and parameters, no ranks.
 """
@@ -24,11 +24,18 @@ MakeOptimization = Callable[[Mapping[str, Parameter]], "Optimization"]
 
 
 class Optimization:
-    """A new optimizer of these parameters, at the rates of its config and a schedule.
+    """An optimizer of these parameters, at the rates of its config and a schedule.
 
-    factor: the share of the peak learning rate of each optimizer step, counted from 1.
-    key: where in the config file the optimizer's settings are.
-    Raises ConfigError for a group that fits no parameter, PluginError for an optimizer that leaves parameters out.
+    Args:
+        config: Settings of the optimizer.
+        optimizer: The optimizer, which is new.
+        parameters: Its parameters by name.
+        factor: Gives the share of the peak learning rate in each optimizer step, counted from 1.
+        key: Where the optimizer's settings are in the config file.
+
+    Raises:
+        ConfigError: If a group of the config fits no parameter.
+        PluginError: If the optimizer leaves parameters out.
     """
 
     def __init__(
@@ -51,24 +58,25 @@ class Optimization:
             group[PEAK] = group["lr"]
 
     def step(self, number: int) -> dict[str, float]:
-        """Optimizer step `number`, counted from 1, with the gradients as they are.
+        """Make optimizer step `number`, counted from 1, with the gradients as they are.
 
-        Returns the learning rates: `lr`, and `lr/groups.N` of each group that the config has.
+        Returns:
+            The learning rates: `lr`, and `lr/groups.N` of each group that the config has.
         """
         rates = self.set_rates(number)
         self.optimizer.step()
         return rates
 
     def set_rates(self, number: int) -> dict[str, float]:
-        """The part of `step` before the optimizer's own, for whoever calls that on some parameters after others."""
+        """Set the learning rates of step `number`; the caller then steps the optimizer, as in several parts."""
         return set_rates(self._config, self.optimizer, self._factor(number))
 
     def state(self) -> OptimizerState:
-        """What a checkpoint keeps. Raises CheckpointWriteError for state that it cannot hold."""
+        """Return what a checkpoint keeps. Raises CheckpointWriteError for state that it cannot hold."""
         return take_state(self._config.name, self.optimizer, self._parameters, self._made)
 
     def check(self, saved: OptimizerState) -> None:
-        """Raises CheckpointError unless `restore` can take this state; changes nothing."""
+        """Raise CheckpointError unless `restore` can take this state; change nothing."""
         check_state(saved, self._config.name, self._parameters, self._made)
 
     def restore(self, saved: OptimizerState) -> None:
@@ -78,10 +86,9 @@ class Optimization:
 
 @dataclass(frozen=True)
 class OptimizationRecipe:
-    """How the weights of a model of a run are optimized, before there are any.
+    """All of an `Optimization` but the parameters; a call makes one of the parameters by name.
 
-    factor, key: as of `Optimization`. A call makes one of the trained parameters by name; a backend whose optimizer
-    steps on other tensors than these takes what it needs.
+    A backend whose optimizer steps on other tensors than the parameters takes the parts that it needs.
     """
 
     config: OptimizerConfig
@@ -93,24 +100,24 @@ class OptimizationRecipe:
         return Optimization(self.config, self.make_optimizer(parameters), parameters, self.factor, self.key)
 
     def make_optimizer(self, parameters: Mapping[str, Parameter]) -> Optimizer:
-        """A new optimizer of these parameters, at the peak rates of its groups."""
+        """Make an optimizer of these parameters, at the peak rates of its groups."""
         return self.registry.create("optimizer", self.config, named_parameters=parameters)
 
 
 def policy_optimization(run: RunConfig, registry: Registry, total: int) -> OptimizationRecipe:
-    """The policy's optimization in a run of `total` optimizer steps."""
+    """Return the policy's optimization in a run of `total` optimizer steps."""
     schedule: Schedule = registry.create("schedule", run.schedule)
     return OptimizationRecipe(run.optimizer, registry, lambda step: schedule.factor(step, total))
 
 
 def critic_optimization(critic: CriticConfig, registry: Registry) -> OptimizationRecipe:
-    """The critic's optimization, by its own optimizer steps: constant after warm-up, so it needs no total."""
+    """Return the critic's optimization, by its own optimizer steps: constant after warm-up, so it needs no total."""
     warmup = max(1, critic.warmup_steps)
     return OptimizationRecipe(critic.optimizer, registry, lambda step: min(1.0, step / warmup), "critic.optimizer")
 
 
 def set_rates(config: OptimizerConfig, optimizer: Optimizer, factor: float) -> dict[str, float]:
-    """Give every parameter group this share of its peak learning rate; returns the rates, see `Optimization.step`."""
+    """Give every parameter group this share of its peak learning rate, and return the rates as `Optimization.step`."""
     for group in optimizer.param_groups:
         group["lr"] = group[PEAK] * factor
     rates = {"lr": config.learning_rate * factor}
@@ -120,7 +127,7 @@ def set_rates(config: OptimizerConfig, optimizer: Optimizer, factor: float) -> d
 
 
 def _check_groups_of(optimizer: Optimizer, config: OptimizerConfig, parameters: Mapping[str, Parameter]) -> None:
-    """What the factory returned is an optimizer of all parameters, and passes over no group of the config."""
+    """Check that the factory made an optimizer of all parameters, which passes over no group of the config."""
     groups = {
         id(parameter): group
         for group in getattr(optimizer, "param_groups", ())

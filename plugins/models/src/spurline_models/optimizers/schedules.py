@@ -1,4 +1,4 @@
-"""The built-in schedules: pure functions of the optimizer step, so there is nothing to save and nothing to drift.
+"""The schedules: pure functions of the optimizer step, so there is nothing to save and nothing to drift.
 
 After W warm-up steps, in which step s gets s / W of the peak, a shape runs over the remaining steps: the first of them
 gets the peak, and step total + 1, which never runs, would get the minimum; so no step is spent at rate 0. Steps beyond
@@ -29,11 +29,14 @@ class WarmedUp(ABC):
 
     @abstractmethod
     def after_warmup(self, done: int, steps: int, total: int) -> float:
-        """The factor when `done` of the `steps` after warm-up are done; `steps` is 0 or less if warm-up takes all."""
+        """Return the factor when `done` of the `steps` after warm-up are done.
+
+        `steps` is 0 or less if warm-up takes all.
+        """
 
 
 class Constant(WarmedUp):
-    """Schedule `constant`."""
+    """The schedule `constant`."""
 
     def after_warmup(self, done: int, steps: int, total: int) -> float:
         return 1.0
@@ -47,26 +50,25 @@ class Decaying(WarmedUp):
         self._min_ratio = config.min_ratio
 
     def _above_minimum(self, share: float) -> float:
-        """The factor that has this share of the way from the minimum to the peak."""
         return self._min_ratio + (1.0 - self._min_ratio) * share
 
 
 class Linear(Decaying):
-    """Schedule `linear`."""
+    """The schedule `linear`."""
 
     def after_warmup(self, done: int, steps: int, total: int) -> float:
         return self._above_minimum(1.0 - _progress(done, steps))
 
 
 class Cosine(Decaying):
-    """Schedule `cosine`."""
+    """The schedule `cosine`."""
 
     def after_warmup(self, done: int, steps: int, total: int) -> float:
         return self._above_minimum(0.5 * (1.0 + math.cos(math.pi * _progress(done, steps))))
 
 
 class WarmupStableDecay(Decaying):
-    """Schedule `wsd`."""
+    """The schedule `wsd`."""
 
     def __init__(self, config: WsdConfig) -> None:
         super().__init__(config)

@@ -13,7 +13,7 @@ from spurline_models.optimizers.groups import parameter_groups
 
 
 def make_sgd(config: SgdConfig, named_parameters: Mapping[str, Parameter]) -> torch.optim.SGD:
-    """Optimizer `sgd`."""
+    """Make the optimizer `sgd`."""
     groups = parameter_groups(config, named_parameters)
     # torch has no fused kernel of it for sharded parameters.
     fused = not any(isinstance(parameter, DTensor) for parameter in named_parameters.values())

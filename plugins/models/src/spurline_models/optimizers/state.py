@@ -1,7 +1,7 @@
 """Keep the state of any torch optimizer by parameter name, bit for bit and without pickle.
 
 Tensors are named `PARAMETER/KEY`, as in `model.norm.weight/exp_avg`. Numbers, and what changed in the parameter groups
-since the optimizer was made, are JSON values beside them. `lr` is not kept: the schedule gives it anew in every step.
+since the optimizer was made, are JSON values beside them. `lr` is not kept: the schedule sets it in every step.
 Parameters may be sharded: then the tensors of their shape are DTensors as they are, in the same parts, and all others
 are single numbers, the same on all ranks.
 """
@@ -29,12 +29,15 @@ Groups = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """What a checkpoint holds of an optimizer.
+    """The state of an optimizer as a checkpoint holds it.
 
-    tensors: by `PARAMETER/KEY`; of sharded parameters, what this process holds. optimizer: its name in the config.
-    values: JSON values by `PARAMETER/KEY`. groups: values of each parameter group that changed since the optimizer was
-    made. shapes: of each tensor, as `describe` says it, which a damaged file would not have. on_host: tensors that were
-    not beside their parameter, but in the memory of the host.
+    Attributes:
+        tensors: Tensors by `PARAMETER/KEY`; of sharded parameters, the shards of this process.
+        optimizer: The optimizer's name in the config.
+        values: JSON values by `PARAMETER/KEY`.
+        groups: The values of each parameter group that changed since the optimizer was made.
+        shapes: Shape and dtype of each tensor, as `describe` gives them; a damaged file has others.
+        on_host: Tensors that were in the memory of the host, and not beside their parameter.
     """
 
     tensors: Mapping[str, Tensor]
@@ -45,7 +48,7 @@ class OptimizerState:
     on_host: tuple[str, ...] = ()
 
     def facts(self) -> dict[str, Any]:
-        """All but the tensors, as JSON."""
+        """Return all but the tensors, as JSON."""
         return {
             "optimizer": self.optimizer,
             "values": dict(self.values),
@@ -55,30 +58,34 @@ class OptimizerState:
         }
 
     @classmethod
-    def read(cls, tensors: Mapping[str, Tensor], facts: Mapping[str, Any] | None) -> OptimizerState:
-        """From a checkpoint; one without facts is AdamW's, from when there was no other."""
-        if facts is None:
-            return cls(tensors, "adamw", shapes={key: describe(tensor) for key, tensor in tensors.items()})
+    def read(cls, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> OptimizerState:
+        """Join the tensors of a checkpoint with what `facts` returned."""
         return cls(
             tensors, facts["optimizer"], facts["values"], facts["groups"], facts["shapes"], tuple(facts["on_host"])
         )
 
 
 def describe(tensor: Tensor) -> str:
-    """Shape and dtype, as in `[48, 32] float32`."""
+    """Return shape and dtype, as in `[48, 32] float32`."""
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def group_values(optimizer: Optimizer) -> Groups:
-    """The settings of each parameter group of a new optimizer, which `take_state` compares with."""
+    """Return the settings of each parameter group of a new optimizer, which `take_state` compares with."""
     return [{key: value for key, value in group.items() if key not in _NOT_KEPT} for group in optimizer.param_groups]
 
 
 def take_state(name: str, optimizer: Optimizer, parameters: Mapping[str, Parameter], made: Groups) -> OptimizerState:
-    """The state as it is; its tensors are the optimizer's own.
+    """Return the state as it is; its tensors are the optimizer's own.
 
-    name: the optimizer's in the config. made: `group_values` of when it was new.
-    Raises CheckpointWriteError for state that a checkpoint cannot hold.
+    Args:
+        name: The optimizer's name in the config.
+        optimizer: The optimizer.
+        parameters: Its parameters by name.
+        made: `group_values` of the optimizer when it was new.
+
+    Raises:
+        CheckpointWriteError: For state that a checkpoint cannot hold.
     """
     names = {id(parameter): known for known, parameter in parameters.items()}
     tensors: dict[str, Tensor] = {}
@@ -105,10 +112,7 @@ def take_state(name: str, optimizer: Optimizer, parameters: Mapping[str, Paramet
 
 
 def check_state(saved: OptimizerState, name: str, parameters: Container[str], made: Groups) -> None:
-    """Raises CheckpointError, without a place, unless the state is complete and fits this optimizer's parameters.
-
-    parameters: their names.
-    """
+    """Raise CheckpointError, without a place, unless the state is complete and fits parameters of these names."""
     if saved.optimizer != name:
         raise CheckpointError(
             f"the optimizer state is that of {saved.optimizer}, and this run has {name}. Resume with the optimizer the "
@@ -158,7 +162,7 @@ def put_state(saved: OptimizerState, optimizer: Optimizer, parameters: Mapping[s
 
 
 def _fits(value: Tensor, parameter: Tensor) -> bool:
-    """Whether a checkpoint can hold this tensor of a parameter's state."""
+    """Return whether a checkpoint can hold this tensor of a parameter's state."""
     if not isinstance(parameter, DTensor):
         return type(value) in (Tensor, Parameter)
     if isinstance(value, DTensor):
@@ -168,9 +172,10 @@ def _fits(value: Tensor, parameter: Tensor) -> bool:
 
 
 def changed_groups(name: str, optimizer: Optimizer, made: Groups) -> Groups:
-    """What `OptimizerState.groups` holds: of each group the values that it had not when the optimizer was made.
+    """Return `OptimizerState.groups`: the values of each group that changed since the optimizer was made.
 
-    Raises CheckpointWriteError for values that a checkpoint cannot hold.
+    Raises:
+        CheckpointWriteError: For values that a checkpoint cannot hold.
     """
     changed: Groups = []
     for now, before in zip(group_values(optimizer), made, strict=True):
@@ -193,12 +198,12 @@ def _same(value: object, before: object) -> bool:
 
 
 def is_plain(value: object) -> bool:
-    """Whether JSON holds this value."""
+    """Return whether JSON can hold this value."""
     return value is None or type(value) in (bool, int, float, str)
 
 
 def unsaveable(name: str, what: str, value: object) -> CheckpointWriteError:
-    """The error for state that a checkpoint cannot hold. name: the optimizer's in the config."""
+    """Return the error for state that a checkpoint cannot hold. name: the optimizer's in the config."""
     return CheckpointWriteError(
         f"optimizer '{name}' keeps {what} as {type(value).__name__}, which a checkpoint cannot hold. It can hold "
         "tensors, numbers, texts and None by parameter, and all but tensors in parameter groups. Tensors of a sharded "

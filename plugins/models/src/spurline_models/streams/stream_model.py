@@ -27,8 +27,8 @@ from spurline_models.experts.expert_loads import ExpertLoads
 from spurline_models.experts.router_balance import StreamBalance
 from spurline_models.experts.router_replay import ExpertRouting
 from spurline_models.experts.routers import find_routers
-from spurline_models.holding.activation_offloading import ActivationOffloading
 from spurline_models.kernels import kernels_of
+from spurline_models.placement.activation_offloading import ActivationOffloading
 from spurline_models.streams.row_passes import RowPass, row_passes
 from spurline_models.streams.segment_attention import ATTENTION_NAME
 from spurline_models.streams.token_logprobs import OutputLogits, TokenLogprobs

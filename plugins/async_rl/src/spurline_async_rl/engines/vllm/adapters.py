@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from spurline.errors import ConfigError, RunFailedError, listing
 from spurline_models.architecture import build_without_memory, load_model_config
 from spurline_models.backend_config import adapters_of
-from spurline_models.holding.narrow_weights import base_dtype
+from spurline_models.placement.narrow_weights import base_dtype
 from spurline_models.weight_files import stored_dtype
 
 if TYPE_CHECKING:

@@ -1,9 +1,9 @@
-"""What an optimizer steps on: a model's trained parameters, or stand-ins of full precision for them.
+"""The tensors that an optimizer steps on: a model's trained parameters, or masters of full precision for them.
 
-Place on the way: gradients of an update -> stand-ins -> the optimizer's step -> weights. A parameter is its own
-stand-in where it is wide and on the device of the optimizer. Else its stand-in is kept (a master of a narrow weight, a
-copy on the host), or filled from the weight for each step, written back with stochastic rounding, and emptied.
-Parameters are stepped a bucket at a time, so that what is wide for a step alone stays small.
+Place on the way: gradients of an update -> masters -> the optimizer's step -> weights. A parameter is its own master
+where it is wide and on the device of the optimizer. Otherwise its master lasts (fp32 values of a narrow weight, a copy
+on the host), or is filled from the weight for each step, written back with stochastic rounding, and emptied. Parameters
+are stepped a bucket at a time, so that what is wide for a step alone stays small.
 """
 
 from __future__ import annotations
@@ -16,18 +16,24 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from spurline_models.device_profile import DeviceProfile
-from spurline_models.holding.stepping_memory import step_buckets
 
+VALUES_AT_ONCE = 1 << 25
+"""Values of the parameters in a bucket; a parameter that has more is alone in one."""
 _ROUNDED_AT_ONCE = 1 << 24
 """Values for which random bits exist at the same time."""
 
 
-class StandIns:
-    """The tensors that an optimizer steps on in the place of `parameters`, a model's trained ones by name.
+class MasterParameters:
+    """The tensors that an optimizer steps on in the place of a model's trained parameters.
 
-    masters: the fp32 values of narrow parameters, which are kept; they are taken out of it. None: narrow parameters
-    have no values but their own. on_host: the optimizer steps in the memory of the host. apart: whether the optimizer
-    may step on some parameters at a time. seed: of stochastic rounding.
+    Args:
+        parameters: The model's trained parameters by name.
+        profile: The device and dtype of the model.
+        masters: The fp32 values of narrow parameters, which are kept; they are taken out of it. If None, narrow
+            parameters have no values but their own.
+        on_host: Whether the optimizer steps in the memory of the host.
+        apart: Whether the optimizer may step on some parameters at a time.
+        seed: Seed of stochastic rounding.
     """
 
     def __init__(
@@ -42,11 +48,11 @@ class StandIns:
     ) -> None:
         self._model = parameters
         self._profile = profile
-        self._place = torch.device("cpu") if on_host else profile.device
+        self._device = torch.device("cpu") if on_host else profile.device
         self._seed = seed
         self._filled: set[str] = set()
         self.parameters: dict[str, Parameter] = {}
-        """What the optimizer is given."""
+        """The tensors that the optimizer is given, by the names of the parameters."""
         for name, parameter in parameters.items():
             narrow = parameter.dtype.itemsize < profile.weight_dtype.itemsize
             if not (narrow or on_host):
@@ -56,13 +62,13 @@ class StandIns:
                 self._filled.add(name)
                 _empty(self.parameters[name])
             else:
-                master = masters.pop(name, None) if narrow and masters is not None else None
-                self.parameters[name] = self._new(parameter, parameter if master is None else master)
+                values = masters.pop(name, None) if narrow and masters is not None else None
+                self.parameters[name] = self._new(parameter, parameter if values is None else values)
         self._buckets = step_buckets({name: value.numel() for name, value in parameters.items()}, apart=apart)
 
     @property
     def are_the_parameters(self) -> bool:
-        """Whether every parameter is its own stand-in."""
+        """True if every parameter is its own master."""
         return all(value is self._model[name] for name, value in self.parameters.items())
 
     @property
@@ -74,14 +80,14 @@ class StandIns:
         }
 
     def publish(self, names: Iterable[str]) -> None:
-        """Give the model's parameters of these names the values that `values` has, in the nearest of their dtype."""
+        """Give the model's parameters of these names the values of `values`, rounded to their dtype."""
         with torch.no_grad():
             for name in names:
                 if name not in self._filled and self.parameters[name] is not self._model[name]:
                     self._model[name].copy_(self.parameters[name].to(self._model[name].dtype))
 
     def kept(self) -> list[Tensor]:
-        """Stand-ins that take memory between two steps, beside the model's parameters."""
+        """Return the masters that take memory between two steps, beside the model's parameters."""
         return [
             value
             for name, value in self.parameters.items()
@@ -93,8 +99,11 @@ class StandIns:
     ) -> None:
         """Step on all parameters that have a gradient, and give the model the new values.
 
-        step: the optimizer's. gradients: by name, on the device; each is taken out when it has been used.
-        factor: of all gradients, a scalar. number: of the update, on which the random bits of rounding depend.
+        Args:
+            step: The optimizer's step.
+            gradients: Gradients by name, on the device; each is taken out when it has been used.
+            factor: A scalar that all gradients are multiplied by.
+            number: Number of the update, on which the random bits of rounding depend.
         """
         with torch.no_grad():
             for bucket in self._buckets:
@@ -106,45 +115,65 @@ class StandIns:
                     self._write_back(name, number)
 
     def _new(self, parameter: Parameter, values: Tensor | None = None) -> Parameter:
-        """In the dtype that weights count in, with these values; without any, with memory that is not written yet."""
+        """Make a wide tensor with these values; without any, its memory is not written yet."""
         dtype = self._profile.weight_dtype
         if values is None:
-            return Parameter(torch.empty_like(parameter, dtype=dtype, device=self._place))
+            return Parameter(torch.empty_like(parameter, dtype=dtype, device=self._device))
         values = values.detach()
-        if self._place.type == "cpu" and self._profile.pins_memory:
+        if self._device.type == "cpu" and self._profile.pins_memory:
             return Parameter(self._profile.pinned(values.shape, dtype).copy_(values))
         # A master is taken over where it lies in the right place; the model's own weight never is.
         is_own = values.data_ptr() == parameter.data_ptr()
-        return Parameter(values.to(self._place, dtype, copy=is_own))
+        return Parameter(values.to(self._device, dtype, copy=is_own))
 
     def _fill(self, name: str, gradient: Tensor, factor: Tensor | None) -> None:
-        stand_in = self.parameters[name]
+        master = self.parameters[name]
         if name in self._filled:
-            stand_in.untyped_storage().resize_(stand_in.numel() * stand_in.element_size())
-            stand_in.copy_(self._profile.fetch(self._model[name], self._place))
-        wide = self._profile.fetch(gradient, self._place).to(stand_in.dtype)
-        stand_in.grad = wide if factor is None else wide * factor.to(self._place, wide.dtype)
+            master.untyped_storage().resize_(master.numel() * master.element_size())
+            master.copy_(self._profile.fetch(self._model[name], self._device))
+        wide = self._profile.fetch(gradient, self._device).to(master.dtype)
+        master.grad = wide if factor is None else wide * factor.to(self._device, wide.dtype)
 
     def _write_back(self, name: str, number: int) -> None:
-        stand_in, parameter = self.parameters[name], self._model[name]
-        stand_in.grad = None
+        master, parameter = self.parameters[name], self._model[name]
+        master.grad = None
         if name not in self._filled:
             self.publish([name])
             return
-        parameter.copy_(round_stochastically(stand_in, parameter.dtype, self._generator(name, number)))
-        _empty(stand_in)
+        parameter.copy_(round_stochastically(master, parameter.dtype, self._generator(name, number)))
+        _empty(master)
 
     def _generator(self, name: str, number: int) -> torch.Generator:
-        """Random bits of one parameter in one update: they are the same in a run that was resumed."""
+        # A generator for each parameter and update: a resumed run draws the same bits.
         digest = hashlib.sha256(f"{self._seed}/{number}/{name}".encode()).digest()
-        return torch.Generator(self._place).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        return torch.Generator(self._device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+def step_buckets(sizes: Mapping[str, int], *, apart: bool) -> list[list[str]]:
+    """Return the names of parameters that are stepped on together.
+
+    Args:
+        sizes: Number of values by name.
+        apart: Whether the optimizer may step on some parameters at a time; else one bucket holds all.
+    """
+    if not apart:
+        return [list(sizes)]
+    buckets: list[list[str]] = []
+    room = 0
+    for name, size in sizes.items():
+        if size > room or not buckets:
+            buckets.append([])
+            room = VALUES_AT_ONCE
+        buckets[-1].append(name)
+        room -= size
+    return buckets
 
 
 def round_stochastically(values: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """The values [...], fp32, in bf16: each the next one below or above, such that the mean is the value.
+    """Round fp32 values to bf16: each to the next one below or above, such that the mean is the value.
 
-    A step that is smaller than half the distance to the next bf16 value is so taken as often as it should be, and not
-    lost. Values of bf16 stay as they are. generator: on the device of the values.
+    A step that is smaller than half the distance to the next bf16 value is then taken as often as it should be, and not
+    lost. Values of bf16 stay as they are. The generator is on the device of the values.
     """
     assert (values.dtype, dtype) == (torch.float32, torch.bfloat16), f"{values.dtype} to {dtype}"
     rounded = torch.empty_like(values, dtype=dtype, memory_format=torch.contiguous_format)
@@ -157,6 +186,6 @@ def round_stochastically(values: Tensor, dtype: torch.dtype, generator: torch.Ge
     return rounded
 
 
-def _empty(stand_in: Parameter) -> None:
+def _empty(master: Parameter) -> None:
     """Free its memory. Its shape and its identity, by which the optimizer's state knows it, stay."""
-    stand_in.untyped_storage().resize_(0)
+    master.untyped_storage().resize_(0)

@@ -7,9 +7,8 @@ import torch
 from torch.nn import Parameter
 
 from spurline_models.device_profile import device_profile
-from spurline_models.holding import stand_ins
-from spurline_models.holding.stand_ins import StandIns, round_stochastically
-from spurline_models.holding.stepping_memory import step_buckets
+from spurline_models.placement import master_parameters
+from spurline_models.placement.master_parameters import MasterParameters, round_stochastically, step_buckets
 
 PROFILE = device_profile("cpu", "bf16")
 
@@ -42,7 +41,7 @@ def test_what_bf16_holds_is_not_moved_and_what_is_not_finite_stays_so() -> None:
 def test_rounding_in_parts_is_rounding_of_the_whole_in_any_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.randn(40, 30, generator=generator())
     whole = round_stochastically(values, torch.bfloat16, generator(1))
-    monkeypatch.setattr(stand_ins, "_ROUNDED_AT_ONCE", 100)
+    monkeypatch.setattr(master_parameters, "_ROUNDED_AT_ONCE", 100)
     parts = round_stochastically(values.t().contiguous().t(), torch.bfloat16, generator(1))
     assert parts.shape == whole.shape
     assert not torch.equal(parts[:2], parts[2:4]), "each part has random bits of its own"
@@ -58,11 +57,11 @@ def test_a_bucket_holds_so_many_values_or_one_parameter() -> None:
 
 def test_a_small_step_is_lost_to_the_nearest_value_and_not_to_a_random_one() -> None:
     weight, other = (Parameter(torch.ones(4000, dtype=torch.bfloat16)) for _ in range(2))
-    stand_in = StandIns({"weight": weight, "other": other}, PROFILE, seed=3)
-    optimizer = torch.optim.SGD(stand_in.parameters.values(), lr=2.0**-12)
+    master = MasterParameters({"weight": weight, "other": other}, PROFILE, seed=3)
+    optimizer = torch.optim.SGD(master.parameters.values(), lr=2.0**-12)
     for number in range(1, 17):
         gradients = {"weight": torch.ones_like(weight), "other": torch.ones_like(other)}
-        stand_in.step(optimizer.step, gradients, None, number)
+        master.step(optimizer.step, gradients, None, number)
     # Sixteen steps of a sixteenth of what bf16 can tell from 1 below it.
     assert float(weight.detach().double().mean()) == pytest.approx(1 - 16 * 2.0**-12, abs=2e-4)
     # The bits of each step and each parameter are others: with the same ones some values would take every step.
@@ -75,11 +74,11 @@ def test_a_small_step_is_lost_to_the_nearest_value_and_not_to_a_random_one() -> 
 
 
 @pytest.mark.parametrize("masters", [True, False], ids=["masters", "stochastic"])
-def test_stand_ins_keep_memory_between_steps_only_as_masters(masters: bool) -> None:
+def test_masters_keep_memory_between_steps_only_where_they_last(masters: bool) -> None:
     wide = torch.randn(64, 32, generator=generator())
     weight, norm = Parameter(wide.bfloat16()), Parameter(torch.ones(32))
     parameters = {"weight": weight, "norm": norm}
-    made = StandIns(parameters, PROFILE, masters={"weight": wide} if masters else None)
+    made = MasterParameters(parameters, PROFILE, masters={"weight": wide} if masters else None)
     assert made.parameters["norm"] is norm
     assert made.parameters["weight"].shape == weight.shape
     optimizer = torch.optim.AdamW(made.parameters.values(), lr=0.1, fused=True)

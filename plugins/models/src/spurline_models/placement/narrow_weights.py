@@ -23,7 +23,7 @@ from spurline.config.run_config import ModelConfig
 from spurline.errors import ModelError
 from spurline_models.architecture import load_model_config
 from spurline_models.configs import LoraConfig
-from spurline_models.holding.quantized_weights import QuantizedLinear
+from spurline_models.placement.quantized_weights import QuantizedLinear
 from spurline_models.weight_files import stored_dtype
 
 

@@ -1,1 +1,0 @@
-"""How weights, optimizer state and activations are held: in which dtype, on which device, and for how long."""
