@@ -165,15 +165,6 @@ def test_a_reference_that_changes_while_the_run_is_on_is_refused(pretrained: Pat
         backend.logprobs(lay_out(make_samples([9])), role="reference")
 
 
-def test_a_checkpoint_that_does_not_tell_its_initial_weights_still_loads(pretrained: Path, tmp_path: Path) -> None:
-    save_trained(pretrained, tmp_path / "saved")
-    path = tmp_path / "saved/state.json"
-    content = json.loads(path.read_text())
-    del content["initial_weights"]
-    path.write_text(json.dumps(content))
-    assert torch.equal(reference_of(pretrained, tmp_path / "saved"), reference_of(pretrained))
-
-
 @pytest.mark.parametrize("settings", [{}, {"precision": "bf16"}])
 def test_random_initial_weights_are_recognised_after_a_resume(tmp_path: Path, settings: dict[str, Any]) -> None:
     model = dropout_model(tmp_path)
