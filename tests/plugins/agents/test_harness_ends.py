@@ -170,7 +170,7 @@ def test_closing_ends_the_server_and_what_it_has_under_way() -> None:
         assert harness.environment.close() is None, "closing again does nothing"
 
     asyncio.run(run())
-    assert (told[0][0], told[0][1]["error"]["code"]) == (503, "closing")
+    assert (told[0][0], told[0][1]["error"]["code"]) == (404, "unknown_session")
 
 
 @pytest.mark.parametrize("raised", [RunFailedError("the engine died"), ValueError("a bug"), PluginError("broken")])

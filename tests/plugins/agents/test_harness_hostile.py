@@ -1,27 +1,31 @@
-"""Requests that mean harm, or come from who means none and has gone wrong: each is its client's own trouble."""
+"""Requests that are wrong, large, slow, many, or mean harm: none of them costs an attempt or holds others up."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
+import random
 import socket
 import threading
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
+import psutil
 import pytest
+from every_run import SOAK
 from harness_requests import BODY, QUESTION, TOKENIZER, good, hello, post, posting
 from harness_runs import Harness, attempt
 from rl_attempts import says
 
-from spurline.errors import nearest
-from spurline_agents import connections, responses, server
+from spurline_agents import responses, server
 from spurline_agents.agents import Session
-from spurline_agents.work import SMALL_BYTES
+from spurline_agents.bodies import ChatBody
+from spurline_agents.sessions import SMALL_BYTES
 from spurline_rl import chat_front
 from spurline_rl.testing.environment_contract import ScriptedEngine
 from spurline_rl.trajectory import Trajectory
@@ -36,39 +40,96 @@ def called(arguments: Any) -> dict[str, Any]:
     return {"messages": [*QUESTION, {"role": "assistant", "tool_calls": [call]}, *QUESTION]}
 
 
+def message(content: bytes, more: bytes = b"") -> bytes:
+    return b'{"messages": [{"role": "user", "content": "' + content + b'"}]' + more + b"}"
+
+
 def nested(depth: int) -> str:
     return '{"a": ' + "[" * depth + "]" * depth + "}"
 
 
 MALFORMED = {
-    "UTF-16": json.dumps(BODY).encode("utf-16"),
-    "UTF-32": json.dumps(BODY).encode("utf-32"),
-    "half of a surrogate pair in bytes": b'{"messages": [{"role": "user", "content": "\xed\xa0\x80"}]}',
-    "half of a surrogate pair as a key": b'{"messages": [{"role": "user", "content": "x", "\\ud83d": 1}]}',
-    "infinity": b'{"messages": [{"role": "user", "content": "x"}], "temperature": Infinity}',
-    "a number of 5,000 digits": b'{"messages": [{"role": "user", "content": "x"}], "seed": ' + b"9" * 5000 + b"}",
-    "a seed of 4,300 digits": b'{"messages": [{"role": "user", "content": "x"}], "seed": ' + b"9" * 4300 + b"}",
-    "300 levels": b'{"messages": ' + b"[" * 300 + b"]" * 300 + b"}",
-    "50,000 levels in a call": called(nested(50_000)),
-    "900 levels in a call": called(nested(900)),
-    "a model's name of 2,000 characters": {**BODY, "model": "x" * 2000},
-    "100 texts to stop at": {**BODY, "stop": [str(number) for number in range(100)]},
-    "a text to stop at of 2,000 characters": {**BODY, "stop": "x" * 2000},
-    "2,000 tools": {**BODY, "tools": [{}] * 2000},
-    "20,000 messages": {"messages": QUESTION * 20_000},
-    "a role of 100,000 characters": {"messages": [{"role": "usr" * 30_000, "content": "x"}]},
-    "an unsupported field of 100,000 characters": {**BODY, "suffix": "x" * 100_000},
+    "nothing": (b"", None, "invalid_json"),
+    "half of an object": (b"{", None, "invalid_json"),
+    "a list": (b"[]", None, "invalid_json"),
+    "no UTF-8": (b"\xff\xfe", None, "invalid_json"),
+    "UTF-16": (json.dumps(BODY).encode("utf-16"), None, "invalid_json"),
+    "100,000 levels": (b"[" * 100_000, None, None),
+    "300 levels": (b'{"messages": ' + b"[" * 300 + b"]" * 300 + b"}", None, "invalid_json"),
+    "half of a surrogate pair": (message(b"\\ud800"), None, "invalid_json"),
+    "half of a surrogate pair in bytes": (message(b"\xed\xa0\x80"), None, "invalid_json"),
+    "half of a surrogate pair as a key": (message(b'x", "\\ud83d": "1'), None, "invalid_json"),
+    "infinity": (message(b"x", b', "temperature": Infinity'), None, "invalid_json"),
+    "not a number": (message(b"x", b', "temperature": NaN'), None, "invalid_json"),
+    "a number of 5,000 digits": (message(b"x", b', "seed": ' + b"9" * 5000), None, "invalid_json"),
+    "a seed of 4,300 digits": (message(b"x", b', "seed": ' + b"9" * 4300), "seed", "sampling_differs"),
+    "no messages": ({}, "messages", None),
+    "an empty list of messages": ({"messages": []}, "messages", None),
+    "a text as messages": ({"messages": "hello"}, "messages", None),
+    "20,000 messages": ({"messages": QUESTION * 20_000}, "messages", None),
+    "a message without content": ({"messages": [{"role": "user"}]}, "messages[0]", None),
+    "an unknown role": ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role", None),
+    "a role of 90,000 characters": ({"messages": [{"role": "usr" * 30_000, "content": "x"}]}, "messages[0].role", None),
+    "an image": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "messages[0].content[0]",
+        None,
+    ),
+    "900 levels in a call": (called(nested(900)), None, None),
+    "20,000 levels in a call": (called(nested(20_000)), None, None),
+    "no choices": ({**BODY, "n": 0}, "n", None),
+    "10,000 choices": ({**BODY, "n": 10_000}, "n", None),
+    "no tokens": ({**BODY, "max_tokens": 0}, "max_tokens", None),
+    "a temperature in words": ({**BODY, "temperature": "hot"}, "temperature", None),
+    "logprobs of 5 tokens": ({**BODY, "top_logprobs": 5}, "top_logprobs", None),
+    "a tool that is a name": ({**BODY, "tools": ["add"]}, "tools", None),
+    "2,000 tools": ({**BODY, "tools": [{}] * 2000}, "tools", None),
+    "a model's name of 2,000 characters": ({**BODY, "model": "x" * 2000}, "model", None),
+    "100 texts to stop at": ({**BODY, "stop": [str(number) for number in range(100)]}, "stop", None),
+    "a text to stop at of 2,000 characters": ({**BODY, "stop": "x" * 2000}, "stop", None),
+    "JSON as format": (
+        {**BODY, "response_format": {"type": "json_object"}},
+        "response_format",
+        "unsupported_parameter",
+    ),
+    "a call that is required": ({**BODY, "tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
+    "a suffix of 100,000 characters": (
+        {**BODY, "suffix": "x" * 100_000},
+        "suffix",
+        "unsupported_parameter",
+    ),
+    "another temperature": ({**BODY, "temperature": 0.5}, "temperature", "sampling_differs"),
+    "another top_p": ({**BODY, "top_p": 0.9}, "top_p", "sampling_differs"),
+    "another top_k": ({**BODY, "top_k": 5}, "top_k", "sampling_differs"),
+    "a seed": ({**BODY, "seed": 1}, "seed", "sampling_differs"),
+    "a penalty": ({**BODY, "presence_penalty": 0.5}, "presence_penalty", "sampling_differs"),
 }
 
 
-@pytest.mark.parametrize("body", MALFORMED.values(), ids=MALFORMED)
-def test_what_is_malformed_is_the_clients_mistake_and_costs_no_attempt(body: Any) -> None:
+@pytest.mark.parametrize(("body", "param", "code"), MALFORMED.values(), ids=MALFORMED)
+def test_malformed_requests_are_refused_and_cost_no_attempt(body: Any, param: str | None, code: str | None) -> None:
     agent = posting(body)
     trajectory = attempt(agent, hello())
     status, answer = agent.told
+    error = answer["error"]
     assert status == 400
-    assert 0 < len(answer["error"]["message"]) <= 2000
-    assert len(trajectory.turns) == 1
+    assert error["type"] == "invalid_request_error"
+    assert 0 < len(error["message"]) <= 2000
+    if param or code:
+        assert (error["param"], error["code"]) == (param, code)
+    assert len(trajectory.turns) == 1, "what was refused is no turn"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [("", "empty"), ([], "empty"), ([[1], []], "empty"), ([5, 10**6], "is no token"), ([-1], "is no token")],
+)
+def test_a_prompt_that_means_nothing_is_refused(prompt: Any, message: str) -> None:
+    agent = posting({"prompt": prompt}, "/completions")
+    attempt(agent, hello())
+    status, answer = agent.told
+    assert status == 400
+    assert message in answer["error"]["message"]
 
 
 @pytest.mark.parametrize("item", [b"[],", b'{},"":', b"0,"])
@@ -84,32 +145,23 @@ def test_json_of_too_many_values_is_refused_unread(item: bytes, monkeypatch: pyt
     assert agent.told[1]["error"]["code"] == "body_too_large"
 
 
-def test_a_word_of_megabytes_has_no_nearest_name() -> None:
-    assert nearest("usr", ("user",)) == "user"
-    assert nearest("usr" * 10**6, ("user",)) is None
-
-
 @pytest.mark.parametrize(
-    ("body", "path", "code"),
+    ("body", "path"),
     [
-        ({"prompt": ["hello"] * 200}, "/completions", "max_turns"),
-        ({"prompt": "hello", "n": 100}, "/completions", "max_turns"),
-        ({**BODY, "n": 100}, "/chat/completions", "max_turns"),
-        ({"prompt": LONG}, "/completions", "context_length_exceeded"),
-        ({"messages": [{"role": "user", "content": LONG}]}, "/chat/completions", "context_length_exceeded"),
+        ({"prompt": ["hello"] * 200}, "/completions"),
+        ({"prompt": "hello", "n": 100}, "/completions"),
+        ({**BODY, "n": 100}, "/chat/completions"),
     ],
 )
-def test_what_is_refused_for_its_size_is_not_encoded_before(
-    body: Any, path: str, code: str, monkeypatch: pytest.MonkeyPatch
+def test_a_request_for_too_many_turns_is_refused_before_it_is_encoded(
+    body: Any, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoded = watch_encoding(monkeypatch)
-    monkeypatch.setattr(responses, "_PIECE", 1000)
     agent = posting(body, path)
-    attempt(agent, hello(), max_turns=50, max_prompt_tokens=3000)
-    assert agent.told[0] in (400, 429)
-    assert agent.told[1]["error"]["code"] == code
-    # Of the good request after it at least.
-    assert sum(map(len, encoded)) < (500 if code == "max_turns" else 5000)
+    attempt(agent, hello(), max_turns=50)
+    assert (agent.told[0], agent.told[1]["error"]["code"]) == (429, "max_turns")
+    # The good request after it is encoded.
+    assert sum(map(len, encoded)) < 500
 
 
 def watch_encoding(monkeypatch: pytest.MonkeyPatch, wait: Callable[[str], Any] = len) -> list[str]:
@@ -192,7 +244,7 @@ def test_while_a_long_prompt_is_encoded_others_are_answered_and_the_sessions_own
     assert order == ["first", "second"]
 
 
-def test_a_request_that_is_worked_on_when_its_client_hangs_up_holds_up_the_sessions_next_alone(
+def test_a_request_whose_client_hangs_up_holds_up_the_sessions_next_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     goes_on, at_work = threading.Event(), threading.Semaphore(0)
@@ -305,9 +357,9 @@ async def dial(session: Session) -> tuple[asyncio.StreamReader, asyncio.StreamWr
     return await asyncio.open_connection(url.hostname, url.port)
 
 
-def head(session: Session, *lines: str) -> bytes:
+def head(session: Session, *lines: str, path: str = "/chat/completions") -> bytes:
     url = urlsplit(session.base_url)
-    first = (f"POST {url.path}/chat/completions HTTP/1.1", "Host: x", f"Authorization: Bearer {session.api_key}")
+    first = (f"POST {url.path}{path} HTTP/1.1", "Host: x", f"Authorization: Bearer {session.api_key}")
     return "".join(f"{line}\r\n" for line in (*first, *lines, "")).encode()
 
 
@@ -341,7 +393,7 @@ async def status(reader: asyncio.StreamReader) -> int:
         (("Expect: a miracle",), b"", 417),
     ],
 )
-def test_what_is_no_request_is_answered_and_costs_no_attempt(
+def test_broken_http_is_answered_and_costs_no_attempt(
     lines: Sequence[str], body: bytes, expected: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def agent(session: Session) -> float:
@@ -371,185 +423,70 @@ def test_a_body_without_an_end_is_refused_when_it_gets_too_large() -> None:
     attempt(agent, hello(), max_body_bytes=10_000)
 
 
-def with_server(
-    agent: Callable[[Session, Any], Awaitable[float]], engine: ScriptedEngine | None = None, **settings: Any
-) -> Trajectory:
-    """An attempt of an agent that looks into the server."""
-
-    async def run() -> Trajectory:
-        async def whole(session: Session) -> float:
-            return await agent(session, harness.environment._server)
-
-        async with Harness(whole, engine or hello(), **settings) as harness:
-            return await harness.attempt()
-
-    return asyncio.run(run())
-
-
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(LIMIT_S):
         while not condition():
             await asyncio.sleep(0.005)
 
 
-def test_unfinished_bodies_have_a_part_of_the_memory_and_give_it_back() -> None:
-    async def agent(session: Session, served: Any) -> float:
-        unfinished = []
-        for _ in range(3):
-            reader, writer = await dial(session)
-            writer.write(head(session, "Content-Length: 5000") + b"x" * 4500)
-            unfinished.append((reader, writer))
-        # One has no room beside the others, though there is much in the server as a whole.
-        waiting = [asyncio.ensure_future(reader.readline()) for reader, _ in unfinished]
-        [refused], _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED, timeout=LIMIT_S)
-        assert b" 503 " in refused.result()
-        told = unfinished[waiting.index(refused)][0].readuntil(b"}}")
-        assert b"Retry-After: 1" in await asyncio.wait_for(told, LIMIT_S)
-        assert 0 < served._buffered.num_bytes <= 10_000
+def test_a_session_keeps_few_bodies_in_memory_and_waits_for_itself() -> None:
+    async def hostile(session: Session) -> float:
+        unfinished = [await dial(session) for _ in range(4)]
+        for _, writer in unfinished:
+            writer.write(head(session, "Content-Length: 5000") + b"x" * 4000)
+        await asyncio.sleep(0.1)
+        waiting = asyncio.ensure_future(good(session))
+        await asyncio.wait_for(answered.wait(), LIMIT_S)
+        assert not waiting.done()
         for _, writer in unfinished:
             writer.close()
-        await until(lambda: served._buffered.num_bytes == 0)
-        await good(session)
-        assert served._buffered.num_bytes <= 1000, "what is answered is not held"
+        await asyncio.wait_for(waiting, LIMIT_S)
         return 1.0
 
-    with_server(agent, max_body_bytes=10_000, max_buffered_bytes=80_000)
-
-
-def test_the_rest_of_a_body_that_is_refused_takes_no_room_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "HEAD_TIMEOUT_S", 1.0)
-    monkeypatch.setattr(connections, "_GRACE_S", 0.05)
-
-    async def agent(session: Session, served: Any) -> float:
-        reader, writer = await dial(session)
-        writer.write(head(session, "Content-Length: 400000"))
-        assert await status(reader) == 413
-        for _ in range(3):
-            writer.write(b"x" * 100_000)
-            await writer.drain()
-            await good(session)
-            assert served._buffered.num_bytes < 1000
-        # It may not take for ever either.
-        with suppress(ConnectionResetError):
-            await answer(reader)
+    async def other(session: Session) -> float:
+        await asyncio.sleep(0.2)
+        await asyncio.wait_for(good(session), LIMIT_S)
+        answered.set()
         return 1.0
 
-    with_server(agent, max_body_bytes=10_000, max_buffered_bytes=80_000)
+    answered = asyncio.Event()
+    together(hostile, other)
 
 
-def test_requests_that_come_before_the_last_is_answered_are_not_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    goes_on, is_encoding = threading.Event(), threading.Event()
+def test_idle_connections_and_slow_heads_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_IDLE_TIMEOUT_S", 0.3)
 
-    def wait(text: str) -> None:
-        if LONG in text:
-            is_encoding.set()
-            assert goes_on.wait(LIMIT_S)
-
-    watch_encoding(monkeypatch, wait)
-    body = json.dumps({"messages": [{"role": "user", "content": LONG}]}).encode()
-
-    async def agent(session: Session, served: Any) -> float:
-        _, writer = await dial(session)
-        writer.write(head(session, f"Content-Length: {len(body)}") + body)
-        await until(is_encoding.is_set)
-        [connection] = served._connections._open.values()
-        small = b"GET /x HTTP/1.1\r\nHost: x\r\n\r\n"
-        for _ in range(20):
-            writer.write(small * 10_000)
-            await asyncio.sleep(0.01)
-        assert len(connection._handler._messages) < 1000
-        goes_on.set()
-        writer.transport.abort()
-        await good(session)
-        return 1.0
-
-    with_server(agent)
-
-
-def test_requests_on_their_way_are_counted_by_session() -> None:
     async def agent(session: Session) -> float:
-        waiting = []
-        for _ in range(18):
-            reader, writer = await dial(session)
-            writer.write(head(session, "Content-Length: 5000"))
-            waiting.append((reader, writer))
-            await asyncio.sleep(0.001)
-        assert await status(waiting[-1][0]) == 429
-        for _, writer in waiting:
-            writer.close()
+        silent, _ = await dial(session)
+        slow, writer = await dial(session)
+        writer.write(head(session)[:-10])
+        second, again = await dial(session)
+        again.write(head(session, "Content-Length: 2") + b"{}")
+        assert b" 400 " in await asyncio.wait_for(second.readuntil(b"}}"), LIMIT_S)
+        again.write(b"P")
+        assert all([await is_closed(reader) for reader in (silent, slow, second)])
+        await good(session)
         return 1.0
 
-    async def both(session: Session) -> float:
-        await agent(session)
+    attempt(agent, hello())
+
+
+@pytest.mark.parametrize(("most", "most_files"), [(2, 1000), (1000, 4)])
+def test_connections_beyond_the_limit_are_refused_and_leave_the_process_half_of_its_files(
+    most: int, most_files: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "_MOST_CONNECTIONS", most)
+    monkeypatch.setattr(server.resource, "getrlimit", lambda kind: (most_files, most_files))
+
+    async def agent(session: Session) -> float:
+        opened = [await dial(session) for _ in range(3)]
+        assert (await answer(opened[2][0])).startswith(b"HTTP/1.1 503 ")
+        opened[0][1].close()
         await asyncio.sleep(0.05)
         await good(session)
         return 1.0
 
-    attempt(both, hello(), max_turns=1)
-
-
-def test_the_connection_that_has_been_idle_for_longest_makes_room_and_the_busy_ones_stay() -> None:
-    async def agent(session: Session, served: Any) -> float:
-        idle = [await dial(session) for _ in range(2)]
-        await until(lambda: len(served._connections) == 2)
-        _, busy = await dial(session)
-        assert await is_closed(idle[0][0]), "the oldest one is closed"
-        busy.write(head(session, "Content-Length: 5000"))
-        idle[1][1].write(head(session, "Content-Length: 5000"))
-        await until(lambda: not served._connections._idle)
-        reader, _ = await dial(session)
-        refused = await answer(reader)
-        assert refused.startswith(b"HTTP/1.1 503 ")
-        assert json.loads(refused.partition(b"\r\n\r\n")[2])["error"]["code"] == "too_many_connections"
-        busy.close()
-        await until(lambda: len(served._connections) == 1)
-        await good(session)
-        return 1.0
-
-    with_server(agent, max_connections=2)
-
-
-def test_connections_leave_the_process_half_of_the_files_it_may_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "_most_files", lambda: 6)
-
-    async def agent(session: Session, served: Any) -> float:
-        opened = [await dial(session) for _ in range(5)]
-        assert await is_closed(opened[0][0])
-        await until(lambda: len(served._connections) == 3)
-        await good(session)
-        return 1.0
-
-    with_server(agent)
-
-
-def test_the_head_of_a_request_has_a_time_limit_and_an_idle_client_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "HEAD_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(connections, "_GRACE_S", 0.05)
-
-    async def agent(session: Session, served: Any) -> float:
-        async with aiohttp.ClientSession() as http:
-
-            async def ask() -> None:
-                headers = {"Authorization": f"Bearer {session.api_key}"}
-                async with http.get(f"{session.base_url}/models", headers=headers) as told:
-                    assert told.status == 200
-
-            await ask()
-            silent, _ = await dial(session)
-            slow, writer = await dial(session)
-            writer.write(head(session)[:-10])
-            slower, again = await dial(session)
-            again.write(head(session, "Content-Length: 2") + b"{}")
-            assert b" 400 " in await asyncio.wait_for(slower.readuntil(b"}}"), LIMIT_S)
-            again.write(b"P")
-            assert all([await is_closed(reader) for reader in (silent, slow, slower)])
-            await ask()
-            assert len(served._connections) == 1, "the one of the client that asked again"
-        assert served._buffered.num_bytes == 0
-        await good(session)
-        return 1.0
-
-    with_server(agent)
+    attempt(agent, hello())
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -557,17 +494,122 @@ def test_a_client_that_does_not_read_is_cut_off(stream: bool, monkeypatch: pytes
     monkeypatch.setattr(server, "_WRITE_TIMEOUT_S", 0.2)
     body = json.dumps({**BODY, "n": 20, "logprobs": True, "stream": stream}).encode()
 
-    async def agent(session: Session, served: Any) -> float:
+    async def agent(session: Session) -> float:
+        connections = harness[0].environment._server._runner.server  # type: ignore[union-attr]
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.connect((urlsplit(session.base_url).hostname, urlsplit(session.base_url).port))
-            await until(lambda: len(served._connections) == 1)
-            [ours] = served._connections._open
-            ours.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+            await until(lambda: len(connections.connections) == 1)
+            [ours] = connections.connections
+            ours.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
             client.sendall(head(session, f"Content-Length: {len(body)}") + body)
-            await until(lambda: ours not in served._connections._open)
+            await until(lambda: not connections.connections)
         await good(session)
         return 1.0
 
-    script = says(TOKENIZER, *["x" * 250] * 20, "hi")
-    assert with_server(agent, engine=ScriptedEngine(script)).rewards == {"reward": 1.0}
+    harness: list[Any] = []
+
+    async def run() -> Trajectory:
+        async with Harness(agent, ScriptedEngine(says(TOKENIZER, *["x" * 250] * 20, "hi"))) as made:
+            harness.append(made)
+            return await made.attempt()
+
+    assert asyncio.run(run()).rewards == {"reward": 1.0}
+
+
+GARBAGE: Any = (None, True, -1, 10**30, 1e300, "", "\u2028", [], [[]], {}, {"x": [1]}, [None], "[[", "\0")
+FIELDS = [*ChatBody.model_fields, "prompt", "response_format", "presence_penalty", "echo"]
+STRANGE_HEADS = (
+    b"GET / HTTP/9.9\r\n",
+    b"\x16\x03\x01\x02\0",
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    b"Content-Length: x\r\n",
+    b"Transfer-Encoding: chunked\r\n",
+    b"Content-Encoding: gzip\r\n",
+    b"Upgrade: websocket\r\nConnection: upgrade\r\n",
+    b"Authorization: no\r\n",
+)
+STATUSES = {0, 100, 200, 400, 401, 404, 405, 408, 413, 415, 417, 429, 503}
+"""The statuses that a client may get; 0 is a connection that is closed, or waits for more."""
+
+
+class HostileClient:
+    """Sends valid, malformed, slow and huge requests of one session, and counts the statuses of the answers."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._random = random.Random(session.sample)
+        self.statuses: Counter[int] = Counter()
+
+    async def send(self) -> None:
+        """Send one request."""
+        draws = self._random
+        path, body = draws.choice([("/chat/completions", dict(BODY)), ("/completions", {"prompt": ["a", [5, 6]]})])
+        body |= {"max_tokens": 4, "n": draws.choice([1, 2]), "stream": draws.random() < 0.2}
+        begin, strange, limit_s, pieces = b"", b"", LIMIT_S, 1
+        kind = draws.choice(["valid", "valid", "field", "nested", "bytes", "head", "slow", "huge"])
+        if kind == "field":
+            body[draws.choice(FIELDS)] = draws.choice(GARBAGE)
+        if kind == "huge":
+            text = draws.choice(["x", "long words ", "\n", "\u00e9", "[,", " "]) * draws.randrange(10_000, 100_000)
+            body = draws.choice(
+                [{"prompt": text}, {"messages": [{"role": text, "content": text}]}, {**BODY, "model": text}]
+            )
+        raw = json.dumps(body).encode()
+        if kind == "nested":
+            depth = draws.choice([10, 190, 1000, 100_000])
+            raw = raw[:-1] + f', "{draws.choice(FIELDS)}": {"[" * depth}{"]" * depth}'.encode() + b"}"
+        if kind == "bytes":
+            place = draws.randrange(len(raw))
+            raw = raw[:place] + draws.randbytes(draws.randrange(4)) + raw[place + 1 :]
+        if kind == "slow":
+            pieces = draws.randrange(2, 10)
+        if kind == "head":
+            strange, limit_s = draws.choice(STRANGE_HEADS), 0.5
+            if b":" not in strange:
+                begin, strange = strange, b""
+        whole = head(self._session, "Connection: close", f"Content-Length: {len(raw)}", path=path)
+        whole = begin + whole[:-2] + strange + b"\r\n" + raw
+        self.statuses[await self._exchange(whole, pieces, limit_s)] += 1
+
+    async def _exchange(self, whole: bytes, pieces: int, limit_s: float) -> int:
+        reader, writer = await dial(self._session)
+        hangs_up = pieces > 1 and self._random.random() < 0.5
+        try:
+            size = len(whole) // pieces + 1
+            for start in range(0, len(whole) - hangs_up, size):
+                writer.write(whole[start : start + size - hangs_up])
+                await writer.drain()
+            if hangs_up:
+                return 0
+            async with asyncio.timeout(limit_s):
+                answered = await reader.read()
+            return int(answered.split()[1]) if answered else 0
+        except (ConnectionError, TimeoutError):
+            assert limit_s < LIMIT_S, "no answer"
+            return 0
+        finally:
+            writer.close()
+
+
+def test_requests_of_all_kinds_end_as_they_should() -> None:
+    """SPURLINE_SOAK=1 sends 20,000, and looks at the memory."""
+    statuses: Counter[int] = Counter()
+    memory: list[int] = []
+
+    async def agent(session: Session) -> float:
+        client = HostileClient(session)
+        for number in range(5000 if SOAK else 60):
+            await client.send()
+            if number % 500 == 499:
+                gc.collect()
+                memory.append(psutil.Process().memory_info().rss)
+        statuses.update(client.statuses)
+        await good(session)
+        return 1.0
+
+    trajectories = together(*[agent] * 4, max_turns=100_000, max_body_bytes=2**18)
+    assert [trajectory.rewards for trajectory in trajectories] == [{"reward": 1.0}] * 4
+    assert set(statuses) <= STATUSES, statuses
+    assert statuses[200] > statuses.total() / 5, statuses
+    assert not memory or memory[-1] - memory[len(memory) // 4] < 50 * 2**20, memory

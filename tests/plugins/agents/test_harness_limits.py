@@ -6,67 +6,13 @@ import asyncio
 import socket
 from typing import Any
 
-import aiohttp
 import openai
 import pytest
-from harness_requests import BODY, QUESTION, Stuck, good, hello, post, posting, with_stuck
+from harness_requests import BODY, QUESTION, good, hello, posting
 from harness_runs import Harness, attempt, client
 
 from spurline.errors import ConfigError, DataError
 from spurline_agents.agents import Session
-
-MALFORMED = [
-    (b"", None, "invalid_json"),
-    (b"{", None, "invalid_json"),
-    (b"[]", None, "invalid_json"),
-    (b"\xff\xfe", None, "invalid_json"),
-    (b"[" * 100_000, None, "invalid_json"),
-    (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', None, "invalid_json"),
-    ({}, "messages", None),
-    ({"messages": []}, "messages", None),
-    ({"messages": "hello"}, "messages", None),
-    ({"messages": [{"role": "user"}]}, "messages[0]", None),
-    ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role", None),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]", None),
-    ({**BODY, "n": 0}, "n", None),
-    ({**BODY, "n": 10_000}, "n", None),
-    ({**BODY, "max_tokens": 0}, "max_tokens", None),
-    ({**BODY, "temperature": "hot"}, "temperature", None),
-    ({**BODY, "top_logprobs": 5}, "top_logprobs", None),
-    ({**BODY, "tools": ["add"]}, "tools", None),
-    (b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}', None, "invalid_json"),
-    ({**BODY, "response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
-    ({**BODY, "tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
-    ({**BODY, "temperature": 0.5}, "temperature", "sampling_differs"),
-    ({**BODY, "top_p": 0.9}, "top_p", "sampling_differs"),
-    ({**BODY, "top_k": 5}, "top_k", "sampling_differs"),
-    ({**BODY, "seed": 1}, "seed", "sampling_differs"),
-    ({**BODY, "presence_penalty": 0.5}, "presence_penalty", "sampling_differs"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("body", "param", "code"), MALFORMED, ids=lambda value: str(value)[:40])
-def test_a_request_that_is_wrong_is_told_so_in_the_form_of_the_api(body: Any, param: str | None, code: Any) -> None:
-    agent = posting(body)
-    trajectory = attempt(agent, hello())
-    status, answer = agent.told
-    assert status == 400
-    error = answer["error"]
-    assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, code)
-    assert error["message"]
-    assert len(trajectory.turns) == 1, "what was refused is no turn"
-
-
-@pytest.mark.parametrize(
-    ("prompt", "message"),
-    [("", "empty"), ([], "empty"), ([[1], []], "empty"), ([5, 10**6], "is no token"), ([-1], "is no token")],
-)
-def test_a_prompt_that_means_nothing_is_refused(prompt: Any, message: str) -> None:
-    agent = posting({"prompt": prompt}, "/completions")
-    attempt(agent, hello())
-    status, answer = agent.told
-    assert status == 400
-    assert message in answer["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -170,27 +116,6 @@ def test_a_body_over_the_limit_is_refused() -> None:
     status, answer = agent.told
     assert (status, answer["error"]["code"]) == (413, "body_too_large")
     assert "4000" in answer["error"]["message"]
-
-
-def test_requests_over_the_limit_of_the_server_are_told_to_come_again() -> None:
-    engine_made: list[Stuck] = []
-
-    async def agent(session: Session) -> float:
-        engine = engine_made[0]
-        first = asyncio.ensure_future(post(session, BODY))
-        await engine.asked.wait()
-        headers = {"Authorization": f"Bearer {session.api_key}"}
-        url = f"{session.base_url}/chat/completions"
-        async with aiohttp.ClientSession() as http, http.post(url, json=BODY, headers=headers) as refused:
-            assert refused.status == 429
-            assert refused.headers["x-should-retry"] == "true"
-        engine.go.set()
-        assert (await first)[0] == 200
-        await good(session)
-        return 1.0
-
-    trajectory = with_stuck(agent, engine_made, max_concurrent_requests=1)
-    assert len(trajectory.turns) == 2
 
 
 def test_turns_over_the_limit_are_refused_and_not_asked_again_by_the_client() -> None:

@@ -109,6 +109,6 @@ def test_every_setting_and_code_that_the_page_names_exists() -> None:
     code = "".join(path.read_text("utf-8") for path in package.glob("*.py"))
     for number, name in re.findall(r"^\| (\d{3}) \| `(\w+)`", PAGE, re.M):
         assert f'code="{name}"' in code, (number, name)
-    for name in ("max_turns", "max_body_bytes", "max_concurrent_requests", "request_timeout_s", "ignore_sampling"):
+    for name in ("max_turns", "max_body_bytes", "request_timeout_s", "ignore_sampling"):
         assert name in PAGE
         assert name in HarnessConfig.model_fields

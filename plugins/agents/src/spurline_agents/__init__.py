@@ -1,5 +1,5 @@
-"""An OpenAI-compatible endpoint, behind which any agent can be an environment.
+"""Serve an OpenAI-compatible endpoint, through which any agent can be an environment.
 
-The way of an attempt: row -> session -> the agent, a function or a program -> its HTTP requests -> server -> exact
+An attempt: row -> session -> the agent, a function or a program -> its HTTP requests -> server -> exact
 tokens (conversations) -> policy handle -> choices -> HTTP; what the agent returns -> rewards -> Trajectory.
 """

@@ -1,15 +1,13 @@
-"""Read the bodies of requests: what OpenAI's API allows, minus what could not be kept.
+"""Read the bodies of requests: OpenAI's API, without what the endpoint could not keep.
 
-Place on the way: bytes -> JSON -> ChatBody or CompletionBody -> Sampling. A field that nobody knows is ignored, as
-vLLM's server does; one that would change what is sampled or shown to the model is refused, never silently left out.
+Place on the way: bytes -> JSON -> ChatBody or CompletionBody -> Sampling. An unknown field is ignored, as by vLLM's
+server; a field that would change what is sampled or shown to the model is refused, never silently left out.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import replace
-from itertools import islice
 from typing import Annotated, Any, TypeVar, cast
 
 from aiohttp import web
@@ -25,35 +23,32 @@ _TYPES = {
     429: "rate_limit_error",
     504: "timeout_error",
 }
-_RETRY_AFTER_S = 1
-_NO_RETRY = {"x-should-retry": "false"}
 _LONGEST_MESSAGE = 2000
 """Characters of an error; some quote the request."""
 
 
 class ApiError(Exception):
-    """A request is refused or failed.
+    """A request that is refused or has failed, as its client is told.
 
-    param: the field of the request it is about. code: for programs. retry: whether the same request may be right a
-    little later; clients obey.
+    Args:
+        status: HTTP status.
+        message: Text for people.
+        param: The field of the request that the error is about.
+        code: Name of the error for programs.
     """
 
-    def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry: bool = False
-    ) -> None:
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.status = status
         self.param = param
         self.code = code
-        self.retry = retry
 
     def response(self) -> web.Response:
-        """The answer that is sent."""
+        """Return the answer to send."""
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         error = {"message": str(self)[:_LONGEST_MESSAGE], "type": kind, "param": self.param, "code": self.code}
         # OpenAI's clients repeat requests after 408, 429 and 5xx of their own accord, unless this header forbids it.
-        headers = {"x-should-retry": "true", "Retry-After": str(_RETRY_AFTER_S)} if self.retry else _NO_RETRY
-        return web.json_response({"error": error}, status=self.status, headers=headers)
+        return web.json_response({"error": error}, status=self.status, headers={"x-should-retry": "false"})
 
 
 _OTHER_DISTRIBUTIONS: dict[str, tuple[Any, ...]] = {
@@ -66,7 +61,7 @@ _OTHER_DISTRIBUTIONS: dict[str, tuple[Any, ...]] = {
     "ignore_eos": (False,),
     "bad_words": ([],),
 }
-"""Fields that change what tokens are drawn from, with the values that do not."""
+"""Fields that change the distribution that tokens are drawn from, with the values that do not."""
 
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
@@ -92,25 +87,25 @@ _MOST_MESSAGES = 16_384
 _MOST_TOOLS = 1024
 _MOST_STOPS = 64
 _LONGEST_NAME = 1024
-_BYTES_PER_VALUE, _BYTES_PER_ITEM = 128, 64
-"""Bytes of the largest request that there may be one nested value or key, and one item of a list, for. Making 128 Ki
-values, or twice as many items, takes Python about 25 ms, in which it does nothing else on any thread."""
+_BYTES_PER_VALUE = 16
+"""Bytes of the largest request for each JSON value in it. Python takes up to 50 ms to make 256 Ki values, and does
+nothing else on any thread meanwhile."""
 
 _Name = Annotated[str, Field(max_length=_LONGEST_NAME)]
-# Every item of a list of a million that is wrong would be an error of its own.
+# Without fail_fast each wrong item of a long list would be an error of its own.
 _Objects = list[dict[str, Any]]
 
 BodyT = TypeVar("BodyT", bound="Body")
 
 
 class StreamOptions(BaseModel):
-    """How a stream ends. include_usage: with a chunk that counts tokens."""
+    """How a stream ends; with include_usage, its last chunk counts tokens."""
 
     include_usage: bool = False
 
 
 class Body(BaseModel):
-    """What both kinds of requests have."""
+    """The fields that both kinds of requests have."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -128,12 +123,12 @@ class Body(BaseModel):
 
     @property
     def most_tokens(self) -> int | None:
-        """Longest response asked for."""
+        """The longest response asked for."""
         return self.max_tokens
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Texts that end a response."""
+        """The texts that end a response."""
         return tuple([self.stop] if isinstance(self.stop, str) else self.stop)
 
 
@@ -153,14 +148,14 @@ class ChatBody(Body):
 
 
 class CompletionBody(Body):
-    """A request to `/v1/completions`. prompt: one or several, as texts or as token ids."""
+    """A request to `/v1/completions`, with one or several prompts as texts or as token ids."""
 
     prompt: Any
     logprobs: int | None = Field(default=None, ge=0, le=1)
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Each prompt. Raises ApiError when there is none, or something else."""
+        """Return each prompt. Raises ApiError when there is none, or something else."""
         prompts: list[Any] = (
             self.prompt if isinstance(self.prompt, list) and not _is_prompt(self.prompt) else [self.prompt]
         )
@@ -179,13 +174,27 @@ def _is_prompt(value: Any) -> bool:
     )
 
 
-def read_body(raw: bytes | bytearray, kind: type[BodyT], *, max_bytes: int, ignore_sampling: bool) -> BodyT:
-    """The request. Raises ApiError naming the field that is wrong or cannot be kept.
+def read_body(raw: bytes, kind: type[BodyT], *, max_bytes: int, ignore_sampling: bool) -> BodyT:
+    """Read a request.
 
-    max_bytes: of the largest request, which says how many values one may have.
+    Args:
+        raw: The body as it came.
+        kind: ChatBody or CompletionBody.
+        max_bytes: Bytes of the largest request, which decide how many values this one may have.
+        ignore_sampling: Whether to ignore fields that ask for another distribution.
+
+    Raises:
+        ApiError: The request is malformed, or a field is wrong or cannot be kept; names the field.
     """
     _require_few_values(raw, max_bytes)
-    fields = {name: value for name, value in _read_object(raw).items() if value is not None}
+    try:
+        # Strict: UTF-8 alone, no half of a surrogate pair, no NaN, 200 levels at most.
+        given = from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(400, f"The request is not valid JSON: {error}.", code="invalid_json") from error
+    if not isinstance(given, dict):
+        raise ApiError(400, "The request is not a JSON object.", code="invalid_json")
+    fields = {name: value for name, value in cast("dict[str, Any]", given).items() if value is not None}
     for name, neutral in _UNSUPPORTED.items():
         if name in fields and fields[name] not in neutral:
             raise ApiError(
@@ -209,7 +218,7 @@ def read_body(raw: bytes | bytearray, kind: type[BodyT], *, max_bytes: int, igno
 
 
 def sampling_of(body: Body, run: Sampling, *, ignore_sampling: bool) -> Sampling:
-    """How to sample for this request: as the run does, within its limits, and with the request's own."""
+    """Return how to sample for this request: as the run does, within its limits, and as the request asks."""
     most = run.max_new_tokens if body.most_tokens is None else min(body.most_tokens, run.max_new_tokens)
     sampling = replace(run, max_new_tokens=most, stop=(*run.stop, *(stop for stop in body.stops if stop)))
     if ignore_sampling:
@@ -223,55 +232,29 @@ def sampling_of(body: Body, run: Sampling, *, ignore_sampling: bool) -> Sampling
 
 
 def sampling_error(name: str, value: str, instead: str) -> ApiError:
-    """The run samples in another way than a request asks for."""
+    """Return the refusal of a request that asks for another distribution than the run samples from."""
     return ApiError(
         400,
-        f"{name} is {value}, but this run {instead}, and what is sampled in another way cannot be trained on. Leave "
-        f"{name} out of the request, or set the environment's ignore_sampling: true.",
+        f"{name} is {value}, but this run {instead}, and tokens that are sampled differently cannot be trained on. "
+        f"Leave {name} out of the request, or set the environment's ignore_sampling: true.",
         param=name,
         code="sampling_differs",
     )
 
 
-def _require_few_values(raw: bytes | bytearray, max_bytes: int) -> None:
-    """Raise ApiError for what would take long to make, whether it is in the JSON or in texts that hold JSON."""
-    most_values, most_items = max(1024, max_bytes // _BYTES_PER_VALUE), max(1024, max_bytes // _BYTES_PER_ITEM)
-    if len(raw) <= most_values:
-        return
-    values, items = sum(map(raw.count, (b"[", b"{", b":"))), raw.count(b",")
-    if values > most_values or items > most_items:
+def _require_few_values(raw: bytes, max_bytes: int) -> None:
+    """Raise ApiError for a body that would take long to parse, whether as JSON or as texts that hold JSON."""
+    most = max(1024, max_bytes // _BYTES_PER_VALUE)
+    count = sum(map(raw.count, (b"[", b"{", b":", b",")))
+    if count > most:
         raise ApiError(
             413,
-            f"The request has {values} brackets, braces and colons and {items} commas, of which there may be "
-            f"{most_values} and {most_items} (environment.max_body_bytes / {_BYTES_PER_VALUE} and "
-            f"{_BYTES_PER_ITEM}).",
+            f"The request has {count} brackets, braces, colons and commas; it may have {most} "
+            f"(environment.max_body_bytes / {_BYTES_PER_VALUE}).",
             code="body_too_large",
         )
 
 
-def _read_object(raw: bytes | bytearray) -> Mapping[str, Any]:
-    try:
-        # Strict: UTF-8 alone, no half of a surrogate pair, no NaN, 200 levels at most.
-        fields = from_json(raw, allow_inf_nan=False)
-    except ValueError as error:
-        raise ApiError(400, f"The request is not valid JSON: {error}.", code="invalid_json") from error
-    if not isinstance(fields, dict):
-        raise ApiError(400, "The request is not a JSON object.", code="invalid_json")
-    return fields
-
-
 def _shown(value: Any) -> str:
-    text = json.dumps(_shortened(value))
+    text = json.dumps(value)
     return text if len(text) <= 80 else f"{text[:80]}..."
-
-
-def _shortened(value: Any) -> Any:
-    """As much of the value as can be shown; the whole may be as long as the request."""
-    if isinstance(value, str):
-        return value[:81]
-    if isinstance(value, dict):
-        items = cast("dict[str, Any]", value).items()
-        return {name[:81]: _shortened(item) for name, item in islice(items, 8)}
-    if isinstance(value, list):
-        return [_shortened(item) for item in islice(cast("list[Any]", value), 8)]
-    return value

@@ -1,4 +1,4 @@
-"""Environment `harness`: an agent of any make, which talks to the model over HTTP.
+"""Run attempts of any agent that talks to the model over HTTP: the environment `harness`.
 
 Place on the way: row -> Session -> agent; its requests -> server -> policy; what it returns -> reward terms ->
 Trajectory with one Turn per answer that the agent received.
@@ -30,11 +30,11 @@ from spurline_text.rows.rows import BadRowError
 
 
 class HarnessEnvironment:
-    """Serves the model to agents. The server starts with the first attempt, on its event loop.
+    """An environment that serves the model to agents. Its server starts with the first attempt, on its event loop.
 
-    `info`: prompt of the first turn, response (the agent's answer, or the last turn) and reference as texts; messages
-    of the conversation that had the last turn; `turns`, and `conversations`, which is more than 1 where the agent began
-    anew, changed what the model had written, or has several of its own.
+    The `info` of a trajectory has the prompt of the first turn, the response (the agent's answer, or the last turn) and
+    the reference as texts; the messages of the conversation of the last turn; `turns`; and `conversations`, which is
+    more than 1 where the agent began a second one or changed the model's words.
     """
 
     def __init__(
@@ -51,9 +51,8 @@ class HarnessEnvironment:
     async def run(self, task: Task, policy: PolicyHandle) -> Trajectory:
         server = await self._started()
         where = f"{task.location} (prompt {task.uid}, sample {task.sample})"
-        live = server.make_session(policy, where)
         question = self._question(task)
-        name, base_url, api_key = server.open(live)
+        live, name, base_url, api_key = server.open(policy, where)
         session = Session(
             base_url=base_url,
             api_key=api_key,
@@ -73,7 +72,7 @@ class HarnessEnvironment:
         return await self._trajectory(live, session, value)
 
     def close(self) -> asyncio.Task[None] | None:
-        """Close the rewards, and the server where one was started: await what is returned."""
+        """Close the rewards, and the server where one was started; await the returned task."""
         close_all(self._rewards)
         server, self._server = self._server, None
         return None if server is None else asyncio.get_running_loop().create_task(server.stop())
@@ -87,12 +86,12 @@ class HarnessEnvironment:
         return self._server
 
     async def _attempt(self, live: LiveSession, session: Session) -> Any:
-        """What the agent returns. Its time is limited by whoever awaits the attempt."""
+        """Return what the agent returns. The caller limits its time."""
         agent = asyncio.ensure_future(self._agent(session))
         failed = asyncio.ensure_future(live.failed.wait())
         try:
             await asyncio.wait([agent, failed], return_when=asyncio.FIRST_COMPLETED)
-            # Before the agent's own error, which is what it makes of this one.
+            # This error comes first, as the agent's own may follow from it.
             if live.failure is not None:
                 raise live.failure
             return agent.result()
@@ -132,10 +131,7 @@ class HarnessEnvironment:
         return await reward_terms(self._rewards, answer)
 
     def _question(self, task: Task) -> ChatQuestion | TextQuestion | None:
-        """The row as a question; None where it is in none of the formats, which the agent may understand all the same.
-
-        Raises DataError for a malformed one.
-        """
+        """Return the row as a question, or None where its format is unknown. Raises DataError for a malformed row."""
         try:
             has_template = self._tokenizer.chat_template is not None
             return read_question(task.row, task.dataset, has_chat_template=has_template)
@@ -154,7 +150,7 @@ def _agent(config: HarnessConfig) -> Agent:
 
 
 def _api_key(config: HarnessConfig) -> str | None:
-    """Of all sessions; None where each has its own."""
+    """Return the key of all sessions, or None where each has its own."""
     if config.api_key_env is None:
         return None
     key = os.environ.get(config.api_key_env)
@@ -162,6 +158,6 @@ def _api_key(config: HarnessConfig) -> str | None:
         raise ConfigError.at(
             "source.environment.api_key_env",
             f"names the environment variable {config.api_key_env}, which is not set. Set it, or remove "
-            "api_key_env for a key of each session's own.",
+            "api_key_env to give each session a key of its own.",
         )
     return key

@@ -1,4 +1,4 @@
-"""What `agents` registers. Light: imports neither torch nor aiohttp."""
+"""Register the environment `harness`; imports neither torch nor aiohttp."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Let the model answer a request, and write what it answers as OpenAI's API does: one JSON object, or a stream of it.
+"""Let the model answer a request, and write the answer as OpenAI's API does: one JSON object, or a stream of it.
 
 Place on the way: body (`bodies`) -> token ids -> turns of the session's policy -> choices -> JSON; knows nothing of
-HTTP. A turn is whole before its first chunk is sent, so that what goes wrong with it has its proper status; a stream is
-the same answer in another form. `token_ids` and `prompt_token_ids` stand where vLLM's server puts them.
+HTTP. A turn is finished before its first chunk is sent, so that an error has its proper status; a stream is the same
+answer in another form. `token_ids` and `prompt_token_ids` stand where vLLM's server puts them.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate, chain
-from typing import Any, cast
+from itertools import accumulate
+from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -31,48 +31,50 @@ from spurline_agents.bodies import (
     sampling_of,
 )
 from spurline_agents.configs import HarnessConfig
-from spurline_agents.connections import Incoming
 from spurline_agents.sessions import LiveSession
-from spurline_rl.chat_front import ChatFront, PrefixError, Reply
+from spurline_rl.chat_front import PrefixError, Reply
 from spurline_rl.concurrency import all_or_none
 from spurline_rl.environments.tools import ToolCall, parse_calls
 from spurline_rl.protocols.rollout_engine import GenerationResult, Sampling
 from spurline_text.encoding import encode_batch
-from spurline_text.rows.messages import Message, read_messages, read_tools
+from spurline_text.rows.messages import read_messages, read_tools
 from spurline_text.rows.rows import BadRowError
+
+T = TypeVar("T")
 
 _CALL_BEGIN = "<tool_call>"
 _DISTRIBUTION = ("temperature", "top_p", "top_k")
-_PIECE = 2**14
-"""Characters that are encoded at a time to count tokens."""
 _LOWEST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON cannot say; as vLLM's server does."""
+"""Stands for minus infinity, which JSON cannot express, as in vLLM's server."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One answer of the model.
-
-    text: what the client is told; without end token, special tokens and stop text. tool_calls: as OpenAI writes them.
-    """
+    """One answer of the model."""
 
     text: str
+    """The answer as the client gets it: without end token, special tokens and stop text."""
     finish_reason: str
     result: GenerationResult
     prompt_ids: Sequence[int]
     tool_calls: tuple[dict[str, Any], ...] = ()
+    """The calls as OpenAI writes them."""
 
     def message(self) -> dict[str, Any]:
-        """The choice as a message of the conversation."""
+        """Return the choice as a message of the conversation."""
         if not self.tool_calls:
             return {"role": "assistant", "content": self.text}
         return {"role": "assistant", "content": self.text or None, "tool_calls": list(self.tool_calls)}
 
 
-class Answering:
-    """Answers requests of any session. config: the environment's.
+Generate = Callable[[], Awaitable[list[Choice]]]
 
-    A request is read, then its turns are taken, and only then is its prompt laid out: what is refused costs little.
+
+class Answering:
+    """Answers requests of any session.
+
+    `read_chat` and `read_completion` read a request, count its turns and lay out its prompt, which may take long for a
+    large one, so they may run on a thread. They return the body, and a function that generates the choices.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: HarnessConfig) -> None:
@@ -80,117 +82,74 @@ class Answering:
         self._config = config
         self._vocabulary = len(tokenizer)
 
-    async def chat(self, session: LiveSession, incoming: Incoming) -> tuple[ChatBody, list[Choice]]:
-        """`n` turns of the conversation. Raises ApiError, PrefixError and what the policy raises."""
-        size = len(incoming.raw)
-        body, messages, tools = await session.work.run(size, lambda: self._read_chat(incoming.raw))
-        session.take_turns(body.n)
-        branches, key = await session.work.run(size, lambda: self._lay_out(session, size, messages, tools, body.n))
-        incoming.release()
-        sampling = self._sampling(session, body)
-        try:
-            replies = await all_or_none(
-                [branch.reply(sampling) for branch in branches], session.where, CANCEL_TIMEOUT_S
-            )
-        except PluginError as error:
-            raise self._explain(error, session, sampling) from error
-        choices = [self._choice(session, body, reply) for reply in replies]
-        for branch, choice in zip(branches, choices, strict=True):
-            [message] = read_messages([choice.message()], "message")
-            session.conversations.remember(key, message, branch)
-        session.last_chat = branches[-1]
-        return body, choices
-
-    def _read_chat(self, raw: bytearray) -> tuple[ChatBody, list[Message], list[dict[str, Any]] | None]:
+    def read_chat(self, session: LiveSession, raw: bytes) -> tuple[ChatBody, Generate]:
+        """Prepare `n` turns of a conversation. Raises ApiError, PrefixError, or AttemptFailedError."""
+        body = self._read(raw, ChatBody)
         with _requests_fault():
-            body = self._read(raw, ChatBody)
             messages, tools = read_messages(body.messages, "messages"), read_tools(body.tools, "tools")
-            return body, messages, tools
-
-    def _lay_out(
-        self, session: LiveSession, size: int, messages: list[Message], tools: list[dict[str, Any]] | None, count: int
-    ) -> tuple[list[ChatFront], bytes]:
-        """So many conversations, all the same, in which the model's turn is next. size: of the request."""
-        # All of them: which ones the template writes is not known, and the conversation keeps every one.
-        self._require_short(_texts_in([messages, tools]), size, "messages")
+        session.take_turns(body.n)
         with _requests_fault():
             chat, key = session.conversations.find(messages, tools)
             chat.open_turn()
-            return [chat.fork() for _ in range(count)], key
+            branches = [chat.fork() for _ in range(body.n)]
 
-    async def complete(self, session: LiveSession, incoming: Incoming) -> tuple[CompletionBody, list[Choice]]:
-        """`n` continuations of each prompt, prompt by prompt. Raises ApiError and what the policy raises."""
-        size = len(incoming.raw)
-        body, prompts = await session.work.run(size, lambda: self._read_completion(incoming.raw))
-        session.take_turns(body.n * len(prompts))
-        encoded = await session.work.run(size, lambda: [self._encode(prompt, size) for prompt in prompts])
-        incoming.release()
-        asked = [prompt for prompt in encoded for _ in range(body.n)]
-        sampling = self._sampling(session, body)
-        try:
-            results = await all_or_none(
-                [session.policy.generate(prompt, sampling) for prompt in asked], session.where, CANCEL_TIMEOUT_S
-            )
-        except PluginError as error:
-            raise self._explain(error, session, sampling) from error
-        choices = [
-            Choice(self._text(result, body), result.finish_reason, result, prompt)
-            for prompt, result in zip(asked, results, strict=True)
-        ]
-        return body, choices
+        async def generate() -> list[Choice]:
+            replies = await self._ask(session, body, lambda sampling: [branch.reply(sampling) for branch in branches])
+            choices = [self._choice(session, body, reply) for reply in replies]
+            for branch, choice in zip(branches, choices, strict=True):
+                [message] = read_messages([choice.message()], "message")
+                session.conversations.remember(key, message, branch)
+            session.last_chat = branches[-1]
+            return choices
 
-    def _read_completion(self, raw: bytearray) -> tuple[CompletionBody, list[str | list[int]]]:
+        return body, generate
+
+    def read_completion(self, session: LiveSession, raw: bytes) -> tuple[CompletionBody, Generate]:
+        """Prepare `n` continuations of each prompt, prompt by prompt. Raises ApiError or AttemptFailedError."""
         body = self._read(raw, CompletionBody)
         prompts = body.prompts
-        for prompt in prompts:
-            if isinstance(prompt, list):
-                bad = next((token for token in (min(prompt), max(prompt)) if not 0 <= token < self._vocabulary), None)
-                if bad is not None:
-                    text = f"prompt: {bad} is no token; the tokenizer has {self._vocabulary} of them."
-                    raise ApiError(400, text, param="prompt")
-        return body, prompts
+        session.take_turns(body.n * len(prompts))
+        asked = [encoded for prompt in prompts for encoded in [self._encode(prompt)] * body.n]
 
-    def _read(self, raw: bytearray, kind: type[BodyT]) -> BodyT:
+        async def generate() -> list[Choice]:
+            results = await self._ask(
+                session, body, lambda sampling: [session.policy.generate(prompt, sampling) for prompt in asked]
+            )
+            return [
+                Choice(self._text(result, body), result.finish_reason, result, prompt)
+                for prompt, result in zip(asked, results, strict=True)
+            ]
+
+        return body, generate
+
+    async def _ask(
+        self, session: LiveSession, body: Body, begin: Callable[[Sampling], list[Coroutine[Any, Any, T]]]
+    ) -> list[T]:
+        """Generate all turns of a request, or none."""
+        run = session.policy.sampling
+        sampling = sampling_of(body, run, ignore_sampling=self._config.ignore_sampling)
+        try:
+            return await all_or_none(begin(sampling), session.where, CANCEL_TIMEOUT_S)
+        except PluginError as error:
+            # The policy refuses what cannot be trained on, which is the request's fault where it asked for that.
+            for name in _DISTRIBUTION:
+                if getattr(sampling, name) != getattr(run, name):
+                    own = f"samples with {getattr(run, name):g}"
+                    raise sampling_error(name, f"{getattr(sampling, name):g}", own) from error
+            raise
+
+    def _read(self, raw: bytes, kind: type[BodyT]) -> BodyT:
         config = self._config
         return read_body(raw, kind, max_bytes=config.max_body_bytes, ignore_sampling=config.ignore_sampling)
-
-    def _require_short(self, texts: Iterable[str], num_bytes: int, field: str) -> None:
-        """Raise ApiError when the texts surely have too many tokens, counted piece by piece: an encoding of a long text
-        as a whole takes some hundred times the text's memory."""
-        most, count = self._config.max_prompt_tokens, 0
-        if num_bytes <= most:
-            # No text has more tokens than bytes.
-            return
-        for piece in _pieces(texts):
-            count += len(encode_batch(self._tokenizer, [piece], is_chat=True)[0])
-            if count > most:
-                raise ApiError(
-                    400,
-                    f"{field}: the text has more than {most} tokens (environment.max_prompt_tokens).",
-                    param=field,
-                    code="context_length_exceeded",
-                )
-
-    def _sampling(self, session: LiveSession, body: Body) -> Sampling:
-        return sampling_of(body, session.policy.sampling, ignore_sampling=self._config.ignore_sampling)
-
-    def _explain(self, error: PluginError, session: LiveSession, sampling: Sampling) -> Exception:
-        """The policy refuses what training cannot use: the request's fault where it asked for that."""
-        run = session.policy.sampling
-        for name in _DISTRIBUTION:
-            if getattr(sampling, name) != getattr(run, name):
-                return sampling_error(name, f"{getattr(sampling, name):g}", f"samples with {getattr(run, name):g}")
-        return error
 
     def _choice(self, session: LiveSession, body: ChatBody, reply: Reply) -> Choice:
         result = reply.result
         prompt = session.policy.prompt_of(result)
-        text = self._text(result, body)
         calls = parse_calls(reply.text) if body.tools and body.tool_choice != "none" else []
-        # One malformed call, and all is text: the agent sees what the model wrote. In JSON a name can be half of a
-        # surrogate pair, which no client can send back.
+        # With one malformed call all is text, so that the agent sees what the model wrote. A name may hold half of a
+        # surrogate pair in JSON, which no client can send back.
         if not calls or any(call.problem or not call.name.isprintable() for call in calls):
-            return Choice(text, result.finish_reason, result, prompt)
+            return Choice(self._text(result, body), result.finish_reason, result, prompt)
         finish_reason = "tool_calls" if result.finish_reason == "stop" else result.finish_reason
         before = reply.text.partition(_CALL_BEGIN)[0].strip()
         return Choice(before, finish_reason, result, prompt, tuple(map(_as_openai, calls)))
@@ -202,10 +161,13 @@ class Answering:
         ends = [text.find(stop) for stop in body.stops if stop and stop in text]
         return text[: min(ends)] if ends else text
 
-    def _encode(self, prompt: str | list[int], size: int) -> list[int]:
+    def _encode(self, prompt: str | list[int]) -> list[int]:
         if not isinstance(prompt, str):
+            bad = next((token for token in (min(prompt), max(prompt)) if not 0 <= token < self._vocabulary), None)
+            if bad is not None:
+                text = f"prompt: {bad} is no token; the tokenizer has {self._vocabulary} of them."
+                raise ApiError(400, text, param="prompt")
             return prompt
-        self._require_short([prompt], size, "prompt")
         [encoding] = encode_batch(self._tokenizer, [prompt], is_chat=False)
         ids = list(encoding.ids)
         # A tokenizer that ends every text would ask the model to go on after the end.
@@ -214,38 +176,9 @@ class Answering:
         return ids
 
 
-def _texts_in(value: Any) -> Iterator[str]:
-    """Every text of a JSON value."""
-    waiting = [value]
-    while waiting:
-        item = waiting.pop()
-        if isinstance(item, str):
-            yield item
-        elif isinstance(item, dict):
-            waiting += chain.from_iterable(cast("dict[str, Any]", item).items())
-        elif isinstance(item, list):
-            waiting += cast("list[Any]", item)
-
-
-def _pieces(texts: Iterable[str]) -> Iterator[str]:
-    """The texts one after the other, divided and joined to pieces of some length."""
-    gathered: list[str] = []
-    room = _PIECE
-    for text in texts:
-        for start in range(0, len(text), _PIECE):
-            gathered.append(text[start : start + _PIECE])
-            room -= len(gathered[-1])
-            if room <= 0:
-                yield "".join(gathered)
-                gathered.clear()
-                room = _PIECE
-    if gathered:
-        yield "".join(gathered)
-
-
 @contextmanager
 def _requests_fault() -> Generator[None, None, None]:
-    """Messages that cannot be read, or that the template refuses, are the request's mistake."""
+    """Turn errors of messages that cannot be read, or that the template refuses, into ApiError."""
     try:
         yield
     except PrefixError:
@@ -255,7 +188,7 @@ def _requests_fault() -> Generator[None, None, None]:
     except DataError as error:
         raise ApiError(400, str(error), param="messages") from error
     except RecursionError as error:
-        raise ApiError(400, "messages: they are nested too deeply.", param="messages") from error
+        raise ApiError(400, "messages: nested too deeply.", param="messages") from error
 
 
 def _as_openai(call: ToolCall) -> dict[str, Any]:
@@ -264,23 +197,23 @@ def _as_openai(call: ToolCall) -> dict[str, Any]:
 
 
 class ResponseWriter:
-    """Makes the JSON objects of answers. model: the name told where the request has none."""
+    """Makes the JSON objects of answers; names `model` where the request names none."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, model: str) -> None:
         self._tokenizer = tokenizer
         self._model = model
 
     def chat(self, body: ChatBody, choices: Sequence[Choice]) -> dict[str, Any]:
-        """A chat completion."""
+        """Return a chat completion."""
         answer = self._answer("chat.completion", body, choices, self._chat_choice)
         return {**answer, **({"prompt_token_ids": list(choices[0].prompt_ids)} if body.return_token_ids else {})}
 
     def completion(self, body: CompletionBody, choices: Sequence[Choice]) -> dict[str, Any]:
-        """A text completion."""
+        """Return a text completion."""
         return self._answer("text_completion", body, choices, self._completion_choice)
 
     def models(self) -> dict[str, Any]:
-        """The list of models, which has one."""
+        """Return the list of models, which has one."""
         model = {"id": self._model, "object": "model", "created": int(time.time()), "owned_by": "spurline"}
         return {"object": "list", "data": [model]}
 
@@ -314,7 +247,7 @@ class ResponseWriter:
                 {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
                 for text, logprob in self._tokens(choice)
             ]
-            # The engine tells of no other token than the sampled one.
+            # The engine reports the sampled token alone.
             logprobs = {"content": [{**entry, "top_logprobs": [entry]} for entry in entries]}
         return {"message": {"refusal": None, **choice.message()}, "logprobs": logprobs}
 
@@ -333,14 +266,14 @@ class ResponseWriter:
         return {"text": choice.text, "logprobs": logprobs, **prompt_ids}
 
     def _tokens(self, choice: Choice) -> list[tuple[str, float]]:
-        """Text and logprob of each token; the distribution is the one that was sampled from."""
+        """Return text and logprob of each token, in the distribution that was sampled from."""
         texts = [str(self._tokenizer.decode([token])) for token in choice.result.token_ids.tolist()]
         logprobs = [max(value, _LOWEST_LOGPROB) for value in choice.result.logprobs.tolist()]
         return list(zip(texts, logprobs, strict=True))
 
 
 def chunks(body: Body, answer: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The answer as the chunks of a stream: the parts of each choice, then the usage where it is asked for."""
+    """Yield the answer as chunks of a stream: the parts of each choice, then the usage where it is asked for."""
     head = {name: value for name, value in answer.items() if name not in ("choices", "usage")}
     is_chat = isinstance(body, ChatBody)
     if is_chat:
@@ -348,14 +281,14 @@ def chunks(body: Body, answer: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for choice in answer["choices"]:
         for part in _deltas(choice) if is_chat else [choice]:
             yield {**head, "choices": [part]}
-            # It stands in the first chunk only.
+            # Only the first chunk has it.
             head.pop("prompt_token_ids", None)
     if body.stream_options.include_usage:
         yield {**head, "choices": [], "usage": answer["usage"]}
 
 
 def _deltas(choice: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The role, the content with its tool calls, and the end."""
+    """Yield the role, the content with its tool calls, and the end."""
     index, message = choice["index"], choice["message"]
     yield {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
     delta: dict[str, Any] = {"content": message["content"] or ""}

@@ -1,8 +1,8 @@
-"""One attempt as the server sees it: its turns, its conversations, the requests under way, and what went wrong.
+"""Keep one attempt as the server sees it: its turns, its conversations, the requests under way, and what went wrong.
 
-Place on the way: request -> LiveSession -> policy handle of the attempt -> engine; at the end -> Trajectory. An API
-without state sends the whole conversation each time. What the model wrote in it is found by its text and kept as the
-tokens it wrote; messages that no turn of this session led to begin a conversation of their own.
+Place on the way: request -> LiveSession -> policy handle of the attempt -> engine; at the end -> Trajectory. The API
+has no state, so a client sends the whole conversation each time. The turns of the model in it are found by their text
+and kept as the tokens that it wrote; messages that follow no turn of this session begin a new conversation.
 """
 
 from __future__ import annotations
@@ -10,28 +10,34 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from spurline.errors import DataError
 from spurline_agents.bodies import ApiError
-from spurline_agents.connections import Buffered
-from spurline_agents.work import WorkQueue
+from spurline_agents.configs import HarnessConfig
 from spurline_rl.chat_front import ChatFront
 from spurline_rl.protocols.environment import AttemptFailedError, PolicyHandle
 from spurline_rl.protocols.rollout_engine import GenerationResult, Sampling
 from spurline_rl.trajectory import Trajectory, Turn
 from spurline_text.rows.messages import Message
 
+T = TypeVar("T")
+
+SMALL_BYTES = 16 * 1024
+"""Requests of this size take a few milliseconds, not much more than to wake a thread on a busy machine."""
+_MOST_BODIES = 4
+"""Bodies of one session that are in memory at a time; further requests wait."""
 _REFUSALS = 16
 """Requests over the limit of turns that an agent may still make before its attempt is ended."""
 
 
 class Conversations:
-    """All conversations that one policy handle has had."""
+    """The conversations of one attempt."""
 
     def __init__(
         self,
@@ -49,11 +55,11 @@ class Conversations:
         """Requests that went on from no earlier turn."""
 
     def find(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> tuple[ChatFront, bytes]:
-        """A conversation that ends with these messages, and the key that `remember` wants.
+        """Return a conversation that ends with these messages, and the key that `remember` wants.
 
         Raises DataError for a tokenizer without chat template.
         """
-        # The template shows the tools at the beginning, so that with others it is another conversation.
+        # The template shows the tools at the beginning, so other tools make another conversation.
         key = _digest(b"", tools)
         known, start = None, 0
         for number, message in enumerate(messages):
@@ -69,12 +75,12 @@ class Conversations:
         return chat, key
 
     def remember(self, key: bytes, message: Mapping[str, Any], chat: ChatFront) -> None:
-        """`chat` has taken its turn, which the client is told as `message`."""
+        """Remember that `chat` has taken its turn, which the client gets as `message`."""
         self._known[_digest(key, _identity(message))] = chat
 
 
 def _identity(message: Mapping[str, Any]) -> Any:
-    """What has to be equal for two messages to be the same one.
+    """Return the parts that must be equal for two messages to be the same.
 
     Clients leave out, add or rename much of an assistant message that they send back, and some strip white space.
     """
@@ -91,14 +97,14 @@ def _digest(before: bytes, value: Any) -> bytes:
 
 
 class DeliveredPolicy:
-    """A PolicyHandle that leaves out the turns which no client has received, such as those of one that hung up."""
+    """A PolicyHandle that leaves out turns that no client has received, such as those of one that hung up."""
 
     def __init__(self, policy: PolicyHandle) -> None:
         self._policy = policy
         self.sampling = policy.sampling
-        # By number of asking, which is the order of `policy.turns`; None until the answer is there.
+        # In the order of the requests, which is that of `policy.turns`; None until the answer is there.
         self._results: list[GenerationResult | None] = []
-        # By `id` of the result, both.
+        # Both by `id` of the result.
         self._prompts: dict[int, Sequence[int]] = {}
         self._delivered: set[int] = set()
 
@@ -122,11 +128,11 @@ class DeliveredPolicy:
         return result
 
     def prompt_of(self, result: GenerationResult) -> Sequence[int]:
-        """The tokens that this was the answer to."""
+        """Return the tokens that this result answered."""
         return self._prompts[id(result)]
 
     def deliver(self, results: Iterable[GenerationResult]) -> None:
-        """A client has received these."""
+        """Count these as received by a client."""
         self._delivered |= {id(result) for result in results}
 
     def finish(
@@ -141,54 +147,77 @@ class DeliveredPolicy:
 
 
 class LiveSession:
-    """The attempt's state on one event loop, from the agent's start to its end.
+    """The state of one attempt on one event loop, from the agent's start to its end.
 
-    work: what its requests have to be done. buffered: what is held of them.
+    Args:
+        policy: The attempt's handle on the model.
+        tokenizer: Of the model.
+        config: Settings of the environment.
+        where: Names the attempt in messages.
+        threads: Where large requests are read.
     """
 
     def __init__(
         self,
         policy: PolicyHandle,
         tokenizer: PreTrainedTokenizerBase,
-        *,
-        history: Literal["exact", "retokenize"],
-        max_turns: int,
+        config: HarnessConfig,
         where: str,
-        work: WorkQueue,
-        buffered: Buffered,
+        threads: ThreadPoolExecutor,
     ) -> None:
-        self.work = work
-        self.num_receiving = 0
-        """Requests whose body is on its way."""
-        self.buffered = buffered
         self.policy = DeliveredPolicy(policy)
-        self.conversations = Conversations(self.policy, tokenizer, history, where)
+        self.conversations = Conversations(self.policy, tokenizer, config.history, where)
         self.where = where
         self.last_chat: ChatFront | None = None
         """The conversation that the model took its last turn in."""
+        self.bodies = asyncio.Semaphore(_MOST_BODIES)
+        """Held by a request from when its body is read until its prompt is laid out, which bounds the memory that one
+        session takes."""
         self.calls: set[asyncio.Future[Any]] = set()
-        """What is being generated."""
-        self.is_over = False
-        """Its requests are refused from now on."""
+        """The requests that are under way."""
         self.failed = asyncio.Event()
         self.failure: Exception | None = None
-        """Why the attempt cannot go on, whatever its agent makes of it."""
-        self._max_turns = max_turns
+        """Why the attempt cannot go on, whatever its agent does."""
+        self._threads = threads
+        self._work = asyncio.Lock()
+        self._max_turns = config.max_turns
         self._num_turns = 0
         self._num_refused = 0
 
+    async def work(self, num_bytes: int, function: Callable[[], T]) -> T:
+        """Return what the function returns; run it on a thread where it has many bytes to handle.
+
+        The functions of one session run one at a time, in the order of the calls: an agent that asks for much waits for
+        itself, and the order of its turns does not depend on threads.
+        """
+        async with self._work:
+            if num_bytes <= SMALL_BYTES:
+                return function()
+            working = asyncio.get_running_loop().run_in_executor(self._threads, function)
+            try:
+                return await asyncio.shield(working)
+            except asyncio.CancelledError:
+                # The thread goes on. Waiting for it keeps the session from occupying the other threads too.
+                await asyncio.wait([working])
+                raise
+
     def take_turns(self, count: int) -> None:
-        """A request asks for so many turns. Raises ApiError when these are too many."""
+        """Count the turns that a request asks for.
+
+        Raises:
+            ApiError: The attempt has no so many turns left.
+            AttemptFailedError: Its agent has been told so several times.
+        """
         if self._num_turns + count <= self._max_turns:
             self._num_turns += count
             return
         self._num_refused += 1
         text = (
-            f"{self.where}: the attempt may take {self._max_turns} turns (environment.max_turns), of which "
-            f"{self._num_turns} are taken, and {count} more are asked for."
+            f"{self.where}: the attempt may take {self._max_turns} turns (environment.max_turns); {self._num_turns} "
+            f"are taken, and {count} more are asked for."
         )
         if self._num_refused > _REFUSALS:
-            self.fail(AttemptFailedError(f"{text} The agent has asked again {_REFUSALS} times."))
+            raise AttemptFailedError(f"{text} The agent has asked again {_REFUSALS} times.")
         raise ApiError(429, text, code="max_turns")
 
     def fail(self, error: Exception) -> None:

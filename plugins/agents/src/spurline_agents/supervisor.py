@@ -1,13 +1,14 @@
 """Run a program and let nothing that it has started outlive it.
 
 `python -I -S supervisor.py RUN GRACE MEMORY PROGRAM ...`, see `main`. One such process stands between the run and the
-program of an attempt. On Linux it is the subreaper of all that the program starts, also of what leaves its session or
-its parent, so that no descendant gets away while it is there. It ends everything when the program has ended, when it
-gets SIGTERM, and when the run has died (PR_SET_PDEATHSIG); being killed itself, it takes the program along, and the run
-looks for the others. Elsewhere only the program's process group ends with it.
+program of an attempt. On Linux it is the subreaper of all descendants of the program, including those that leave its
+session or lose their parent. It ends them all when the program has ended, when it gets SIGTERM, and when the run has
+died (PR_SET_PDEATHSIG). If the supervisor itself is killed, the program dies with it, but not what the program has
+started. On other systems it ends the program's process group.
 
-What the program prints goes through here, and only its end is kept, so that no amount of it fills memory or disk.
-Ends with the program's exit code, or 128 + the signal's number. Standard library only: it starts without `site`.
+The supervisor keeps only the end of what the program prints, so that no amount of output fills memory or disk. It exits
+with the program's exit code, or 128 + the number of its signal. It uses the standard library alone, as it starts
+without `site`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _ON_LINUX = sys.platform == "linux"
 
 
 class Tail:
-    """Reads a pipe to its end on a thread and keeps the last bytes."""
+    """A thread that reads a pipe to its end and keeps the last bytes."""
 
     def __init__(self, kept: int) -> None:
         self._reader, self.writer = os.pipe()
@@ -41,12 +42,12 @@ class Tail:
         self._thread = threading.Thread(target=self._read, daemon=True)
 
     def start(self) -> None:
-        """To be called when the program has its end of the pipe."""
+        """Begin to read. Call it once the program has its end of the pipe."""
         os.close(self.writer)
         self._thread.start()
 
     def copy_to(self, target: int) -> None:
-        """Write what is kept to this open file; what the pipe still holds is waited for, but not for long."""
+        """Write the kept bytes to this open file, after waiting shortly for what the pipe still holds."""
         self._thread.join(5.0)
         data = memoryview(bytes(self._data[-self._kept :]))
         while data:
@@ -60,25 +61,28 @@ class Tail:
 
 
 def main(run: int, grace_s: float, memory_bytes: int, command: list[str]) -> int:
-    """The exit code.
+    """Run a program, end what it has started, and return its exit code.
 
-    run: process id of the parent. grace_s: time to end by itself after SIGTERM. memory_bytes: address space of each
-    process of the program; 0 for no limit.
+    Args:
+        run: Process id of the parent.
+        grace_s: Seconds that the program may take to end by itself after SIGTERM.
+        memory_bytes: Address space of each of its processes; 0 for no limit.
+        command: The program and its arguments.
     """
     if _ON_LINUX:
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != run:
-            # The run died before it was asked to tell so.
+            # The run died before the line above.
             return 128 + signal.SIGTERM
     printed, complaints = Tail(STDOUT_KEPT), Tail(STDERR_KEPT)
-    # A signal between the fork and the handler would not find whom to hand it on to.
+    # A signal between the fork and the handler would end the supervisor alone.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     supervisor, program = os.getpid(), os.fork()
     if program == 0:
         _become(command, supervisor, printed.writer, complaints.writer, memory_bytes)
     with suppress(OSError):
-        # Done on both sides, as shells do, so that the group is there whoever comes first.
+        # Done on both sides, as shells do, so that the group exists whichever of the two is faster.
         os.setpgid(program, program)
     signal.signal(signal.SIGALRM, lambda *_: _kill(program))
     signal.signal(signal.SIGTERM, lambda *_: _ask_to_end(program, grace_s))
@@ -88,7 +92,7 @@ def main(run: int, grace_s: float, memory_bytes: int, command: list[str]) -> int
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         code = _wait_for(program)
     finally:
-        # What comes from here on must not interrupt the ending.
+        # No signal may interrupt the ending.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGALRM})
         _signal_group(program, signal.SIGKILL)
         _end_descendants()
@@ -98,7 +102,7 @@ def main(run: int, grace_s: float, memory_bytes: int, command: list[str]) -> int
 
 
 def _become(command: list[str], supervisor: int, stdout: int, stderr: int, memory_bytes: int) -> None:
-    """Replace this new process, a child of the supervisor, by the program."""
+    """Replace this process, a new child of the supervisor, by the program."""
     try:
         os.setpgid(0, 0)
         if _ON_LINUX:
@@ -109,12 +113,12 @@ def _become(command: list[str], supervisor: int, stdout: int, stderr: int, memor
         os.dup2(stderr, 2)
         if memory_bytes:
             resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-        # Python ignores them, and a program would inherit that.
+        # Python ignores them, which a program would inherit.
         for number in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         os.execvp(command[0], command)
-    except Exception as error:  # noqa: BLE001 - told; nothing of this function may go on in the copy of its caller
+    except Exception as error:  # noqa: BLE001 - reported; nothing may go on in this copy of the supervisor
         os.write(2, f"{command[0]} cannot be run: {error}\n".encode(errors="replace"))
     finally:
         os._exit(CANNOT_BE_RUN)
@@ -122,13 +126,13 @@ def _become(command: list[str], supervisor: int, stdout: int, stderr: int, memor
 
 def _ask_to_end(program: int, grace_s: float) -> None:
     _signal_group(program, signal.SIGTERM)
-    # One that has stopped itself would not hear.
+    # A stopped process would not react.
     _signal_group(program, signal.SIGCONT)
     signal.setitimer(signal.ITIMER_REAL, max(grace_s, 1e-3))
 
 
 def _wait_for(program: int) -> int:
-    """Exit code of the program. Descendants that have lost their parent are waited for on the way."""
+    """Return the program's exit code, reaping descendants that have lost their parent meanwhile."""
     while True:
         ended, status = os.waitpid(-1, 0)
         if ended == program:
@@ -137,7 +141,7 @@ def _wait_for(program: int) -> int:
 
 
 def _end_descendants() -> None:
-    """Kill until none is left, however fast they multiply; whoever loses its parent becomes a child of this process."""
+    """Kill until none is left, however fast they multiply. One that loses its parent becomes this process's child."""
     pause_s = 0.0
     while True:
         try:
@@ -149,12 +153,12 @@ def _end_descendants() -> None:
         for process in _descendants():
             _kill(process)
         time.sleep(pause_s)
-        # One that waits for its disk ends late, and one of another user never; the run does not wait for them.
+        # A process that waits for its disk ends late, and one of another user never; the run does not wait for them.
         pause_s = min(pause_s + 0.001, 0.1)
 
 
 def _descendants() -> list[int]:
-    """Process ids of all children and children's children; those nearest first."""
+    """Return the process ids of all descendants, the nearest first."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc") if _ON_LINUX else ():
         if name.isdecimal():
@@ -168,13 +172,13 @@ def _descendants() -> list[int]:
 
 
 def _kill(process: int) -> None:
-    # It has ended meanwhile, or is another user's.
+    # It has ended meanwhile, or belongs to another user.
     with suppress(ProcessLookupError, PermissionError):
         os.kill(process, signal.SIGKILL)
 
 
 def _signal_group(group: int, number: signal.Signals) -> None:
-    # The group is gone, or, on some systems, made of processes that have ended but are not waited for yet.
+    # The group is gone, or, on some systems, all its processes have ended but are not reaped yet.
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(group, number)
 

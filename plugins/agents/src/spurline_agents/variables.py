@@ -1,7 +1,7 @@
-"""Which variables of the run's environment an agent's program gets: harmless ones, and those that the config names.
+"""Choose the variables of the run's environment that an agent's program gets: harmless ones, and those that the
+config names.
 
-The environment of a run holds keys and tokens for other things. A program that a model steers should not have them
-only because it was started from there.
+The environment of a run holds keys and tokens for other things, which a program that a model steers must not get.
 """
 
 from __future__ import annotations
@@ -27,15 +27,20 @@ CUDA_VISIBLE_DEVICES HF_HOME HF_HUB_CACHE HF_HUB_OFFLINE TRANSFORMERS_OFFLINE
 _PASSED = frozenset(_HARMLESS.split())
 _PASSED_BEGINNING = "LC_"
 _SHORTEST_NAME_TOLD = 4
-"""Shorter ones are words of a complaint by chance."""
+"""Shorter names appear in a complaint by chance."""
 _LOGIN = re.compile(r"://[^/]*@")
 _PROXY_ENDING = "_proxy"
 
 
 def agent_variables(pass_env: Collection[str], environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The variables that a program is given. Raises ConfigError naming those of `pass_env` that are not set.
+    """Return the variables that a program gets.
 
-    environment: that of this process by default.
+    Args:
+        pass_env: Names of variables that it gets besides the harmless ones.
+        environment: The environment to choose from; this process's by default.
+
+    Raises:
+        ConfigError: Names of `pass_env` are not set.
     """
     everything = os.environ if environment is None else environment
     missing = [name for name in pass_env if name not in everything]
@@ -49,7 +54,7 @@ def agent_variables(pass_env: Collection[str], environment: Mapping[str, str] | 
 
 
 def held_back_hint(complaint: str, given: Mapping[str, str]) -> str:
-    """What to do where a program complains of variables that are set, but were not given to it; empty otherwise."""
+    """Return the fix where a program complains of variables that are set, but were not given to it; empty otherwise."""
     held_back = [name for name in os.environ if name not in given and len(name) >= _SHORTEST_NAME_TOLD]
     names = [name for name in held_back if re.search(rf"\b{re.escape(name)}\b", complaint)]
     if not names:
@@ -58,6 +63,6 @@ def held_back_hint(complaint: str, given: Mapping[str, str]) -> str:
 
 
 def _is_harmless(name: str, value: str) -> bool:
-    """A proxy's address may hold a password, with or without `http://` before it; then not everybody may have it."""
+    # A proxy's address may hold a password, with or without `http://` before it.
     has_login = _LOGIN.search(value) or ("@" in value and name.lower().endswith(_PROXY_ENDING))
     return (name in _PASSED or name.startswith(_PASSED_BEGINNING)) and not has_login
