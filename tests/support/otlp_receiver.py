@@ -46,12 +46,18 @@ class OtlpReceiver:
         self._server.server_close()
 
     def steps(self) -> list[int]:
-        """The step of every event of a step; one that came again with its time counts once."""
-        found = {
-            (attributes["spurline.step"].int_value, record.time_unix_nano)
-            for record, attributes in self.events("spurline.step")
+        """The step of every event of a step, in the order in which they came."""
+        return [int(attributes["spurline.step"].double_value) for _, attributes in self.events("spurline.step")]
+
+    def runs(self) -> set[str]:
+        """The `service.instance.id` of all events."""
+        return {
+            attribute.value.string_value
+            for request in self.logs
+            for resource in request.resource_logs
+            for attribute in resource.resource.attributes
+            if attribute.key == "service.instance.id"
         }
-        return [step for step, _ in found]
 
     def events(self, name: str) -> list[tuple[Any, dict[str, Any]]]:
         """Each event of that name, with its attributes."""
@@ -69,17 +75,16 @@ class OtlpReceiver:
         ]
 
     def gauges(self, name: str) -> list[float]:
-        """The values of one gauge; one that came again with its time counts once."""
-        points = {
-            (point.time_unix_nano, point.as_double)
+        """The values of one gauge, in the order in which they came."""
+        return [
+            point.as_double
             for request in self.metrics
             for resource in request.resource_metrics
             for scope in resource.scope_metrics
             for metric in scope.metrics
             if metric.name == name
             for point in metric.gauge.data_points
-        }
-        return [value for _, value in sorted(points)]
+        ]
 
     def _take(self, path: str, content: bytes) -> None:
         if path == "/v1/logs":

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-import pytest
-
-from spurline.errors import ConfigError
 from spurline.protocols.tracker import RunInfo
 from spurline_trackers.configs import TensorboardTrackerConfig
 from spurline_trackers.tensorboard import TensorboardTracker
@@ -57,9 +53,3 @@ def test_a_resumed_run_hides_what_came_after_the_checkpoint(tmp_path: Path) -> N
     second.log(4, {"loss": 40.0})
     second.close()
     assert read_scalars(tmp_path)["loss"] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0)]
-
-
-def test_a_missing_library_is_a_config_error_with_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ConfigError, match=r"pip install 'spurline-trackers\[tensorboard\]'"):
-        TensorboardTracker(TensorboardTrackerConfig())

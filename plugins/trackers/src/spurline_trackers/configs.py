@@ -1,4 +1,4 @@
-"""Settings of the trackers. Imports none of their libraries."""
+"""Settings of the trackers; imports none of their libraries."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ServiceTrackerConfig(TrackerConfig):
     """Display name; default is the run directory's name."""
 
     def display_name(self, run_dir: Path) -> str:
-        """What the service calls the run of this directory."""
+        """Return the name that the service shows for the run of this directory."""
         return self.run_name or run_dir.resolve().name
 
 
@@ -31,7 +31,7 @@ class ProjectTrackerConfig(ServiceTrackerConfig):
     """Settings of a service that keeps runs in projects."""
 
     project: str = "spurline"
-    """Project that the run belongs to."""
+    """The project of the run."""
 
 
 class WandbTrackerConfig(ProjectTrackerConfig):
@@ -50,9 +50,9 @@ class MlflowTrackerConfig(ServiceTrackerConfig):
     name: str = "mlflow"
     tracking_uri: str | None = None
     """A server (`http://127.0.0.1:5000`) or a database (`sqlite:///mlflow.db`). Default is MLFLOW_TRACKING_URI, else
-    what MLflow itself takes: a database in the working directory."""
+    MLflow's own: a database in the working directory."""
     experiment: str = "spurline"
-    """MLflow experiment; made where there is none."""
+    """MLflow experiment, which is made if there is none of that name."""
     tags: dict[str, str] = {}
     """Tags of the run."""
 
@@ -62,14 +62,14 @@ class TrackioTrackerConfig(ProjectTrackerConfig):
 
     name: str = "trackio"
     run_name: str | None = None
-    """Beginning of the run's name, which ends in characters of its own; default is the run directory's name."""
+    """Beginning of the run's name, which ends in random characters; default is the run directory's name."""
     group: str | None = None
     """Group of runs that this one belongs to."""
     space_id: str | None = None
-    """Space on the Hugging Face hub (`user/space`) that metrics are sent to; default is a database on this machine, in
+    """Space on the Hugging Face hub (`user/space`) that metrics are sent to. Default is a database on this machine, in
     TRACKIO_DIR or the cache of the hub's library."""
     private: bool = True
-    """Whether a Space that is made for this run can be seen by its owner alone."""
+    """Keep a new Space visible to its owner alone."""
 
 
 class SwanlabTrackerConfig(ProjectTrackerConfig):
@@ -98,10 +98,10 @@ class OpenTelemetryTrackerConfig(TrackerConfig):
 
 
 class PrometheusTrackerConfig(TrackerConfig):
-    """An address that Prometheus scrapes while the run goes on; needs `pip install spurline-trackers[prometheus]`."""
+    """An address that Prometheus scrapes during the run; needs `pip install spurline-trackers[prometheus]`."""
 
     name: str = "prometheus"
     host: str = "127.0.0.1"
-    """Address to listen on. Whoever reaches it reads the metrics; `0.0.0.0` is everybody in the network."""
+    """Address to listen on. Anyone who can connect to it can read the metrics."""
     port: int = Field(default=9464, gt=0, lt=65536)
-    """Port of `/metrics`. Two runs on one machine need two."""
+    """Port of `/metrics`; each run on a machine needs its own."""

@@ -9,7 +9,7 @@ from spurline.errors import ConfigError, Problem
 
 
 def tracker_library(name: str, module: str | None = None) -> Any:
-    """The library of tracker `name`, or a module of it. Raises ConfigError with the command that installs it."""
+    """Return the library of tracker `name`, or a module of it. Raises ConfigError with the command that installs it."""
     try:
         return importlib.import_module(module or name)
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""What `trackers` registers. Light: imports neither torch nor transformers."""
+"""Register the trackers; imports neither torch nor their libraries."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""TensorBoard event files in RUN_DIR/tensorboard, one scalar per metric under the metric's own name.
-
-The library is imported when the tracker is built, not when this module is.
-"""
+"""Write TensorBoard event files in RUN_DIR/tensorboard, one scalar per metric under its own name."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ _FLUSH_EVERY_S = 10
 
 
 class TensorboardTracker:
-    """Write scalars as TensorBoard reads them; the resolved config goes to its text page."""
+    """Write scalars as TensorBoard reads them, and the settings of the run on its text page."""
 
     def __init__(self, config: TensorboardTrackerConfig) -> None:
         self._config = config
@@ -27,13 +24,13 @@ class TensorboardTracker:
         self._writer: Any = None
 
     def start(self, info: RunInfo) -> None:
-        """Open a new event file that hides whatever earlier attempts logged of `info.first_step` and later."""
+        """Open a new event file that hides what earlier attempts logged of `info.first_step` and later."""
         assert self._writer is None, "TensorboardTracker is already started"
         self._writer = self._writer_class(
             log_dir=str(info.run_dir / FOLDER), purge_step=info.first_step, flush_secs=_FLUSH_EVERY_S
         )
         settings = json.dumps(info.config, indent=2, default=str)
-        # An indented block is shown as written, whatever the settings contain.
+        # TensorBoard shows an indented block as it is.
         block = "\n".join(f"    {line}" for line in settings.splitlines())
         self._writer.add_text("config", block, global_step=info.resume_step)
 

@@ -1,6 +1,6 @@
-"""Trackio: one run in a project, on this machine or in a Space; its name is kept in RUN_DIR/trackio_run_name.
+"""Send metrics to Trackio: one run in a project, on this machine or in a Space.
 
-The library is imported when the tracker is built, not when this module is.
+Trackio finds a run by its name, which is kept in RUN_DIR/trackio_run_name.
 """
 
 from __future__ import annotations
@@ -10,12 +10,10 @@ from collections.abc import Mapping
 from contextlib import redirect_stdout
 from typing import Any
 
-from spurline.errors import ConfigError, Problem
 from spurline.protocols.tracker import RunInfo
 from spurline_trackers.configs import TrackioTrackerConfig
 from spurline_trackers.library import tracker_library
-from spurline_trackers.run_id import earlier_run_id, new_run_id
-from spurline_trackers.sending import NO_STEP, LastStep, SendingTracker
+from spurline_trackers.sending import SendingTracker, earlier_run_id, new_run_id, store_run_id
 
 ID_FILE = "trackio_run_name"
 """Name of the file inside the run directory that holds the name of the Trackio run."""
@@ -33,10 +31,9 @@ class TrackioTracker(SendingTracker):
         self._config = config
         self._run: Any = None
 
-    def open_run(self, info: RunInfo) -> LastStep:
+    def open_run(self, info: RunInfo) -> None:
         earlier = earlier_run_id(info, ID_FILE)
-        # Trackio finds a run by its name alone, so no other run may have it.
-        name = earlier or new_run_id(info.run_dir, ID_FILE, self._config.run_name)
+        name = earlier or store_run_id(info.run_dir, ID_FILE, new_run_id(info.run_dir, self._config.run_name))
         # Stdout belongs to the progress of the run.
         with redirect_stdout(sys.stderr):
             self._run = self._trackio.init(
@@ -51,13 +48,6 @@ class TrackioTracker(SendingTracker):
                 auto_log_gpu=False,
                 auto_log_cpu=False,
             )
-        last = self._run._initial_last_step
-        if last is None and earlier and self._config.space_id is not None:
-            text = (
-                f"'trackio' cannot tell which steps {self._config.space_id} holds of run {name}. Start it, then resume."
-            )
-            raise ConfigError([Problem("trackers", text)])
-        return lambda metric: NO_STEP if last is None else last
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
