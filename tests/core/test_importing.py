@@ -31,19 +31,6 @@ def test_a_collector_that_was_off_stays_off() -> None:
         gc.enable()
 
 
-def test_what_is_imported_for_good_is_never_visited_again() -> None:
-    before = gc.get_freeze_count()
-    try:
-        with importing():
-            pass
-        assert gc.get_freeze_count() == before
-        with importing(for_good=True):
-            pass
-        assert gc.get_freeze_count() > before + 1000
-    finally:
-        gc.unfreeze()
-
-
 def test_what_torchao_says_of_itself_is_left_out_while_importing_alone(caplog: pytest.LogCaptureFixture) -> None:
     talker = logging.getLogger("torchao")
     with importing():

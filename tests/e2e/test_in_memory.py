@@ -25,7 +25,6 @@ from spurline_rl.environments.tools import Toolbox
 from spurline_rl.functions import load_function
 from spurline_rl.protocols.reward import Answer
 from spurline_rl.rewards.function import FunctionReward
-from spurline_text import in_memory as keeper
 from spurline_text.in_memory import Keeper
 
 ROWS = [{"prompt": "1 + 1", "completion": "2"}, {"prompt": "grüße", "completion": "4"}]
@@ -80,22 +79,6 @@ def test_rows_are_written_once_below_the_run_directory_under_a_name_of_their_con
     assert files(tmp_path) == sorted([path.name, Path(other).name])
 
 
-def test_rows_that_are_written_already_are_read_once(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[int] = []
-
-    def noting(number: int, row: Any) -> bytes:
-        read.append(number)
-        return line(number, row)
-
-    line = keeper._line
-    monkeypatch.setattr(keeper, "_line", noting)
-    # To judge them, and to write them.
-    first = load(ROWS)
-    assert read == [0, 1, 0, 1]
-    assert load(list(ROWS)).config == first.config
-    assert read == [0, 1] * 3
-
-
 def test_rows_and_files_are_mixed_and_settings_stand_beside_rows(load: Load) -> None:
     data = {"train": [ROWS, {"path": [{"frage": "a", "antwort": "b"}], "weight": 2.0}, "rows.jsonl"], "eval": ROWS}
     train = load(data=data).config.data.train
@@ -125,7 +108,7 @@ def test_arrays_of_numpy_become_lists(load: Load) -> None:
 def test_what_is_no_rows_is_refused_with_the_way_out(load: Load, tmp_path: Path, train: object, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load(train)
-    assert not (tmp_path / "run").exists()
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 @pytest.mark.parametrize(
@@ -134,9 +117,8 @@ def test_what_is_no_rows_is_refused_with_the_way_out(load: Load, tmp_path: Path,
         {"stpes": 1},
         {"batch_size": 0},
         {"checkpoint": {"keep_best": "eval/loss"}},
-        {"data": {"train": ROWS, "eval": [*ROWS, {"prompt": {1}}]}},
     ],
-    ids=["name", "value", "across sections", "other rows"],
+    ids=["name", "value", "across sections"],
 )
 def test_a_mistake_in_the_config_leaves_nothing_behind(load: Load, tmp_path: Path, mistake: dict[str, object]) -> None:
     class Model:

@@ -272,7 +272,7 @@ def test_what_a_glance_tells_is_told_before_anything_large_is_imported(
     def refuse() -> None:
         raise AssertionError("imported")
 
-    monkeypatch.setattr(init_command, "importing_libraries", refuse)
+    monkeypatch.setattr(init_command, "importing", refuse)
     (tmp_path / "run.yaml").write_text("mine")
     assert "exists. Give --force" in spurline("init", tmp_path / "run.yaml")[2]
     assert "--data is missing" in spurline("init", tmp_path / "new.yaml", "--model", "m", "--yes")[2]

@@ -221,36 +221,6 @@ def test_one_after_the_last_step_has_stopped_nothing(
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])
-def test_one_after_the_summary_changes_neither_what_is_printed_nor_the_exit_code(
-    write_config: WriteConfig, base_config: dict[str, Any], number: str
-) -> None:
-    program = (
-        f"import atexit, signal; atexit.register(signal.raise_signal, signal.{number}); "
-        "from spurline.cli import main; main()"
-    )
-    command = [sys.executable, "-c", program, "train", str(write_config(base_config))]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    assert (ended.returncode, "Finished at step 6." in ended.stdout) == (0, True)
-    assert "Interrupted" not in ended.stderr
-    assert "Traceback" not in ended.stderr
-
-
-@pytest.mark.processes
-def test_two_after_the_summary_end_a_process_that_does_not_end_by_itself(
-    write_config: WriteConfig, base_config: dict[str, Any]
-) -> None:
-    program = (
-        "import atexit, signal, time\n"
-        "def hang():\n    for _ in range(2):\n        signal.raise_signal(signal.SIGINT)\n    time.sleep(600)\n"
-        "atexit.register(hang)\nfrom spurline.cli import main; main()"
-    )
-    command = [sys.executable, "-c", program, "train", str(write_config(base_config))]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    assert (ended.returncode, "Finished at step 6." in ended.stdout) == (-signal.SIGINT, True)
-
-
-@pytest.mark.processes
 def test_ctrl_c_in_a_terminal_is_answered_and_ends_the_process_in_order(
     write_config: WriteConfig, base_config: dict[str, Any]
 ) -> None:

@@ -183,7 +183,7 @@ def test_a_set_without_an_equals_sign_says_how_it_is_written(
 ) -> None:
     code, _, said = spurline("plan", write_config(base_config), "--set", "steps", "5")
     assert code == 2
-    assert "--set: 'steps' is not KEY=VALUE, such as 'steps=5', without a space." in said
+    assert "--set KEY=VALUE" in said
 
 
 def test_a_missing_checkpoint_lists_those_there_are(tmp_path: Path) -> None:

@@ -27,7 +27,6 @@ from spurline.protocols.source import (
     DecoratedSource,
     DecoratedSourceConfig,
     SourceConfig,
-    where_decorated,
 )
 from spurline.testing import LossContract, PluginContract
 from spurline_async_rl.source.recordings import groups_of, groups_state
@@ -227,15 +226,6 @@ def test_a_decorated_source_refuses_what_the_inner_one_refuses(base: dict[str, A
     source["of"] = {**rollouts, "samples_per_prompt": 1}
     with pytest.raises(ConfigError, match=r"source\.of\.advantage\.name is grpo"):
         load_config({**base, "source": source}, available=AVAILABLE)
-
-
-def test_messages_name_settings_of_a_decorated_source_where_they_stand() -> None:
-    inner = {"name": "rollouts", "correction": None, "engine": {"name": "vllm"}}
-    source = {"name": "short_first", "first_tokens": 2, "of": {"name": "short_first", "of": inner}}
-    text = "Set source.correction: tis, source.engine.mode or source.first_tokens, not source.nothing."
-    expected = "Set source.of.of.correction: tis, source.of.of.engine.mode or source.first_tokens, not source.nothing."
-    assert where_decorated(source, text) == expected
-    assert where_decorated(inner, text) == text
 
 
 def test_a_carried_column_lies_on_the_response_tokens_of_its_row(

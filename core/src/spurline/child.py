@@ -239,7 +239,7 @@ def _main(module: str, parent: str, folder: str, *arguments: str) -> None:
     else:
         end_with(int(parent))
     me = Parent(list(arguments))
-    with importing(for_good=True):
+    with importing():
         main = importlib.import_module(module).main
     main(me)
 

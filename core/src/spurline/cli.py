@@ -1,4 +1,4 @@
-"""The `spurline` command: which commands there are, and how each ends, by an error too.
+"""The `spurline` command: the commands there are, and how each ends, also by an error.
 
 Commands with work of their own stand beside it. Heavy libraries are imported inside the commands that need them, so
 that `--help` and config errors answer at once.
@@ -6,61 +6,38 @@ that `--help` and config errors answer at once.
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
-import re
 import sys
-import threading
 import traceback
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 import typer.core
 
-from spurline.cli_options import OWNS_PROCESS, load
+from spurline.cli_options import load
 from spurline.errors import SpurlineError, UserError, listing, suggestion
 from spurline.run.commands import train
-from spurline.terminal import OutputLostError, output_told_apart, printable, write_nowhere
+from spurline.terminal import printable
 
 _UsageError: Any = typer.BadParameter.__base__
 """The error of a wrong command line; typer brings its own click, or takes that which is installed."""
 
 
-def _meant_instead(error: Any) -> str:
-    """How to give what was given as an option or argument that a command does not have; empty where that is unknown."""
-    if error.ctx is None:
+def _how_to_set(error: Any) -> str:
+    """Say how a setting of the config is given, where an unknown option or argument may be meant as one."""
+    command = error.ctx.command if error.ctx is not None else None
+    if command is None or all("--set" not in parameter.opts for parameter in command.params):
         return ""
     if set(getattr(error, "possibilities", None) or ()) - {"--help", "--set"}:
         # More likely one of the command's own options, misspelled, which click names.
         return ""
-    parameters = error.ctx.command.params
     option = getattr(error, "option_name", "")
-    name = option.removeprefix("--").replace("-", "_")
-    arguments = [parameter.name for parameter in parameters if parameter.param_type_name == "argument"]
-    if name in {*arguments, *(argument.removesuffix("s") for argument in arguments)}:
-        return f". It is given without an option: spurline {error.ctx.info_name} {' '.join(arguments).upper()}"
-    if all("--set" not in parameter.opts for parameter in parameters):
+    if not option and "unexpected extra argument" not in error.message:
         return ""
-    extra = re.search(r"unexpected extra argument\S* \((.*)\)", error.message)
-    words = [_as_setting(name)] if option.startswith("--") else extra[1].split() if extra else []
-    sets = " ".join(f"--set {word}" for word in words if "=" in word)
-    return f". A setting of the config is given so: {sets}" if sets else ""
-
-
-def _as_setting(name: str) -> str:
-    """The text behind `--set` for a setting that may be known by another trainer's name."""
-    from spurline.config.run_config import RunConfig
-    from spurline.plugins.host import PluginHost
-
-    names: Any = {}
-    # What is wrong with the command line comes before what is wrong with a plugin.
-    with suppress(SpurlineError):
-        names = PluginHost.load([]).registry.other_names.settings
-    meant, _, value = names.get(name, name).partition(": ")
-    return f"{meant}={value or 'VALUE'}" if meant.split(".")[0] in RunConfig.model_fields else "KEY=VALUE"
+    key = option.removeprefix("--").replace("-", "_") or "KEY"
+    return f". A setting of the config is given as: --set {key}=VALUE"
 
 
 _HELP_WIDTH = 200
@@ -98,7 +75,7 @@ class CommandGroup(typer.core.TyperGroup):
         return typer.main.get_command(loaded)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """List plugins' commands by what is written in their modules, which are not imported for that."""
+        """List the commands of plugins by their docstrings, without importing their modules."""
         from spurline.plugins.host import installed_commands
 
         own = {name: self.get_command(ctx, name).get_short_help_str(_HELP_WIDTH) for name in super().list_commands(ctx)}
@@ -110,7 +87,7 @@ class CommandGroup(typer.core.TyperGroup):
         try:
             return super().invoke(ctx)
         except _UsageError as error:
-            error.message += _meant_instead(error)
+            error.message += _how_to_set(error)
             raise
         except KeyboardInterrupt as stop:
             # Typer would end the process without a word.
@@ -118,7 +95,7 @@ class CommandGroup(typer.core.TyperGroup):
 
 
 class InterruptedRunError(Exception):
-    """Ctrl-C, with what a person should know about it."""
+    """An interruption by Ctrl-C, with a sentence on what is saved."""
 
 
 app = typer.Typer(
@@ -188,57 +165,21 @@ for name, command in {"train": train, "schema": schema}.items():
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point. Exit codes: 0 done, 1 the run failed, 2 the user can fix it, 128 + N stopped by signal N.
+    """Run one command and end the process.
 
-    arguments: those of this process by default, which then ends here.
+    Exit codes: 0 done, 1 the run failed, 2 the user can fix it, 128 + N stopped by signal N.
+
+    Args:
+        arguments: Words of the command line; by default those of this process.
     """
-    try:
-        _run_command(arguments)
-    except SystemExit as end:
-        if arguments is None and (end.code is None or isinstance(end.code, int)):
-            _leave(end.code or 0)
-        raise
-
-
-def _leave(code: int) -> None:
-    """End the process as Python does, but for taking apart what was imported, which takes torch a second.
-
-    Returns where something watches the process, or the output cannot be written: Python then ends it.
-    """
-    monitoring: Any = getattr(sys, "monitoring", None)
-    watched = sys.getprofile() or sys.gettrace() or (monitoring and any(map(monitoring.get_tool, range(6))))
-    if "torch" not in sys.modules or watched or sys.flags.inspect:
-        return
-    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue] - joins threads, and ends pools of them
-    atexit._run_exitfuncs()
-    try:
-        for stream in filter(None, (sys.stdout, sys.stderr)):
-            stream.flush()
-    except (OSError, ValueError):
-        return
-    os._exit(code)
-
-
-def _run_command(arguments: list[str] | None) -> None:
     words = sys.argv[1:] if arguments is None else arguments
-    if arguments is None:
-        OWNS_PROCESS.set(True)
     # `--debug` is accepted anywhere, since one adds it to the command that just failed.
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
     # Downloads would otherwise tell what they are for; read when the library is imported, here and in child processes.
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     try:
-        with output_told_apart():
-            app(words, standalone_mode=True)
-    except OutputLostError as error:
-        if debug:
-            traceback.print_exc()
-        # What is in the buffer would fail once more when the process ends.
-        with suppress(OSError, ValueError):
-            write_nowhere(sys.stdout.fileno())
-        typer.echo(f"Error: standard output cannot be written: {error.strerror}.", err=True)
-        sys.exit(1)
+        app(words, standalone_mode=True)
     except SpurlineError as error:
         if debug:
             traceback.print_exc()

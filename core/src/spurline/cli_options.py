@@ -1,10 +1,8 @@
-"""What several commands take, and how they read the config that it names and import the libraries that they need."""
+"""Arguments and options that several commands take, and how they read the config that these name."""
 
 from __future__ import annotations
 
 import json
-from contextlib import AbstractContextManager
-from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -33,38 +31,18 @@ ConfigArgument = Annotated[
 RunDirArgument = Annotated[Path, typer.Argument(help="Folder of a run, with its config.json.")]
 
 
-def _check_overrides(overrides: list[str] | None) -> list[str] | None:
-    """Refuse `--set steps 5` by what it means, before the left over `5` is refused without saying why."""
-    for override in overrides or ():
-        if "=" not in override:
-            raise UserError(
-                f"--set: '{override}' is not KEY=VALUE, such as '{override or 'steps'}=5', without a space."
-            )
-    return overrides
-
-
 SetOption = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
         help="Override a setting, e.g. optimizer.learning_rate=1e-4.",
-        callback=_check_overrides,
     ),
 ]
 
 
-OWNS_PROCESS = ContextVar("OWNS_PROCESS", default=False)
-"""Whether this process is the command's own, rather than that of a program which called it."""
-
-
-def importing_libraries() -> AbstractContextManager[None]:
-    """What is imported here stays for good, unless a program called the command: its garbage would stay as well."""
-    return importing(for_good=OWNS_PROCESS.get())
-
-
 def load(config: Path, overrides: list[str] | None) -> LoadedConfig:
-    """The config of a file, with what `--set` says."""
+    """Load the config of a file, with what `--set` says."""
     with importing():
         from spurline.config.loading import load_config
 
@@ -72,7 +50,7 @@ def load(config: Path, overrides: list[str] | None) -> LoadedConfig:
 
 
 def load_run(run_dir: Path) -> LoadedConfig:
-    """The config of a finished or running run, its run_dir being the folder given (it may have been moved)."""
+    """Load the config of a finished or running run; its run_dir is the folder given, as it may have been moved."""
     from spurline.config.document import describes_a_model
     from spurline.config.loading import load_config
 

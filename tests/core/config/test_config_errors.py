@@ -88,9 +88,8 @@ def test_a_slip_of_the_pen_is_corrected(failing: Failing, written: str) -> None:
         ),
         (
             "loss: {name: squared, scale: 0.1}",
-            "loss.scale is 0.1; it must be a mapping, written `key: value`, such as {factor: 0.1}.",
+            "loss.scale is 0.1; it must be a mapping, written `key: value`.",
         ),
-        # Of several settings that a number could be, none is guessed.
         ("checkpoint: 5", "checkpoint is 5; it must be a mapping, written `key: value`."),
         ("run_dir: null", "run_dir is null, which it cannot be. Give it a value, or leave the line out"),
     ],
@@ -182,13 +181,10 @@ def test_an_unknown_component_names_installed_plugins_that_are_not_listed(plugin
     plugins.add("loud_metrics")
     plugins.add("collation_fast")
     config = {"model": {"path": "a"}, "data": {"train": "a"}, "steps": 1, "loss": "shout"}
-    with pytest.raises(ConfigError, match=r"no loss has that name.*write plugins: \[loud_metrics\]") as raised:
+    with pytest.raises(ConfigError, match=r"no loss has that name.*not listed under plugins: loud_metrics") as raised:
         load_config(config, available=plugins.available)
     # It is known not to have it.
     assert "collation_fast" not in str(raised.value)
-    plugins.add("quiet_metrics")
-    with pytest.raises(ConfigError, match=r"not listed under plugins.*: loud_metrics, quiet_metrics\. .* \[NAME\]"):
-        load_config(config, available=plugins.available)
 
 
 def test_near_misses_do_not_depend_on_case(failing: Failing) -> None:
@@ -363,16 +359,6 @@ def test_plugin_that_is_not_installed_is_reported_with_file_and_line(tmp_path: P
         load_config(path)
 
 
-def test_a_problem_of_a_dataset_calls_it_by_its_name(tmp_path: Path) -> None:
-    config = {"model": {"path": "m"}, "steps": 1}
-    for train, name in (
-        ([{"path": "a.jsonl"}, {"path": "chats.jsonl", "weight": -1}], "chats.jsonl"),
-        ([{"path": "a.jsonl"}, {"path": "chats.jsonl", "label": "chats", "wieght": 1}], "chats"),
-    ):
-        with pytest.raises(ConfigError, match=rf"data\.train\.1\.\w+ is .* \(dataset {name}\)"):
-            load_config({**config, "data": {"train": train}})
-
-
 @pytest.mark.parametrize(
     ("text", "fix"),
     [
@@ -395,14 +381,6 @@ def test_an_error_made_without_a_file_gets_its_name_and_keeps_its_notes():
     located = error.in_file("run.yaml")
     assert (str(located), located.__notes__) == ("run.yaml: loss is wrong.", ["Step 3 was saved."])
     assert located.in_file("other.yaml") is located
-
-
-def test_a_component_under_the_name_of_a_wrong_owner_is_told_the_right_one(failing: Failing) -> None:
-    for written in ("core/table", "nobody/table"):
-        (line,) = failing(MINIMAL + f"backend: {written}\n")
-        assert line == (
-            f"run.yaml:4: backend is '{written}', but no backend has that name. Did you mean 'models/table'?"
-        )
 
 
 def test_a_kind_without_a_default_names_the_plugin_that_has_one(plugins: FakePlugins) -> None:

@@ -27,7 +27,7 @@ def told(**settings: Any) -> dict[str, str]:
 def test_a_usual_config_is_told_what_to_install_for_each_component() -> None:
     assert told(loss="ppo") == {
         "data.train.0": "is given, but no enabled plugin has a dataset. The plugin 'text' has some: install it with "
-        "INSTALL text. (dataset rows.jsonl)",
+        "INSTALL text.",
         "loss": "is 'ppo', which the plugin 'rl' has: install it with INSTALL rl.",
         **{
             kind: f"is required, and no enabled plugin has {article} {kind}. The plugin '{plugin}' has some: install "

@@ -239,9 +239,7 @@ def test_forced_colours_in_a_log_file_do_not_bring_a_moving_bar(monkeypatch: pyt
     assert "\x1b[?25l" not in output.getvalue()
 
 
-def test_training_goes_on_when_nobody_reads_what_is_shown(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_training_goes_on_when_nobody_reads_what_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs, ours = os.pipe()
     os.close(theirs)
     with os.fdopen(ours, "w") as output:
@@ -251,9 +249,6 @@ def test_training_goes_on_when_nobody_reads_what_is_shown(
         for step in range(1, 4):
             tracker.log(step, metrics(step))
         tracker.close()
-    assert capfd.readouterr().err == (
-        "Progress is not shown any more: Broken pipe. Training goes on, and so does metrics.jsonl.\n"
-    )
 
 
 class FullDisk(io.StringIO):

@@ -1,7 +1,7 @@
 """Marks of settings in which a Python program may give an object in place of a path.
 
-They act while a config is validated: whoever loads one says through the validation context what keeps objects. A config
-file holds none, and neither does what a run wrote down.
+They act while a config is validated: the validation context has the keeper that writes objects. A config file holds no
+objects, and neither does the record of a run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 _COLUMNS = frozenset(
     ("messages", "conversations", "prompt", "completion", "chosen", "text", "instruction", "input_ids", "question")
 )
-"""Columns by which a list is known to be one of rows. No setting of a dataset is called so."""
+"""Columns by which a list is known to be one of rows. No setting of a dataset has such a name."""
 
 
 KEPT = "in_memory"
@@ -25,33 +25,38 @@ KEPT = "in_memory"
 
 
 class CannotKeepError(Exception):
-    """What is wrong with an object, as a predicate of the setting, without a full stop."""
+    """The problem with an object, as a predicate of the setting, without a full stop."""
 
 
 class KeepsObjects(Protocol):
-    """Turns objects into paths. Both raise CannotKeepError."""
-
-    def rows(self, value: Any) -> str:
-        """The path of a file with these rows."""
-        ...
-
-    def saved(self, value: Any, what: str) -> str:
-        """The folder of a model or tokenizer."""
-        ...
-
-
-class TriesObjects(KeepsObjects, Protocol):
-    """Judges the objects of a config before anything is written, with the paths that they would get.
+    """Writes objects below a run directory, and says where. Both methods raise CannotKeepError.
 
     Factory: `Class(run_dir)`, absolute; a plugin names it with `registry.add_keeper`.
     """
 
-    has_met: bool
-    """Whether there were any objects."""
-
-    def keeper(self) -> KeepsObjects:
-        """Return what keeps the objects that were met here."""
+    def rows(self, value: Any) -> str:
+        """Return the path of a file with these rows."""
         ...
+
+    def saved(self, value: Any, what: str) -> str:
+        """Return the folder of a model or tokenizer."""
+        ...
+
+
+class StandIn:
+    """Stands for the keeper while a config is judged; writes nothing. has_met: whether there were any objects."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.has_met = False
+
+    def rows(self, value: Any) -> str:
+        self.has_met = True
+        return str(self.run_dir / KEPT / "rows.jsonl")
+
+    def saved(self, value: Any, what: str) -> str:
+        self.has_met = True
+        return str(self.run_dir / KEPT / f"{what}-unsaved")
 
 
 @dataclass(frozen=True)
@@ -79,44 +84,37 @@ class ObjectSetting:
 
 
 def is_kept_model(path: str) -> bool:
-    """Whether it is the folder of a model that was kept, which has no tokenizer."""
+    """Return whether a path is the folder of a model that was kept, which has no tokenizer."""
     folder = Path(path)
     return folder.parent.name == KEPT and folder.name.startswith("model-")
 
 
 def is_dataset(value: object) -> bool:
-    """Whether it is a dataset of Hugging Face `datasets`, which is not imported to ask."""
+    """Return whether a value is a dataset of Hugging Face `datasets`, which is not imported to ask."""
     return any(base.__module__.partition(".")[0] == "datasets" for base in type(value).__mro__) and not isinstance(
         value, Mapping
     )
 
 
-def is_rows(value: object) -> bool:
-    """Whether it is rows, and no list of datasets' settings: a dataset, or a list whose first item has a column that
-    some format reads."""
-    if not isinstance(value, (list, tuple)):
-        return is_dataset(value)
-    items = cast("list[Any]", value)
-    return bool(items) and isinstance(items[0], Mapping) and not _COLUMNS.isdisjoint(cast("Any", items[0]))
-
-
 def as_datasets(value: Any) -> Any:
-    """Rows as the settings of a dataset, also within a list; so is what holds rows in a form that is refused, such as
-    several splits or a frame of pandas, whose setting then says so. Anything else unchanged."""
-    if is_rows(value) or _may_be_meant_as_rows(value):
+    """Write rows as the settings of a dataset, also within a list, and leave anything else as it is.
+
+    Things that hold rows in a form that is refused, such as several splits or a frame of pandas, count as rows: their
+    setting then says so.
+    """
+    if _means_rows(value):
         return [{"path": value}]
     if isinstance(value, (list, tuple)):
-        items = cast("list[Any]", value)
-        return [{"path": item} if is_rows(item) or _may_be_meant_as_rows(item) else item for item in items]
+        return [{"path": item} if _means_rows(item) else item for item in cast("list[Any]", value)]
     return value
 
 
-def _may_be_meant_as_rows(value: Any) -> bool:
+def _means_rows(value: Any) -> bool:
+    """Return whether a value is rows, and not a path, the settings of a dataset, or a list of these."""
     if isinstance(value, Mapping):
-        return _has_splits(cast("Mapping[Any, Any]", value))
-    written = (str, bytes, Path, list, tuple, BaseModel)
-    return isinstance(value, Iterable) and not isinstance(value, written)
-
-
-def _has_splits(value: Mapping[Any, Any]) -> bool:
-    return "path" not in value and any(is_dataset(item) for item in value.values())
+        given = cast("Mapping[Any, Any]", value)
+        return "path" not in given and any(is_dataset(item) for item in given.values())
+    if isinstance(value, (list, tuple)):
+        first = next(iter(cast("list[Any]", value)), None)
+        return isinstance(first, Mapping) and not _COLUMNS.isdisjoint(cast("Any", first))
+    return is_dataset(value) or (isinstance(value, Iterable) and not isinstance(value, (str, bytes, Path, BaseModel)))

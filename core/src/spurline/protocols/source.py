@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -60,12 +59,12 @@ class SamplingSettings(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SourceFacts:
-    """What the rest of a run may ask of a source's settings."""
+    """Facts of a source's settings that the rest of a run may ask for."""
 
     without_critic: str | None
-    """What has no use for a critic, in words for messages; None when a critic's values are read."""
+    """The source in words for messages, if it has no use for a critic; None when a critic's values are read."""
     supplies: Literal["samples", "pairs", "rollouts"] = "samples"
-    """What the rows of its batches are: samples of the data, pairs of answers, or generated turns with advantages."""
+    """Rows of its batches: samples of the data, pairs of answers, or generated turns with advantages."""
     makes_attempts: bool = False
     """Whether it can make attempts at any prompts with the weights as they are, for evaluations."""
     reads_streams: bool = False
@@ -103,7 +102,7 @@ class SourceFacts:
 
 
 MODEL_DROPOUT = ("attention_dropout", "hidden_dropout", "resid_pdrop", "attn_pdrop", "embd_pdrop")
-"""What decoder models of Hugging Face call their dropout."""
+"""Names of dropout in the configs of Hugging Face's decoder models."""
 
 
 class SourceConfig(ComponentConfig):
@@ -121,11 +120,11 @@ class SourceConfig(ComponentConfig):
 
     @property
     def facts(self) -> SourceFacts:
-        """What the rest of the run may ask of these settings; a subclass returns `replace(super().facts, ...)`."""
+        """Return what the rest of the run may ask; a subclass returns `replace(super().facts, ...)`."""
         return SourceFacts(without_critic=f"the source '{self.name}'")
 
     def problems(self, run: RunSettings) -> Iterable[Problem]:
-        """Dropout that is switched on in a run that compares logprobs.
+        """Refuse dropout in a run that compares logprobs.
 
         An update with dropout differs from what it is compared with before any weight has changed: probability ratios
         are not 1 and margins between answers are noise. Dropout of the model's own `config.json` is not known here.
@@ -144,28 +143,8 @@ class SourceConfig(ComponentConfig):
                 )
 
 
-def where_decorated(source: Mapping[str, Any], text: str) -> str:
-    """Name settings of a decorated source where they stand.
-
-    Args:
-        source: The resolved section `source`.
-        text: A message, in which `source.NAME` is a setting of a source that nothing decorates.
-
-    Returns:
-        The message with `source.of.NAME` where the source in `of` has the setting and its decorator has not.
-    """
-
-    def placed(match: re.Match[str]) -> str:
-        path, section = "source", source
-        while match[1] not in section and isinstance(section.get("of"), Mapping):
-            path, section = f"{path}.of", section["of"]
-        return f"{path}.{match[1]}" if match[1] in section else match[0]
-
-    return re.sub(r"\bsource\.(\w+)", placed, text)
-
-
 class DecoratedSourceConfig(SourceConfig):
-    """Base of the settings of a source that decorates another: what the run asks is what the inner source says."""
+    """Base of the settings of a source that decorates another, whose facts and run defaults are the inner source's."""
 
     decorates: ClassVar[str | None] = "of"
 
@@ -182,9 +161,14 @@ class DecoratedSourceConfig(SourceConfig):
 class SourceContext:
     """Everything a source may build on.
 
-    config: the `RunConfig`. host: enabled plugins; create further components with `host.registry.create(kind, config,
-    ...)`, fire hooks with `host.hooks`. layout: what the backend's parallelism asks of batches. row_limit: look at no
-    more rows than this of each dataset (`spurline plan` on large data); None reads all. progress: told what takes time.
+    Attributes:
+        config: The `RunConfig`.
+        host: Enabled plugins. Create further components with `host.registry.create(kind, config, ...)`, and call hooks
+            with `host.hooks`.
+        tokenizer: The model's.
+        layout: What the backend's parallelism asks of batches.
+        row_limit: Most rows to look at of each dataset (`spurline plan` on large data); None reads all.
+        progress: Is told what takes time.
     """
 
     config: Any
@@ -197,8 +181,11 @@ class SourceContext:
 
 @dataclass(frozen=True)
 class FirstPrompt:
-    """What the model is given before it generates. token_ids: of the rendered prompt; none where only the environment
-    knows it. notes: lines about its row and what it is answered with."""
+    """A prompt as the model is given it.
+
+    token_ids: of the rendered prompt; empty where only the environment knows it. notes: lines about its row and what it
+    is answered with.
+    """
 
     uid: str
     token_ids: Sequence[int]
@@ -227,50 +214,50 @@ class BatchSource(ABC):
 
     @abstractmethod
     def summary(self) -> Mapping[str, object]:
-        """JSON-able facts about the data for `spurline plan` and the report; see `spurline.data.token_store`."""
+        """Return JSON-able facts about the data for plan and report; see `spurline.data.token_store`."""
 
     def start(self, step: int, backend: Backend) -> None:  # noqa: B027 - many have nothing to start
-        """Called once, after the checkpoint was loaded, before the batch of `step` (the first to run) is built."""
+        """Start what builds batches; called once, after the checkpoint was loaded. step: the first to run."""
 
     def longest(self) -> Longest | None:
-        """The longest sequence of all samples, or of the prompts looked at; None where it is not known beforehand.
+        """Return the longest sequence of all samples or prompts; None where it is not known beforehand.
 
         Compared with the model's positions before training.
         """
         return None
 
     def preview(self) -> Sequence[str]:
-        """Lines about what the model gets to see, for `spurline plan`; none where the batches show it."""
+        """Return lines about what the model gets to see, for `spurline plan`; none where the batches show it."""
         return ()
 
     def first_prompts(self, count: int) -> Sequence[FirstPrompt]:
-        """The first prompts of training, for people to look at; none where the batches show what is trained."""
+        """Return the first prompts of training, for people to look at; none where the batches show what is trained."""
         return ()
 
     @abstractmethod
     def build(self, step: int) -> TrainingBatch:
-        """The batch of this 1-based step."""
+        """Return the batch of this 1-based step."""
 
     @abstractmethod
     def epoch(self, step: int) -> float:
-        """Passes over the data completed when this step is done."""
+        """Return the passes over the data completed when this step is done."""
 
     def after_update(self, step: int, backend: Backend) -> Mapping[str, float]:
-        """Called after the update of a step; RL publishes weights here. Returns metrics."""
+        """Follow the update of a step, as RL does by publishing weights. Returns metrics."""
         return {}
 
     def flush(self) -> None:  # noqa: B027 - many write nothing
         """Make what was written into the run directory durable; called before each checkpoint, which covers it."""
 
     def evaluation(self) -> HeldOutEvaluation | None:
-        """How `data.eval` is measured, where that is not the loss on its tokens, else None.
+        """Return how `data.eval` is measured, where that is not the loss on its tokens, else None.
 
         The run asks once, and only when there is held-out data.
         """
         return None
 
     def held_out(self, datasets: Sequence[DatasetConfig]) -> Samples | None:
-        """The samples of held-out data, where a sample is not one row's tokens, else None; for evaluations of it."""
+        """Return the samples of held-out data, where a sample is not one row's tokens, else None."""
         return None
 
     def sample_keys(self) -> NDArray[np.uint64] | None:
@@ -279,11 +266,20 @@ class BatchSource(ABC):
         return None
 
     def given_up(self) -> Sequence[str]:
-        """A line for each prompt given up, with the place of the row and the error, for summary.json and the report."""
+        """Return a line for each prompt given up, with the place of its row and the error, for the record."""
         return ()
 
     def close(self) -> None:  # noqa: B027 - many have nothing to stop
         """Stop all work of the source."""
+
+
+def _of_inner(name: str) -> Any:
+    """Make a method that asks the inner source of a decorator."""
+
+    def ask(self: DecoratedSource, *arguments: Any, **named: Any) -> Any:
+        return getattr(self.inner, name)(*arguments, **named)
+
+    return ask
 
 
 class DecoratedSource(BatchSource):
@@ -302,62 +298,26 @@ class DecoratedSource(BatchSource):
         # What a pure source builds needs no weights, nor does what a decorator with state makes of it.
         self.reads_only_data = self.inner.reads_only_data or self.inner.pure
 
-    def summary(self) -> Mapping[str, object]:
-        return self.inner.summary()
+    summary = _of_inner("summary")
+    longest = _of_inner("longest")
+    preview = _of_inner("preview")
+    first_prompts = _of_inner("first_prompts")
+    start = _of_inner("start")
+    build = _of_inner("build")
+    epoch = _of_inner("epoch")
+    after_update = _of_inner("after_update")
+    flush = _of_inner("flush")
+    evaluation = _of_inner("evaluation")
+    held_out = _of_inner("held_out")
+    sample_keys = _of_inner("sample_keys")
+    given_up = _of_inner("given_up")
+    close = _of_inner("close")
 
-    def longest(self) -> Longest | None:
-        return self.inner.longest()
-
-    def preview(self) -> Sequence[str]:
-        return self.inner.preview()
-
-    def first_prompts(self, count: int) -> Sequence[FirstPrompt]:
-        return self.inner.first_prompts(count)
-
-    def start(self, step: int, backend: Backend) -> None:
-        self.inner.start(step, backend)
-
-    def build(self, step: int) -> TrainingBatch:
-        return self.inner.build(step)
-
-    def epoch(self, step: int) -> float:
-        return self.inner.epoch(step)
-
-    def after_update(self, step: int, backend: Backend) -> Mapping[str, float]:
-        return self.inner.after_update(step, backend)
-
-    def flush(self) -> None:
-        self.inner.flush()
-
-    def evaluation(self) -> HeldOutEvaluation | None:
-        return self.inner.evaluation()
-
-    def held_out(self, datasets: Sequence[DatasetConfig]) -> Samples | None:
-        return self.inner.held_out(datasets)
-
-    def sample_keys(self) -> NDArray[np.uint64] | None:
-        return self.inner.sample_keys()
-
-    @property
-    def generates_with_copies(self) -> bool:
-        """See `spurline_rl.held_out.MakesAttempts`."""
-        return bool(getattr(self.inner, "generates_with_copies", False))
-
-    def make_attempts(self, prompts: Sequence[Any], held_out: Any) -> Sequence[Any]:
-        """See `spurline_rl.held_out.MakesAttempts`. Asked only where the inner config says that it makes any."""
-        inner: Any = self.inner
-        return inner.make_attempts(prompts, held_out)
-
-    def longest_held_out(self, prompts: Any) -> Longest | None:
-        """See `spurline_rl.held_out.MakesAttempts`."""
-        inner: Any = self.inner
-        return inner.longest_held_out(prompts)
-
-    def given_up(self) -> Sequence[str]:
-        return self.inner.given_up()
-
-    def close(self) -> None:
-        self.inner.close()
+    def __getattr__(self, name: str) -> Any:
+        """Return what the inner source has besides, such as attempts at prompts for evaluations."""
+        if name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
 
     def state_dict(self) -> dict[str, object]:
         return self.inner.state_dict() if isinstance(self.inner, Stateful) else {}
@@ -374,19 +334,19 @@ class Samples(Protocol):
     """
 
     def sizes(self) -> tuple[int, ...]:
-        """Number of samples from each dataset."""
+        """Return the number of samples from each dataset."""
         ...
 
     def batch(self, numbers: NDArray[np.int64], *, training: bool) -> TrainingBatch:
-        """These samples as one batch; repeats are allowed."""
+        """Return these samples as one batch; repeats are allowed."""
         ...
 
     def fingerprint(self) -> str:
-        """Changes when any token, mask or border of a sample does."""
+        """Return text that changes when any token, mask or border of a sample does."""
         ...
 
     def summary(self) -> dict[str, Any]:
-        """JSON-able facts; see `spurline.data.token_store`."""
+        """Return JSON-able facts; see `spurline.data.token_store`."""
         ...
 
     def keys(self) -> NDArray[np.uint64]:

@@ -10,14 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from spurline.cli_options import (
-    OWNS_PROCESS,
-    ConfigArgument,
-    SetOption,
-    importing_libraries,
-    load,
-)
+from spurline.cli_options import ConfigArgument, SetOption, load
 from spurline.errors import ConfigError
+from spurline.importing import importing
 from spurline.terminal import printable
 
 if TYPE_CHECKING:
@@ -40,8 +35,7 @@ def train(
     start = StartLines.of(loaded)
     start.show(banner(loaded))
     start("loading PyTorch and transformers")
-    with importing_libraries():
-        from spurline.run.endings.stop_request import let_the_process_end
+    with importing():
         from spurline.run.run import Run
 
         for kind in ("source", "loss", "backend"):
@@ -51,16 +45,14 @@ def train(
         result = Run(loaded, resume, allow_change or (), start).train()
     except ConfigError as error:
         raise error.in_file(loaded.origin) from error
-    if OWNS_PROCESS.get():
-        let_the_process_end()
     print_result(result)
-    # One that came when all was trained has stopped nothing.
+    # A signal that came when all was trained has stopped nothing.
     if result.signal is not None and result.status == "stopped":
         raise typer.Exit(128 + result.signal)
 
 
 def _other_than_best(result: RunResult) -> str:
-    """What to say beside exported weights that are not those of the best evaluation."""
+    """Name the best checkpoint beside exported weights that are not its own."""
     if result.best is None or result.best["step"] == result.step or result.checkpoint is None:
         return ""
     run_dir = shlex.quote(str(result.checkpoint.parent.parent))
@@ -68,6 +60,7 @@ def _other_than_best(result: RunResult) -> str:
 
 
 def print_result(result: RunResult) -> None:
+    """Print how a run ended, its scores, and what it wrote."""
     if result.status == "finished" and not result.metrics:
         early = f" early: {result.stop_reason}" if result.stop_reason else ""
         fix = "Change or remove stop_when" if early else "Raise steps or epochs"

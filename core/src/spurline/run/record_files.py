@@ -1,4 +1,4 @@
-"""Names of the files that a run leaves for people, and how they are read.
+"""The files that a run leaves for people: their names, how they are read, and whether a folder has any.
 
 Trackers and checkpoints have files of their own.
 """
@@ -9,19 +9,37 @@ import json
 from pathlib import Path
 from typing import Any
 
-from spurline.errors import RunDirectoryError
+from spurline.config.document import describes_a_model
+from spurline.errors import RunDirectoryError, listing
 from spurline.files import regular_file
+from spurline.trackers.jsonl import METRICS_FILE
 
 CONFIG_FILE = "config.json"
 """The resolved config, inside the run directory."""
-
-
 SUMMARY_FILE = "summary.json"
 """Data counts, versions and status, inside the run directory."""
 
 
+def check_run_directory(run_dir: Path) -> None:
+    """Raise RunDirectoryError for a folder that is missing or has no file of a run, naming the runs within it."""
+    if not run_dir.is_dir():
+        raise RunDirectoryError(f"{run_dir}: no such folder. Give the run_dir of a run, such as runs/default.")
+    if not _holds_a_run(run_dir):
+        entries = sorted(run_dir.iterdir())
+        runs = [str(entry) for entry in entries if entry.is_dir() and _holds_a_run(entry)]
+        found = f"Runs in it: {listing(runs)}" if runs else f"It has: {listing(entry.name for entry in entries[:20])}"
+        raise RunDirectoryError(
+            f"{run_dir}: not a run directory: no {METRICS_FILE}, {SUMMARY_FILE} or {CONFIG_FILE} of a run. {found}."
+        )
+
+
+def _holds_a_run(folder: Path) -> bool:
+    files = [folder / name for name in (METRICS_FILE, CONFIG_FILE, SUMMARY_FILE)]
+    return any(file.exists() and not describes_a_model(file) for file in files)
+
+
 def read_mapping(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; a missing one is empty. Raises RunDirectoryError for anything else."""
+    """Read the JSON object in a file; a missing one is empty. Raises RunDirectoryError for anything else."""
     try:
         with open(path, "rb", opener=regular_file) as file:
             content = json.loads(file.read())

@@ -8,7 +8,6 @@ how far the chosen answer is ahead.
 from __future__ import annotations
 
 import atexit
-import os
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -22,7 +21,6 @@ from rich.table import Column
 from spurline.protocols.tracker import RunInfo
 from spurline.terminal import printable, write_nowhere
 from spurline.trackers.configs import ConsoleTrackerConfig
-from spurline.trackers.jsonl import METRICS_FILE
 from spurline.trackers.readout import Smoothed, clock, quantity, scores_of, seconds_of_generation, training_seconds
 
 _SEPARATOR = "  "
@@ -166,32 +164,23 @@ class _WhileItCanBeWritten:
         self._file = file
 
     def write(self, text: str) -> int:
-        try:
-            return self._file.write(text)
-        except OSError as error:
-            self._leave(error)
-            return len(text)
+        self._try("write", text)
+        return len(text)
 
     def flush(self) -> None:
-        try:
-            self._file.flush()
-        except OSError as error:
-            self._leave(error)
+        self._try("flush")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
 
-    def _leave(self, error: OSError) -> None:
-        """Write to nowhere from here on; what is still buffered goes there too."""
+    def _try(self, method: str, *arguments: str) -> None:
         try:
-            write_nowhere(self._file.fileno())
+            getattr(self._file, method)(*arguments)
         except OSError:
-            # Such as the output of a notebook, which is no file of the system.
+            # What is still buffered must not fail once more when the process ends.
+            with suppress(OSError):
+                write_nowhere(self._file.fileno())
             self._file = NULL_FILE
-        # Often the same terminal.
-        with suppress(OSError):
-            words = f"Progress is not shown any more: {error.strerror}. Training goes on, and so does {METRICS_FILE}.\n"
-            os.write(2, words.encode())
 
 
 def _progress_fields(metrics: Mapping[str, float]) -> list[tuple[str, str]]:

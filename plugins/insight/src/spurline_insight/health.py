@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spurline.protocols.source import where_decorated
 from spurline_insight.rollout_health import health_words
 
 LEVEL_STEPS = 5
@@ -61,7 +60,6 @@ class HealthWatch:
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         self._threshold = clip_threshold(config or {})
-        self._source: Mapping[str, Any] = (config or {}).get("source", {})
         self._losses: deque[float] = deque(maxlen=_HISTORY)
         self._norms: deque[float] = deque(maxlen=_LONG_HISTORY)
         self._rates: deque[float] = deque(maxlen=IDLE_STEPS)
@@ -72,7 +70,7 @@ class HealthWatch:
 
     def judge(self, step: int, metrics: Mapping[str, float]) -> dict[str, str]:
         """A sentence or two for each thing that is off at this step, by a short name of its kind."""
-        found = {kind: where_decorated(self._source, words) for kind, words in health_words(metrics).items()}
+        found = health_words(metrics)
         if "lr" in metrics:
             found |= dict(self._judge_rate(metrics["lr"]))
         if "grad_norm" in metrics:

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from spurline.cli_options import RunDirArgument, importing_libraries, load_run
+from spurline.cli_options import RunDirArgument, load_run
+from spurline.importing import importing
 
 
 def export(
@@ -20,7 +21,7 @@ def export(
 ) -> None:
     """Write a Hugging Face model folder from a run's checkpoint."""
     loaded = load_run(run_dir)
-    with importing_libraries():
+    with importing():
         from spurline_models.export import export_run
 
     typer.echo(export_run(loaded, out, checkpoint, adapter=adapter))

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from spurline.cli_options import ConfigArgument, SetOption, importing_libraries, load
+from spurline.cli_options import ConfigArgument, SetOption, load
+from spurline.importing import importing
 from spurline.terminal import printable
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def plan(
 
     start = StartLines.of(loaded)
     start("loading PyTorch and transformers")
-    with importing_libraries():
+    with importing():
         from spurline_planning.plan import make_plan
 
     made = make_plan(loaded, progress=start, device_bytes=None if gpu_gib is None else int(gpu_gib * 2**30))
@@ -58,7 +59,7 @@ def diagnose_run(
     from spurline.trackers.start_lines import StartLines
 
     StartLines.of(loaded)("loading PyTorch and transformers")
-    with importing_libraries():
+    with importing():
         from spurline_planning.doctor import find
 
     findings: list[Finding] = []

@@ -1,10 +1,9 @@
 """Write rows, models and tokenizers of a Python program below the run directory, once for each content.
 
 In: an object in the place of a path. Out: the path. What is there already is not written again, so that a run that is
-resumed with equal objects finds what it began with. A config is judged first, with a Trial in the Keeper's place that
-writes nothing. Everything is written beside its place, to disk, and renamed, so that no lock is needed: programs with
-one run_dir keep apart what differs, and share what is equal. Imports neither torch nor datasets: objects save
-themselves.
+resumed with equal objects finds what it began with. Everything is written beside its place, to disk, and renamed, so
+that no lock is needed: programs with one run_dir keep apart what differs, and share what is equal. Imports neither
+torch nor datasets: objects save themselves.
 """
 
 from __future__ import annotations
@@ -26,57 +25,17 @@ from spurline.files import sync_file
 _CHUNK_BYTES = 1 << 22
 
 
-class Trial:
-    """Refuses the objects that cannot be kept, as far as that shows without writing. run_dir: absolute.
-
-    has_met: whether there were any.
-    """
+class Keeper:
+    """Keeps the objects of one config. run_dir: absolute; its folder is made when there is something to keep."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / KEPT
-        # With the rows themselves: the `id` of one that is gone may be another's.
-        self._met: dict[int, tuple[Any, str]] = {}
-        self.has_met = False
-
-    def keeper(self) -> Keeper:
-        """Keeps the objects that were met here, which must be as they were."""
-        return Keeper(self._folder.parent, self._met)
-
-    def rows(self, value: Any) -> str:
-        """The path that a Keeper gives them. Raises CannotKeepError."""
-        self.has_met = True
-        digest = xxhash.xxh3_128()
-        for line in _lines_of(value):
-            digest.update(line)
-        name = _rows_name(digest.hexdigest())
-        self._met[id(value)] = value, name
-        return str(self._folder / name)
-
-    def saved(self, value: Any, what: str) -> str:
-        """Stands for the path, which only saving can tell. Raises CannotKeepError."""
-        self.has_met = True
-        _check_saves_itself(value, what)
-        return str(self._folder / f"{what}-unsaved")
-
-
-class Keeper:
-    """Keeps the objects of one config. run_dir: absolute; its folder is made when there is something to keep.
-
-    met: rows with the names of their files, by their `id`: those of files that are there are not read again.
-    """
-
-    def __init__(self, run_dir: Path, met: Mapping[int, tuple[Any, str]] | None = None) -> None:
-        self._folder = run_dir / KEPT
-        self._met = met or {}
 
     def rows(self, value: Any) -> str:
         """The path of a JSON-lines file with these rows: a list of mappings, or a `datasets.Dataset`.
 
         Raises CannotKeepError for what is neither, and for a value that JSON cannot hold.
         """
-        _, name = self._met.get(id(value), (None, None))
-        if name is not None and (self._folder / name).exists():
-            return str(self._folder / name)
         digest = xxhash.xxh3_128()
         temporary = self._temporary("rows.jsonl")
         try:
@@ -86,7 +45,7 @@ class Keeper:
                     file.write(line)
                 file.flush()
                 os.fsync(file.fileno())
-            return str(self._placed(temporary, self._folder / _rows_name(digest.hexdigest())))
+            return str(self._placed(temporary, self._folder / f"rows-{digest.hexdigest()[:16]}.jsonl"))
         except OSError as error:
             raise CannotKeepError(f"cannot be written into {self._folder}: {error}. Choose another run_dir") from error
         finally:
@@ -139,10 +98,6 @@ def _check_saves_itself(value: Any, what: str) -> None:
             "has adapters of PEFT, which are no model of their own. Give `model.merge_and_unload()`, or the base "
             "model with backend.lora"
         )
-
-
-def _rows_name(digest: str) -> str:
-    return f"rows-{digest[:16]}.jsonl"
 
 
 def _lines_of(value: Any) -> Iterator[bytes]:

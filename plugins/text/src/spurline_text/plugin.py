@@ -10,7 +10,7 @@ PLUGIN = Plugin("text", api=API_VERSION)
 
 @hookimpl
 def register_components(registry: ComponentRegistrar) -> None:
-    registry.add_keeper("spurline_text.in_memory:Trial")
+    registry.add_keeper("spurline_text.in_memory:Keeper")
     add = registry.add
     add(configs.HfDatasetConfig, "spurline_text.datasets.hf_dataset:HfDataset", default=True)
     add(configs.HfStreamConfig, "spurline_text.datasets.row_streams:HfStream")

@@ -86,15 +86,6 @@ class _CutShort(KeyboardInterrupt):
     """The first signal, inside `cut_short`."""
 
 
-def let_the_process_end() -> None:
-    """Let the first SIGINT and the first SIGTERM from here on be without effect, and a further one end the process.
-
-    For a program that owns its process, when all is done but what Python does when it ends.
-    """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, _: signal.signal(number, signal.SIG_DFL))
-
-
 def _is_ignored(number: signal.Signals) -> bool:
     return signal.getsignal(number) == signal.SIG_IGN
 

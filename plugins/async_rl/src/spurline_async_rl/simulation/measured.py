@@ -12,8 +12,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from spurline.errors import RunDirectoryError, UserError, listing
-from spurline.run.record_files import CONFIG_FILE, read_mapping
+from spurline.errors import UserError
+from spurline.run.record_files import CONFIG_FILE, check_run_directory, read_mapping
 from spurline.trackers.jsonl import METRICS_FILE, read_metrics
 from spurline_async_rl.simulation.workload import Attempts, Speed, Times, Workload, fitted_sigma, saturating
 from spurline_async_rl.timeline.records import TIMELINE_FILE, GroupSpan, read_timeline
@@ -27,7 +27,7 @@ _SPREAD = 1.5
 def measured_workload(run_dir: Path) -> Workload:
     """Raises UserError when the run left too little to go by, and RunDirectoryError when that is no run directory, or
     holds an unreadable file."""
-    _check_run_directory(run_dir)
+    check_run_directory(run_dir)
     # Lines that no run has written do no harm here, and are told of.
     metrics = read_metrics(run_dir / METRICS_FILE, skip_foreign=True)
     source: dict[str, Any] = read_mapping(run_dir / CONFIG_FILE).get("source") or {}
@@ -88,23 +88,6 @@ def measured_workload(run_dir: Path) -> Workload:
         attempts,
         basis,
     )
-
-
-def _check_run_directory(run_dir: Path) -> None:
-    """Raise RunDirectoryError for a folder that is missing or has no file of a run, naming the runs within it."""
-    if not run_dir.is_dir():
-        raise RunDirectoryError(f"{run_dir}: no such folder. Give the run_dir of a run, such as runs/default.")
-    if not _holds_a_run(run_dir):
-        entries = sorted(run_dir.iterdir())
-        runs = [str(entry) for entry in entries if entry.is_dir() and _holds_a_run(entry)]
-        found = f"Runs in it: {listing(runs)}" if runs else f"It has: {listing(entry.name for entry in entries[:20])}"
-        raise RunDirectoryError(
-            f"{run_dir}: not a run directory: no {METRICS_FILE} or {TIMELINE_FILE} of a run. {found}."
-        )
-
-
-def _holds_a_run(folder: Path) -> bool:
-    return any((folder / name).exists() for name in (METRICS_FILE, TIMELINE_FILE))
 
 
 def _series(metrics: Sequence[Mapping[str, float]], name: str) -> dict[int, float]:

@@ -12,9 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from spurline.config.document import describes_a_model
-from spurline.errors import RunDirectoryError, listing
-from spurline.run.record_files import CONFIG_FILE, SUMMARY_FILE, read_mapping
+from spurline.run.record_files import CONFIG_FILE, SUMMARY_FILE, check_run_directory, read_mapping
 from spurline.trackers.jsonl import METRICS_FILE, read_metrics
 from spurline_insight.report_panel import RunRecord
 
@@ -33,24 +31,6 @@ def read_record(run_dir: Path) -> RunRecord:
         config=read_mapping(run_dir / CONFIG_FILE),
         summary=read_mapping(run_dir / SUMMARY_FILE),
     )
-
-
-def check_run_directory(run_dir: Path) -> None:
-    """Raise RunDirectoryError for a folder that is missing or has no file of a run, naming the runs within it."""
-    if not run_dir.is_dir():
-        raise RunDirectoryError(f"{run_dir}: no such folder. Give the run_dir of a run, such as runs/default.")
-    if not _holds_a_run(run_dir):
-        entries = sorted(run_dir.iterdir())
-        runs = [str(entry) for entry in entries if entry.is_dir() and _holds_a_run(entry)]
-        found = f"Runs in it: {listing(runs)}" if runs else f"It has: {listing(entry.name for entry in entries[:20])}"
-        raise RunDirectoryError(
-            f"{run_dir}: not a run directory: no {METRICS_FILE}, {SUMMARY_FILE} or {CONFIG_FILE} of a run. {found}."
-        )
-
-
-def _holds_a_run(folder: Path) -> bool:
-    files = [folder / name for name in (METRICS_FILE, CONFIG_FILE, SUMMARY_FILE)]
-    return any(file.exists() and not describes_a_model(file) for file in files)
 
 
 def distinct_names(run_dirs: Sequence[Path]) -> list[str]:

@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from spurline.cli_options import importing_libraries, load_run
+from spurline.cli_options import load_run
 from spurline.errors import UserError
+from spurline.importing import importing
 from spurline.terminal import is_person_asking, printable
 from spurline_models.column_option import ColumnOption, columns_of
 
@@ -46,7 +47,7 @@ def generate(
     columns = columns_of(column)
     start = StartLines(quiet=as_json)
     start("loading PyTorch and transformers")
-    with importing_libraries():
+    with importing():
         from spurline_models.answering import command
         from spurline_models.answering.rows import prompt_rows
 

@@ -7,8 +7,8 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from spurline.cli_options import importing_libraries
 from spurline.errors import UserError, suggestion
+from spurline.importing import importing
 from spurline.terminal import is_person_asking
 from spurline_models.column_option import ColumnOption, columns_of
 from spurline_planning.commands import plan
@@ -53,7 +53,7 @@ def init(
 
     start = StartLines(quiet=False)
     start("loading PyTorch and transformers")
-    with importing_libraries():
+    with importing():
         from spurline_planning.first_config.command import Wishes, write_first_config
 
     wishes = Wishes(model, data, cast(Any, task), held_out, reward, lora, epochs, steps, columns)

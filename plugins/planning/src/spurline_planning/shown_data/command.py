@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
-from spurline.cli_options import ConfigArgument, SetOption, importing_libraries, load
+from spurline.cli_options import ConfigArgument, SetOption, load
 from spurline.errors import ConfigError
+from spurline.importing import importing
 
 
 def data(
@@ -27,7 +28,7 @@ def data(
 
     start = StartLines.of(loaded)
     start("loading PyTorch and transformers")
-    with importing_libraries():
+    with importing():
         from spurline_planning.shown_data.page import write_page
         from spurline_planning.shown_data.sequences import ROW_LIMIT, show_data
         from spurline_planning.shown_data.terminal import print_data
