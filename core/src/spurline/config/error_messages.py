@@ -199,12 +199,13 @@ class _Explainer:
         # `config.assembly` puts both into the message.
         kind, shorthand = details["msg"].split(" ")
         value: object = details["input"]
-        given = cast("Mapping[Any, Any]", value) if isinstance(value, Mapping) else {}
-        name, names = given.get("name"), self._registry.names(kind)
+        given: Mapping[str, Any] = cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}
+        name: Any = given.get("name")
+        names = self._registry.names(kind)
         if not names and (not isinstance(name, str) or plugin_with(kind, name) is None):
             return f"is given, but {self._no_plugin_has(kind)}"
         if not isinstance(name, str):
-            punctuation = next((_mispunctuated(str(key)) for key in given if ":" in str(key)), "")
+            punctuation = next((_mispunctuated(key) for key in map(str, given) if ":" in key), "")
             short = f"its {shorthand}, or a mapping with `name:`"
             return punctuation or f"must be {_with_article(kind)}: {short}. Available: {listing(names)}."
         others = [other for other in names if other != name]
