@@ -8,6 +8,8 @@ TORCH_INDEX ?=
 TORCH_FROM := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 # Versions for development.
 TESTED := -c constraints.txt -c tests/constraints.txt
+# The tests of a file share models, engines and ranks, so they stay together. PYTEST_ARGS="-n 0 PATH" runs without workers.
+IN_PARALLEL := -n logical --maxprocesses 8 --dist loadfile
 
 .PHONY: help quickstart test test-fast alone check soak docs benchmarks clean
 help:
@@ -76,10 +78,10 @@ quickstart: $(VENV)/.packages models/tiny-qwen3
 	@echo "  examples/README.md                                 configs for models from the hub"
 
 test: $(VENV)/.vllm
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(IN_PARALLEL) $(PYTEST_ARGS)
 
 test-fast: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "not slow and not processes" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(IN_PARALLEL) -m "not slow and not processes" $(PYTEST_ARGS)
 
 alone: | $(VENV)/bin/python
 	TORCH_INDEX=$(TORCH_INDEX) .ci/alone
