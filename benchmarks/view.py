@@ -2,8 +2,8 @@
 
     python benchmarks/view.py [--json] [--attempts 10000] [--repeats 5]
 
-Writes a file of kept rollouts, and asks the page's application in this process, as a browser does: for the first list,
-again until all steps are read, then by reward, by prompt, and by a text that no response has, which reads all of them.
+Writes a folder of kept rollouts, and asks the page's application in this process, as a browser does: for the first
+list, again until all steps are read, then by reward, by prompt, and by a text that no response has, which reads all.
 Gates: all are there in 2 s, and every filter answers in 200 ms, by wall clock or by process time.
 """
 
@@ -22,14 +22,13 @@ from timing import Gate, Timing, gates_as_json, print_gates, print_timings, roun
 
 from spurline_insight.view.app import make_app
 from spurline_insight.view.runs import open_runs
-from spurline_rl.kept_rollouts import ROLLOUTS_FILE
-from spurline_rl.kept_rollouts.blocks import PieceTable, TokenScores, encode, split_groups
-from spurline_rl.kept_rollouts.members import pack
+from spurline_rl.kept_rollouts import ROLLOUTS_FOLDER
+from spurline_rl.kept_rollouts.files import packed
+from spurline_rl.kept_rollouts.table import SCHEMA, ScoredGroup, TokenTexts, attempts_table
 from spurline_rl.trajectory import Group, Trajectory, Turn
 
 PROMPT, RESPONSE, SAMPLES, PROMPTS_PER_STEP = 200, 500, 8, 32
 VOCABULARY = 50_000
-TOKENS_OF_A_LINE = 1 << 16
 OPEN_S, FILTER_S = 2.0, 0.2
 FILTERS = {
     "filter: reward range": {"min_reward": "0.5", "max_reward": "1"},
@@ -43,8 +42,8 @@ FILTERS = {
 class Words:
     """What tokens stand for: words of 4 to 10 bytes."""
 
-    def of(self, token_id: int) -> bytes:
-        return b" word%d" % token_id
+    def of_all(self, token_ids: list[int]) -> list[bytes]:
+        return [b" word%d" % token_id for token_id in token_ids]
 
     def is_special(self, token_id: int) -> bool:
         return token_id == 0
@@ -54,19 +53,18 @@ def write_rollouts(folder: Path, attempts: int) -> None:
     """A run directory with so many attempts, with frequent tokens and rare ones as in text."""
     rng = np.random.default_rng(0)
     tokens = np.minimum(rng.zipf(1.3, 1 << 20), VOCABULARY).astype(np.int32)
-    pieces = PieceTable(Words())
     (folder / "config.json").write_text("{}")
-    with (folder / ROLLOUTS_FILE).open("wb") as file:
-        for step, first in enumerate(range(0, attempts // SAMPLES, PROMPTS_PER_STEP), start=1):
-            draws = range(first, min(first + PROMPTS_PER_STEP, attempts // SAMPLES))
-            groups = [make_group(rng, tokens, draw, step) for draw in draws]
-            lines: list[bytes] = []
-            for part in split_groups(groups, TOKENS_OF_A_LINE):
-                count = sum(len(group.trajectories) for group in groups[part]) * RESPONSE
-                gaps = rng.normal(0, 0.02, count).astype(np.float32) - 0.5
-                scores = TokenScores(gaps, np.repeat(rng.normal(0, 1, count // RESPONSE), RESPONSE).astype(np.float32))
-                lines.append(encode(step, "trained", groups[part], scores, pieces, prompts_per_epoch=1000))
-            file.write(pack(step, lines))
+    (folder / ROLLOUTS_FOLDER).mkdir()
+    for step, first in enumerate(range(0, attempts // SAMPLES, PROMPTS_PER_STEP), start=1):
+        draws = range(first, min(first + PROMPTS_PER_STEP, attempts // SAMPLES))
+        scored: list[ScoredGroup] = []
+        for draw in draws:
+            old = rng.normal(0, 0.02, SAMPLES * RESPONSE).astype(np.float32) - 0.5
+            advantages = np.repeat(rng.normal(0, 1, SAMPLES), RESPONSE).astype(np.float32)
+            scored.append(ScoredGroup(make_group(rng, tokens, draw, step), old, advantages))
+        texts = TokenTexts(Words(), [each.group for each in scored])
+        content = packed([attempts_table(step, "trained", scored, texts, 1000, 1)], SCHEMA, texts.as_metadata())
+        (folder / ROLLOUTS_FOLDER / f"step-{step:06d}.parquet").write_bytes(content)
 
 
 def make_group(rng: np.random.Generator, tokens: np.ndarray, draw: int, step: int) -> Group:
@@ -109,7 +107,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_rollouts(folder, arguments.attempts)
-        size_mb = (folder / ROLLOUTS_FILE).stat().st_size / 1e6
+        size_mb = sum(path.stat().st_size for path in (folder / ROLLOUTS_FOLDER).iterdir()) / 1e6
         firsts: list[float] = []
         client = TestClient(make_app(open_runs([folder])))
         while (state := client.get("/api/rollouts", params={"run": 0}).json())["indexed_steps"] < state["steps"]:

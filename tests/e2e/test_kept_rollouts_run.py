@@ -13,8 +13,8 @@ from run_helpers import read_metrics
 
 from spurline import Run, load_config
 from spurline.plugins.hookspecs import hookimpl
-from spurline_rl.kept_rollouts import ROLLOUTS_FILE, KeptRollouts
-from spurline_rl.kept_rollouts.members import MemberFile
+from spurline_rl.kept_rollouts import ROLLOUTS_FOLDER, KeptRollouts
+from spurline_rl.kept_rollouts.files import RolloutFolder
 
 ASYNC = {"name": "async_rollouts", "max_staleness": 0, "weight_sync": "in_process"}
 
@@ -54,15 +54,15 @@ def test_synchronous_and_asynchronous_runs_keep_the_same(rl_config: dict[str, An
 def test_a_resume_trains_and_keeps_each_step_once(rl_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     rl_config |= {"steps": 4, "checkpoint": {"every_steps": 2}, "report": {"enabled": False}}
     through = train(rl_config, "through")
-    append, seen = MemberFile.append, []
+    add, seen = RolloutFolder.add, []
 
-    def dies(self: MemberFile, step: int, packed: bytes) -> None:
-        append(self, step, packed)
+    def dies(self: RolloutFolder, step: int, content: Any) -> None:
+        add(self, step, content)
         seen.append(step)
         if len(seen) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(MemberFile, "append", dies)
+    monkeypatch.setattr(RolloutFolder, "add", dies)
     with pytest.raises(KeyboardInterrupt):
         train(rl_config, "again")
     run_dir = Path(f"{rl_config['run_dir']}-again")
@@ -76,13 +76,13 @@ def test_a_resume_trains_and_keeps_each_step_once(rl_config: dict[str, Any], mon
 def test_a_checkpoint_waits_for_the_rollouts_it_covers(
     rl_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    append = MemberFile.append
+    add = RolloutFolder.add
 
-    def slow(self: MemberFile, step: int, packed: bytes) -> None:
+    def slow(self: RolloutFolder, step: int, content: Any) -> None:
         time.sleep(0.5)
-        append(self, step, packed)
+        add(self, step, content)
 
-    monkeypatch.setattr(MemberFile, "append", slow)
+    monkeypatch.setattr(RolloutFolder, "add", slow)
     loaded = load_config(rl_config | {"steps": 1, "report": {"enabled": False}})
     found: list[int] = []
 
@@ -98,7 +98,7 @@ def test_a_checkpoint_waits_for_the_rollouts_it_covers(
 
 def test_nothing_is_kept_where_that_is_asked_for(rl_config: dict[str, Any]) -> None:
     run_dir = train(rl_config | {"steps": 1}, "off", keep_rollouts=0)
-    assert not (run_dir / ROLLOUTS_FILE).exists()
+    assert not (run_dir / ROLLOUTS_FOLDER).exists()
 
 
 def test_filtered_groups_and_prompts_given_up_are_there(rl_config: dict[str, Any]) -> None:

@@ -19,7 +19,8 @@ from spurline.run.checkpoints.state_files import read_state
 from spurline.run.directory import RunDirectory, RunRecordFiles
 from spurline_insight.report.record import read_record
 from spurline_models.export import _write_beside  # pyright: ignore[reportPrivateUsage]
-from spurline_rl.kept_rollouts import members
+from spurline_rl.kept_rollouts import ROLLOUTS_FOLDER, KeptRollouts
+from spurline_rl.kept_rollouts.files import RolloutFolder
 from spurline_text.datasets import arrow_rows
 
 FACTS = {"config": {"seed": 0}, "versions": {"spurline": "0"}}
@@ -205,14 +206,6 @@ def test_tables_are_kept_in_a_private_folder_where_the_home_cannot_be_written(
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-def _cut_rollouts_back(path: Path) -> None:
-    members.cut_back(path / members.ROLLOUTS_FILE, 0)
-
-
-def _add_rollouts(path: Path) -> None:
-    members.MemberFile(path / members.ROLLOUTS_FILE, 1000).append(1, members.pack(1, [b"{}\n"]))
-
-
 def _add_samples(path: Path) -> None:
     RunRecordFiles(RunDirectory(path), {}).add_samples(1, [{"answer": "4"}])
 
@@ -224,8 +217,6 @@ def _log_a_child(path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "write"),
     [
-        (members.ROLLOUTS_FILE, _cut_rollouts_back),
-        (members.ROLLOUTS_FILE, _add_rollouts),
         ("eval_samples.jsonl", _add_samples),
         ("engine.log", _log_a_child),
     ],
@@ -246,7 +237,16 @@ def test_a_pipe_in_place_of_a_file_of_a_run_is_not_waited_for(name: str, tmp_pat
         read_record(tmp_path)
 
 
+def test_a_folder_of_rollouts_that_is_a_link_is_not_written_to(tmp_path: Path, precious: Path) -> None:
+    (precious / "step-000001.parquet").write_text("years of work")
+    (tmp_path / ROLLOUTS_FOLDER).symlink_to(precious)
+    with pytest.raises(RunFailedError, match="is a link, which is not followed"):
+        RolloutFolder(tmp_path, 1000).start(0)
+    assert (precious / "step-000001.parquet").read_text() == "years of work"
+
+
 def test_a_pipe_in_place_of_kept_rollouts_is_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / members.ROLLOUTS_FILE)
+    (tmp_path / ROLLOUTS_FOLDER).mkdir()
+    os.mkfifo(tmp_path / ROLLOUTS_FOLDER / "step-000001.parquet")
     with pytest.raises(RunDirectoryError, match="it is no regular file"):
-        members.members_of(tmp_path / members.ROLLOUTS_FILE)
+        list(KeptRollouts(tmp_path).attempts())

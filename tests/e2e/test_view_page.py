@@ -14,10 +14,9 @@ from pathlib import Path
 
 import pytest
 from headless_browser import CHROMIUM, Browser
-from viewed_runs import add_step, member, write_run
+from viewed_runs import add_step, write_rollouts, write_run
 
 from spurline.run.directory import RunDirectory
-from spurline_rl.kept_rollouts import ROLLOUTS_FILE
 
 pytest.importorskip("uvicorn", reason="needs the extra spurline-insight[view]")
 
@@ -166,8 +165,7 @@ def test_a_reader_filters_opens_an_attempt_finds_an_old_token_and_compares(tmp_p
         add_step(runs[0], 1000)
         page.wait("document.querySelectorAll('#list tbody tr').length === 2")
         assert page.run("document.querySelector('#given-up').hidden")
-        with (runs[0] / ROLLOUTS_FILE).open("ab") as file:
-            file.write(member(5, {"Sort 2 1": [("1 2", 1.0, 0)]}, {"rows:7@5": "<b>the judge is gone</b>"}))
+        write_rollouts(runs[0], 5, {"Sort 2 1": [("1 2", 1.0, 0)]}, {"rows:7@5": "<b>the judge is gone</b>"})
         page.run("location.hash = 'rollouts?run=0&min_step=5'")
         page.wait("document.querySelector('#given-up tbody').textContent.includes('<b>the judge is gone</b>')")
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from spurline_rl.kept_rollouts import ROLLOUTS_FILE
-from spurline_rl.kept_rollouts.blocks import PieceTable, TokenScores, encode, encode_lost
-from spurline_rl.kept_rollouts.members import pack
+from spurline_rl.group_runner import GivenUpPrompt
+from spurline_rl.kept_rollouts import ROLLOUTS_FOLDER
+from spurline_rl.kept_rollouts.files import packed
+from spurline_rl.kept_rollouts.table import SCHEMA, ScoredGroup, TokenTexts, attempts_table, given_up_table
 from spurline_rl.trajectory import Group, Trajectory, Turn
 
 END = 256
@@ -22,8 +23,8 @@ MAX_STALENESS = 1
 class BytePieces:
     """Tokens are bytes."""
 
-    def of(self, token_id: int) -> bytes:
-        return b"<end>" if token_id == END else bytes([token_id])
+    def of_all(self, token_ids: list[int]) -> list[bytes]:
+        return [b"<end>" if token_id == END else bytes([token_id]) for token_id in token_ids]
 
     def is_special(self, token_id: int) -> bool:
         return token_id == END
@@ -56,31 +57,39 @@ def make_attempt(
     return Trajectory(uid, sample, (turn,), {"right": reward}, {"note": f"<b>{sample}</b>"})
 
 
-def member(
+def write_rollouts(
+    run_dir: Path,
     step: int,
     responses: Mapping[str, Sequence[tuple[str, float, int]]],
     lost: Mapping[str, str] | None = None,
-) -> bytes:
-    """The member of a step. responses: prompt -> text, reward and number of old tokens of each attempt at it.
+) -> Path:
+    """Write the rollouts of a step and return their file.
 
-    lost: uid -> reason of prompts that were given up.
+    Args:
+        run_dir: The folder of the run.
+        step: The step.
+        responses: The attempts at each prompt: text, reward and number of old tokens.
+        lost: The reason for each prompt that was given up, by uid.
     """
-    groups: list[Group] = []
+    groups: list[ScoredGroup] = []
     for number, (prompt, attempts) in enumerate(responses.items()):
         uid = f"rows:{number}@{step * 10 + number}"
         made = [
             make_attempt(uid, sample, prompt, *given[:1], step, *given[1:]) for sample, given in enumerate(attempts)
         ]
         tags = {"answer": str(number), "kind": prompt.split()[0]}
-        groups.append(Group(uid, step * 10 + number, tuple(made), {"level": float(number)}, tags))
-    tokens = sum(len(turn.response_ids) for group in groups for made in group.trajectories for turn in made.turns)
-    gaps = np.zeros(tokens, np.float32)
-    gaps[0] = 2.0
-    scores = TokenScores(np.full(tokens, -0.5, np.float32) + gaps, np.full(tokens, 0.3, np.float32))
-    lines = [encode(step, "trained", groups, scores, PieceTable(BytePieces()), prompts_per_epoch=100)]
-    if lost:
-        lines.append(encode_lost(step, [{"uid": uid, "draw": step, "reason": reason} for uid, reason in lost.items()]))
-    return pack(step, lines)
+        group = Group(uid, step * 10 + number, tuple(made), {"level": float(number)}, tags)
+        tokens = sum(len(turn.response_ids) for attempt in made for turn in attempt.turns)
+        old = np.full(tokens, -0.5, np.float32)
+        old[0] += 2.0 * (number == 0)
+        groups.append(ScoredGroup(group, old, np.full(tokens, 0.3, np.float32)))
+    texts = TokenTexts(BytePieces(), [each.group for each in groups])
+    given_up = [GivenUpPrompt(uid, step, reason) for uid, reason in (lost or {}).items()]
+    tables = [attempts_table(step, "trained", groups, texts, 100, 1), given_up_table(step, given_up)]
+    path = run_dir / ROLLOUTS_FOLDER / f"step-{step:06d}.parquet"
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(packed(tables, SCHEMA, texts.as_metadata()))
+    return path
 
 
 def write_run(folder: Path, steps: int = 3, *, loss: float = 1.0, summary: Mapping[str, Any] | None = None) -> Path:
@@ -102,13 +111,11 @@ def add_step(folder: Path, step: int, *, loss: float = 1.0) -> None:
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(line) + "\n")
     hostile = "<img src=x onerror=window.hacked=1>\x1b[31m\u202e</script>é"
-    with (folder / ROLLOUTS_FILE).open("ab") as file:
-        file.write(
-            member(
-                step,
-                {
-                    "Sort 3 1 2": [(f"1 2 3 at {step}", 1.0, 0), (f"3 2 1 at {step}", 0.0, 0)],
-                    "Write <b>HTML</b>": [(hostile, 0.25, 4), ("", -1.0, 0)],
-                },
-            )
-        )
+    write_rollouts(
+        folder,
+        step,
+        {
+            "Sort 3 1 2": [(f"1 2 3 at {step}", 1.0, 0), (f"3 2 1 at {step}", 0.0, 0)],
+            "Write <b>HTML</b>": [(hostile, 0.25, 4), ("", -1.0, 0)],
+        },
+    )

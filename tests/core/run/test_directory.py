@@ -49,8 +49,8 @@ def test_an_attempt_is_set_aside_as_a_whole_also_when_a_kill_comes_between(
 ) -> None:
     directory = RunDirectory(tmp_path)
     # Rollouts too, though this run tells of none: what the earlier one wrote is in its summary.
-    summary = {"records": ["rollouts.jsonl.gz", "../elsewhere", "never-written"]}
-    names = ["config.json", "eval_samples.jsonl", "metrics.jsonl", "rollouts.jsonl.gz", "timeline.jsonl"]
+    summary = {"records": ["rollouts", "../elsewhere", "never-written"]}
+    names = ["config.json", "eval_samples.jsonl", "metrics.jsonl", "rollouts", "timeline.jsonl"]
     for name in names:
         (tmp_path / name).write_text("{}\n")
     (tmp_path / "summary.json").write_text(json.dumps(summary))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import subprocess
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from viewed_runs import add_step, member, write_run
+from viewed_runs import add_step, write_rollouts, write_run
 
 pytest.importorskip("starlette", reason="needs the extra spurline-insight[view]")
 pytest.importorskip("httpx", reason="Starlette's test client needs httpx")
@@ -24,9 +25,8 @@ from spurline_insight.view.guard import Guard
 from spurline_insight.view.runs import open_runs
 from spurline_planning.shown_data import as_json
 from spurline_planning.shown_data import viewing as samples
-from spurline_rl.kept_rollouts import ROLLOUTS_FILE
-from spurline_rl.kept_rollouts.members import members_of
-from spurline_rl.viewing import attempts
+from spurline_rl.kept_rollouts import ROLLOUTS_FOLDER, files
+from spurline_rl.viewing import attempts, rollout_index
 
 TOKEN = "a-token-of-the-test"
 HOME = "http://127.0.0.1:8123"
@@ -269,7 +269,7 @@ def test_the_difference_of_two_attempts_puts_both_together_again(
 ) -> None:
     monkeypatch.setattr(attempts, "MOST_COMPARED", most)
     run = write_run(tmp_path / "run", steps=0)
-    (run / ROLLOUTS_FILE).write_bytes(member(1, {"p": [(left, 1.0, 0), (right, 0.0, 0)]}))
+    write_rollouts(run, 1, {"p": [(left, 1.0, 0), (right, 0.0, 0)]})
     parts = client_of(run).get("/api/diff?run=0&step=1&place=0&other_run=0&other_step=1&other_place=1").json()
     of_left = "".join(piece for part in parts if part["kind"] != "right" for piece in part["pieces"])
     of_right = "".join(piece for part in parts if part["kind"] != "left" for piece in part["pieces"])
@@ -292,9 +292,8 @@ def test_an_answer_is_json_whatever_a_run_tells(tmp_path: Path, monkeypatch: pyt
 def test_prompts_that_were_given_up_are_told_by_step_and_uid(run: Path) -> None:
     client = client_of(run)
     assert client.get("/api/rollouts?run=0").json()["given_up"] == {"matching": 0, "prompts": []}
-    with (run / ROLLOUTS_FILE).open("ab") as file:
-        file.write(member(4, {"Sort 2 1": [("1 2", 1.0, 0)]}, {"rows:7@4": "the judge is gone", "rows:8@4": "<b>"}))
-        file.write(member(5, {"Sort 2 1": [("1 2", 1.0, 0)]}, {"rows:7@5": "again"}))
+    write_rollouts(run, 4, {"Sort 2 1": [("1 2", 1.0, 0)]}, {"rows:7@4": "the judge is gone", "rows:8@4": "<b>"})
+    write_rollouts(run, 5, {"Sort 2 1": [("1 2", 1.0, 0)]}, {"rows:7@5": "again"})
 
     def told(query: str) -> list[tuple[int, str, str]]:
         given_up = client.get(f"/api/rollouts?run=0{query}").json()["given_up"]
@@ -316,44 +315,40 @@ def test_what_a_live_run_adds_is_found_and_old_steps_are_not_read_again(
     client = client_of(run)
     assert len(found(client)) == 12
     add_step(run, 4)
-    # Damage in a step that has been read already would be seen if it were read again.
-    first = members_of(run / ROLLOUTS_FILE)[0]
-    with (run / ROLLOUTS_FILE).open("r+b") as file:
-        file.seek(first.offset + 40)
-        file.write(b"\xff" * 20)
+    read: list[str] = []
+
+    def read_step(path: Path, columns: Any) -> Any:
+        read.append(path.name)
+        return files.read_step(path, columns)
+
+    monkeypatch.setattr(rollout_index, "read_step", read_step)
     assert found(client, min_step=4) == [(4, 0), (4, 1), (4, 2), (4, 3)]
     assert len(found(client)) == 16
+    assert read == ["step-000004.parquet"]
     assert client.get("/api/runs").json()[0]["step"] == 4
     assert client.get("/api/series?metric=loss").json()[0]["steps"] == [1, 2, 3, 4]
 
 
-def test_lines_and_members_that_are_half_written_wait_for_their_end(run: Path) -> None:
+def test_lines_that_are_half_written_wait_for_their_end(run: Path) -> None:
     client = client_of(run)
-    whole, line = member(4, {"Half a step": [("late", 0.5, 0)]}), b'{"step": 4, "loss": 0.125}\n'
-    with (run / ROLLOUTS_FILE).open("ab") as file, (run / "metrics.jsonl").open("ab") as metrics:
-        file.write(whole[:50])
+    line = b'{"step": 4, "loss": 0.125}\n'
+    with (run / "metrics.jsonl").open("ab") as metrics:
         metrics.write(line[:9])
-        file.flush()
         metrics.flush()
-        assert len(found(client)) == 12
         assert client.get("/api/runs").json()[0]["step"] == 3
-        file.write(whole[50:])
         metrics.write(line[9:])
-    assert found(client, text="late") == [(4, 0)]
     assert client.get("/api/series?metric=loss").json()[0]["values"][-1] == 0.125
 
 
 def test_steps_that_a_resumed_run_made_anew_take_the_place_of_the_old_ones(run: Path) -> None:
     client = client_of(run)
     assert found(client, text="at 3")
-    kept = members_of(run / ROLLOUTS_FILE)[1].end
-    content = (run / ROLLOUTS_FILE).read_bytes()[:kept]
-    (run / ROLLOUTS_FILE).write_bytes(content + member(3, {"Other prompt": [("made anew", 0.5, 0)]}))
+    write_rollouts(run, 3, {"Other prompt": [("made again", 0.5, 0)]})
     lines = (run / "metrics.jsonl").read_text().splitlines()
     (run / "new").write_text(lines[0] + "\n")
     (run / "new").replace(run / "metrics.jsonl")
     assert found(client, min_step=3) == [(3, 0)]
-    assert found(client, text="made anew") == [(3, 0)]
+    assert found(client, text="made again") == [(3, 0)]
     assert len(found(client)) == 9
     assert client.get("/api/runs").json()[0]["step"] == 1
 
@@ -361,10 +356,9 @@ def test_steps_that_a_resumed_run_made_anew_take_the_place_of_the_old_ones(run: 
 def test_a_damaged_file_is_told_and_what_was_read_of_it_stays(run: Path) -> None:
     client = client_of(run)
     assert len(found(client)) == 12
-    with (run / ROLLOUTS_FILE).open("ab") as file:
-        file.write(b"x" * 100)
+    (run / ROLLOUTS_FOLDER / "step-000004.parquet").write_bytes(b"x" * 100)
     answer = client.get("/api/rollouts?run=0").json()
-    assert "no rollouts of a step begin" in answer["error"]
+    assert "step-000004.parquet" in answer["error"]
     assert answer["matching"] == 12
 
 
@@ -373,10 +367,10 @@ def test_a_run_without_rollouts_has_an_empty_list(tmp_path: Path) -> None:
     assert found(client_of(folder)) == []
 
 
-def test_a_file_that_goes_away_is_an_empty_list_and_no_failure(run: Path) -> None:
+def test_a_folder_that_goes_away_is_an_empty_list_and_no_failure(run: Path) -> None:
     client = client_of(run)
     assert len(found(client)) == 12
-    (run / ROLLOUTS_FILE).unlink()
+    shutil.rmtree(run / ROLLOUTS_FOLDER)
     assert found(client) == []
     assert client.get("/api/attempt?run=0&step=1&place=0").status_code == 404
 
@@ -417,7 +411,7 @@ def test_samples_are_the_rows_of_the_first_batches_with_the_weight_of_each_token
     assert {path.name for path in run.iterdir()} == {
         "config.json",
         "metrics.jsonl",
-        "rollouts.jsonl.gz",
+        "rollouts",
         "summary.json",
     }
 

@@ -1,31 +1,30 @@
-"""The file of kept rollouts: what is written is read back, also from a file that a kill has cut short anywhere."""
+"""Kept rollouts: what is written is read back, whatever a kill leaves."""
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from threading import Event
 from threading import enumerate as enumerate_threads
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from spurline.errors import RunDirectoryError, RunDirectoryLostError, RunFailedError
+from spurline.errors import RunDirectoryError, RunFailedError
 from spurline_rl.group_runner import GivenUpPrompt, tags_of
-from spurline_rl.kept_rollouts import ROLLOUTS_FILE, KeptAttempt, KeptRollouts, KeptTurn
+from spurline_rl.kept_rollouts import ROLLOUTS_FOLDER, KeptAttempt, KeptRollouts, KeptTurn
 from spurline_rl.kept_rollouts import keeper as keeper_module
+from spurline_rl.kept_rollouts.files import RolloutFolder, thinned
 from spurline_rl.kept_rollouts.keeper import KeptStep, RolloutKeeper
-from spurline_rl.kept_rollouts.members import Member, MemberFile, cut_back, members_of, pack, thinned
 from spurline_rl.trajectory import Group, Trajectory, Turn, group_returns, turns_of
 
 MB = 1_000_000
@@ -180,11 +179,19 @@ def test_texts_are_those_of_the_tokens_without_a_tokenizer(tmp_path: Path, token
     assert ids[0] not in kept.special_ids
 
 
-def test_any_program_that_reads_gzip_reads_the_lines(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    write(tmp_path, tokenizer, [make_step(step) for step in (1, 2)])
-    with gzip.open(tmp_path / ROLLOUTS_FILE, "rt", encoding="utf-8") as file:
-        lines = [json.loads(line) for line in file]
-    assert [(line["step"], line["status"]) for line in lines] == [(1, "trained"), (2, "trained"), (2, "given_up")]
+def test_any_program_that_reads_parquet_reads_texts_and_numbers(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    steps = [make_step(step, turns=2) for step in (1, 2)]
+    write(tmp_path, tokenizer, steps)
+    table = pyarrow.parquet.read_table(tmp_path / ROLLOUTS_FOLDER)
+    assert table["status"].to_pylist() == ["trained"] * 12 + ["given_up"]
+    kept = list(KeptRollouts(tmp_path).attempts())
+    for row, attempt in zip(table.to_pylist(), kept, strict=False):
+        assert row["reward"] == attempt.reward
+        assert row["prompt"] == attempt.turns[0].prompt_text
+        assert row["response"] == "\n".join(turn.response_text for turn in attempt.turns)
+        assert row["max_age"] == max(turn.ages.max() for turn in attempt.turns if turn.ages is not None)
 
 
 def test_what_an_environment_tells_is_json_whatever_it_is(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -192,77 +199,53 @@ def test_what_an_environment_tells_is_json_whatever_it_is(tmp_path: Path, tokeni
     told = [{"score": float("nan"), "plain": 1}, {(1, 2): "tuple"}]
     attempts = [replace(attempt, info=info) for attempt, info in zip(step.groups[0].trajectories, told, strict=True)]
     write(tmp_path, tokenizer, [replace(step, groups=[replace(step.groups[0], trajectories=tuple(attempts))])])
-
-    def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is no JSON")
-
-    [line] = gzip.decompress((tmp_path / ROLLOUTS_FILE).read_bytes()).splitlines()
-    assert json.loads(line, parse_constant=refuse)["attempts"]["info"] == [
+    assert [attempt.info for attempt in KeptRollouts(tmp_path).attempts()] == [
         {"score": "nan", "plain": "1"},
         {"(1, 2)": "tuple"},
     ]
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> Path:
-    folder = tmp_path_factory.mktemp("whole")
-    write(folder, tokenizer, [make_step(step) for step in range(1, 5)])
-    return folder / ROLLOUTS_FILE
-
-
-@given(data=st.data())
-def test_a_kill_at_any_byte_leaves_all_steps_before_it(
-    whole: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+def test_a_kill_while_a_step_is_written_leaves_the_steps_before_it_alone(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    content, members = whole.read_bytes(), members_of(whole)
-    size = data.draw(st.integers(0, len(content)))
-    folder = tmp_path_factory.mktemp("torn")
-    path = folder / ROLLOUTS_FILE
-    path.write_bytes(content[:size])
-    complete = [member.step for member in members if member.end <= size]
-    rollouts = KeptRollouts(folder)
-    assert list(rollouts.steps) == complete
-    assert [attempt.step for attempt in rollouts.attempts()] == [step for step in complete for _ in range(6)]
-    last = data.draw(st.integers(0, 4))
-    cut_back(path, last)
-    kept = [step for step in complete if step <= last]
-    assert path.read_bytes() == content[: sum(member.size for member in members if member.step in kept)]
-    file = MemberFile(path, 10 * MB)
-    for member in members:
-        if member.step not in kept:
-            file.append(member.step, content[member.offset : member.end])
-    file.close()
-    assert path.read_bytes() == content
+    write(tmp_path, tokenizer, [make_step(1)])
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", killed)
+    folder = RolloutFolder(tmp_path, MB)
+    with pytest.raises(KeyboardInterrupt):
+        folder.add(2, pa.py_buffer(b"half a file"))
+    assert list(KeptRollouts(tmp_path).steps) == [1]
+    assert len(list(KeptRollouts(tmp_path).attempts())) == 6
 
 
-def test_a_file_that_something_else_has_changed_is_named(whole: Path, tmp_path: Path) -> None:
-    content, members = whole.read_bytes(), members_of(whole)
-    path = tmp_path / ROLLOUTS_FILE
-    path.write_bytes(content[: members[1].offset] + b"no member begins here, and this is longer than a header")
-    with pytest.raises(RunDirectoryError, match=f"at byte {members[1].offset:,}"):
-        KeptRollouts(tmp_path)
-    with pytest.raises(RunDirectoryError, match="Move it away"):
-        cut_back(path, 2)
-    # What follows the last step of a checkpoint may be anything after a power cut.
-    cut_back(path, 1)
-    assert path.read_bytes() == content[: members[0].end]
-    damaged = bytearray(content)
-    damaged[members[2].offset + 60] ^= 0xFF
-    path.write_bytes(bytes(damaged))
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_resume_removes_the_steps_after_its_checkpoint(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, keeps: bool
+) -> None:
+    write(tmp_path, tokenizer, [make_step(step) for step in range(1, 5)])
+    RolloutKeeper(tmp_path, tokenizer, MB * keeps).start(2)
+    assert list(KeptRollouts(tmp_path).steps) == [1, 2]
+
+
+def test_a_damaged_file_is_named_and_the_others_are_read(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    write(tmp_path, tokenizer, [make_step(step) for step in range(1, 4)])
+    path = tmp_path / ROLLOUTS_FOLDER / "step-000002.parquet"
+    content = path.read_bytes()
     rollouts = KeptRollouts(tmp_path)
-    assert len(list(rollouts.attempts([1, 2, 4]))) == 18
-    with pytest.raises(RunDirectoryError, match="step 3 are damaged"):
-        list(rollouts.attempts([3]))
-
-
-def test_a_newer_format_is_refused(tmp_path: Path) -> None:
-    (tmp_path / ROLLOUTS_FILE).write_bytes(pack(1, [b'{"format": 2, "step": 1, "status": "trained"}\n']))
-    with pytest.raises(RunDirectoryError, match="reads up to 1"):
-        list(KeptRollouts(tmp_path).attempts())
+    for damaged in (b"", content[:-1], content[: len(content) // 2], b"x" * len(content)):
+        path.write_bytes(damaged)
+        with pytest.raises(RunDirectoryError, match=r"step-000002\.parquet"):
+            list(rollouts.attempts([2]))
+    assert len(list(rollouts.attempts([1, 3]))) == 12
+    path.unlink()
+    assert list(rollouts.attempts([2])) == []
 
 
 def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RunDirectoryError, match=r"There is no folder .*runs/mth"):
+    with pytest.raises(RunDirectoryError, match=r"runs/mth"):
         KeptRollouts(tmp_path / "runs" / "mth")
 
 
@@ -274,83 +257,49 @@ def test_a_reader_sees_what_a_run_adds(tmp_path: Path, tokenizer: PreTrainedToke
     assert list(rollouts.steps) == [1]
 
 
-def test_a_reader_never_takes_one_step_for_another_when_the_file_was_thinned_out(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    write(tmp_path, tokenizer, [make_step(step) for step in range(1, 9)])
-    found, whole = KeptRollouts(tmp_path), (tmp_path / ROLLOUTS_FILE).stat().st_size
-    file = MemberFile(tmp_path / ROLLOUTS_FILE, whole)
-    file.append(9, pack(9, []))
-    file.close()
-    now = KeptRollouts(tmp_path).steps
-    assert 1 < len(now) < 8
-    for step in range(1, 9):
-        assert {attempt.step for attempt in found.attempts([step])} == ({step} if step in now else set())
-    (tmp_path / ROLLOUTS_FILE).unlink()
-    assert list(found.attempts([1])) == []
-
-
 @given(
     sizes=st.lists(st.integers(1, 100), min_size=1, max_size=60),
     most=st.integers(1, 2000),
 )
-def test_thinning_keeps_the_newest_steps_and_some_of_the_older(sizes: list[int], most: int) -> None:
-    members = [Member(step, sum(sizes[:step]), size) for step, size in enumerate(sizes)]
-    kept = thinned(members, most)
-    assert kept[-1] == members[-1]
-    assert sum(member.size for member in kept) <= max(most, members[-1].size + most // 4)
-    steps = [member.step for member in kept]
-    assert all(before < after for before, after in pairwise(steps))
-    newest = [member for member in members if sum(sizes[member.step :]) <= most // 2]
-    assert set(newest) <= set(kept)
+def test_the_newest_steps_stay_and_some_of_the_older(sizes: list[int], most: int) -> None:
+    steps = dict(enumerate(sizes))
+    kept = thinned(steps, most)
+    assert max(steps) in kept <= steps.keys()
+    assert sum(steps[step] for step in kept) <= max(most, sizes[-1] + most // 4)
+    assert {step for step in steps if sum(sizes[step:]) <= most // 2} <= kept
 
 
 def test_a_long_run_stays_within_its_limit(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     steps = [make_step(step) for step in range(1, 41)]
     write(tmp_path, tokenizer, steps[:1])
-    one = (tmp_path / ROLLOUTS_FILE).stat().st_size
+    one = _size(tmp_path)
     write(tmp_path, tokenizer, steps[1:], most=12 * one)
     rollouts = KeptRollouts(tmp_path)
-    assert (tmp_path / ROLLOUTS_FILE).stat().st_size <= 12 * one
+    assert _size(tmp_path) <= 12 * one
     assert list(rollouts.steps)[-4:] == [37, 38, 39, 40]
     assert next(iter(rollouts.steps)) == 1
     assert len(list(rollouts.attempts())) == 6 * len(rollouts.steps)
-    assert list(tmp_path.iterdir()) == [tmp_path / ROLLOUTS_FILE]
 
 
-def test_of_a_step_that_is_too_large_some_prompts_are_kept(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def _size(run_dir: Path) -> int:
+    return sum(path.stat().st_size for path in (run_dir / ROLLOUTS_FOLDER).iterdir())
+
+
+def test_some_prompts_of_a_step_that_is_too_large_are_kept(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     step = make_step(1, prompts=40)
-    write(tmp_path, tokenizer, [step])
-    size = (tmp_path / ROLLOUTS_FILE).stat().st_size
-    (tmp_path / ROLLOUTS_FILE).unlink()
-    write(tmp_path, tokenizer, [step], most=2 * size + 8)
+    tokens = sum(len(group.flat.tokens) for group in step.groups)
+    write(tmp_path, tokenizer, [step], most=14 * tokens)
     attempts = list(KeptRollouts(tmp_path).attempts())
-    assert (tmp_path / ROLLOUTS_FILE).stat().st_size <= size // 2 + 2
-    # Half of the prompts take a little more than half.
     assert {attempt.one_in for attempt in attempts} == {3}
     assert sorted({attempt.draw for attempt in attempts}) == list(range(0, 40, 3))
     _same_as(attempts[2], step.groups[3].trajectories[0])
-
-
-def test_a_prompt_that_alone_is_too_large_keeps_the_file_within_its_limit(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    write(tmp_path, tokenizer, [make_step(1, prompts=3)], most=400)
-    assert list(KeptRollouts(tmp_path).attempts()) == []
-    assert (tmp_path / ROLLOUTS_FILE).stat().st_size <= 400
-    # Step 2 has a prompt that was given up, which is told all the same where there is room for it.
-    write(tmp_path, tokenizer, [make_step(2, prompts=1)], most=4 * 40)
-    assert list(KeptRollouts(tmp_path).given_up()) == []
-    write(tmp_path, tokenizer, [make_step(2, prompts=1)], most=4 * 250)
-    assert [prompt.reason for prompt in KeptRollouts(tmp_path).given_up()] == ["row 99: the judge is gone"]
-    assert list(KeptRollouts(tmp_path).attempts()) == []
 
 
 def test_a_disk_that_does_not_answer_holds_up_no_end_of_the_process(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = Event()
-    monkeypatch.setattr(MemberFile, "append", lambda *_: answers.wait(60))
+    monkeypatch.setattr(RolloutFolder, "add", lambda *_: answers.wait(60))
     monkeypatch.setattr("spurline_rl.kept_rollouts.keeper._PATIENCE_S", 0.05)
     kept = RolloutKeeper(tmp_path, tokenizer, MB)
     kept.start(0)
@@ -372,10 +321,10 @@ def _same_as(kept: KeptAttempt, attempt: Trajectory) -> None:
     np.testing.assert_allclose(kept.turns[0].gap, 0.001, rtol=0.01)
 
 
-def test_long_steps_take_several_lines(
+def test_long_steps_take_several_tables(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper_module, "_BLOCK_TOKENS", 50)
+    monkeypatch.setattr(keeper_module, "_TABLE_TOKENS", 50)
     step = make_step(1, prompts=5, per_token=True, filtered=2)
     write(tmp_path, tokenizer, [step])
     attempts = list(KeptRollouts(tmp_path).attempts())
@@ -383,8 +332,7 @@ def test_long_steps_take_several_lines(
     for kept, turn in zip(attempts[: 2 * 5], turns_of(step.groups), strict=True):
         assert kept.turns[0].advantages is not None
         assert kept.turns[0].advantages.tolist() == by_token(turn).tolist()
-    with gzip.open(tmp_path / ROLLOUTS_FILE) as file:
-        assert len(file.readlines()) > 3
+    assert pyarrow.parquet.ParquetFile(tmp_path / ROLLOUTS_FOLDER / "step-000001.parquet").num_row_groups > 3
 
 
 def test_what_fails_beside_the_training_ends_it(
@@ -393,7 +341,7 @@ def test_what_fails_beside_the_training_ends_it(
     def full(*_: Any) -> None:
         raise RunFailedError("the disk is full")
 
-    monkeypatch.setattr(MemberFile, "append", full)
+    monkeypatch.setattr(RolloutFolder, "add", full)
     for ask in ("keep", "flush", "close"):
         keeper = RolloutKeeper(tmp_path, tokenizer, MB)
         keeper.start(0)
@@ -409,22 +357,12 @@ def test_what_fails_beside_the_training_ends_it(
     assert ended.value.__notes__ == ["Writing the rollouts failed too: the disk is full"]
 
 
-def test_a_damaged_file_refuses_only_a_run_that_keeps_rollouts(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    (tmp_path / ROLLOUTS_FILE).write_bytes(b"x" * 100)
-    with pytest.raises(RunDirectoryError, match="no rollouts of a step begin"):
-        RolloutKeeper(tmp_path, tokenizer, MB).start(3)
-    RolloutKeeper(tmp_path, tokenizer, 0).start(3)
-    assert (tmp_path / ROLLOUTS_FILE).read_bytes() == b"x" * 100
-
-
-def test_a_removed_file_is_no_place_to_write(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_removed_folder_is_no_place_to_write(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     keeper = RolloutKeeper(tmp_path, tokenizer, MB)
     keeper.start(0)
-    (tmp_path / ROLLOUTS_FILE).unlink()
+    (tmp_path / ROLLOUTS_FOLDER).rmdir()
     keeper.keep(make_step(1))
-    with pytest.raises(RunDirectoryLostError):
+    with pytest.raises(RunFailedError, match="cannot be written"):
         keeper.flush()
     keeper.close()
 

@@ -185,8 +185,8 @@ class PromptSourceConfig(SourceConfig):
     kl_in_reward: Annotated[KlInRewardConfig | None, OnResume.BY_NAME] = None
     """Take reward from tokens that leave the reference model."""
     keep_rollouts: Annotated[int, OnResume.FREE] = Field(default=1000, ge=0)
-    """MB that RUN_DIR/rollouts.jsonl.gz may have: the attempts of every step, to be looked at. When it gets longer,
-    older steps are thinned out. 0 keeps none."""
+    """MB that RUN_DIR/rollouts may take: the attempts of every step, to be looked at. When it takes more, some of the
+    older steps go. 0 keeps none."""
     faults: FaultsConfig = FaultsConfig()
     """Retries and limits."""
     held_out: Annotated[HeldOutConfig, OnResume.FREE] = HeldOutConfig()

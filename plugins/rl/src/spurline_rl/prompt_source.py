@@ -27,8 +27,8 @@ from spurline_rl.draws import Draw, PromptDraws, SkippedRow
 from spurline_rl.group_runner import GivenUpPrompt, Outcome, carried, reasons_of, tags_of
 from spurline_rl.health import length_metrics, reward_metrics
 from spurline_rl.held_out import OF_SOURCE, AttemptsEvaluation, open_held_out
+from spurline_rl.kept_rollouts import ROLLOUTS_FOLDER
 from spurline_rl.kept_rollouts.keeper import KeptStep, RolloutKeeper
-from spurline_rl.kept_rollouts.members import ROLLOUTS_FILE
 from spurline_rl.preparation import Preparation
 from spurline_rl.prompt_survey import ROWS_BEFORE_TRAINING, PromptSurvey, survey
 from spurline_rl.protocols.rollout_engine import RolloutEngine
@@ -111,7 +111,7 @@ class PromptSource(BatchSource):
     """Base of sources whose batches are groups of scored attempts."""
 
     generates_with_copies: bool = False
-    records = (ROLLOUTS_FILE,)
+    records = (ROLLOUTS_FOLDER,)
 
     def __init__(self, config: PromptSourceConfig, context: SourceContext) -> None:
         run = context.config

@@ -1,6 +1,6 @@
-"""The rollouts that a run keeps for people to look at: the file `rollouts.jsonl.gz`, its writer and its reader."""
+"""The rollouts that a run keeps for people to look at: a Parquet file per step in `rollouts/`."""
 
-from spurline_rl.kept_rollouts.members import ROLLOUTS_FILE
+from spurline_rl.kept_rollouts.files import ROLLOUTS_FOLDER
 from spurline_rl.kept_rollouts.reader import KeptAttempt, KeptRollouts, KeptTurn, LostPrompt
 
-__all__ = ["ROLLOUTS_FILE", "KeptAttempt", "KeptRollouts", "KeptTurn", "LostPrompt"]
+__all__ = ["ROLLOUTS_FOLDER", "KeptAttempt", "KeptRollouts", "KeptTurn", "LostPrompt"]

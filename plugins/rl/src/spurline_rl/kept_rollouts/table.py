@@ -1,0 +1,285 @@
+"""Attempts as a table: one row per attempt, with its numbers, its texts and its tokens.
+
+docs/inspecting.md says what each column is. The tables are made on a thread beside the training: from the flat arrays
+of the groups, with few operations that are long ones, so that the other thread is not held up.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from spurline_rl.flat_turns import FlatTurns
+from spurline_rl.group_runner import GivenUpPrompt
+from spurline_rl.trajectory import Group, Trajectory, trajectories_of
+
+Status = Literal["trained", "filtered", "given_up"]
+"""The fate of a prompt: its attempts were trained on; they were all rewarded alike and others took their place
+(`zero_variance: refill`); or they failed, and the prompt was given up."""
+
+_HALF, _FLOAT, _INT, _BYTE = (pa.list_(kind) for kind in (pa.float16(), pa.float32(), pa.int32(), pa.uint8()))
+SEARCHED: Mapping[str, pa.DataType] = {
+    "step": pa.int32(),
+    "status": pa.string(),
+    "uid": pa.string(),
+    "draw": pa.int64(),
+    "epoch": pa.int64(),
+    "tags": pa.string(),
+    "columns": pa.string(),
+    "sample": pa.int32(),
+    "reward": pa.float64(),
+    "advantage": pa.float32(),
+    "tokens": pa.int64(),
+    "turns": pa.int64(),
+    "finish": pa.string(),
+    "max_age": pa.int32(),
+    "max_gap": pa.float32(),
+    "prompt": pa.string(),
+    "response": pa.string(),
+    "reason": pa.string(),
+}
+"""Columns that rollouts are searched by and listed with."""
+DETAILS: Mapping[str, pa.DataType] = {
+    "rewards": pa.string(),
+    "retries": pa.int32(),
+    "info": pa.string(),
+    "one_in": pa.int32(),
+    "turn_shared": _INT,
+    "turn_prompt": _INT,
+    "turn_response": _INT,
+    "turn_finish": pa.list_(pa.string()),
+    "turn_reward": _FLOAT,
+    "ids": _INT,
+    "logprobs": _HALF,
+    "gap": _HALF,
+    "old_logprobs": _HALF,
+    "advantages": _HALF,
+    "versions": _INT,
+    "loss_mask": _BYTE,
+}
+"""Columns that are read when one attempt is looked at."""
+SCHEMA = pa.schema([*SEARCHED.items(), *DETAILS.items()])
+
+
+class ScoredGroup(NamedTuple):
+    """A group with the values of its response tokens, float32 [A] each; None for a group that was filtered.
+
+    old_logprobs: of the trained model before the update. advantages: as the loss has them.
+    """
+
+    group: Group
+    old_logprobs: NDArray[np.float32] | None = None
+    advantages: NDArray[np.float32] | None = None
+
+
+class Pieces(Protocol):
+    """The bytes of tokens: `spurline_text.token_pieces.TokenPieces`."""
+
+    def of_all(self, token_ids: list[int]) -> list[bytes]: ...
+
+    def is_special(self, token_id: int) -> bool: ...
+
+
+class TokenTexts:
+    """The texts of the tokens that some groups hold."""
+
+    def __init__(self, pieces: Pieces, groups: Sequence[Group]) -> None:
+        last = max((int(group.flat.tokens.max()) for group in groups), default=-1)
+        is_used = np.zeros(last + 1, np.bool_)
+        for group in groups:
+            is_used[group.flat.tokens] = True
+        self._ids = np.flatnonzero(is_used).tolist()
+        self._bytes = pieces.of_all(self._ids)
+        self._special = [token_id for token_id in self._ids if pieces.is_special(token_id)]
+        self._array = pa.array(self._bytes, pa.large_binary())
+        self._places = np.cumsum(is_used) - 1
+
+    def of(self, sequences: Sequence[NDArray[np.int32]]) -> list[str]:
+        """Return the text of each sequence; bytes that are no UTF-8 are `\\xff`."""
+        tokens = np.concatenate([np.empty(0, np.int32), *sequences])
+        # The bytes of all tokens end to end, without a Python object for each.
+        _, offsets, data = self._array.take(pa.array(self._places[tokens])).buffers()
+        if data is None or not len(tokens):
+            return [""] * len(sequences)
+        places = np.frombuffer(offsets, np.int64)[_ends([*map(len, sequences)])].tolist()
+        text = memoryview(data)
+        return [str(text[start:end], "utf-8", "backslashreplace") for start, end in pairwise(places)]
+
+    def as_metadata(self) -> dict[str, str]:
+        """Return what shows tokens: `pieces` by id, each as text or as a list of bytes, and `special` ids."""
+        pieces = {token_id: _text_or_bytes(piece) for token_id, piece in zip(self._ids, self._bytes, strict=True)}
+        return {"pieces": json.dumps(pieces), "special": json.dumps(self._special)}
+
+
+def _text_or_bytes(piece: bytes) -> str | list[int]:
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return list(piece)
+
+
+def attempts_table(
+    step: int,
+    status: Status,
+    scored: Sequence[ScoredGroup],
+    texts: TokenTexts,
+    prompts_per_epoch: int,
+    one_in: int,
+) -> pa.Table:
+    """Return the attempts of these groups, one row for each.
+
+    Args:
+        step: The step that they belong to.
+        status: What became of them.
+        scored: Groups with their scores, or none of them with scores.
+        texts: The texts of their tokens.
+        prompts_per_epoch: Prompts of a pass over the data.
+        one_in: One of so many groups of the step is kept.
+    """
+    groups = [each.group for each in scored]
+    flat = FlatTurns.join([group.flat for group in groups])
+    attempts = trajectories_of(groups)
+    group_of = [group for group in groups for _ in group.trajectories]
+    turn_ends = _ends(flat.attempt_turns)
+    token_ends = _ends(flat.num_response)[turn_ends]
+    token_columns = _token_columns(scored, flat)
+    responses = texts.of([turn.response_ids for attempt in attempts for turn in attempt.turns])
+    shared, own = _unshared(attempts)
+    columns: dict[str, Any] = {
+        "step": [step] * len(attempts),
+        "status": [status] * len(attempts),
+        "uid": [_utf8(group.uid) for group in group_of],
+        "draw": [group.draw for group in group_of],
+        "epoch": [group.draw // prompts_per_epoch for group in group_of],
+        "tags": [text for group in groups for text in [_json(group.tags)] * len(group.trajectories)],
+        "columns": [text for group in groups for text in [_json(group.columns)] * len(group.trajectories)],
+        "sample": [attempt.sample for attempt in attempts],
+        "reward": np.concatenate([group.returns for group in groups]),
+        "tokens": np.diff(token_ends),
+        "turns": flat.attempt_turns,
+        "finish": [attempt.turns[-1].finish_reason for attempt in attempts],
+        "prompt": _prompt_texts(attempts, texts),
+        "response": ["\n".join(responses[start:end]) for start, end in pairwise(turn_ends.tolist())],
+        "rewards": [_json({name: float(value) for name, value in attempt.rewards.items()}) for attempt in attempts],
+        "retries": [attempt.retries for attempt in attempts],
+        "info": [_json(attempt.info) for attempt in attempts],
+        "one_in": [one_in] * len(attempts),
+        "turn_shared": _lists(np.array(shared), turn_ends, _INT),
+        "turn_prompt": _lists(flat.num_prompt, turn_ends, _INT),
+        "turn_response": _lists(flat.num_response, turn_ends, _INT),
+        "turn_finish": _lists(flat.finish_reasons, turn_ends, DETAILS["turn_finish"]),
+        "ids": _lists(np.concatenate([ids for parts in own for ids in parts]), _ends(_sizes(own)), _INT),
+    }
+    starts = token_ends[:-1]
+    if "versions" in token_columns:
+        columns["max_age"] = step - 1 - np.minimum.reduceat(token_columns["versions"], starts)
+    if "gap" in token_columns:
+        # `fmax` passes over what is no number.
+        columns["max_gap"] = np.fmax.reduceat(np.abs(token_columns["gap"]), starts)
+    if "advantages" in token_columns:
+        columns["advantage"] = _same(token_columns["advantages"], starts, columns["tokens"])
+    if "rewards" in token_columns:
+        rewards = np.append(0.0, np.cumsum(token_columns.pop("rewards"), dtype=np.float64))
+        columns["turn_reward"] = _lists(np.diff(rewards[_ends(flat.num_response)]), turn_ends, _FLOAT)
+    columns |= {name: _lists(values, token_ends, DETAILS[name]) for name, values in token_columns.items()}
+    arrays = [pa.array(columns.get(field.name, [None] * len(attempts)), field.type) for field in SCHEMA]
+    return pa.Table.from_arrays(arrays, schema=SCHEMA)
+
+
+def given_up_table(step: int, lost: Sequence[GivenUpPrompt]) -> pa.Table:
+    """Return the prompts that were given up, one row for each."""
+    rows = [
+        {
+            "step": step,
+            "status": "given_up",
+            "uid": _utf8(prompt.uid),
+            "draw": prompt.draw,
+            "reason": _utf8(prompt.reason),
+        }
+        for prompt in lost
+    ]
+    return pa.Table.from_pylist(rows, schema=SCHEMA)
+
+
+def _token_columns(scored: Sequence[ScoredGroup], flat: FlatTurns) -> dict[str, NDArray[Any]]:
+    """Return the values of all response tokens by column."""
+    columns = {
+        name: flat.columns[name] for name in ("logprobs", "versions", "loss_mask", "rewards") if name in flat.columns
+    }
+    old = [each.old_logprobs for each in scored if each.old_logprobs is not None]
+    advantages = [each.advantages for each in scored if each.advantages is not None]
+    if old:
+        # Stored as a difference: that of two rounded numbers would be rounding where the two models agree.
+        is_gap = "logprobs" in columns
+        columns["gap" if is_gap else "old_logprobs"] = np.concatenate(old) - (columns["logprobs"] if is_gap else 0)
+    if advantages:
+        columns["advantages"] = np.concatenate(advantages)
+    return columns
+
+
+def _unshared(attempts: Sequence[Trajectory]) -> tuple[list[int], list[list[NDArray[np.int32]]]]:
+    """Return how many tokens each turn has in common with the turn before it, and the others of each attempt.
+
+    A turn's prompt mostly begins with all that the turn before it held.
+    """
+    shared: list[int] = []
+    own: list[list[NDArray[np.int32]]] = []
+    for attempt in attempts:
+        before = b""
+        own.append([])
+        for turn in attempt.turns:
+            prompt = turn.prompt_ids.tobytes()
+            size = len(before) // turn.prompt_ids.itemsize if prompt.startswith(before) else 0
+            shared.append(size)
+            own[-1] += [turn.prompt_ids[size:], turn.response_ids]
+            before = prompt + turn.response_ids.tobytes() if len(attempt.turns) > 1 else b""
+    return shared, own
+
+
+def _prompt_texts(attempts: Sequence[Trajectory], texts: TokenTexts) -> list[str]:
+    """Return the text of each attempt's first prompt; those of a group are mostly one."""
+    prompts = {attempt.turns[0].prompt_ids.tobytes(): attempt.turns[0].prompt_ids for attempt in attempts}
+    found = dict(zip(prompts, texts.of([*prompts.values()]), strict=True))
+    return [found[attempt.turns[0].prompt_ids.tobytes()] for attempt in attempts]
+
+
+def _same(values: NDArray[np.float32], starts: NDArray[np.int64], counts: NDArray[np.int64]) -> list[float | None]:
+    """Return the one value that all tokens of an attempt have, or None where they have several."""
+    first = values[starts]
+    differs = np.add.reduceat(values != np.repeat(first, counts), starts)
+    return [None if several else value for value, several in zip(first.tolist(), differs.tolist(), strict=True)]
+
+
+def _lists(values: Any, ends: NDArray[np.int64], kind: Any) -> pa.Array:
+    if pa.types.is_float16(kind.value_type):
+        largest = float(np.finfo(np.float16).max)
+        values = np.clip(values, -largest, largest).astype(np.float16)
+    return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), pa.array(values, kind.value_type))
+
+
+def _ends(counts: Any) -> NDArray[np.int64]:
+    """Return 0 and the running sums."""
+    return np.append(0, np.cumsum(counts, dtype=np.int64))
+
+
+def _sizes(parts: Sequence[Sequence[NDArray[Any]]]) -> list[int]:
+    return [sum(map(len, each)) for each in parts]
+
+
+def _json(values: Mapping[str, Any]) -> str:
+    """Return values as JSON; those that JSON has no form for become text."""
+    try:
+        # JSON has no infinity and no NaN either, though Python writes them.
+        return json.dumps(dict(values), default=str, allow_nan=False)
+    except (TypeError, ValueError):
+        return json.dumps({str(name): str(value) for name, value in values.items()})
+
+
+def _utf8(text: str) -> str:
+    return text.encode(errors="backslashreplace").decode()
