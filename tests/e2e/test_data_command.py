@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from spurline.config.loading import load_config
-from spurline_planning.shown_data import terminal
-from spurline_planning.shown_data.page import write_page
-from spurline_planning.shown_data.sequences import ShownData, ShownSequence, show_data
-from spurline_planning.shown_data.terminal import plain_lines, print_data
+from spurline_planning.data_preview import terminal
+from spurline_planning.data_preview.page import write_page
+from spurline_planning.data_preview.rows import ShownData, ShownSequence, show_data
+from spurline_planning.data_preview.terminal import plain_lines, print_data
 from spurline_text.sources.sft import SftSource
 
 Spurline = Callable[..., tuple[int, str, str]]
@@ -43,7 +43,7 @@ def chat(*turns: tuple[str, str]) -> dict[str, Any]:
     return {"messages": [{"role": role, "content": content} for role, content in turns]}
 
 
-def test_a_conversation_shows_its_roles_and_what_is_trained_of_each(
+def test_a_conversation_shows_what_is_trained_of_it(
     spurline: Spurline, write_config: WriteConfig, base_config: dict[str, Any]
 ) -> None:
     write_rows(base_config, chat(("system", "Be brief."), ("user", "ping"), ("assistant", "pong")))
@@ -53,9 +53,7 @@ def test_a_conversation_shows_its_roles_and_what_is_trained_of_each(
     assert "trained tokens are in ⟦ ⟧" in out
     [row] = show(base_config, rows=1).rows
     [sequence] = row.sequences
-    assert [part.role for part in sequence.parts] == ["system", "user", "assistant"]
-    assert [part.trained for part in sequence.parts] == [0, 0, sequence.num_trained]
-    assert sum(part.tokens for part in sequence.parts) == len(sequence.tokens)
+    assert f"{len(sequence.tokens)} tokens, " in sequence.heading
     assert text_of(sequence, trained=True) == "pong<|im_end|>"
     assert {token.text for token in sequence.tokens if token.is_special} == {"<|im_start|>", "<|im_end|>"}
 
@@ -64,10 +62,9 @@ def test_sequences_that_share_a_row_stand_apart(base_config: dict[str, Any]) -> 
     data = show(base_config, rows=5)
     assert sum(len(row.sequences) for row in data.rows) == 5
     row = data.rows[0]
-    assert row.length <= 256
     assert len(row.sequences) > 1
     last = data.rows[-1]
-    assert f"{len(last.sequences)} of the {len(last.sequences) + last.left_out} sequences that share" in last.heading
+    assert re.search(rf": {len(last.sequences)} of the \d+ sequences that share its \d+ places", last.heading)
     assert all(text_of(sequence, trained=True).endswith("<|im_end|>") for sequence in row.sequences)
     assert len({sequence.uid for sequence in row.sequences}) == len(row.sequences)
 
@@ -82,9 +79,8 @@ def test_what_is_cut_and_what_is_left_out_is_said(base_config: dict[str, Any]) -
     base_config["batch_size"] = 1
     data = show(base_config, rows=1)
     [sequence] = data.rows[0].sequences
-    [note] = sequence.notes
-    assert re.fullmatch(r"cut to 40 of \d+ tokens \(data.max_length\)", note)
     assert len(sequence.tokens) == 40
+    assert any("cut to max_length: 1" in line for line in data.facts)
     assert any("left out: 1 x no_loss_tokens_after_truncation" in line for line in data.facts)
 
 
@@ -146,10 +142,9 @@ def test_held_out_prompts_that_are_trained_on_are_counted(rl_config: dict[str, A
     assert all(f"(first: {held_out}:2)" in fact for fact in shared)
 
 
-def test_plain_text_and_completions_have_runs_instead_of_roles(base_config: dict[str, Any]) -> None:
+def test_of_a_completion_the_answer_alone_is_trained(base_config: dict[str, Any]) -> None:
     write_rows(base_config, {"prompt": "two and two", "completion": " is four"})
     [sequence] = show(base_config, rows=1).rows[0].sequences
-    assert [part.role for part in sequence.parts] == ["context", "trained"]
     assert text_of(sequence, trained=True).startswith(" is four")
 
 
@@ -203,7 +198,7 @@ def test_both_answers_of_a_pair_stand_side_by_side(base_config: dict[str, Any], 
 def test_a_run_that_generates_shows_prompts_tools_and_answers(rl_config: dict[str, Any]) -> None:
     data = show(rl_config, rows=2)
     [first], [second] = (row.sequences for row in data.rows)
-    assert (first.kind, first.num_trained) == ("prompt", 0)
+    assert first.kind == "prompt"
     assert text_of(first, trained=False).endswith("<|im_start|>assistant↵\n")
     assert not any("⟦" in line for line in plain_lines(data)), "no prompt is trained"
     assert first.uid != second.uid

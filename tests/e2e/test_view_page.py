@@ -25,7 +25,7 @@ import uvicorn
 from spurline_insight.view import app, server
 from spurline_insight.view.guard import Guard
 from spurline_insight.view.runs import open_runs
-from spurline_planning.shown_data import viewing as samples
+from spurline_planning.data_preview import viewing as samples
 
 pytestmark = pytest.mark.processes
 
@@ -64,7 +64,6 @@ def test_a_reader_asks_for_samples_and_sees_which_tokens_are_trained(
     pytest.importorskip("websockets", reason="drives the browser")
     sequence = {
         "uid": "rows:3",
-        "parts": [["user", 2, 0], ["assistant", 2, 2]],
         "notes": ["cut to 4 of 9 tokens"],
         "pieces": ["<end>", "<img src=x onerror=window.hacked=1>", "yes\u202e", "."],
         "ids": [1, 2, 3, 4],
@@ -93,9 +92,7 @@ def test_a_reader_asks_for_samples_and_sees_which_tokens_are_trained(
         assert page.run(texts.format(".trained")) == ["yes\\u202e", "."] * 2
         assert page.run(texts.format(".special")) == ["<end>"] * 2
         assert page.run("document.querySelector('#rows .tokens .trained').title") == "2: id 3, weight 1"
-        assert "chosen rows:3: 4 tokens, 2 trained. user 2 · assistant 2 (2 trained)" in page.run(
-            "document.querySelector('#rows .sides').textContent"
-        )
+        assert "chosen rows:3: 4 tokens, 2 trained." in page.run("document.querySelector('#rows .sides').textContent")
         assert page.run("window.hacked === undefined")
         page.call("Emulation.setDeviceMetricsOverride", width=390, height=844, deviceScaleFactor=1, mobile=True)
         page.wait("document.documentElement.scrollWidth <= 390")

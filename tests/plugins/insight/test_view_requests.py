@@ -23,8 +23,7 @@ from spurline_insight.view import server
 from spurline_insight.view.app import make_app
 from spurline_insight.view.guard import Guard
 from spurline_insight.view.runs import open_runs
-from spurline_planning.shown_data import as_json
-from spurline_planning.shown_data import viewing as samples
+from spurline_planning.data_preview import viewing as samples
 from spurline_rl.kept_rollouts import ROLLOUTS_FOLDER, files
 from spurline_rl.viewing import attempts, rollout_index
 
@@ -380,8 +379,10 @@ def test_a_folder_that_goes_away_is_an_empty_list_and_no_failure(run: Path) -> N
 
 def in_this_process(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
     """In place of a process that would import everything once more."""
-    assert command[1:-1] == ["-m", as_json.__name__]
-    return subprocess.CompletedProcess(command, 0, f"a library says hello\n{as_json.answer(Path(command[-1]))}\n", "")
+    assert command[1:-1] == ["-m", samples.__name__]
+    return subprocess.CompletedProcess(
+        command, 0, f"a library says hello\n{json.dumps(samples.samples_of(Path(command[-1])))}\n", ""
+    )
 
 
 def test_samples_are_the_rows_of_the_first_batches_with_the_weight_of_each_token(

@@ -1,4 +1,4 @@
-"""The commands `spurline plan` and `spurline doctor`, which look at a run before it trains.
+"""The commands `spurline plan`, `spurline data` and `spurline doctor`, which look at a run before it trains.
 
 torch is imported inside the commands, after what can be said without it.
 """
@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from spurline.cli_options import ConfigArgument, SetOption, load
+from spurline.errors import ConfigError
 from spurline.importing import importing
 from spurline.terminal import printable
 
 if TYPE_CHECKING:
+    from spurline.config.loading import LoadedConfig
+    from spurline.trackers.start_lines import StartLines
     from spurline_models.finding import Finding
 
 
@@ -29,10 +34,7 @@ def plan(
 ) -> None:
     """Check config, data and memory, and say what training would do. Exit code 2 on any problem."""
     loaded = load(config, overrides)
-    from spurline.trackers.start_lines import StartLines
-
-    start = StartLines.of(loaded)
-    start("loading PyTorch and transformers")
+    start = _start_lines(loaded)
     with importing():
         from spurline_planning.plan import make_plan
 
@@ -49,6 +51,34 @@ def plan(
     typer.echo(f"No problems found. Train with: spurline train {shlex.quote(str(config))}{sets}")
 
 
+def data(
+    config: ConfigArgument,
+    overrides: SetOption = None,
+    rows: Annotated[int, typer.Option(metavar="N", min=1, help="How many samples, or prompts, are shown.")] = 3,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write an HTML page instead; it shows every token.")
+    ] = None,
+    whole: Annotated[bool, typer.Option("--whole", help="Read all of large data, as training does.")] = False,
+) -> None:
+    """Show the first rows as they will be trained: every token, which are trained, what was cut or left out."""
+    loaded = load(config, overrides)
+    start = _start_lines(loaded)
+    with importing():
+        from spurline_planning.data_preview.page import write_page
+        from spurline_planning.data_preview.rows import ROW_LIMIT, show_data
+        from spurline_planning.data_preview.terminal import print_data
+
+    try:
+        shown = show_data(loaded, rows, None if whole else ROW_LIMIT, start)
+    except ConfigError as error:
+        raise error.in_file(loaded.origin) from error
+    if html is None:
+        print_data(shown, sys.stdout)
+    else:
+        write_page(shown, html)
+        typer.echo(html)
+
+
 def diagnose_run(
     config: ConfigArgument,
     overrides: SetOption = None,
@@ -56,9 +86,7 @@ def diagnose_run(
 ) -> None:
     """Look at machine, folders, devices and ranks as a run would meet them. Exit code 2 on any problem."""
     loaded = load(config, overrides)
-    from spurline.trackers.start_lines import StartLines
-
-    StartLines.of(loaded)("loading PyTorch and transformers")
+    _start_lines(loaded)
     with importing():
         from spurline_planning.doctor import find
 
@@ -73,3 +101,12 @@ def diagnose_run(
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
     if any(finding.fix for finding in findings):
         raise typer.Exit(2)
+
+
+def _start_lines(loaded: LoadedConfig) -> StartLines:
+    """Begin the lines on stderr that tell what takes time."""
+    from spurline.trackers.start_lines import StartLines
+
+    start = StartLines.of(loaded)
+    start("loading PyTorch and transformers")
+    return start

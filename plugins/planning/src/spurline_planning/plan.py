@@ -6,7 +6,7 @@ prompt, and estimates memory from the model's architecture. Loads no weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,16 +35,15 @@ from spurline_models.streams.positions import position_limit
 from spurline_models.streams.token_stream import check_columns, check_tokens
 from spurline_models.trainable import check_losses
 from spurline_models.weight_files import check_weight_files
-from spurline_planning.fit import Load, layout_lines, memory_lines
-from spurline_planning.phases import phase_lines
+from spurline_planning.data_preview.rows import ROW_LIMIT, first_rows
+from spurline_planning.data_preview.terminal import marked
+from spurline_planning.fit import Load, layout_lines, memory_lines, phase_lines
 from spurline_planning.protocols import PlansLayouts, planned
-from spurline_planning.shown_data.sequences import ROW_LIMIT, first_rows
-from spurline_planning.shown_data.terminal import marked
 
 BATCHES_SHOWN = 3
 
 EXAMPLE_TOKENS = 120
-"""Of a longer example the middle is left out."""
+"""Tokens of the example that are shown; the middle of a longer one is left out."""
 
 UNEVEN = 1.2
 """Time over that of an even share from which on a plan says what to do about it."""
@@ -54,14 +53,24 @@ T = TypeVar("T")
 
 @dataclass
 class Plan:
-    """What `spurline plan` found.
-
-    sections: heading -> lines; the first says in a sentence what the run will do. problems: what must be mended before
-    training.
-    """
+    """The findings of `spurline plan`: lines by heading, and the problems that must be mended before training."""
 
     sections: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     problems: list[UserError] = field(default_factory=list[UserError])
+
+    def attempt(self, part: Callable[[], T]) -> T | None:
+        """Return what `part` returns; None if it raises a problem, which is noted."""
+        try:
+            return part()
+        except UserError as problem:
+            self.problems.append(problem)
+            return None
+
+    def add(self, heading: str, lines: Callable[[], Iterable[str]]) -> None:
+        """Add these lines, if there are some, under this heading."""
+        found = self.attempt(lambda: list(lines()))
+        if found:
+            self.sections.setdefault(heading, []).extend(found)
 
 
 def make_plan(
@@ -72,71 +81,82 @@ def make_plan(
 ) -> Plan:
     """Look at everything that can be known before training. Problems are collected, not raised.
 
-    device_bytes: memory of the device that the run is planned for; None takes what there is here.
+    Args:
+        loaded: The config of the run.
+        row_limit: Rows of each dataset that are read; None reads all.
+        progress: Is told what takes time.
+        device_bytes: Memory of the devices that the run is planned for; None takes those of this machine.
     """
-    plan = Plan()
-    _attempt(plan, lambda: build_trackers(loaded))
-    warning = _attempt(plan, loaded.config.backend.missing_here)
+    plan, config = Plan(), loaded.config
+    backend = config.backend
+    plan.attempt(lambda: build_trackers(loaded))
+    warning = plan.attempt(backend.missing_here)
     with ExitStack() as stack:
-        data = _attempt(plan, lambda: build_data(loaded, stack, row_limit, progress))
+        data = plan.attempt(lambda: build_data(loaded, stack, row_limit, progress))
         progress("reading the model's config")
-        model = _attempt(plan, lambda: _model(loaded))
+        model = plan.attempt(lambda: _model(loaded))
         if model is not None:
-            _attempt(plan, lambda: loaded.config.backend.check_trainable(loaded.config))
-            _attempt(plan, lambda: loaded.config.backend.check_model(loaded.config))
-        if loaded.config.backend.rank_request() is not None:
-            _attempt(plan, lambda: check_losses(loaded.config, loaded.host.registry))
-        notes = None if model is None else _attempt(plan, lambda: list(loaded.config.backend.notes(loaded.config)))
+            plan.attempt(lambda: backend.check_trainable(config))
+            plan.attempt(lambda: backend.check_model(config))
+        if backend.rank_request() is not None:
+            plan.attempt(lambda: check_losses(config, loaded.host.registry))
         plan.sections["this run"] = [summarize_plan(loaded, data, model)]
-        layout = _attempt(plan, lambda: _layout(loaded.config))
-        if layout:
-            plan.sections["parallel layout"] = layout
-        if notes:
-            plan.sections["backend"] = notes
+        if isinstance(backend, PlansLayouts):
+            plan.add("parallel layout", partial(backend.describe_layout, config))
+        if model is not None:
+            plan.add("backend", lambda: backend.notes(config))
         if data is not None:
-            plan.sections["data"] = _data(data, row_limit)
-            plan.sections["objective"] = _objective(loaded, data)
-            plan.sections["steps"] = [
-                *_steps(loaded, data),
-                *loaded.config.schedule.notes(data.total_updates()),
-                *interval_notes(loaded.config, data),
-            ]
+            _add_data(plan, loaded, data, row_limit)
             if model is not None:
-                notes = _attempt(plan, lambda: _lengths(loaded, data))
-                plan.sections["data"] += [
-                    *(notes or []),
-                    *loaded.config.tokenization.notes(loaded.config.model, data.context.tokenizer),
-                ]
-                load = _attempt(plan, lambda: _batches(plan, loaded, data, model))
-                if load is not None:
-                    memory = _attempt(plan, lambda: memory_lines(loaded.config, load, device_bytes))
-                    plan.sections |= {"memory (estimate)": memory} if memory else {}
-                    phases = _attempt(plan, lambda: phase_lines(loaded.config, load, device_bytes))
-                    plan.sections |= {"phases of a device (estimate)": phases} if phases else {}
-                    layouts = _attempt(plan, lambda: layout_lines(loaded.config, load, device_bytes))
-                    plan.sections |= {"layouts (estimate)": layouts} if layouts else {}
-            _attempt(plan, lambda: _divisibility(loaded, data))
-            _attempt(plan, lambda: check_watched(loaded.config, lambda: metrics_of(data.evaluations)))
+                _add_sizes(plan, loaded, data, model, device_bytes)
+            plan.attempt(lambda: _check_divisibility(loaded, data))
+            plan.attempt(lambda: check_watched(config, lambda: metrics_of(data.evaluations)))
     # Last: a config alone, whose weights are yet to be fetched, tells everything above.
-    _attempt(plan, lambda: _check_weights(loaded.config.model))
+    plan.attempt(lambda: _check_weights(config.model))
     if device_bytes is None:
         # A plan for devices of another size is one for another machine.
-        _attempt(plan, lambda: _check_run_dir(loaded.config))
+        plan.attempt(lambda: _check_run_dir(config))
     if warning:
         plan.sections["on this machine"] = [warning]
     plan.sections["plugins"] = _plugins(loaded)
-    plan.problems = [
+    located = [
         problem.in_file(loaded.origin) if isinstance(problem, ConfigError) else problem for problem in plan.problems
     ]
     # The same broken row may be met on several ways.
-    plan.problems = list({str(problem): problem for problem in plan.problems}.values())
+    plan.problems = list({str(problem): problem for problem in located}.values())
     return plan
+
+
+def _add_data(plan: Plan, loaded: LoadedConfig, data: DataComponents, row_limit: int | None) -> None:
+    config = loaded.config
+    plan.sections["data"] = _data(data, row_limit)
+    plan.sections["objective"] = _objective(loaded, data)
+    plan.sections["steps"] = [
+        *_steps(config, data),
+        *config.schedule.notes(data.total_updates()),
+        *interval_notes(config, data),
+    ]
+
+
+def _add_sizes(plan: Plan, loaded: LoadedConfig, data: DataComponents, model: _Model, device_bytes: int | None) -> None:
+    """Add what depends on both data and model: lengths, the first batches, and memory."""
+    config = loaded.config
+    plan.add("data", lambda: config.backend.check_lengths(loaded, data.source, data.evaluations))
+    plan.add("data", lambda: config.tokenization.notes(config.model, data.context.tokenizer))
+    load = plan.attempt(lambda: _batches(plan, loaded, data, model))
+    if load is not None:
+        plan.add("memory (estimate)", lambda: memory_lines(config, load, device_bytes))
+        plan.add("phases of a device (estimate)", lambda: phase_lines(config, load, device_bytes))
+        plan.add("layouts (estimate)", lambda: layout_lines(config, load, device_bytes))
 
 
 @dataclass(frozen=True)
 class _Model:
-    """What the model's files tell without its weights. context: tokens it can see; None without a limit. vocabulary:
-    tokens it has an embedding of; None where its config does not say."""
+    """What the model's files tell without its weights.
+
+    `context` is the number of tokens it can see, None without a limit; `vocabulary` the tokens it has an embedding of,
+    None if its config does not say.
+    """
 
     parameters: int
     context: int | None
@@ -152,16 +172,7 @@ def _model(loaded: LoadedConfig) -> _Model:
     return _Model(count_parameters(model), context, getattr(config.get_text_config(), "vocab_size", None))
 
 
-def _layout(run: RunConfig) -> list[str]:
-    return list(run.backend.describe_layout(run)) if isinstance(run.backend, PlansLayouts) else []
-
-
-def _lengths(loaded: LoadedConfig, data: DataComponents) -> Sequence[str]:
-    return loaded.config.backend.check_lengths(loaded, data.source, data.evaluations)
-
-
 def _check_run_dir(config: RunConfig) -> None:
-    """Raise RunDirectoryError where the start of a run here would fail."""
     obstacle = RunDirectory(config.run_dir).obstacle()
     if obstacle is not None:
         raise RunDirectoryError(
@@ -175,7 +186,7 @@ def _check_weights(model: ModelConfig) -> None:
 
 
 def summarize_plan(loaded: LoadedConfig, data: DataComponents | None, model: _Model | None) -> str:
-    """One sentence, as far as data and model could be read: what is trained on what, how long, and what it writes."""
+    """Say in one sentence what is trained on what, and how long, as far as data and model could be read."""
     config = loaded.config
     size = f" ({describe_count(model.parameters)} parameters)" if model is not None else ""
     adapted = "adapters of " if config.backend.facts.trains_adapters else ""
@@ -191,14 +202,6 @@ def _amount(data: DataComponents) -> str:
     facts, steps = data.source.summary(), data.source.total_steps
     found = (f" on {facts[name]:,} {name}" for name in ("pairs", "prompts", "samples") if name in facts)
     return f"{next(found, '')} for {steps:,} steps ({data.source.epoch(steps):.2f} epochs)"
-
-
-def _attempt(plan: Plan, part: Callable[[], T]) -> T | None:
-    try:
-        return part()
-    except UserError as problem:
-        plan.problems.append(problem)
-        return None
 
 
 def _plugins(loaded: LoadedConfig) -> list[str]:
@@ -238,8 +241,8 @@ def _objective(loaded: LoadedConfig, data: DataComponents) -> list[str]:
     return lines
 
 
-def _steps(loaded: LoadedConfig, data: DataComponents) -> list[str]:
-    config, source = loaded.config, data.source
+def _steps(config: RunConfig, data: DataComponents) -> list[str]:
+    source = data.source
     epochs = source.epoch(source.total_steps)
     facts = source.summary()
     step_of = facts.get("step_of", f"{config.batch_size} samples")
@@ -256,7 +259,7 @@ def _steps(loaded: LoadedConfig, data: DataComponents) -> list[str]:
 
 
 def _early_end(config: RunConfig) -> list[str]:
-    """When `stop_when` ends the run before its last step, and whether the best weights are kept for that."""
+    """Say when `stop_when` ends the run before its last step, and whether the best weights are kept then."""
     stop, kept = config.stop_when, config.checkpoint.keep_best
     if stop is None:
         return []
@@ -274,12 +277,12 @@ def _early_end(config: RunConfig) -> list[str]:
 
 
 def _batches(plan: Plan, loaded: LoadedConfig, data: DataComponents, model: _Model) -> Load:
-    """Lay out the first batches, or show what rollouts begin with; returns the largest step that is known."""
+    """Lay out the first batches, or show what rollouts begin with. Returns the largest step that is known."""
     config, source = loaded.config, loaded.config.source
     if data.source.pure or data.source.reads_only_data:
         # First of all, as the batches of some sources can be asked for only once.
         if data.source.pure:
-            plan.sections["example"] = _example(loaded, data)
+            plan.sections["example"] = _example(data)
         return _first_batches(plan, config, data, model)
     preview = data.source.preview()
     if preview:
@@ -303,7 +306,7 @@ def _batches(plan: Plan, loaded: LoadedConfig, data: DataComponents, model: _Mod
 
 
 def _first_batches(plan: Plan, config: RunConfig, data: DataComponents, model: _Model) -> Load:
-    """Lay out the first batches; returns the one with most tokens."""
+    """Lay out the first batches. Returns the one with most tokens."""
     lines: list[str] = []
     dealt: dict[str, float] = {}
     largest = Load()
@@ -316,9 +319,9 @@ def _first_batches(plan: Plan, config: RunConfig, data: DataComponents, model: _
         if config.backend.rank_request() is not None:
             said, over_ideal = _dealt(config, data.minibatches.cut(batch))
             dealt[f"step {step}: {said}"] = over_ideal
-        _attempt(plan, partial(check_columns, batch, data.loss.needs - MADE_IN_UPDATE))
+        plan.attempt(partial(check_columns, batch, data.loss.needs - MADE_IN_UPDATE))
         if model.vocabulary is not None:
-            _attempt(plan, partial(check_tokens, batch, model.vocabulary))
+            plan.attempt(partial(check_tokens, batch, model.vocabulary))
         largest = max(largest, Load(batch.length, batch.num_tokens), key=lambda load: load.tokens)
         batch.release()
     plan.sections["batches"] = lines
@@ -333,10 +336,10 @@ def _first_batches(plan: Plan, config: RunConfig, data: DataComponents, model: _
     return largest
 
 
-def _example(loaded: LoadedConfig, data: DataComponents) -> list[str]:
-    """The first row's first sequence, shortened; `spurline data` shows more."""
+def _example(data: DataComponents) -> list[str]:
+    """Show the first row's first sequence, shortened."""
     lines: list[str] = []
-    for row in first_rows(loaded, data, 1):
+    for row in first_rows(data, 1):
         sequence = row.sequences[0]
         lines.append(f"{sequence.uid}, trained tokens in ⟦ ⟧ (`spurline data` shows more):")
         lines += [f"  | {line}" for line in marked(sequence.tokens, EXAMPLE_TOKENS).splitlines()]
@@ -344,7 +347,7 @@ def _example(loaded: LoadedConfig, data: DataComponents) -> list[str]:
 
 
 def _dealt(run: RunConfig, minibatches: Sequence[TrainingBatch]) -> tuple[str, float]:
-    """How the ranks share a batch, and how much longer it takes than an even share would."""
+    """Say how the ranks share a batch, and return how much longer it takes than an even share would."""
     ranks, bound = run.backend.layout().data, run.backend.facts.microbatch_bound
     hidden = load_model_config(run.model).get_text_config().hidden_size
     dealings = [deal(minibatch, ranks, max_tokens=bound, hidden=hidden) for minibatch in minibatches]
@@ -362,7 +365,7 @@ def _dealt(run: RunConfig, minibatches: Sequence[TrainingBatch]) -> tuple[str, f
     return said, float(time)
 
 
-def _divisibility(loaded: LoadedConfig, data: DataComponents) -> None:
+def _check_divisibility(loaded: LoadedConfig, data: DataComponents) -> None:
     config, layout = loaded.config, data.context.layout
     if layout.deals_rows:
         # It trains with ranks that have none of a batch's rows.

@@ -340,9 +340,6 @@ def _pairs_of_dataset(store: TokenStore, dataset: int) -> Pairs:
 class PreferenceSource(SftSource):
     """As `sft`, with pairs for samples: as pure, as resumable, built ahead as well."""
 
-    sides: Sequence[str] = SIDES
-    side_of = staticmethod(side_of)
-
     def __init__(self, config: PreferenceSourceConfig, context: SourceContext) -> None:
         self._context = context
         super().__init__(config, context, PairSet(context.config.data.train, context))

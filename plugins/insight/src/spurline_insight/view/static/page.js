@@ -494,7 +494,6 @@ function sampleRow(row) {
 function sampleSequence(sequence) {
   const trained = sequence.weights.filter((weight) => weight !== 0).length;
   const count = sequence.kind === "prompt" ? "" : `, ${short(trained)} trained`;
-  const parts = sequence.parts.map(([role, tokens, among]) => `${role} ${short(tokens)}${among ? ` (${short(among)} trained)` : ""}`);
   const spans = sequence.pieces.map((piece, number) => {
     const weight = sequence.weights[number];
     const classes = [weight ? "trained" : "", sequence.special[number] ? "special" : ""].filter(Boolean).join(" ");
@@ -502,8 +501,7 @@ function sampleSequence(sequence) {
     return make("span", classes ? { class: classes, title } : { title }, piece);
   });
   const text = make("div", { class: "tokens", tabindex: "0", role: "region", "aria-label": `Tokens of ${sequence.kind} ${visible(sequence.uid)}` }, ...spans);
-  return make("div", {}, make("p", {}, make("strong", {}, `${sequence.kind} ${sequence.uid}`), `: ${short(sequence.ids.length)} tokens${count}. `,
-    parts.join(" · ")), ...sequence.notes.map((note) => make("p", { class: "marked" }, note)), text);
+  return make("div", {}, make("p", {}, make("strong", {}, `${sequence.kind} ${sequence.uid}`), `: ${short(sequence.ids.length)} tokens${count}.`), ...sequence.notes.map((note) => make("p", { class: "marked" }, note)), text);
 }
 
 // Two attempts

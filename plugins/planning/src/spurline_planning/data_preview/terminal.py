@@ -1,4 +1,4 @@
-"""Shown data as text for a terminal: in colours, or with marks that need none.
+"""Print shown data on a terminal: in colours, or with marks that need none.
 
 Without colours ⟦ and ⟧ stand around trained tokens. Whatever the data holds, no control character gets through.
 """
@@ -15,16 +15,16 @@ from rich.table import Table
 from rich.text import Text
 
 from spurline.terminal import printable
-from spurline_planning.shown_data.sequences import ShownData, ShownSequence, ShownToken
+from spurline_planning.data_preview.rows import ShownData, ShownSequence, ShownToken
 
 _MOST_TOKENS = 1_500
-"""Of a longer sequence the middle is not shown on a terminal."""
+"""Tokens of a sequence that a terminal shows; the middle of a longer one is left out."""
 _STYLES = {(True, 0): "bold green", (True, 1): "bold cyan", (False, 0): "default", (False, 1): "bright_black"}
-"""By whether it is trained and whether the number of the token is odd: neighbours differ, so that one sees each."""
+"""Styles by whether a token is trained and whether its number is odd: neighbours differ, so that one sees each."""
 
 
 def has_colours(file: IO[str]) -> bool:
-    """Whether this output is a terminal that shows colours, and nobody asked for none (https://no-color.org)."""
+    """Return whether this output is a terminal that shows colours, and none was asked for (https://no-color.org)."""
     return file.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
@@ -43,7 +43,7 @@ def print_data(data: ShownData, file: IO[str]) -> None:
     for row in data.rows:
         console.print()
         console.print(Text(printable(row.heading), "bold"))
-        if any(sequence.kind in ("chosen", "rejected") for sequence in row.sequences):
+        if row.is_pair:
             _print_pairs(console, row.sequences)
             continue
         for sequence in row.sequences:
@@ -53,7 +53,6 @@ def print_data(data: ShownData, file: IO[str]) -> None:
 
 
 def _print_pairs(console: Console, sequences: Sequence[ShownSequence]) -> None:
-    """Chosen and rejected side by side."""
     for first in range(0, len(sequences), 2):
         pair = sequences[first : first + 2]
         table = Table(expand=True)
@@ -75,7 +74,7 @@ def _coloured(sequence: ShownSequence) -> Text:
 
 
 def plain_lines(data: ShownData) -> Iterator[str]:
-    """The same without colours."""
+    """Yield the lines of the same without colours."""
     yield from map(printable, data.facts)
     if data.trains_on_it:
         yield "trained tokens are in ⟦ ⟧"
@@ -88,7 +87,7 @@ def plain_lines(data: ShownData) -> Iterator[str]:
 
 
 def marked(tokens: Sequence[ShownToken], most: int = _MOST_TOKENS) -> str:
-    """The text of tokens, with ⟦ ⟧ around those that are trained. most: tokens that are shown."""
+    """Return the text of at most so many tokens, with ⟦ ⟧ around those that are trained."""
     parts: list[str] = []
     for is_trained, run in groupby(_shortened(tokens, most), key=lambda item: item[1] and item[1].is_trained):
         for_run = [f" [... {number:,} tokens ...] " if token is None else _unmarked(token) for number, token in run]
@@ -97,12 +96,12 @@ def marked(tokens: Sequence[ShownToken], most: int = _MOST_TOKENS) -> str:
 
 
 def _unmarked(token: ShownToken) -> str:
-    """The token's text, which cannot look like the marks around trained ones."""
+    """Return the token's text, which cannot look like the marks around trained ones."""
     return _visible(token.text).replace("⟦", r"\u27e6").replace("⟧", r"\u27e7")
 
 
 def _shortened(tokens: Sequence[ShownToken], most: int = _MOST_TOKENS) -> Iterable[tuple[int, ShownToken | None]]:
-    """Tokens with their numbers; (how many, None) in place of those in the middle of too many."""
+    """Return tokens with their numbers; (how many, None) in place of those in the middle of too many."""
     numbered = list(enumerate(tokens))
     if len(numbered) <= most:
         return numbered
@@ -115,15 +114,4 @@ def _visible(text: str) -> str:
 
 
 def _headings(sequence: ShownSequence) -> list[str]:
-    """What there is to say of a sequence before its tokens."""
-    length = f"{len(sequence.tokens):,} tokens"
-    trained = f", {sequence.num_trained:,} trained" if sequence.kind != "prompt" else ""
-    lines = [f"-- {sequence.kind} {sequence.uid}: {length}{trained}"]
-    if sequence.parts:
-        told = ", ".join(
-            f"{part.role} {part.tokens:,}{f' ({part.trained:,} trained)' if part.trained else ''}"
-            for part in sequence.parts
-        )
-        lines.append(f"   {told}")
-    lines += [f"   {note}" for note in sequence.notes]
-    return [printable(line) for line in lines]
+    return [printable(line) for line in (f"-- {sequence.heading}", *(f"   {note}" for note in sequence.notes))]

@@ -1,4 +1,4 @@
-"""Shown data as one HTML file that opens anywhere: light and dark, without scripts and without a network."""
+"""Write shown data as one HTML file that opens anywhere, without scripts and without a network."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from spurline.files import replace_file
 from spurline.terminal import printable
-from spurline_planning.shown_data.sequences import ShownData, ShownRow, ShownSequence, ShownToken
+from spurline_planning.data_preview.rows import ShownData, ShownRow, ShownSequence, ShownToken
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; form-action 'none'; base-uri 'none'"
 
@@ -20,7 +20,7 @@ _STYLE = """
 body { background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; margin: 0 auto;
   max-width: 75rem; padding: 1rem; }
 h1 { font-size: 1.3rem; overflow-wrap: anywhere; } h2 { font-size: 1rem; margin: 2rem 0 .5rem; }
-.facts, .parts, .notes { color: var(--faint); margin: .2rem 0; white-space: pre-wrap; overflow-wrap: anywhere; }
+.facts, .notes { color: var(--faint); margin: .2rem 0; white-space: pre-wrap; overflow-wrap: anywhere; }
 .legend span { padding: 0 .4rem; margin-right: .6rem; border-radius: 3px; }
 .row { display: grid; gap: .8rem; } .row.pairs { grid-template-columns: 1fr 1fr; }
 @media (max-width: 40rem) { .row.pairs { grid-template-columns: 1fr; } }
@@ -61,21 +61,14 @@ def write_page(data: ShownData, out: Path) -> None:
 
 
 def _row(row: ShownRow) -> str:
-    pairs = " pairs" if any(sequence.kind in ("chosen", "rejected") for sequence in row.sequences) else ""
     inside = "".join(map(_sequence, row.sequences))
-    return f'<h2>{_safe(row.heading)}</h2><div class="row{pairs}">{inside}</div>'
+    return f'<h2>{_safe(row.heading)}</h2><div class="row{" pairs" if row.is_pair else ""}">{inside}</div>'
 
 
 def _sequence(sequence: ShownSequence) -> str:
-    trained = f", {sequence.num_trained:,} trained" if sequence.kind != "prompt" else ""
-    title = f"{sequence.kind} {sequence.uid}: {len(sequence.tokens):,} tokens{trained}"
-    parts = " · ".join(
-        f"{part.role} {part.tokens:,}{f' ({part.trained:,} trained)' if part.trained else ''}"
-        for part in sequence.parts
-    )
     notes = "".join(f'<p class="notes">{_safe(note)}</p>' for note in sequence.notes)
     return (
-        f'<div class="sequence"><h3>{_safe(title)}</h3><p class="parts">{_safe(parts)}</p>{notes}'
+        f'<div class="sequence"><h3>{_safe(sequence.heading)}</h3>{notes}'
         f'<div class="tokens">{_tokens(sequence.tokens)}</div></div>'
     )
 

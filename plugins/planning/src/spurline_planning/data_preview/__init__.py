@@ -1,0 +1,1 @@
+"""Show the first rows of a run as they will be trained, token by token."""

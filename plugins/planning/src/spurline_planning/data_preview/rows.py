@@ -1,0 +1,183 @@
+"""Take the first rows of a run from where training takes them: the batches of the first steps, or the first prompts.
+
+The source of the run reads, tokenizes, orders and lays out; here its batches are only taken apart. No weights are
+loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import islice
+from unicodedata import category
+
+import numpy as np
+
+from spurline.config.loading import LoadedConfig
+from spurline.data.batch import TrainingBatch
+from spurline.data.token_store import describe
+from spurline.progress import Progress, silent
+from spurline.run.build import DataComponents, build_data
+from spurline_text.shown_pieces import shown
+from spurline_text.token_pieces import TokenPieces
+
+ROW_LIMIT = 10_000
+"""Rows of each dataset that are read unless all are asked for."""
+
+_PAIR = ("chosen", "rejected")
+
+
+@dataclass(frozen=True)
+class ShownToken:
+    """A token as people see it, invisible characters as signs or escapes, and the weight of its loss."""
+
+    token_id: int
+    text: str
+    is_special: bool
+    weight: float
+
+    @property
+    def is_trained(self) -> bool:
+        return self.weight != 0
+
+
+@dataclass(frozen=True)
+class ShownSequence:
+    """Tokens that the model sees as one: a sample, one answer of a pair, or a prompt, with notes about its row."""
+
+    uid: str
+    kind: str
+    tokens: tuple[ShownToken, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def heading(self) -> str:
+        """Its kind and name, and how many of its tokens are trained."""
+        trained = f", {sum(token.is_trained for token in self.tokens):,} trained" if self.kind != "prompt" else ""
+        return f"{self.kind} {self.uid}: {len(self.tokens):,} tokens{trained}"
+
+
+@dataclass(frozen=True)
+class ShownRow:
+    """A row of a batch with the sequences that share it."""
+
+    heading: str
+    sequences: tuple[ShownSequence, ...]
+
+    @property
+    def is_pair(self) -> bool:
+        """True if its sequences are answers to compare."""
+        return any(sequence.kind in _PAIR for sequence in self.sequences)
+
+
+@dataclass(frozen=True)
+class ShownData:
+    """The first rows of a run, and facts about all its data, with what was cut or left out and why."""
+
+    name: str
+    facts: tuple[str, ...]
+    rows: tuple[ShownRow, ...] = field(default=())
+
+    @property
+    def trains_on_it(self) -> bool:
+        """True if these tokens are trained; false for prompts whose answers will be."""
+        return any(sequence.kind != "prompt" for row in self.rows for sequence in row.sequences)
+
+
+def show_data(loaded: LoadedConfig, num_rows: int, row_limit: int | None, progress: Progress = silent) -> ShownData:
+    """Return the first rows of the run.
+
+    Args:
+        loaded: The config of the run.
+        num_rows: Rows of the data that are shown; a packed row holds many.
+        row_limit: Rows of each dataset that are read; None reads all, as training does.
+        progress: Is told what takes time.
+
+    Raises:
+        DataError: If data or a row of it cannot be used; ModelError and ConfigError for what else a run would refuse.
+    """
+    with ExitStack() as stack:
+        data = build_data(loaded, stack, row_limit, progress)
+        rows = first_rows(data, num_rows)
+        facts = describe("train", dict(data.source.summary()))
+        for evaluation in data.evaluations:
+            facts += describe(evaluation.label, dict(evaluation.held_out.summary()))
+        if data.source.summary().get("read_in_part"):
+            facts.append(
+                f"read: the first {row_limit:,} rows of each dataset, so these rows come at another step of the run; "
+                "--whole reads all"
+            )
+        if not rows:
+            facts.append(
+                f"nothing to show: the source '{loaded.config.source.name}' makes its batches while it trains, and "
+                "tells no prompts beforehand"
+            )
+        return ShownData(str(loaded.origin), tuple(facts), tuple(rows))
+
+
+def first_rows(data: DataComponents, num_rows: int) -> list[ShownRow]:
+    """Return the first rows of the first batches, or the first prompts of a run that generates."""
+    pieces = TokenPieces(data.context.tokenizer)
+    if data.source.pure or data.source.reads_only_data:
+        return _rows_of_batches(data, num_rows, pieces)
+    rows: list[ShownRow] = []
+    for number, prompt in enumerate(data.source.first_prompts(num_rows), start=1):
+        tokens = _tokens(prompt.token_ids, [0.0] * len(prompt.token_ids), pieces)
+        rows.append(ShownRow(f"prompt {number}", (ShownSequence(prompt.uid, "prompt", tokens, tuple(prompt.notes)),)))
+    return rows
+
+
+def _rows_of_batches(data: DataComponents, num_rows: int, pieces: TokenPieces) -> list[ShownRow]:
+    rows: list[ShownRow] = []
+    left = num_rows
+    for step in range(1, data.source.total_steps + 1):
+        batch = data.source.build(step)
+        if step == 1 and "pair_ids" in batch.tokens:
+            # A row of the data is two sequences.
+            left *= 2
+        for row in range(batch.num_rows):
+            if left and not bool(batch.is_padding_row[row]):
+                sequences = tuple(islice(_sequences(batch, row, pieces), left))
+                left -= len(sequences)
+                rows.append(ShownRow(_heading(batch, step, row, len(sequences)), sequences))
+        batch.release()
+        if not left:
+            break
+    return rows
+
+
+def _heading(batch: TrainingBatch, step: int, row: int, num_shown: int) -> str:
+    """Return the place of a row, with how full it is, or how much of it is shown."""
+    title, count = f"step {step}, row {row + 1} of {batch.num_rows}", len(batch.segments["uid"][row])
+    if num_shown < count:
+        return f"{title}: {num_shown} of the {count} sequences that share its {batch.length:,} places"
+    used = int((batch.tokens["segment_ids"][row] != 0).sum())
+    shared = f"{count} sequences share it, " if count > 1 else ""
+    return f"{title}: {shared}{used:,} of {batch.length:,} places hold tokens"
+
+
+def _sequences(batch: TrainingBatch, row: int, pieces: TokenPieces) -> Iterator[ShownSequence]:
+    columns = {name: column[row].numpy() for name, column in batch.tokens.items()}
+    pairs = columns.get("pair_ids")
+    for number, uid in enumerate(batch.segments["uid"][row].tolist(), start=1):
+        places = np.flatnonzero(columns["segment_ids"] == number)
+        kind = "sample" if pairs is None else _PAIR[int(pairs[places[0]] < 0)]
+        weights = columns["loss_weights"][places].tolist()
+        yield ShownSequence(uid, kind, _tokens(columns["input_ids"][places].tolist(), weights, pieces))
+
+
+def _tokens(ids: Sequence[int], weights: Sequence[float], pieces: TokenPieces) -> tuple[ShownToken, ...]:
+    texts = shown(pieces.of(token_id) for token_id in ids)
+    return tuple(
+        ShownToken(token_id, _visible(text), pieces.is_special(token_id), weight)
+        for token_id, text, weight in zip(ids, texts, weights, strict=True)
+    )
+
+
+def _visible(text: str) -> str:
+    """Return the text with signs at the ends of lines, and escapes for marks that are invisible or turn the text."""
+    text = text.replace("\n", "↵\n")
+    if text.replace("↵", "").isascii():
+        return text
+    return "".join(ascii(sign)[1:-1] if category(sign) in ("Cf", "Zl", "Zp") else sign for sign in text)
