@@ -24,7 +24,7 @@ from typing import Any
 from transformers import Qwen3Config
 
 from spurline.config.loading import load_config
-from spurline_planning.fit import peak_memory
+from spurline_planning.fit import Load, estimate_load
 from spurline_planning.protocols import planned
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -105,8 +105,9 @@ def _estimate(model: Path, settings: Mapping[str, Any]) -> float:
         update = rollouts.largest_update(loaded.config, PROMPT_TOKENS, None)
         row_length, tokens = update.row_length, update.tokens
         generation = rollouts.generation_memory(loaded.config, PROMPT_TOKENS, None)
-    parts = loaded.config.backend.estimate_memory(loaded.config, row_length, tokens)
-    return peak_memory(parts, generation, loaded.config.backend.update_parts) / 2**30
+    estimate = estimate_load(loaded.config, Load(row_length, tokens, generation))
+    assert estimate is not None
+    return estimate.peak / 2**30
 
 
 def as_cell(gib: float) -> str:

@@ -226,8 +226,9 @@ def test_the_peak_of_an_update_is_what_a_plan_says(tmp_path: Path, ranks: int, r
         measured = [group.call("peak", plain_objective(objective), per_rank=wires) for _ in range(2)][1]
     finally:
         group.close()
-    said = sum(config.estimate_memory(run, 8000, 8000 * ranks).values())
-    assert said == pytest.approx(max(measured), rel=0.15, abs=64 * MIB)
+    said = config.estimate_memory(run, 8000, 8000 * ranks).peak
+    # Activations follow a rule of thumb; all else is exact.
+    assert 0.8 * max(measured) - 64 * MIB < said < 1.4 * max(measured) + 64 * MIB
 
 
 def test_the_device_is_free_while_others_have_it_and_training_goes_on(tmp_path: Path) -> None:

@@ -272,7 +272,7 @@ def measured(
         answers = [group.call(call, plain_objective(objective), per_rank=wires) for _ in range(calls)][-1]
     finally:
         group.close()
-    return answers, sum(config.estimate_memory(run, max(lengths), sum(lengths)).values())
+    return answers, config.estimate_memory(run, max(lengths), sum(lengths)).peak
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])

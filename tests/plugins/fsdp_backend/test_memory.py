@@ -48,7 +48,7 @@ def test_weights_gradients_and_optimizer_are_what_a_plan_says(tmp_path: Path, se
     loaded = backend_run(model, backend, ("fsdp_backend",))
     loss = loaded.host.registry.create("loss", loaded.config.loss)
     measured = allocated(loaded.config, Objective(loss, 64.0))
-    said = loaded.config.backend.estimate_memory(loaded.config, 33, 67)
+    said = loaded.config.backend.estimate_memory(loaded.config, 33, 67).parts
     for part in ("weights", "gradients", "optimizer"):
         assert said[part] == pytest.approx(measured[part], rel=0.05), part
 

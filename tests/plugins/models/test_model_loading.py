@@ -193,28 +193,28 @@ def test_memory_is_estimated_without_loading_and_counts_parameters_exactly(archi
     backend = local_backend(architecture)
     count = sum(tensor.numel() for _, tensor in backend.named_weights())
     run = run_config(architecture)
-    parts = LocalBackendConfig().estimate_memory(run, 100, 100)
+    parts = LocalBackendConfig().estimate_memory(run, 100, 100).parts
     assert parts["weights"] == parts["gradients"] == 4 * count
     assert parts["optimizer"] == 8 * count
     frugal = LocalBackendConfig(activation_checkpointing=True, logits_chunk_tokens=10)
-    less = frugal.estimate_memory(run, 100, 100)
+    less = frugal.estimate_memory(run, 100, 100).parts
     assert less["activations"] < parts["activations"]
     assert less["logits"] == parts["logits"] // 10
     critic = CriticConfig(loss=ValueLossConfig(), minibatches=ByPromptConfig(), optimizer=AdamWConfig())
-    both = LocalBackendConfig().estimate_memory(run_config(architecture, critic=critic), 100, 100)
+    both = LocalBackendConfig().estimate_memory(run_config(architecture, critic=critic), 100, 100).parts
     assert both == {**parts, "critic": 12 * count}
 
 
 def test_memory_counts_the_reference_model_and_what_autocast_rounds(architecture: Path) -> None:
     run = run_config(architecture)
-    parts = LocalBackendConfig().estimate_memory(run, 100, 100)
+    parts = LocalBackendConfig().estimate_memory(run, 100, 100).parts
     count = parts["weights"] // 4
     tied = PpoConfig(kl=KlConfig(coefficient=0.1))
-    with_reference = LocalBackendConfig().estimate_memory(run_config(architecture, loss=tied), 100, 100)
+    with_reference = LocalBackendConfig().estimate_memory(run_config(architecture, loss=tied), 100, 100).parts
     assert with_reference == {**parts, "reference": parts["weights"]}
-    adapted = LocalBackendConfig(lora=LoraConfig()).estimate_memory(run_config(architecture, loss=tied), 100, 100)
+    adapted = LocalBackendConfig(lora=LoraConfig()).estimate_memory(run_config(architecture, loss=tied), 100, 100).parts
     assert "reference" not in adapted, "adapters are turned off instead"
-    assert LocalBackendConfig(precision="bf16").estimate_memory(run, 100, 100)["rounded weights"] == 2 * count
+    assert LocalBackendConfig(precision="bf16").estimate_memory(run, 100, 100).parts["rounded weights"] == 2 * count
 
 
 def test_memory_of_the_cache_is_that_of_keys_and_values(architecture: Path) -> None:
@@ -235,7 +235,7 @@ def test_memory_of_adapters_counts_their_parameters_exactly(architecture: Path) 
     lora = LoraConfig(rank=4)
     backend = local_backend(architecture, lora=lora)
     count = sum(parameter.numel() for parameter in backend._policy.parameters.values())
-    parts = LocalBackendConfig(lora=lora).estimate_memory(run_config(architecture), 100, 100)
+    parts = LocalBackendConfig(lora=lora).estimate_memory(run_config(architecture), 100, 100).parts
     assert parts["gradients"] == 4 * count
     assert parts["optimizer"] == 8 * count
 

@@ -13,8 +13,7 @@ from spurline.protocols.backend import BackendConfig, BackendFacts
 from spurline_models.backend_config import ModelBackendConfig, adapters_of
 from spurline_models.configs import LoraConfig
 from spurline_models.local.configs import LocalBackendConfig
-from spurline_planning.fit import Load, layout_lines, memory_lines
-from spurline_planning.phases import phase_lines
+from spurline_planning.fit import Load, layout_lines, memory_lines, phase_lines
 from spurline_planning.protocols import Diagnoses, PlansLayouts, PlansMemory
 from spurline_ranks.configs import RankBackendConfig
 

@@ -40,9 +40,6 @@ class FsdpBackendConfig(RankBackendConfig):
     }
     package: ClassVar[str] = "spurline_fsdp_backend"
     beyond: ClassVar[str] = "Train adapters (backend.lora), a smaller model, or on more machines."
-    update_parts: ClassVar[frozenset[str]] = frozenset(
-        {"gradients", "activations", "logits", "gathered weights", "gradients on their way"}
-    )
 
     name: str = "fsdp"
     replicas: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
@@ -137,9 +134,3 @@ class FsdpBackendConfig(RankBackendConfig):
         if self.offload_activations and self.on == "cpu":
             notes.append(OFFLOADS_NOTHING)
         return notes if self.lora is None else [*notes, *adapter_notes(run.model, self.lora)]
-
-    def estimate_offloaded_activations(self, run: RunConfig, row_length: int, tokens: int) -> int:
-        return self._part("memory:estimate_offloaded_activations")(self, run, row_length, tokens)
-
-    def estimate_generation(self, run: RunConfig) -> dict[str, int]:
-        return self._part("memory:estimate_generation")(self, run)

@@ -8,12 +8,13 @@ layer among it, is another that stays gathered from the forward to the backward 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from spurline.config.run_config import RunConfig
 from spurline.protocols.optimizer import num_values
-from spurline_models.memory import Shapes, model_shapes, token_activations
+from spurline_models.backend_config import MemoryEstimate
+from spurline_models.memory import COMPUTED_BYTES, ShapeByName, Shapes, model_shapes
 from spurline_models.optimizers.groups import check_groups
 from spurline_models.placement.narrow_weights import base_dtype
 from spurline_ranks.layout import ranks_of_machine
@@ -22,83 +23,62 @@ if TYPE_CHECKING:
     from spurline_fsdp_backend.configs import FsdpBackendConfig
 
 _WEIGHT_BYTES = 4
-"""Of a trained weight and of its gradient, in every precision."""
-
-_COMPUTED_BYTES = {"fp32": 4, "bf16": 2}
-
-Parts = Mapping[str, tuple[int, ...]]
+"""Bytes of a trained weight and of its gradient, in every precision."""
 
 
-def estimate_memory(config: FsdpBackendConfig, run: RunConfig, row_length: int, tokens: int) -> dict[str, int]:
-    """Bytes on the fullest rank by part, at the peak of an update of so many tokens. Raises ModelError, ConfigError.
+def estimate_memory(config: FsdpBackendConfig, run: RunConfig, row_length: int, tokens: int) -> MemoryEstimate:
+    """Estimate a step of so many tokens on the fullest rank. Raises ModelError, ConfigError.
 
-    What `cpu_offload` keeps in the memory of the host is not among them.
+    With `cpu_offload`, what stays from step to step is counted in the memory of the host, as far as the number of ranks
+    of a machine is known.
     """
     shapes = model_shapes(run.model, config.lora)
     check_groups(run.optimizer, shapes.trained)
-    computed = _COMPUTED_BYTES[config.computes_in]
-    tokens = tokens_of_microbatch(config, row_length, tokens)
-    parts = {} if config.cpu_offload else _kept(config, run, shapes)
-    parts["gathered weights"] = computed * gathered_values(config, shapes)
-    # The gradients of the group that is done are summed over the ranks in fp32 while they are there as computed.
+    computed = COMPUTED_BYTES[config.computes_in]
+    microbatch = _tokens_of_microbatch(config, row_length, tokens)
+    on_device, on_host = shapes.activation_bytes(
+        computed,
+        computed,
+        checkpointing=config.activation_checkpointing,
+        offloading=config.offload_activations and config.on == "cuda",
+    )
     groups = _groups(shapes, _gathered(config, shapes.trained))
-    parts["gradients on their way"] = (computed + 4) * max(map(num_values, groups))
-    kept = token_activations(run.model, config.lora, config.computes_in, autocast=False)
-    per_token = kept.kept(checkpointing=config.activation_checkpointing, offloading=_offloads(config))
-    parts["activations"] = tokens * (per_token + (kept.recomputed if config.activation_checkpointing else 0))
-    # At the peak, in backward: log-softmax and its gradient in fp32, then the gradient of the logits as computed.
-    parts["logits"] = min(tokens, config.logits_chunk_tokens) * shapes.vocabulary * (8 + computed)
-    return parts
-
-
-def estimate_host_memory(config: FsdpBackendConfig, run: RunConfig) -> int:
-    """Bytes that the ranks of one machine keep in its memory for `cpu_offload`; 0 where machines are not known."""
-    local = ranks_of_machine(config)
-    if not config.cpu_offload or local is None:
-        return 0
-    return local * sum(_kept(config, run, model_shapes(run.model, config.lora)).values())
-
-
-def estimate_offloaded_activations(config: FsdpBackendConfig, run: RunConfig, row_length: int, tokens: int) -> int:
-    """Bytes of activations that the ranks of one machine keep in its memory; 0 where machines are not known."""
-    local = ranks_of_machine(config)
-    if not _offloads(config) or local is None:
-        return 0
-    kept = token_activations(run.model, config.lora, config.computes_in, autocast=False)
-    per_token = kept.offloaded(checkpointing=config.activation_checkpointing)
-    return local * tokens_of_microbatch(config, row_length, tokens) * per_token
-
-
-def _offloads(config: FsdpBackendConfig) -> bool:
-    return config.offload_activations and config.on == "cuda"
-
-
-def estimate_generation(config: FsdpBackendConfig, run: RunConfig) -> dict[str, int]:
-    """Bytes by part while answers to held-out prompts are written: each rank has all weights, as it computes."""
-    if not run.asks_for_answers:
-        return {}
-    shapes = model_shapes(run.model, config.lora)
-    return {"all weights": shapes.parameters * _COMPUTED_BYTES[config.computes_in]}
-
-
-def _kept(config: FsdpBackendConfig, run: RunConfig, shapes: Shapes) -> dict[str, int]:
-    """Bytes of a rank that stay from step to step, and its gradients."""
-    trained, frozen = _local(config, shapes.trained), _local(config, shapes.frozen)
-    parts = {
-        "weights": _WEIGHT_BYTES * num_values(trained) + frozen_bytes(config, run) * num_values(frozen),
-        "gradients": _WEIGHT_BYTES * num_values(trained),
-        "optimizer": run.optimizer.state_bytes(trained, _WEIGHT_BYTES),
+    update = {
+        "gathered weights": computed * _gathered_values(config, shapes),
+        # The gradients of the group that is done are summed over the ranks in fp32 while they are there as computed.
+        "gradients on their way": (computed + 4) * max(map(num_values, groups)),
+        "activations": microbatch * on_device,
+        # At the peak, in backward: log-softmax and its gradient in fp32, then the gradient of the logits as computed.
+        "logits": min(microbatch, config.logits_chunk_tokens) * shapes.vocabulary * (8 + computed),
     }
+    kept, gradients = _kept(config, run, shapes)
+    moments = [{"gradients": gradients, **update}]
+    host = microbatch * on_host
+    if config.cpu_offload:
+        host += sum(kept.values()) + gradients
+        kept, moments = {}, [update]
+    if run.asks_for_answers:
+        # Each rank has all weights while it writes answers to held-out prompts.
+        moments.append({"all weights, while generating": shapes.parameters * computed})
+    return MemoryEstimate(kept, tuple(moments), host * (ranks_of_machine(config) or 0))
+
+
+def _kept(config: FsdpBackendConfig, run: RunConfig, shapes: Shapes) -> tuple[dict[str, int], int]:
+    """Return the bytes of a rank that stay from step to step, by part, and those of its gradients."""
+    trained, frozen = _local(config, shapes.trained), _local(config, shapes.frozen)
+    frozen_bytes = _WEIGHT_BYTES if config.lora is None else base_dtype(config.lora, run.model).itemsize
+    weights = _WEIGHT_BYTES * num_values(trained) + frozen_bytes * num_values(frozen)
+    parts = {"weights": weights, "optimizer": run.optimizer.state_bytes(trained, _WEIGHT_BYTES)}
     if run.trained_critic is not None:
         # As large as the policy but for its output layer, and its gradients are dropped before the policy has any.
-        parts["critic"] = parts["weights"] + run.trained_critic.optimizer.state_bytes(trained, _WEIGHT_BYTES)
+        parts["critic"] = weights + run.trained_critic.optimizer.state_bytes(trained, _WEIGHT_BYTES)
     if (run.loss.uses_reference or run.source.facts.uses_reference) and config.lora is None:
-        parts["reference"] = _COMPUTED_BYTES[config.computes_in] * (num_values(trained) + num_values(frozen))
-    return parts
+        parts["reference"] = COMPUTED_BYTES[config.computes_in] * (num_values(trained) + num_values(frozen))
+    return parts, _WEIGHT_BYTES * num_values(trained)
 
 
-def tokens_of_microbatch(config: FsdpBackendConfig, row_length: int, tokens: int) -> int:
-    """Tokens that a rank computes at once of a step of so many, in rows of this length."""
+def _tokens_of_microbatch(config: FsdpBackendConfig, row_length: int, tokens: int) -> int:
+    """Return the tokens that a rank computes at once, in a step of so many in rows of this length."""
     share = math.ceil(tokens / config.layout().data)
     if config.max_tokens_per_microbatch is not None:
         share = min(share, config.max_tokens_per_microbatch)
@@ -106,28 +86,21 @@ def tokens_of_microbatch(config: FsdpBackendConfig, row_length: int, tokens: int
     return math.ceil(max(share, min(row_length, tokens)) / config.context)
 
 
-def frozen_bytes(config: FsdpBackendConfig, run: RunConfig) -> int:
-    """Bytes of a frozen weight: under adapters those of `base_dtype`."""
-    return _WEIGHT_BYTES if config.lora is None else base_dtype(config.lora, run.model).itemsize
-
-
-def gathered_values(config: FsdpBackendConfig, shapes: Shapes) -> int:
-    """Weights that are whole on a rank at once: the root's, and those of two layers, as one is fetched ahead."""
+def _gathered_values(config: FsdpBackendConfig, shapes: Shapes) -> int:
+    """Count the weights that are whole on a rank at once: the root's, and two layers', as one is fetched ahead."""
     everything = _gathered(config, {**shapes.frozen, **shapes.trained})
     root, *layers = map(num_values, _groups(shapes, everything))
-    if not config.reshard_after_forward:
-        return root + sum(layers)
-    return root + sum(sorted(layers)[-2:])
+    return root + sum(sorted(layers)[-2:] if config.reshard_after_forward else layers)
 
 
 def sent_bytes(config: FsdpBackendConfig, run: RunConfig) -> int:
-    """Bytes of weights and gradients that a rank sends for one micro-batch; tokens that travel are not counted.
+    """Return the bytes of weights and gradients that a rank sends for one micro-batch.
 
-    Weights are gathered as they are computed with, those of layers again for the backward pass, and the gradients of
-    all are summed in fp32, within a copy of the model and then over the copies.
+    Weights are gathered as they are computed with, those of layers again for the backward pass. The gradients of all
+    are summed in fp32, within a copy of the model and then over the copies. Tokens that travel are not counted.
     """
     shapes = model_shapes(run.model, config.lora)
-    computed, times = _COMPUTED_BYTES[config.computes_in], 2 if config.reshard_after_forward else 1
+    computed, times = COMPUTED_BYTES[config.computes_in], 2 if config.reshard_after_forward else 1
     root, *layers = _groups(shapes, {**shapes.frozen, **shapes.trained})
     sent = computed * _passed_on(config, root)
     sent += sum(times * computed * _passed_on(config, layer) for layer in layers)
@@ -136,30 +109,28 @@ def sent_bytes(config: FsdpBackendConfig, run: RunConfig) -> int:
     return int(sent + 2 * (copies - 1) / copies * 4 * num_values(_local(config, shapes.trained)))
 
 
-def _passed_on(config: FsdpBackendConfig, parts: Parts) -> float:
-    """Values that a rank sends so that all who share these tensors have them whole."""
+def _passed_on(config: FsdpBackendConfig, parts: ShapeByName) -> float:
+    """Count the values that a rank sends so that all who share these tensors have them whole."""
     ranks = config.num_ranks // config.replicas
-    experts = ranks // config.expert
     total = 0.0
     for shape in _gathered(config, parts).values():
-        sharing = experts if _holds_experts(shape) else ranks
+        sharing = ranks // config.expert if _holds_experts(shape) else ranks
         total += (sharing - 1) / sharing * math.prod(shape)
     return total
 
 
-def _groups(shapes: Shapes, parts: Parts) -> list[Parts]:
-    """Parameters that are gathered together: the root's, then those of each layer."""
-    layers: list[dict[str, tuple[int, ...]]] = [{} for _ in shapes.blocks]
+def _groups(shapes: Shapes, parts: ShapeByName) -> list[ShapeByName]:
+    """Return the parameters that are gathered together: the root's, then those of each layer."""
+    layers: dict[str, dict[str, tuple[int, ...]]] = {f"{name}.": {} for name in shapes.blocks}
     root: dict[str, tuple[int, ...]] = {}
-    numbers = {f"{name}.": number for number, name in enumerate(shapes.blocks)}
     for name, shape in parts.items():
-        number = next((number for block, number in numbers.items() if name.startswith(block)), None)
-        (root if number is None else layers[number])[name] = shape
-    return [root, *layers]
+        layer = next((block for block in layers if name.startswith(block)), None)
+        (root if layer is None else layers[layer])[name] = shape
+    return [root, *layers.values()]
 
 
-def _local(config: FsdpBackendConfig, parts: Parts) -> Parts:
-    """What the fullest rank has of each tensor: an even share of its first dimension, rounded up.
+def _local(config: FsdpBackendConfig, parts: ShapeByName) -> ShapeByName:
+    """Return what the fullest rank has of each tensor: an even share of its first dimension, rounded up.
 
     Divided experts are shared by those ranks alone that have the same ones.
     """
@@ -170,13 +141,13 @@ def _local(config: FsdpBackendConfig, parts: Parts) -> Parts:
     }
 
 
-def _gathered(config: FsdpBackendConfig, parts: Parts) -> Parts:
-    """What a rank sees of each tensor when it is gathered: everything but the experts of other ranks."""
+def _gathered(config: FsdpBackendConfig, parts: ShapeByName) -> ShapeByName:
+    """Return what a rank sees of each tensor when it is gathered: everything but the experts of other ranks."""
     return {name: _first_by(shape, config.expert) if _holds_experts(shape) else shape for name, shape in parts.items()}
 
 
 def _holds_experts(shape: Sequence[int]) -> bool:
-    """Experts of a layer are stored as one tensor, its first dimension theirs; nothing else has three."""
+    # Experts of a layer are stored as one tensor, its first dimension theirs; nothing else has three.
     return len(shape) == 3
 
 

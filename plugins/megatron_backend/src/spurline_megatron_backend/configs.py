@@ -50,9 +50,6 @@ class MegatronBackendConfig(RankBackendConfig):
 
     package: ClassVar[str] = "spurline_megatron_backend"
     beyond: ClassVar[str] = "Train a smaller model, or on more machines."
-    update_parts: ClassVar[frozenset[str]] = frozenset(
-        {"activations", "gathered activations", "logits", "routed experts"}
-    )
     missing_settings: ClassVar[Mapping[str, str]] = {
         **RankBackendConfig.missing_settings,
         "lora": f"Megatron-core has no adapters: those of divided layers would need rules of their own. {_FSDP}",
@@ -130,10 +127,8 @@ class MegatronBackendConfig(RankBackendConfig):
     def describe_layout(self, run: RunConfig) -> Sequence[str]:
         return list(self._part("layout:describe_layout")(self, run))
 
-    def suggested_layouts(
-        self, run: RunConfig, row_length: int, tokens: int, device_bytes: int, usable_bytes: int
-    ) -> Iterable[str]:
-        return self._part("layout:suggested_layouts")(self, run, row_length, tokens, device_bytes, usable_bytes)
+    def suggested_layouts(self, run: RunConfig, row_length: int, tokens: int, usable_bytes: int) -> Iterable[str]:
+        return self._part("layout:suggested_layouts")(self, run, row_length, tokens, usable_bytes)
 
     @property
     def rank_variables(self) -> Mapping[str, str]:

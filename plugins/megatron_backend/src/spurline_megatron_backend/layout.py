@@ -1,5 +1,5 @@
 """How the ranks divide the work: groups in words, models that they cannot divide, settings that need less memory, and
-layouts that would be faster.
+other layouts that fit.
 
 Reads the config of the model, no weights.
 """
@@ -18,10 +18,9 @@ from spurline.errors import ConfigError, Problem
 from spurline.protocols.optimizer import OptimizerConfig
 from spurline_megatron_backend.architecture import Architecture, read_architecture
 from spurline_megatron_backend.grid import Grid
-from spurline_megatron_backend.layout_search import Candidate, find_layouts
-from spurline_megatron_backend.memory import fullest, kept_of, layout_of
+from spurline_megatron_backend.layout_search import RANKS_OF_MACHINE, Candidate, evaluate, find_layouts
+from spurline_megatron_backend.memory import kept_of, layout_of
 from spurline_megatron_backend.parts import held_parameters
-from spurline_megatron_backend.step_time import RANKS_OF_MACHINE, Speeds, device_of, estimate_step
 from spurline_megatron_backend.workload import Layout, Stages, Step
 from spurline_models.architecture import load_model_config
 from spurline_models.optimizers.groups import settings_of
@@ -211,48 +210,37 @@ def _finer_grids(config: MegatronBackendConfig, a: Architecture) -> Iterator[Map
 
 
 def suggested_layouts(
-    config: MegatronBackendConfig, run: RunConfig, row_length: int, tokens: int, device_bytes: int, usable_bytes: int
+    config: MegatronBackendConfig, run: RunConfig, row_length: int, tokens: int, usable_bytes: int
 ) -> Iterator[str]:
-    """See `RankBackendConfig.suggested_layouts`."""
-    if config.on == "cpu":
-        # Speeds are known of GPUs alone, and ranks on a CPU are there to try things out.
-        return
+    """Yield lines on how the ranks could be divided otherwise. See `RankBackendConfig.suggested_layouts`."""
     architecture = read_architecture(load_model_config(run.model))
     step, kept = Step(row_length, tokens), kept_of(config, run)
-    speeds = Speeds(device_of(device_bytes), ranks_of_machine(config) or RANKS_OF_MACHINE, kept.computed_bytes)
-    found = find_layouts(architecture, config.num_ranks, step, kept, speeds, usable_bytes)
-    mine = layout_of(config)
-    own = Candidate(mine, fullest(architecture, mine, step, kept), estimate_step(architecture, mine, step, speeds))
-    yield (
-        f"of {counted(config.num_ranks, 'rank')}, each {speeds.device.name} of {_gib(device_bytes)}, "
-        f"{speeds.ranks_of_machine} of a machine; times are rough, and good for comparing"
-    )
-    verdict = "fits" if own.total <= usable_bytes else f"does not fit: {_most(own)}"
-    yield f"this run: {_words(own, tokens)}; {verdict}"
-    for candidate in found.best[:SHOWN]:
-        yield f"{_settings(config, candidate.layout)}: {_words(candidate, tokens)}"
-    if found.nearest is not None:
-        nearest = found.nearest
+    local = ranks_of_machine(config) or RANKS_OF_MACHINE
+    own = evaluate(architecture, layout_of(config), step, kept)
+    fits = "fits" if own.memory.peak <= usable_bytes else f"does not fit: {_most(own)}"
+    yield f"this run: {_words(own)}; {fits}"
+    fitting, smallest = find_layouts(architecture, config.num_ranks, step, kept, usable_bytes, local)
+    for candidate in fitting[:SHOWN]:
+        yield f"{_settings(config, candidate.layout)}: {_words(candidate)}"
+    if not fitting:
         yield (
-            f"none fits. Nearest comes {_settings(config, nearest.layout)}, which needs {_gib(nearest.total)} of "
-            f"{_gib(usable_bytes)}: {_most(nearest)}. Take more ranks, or devices with more memory"
+            f"none fits. {_settings(config, smallest.layout)} needs least: {_gib(smallest.memory.peak)} of "
+            f"{_gib(usable_bytes)}; {_most(smallest)}. Take more ranks, or devices with more memory"
         )
 
 
 def _most(candidate: Candidate) -> str:
-    name, size = candidate.largest
+    name, size = max(candidate.memory.parts.items(), key=lambda part: part[1])
     return f"most of it is {name}, {_gib(size)}"
 
 
-def _words(candidate: Candidate, tokens: int) -> str:
-    time = candidate.time
-    speed = tokens / time.total / candidate.layout.grid.ranks
-    bubble = f", {time.bubble / time.total:.0%} of it waiting for other stages" if time.bubble else ""
-    return f"{time.total:,.1f} s a step{bubble}, {speed:,.0f} tokens/s a device, {_gib(candidate.total)}"
+def _words(candidate: Candidate) -> str:
+    idle = f", {candidate.idle:.0%} of a step waiting for other stages" if candidate.idle else ""
+    return f"{_gib(candidate.memory.peak)}, a rank sends {_gib(candidate.sent)} a step{idle}"
 
 
 def _settings(config: MegatronBackendConfig, layout: Layout) -> str:
-    """What to set for this layout: sizes above 1, and all that the config now has otherwise."""
+    """Return what to set for this layout: sizes above 1, and all that the config now has otherwise."""
     keys = ("tensor", "pipeline", "virtual_stages", "context", "expert", "expert_tensor")
     values: dict[str, Any] = {key: getattr(layout.grid, key) for key in keys}
     values = {key: size for key, size in values.items() if size > 1 or getattr(config, key) > 1}

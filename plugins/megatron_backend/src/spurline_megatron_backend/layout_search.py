@@ -1,121 +1,149 @@
-"""Find the layouts of so many devices that a model fits in, and rank them by the time of a step.
+"""Find the layouts of so many ranks that a model fits in, and order them by what ranks send each other in a step.
 
 Every layout is tried that divides the model and the ranks, but tensor parallelism across machines, whose exchanges no
-layer hides. Takes a second or two, on a machine without a GPU.
+layer hides. Recomputing whole layers costs a third more computation whatever is sent, so those layouts come last.
+Bytes and idle shares follow from the layout; how fast devices and networks are is not guessed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from spurline_megatron_backend.architecture import Architecture
-from spurline_megatron_backend.grid import Grid
-from spurline_megatron_backend.memory import MAIN_BYTES, Kept, fullest, optimizer_bytes
-from spurline_megatron_backend.step_time import Speeds, StepTime, estimate_step, least_time
+from spurline_megatron_backend.grid import Grid, part_sizes
+from spurline_megatron_backend.memory import MAIN_BYTES, Kept, estimate_fullest
 from spurline_megatron_backend.workload import Layout, Recompute, Stages, Step
+from spurline_models.backend_config import MemoryEstimate
 from spurline_ranks.layout import divisors
 
-RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+RANKS_OF_MACHINE = 8
+"""Devices of one machine, if nothing tells: of a DGX or HGX."""
 
-VIRTUAL_STAGES = (1, 2, 3, 4, 5, 6, 8, 10, 12)
+MOST_IDLE = 0.1
+"""Share of a step that ranks may wait for other stages, in a layout that is named if others fit."""
 
-MAX_PIPELINE = 64
-
-SMALL_MICROBATCH = 4096
-"""Tokens below which a micro-batch keeps no device busy, so that smaller ones are not tried."""
-
-SMALL_SHARE = 1024
-"""Tokens of a row below which sharing it among more ranks is not tried."""
-
-ALIKE = 1.03
-"""Layouts whose times differ by less are taken to be equally fast."""
-
-FAR = 1.5
-"""Times of the fastest above which a layout is not worth naming."""
-
-_MICROBATCHES = (1, 2, 4)
-"""Multiples of the smallest micro-batch that are tried."""
+_RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+_MAX_PIPELINE = 64
+_MICROBATCH = 4096
+"""Tokens of a micro-batch that keep a device busy."""
+_SMALL_SHARE = 1024
+"""Tokens of a row below which it is not shared among more ranks."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout, its bytes by part on the fullest rank, and the time of a step."""
+    """A layout, its memory on the fullest rank, the bytes that a rank sends in a step, and the share that it waits."""
 
     layout: Layout
-    parts: dict[str, int]
-    time: StepTime
-
-    @property
-    def total(self) -> int:
-        return sum(self.parts.values())
-
-    @property
-    def largest(self) -> tuple[str, int]:
-        """The part that takes most, and its bytes."""
-        return max(self.parts.items(), key=lambda part: part[1])
+    memory: MemoryEstimate
+    sent: int
+    idle: float
 
 
-@dataclass(frozen=True)
-class Found:
-    """best: what fits, the fastest first, one for each way to divide the ranks. nearest: what comes nearest to fitting
-    where nothing does."""
-
-    best: Sequence[Candidate]
-    nearest: Candidate | None
+def evaluate(architecture: Architecture, layout: Layout, step: Step, kept: Kept) -> Candidate:
+    """Return the layout with what it needs and sends."""
+    return Candidate(
+        layout,
+        estimate_fullest(architecture, layout, step, kept),
+        sent_bytes(architecture, layout, step, kept.computed_bytes),
+        idle_share(architecture.num_layers, layout, step),
+    )
 
 
 def find_layouts(
-    architecture: Architecture, ranks: int, step: Step, kept: Kept, speeds: Speeds, usable_bytes: float
-) -> Found:
-    """Try all layouts of so many ranks. usable_bytes: of the memory of a device."""
-    best: dict[Grid, Candidate] = {}
-    nearest: Candidate | None = None
-    fastest = math.inf
-    for grid in _grids(architecture, ranks, step, speeds.ranks_of_machine):
-        # What every variant of this grid holds; most that do not fit are told by it.
-        least = _least(architecture, grid, kept)
-        if least > usable_bytes and nearest is not None and nearest.total <= least:
-            continue
-        mine: Candidate | None = None
+    architecture: Architecture, ranks: int, step: Step, kept: Kept, usable_bytes: float, ranks_of_machine: int
+) -> tuple[list[Candidate], Candidate]:
+    """Try all layouts of so many ranks.
+
+    Args:
+        architecture: The model.
+        ranks: Number of ranks, all of which are used.
+        step: The largest step.
+        kept: What is in memory beside the model.
+        usable_bytes: Memory of a device that can be counted on.
+        ranks_of_machine: Ranks within which tensor parallelism stays.
+
+    Returns:
+        The layouts that fit, those that send least first, and the layout that needs least memory.
+    """
+    fitting: list[Candidate] = []
+    smallest: Candidate | None = None
+    for grid in _grids(architecture, ranks, step, ranks_of_machine):
         for layout in _variants(architecture, grid, step):
-            limit = min(FAR * fastest, math.inf if mine is None else mine.time.total)
-            if least_time(architecture, layout, step, speeds) > limit:
-                continue
-            time = estimate_step(architecture, layout, step, speeds)
-            if time.total > limit:
-                continue
-            found = Candidate(layout, fullest(architecture, layout, step, kept), time)
-            if found.total <= usable_bytes:
-                mine = found
-                fastest = min(fastest, time.total)
-            elif nearest is None or found.total < nearest.total:
-                nearest = found
-        if mine is not None:
-            best[grid] = mine
-    return Found(_ordered(best.values()), None if best else nearest)
+            found = evaluate(architecture, layout, step, kept)
+            if smallest is None or found.memory.peak < smallest.memory.peak:
+                smallest = found
+            if found.memory.peak <= usable_bytes:
+                fitting.append(found)
+                if found.idle <= MOST_IDLE:
+                    break
+    assert smallest is not None, "one copy of the model on each rank is a layout"
+    busy = [found for found in fitting if found.idle <= MOST_IDLE] or fitting
+    return sorted(busy, key=lambda found: (found.layout.recompute == "full", found.sent)), smallest
 
 
-def _ordered(found: Iterable[Candidate]) -> list[Candidate]:
-    """The fastest first; of those that are as fast as an estimate can tell, the least exchange of tokens and memory."""
-    rest = sorted(found, key=lambda candidate: candidate.time.total)
-    ordered: list[Candidate] = []
-    while rest:
-        alike = [candidate for candidate in rest if candidate.time.total <= ALIKE * rest[0].time.total]
-        ordered += sorted(alike, key=lambda candidate: (candidate.layout.grid.context, candidate.total))
-        rest = rest[len(alike) :]
-    return ordered
+def idle_share(num_layers: int, layout: Layout, step: Step) -> float:
+    """Return the share of a step in which ranks wait for other stages, the output layer not counted.
+
+    Filling and emptying takes p - 1 turns beside v m of p stages of v parts and m micro-batches (Narayanan et al. 2021,
+    arXiv:2104.04473), and all wait for the part that has most layers.
+    """
+    grid, number = layout.grid, step.num_microbatches(layout)
+    turns = grid.virtual_stages * number + grid.pipeline - 1
+    most = max(part_sizes(num_layers, grid.pipeline * grid.virtual_stages))
+    return 1 - number * num_layers / grid.pipeline / (turns * most)
 
 
-def _grids(architecture: Architecture, ranks: int, step: Step, ranks_of_machine: int) -> Iterator[Grid]:
-    a = architecture
-    most_context = max(1, step.row_length // SMALL_SHARE)
-    for tensor in divisors(math.gcd(math.gcd(a.heads, a.key_value_heads), a.ffn if not a.num_experts else 0)):
+def sent_bytes(a: Architecture, layout: Layout, step: Step, computed_bytes: int) -> int:
+    """Return the bytes that a rank sends in a step: for each micro-batch and layer, and once for the gradients."""
+    grid = layout.grid
+    tokens = math.ceil(step.tokens_of_microbatch(layout) / grid.context)
+    passes = 3 if layout.recompute == "full" else 2
+    # A gather before and a sum after attention and the feed-forward layer; experts exchange tokens instead.
+    halves = 1 if a.num_experts else 2
+    of_layer = halves * (2 * passes) * tokens * a.hidden * (grid.tensor - 1) / grid.tensor
+    if grid.context > 1:
+        keys = math.lcm(a.key_value_heads // grid.tensor, grid.context)
+        exchanged = (2 * (a.heads // grid.tensor) + 2 * keys) * a.head_dim
+        of_layer += passes * tokens * exchanged * (grid.context - 1) / grid.context
+    if a.num_experts:
+        copies = layout.expert_load * tokens / layout.sequence_share * a.experts_per_token * a.hidden
+        # Tokens go to their experts and come back.
+        of_layer += 2 * passes * copies * ((grid.expert - 1) / grid.expert + grid.expert_tensor - 1)
+    of_microbatch = of_layer * math.ceil(a.num_layers / grid.pipeline)
+    if grid.pipeline > 1:
+        of_microbatch += 2 * grid.virtual_stages * tokens * a.hidden / layout.sequence_share
+    stages = Stages(a, grid)
+    values = max(map(stages.values, range(grid.pipeline)), key=lambda found: found.all)
+    dense, experts = grid.data * grid.context, grid.expert_data
+    # Gradients are summed in fp32, and weights gathered as they are computed with.
+    after = (MAIN_BYTES + computed_bytes) * (
+        values.dense * (dense - 1) / dense + values.expert * (experts - 1) / experts
+    )
+    return int(step.num_microbatches(layout) * of_microbatch * computed_bytes + after)
+
+
+def _variants(architecture: Architecture, grid: Grid, step: Step) -> Iterator[Layout]:
+    """Yield layouts of this grid, the cheapest in time first, with micro-batches of rows that keep a device busy."""
+    share = max(step.row_length, math.ceil(step.tokens / grid.data))
+    microbatch = min(share, max(1, _MICROBATCH // step.row_length) * step.row_length)
+    for recompute in _RECOMPUTE:
+        yield Layout(grid, microbatch, recompute, grid.tensor > 1)
+        # Parts of a few layers wait less, and are sent more often.
+        parts = architecture.num_layers // grid.pipeline // 4
+        if grid.pipeline > 1 and parts > 1:
+            yield Layout(replace(grid, virtual_stages=parts), microbatch, recompute, grid.tensor > 1)
+
+
+def _grids(a: Architecture, ranks: int, step: Step, ranks_of_machine: int) -> Iterator[Grid]:
+    most_context = max(1, step.row_length // _SMALL_SHARE)
+    for tensor in divisors(math.gcd(a.heads, a.key_value_heads, 0 if a.num_experts else a.ffn)):
         if ranks % tensor or tensor > ranks_of_machine or ranks_of_machine % tensor:
             continue
         for pipeline in divisors(ranks // tensor):
-            if pipeline > min(a.num_layers, MAX_PIPELINE):
+            if pipeline > min(a.num_layers, _MAX_PIPELINE):
                 continue
             for context in divisors(math.gcd(ranks // tensor // pipeline, a.heads // tensor)):
                 if context > most_context:
@@ -132,30 +160,3 @@ def _experts(architecture: Architecture, ranks_of_stage: int, tensor: int) -> It
         if architecture.expert_ffn % expert_tensor == 0 and ranks_of_stage % expert_tensor == 0:
             for expert in divisors(math.gcd(architecture.num_experts, ranks_of_stage // expert_tensor)):
                 yield expert, expert_tensor
-
-
-def _least(architecture: Architecture, grid: Grid, kept: Kept) -> float:
-    """Bytes that weights, gradients and optimizer take on the fullest rank, however it computes."""
-    stages = Stages(architecture, grid)
-    layout = Layout(grid)
-    return max(
-        (kept.computed_bytes + MAIN_BYTES) * values.all
-        + optimizer_bytes(layout, values, kept.optimizer, kept.computed_bytes)
-        for values in map(stages.values, range(grid.pipeline))
-    )
-
-
-def _variants(architecture: Architecture, grid: Grid, step: Step) -> Iterator[Layout]:
-    for virtual_stages in VIRTUAL_STAGES if grid.pipeline > 1 else (1,):
-        if grid.pipeline * virtual_stages > architecture.num_layers:
-            break
-        for microbatch in microbatches(step, grid):
-            for recompute in RECOMPUTE:
-                yield Layout(replace(grid, virtual_stages=virtual_stages), microbatch, recompute, grid.tensor > 1)
-
-
-def microbatches(step: Step, grid: Grid) -> list[int]:
-    """Tokens of a micro-batch that are worth trying: multiples of the longest row, up to what a rank has in a step."""
-    smallest = step.row_length * max(1, SMALL_MICROBATCH // step.row_length)
-    share = max(step.row_length, math.ceil(step.tokens / grid.data))
-    return sorted({min(share, smallest * times) for times in _MICROBATCHES})

@@ -8,7 +8,7 @@ shared keys and attention that materializes no scores; times the micro-batches t
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from spurline.config.run_config import RunConfig
@@ -17,24 +17,28 @@ from spurline_megatron_backend.architecture import Architecture, read_architectu
 from spurline_megatron_backend.parts import padded_vocabulary
 from spurline_megatron_backend.workload import Layout, Stages, Step, Values
 from spurline_models.architecture import load_model_config
+from spurline_models.backend_config import MemoryEstimate
+from spurline_models.memory import COMPUTED_BYTES
 from spurline_ranks.layout import ranks_of_machine
 
 if TYPE_CHECKING:
     from spurline_megatron_backend.configs import MegatronBackendConfig
 
 MAIN_BYTES = 4
-"""Of the copy of a weight that the optimizer changes, and of a summed gradient."""
-
-COMPUTED_BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}
+"""Bytes of the copy of a weight that the optimizer changes, and of a summed gradient."""
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What is in memory beside one trained model.
+    """The settings of what is in memory beside one trained model.
 
-    computed_bytes: of a weight and of what is computed with it. critic: its optimizer, where there is one.
-    reference: where its weights lie, where there is one: `device` or `host`. replays_experts: whether batches say which
-    experts compute a token.
+    Attributes:
+        computed_bytes: Bytes of a weight and of what is computed with it.
+        logits_chunk_tokens: Positions whose logits exist at the same time.
+        optimizer: Settings of the policy's optimizer.
+        critic: Settings of the critic's optimizer, if there is one.
+        reference: Where the reference's weights lie, if there is one: `device` or `host`.
+        replays_experts: Whether batches say which experts compute a token.
     """
 
     computed_bytes: int
@@ -45,28 +49,25 @@ class Kept:
     replays_experts: bool = False
 
 
-def estimate_memory(config: MegatronBackendConfig, run: RunConfig, row_length: int, tokens: int) -> dict[str, int]:
-    """Bytes on the fullest rank by part, at the peak of an update of so many tokens. Raises ModelError, ConfigError."""
+def estimate_memory(config: MegatronBackendConfig, run: RunConfig, row_length: int, tokens: int) -> MemoryEstimate:
+    """Estimate a step of so many tokens on the fullest rank. Raises ModelError, ConfigError."""
     architecture = read_architecture(load_model_config(run.model))
-    return fullest(architecture, layout_of(config), Step(row_length, tokens), kept_of(config, run))
-
-
-def estimate_host_memory(config: MegatronBackendConfig, run: RunConfig) -> int:
-    """Bytes of a reference that the ranks of one machine keep in its memory; 0 where machines are not known."""
     kept, local = kept_of(config, run), ranks_of_machine(config)
+    found = estimate_fullest(architecture, layout_of(config), Step(row_length, tokens), kept)
     if kept.reference != "host" or local is None:
-        return 0
-    stages = Stages(read_architecture(load_model_config(run.model)), config.grid)
-    return local * kept.computed_bytes * max(stages.values(stage).all for stage in range(config.grid.pipeline))
+        return found
+    stages = Stages(architecture, config.grid)
+    weights = kept.computed_bytes * max(stages.values(stage).all for stage in range(config.grid.pipeline))
+    return replace(found, host=local * weights)
 
 
 def layout_of(config: MegatronBackendConfig) -> Layout:
-    """What the settings say of the layout."""
+    """Return the layout that the settings ask for."""
     return Layout(config.grid, config.max_tokens_per_microbatch, config.recompute, config.divides_tokens)
 
 
 def kept_of(config: MegatronBackendConfig, run: RunConfig) -> Kept:
-    """What the run keeps beside the policy."""
+    """Return what the run keeps beside the policy."""
     has_reference = run.loss.uses_reference or run.source.facts.uses_reference
     return Kept(
         COMPUTED_BYTES[config.computes_in],
@@ -78,15 +79,14 @@ def kept_of(config: MegatronBackendConfig, run: RunConfig) -> Kept:
     )
 
 
-def fullest(architecture: Architecture, layout: Layout, step: Step, kept: Kept) -> dict[str, int]:
-    """Bytes by part of the ranks of the pipeline stage that has most in all."""
-    unlike = Stages(architecture, layout.grid).unlike
-    stages = (of_stage(architecture, layout, step, kept, stage) for stage in unlike)
-    return max(stages, key=lambda parts: sum(parts.values()))
+def estimate_fullest(architecture: Architecture, layout: Layout, step: Step, kept: Kept) -> MemoryEstimate:
+    """Estimate the memory of a rank of the pipeline stage that needs most."""
+    stages = (estimate_stage(architecture, layout, step, kept, stage) for stage in range(layout.grid.pipeline))
+    return max(stages, key=lambda found: found.peak)
 
 
-def of_stage(architecture: Architecture, layout: Layout, step: Step, kept: Kept, stage: int) -> dict[str, int]:
-    """Bytes by part of the ranks of one pipeline stage."""
+def estimate_stage(architecture: Architecture, layout: Layout, step: Step, kept: Kept, stage: int) -> MemoryEstimate:
+    """Estimate the memory of a rank of one pipeline stage."""
     grid = layout.grid
     stages = Stages(architecture, grid)
     values = stages.values(stage)
@@ -96,36 +96,37 @@ def of_stage(architecture: Architecture, layout: Layout, step: Step, kept: Kept,
         "weights": kept.computed_bytes * values.all,
         # One buffer for all of them, which stays from step to step.
         "gradients": MAIN_BYTES * values.all,
-        "optimizer": optimizer_bytes(layout, values, kept.optimizer, kept.computed_bytes),
-        "activations": _activations(architecture, layout, stages, stage, tokens, step.num_microbatches(layout), kept),
+        "optimizer": _optimizer_bytes(layout, values, kept.optimizer, kept.computed_bytes),
+    }
+    if kept.critic is not None:
+        of_critic = Stages(architecture, grid, critic=True).values(stage)
+        parts["critic"] = (kept.computed_bytes + MAIN_BYTES) * of_critic.all
+        parts["critic"] += _optimizer_bytes(layout, of_critic, kept.critic, kept.computed_bytes)
+    if kept.reference == "device":
+        parts["reference"] = kept.computed_bytes * values.all
+    update = {
+        "activations": _activations(architecture, layout, stages, stage, tokens, step.num_microbatches(layout), kept)
     }
     if layout.sequence_share > 1:
         # All tokens of the input of a divided matrix, and of its gradient, are there while it is computed with.
-        parts["gathered activations"] = 2 * tokens * architecture.hidden * kept.computed_bytes
+        update["gathered activations"] = 2 * tokens * architecture.hidden * kept.computed_bytes
     if stages.is_last(stage):
         # At the peak, in backward: log-softmax and its gradient in fp32, then the gradient of the logits as computed.
         columns = padded_vocabulary(architecture, grid) // grid.tensor
-        parts["logits"] = min(tokens, kept.logits_chunk_tokens) * columns * (8 + kept.computed_bytes)
+        update["logits"] = min(tokens, kept.logits_chunk_tokens) * columns * (8 + kept.computed_bytes)
     if kept.replays_experts:
         # int16, of all micro-batches of a step, and once more of each rank's own tokens of them.
         share = math.ceil(step.tokens / grid.data)
         of_token = 2 * architecture.num_layers * architecture.experts_per_token
-        parts["routed experts"] = share * of_token + math.ceil(share / grid.context) * of_token
-    if kept.critic is not None:
-        values_of_critic = Stages(architecture, grid, critic=True).values(stage)
-        parts["critic"] = (kept.computed_bytes + MAIN_BYTES) * values_of_critic.all
-        parts["critic"] += optimizer_bytes(layout, values_of_critic, kept.critic, kept.computed_bytes)
-    if kept.reference == "device":
-        parts["reference"] = kept.computed_bytes * values.all
-    elif kept.reference == "host":
-        # It comes to the device to score, when nothing of an update is there.
-        needed = parts["activations"] + parts.get("gathered activations", 0)
-        parts["reference while it scores"] = max(0, kept.computed_bytes * values.all - needed)
-    return parts
+        update["routed experts"] = share * of_token + math.ceil(share / grid.context) * of_token
+    moments = [update]
+    if kept.reference == "host":
+        moments.append({"reference, while it scores": kept.computed_bytes * values.all})
+    return MemoryEstimate(parts, tuple(moments))
 
 
-def optimizer_bytes(layout: Layout, values: Values, optimizer: OptimizerConfig, computed_bytes: int) -> int:
-    """Bytes of the optimizer's share of a rank: copies that it changes, where weights are not these, and its state."""
+def _optimizer_bytes(layout: Layout, values: Values, optimizer: OptimizerConfig, computed_bytes: int) -> int:
+    """Return the bytes of a rank's share of the optimizer: its state, and fp32 copies of weights that are narrower."""
     grid = layout.grid
     dense = math.ceil(values.dense / (grid.data * grid.context))
     expert = math.ceil(values.expert / grid.expert_data)
@@ -134,7 +135,9 @@ def optimizer_bytes(layout: Layout, values: Values, optimizer: OptimizerConfig, 
 
 
 def microbatches_in_flight(layout: Layout, stage: int, number: int) -> float:
-    """Micro-batches whose activations a stage keeps at its peak, of so many in all; part of one is part of its layers.
+    """Count the micro-batches whose activations a stage keeps at its peak, of so many in all.
+
+    Part of a micro-batch is part of its layers.
 
     One forward, one backward: as many as there are stages from this one to the last (PipeDream-Flush, Narayanan et al.
     2021, arXiv:2104.04473). Interleaved, Megatron begins 2 (stages behind) + (parts - 1) stages more parts of a
@@ -164,9 +167,9 @@ def _activations(
 
 
 def kept_values(architecture: Architecture, layout: Layout, expert_load: float = 1.0) -> float:
-    """Values that a layer keeps for its backward pass, for each token of a rank of the context group.
+    """Count the values that a layer keeps for its backward pass, for each token of a rank of the context group.
 
-    expert_load: copies of tokens that a rank's experts get, over an even share.
+    A rank's experts get `expert_load` times as many copies of tokens as an even share.
     """
     a, grid = architecture, layout.grid
     norms = 4 * a.hidden / layout.sequence_share

@@ -1,4 +1,4 @@
-"""A layout and a step of training as far as memory and time depend on them. Numbers alone: no torch, no config."""
+"""A layout and a step of training, as far as memory and what ranks send depend on them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UNEVEN_EXPERTS = 1.2
 class Layout:
     """How ranks divide a model, and how each computes its part.
 
-    microbatch: tokens that a micro-batch is filled up to; None takes the rows of a rank at once.
+    A micro-batch is filled up to `microbatch` tokens; None takes the rows of a rank at once.
     """
 
     grid: Grid
@@ -31,31 +31,31 @@ class Layout:
 
     @property
     def sequence_share(self) -> int:
-        """Ranks that divide the tokens of what tensor parallelism itself does not divide."""
+        """The ranks that divide the tokens of what tensor parallelism itself does not divide."""
         return self.grid.tensor if self.sequence_parallel else 1
 
     @property
     def expert_load(self) -> float:
-        """Copies of tokens that the busiest rank's experts get, over an even share."""
+        """The copies of tokens that the busiest rank's experts get, over an even share."""
         return UNEVEN_EXPERTS if self.grid.expert > 1 else 1.0
 
 
 @dataclass(frozen=True)
 class Step:
-    """tokens: in an optimizer step over all ranks. row_length: of the longest row."""
+    """An optimizer step: the tokens of its longest row, and those of all rows over all ranks."""
 
     row_length: int
     tokens: int
 
     def tokens_of_microbatch(self, layout: Layout) -> int:
-        """Tokens that the ranks of one copy of the model compute at once, before context parallelism divides them."""
+        """Return the tokens that one copy of the model computes at once, before context parallelism divides them."""
         share = math.ceil(self.tokens / layout.grid.data)
         bound = share if layout.microbatch is None else min(share, layout.microbatch)
         # Rows are dealt whole.
         return max(bound, min(self.row_length, self.tokens))
 
     def num_microbatches(self, layout: Layout) -> int:
-        """Micro-batches that each rank computes."""
+        """Return the number of micro-batches that each rank computes."""
         share = math.ceil(self.tokens / layout.grid.data)
         number = max(1, math.ceil(share / max(1, self.tokens_of_microbatch(layout))))
         return layout.grid.rounded_up(number)
@@ -63,7 +63,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Values:
-    """Numbers of a rank's parameters: of its experts, and of all else."""
+    """The number of values in a rank's experts, and in its other parameters."""
 
     dense: int
     expert: int
@@ -84,7 +84,7 @@ class Values:
 
 @dataclass(frozen=True)
 class _Held:
-    """What a rank holds for one layer, and beside layers in the first, the last and an only stage."""
+    """The values that a rank holds for one layer, and beside layers in the first, the last and an only stage."""
 
     layer: Values
     first: Values
@@ -94,7 +94,7 @@ class _Held:
 
 @dataclass(frozen=True)
 class Stages:
-    """What the pipeline stages of a model hold."""
+    """The layers and values that the pipeline stages of a model hold."""
 
     architecture: Architecture
     grid: Grid
@@ -102,20 +102,14 @@ class Stages:
 
     @cached_property
     def layers(self) -> tuple[tuple[int, ...], ...]:
-        """By stage: layers of each of its parts."""
+        """The number of layers of each part, by stage."""
         return _layers(self.architecture.num_layers, self.grid.pipeline, self.grid.virtual_stages)
-
-    @property
-    def unlike(self) -> list[int]:
-        """Stages of which one has most of everything: of inner stages with as many layers the first begins most."""
-        first_with = {sum(parts): stage for stage, parts in reversed(list(enumerate(self.layers))[1:-1])}
-        return sorted({0, self.grid.pipeline - 1, *first_with.values()})
 
     def is_last(self, stage: int) -> bool:
         return stage == self.grid.pipeline - 1
 
     def values(self, stage: int) -> Values:
-        """Parameters of each rank of this stage; all have equally many, padding of the vocabulary included."""
+        """Count the values of each rank of this stage; all have equally many, padding of the vocabulary included."""
         grid = self.grid
         held = _held(self.architecture, grid.tensor, grid.expert, grid.expert_tensor, self.critic)
         found = held.layer * sum(self.layers[stage])

@@ -6,7 +6,7 @@ Imports no torch: what looks at a model is found by name, as factories are.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
@@ -21,17 +21,46 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes that training takes, as `spurline plan` shows them.
+
+    Attributes:
+        kept: Bytes on the fullest device that stay from step to step, by part.
+        moments: Bytes by part that come and go. Parts of one moment are there together, and moments take turns.
+        host: Bytes in the memory of the fullest machine that stand for what is kept off its devices.
+    """
+
+    kept: Mapping[str, int]
+    moments: tuple[Mapping[str, int], ...]
+    host: int = 0
+
+    @property
+    def peak(self) -> int:
+        """The bytes on the device at the fullest moment."""
+        return sum(self.kept.values()) + max((sum(moment.values()) for moment in self.moments), default=0)
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """All parts, by name, whether they are there together or not."""
+        return {**self.kept, **{name: size for moment in self.moments for name, size in moment.items()}}
+
+    @property
+    def lent(self) -> dict[str, int]:
+        """The parts that stay on the device while engines have it and the weights are kept there."""
+        stays = {name: self.kept[name] for name in ("weights", "reference") if name in self.kept}
+        # As large as the policy but for its output layer.
+        return stays | ({"critic": self.kept["weights"]} if "critic" in self.kept else {})
+
+
 class ModelBackendConfig(BackendConfig):
     """A backend that trains a model of Hugging Face transformers, or adapters on it.
 
-    Besides what a run asks, it answers what `spurline plan` does: the estimates below are bytes, and a backend that has
-    none gives no part.
+    Besides what a run asks, it answers what `spurline plan` asks (`spurline_planning.protocols`).
     """
 
     beyond: ClassVar[str] = ""
-    """What to do with a model that its settings cannot make fit, as a sentence."""
-    update_parts: ClassVar[frozenset[str]] = frozenset()
-    """Names of the parts of `estimate_memory` that are given back when an update ends, before anything generates."""
+    """A sentence on what to do with a model that its settings cannot make fit."""
 
     @property
     def facts(self) -> BackendFacts:
@@ -68,40 +97,19 @@ class ModelBackendConfig(BackendConfig):
         function = "export_adapter" if adapter else "export_hf"
         return _part(f"export:{function}", "export of a model")(backend, loaded, tokenizer, path, replace=replace)
 
-    def estimate_memory(self, run: RunConfig, row_length: int, tokens: int) -> dict[str, int]:
-        """Bytes on the fullest device by part, for a step of so many tokens in rows of this length; {} if unknown."""
-        return {}
-
-    def estimate_generation(self, run: RunConfig) -> dict[str, int]:
-        """Bytes on the fullest device by part that `evaluation.generate` takes beside what stays between updates."""
-        return {}
-
-    def estimate_yielded(self, run: RunConfig, row_length: int, tokens: int) -> dict[str, int]:
-        """Bytes by part that stay on the fullest device while engines have it and weights are kept.
-
-        Arguments, and names of the parts, as in `estimate_memory`.
-        """
-        parts = self.estimate_memory(run, row_length, tokens)
-        kept = {name: parts[name] for name in ("weights", "reference") if name in parts}
-        # As large as the policy but for its output layer.
-        return kept | ({"critic": parts["weights"]} if "critic" in parts else {})
-
-    def estimate_host_memory(self, run: RunConfig) -> int:
-        """Bytes in the memory of the fullest machine that stand for parts kept off its devices."""
-        return 0
-
-    def estimate_offloaded_activations(self, run: RunConfig, row_length: int, tokens: int) -> int:
-        """Bytes of activations in the memory of the fullest machine, to come to `estimate_host_memory`."""
-        return 0
+    def estimate_memory(self, run: RunConfig, row_length: int, tokens: int) -> MemoryEstimate | None:
+        """Estimate a step of so many tokens in rows of this length, on the fullest device; None if nothing is known."""
+        return None
 
     def device_bytes(self) -> int | None:
-        """Memory of the smallest device that it would train on here; None where that is not known."""
+        """Return the memory of the smallest device that it would train on here; None if that is not known."""
         return None
 
     def savings(self, run: RunConfig, row_length: int, tokens: int) -> Iterable[Mapping[str, Any]]:
-        """Changes of this section that need less memory, each tried on top of those before: the cheapest in time first.
+        """Return changes of this section that need less memory, in the order in which a plan tries them.
 
-        A key is that of a setting, such as `compile`, or of one in a section of this one, such as `lora.base_dtype`.
+        Each is tried on top of those before, so the cheapest in time comes first. A key names a setting, such as
+        `compile`, or one of a section in this one, such as `lora.base_dtype`.
         """
         return ()
 

@@ -1,14 +1,12 @@
-"""What rollouts ask of devices: sources of rollouts say it, and plans of memory read it. Imports no torch."""
+"""Sizes of rollouts that their sources tell and plans of memory read. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 if TYPE_CHECKING:
-    from typing import Self
-
     from spurline.config.run_config import RunConfig
 
 
@@ -21,10 +19,10 @@ class LargestUpdate:
 
 
 class ColocatedSettings(Protocol):
-    """Settings of an engine that has the devices of the backend by turns with it.
+    """Settings of an engine that has the devices of the backend by turns with it."""
 
-    responses: that it writes together. length: tokens of each, prompt included. device_bytes: memory of the device.
-    """
+    takes_less: ClassVar[str]
+    """Sentences on the settings that leave a trainer more of the device."""
 
     @property
     def offloads_trainer(self) -> bool:
@@ -34,21 +32,14 @@ class ColocatedSettings(Protocol):
     def colocated_memory(
         self, run: RunConfig, responses: int, length: int, device_bytes: int
     ) -> Mapping[Literal["weights", "cache"], int]:
-        """Return the bytes on the fullest device of what the engine wakes there; {} where it is not known."""
-        ...
+        """Return the bytes on the fullest device of what the engine wakes there; {} if that is not known.
 
-    def colocated_savings(
-        self, run: RunConfig, responses: int, length: int, device_bytes: int, beside: int, alone: int
-    ) -> Iterable[Mapping[str, Any]]:
-        """Return changes of these settings that leave a trainer more of the device, each tried alone.
-
-        beside, alone: bytes that the engine may take beside the weights that the trainer leaves there, and where these
-        leave too.
+        Args:
+            run: The run that it generates for.
+            responses: Responses that it writes together.
+            length: Tokens of each, prompt included.
+            device_bytes: Memory of the device.
         """
-        ...
-
-    def model_copy(self, *, update: Mapping[str, Any]) -> Self:
-        """Return these settings with other values."""
         ...
 
 
@@ -56,12 +47,14 @@ class ColocatedSettings(Protocol):
 class ColocatedEngine:
     """An engine that has the devices of the backend by turns with it, and what is asked of it.
 
-    config: its settings. key: where these are in the config file. responses, length: as in `ColocatedSettings`.
-    bucket_bytes: of weights that are on their way at a time.
+    Attributes:
+        config: Its settings.
+        responses: Responses that it writes together.
+        length: Tokens of each, prompt included.
+        bucket_bytes: Bytes of the weights that are on their way at a time.
     """
 
     config: ColocatedSettings
-    key: str
     responses: int
     length: int
     bucket_bytes: int

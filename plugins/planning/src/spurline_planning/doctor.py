@@ -29,7 +29,7 @@ from spurline_models.weight_files import check_weight_files
 from spurline_planning.protocols import Diagnoses
 
 OPEN_FILES = 4096
-"""That a run may need at once: sockets of engines and ranks, memory-mapped data, shards of weights."""
+"""Files that a run may need at once: sockets of engines and ranks, memory-mapped data, shards of weights."""
 
 SHARED_MEMORY = 2**30
 """Bytes of /dev/shm below which what NCCL passes between the ranks of one machine may not fit."""

@@ -1,4 +1,4 @@
-"""Say whether a run fits its devices: memory by part, the total beside a device, and one suggestion where it does not.
+"""Say whether a run fits its devices: memory by part, the total beside a device, and what to change if it does not fit.
 
 In: the estimates of the backend's config, for the largest step that a plan knows. Out: lines of text.
 """
@@ -6,29 +6,36 @@ In: the estimates of the backend's config, for the largest step that a plan know
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
 from spurline.config.run_config import RunConfig
-from spurline_models.machine import memory_bytes
+from spurline_models.backend_config import MemoryEstimate
+from spurline_models.machine import memory_bytes, num_gpus
 from spurline_models.rollout_load import ColocatedEngine
 from spurline_planning.protocols import PlansLayouts, PlansMemory
 
 _Section = TypeVar("_Section", bound=BaseModel)
 
 SHARE_USED = 0.9
-"""Of a device's memory: the rest is for kernels, buffers of the network and what the allocator leaves unused."""
+"""Share of a device's memory that a plan counts on: kernels, network buffers and the allocator take the rest."""
+
+BUCKETS = 4
+"""Buckets of weights on a device while weights are published: two of the sender and two of the receiver."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """The largest step that is known. row_length, tokens: both 0 where no batch is.
+    """The largest step that is known.
 
-    generation: bytes by part that generating takes on the device, in turn with updates.
-    engine: that has the device by turns with the trainer; None where it has others.
+    Attributes:
+        row_length: Tokens of the longest row; 0 if no batch is known.
+        tokens: Tokens of the step; 0 if no batch is known.
+        generation: Bytes by part that generating takes on the device, in turn with updates.
+        engine: The engine that has the device by turns with the trainer; None if engines have other devices.
     """
 
     row_length: int = 0
@@ -37,140 +44,128 @@ class Load:
     engine: ColocatedEngine | None = None
 
 
-def peak_memory(training: Mapping[str, int], generation: Mapping[str, int], update_parts: Collection[str]) -> int:
-    """Bytes at the peak. Both take turns: what only an update needs is not there while responses are written.
+def estimate_load(run: RunConfig, load: Load) -> MemoryEstimate | None:
+    """Estimate the memory of this step, generation included; None if the backend does not say."""
+    return _estimate(run, run.backend, load)
 
-    update_parts: those of `training`, as `PlansMemory.update_parts` names them.
-    """
-    update_only = sum(training.get(name, 0) for name in update_parts)
-    return sum(training.values()) - update_only + max(update_only, sum(generation.values()))
+
+def _estimate(run: RunConfig, backend: object, load: Load) -> MemoryEstimate | None:
+    if not isinstance(backend, PlansMemory):
+        return None
+    estimate = backend.estimate_memory(run, load.row_length, load.tokens)
+    if estimate is None or not load.generation:
+        return estimate
+    generation = {f"{name}, while generating": size for name, size in load.generation.items()}
+    return replace(estimate, moments=(*estimate.moments, generation))
 
 
 def memory_lines(run: RunConfig, load: Load, device_bytes: int | None) -> list[str]:
-    """Memory by part on the fullest device and in total; none where the backend cannot say.
+    """Return memory by part on the fullest device, the total, and whether it fits; nothing if the backend cannot say.
 
-    device_bytes: memory of a device; None asks the backend what there is here. Raises ModelError, ConfigError.
+    Args:
+        run: The run to plan.
+        load: Its largest step.
+        device_bytes: Memory of a device; None asks the backend for that of this machine.
+
+    Raises:
+        ModelError: If the model's config cannot be read.
+        ConfigError: If an optimizer's group fits no parameter.
     """
-    backend = run.backend
-    if not isinstance(backend, PlansMemory):
+    estimate = estimate_load(run, load)
+    if estimate is None:
         return []
-    parts, generation = memory_parts(run, backend, load)
-    if not parts:
-        return []
-    # Without a batch, what grows with its tokens comes out as 0.
-    lines = [
-        f"{name}: {size / 2**20:,.0f} MiB" for name, size in parts.items() if size > 0 or (load.tokens and not size)
-    ]
-    lines += [f"{name}, while generating: {size / 2**20:,.0f} MiB" for name, size in generation.items()]
-    peak = peak_memory(parts, generation, backend.update_parts)
-    total = f"total: {peak / 2**20:,.0f} MiB"
-    # Less than the parts of an update add up to, some of which come while others go.
-    if spared := -sum(size for size in parts.values() if size < 0) >> 20:
-        total += f" at once, {spared:,} MiB less than the sum of the parts"
-    if generation:
-        total += ", as an update and generating take turns"
-    if not load.tokens:
-        total += ", to which come activations and logits, whose size depends on the batches"
-    lines.append(total)
-    host = _host_memory(run, backend, load)
-    if host:
-        lines.append(f"in the memory of the fullest machine, beside it: {host / 2**20:,.0f} MiB")
-    limit = device_limit(backend, device_bytes)
+    lines = [f"{name}: {_mib(size)}" for name, size in estimate.parts.items() if size > 0 or load.tokens]
+    turns = ", as not all of it is there at once" if len(estimate.moments) > 1 else ""
+    unknown = ", to which come activations and logits, whose size depends on the batches" if not load.tokens else ""
+    lines.append(f"total: {_mib(estimate.peak)}{turns}{unknown}")
+    if estimate.host:
+        lines.append(f"in the memory of the fullest machine, beside it: {_mib(estimate.host)}")
+    limit = device_limit(run.backend, device_bytes)
     if limit is None:
         return lines
     # A plan for devices of another size is one for another machine.
-    here = memory_bytes() if device_bytes is None else None
-    if here is not None and host > SHARE_USED * here:
-        lines.append(
-            f"does not fit the memory of this machine, {as_gib(here)}, of which {SHARE_USED:.0%} can be counted on"
-        )
-    return lines + _beside_device(run, backend, load, peak, limit, here)
+    if device_bytes is None and estimate.host > SHARE_USED * memory_bytes():
+        lines.append(f"does not fit the memory of this machine, {_beside(memory_bytes())}")
+    if estimate.peak <= SHARE_USED * limit:
+        return [*lines, f"fits a device of {as_gib(limit)}"]
+    return [*lines, f"does not fit a device of {_beside(limit)}", _suggestion(run, load, SHARE_USED * limit)]
+
+
+def _suggestion(run: RunConfig, load: Load, usable: float) -> str:
+    """Return the cheapest changes of the backend's settings that fit; all of them if even these do not."""
+    backend = run.backend
+    assert isinstance(backend, PlansMemory)
+    changes: dict[str, Any] = {}
+    estimate = None
+    for change in backend.savings(run, load.row_length, load.tokens):
+        changes |= change
+        estimate = _estimate(run, with_changes(run.backend, changes), load)
+        assert estimate is not None
+        if estimate.peak <= usable:
+            break
+    if estimate is None:
+        return f"suggestion: none of its settings needs less. {backend.beyond}".rstrip()
+    words = " ".join(f"--set backend.{key}={as_value(value)}" for key, value in changes.items())
+    host = f" and {as_gib(estimate.host)} in the memory of the fullest machine" if estimate.host else ""
+    needs = f"{as_gib(estimate.peak)}{host}"
+    if estimate.peak <= usable:
+        return f"suggestion: {words}, which needs {needs}"
+    return f"suggestion: even {words} needs {needs}. {backend.beyond}".rstrip()
 
 
 def layout_lines(run: RunConfig, load: Load, device_bytes: int | None) -> list[str]:
-    """How the backend could divide the same ranks otherwise; none without a batch, or without a device to fit.
+    """Return how the backend could divide the same ranks otherwise; nothing without a batch, or a device to fit.
 
-    device_bytes: as in `memory_lines`. Raises ModelError, ConfigError.
+    Arguments and errors are those of `memory_lines`.
     """
-    backend = run.backend
-    limit = device_limit(backend, device_bytes)
-    if limit is None or not load.tokens or not isinstance(backend, PlansLayouts):
+    limit = device_limit(run.backend, device_bytes)
+    if limit is None or not load.tokens or not isinstance(run.backend, PlansLayouts):
         return []
-    usable = int(SHARE_USED * limit)
-    return list(backend.suggested_layouts(run, load.row_length, load.tokens, limit, usable))
+    return list(run.backend.suggested_layouts(run, load.row_length, load.tokens, int(SHARE_USED * limit)))
+
+
+def phase_lines(run: RunConfig, load: Load, device_bytes: int | None) -> list[str]:
+    """Return what is on a device in each phase of a run whose engines and trainer have it by turns.
+
+    Arguments and errors are those of `memory_lines`. Nothing for other runs, or without GPUs to fit.
+    """
+    engine, estimate = load.engine, estimate_load(run, load)
+    limit = device_limit(run.backend, device_bytes)
+    if engine is None or estimate is None or limit is None or (device_bytes is None and not num_gpus()):
+        return []
+    awake = engine.config.colocated_memory(run, engine.responses, engine.length, limit)
+    weights = {"the engine's weights": awake.get("weights", 0)}
+    trainer = {f"the trainer's {name}": size for name, size in estimate.lent.items()}
+    beside = {} if engine.config.offloads_trainer else trainer
+    phases: dict[str, tuple[Mapping[str, int], str]] = {
+        "generating": ({**weights, "keys and values": awake.get("cache", 0), **beside}, engine.config.takes_less),
+        "publishing": (
+            {**weights, **trainer, "weights on their way": BUCKETS * engine.bucket_bytes},
+            f"Lower source.weight_sync.bucket_mb. {engine.config.takes_less}",
+        ),
+        "training": ({"the trainer alone": estimate.peak}, "See memory above: engines sleep while the trainer trains."),
+    }
+    lines: list[str] = []
+    for name, (parts, fix) in phases.items():
+        total = sum(parts.values())
+        listed = ", ".join(f"{part} {size / 2**20:,.0f}" for part, size in parts.items() if size)
+        lines.append(f"{name}: {_mib(total)} ({listed})")
+        if total > SHARE_USED * limit:
+            lines.append(f"{name} does not fit a device of {_beside(limit)}. {fix}")
+    if len(lines) == len(phases):
+        lines.append(f"each phase fits a device of {as_gib(limit)}")
+    return lines
 
 
 def device_limit(backend: object, device_bytes: int | None) -> int | None:
-    """Memory of the device that a run is planned for: device_bytes, or what the backend finds here; None for none."""
+    """Return `device_bytes`, or the memory of the devices that the backend finds here; None if it finds none."""
     if device_bytes is None and isinstance(backend, PlansMemory):
         return backend.device_bytes()
     return device_bytes
 
 
-def _beside_device(
-    run: RunConfig, backend: PlansMemory, load: Load, peak: int, limit: int, here: int | None
-) -> list[str]:
-    """here: memory of this machine, where it is the one that trains."""
-    if peak <= SHARE_USED * limit:
-        return [f"fits a device of {as_gib(limit)}"]
-    lines = [f"does not fit a device of {as_gib(limit)}, of which {SHARE_USED:.0%} can be counted on"]
-    found, needed = _suggest(run, backend, load, SHARE_USED * limit)
-    if not found:
-        return [*lines, f"suggestion: none of its settings needs less. {backend.beyond}".rstrip()]
-    words = " ".join(f"--set backend.{key}={as_value(value)}" for key, value in found.items())
-    needs = as_gib(needed) + _host_words(_host_memory(run, _with_changes(run, found), load), here)
-    if needed <= SHARE_USED * limit:
-        return [*lines, f"suggestion: {words}, which needs {needs}"]
-    return [*lines, f"suggestion: even {words} needs {needs}. {backend.beyond}".rstrip()]
-
-
-def _host_memory(run: RunConfig, backend: PlansMemory, load: Load) -> int:
-    return backend.estimate_host_memory(run) + backend.estimate_offloaded_activations(run, load.row_length, load.tokens)
-
-
-def _host_words(host: int, here: int | None) -> str:
-    """What a suggestion takes of the host, to follow what it takes of a device."""
-    if not host:
-        return ""
-    said = f" and {as_gib(host)} in the memory of the fullest machine"
-    if here is None:
-        return said
-    return f"{said}, {'more than can be counted on of' if host > SHARE_USED * here else 'of'} the {as_gib(here)} here"
-
-
-def _suggest(run: RunConfig, backend: PlansMemory, load: Load, limit: float) -> tuple[dict[str, Any], int]:
-    """The cheapest changes of the backend's settings that fit, and their peak; all of them where none do."""
-    changes: dict[str, Any] = {}
-    peak = _peak_with(run, changes, load)
-    for change in backend.savings(run, load.row_length, load.tokens):
-        changes |= change
-        peak = _peak_with(run, changes, load)
-        if peak <= limit:
-            break
-    else:
-        return changes, peak
-    # Some may not be needed beside what came later; the dearest in time are given up first.
-    for key in reversed(list(changes)):
-        fewer = {name: value for name, value in changes.items() if name != key}
-        if fewer and _peak_with(run, fewer, load) <= limit:
-            changes = fewer
-    return changes, _peak_with(run, changes, load)
-
-
-def _peak_with(run: RunConfig, changes: Mapping[str, Any], load: Load) -> int:
-    backend = _with_changes(run, changes)
-    return peak_memory(*memory_parts(run, backend, load), backend.update_parts)
-
-
-def _with_changes(run: RunConfig, changes: Mapping[str, Any]) -> PlansMemory:
-    """The backend's settings with other values."""
-    changed = with_changes(run.backend, changes)
-    assert isinstance(changed, PlansMemory)
-    return changed
-
-
 def with_changes(section: _Section, changes: Mapping[str, Any]) -> _Section:
-    """A copy of the section with other values, by key; those of sections in it as in `lora.base_dtype`."""
+    """Return a copy of the section with other values, by key; `lora.base_dtype` names one of a section in it."""
     values: dict[str, Any] = {}
     for key, value in changes.items():
         first, _, rest = key.partition(".")
@@ -179,17 +174,19 @@ def with_changes(section: _Section, changes: Mapping[str, Any]) -> _Section:
     return section.model_copy(update=values)
 
 
-def memory_parts(run: RunConfig, backend: PlansMemory, load: Load) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes by part of this backend's updates, and of generating on its device."""
-    parts = backend.estimate_memory(run, load.row_length, load.tokens)
-    return parts, {**load.generation, **backend.estimate_generation(run)}
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.0f} MiB"
+
+
+def _beside(limit: int) -> str:
+    return f"{as_gib(limit)}, of which {SHARE_USED:.0%} can be counted on"
 
 
 def as_gib(size: int) -> str:
-    """Bytes for people: `79.6 GiB`."""
+    """Return bytes as people read them: `79.6 GiB`."""
     return f"{size / 2**30:,.1f} GiB"
 
 
 def as_value(value: Any) -> str:
-    """A value as `--set` takes it."""
+    """Return a value as `--set` takes it."""
     return value if isinstance(value, str) else json.dumps(value)

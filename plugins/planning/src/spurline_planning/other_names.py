@@ -1,4 +1,4 @@
-"""What other trainers call a setting: for the nearest fix of an unknown key, and for the page that compares them.
+"""List what other trainers call a setting, for the nearest fix of an unknown key and the page that compares them.
 
 Names of TRL with transformers' `TrainingArguments`, Axolotl, verl and PEFT, as their documentation had them in November
 2026. docs/coming-from.md has the same in tables.

@@ -1,4 +1,4 @@
-"""What `planning` registers beside its commands: what other trainers call our settings. Light: imports no torch."""
+"""Register what other trainers call our settings, beside the commands of the package. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a plan asks of the settings of components, and what `spurline doctor` does, beside what a run asks.
+"""Protocols of what `spurline plan` and `spurline doctor` ask of the settings of components, beside what a run asks.
 
-The configs have the methods, and need not know of this package: a plan says nothing about what a config has not.
+The configs have the methods and need not know of this package. A plan leaves out what a config does not answer.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from spurline.config.run_config import RunConfig
 from spurline.protocols.source import SourceConfig
+from spurline_models.backend_config import MemoryEstimate
 from spurline_models.finding import Finding
 from spurline_models.rollout_load import ColocatedEngine, LargestUpdate
 
@@ -19,44 +20,21 @@ class PlansMemory(Protocol):
     """Settings of a backend that know what it takes of its devices. `ModelBackendConfig` has defaults of all this."""
 
     beyond: ClassVar[str]
-    """What to do with a model that its settings cannot make fit, as a sentence; may be empty."""
-    update_parts: ClassVar[frozenset[str]]
-    """Names of the parts of `estimate_memory` that are given back when an update ends, before anything generates."""
+    """A sentence on what to do with a model that its settings cannot make fit; may be empty."""
 
-    def estimate_memory(self, run: RunConfig, row_length: int, tokens: int) -> dict[str, int]:
-        """Bytes on the fullest device by part, for a step of so many tokens in rows of this length; {} if unknown."""
-        ...
-
-    def estimate_generation(self, run: RunConfig) -> dict[str, int]:
-        """Bytes on the fullest device by part that `evaluation.generate` takes beside what stays between updates."""
-        ...
-
-    def estimate_yielded(self, run: RunConfig, row_length: int, tokens: int) -> dict[str, int]:
-        """Bytes by part that stay on the fullest device while engines have it and weights are kept.
-
-        Where weights leave too, nothing stays. Arguments, and names of the parts, as in `estimate_memory`.
-        """
-        ...
-
-    def estimate_host_memory(self, run: RunConfig) -> int:
-        """Bytes in the memory of the fullest machine that stand for parts kept off its devices."""
-        ...
-
-    def estimate_offloaded_activations(self, run: RunConfig, row_length: int, tokens: int) -> int:
-        """Bytes of activations in the memory of the fullest machine, kept off its devices; to come to
-        `estimate_host_memory`. Arguments as in `estimate_memory`.
-        """
+    def estimate_memory(self, run: RunConfig, row_length: int, tokens: int) -> MemoryEstimate | None:
+        """Estimate a step of so many tokens in rows of this length, on the fullest device; None if nothing is known."""
         ...
 
     def device_bytes(self) -> int | None:
-        """Memory of the smallest device that it would train on here; None where that is not known."""
+        """Return the memory of the smallest device that it would train on here; None if that is not known."""
         ...
 
     def savings(self, run: RunConfig, row_length: int, tokens: int) -> Iterable[Mapping[str, Any]]:
-        """Changes of this section that need less memory, each tried on top of those before: the cheapest in time first.
+        """Return changes of this section that need less memory, in the order in which a plan tries them.
 
-        A key is that of a setting, such as `compile`, or of one in a section of this one, such as `lora.base_dtype`.
-        row_length, tokens: as in `estimate_memory`. With each the section stays valid. A plan suggests what is needed.
+        Each is tried on top of those before, so the cheapest in time comes first. A key names a setting, such as
+        `compile`, or one of a section in this one, such as `lora.base_dtype`. With each the section stays valid.
         """
         ...
 
@@ -66,16 +44,17 @@ class PlansLayouts(Protocol):
     """Settings of a backend that divides a model among ranks."""
 
     def describe_layout(self, run: RunConfig) -> Sequence[str]:
-        """Sentences on its ranks: how many, where, and in which groups."""
+        """Return sentences on its ranks: how many, where, and in which groups."""
         ...
 
-    def suggested_layouts(
-        self, run: RunConfig, row_length: int, tokens: int, device_bytes: int, usable_bytes: int
-    ) -> Iterable[str]:
-        """Lines on how its ranks could be divided otherwise: what fits, the fastest first; none where there is one way.
+    def suggested_layouts(self, run: RunConfig, row_length: int, tokens: int, usable_bytes: int) -> Iterable[str]:
+        """Return lines on how its ranks could be divided otherwise; none if there is one way.
 
-        row_length, tokens: as in `PlansMemory.estimate_memory`. device_bytes: memory of a device, of which a plan
-        counts on usable_bytes.
+        Args:
+            run: The run to plan.
+            row_length: Tokens of the longest row.
+            tokens: Tokens of a step.
+            usable_bytes: Memory of a device that a plan counts on.
         """
         ...
 
@@ -85,9 +64,9 @@ class Diagnoses(Protocol):
     """Settings of a component that `spurline doctor` can try out without a model."""
 
     def doctor(self, run: RunConfig) -> Iterator[Finding]:
-        """What is found by starting what a run would start, all but the model.
+        """Start what a run would start, all but the model, and yield what is found on the way.
 
-        Yields as it finds. What fails is a Finding with its fix, and not an error.
+        A failure is a Finding with its fix, and not an error.
         """
         ...
 
@@ -118,7 +97,7 @@ class PlansRollouts(Protocol):
 
 
 def planned(source: SourceConfig) -> PlansRollouts | None:
-    """Return what a plan can ask about rollouts: the source itself or one that it decorates; None where neither is."""
+    """Return the source that plans can ask about rollouts: this one or one that it decorates; None if neither."""
     if isinstance(source, PlansRollouts):
         return source
     return None if source.decorates is None else planned(getattr(source, source.decorates))

@@ -16,7 +16,7 @@ from spurline.plugins.registry import resolve
 from spurline.protocols.backend import BackendFacts
 from spurline.protocols.optimizer import OptimizerConfig
 from spurline.protocols.ranks import ClusterNeed, Launch, RankRequest
-from spurline_models.backend_config import ModelBackendConfig
+from spurline_models.backend_config import MemoryEstimate, ModelBackendConfig
 from spurline_models.finding import Finding
 from spurline_models.machine import check_ray, num_gpus
 from spurline_ranks.cluster import names_cluster
@@ -30,8 +30,8 @@ class RankBackendConfig(ModelBackendConfig):
     """A backend whose model is divided among ranks: where they are, and how long they may take.
 
     Of a backend's package, `package` names modules with the functions that need torch: `layout` has `check_model`,
-    `describe_layout` and `savings`, `memory` the estimates, `doctor` has `doctor`. Each takes the config first, and
-    then what the method here takes; `describe_layout` takes the config alone.
+    `describe_layout` and `savings`, `memory` has `estimate_memory`, `doctor` has `doctor`. Each takes the config first,
+    and then what the method here takes; `describe_layout` takes the config alone.
     """
 
     missing_settings: ClassVar[Mapping[str, str]] = {
@@ -224,15 +224,8 @@ class RankBackendConfig(ModelBackendConfig):
         """Sentences on its ranks, for `spurline plan`: how many, where, and in which groups."""
         return list(self._part("layout:describe_layout")(self))
 
-    def suggested_layouts(
-        self, run: RunConfig, row_length: int, tokens: int, device_bytes: int, usable_bytes: int
-    ) -> Iterable[str]:
-        """Lines on how its ranks could be divided otherwise, for `spurline plan`: what fits, the fastest first; none
-        for a backend with one way.
-
-        row_length, tokens: as in `estimate_memory`. device_bytes: memory of a device, of which a plan counts on
-        usable_bytes.
-        """
+    def suggested_layouts(self, run: RunConfig, row_length: int, tokens: int, usable_bytes: int) -> Iterable[str]:
+        """Return lines on how its ranks could be divided otherwise; none for a backend with one way."""
         return ()
 
     def savings(self, run: RunConfig, row_length: int, tokens: int) -> Iterable[Mapping[str, Any]]:
@@ -241,11 +234,8 @@ class RankBackendConfig(ModelBackendConfig):
     def device_bytes(self) -> int | None:
         return resolve("spurline_ranks.layout:device_bytes", f"backend '{self.name}'")(self)
 
-    def estimate_memory(self, run: RunConfig, row_length: int, tokens: int) -> dict[str, int]:
+    def estimate_memory(self, run: RunConfig, row_length: int, tokens: int) -> MemoryEstimate:
         return self._part("memory:estimate_memory")(self, run, row_length, tokens)
-
-    def estimate_host_memory(self, run: RunConfig) -> int:
-        return self._part("memory:estimate_host_memory")(self, run)
 
     def doctor(self, run: RunConfig) -> Iterator[Finding]:
         """What `spurline doctor` finds by starting what a run would start, all but the model.

@@ -101,7 +101,8 @@ def test_the_estimate_counts_the_copy_to_the_last_percent(tmp_path: Path, with_c
         run = run_config(
             model, backend=config, critic=critic, checkpoint=CheckpointConfig.model_validate({"async": beside})
         )
-        found = config.estimate_memory(run, 10, 10).get("checkpoint copy", 0)
+        estimate = config.estimate_memory(run, 10, 10)
+        found = estimate.parts.get("checkpoint copy", 0)
         if not beside:
             assert found == 0
         elif not with_critic:
@@ -109,7 +110,7 @@ def test_the_estimate_counts_the_copy_to_the_last_percent(tmp_path: Path, with_c
         else:
             # Its optimizer keeps nothing before its first step.
             assert found == pytest.approx(copied * 6 / 4, rel=0.05)
-        assert config.estimate_host_memory(run) == 0
+        assert estimate.host == 0
 
 
 def test_a_copy_that_does_not_fit_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -284,26 +284,26 @@ def test_memory_is_estimated_exactly(half_files: Path, mode: dict[str, Any]) -> 
     backend = opened(half_files, **mode, run={"optimizer": optimizer})
     train(backend, range(1))
     run = run_config(half_files, model=ModelConfig(path=str(half_files)), optimizer=optimizer)
-    parts = LocalBackendConfig(device="cpu", **mode).estimate_memory(run, 100, 100)
+    parts = LocalBackendConfig(device="cpu", **mode).estimate_memory(run, 100, 100).parts
     assert parts["weights"] == sum(value.nbytes for value in backend._model.causal.parameters())
     assert parts.get("masters", 0) == sum(value.nbytes for value in backend._policy._masters.kept())
     assert parts["gradients"] == sum(value.nbytes for value in backend._policy.parameters.values())
     state = {value.data_ptr(): value for value in backend._policy.tensors().state if value.ndim}
     kept = sum(value.nbytes for value in state.values()) - parts.get("masters", 0)
     assert parts["optimizer"] == pytest.approx(kept, rel=0.01)
-    cut = LocalBackendConfig(device="cpu", rows_per_microbatch=1, **mode).estimate_memory(run, 50, 100)
+    cut = LocalBackendConfig(device="cpu", rows_per_microbatch=1, **mode).estimate_memory(run, 50, 100).parts
     assert cut["gradients"] == sum(4 * value.numel() for value in backend._policy.parameters.values())
 
 
 def test_a_gpu_is_not_asked_for_what_lies_on_the_host(half_files: Path) -> None:
     run = run_config(half_files, model=ModelConfig(path=str(half_files)))
-    here = LocalBackendConfig(device="cpu", **MASTERS, **ON_HOST).estimate_memory(run, 100, 100)
+    here = LocalBackendConfig(device="cpu", **MASTERS, **ON_HOST).estimate_memory(run, 100, 100).parts
     config = LocalBackendConfig(device="cuda", **MASTERS, **ON_HOST)
-    there = config.estimate_memory(run, 100, 100)
+    there = config.estimate_memory(run, 100, 100).parts
     assert there["optimizer"] == 0
     assert "masters" not in there
-    assert config.estimate_host_memory(run) == here["masters"] + here["optimizer"] > 0
-    assert LocalBackendConfig(device="cuda", **MASTERS).estimate_host_memory(run) == 0
+    assert config.estimate_memory(run, 100, 100).host == here["masters"] + here["optimizer"] > 0
+    assert LocalBackendConfig(device="cuda", **MASTERS).estimate_memory(run, 100, 100).host == 0
 
 
 def test_a_plan_suggests_masters_first_and_what_changes_rounding_last() -> None:

@@ -145,7 +145,7 @@ def test_memory_of_the_optimizer_is_estimated_exactly(tmp_path: Any, config: Any
     backend = local_backend(model, run={"optimizer": config}, lora=lora)
     backend.update(lay_out(make_samples([9, 12])), Objective(CrossEntropy(CrossEntropyConfig()), 9.0))
     kept = sum(value.nbytes for value in backend._policy.optimization.state().tensors.values() if value.ndim)
-    estimate = LocalBackendConfig(lora=lora).estimate_memory(run_config(model, optimizer=config), 100, 100)
+    estimate = LocalBackendConfig(lora=lora).estimate_memory(run_config(model, optimizer=config), 100, 100).parts
     assert estimate["optimizer"] == kept
     shapes = model_shapes(run_config(model).model, lora).trained
     assert shapes == {name: tuple(value.shape) for name, value in backend._policy.parameters.items()}

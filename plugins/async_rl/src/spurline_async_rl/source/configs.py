@@ -90,7 +90,7 @@ class AsyncRolloutsConfig(PromptSourceConfig):
             return None
         length = self.longest_attempt(prompt_tokens, context)
         bucket = DEFAULT_BUCKET_BYTES if self.weight_sync is None else self.weight_sync.bucket_bytes
-        return ColocatedEngine(self.engine, "source.engine", self.responses_at_once, length, bucket)
+        return ColocatedEngine(self.engine, self.responses_at_once, length, bucket)
 
     def generation_notes(self, run: RunConfig, prompt_tokens: int, context: int | None) -> Sequence[str]:
         responses = min(self.max_concurrent, self.groups_at_once * self.samples_per_prompt)

@@ -13,7 +13,7 @@ from spurline.config.section import OnResume
 from spurline.errors import Problem
 from spurline.plugins.registry import resolve
 from spurline.protocols.backend import BackendFacts
-from spurline_models.backend_config import ModelBackendConfig
+from spurline_models.backend_config import MemoryEstimate, ModelBackendConfig
 from spurline_models.configs import (
     OFFLOADS_NOTHING,
     Fp8,
@@ -41,9 +41,6 @@ class LocalBackendConfig(ModelBackendConfig):
     beyond: ClassVar[str] = (
         "Train adapters (backend.lora), a smaller model, or on many GPUs with the backend fsdp of the plugin "
         "fsdp_backend."
-    )
-    update_parts: ClassVar[frozenset[str]] = frozenset(
-        {"gradients", "activations", "logits", "rounded weights", "widened weights", "stepping", "never there at once"}
     )
 
     name: str = "local"
@@ -143,7 +140,7 @@ class LocalBackendConfig(ModelBackendConfig):
 
     def check_model(self, run: RunConfig) -> None:
         self.check_libraries()
-        check_kernels(self.kernels, run.model, self._planned_device, self.precision)
+        check_kernels(self.kernels, run.model, self.planned_device, self.precision)
 
     def check_libraries(self) -> None:
         """Raise ConfigError for a library that these settings need and that is missing."""
@@ -152,7 +149,7 @@ class LocalBackendConfig(ModelBackendConfig):
         check_torchao(self.fp8)
 
     @property
-    def _planned_device(self) -> Literal["cpu", "cuda"]:
+    def planned_device(self) -> Literal["cpu", "cuda"]:
         """Where it trains with these settings: `cuda` is taken at its word, here or elsewhere."""
         if self.device != "auto":
             return self.device
@@ -171,15 +168,15 @@ class LocalBackendConfig(ModelBackendConfig):
         return resolve("spurline_models.device_profile:device_bytes", "memory of backend 'local'")(self.device)
 
     @property
-    def _offloads(self) -> bool:
+    def offloads_activations(self) -> bool:
         """Whether activations leave the device: on the CPU both memories are one."""
-        return self.offload_activations and self._planned_device == "cuda"
+        return self.offload_activations and self.planned_device == "cuda"
 
     def notes(self, run: RunConfig) -> Sequence[str]:
-        notes = list(describe_computing(self.kernels, self.fp8, run.model, self._planned_device, self.precision))
-        if self.offload_activations and self._planned_device == "cpu":
+        notes = list(describe_computing(self.kernels, self.fp8, run.model, self.planned_device, self.precision))
+        if self.offload_activations and self.planned_device == "cpu":
             notes.append(OFFLOADS_NOTHING)
-        if self.offload_optimizer and self._planned_device == "cpu":
+        if self.offload_optimizer and self.planned_device == "cpu":
             notes.append(
                 "offload_optimizer saves nothing on the CPU, whose memory is that of the host, where the optimizer's "
                 "state is anyway."
@@ -194,14 +191,14 @@ class LocalBackendConfig(ModelBackendConfig):
             yield {"weights": "bf16_masters"}
         if not self.activation_checkpointing:
             yield {"activation_checkpointing": True}
-        if not (self.offload_activations or self.compile) and self._planned_device == "cuda":
+        if not (self.offload_activations or self.compile) and self.planned_device == "cuda":
             yield {"offload_activations": True}
         if self.lora is not None and self.lora.base_dtype in ("auto", "fp32"):
             yield {"lora.base_dtype": "bf16"}
         yield from self._smaller_microbatches(row_length, tokens)
         if self.lora is not None and not self.lora.is_quantized:
             yield {"lora.base_dtype": "nf4"}
-        if not self.offload_optimizer and self._planned_device == "cuda":
+        if not self.offload_optimizer and self.planned_device == "cuda":
             yield {"offload_optimizer": True}
         if holds_narrow and self.weights != "bf16_stochastic":
             yield {"weights": "bf16_stochastic"}
@@ -215,72 +212,13 @@ class LocalBackendConfig(ModelBackendConfig):
                 bound = max(row_length, bound // 2)
                 yield {"max_tokens_per_microbatch": bound}
 
-    def _microbatch_tokens(self, row_length: int, tokens: int) -> int:
+    def microbatch_tokens(self, row_length: int, tokens: int) -> int:
+        """Return the tokens of a micro-batch, in a step of so many in rows of this length."""
         if self.rows_per_microbatch is not None:
             tokens = min(tokens, self.rows_per_microbatch * row_length)
         return min(tokens, self.max_tokens_per_microbatch or tokens)
 
-    def estimate_offloaded_activations(self, run: RunConfig, row_length: int, tokens: int) -> int:
-        if not self._offloads:
-            return 0
-        estimate = resolve(
-            "spurline_models.memory:estimate_offloaded_activations", "memory estimate of backend 'local'"
-        )
-        return estimate(
-            run.model,
-            self._microbatch_tokens(row_length, tokens),
-            precision=self.precision,
-            lora=self.lora,
-            activation_checkpointing=self.activation_checkpointing,
-        )
-
-    def estimate_memory(self, run: RunConfig, row_length: int, tokens: int) -> dict[str, int]:
+    def estimate_memory(self, run: RunConfig, row_length: int, tokens: int) -> MemoryEstimate:
         # By name, as factories are: the estimate builds the architecture with torch, which a config must not import.
-        estimate = resolve("spurline_models.memory:estimate_memory", "memory estimate of backend 'local'")
-        copy = self._checkpoint_copy(run) if self._planned_device == "cpu" else {}
-        parts: dict[str, int] = estimate(
-            run.model,
-            self._microbatch_tokens(row_length, tokens),
-            precision=self.precision,
-            holding=self._holding(sums_gradients=self._microbatch_tokens(row_length, tokens) < tokens),
-            lora=self.lora,
-            activation_checkpointing=self.activation_checkpointing,
-            offload_activations=self._offloads,
-            logits_chunk_tokens=self.logits_chunk_tokens,
-            optimizer=run.optimizer,
-            critic_optimizer=None if run.trained_critic is None else run.trained_critic.optimizer,
-            reference=run.loss.uses_reference or run.source.facts.uses_reference,
-        )
-        return parts | copy
-
-    def estimate_host_memory(self, run: RunConfig) -> int:
-        if self._planned_device == "cpu":
-            return 0
-        stepped = self._estimate_training("estimate_stepped_on_host", run) if self.offload_optimizer else 0
-        return stepped + sum(self._checkpoint_copy(run).values())
-
-    def _checkpoint_copy(self, run: RunConfig) -> dict[str, int]:
-        """Bytes of the copy that `checkpoint.async` writes from."""
-        return (
-            {"checkpoint copy": self._estimate_training("estimate_checkpoint_copy", run)}
-            if run.checkpoint.is_async
-            else {}
-        )
-
-    def _estimate_training(self, function: str, run: RunConfig) -> int:
-        """Bytes by a function of `spurline_models.memory` on the models that this run trains."""
-        estimate = resolve(f"spurline_models.memory:{function}", "memory estimate of backend 'local'")
-        optimizers = [run.optimizer, *([] if run.trained_critic is None else [run.trained_critic.optimizer])]
-        return estimate(
-            run.model, precision=self.precision, holding=self._holding(), lora=self.lora, optimizers=optimizers
-        )
-
-    def _holding(self, *, sums_gradients: bool = False) -> Any:
-        make = resolve("spurline_models.memory:WeightHolding", "memory estimate of backend 'local'")
-        return make(
-            narrow=self.narrow_weights,
-            keeps_masters=self.keeps_masters,
-            sums_gradients=sums_gradients,
-            on_host=self.offload_optimizer,
-            trains_on_host=self.offload_optimizer and self._planned_device == "cpu",
-        )
+        estimate = resolve("spurline_models.local.memory:estimate_memory", "memory estimate of backend 'local'")
+        return estimate(self, run, row_length, tokens)

@@ -1,4 +1,4 @@
-"""Questions on a terminal, or what is usual instead."""
+"""Ask questions on a terminal, or take what is usual instead."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from spurline.errors import UserError
 
 
 class Asker:
-    """Asks on a terminal. may_ask: False takes the default, or refuses where there is none."""
+    """Asks on a terminal; if it may not, it takes the default, or refuses if there is none."""
 
     def __init__(self, *, may_ask: bool) -> None:
         self._may_ask = may_ask

@@ -1,4 +1,4 @@
-"""What `spurline init` does with its words: looks at data and model, asks for what is left open, writes the file."""
+"""Look at data and model for `spurline init`, ask for what is left open, and write the file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ASYNC_PLUGIN = "async_rl"
 
 @dataclass(frozen=True)
 class Wishes:
-    """What was given on the command line; None was not."""
+    """The options of the command line; None was not given."""
 
     model: str
     data: str
@@ -43,7 +43,7 @@ class Wishes:
 
 
 def write_first_config(path: Path, wishes: Wishes, ask: Asker, progress: Progress) -> list[str]:
-    """Write the file; returns lines on what was found and chosen. Raises UserError, ModelError, DataError."""
+    """Write the file, and return lines on what was found and chosen. Raises UserError, ModelError, DataError."""
     engine = _engine() if wishes.task == "async" else None
     model, data = wishes.model, wishes.data
     progress("reading the model's config")
@@ -87,7 +87,7 @@ def write_first_config(path: Path, wishes: Wishes, ask: Asker, progress: Progres
 
 
 def _engine() -> Engine:
-    """What generates beside training on this machine. Raises UserError without the plugin."""
+    """Return what generates beside training on this machine. Raises UserError without the plugin."""
     if _ASYNC_PLUGIN not in installed_plugins():
         raise UserError(f"--task async needs the plugin {_ASYNC_PLUGIN}: {install_command(_ASYNC_PLUGIN)}")
     gpus = num_gpus()

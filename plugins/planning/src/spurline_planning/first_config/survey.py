@@ -1,4 +1,4 @@
-"""What a config must know of data and model: the task that rows are for, their lengths, the model's size and limits.
+"""Find what a config must know of data and model: the task of the rows, their lengths, the model's size and limits.
 
 Data is opened and tokenized by the parts that a run uses, so that what is found here is what a run will find.
 """
@@ -28,12 +28,12 @@ Task = Literal["sft", "dpo", "rl"]
 _ROWS = 1_000
 """Rows that are read for their lengths."""
 _LONGEST = 8_192
-"""Of `data.max_length`: longer rows are a decision about memory, which is the user's."""
+"""The largest `data.max_length` that is proposed: longer rows are a decision about memory, which is the user's."""
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """context: tokens it can see; None without a limit."""
+    """The size of a model, the tokens that it can see (None without a limit), and whether it has a chat template."""
 
     parameters: int
     context: int | None
@@ -42,10 +42,17 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class DataFacts:
-    """task: what the rows are for. words: what was found, for people. longest: tokens of the longest of the first rows,
-    or of the longest prompt for `rl`. has_reference: whether an answer can be compared with something. is_chat: whether
-    rows are rendered by a chat template. columns: what `data.train.columns` has to be. has_guessed: whether
-    that is a guess by the names of the columns."""
+    """Facts about the first rows of a dataset.
+
+    Attributes:
+        task: What the rows are for.
+        words: What was found, for people.
+        longest: Tokens of the longest row; for `rl` of the longest prompt.
+        has_reference: Whether an answer can be compared with something.
+        is_chat: Whether rows are rendered by a chat template.
+        columns: What `data.train.columns` has to be.
+        has_guessed: Whether `columns` is a guess by the names of the columns.
+    """
 
     task: Task
     words: str
@@ -57,7 +64,7 @@ class DataFacts:
 
 
 def model_facts(path: str) -> ModelFacts:
-    """From the model's config and tokenizer; no weights are read. Raises ModelError."""
+    """Read the facts from the model's config and tokenizer, without its weights. Raises ModelError."""
     model = _provisional(path, "x.jsonl", {}).config.model
     limit = position_limit(load_model_config(model))
     template = load_tokenizer(model).chat_template
@@ -67,8 +74,19 @@ def model_facts(path: str) -> ModelFacts:
 def data_facts(
     model_path: str, model: ModelFacts, data: str, task: Task | None, columns: Mapping[str, str] | None = None
 ) -> DataFacts:
-    """task: what the user wants; None lets the rows decide. columns: what they are called, otherwise guessed where rows
-    fit no format. Raises DataError for rows of no format, and UserError for a task that they do not fit."""
+    """Read the facts from the first rows.
+
+    Args:
+        model_path: Folder or name of the model.
+        model: The facts about it.
+        data: The dataset, as `data.train` names it.
+        task: What the user wants; None lets the rows decide.
+        columns: What the columns are called; without them they are guessed if rows fit no format.
+
+    Raises:
+        DataError: If the rows fit no format.
+        UserError: If they do not fit the task.
+    """
     template = {} if model.has_chat_template else {"model": {"path": model_path, "chat_template": "chatml"}}
     loaded = _provisional(model_path, data, template, columns)
     [opened] = open_datasets(loaded.config.data.train, loaded.host.registry, _ROWS)
@@ -107,7 +125,7 @@ def data_facts(
 
 
 def _turns(row: Mapping[str, Any], guess: Mapping[str, str], model: ModelFacts) -> dict[str, str]:
-    """The guess; where the model has a chat template, a prompt of plain text and its answer become turns."""
+    """Return the guess; if the model has a chat template, a prompt of plain text and its answer become turns."""
     view, columns = RowView(row, guess), dict(guess)
     # A config for pairs of a model without template names one.
     has_template = model.has_chat_template or "chosen" in view
@@ -121,7 +139,7 @@ def _turns(row: Mapping[str, Any], guess: Mapping[str, str], model: ModelFacts) 
 
 
 def _guess(row: Mapping[str, Any], config: DatasetConfig, task: Task | None) -> dict[str, str]:
-    """The names of columns, where the row as it is fits no format, or asks without an answer to compare with."""
+    """Return the names of columns if the row fits no format as it is, or has no answer to compare with."""
     try:
         detect_format(config, row)
     except DataError:
@@ -144,7 +162,7 @@ def _provisional(
 
 
 def _lacks_answer(row: Mapping[str, Any], loaded: LoadedConfig) -> bool:
-    """Whether the row is a prompt that waits for an answer."""
+    """Return whether the row is a prompt that waits for an answer."""
     config = loaded.config.data.train[0]
     try:
         detect_format(config, row)

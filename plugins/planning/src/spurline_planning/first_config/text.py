@@ -1,4 +1,4 @@
-"""The text of a first config: the settings that matter for the task, each with a word on what it does.
+"""Write the text of a first config: the settings that matter for the task, each with a word on what it does.
 
 Values begin where practitioners begin; the comments say in which direction to go on. Pure text; reads nothing.
 """
@@ -33,7 +33,7 @@ _COMMENTS_AT = 33
 
 @dataclass(frozen=True)
 class Engine:
-    """The rollout engine of an asynchronous run. shares_device: it has the trainer's GPU by turns."""
+    """The rollout engine of an asynchronous run, and whether it has the trainer's GPU by turns."""
 
     name: Literal["vllm", "child_process"]
     shares_device: bool = False
@@ -41,9 +41,19 @@ class Engine:
 
 @dataclass(frozen=True)
 class Choices:
-    """What the user decided. reward: a component, or `file.py:function`. lora: whether adapters are trained. length:
-    `epochs: 1` or `steps: 200`, as text. plugins: to enable. engine: what generates beside training, for asynchronous
-    reinforcement learning; None generates by turns."""
+    """The decisions of the user.
+
+    Attributes:
+        model: Folder or name of the model.
+        data: Training rows.
+        run_dir: Where the run writes.
+        length: `epochs: 1` or `steps: 200`.
+        lora: Whether adapters are trained.
+        eval: Held-out rows.
+        reward: A component, or `file.py:function`.
+        plugins: Plugins to enable.
+        engine: What generates beside training; None generates by turns.
+    """
 
     model: str
     data: str
@@ -57,7 +67,7 @@ class Choices:
 
 
 def config_text(choices: Choices, model: ModelFacts, data: DataFacts) -> str:
-    """The whole file."""
+    """Return the whole file."""
     parts = [_heading(data), _run(choices, model, data)]
     parts += [_rollouts(choices, model, data)] if data.task == "rl" else []
     parts += [_training(choices, data)]
@@ -65,7 +75,7 @@ def config_text(choices: Choices, model: ModelFacts, data: DataFacts) -> str:
 
 
 def _aligned(line: str) -> str:
-    """The comment behind a setting begins where those of its neighbours do."""
+    """Return the line with its comment where those of its neighbours begin."""
     setting, mark, comment = line.partition("  # ")
     return f"{setting.rstrip():{_COMMENTS_AT}} # {comment}" if mark else line
 
@@ -195,7 +205,7 @@ def _training(choices: Choices, data: DataFacts) -> str:
 
 
 def _scalar(value: str) -> str:
-    """As YAML writes it on one line: quoted where it must be."""
+    """Return the value as YAML writes it on one line, quoted if it must be."""
     if "  # " in value:
         # What `_aligned` takes for the beginning of a comment.
         return json.dumps(value, ensure_ascii=False).replace("  # ", " \\x20# ")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
@@ -27,6 +27,8 @@ class RolloutEngineConfig(ComponentConfig):
     """Whether its `share` takes the model itself from the backend, which must then be one that `LendsModel`."""
     holds_copy: ClassVar[bool] = False
     """Whether it can generate with a copy in this process too, and takes tensors for it (transport `in_process`)."""
+    takes_less: ClassVar[str] = ""
+    """Sentences on the settings with which a colocated engine leaves a trainer more of the device."""
 
     @property
     def notes_experts(self) -> bool:
@@ -94,16 +96,6 @@ class RolloutEngineConfig(ComponentConfig):
         device_bytes: memory of the device. Responses as above.
         """
         return {}
-
-    def colocated_savings(
-        self, run: RunConfig, responses: int, length: int, device_bytes: int, beside: int, alone: int
-    ) -> Iterable[Mapping[str, Any]]:
-        """Changes of this section that leave a trainer more of the device, each tried alone: the cheapest first.
-
-        beside, alone: bytes that it may take beside the weights that the trainer leaves there, and where these leave
-        too. All else as in `colocated_memory`.
-        """
-        return ()
 
     def describe(self, run: RunConfig, responses: int, length: int) -> Sequence[str]:
         """Sentences for `spurline plan`: where it generates, and what memory it takes there, responses as above."""

@@ -1,0 +1,122 @@
+"""Estimate the memory of an update of the backend `local`, for `spurline plan`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from spurline.config.run_config import RunConfig
+from spurline.protocols.optimizer import OptimizerConfig, num_values
+from spurline_models.backend_config import MemoryEstimate
+from spurline_models.local.configs import LocalBackendConfig
+from spurline_models.memory import COMPUTED_BYTES, Shapes, model_shapes
+from spurline_models.optimizers.groups import check_groups
+from spurline_models.placement.narrow_weights import base_dtype
+from spurline_models.placement.quantized_weights import quantized_bytes
+
+_WEIGHT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 4}
+"""Bytes of a weight that is held wide; bf16 computes under autocast."""
+
+_HALF_BYTES = 2
+
+
+def estimate_memory(config: LocalBackendConfig, run: RunConfig, row_length: int, tokens: int) -> MemoryEstimate:
+    """Estimate an update of so many tokens, all of which are taken to carry loss. See `ModelBackendConfig`."""
+    shapes = model_shapes(run.model, config.lora)
+    check_groups(run.optimizer, shapes.trained)
+    wide, computed = _WEIGHT_BYTES[config.precision], COMPUTED_BYTES[config.precision]
+    microbatch = config.microbatch_tokens(row_length, tokens)
+    narrow = _narrow_trained(config, shapes)
+    trained = num_values(shapes.trained)
+    critic = None if run.trained_critic is None else run.trained_critic.optimizer
+    optimizers = [run.optimizer, *([] if critic is None else [critic])]
+
+    weights, rounded = _held_weights(config, run, shapes)
+    masters = _master_values(config, trained, narrow) * wide
+    kept = {"weights": weights}
+    host = 0
+    if config.offload_optimizer and config.planned_device == "cuda":
+        host += sum(masters + one.state_bytes(shapes.trained, wide) for one in optimizers)
+        masters, optimizers = 0, []
+    kept["optimizer"] = run.optimizer.state_bytes(shapes.trained, wide) if optimizers else 0
+    if masters:
+        kept["masters"] = masters
+    if (run.loss.uses_reference or run.source.facts.uses_reference) and config.lora is None:
+        kept["reference"] = weights
+    if critic is not None:
+        # As large as the policy but for its output layer; its gradients are dropped before the policy has any.
+        kept["critic"] = weights + masters + (critic.state_bytes(shapes.trained, wide) if optimizers else 0)
+    if run.checkpoint.is_async:
+        copy = _checkpoint_copy(config, shapes, narrow, [run.optimizer, *([] if critic is None else [critic])])
+        if config.planned_device == "cpu":
+            kept["checkpoint copy"] = copy
+        else:
+            host += copy
+
+    several = microbatch < tokens
+    # The sums of several micro-batches are wide.
+    gradients = (trained - narrow) * wide + narrow * (wide if several else _HALF_BYTES)
+    on_device, on_host = shapes.activation_bytes(
+        computed, wide, checkpointing=config.activation_checkpointing, offloading=config.offloads_activations
+    )
+    host += microbatch * on_host
+    forward = {
+        "activations": microbatch * on_device,
+        # In backward: log-softmax, the gradient of it and that of the logits, at full precision.
+        "logits": min(microbatch, config.logits_chunk_tokens) * shapes.vocabulary * 3 * wide,
+    }
+    if rounded:
+        forward["rounded weights"] = rounded
+    # Of a single micro-batch, gradients come while activations go.
+    moments = ({"gradients": gradients, **forward},) if several else (forward, {"gradients": gradients})
+    return MemoryEstimate(kept, moments, host)
+
+
+def _held_weights(config: LocalBackendConfig, run: RunConfig, shapes: Shapes) -> tuple[int, int]:
+    """Return the bytes of all weights as they are held, and of what is computed with in their place."""
+    wide, computed = _WEIGHT_BYTES[config.precision], COMPUTED_BYTES[config.precision]
+    narrow_bytes = _HALF_BYTES if config.narrow_weights else wide
+    if config.lora is not None:
+        narrow_bytes = min(wide, base_dtype(config.lora, run.model).itemsize)
+    held = rounded = largest = 0
+    for name, shape in {**shapes.frozen, **shapes.trained}.items():
+        values, is_frozen = math.prod(shape), name in shapes.frozen
+        if is_frozen and config.lora is not None and config.lora.is_quantized and name in shapes.quantizable:
+            held += quantized_bytes(values)
+            largest = max(largest, values)
+            continue
+        is_narrow = name in shapes.narrowable and (is_frozen or config.narrow_weights)
+        size = narrow_bytes if is_narrow else wide
+        held += values * size
+        if size > computed:
+            rounded += values
+        elif size < computed:
+            largest = max(largest, values)
+    # Autocast keeps what it rounded for the backward pass; recomputed layers under adapters drop it one by one.
+    if config.activation_checkpointing and config.lora is not None:
+        rounded //= len(shapes.blocks)
+    # Matrices that are held narrower than is computed with are widened one at a time.
+    return held, (rounded + largest) * computed
+
+
+def _narrow_trained(config: LocalBackendConfig, shapes: Shapes) -> int:
+    """Count the trained values that are held in half precision."""
+    if not config.narrow_weights:
+        return 0
+    return num_values({name: shape for name, shape in shapes.trained.items() if name in shapes.narrowable})
+
+
+def _master_values(config: LocalBackendConfig, trained: int, narrow: int) -> int:
+    """Count the fp32 values that stand beside weights; an optimizer on the host steps on copies of wide weights too."""
+    return (narrow if config.keeps_masters else 0) + (trained - narrow if config.offload_optimizer else 0)
+
+
+def _checkpoint_copy(
+    config: LocalBackendConfig, shapes: Shapes, narrow: int, optimizers: Sequence[OptimizerConfig]
+) -> int:
+    """Return the bytes of the copy that `checkpoint.async` writes from, for the models that these optimizers train."""
+    wide = _WEIGHT_BYTES[config.precision]
+    # Masters are saved instead of what is rounded from them.
+    half = 0 if config.keeps_masters else narrow
+    weights = (num_values(shapes.trained) - half) * wide + half * _HALF_BYTES
+    return sum(weights + one.state_bytes(shapes.trained, wide) for one in optimizers)

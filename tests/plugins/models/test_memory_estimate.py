@@ -1,0 +1,80 @@
+"""What a plan counts of activations by a rule of thumb is near what autograd keeps when the model really runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from backend_batches import lay_out, local_backend, make_samples, run_config, write_model_folder
+from expert_models import write_expert_model
+from torch import Tensor
+from transformers import AutoConfig
+
+from spurline.config.run_config import ModelConfig
+from spurline.protocols.loss import Objective
+from spurline_models.configs import LoraConfig
+from spurline_models.local.configs import LocalBackendConfig
+from spurline_models.losses.configs import CrossEntropyConfig
+from spurline_models.losses.cross_entropy import CrossEntropy
+from spurline_models.memory import model_shapes
+from spurline_planning.fit import Load, memory_lines
+
+OBJECTIVE = Objective(CrossEntropy(CrossEntropyConfig()), 100.0)
+WIDE = {"hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 8, "head_dim": 16}
+
+
+def kept_bytes(backend: Any, tokens: int) -> int:
+    """Bytes that one forward pass over a sequence keeps, without the weights."""
+    storages: dict[int, Tensor] = {}
+    weights = {value.untyped_storage().data_ptr() for value in backend._model.causal.parameters()}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in weights:
+            storages[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        backend.update(lay_out(make_samples([tokens])), OBJECTIVE)
+    return sum(value.untyped_storage().nbytes() for value in storages.values())
+
+
+@pytest.mark.parametrize("settings", [{}, {"precision": "bf16"}, {"lora": LoraConfig(rank=4)}], ids=str)
+@pytest.mark.parametrize("experts", [False, True])
+def test_activations_are_about_what_autograd_keeps(tmp_path: Path, experts: bool, settings: dict[str, Any]) -> None:
+    if experts:
+        write_expert_model(tmp_path)
+    else:
+        write_model_folder(tmp_path, num_hidden_layers=5, **WIDE)
+    model = ModelConfig(path=str(tmp_path), init="random")
+    backend = local_backend(tmp_path, run={"model": model}, probe=False, **settings)
+    # Beside it the log-probabilities of the vocabulary.
+    grown = (kept_bytes(backend, 320) - kept_bytes(backend, 64)) / 256 - 4 * backend._model.causal.config.vocab_size
+    estimate = LocalBackendConfig(**settings).estimate_memory(run_config(tmp_path, model=model), 1000, 1000)
+    assert estimate.parts["activations"] / 1000 == pytest.approx(grown, rel=0.35)
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "gpt2"])
+def test_a_model_of_any_kind_of_layers_has_activations(tmp_path: Path, model_type: str) -> None:
+    AutoConfig.for_model(model_type, hidden_size=36, vocab_size=300).save_pretrained(tmp_path)
+    run = run_config(tmp_path, model=ModelConfig(path=str(tmp_path), init="random"))
+    assert LocalBackendConfig().estimate_memory(run, 100, 100).parts["activations"] > 0
+
+
+def test_a_model_whose_files_have_changed_is_looked_at_again(tmp_path: Path) -> None:
+    model = ModelConfig(path=str(write_model_folder(tmp_path, num_hidden_layers=2)), init="random")
+    of_two = model_shapes(model, None)
+    write_model_folder(tmp_path, num_hidden_layers=4)
+    assert len(model_shapes(model, None).blocks) == 2 * len(of_two.blocks)
+
+
+def test_gradients_add_up_with_activations_in_several_microbatches_alone(tmp_path: Path) -> None:
+    run = run_config(write_model_folder(tmp_path))
+    one = LocalBackendConfig().estimate_memory(run, 4000, 4000)
+    several = LocalBackendConfig(max_tokens_per_microbatch=4000).estimate_memory(run, 4000, 8000)
+    assert several.peak - one.peak == one.parts["gradients"]
+    nothing = LocalBackendConfig().estimate_memory(run, 0, 0)
+    assert nothing.peak == sum(nothing.parts[name] for name in ("weights", "gradients", "optimizer"))
+    lines = memory_lines(run, Load(4000, 4000), 80 << 30)
+    assert "not all of it is there at once" in lines[-2]
