@@ -38,13 +38,6 @@ def test_regenerating_the_data_gives_identical_bytes(tmp_path: Path) -> None:
         assert (tmp_path / name).read_bytes() == (EXAMPLES / "data" / name).read_bytes()
 
 
-def test_data_has_the_promised_size_and_no_shared_prompt() -> None:
-    train, held_out = (rows_of(name) for name in FILES)
-    assert (len(train), len(held_out)) == (4_000, 400)
-    prompts = [prompt for prompt, _ in train + held_out]
-    assert len(set(prompts)) == len(prompts)
-
-
 @pytest.mark.parametrize("name", FILES)
 def test_every_answer_is_the_prompts_seven_digits_in_order(name: str) -> None:
     for prompt, answer in rows_of(name):
@@ -96,25 +89,11 @@ def test_tiny_model_loads_like_any_hub_model(tiny_model: Path, tokenizer: Any) -
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
 
 
-def test_tokenizer_splits_digits_and_decodes_what_it_encodes(tokenizer: Any) -> None:
-    text = "Sort: 1234567"
-    tokens = tokenizer.encode(text, add_special_tokens=False)
-    assert tokenizer.decode(tokens) == text
-    assert [tokenizer.decode([token]) for token in tokens[-7:]] == list("1234567")
-    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|pad|>")
-
-
 def test_chat_template_marks_the_answer_with_its_end_token(tokenizer: Any) -> None:
     messages = [{"role": "user", "content": "Sort: 2 1"}, {"role": "assistant", "content": "1 2"}]
     encoded = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
     pairs = zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
     assert tokenizer.decode([token for token, trained in pairs if trained]) == "1 2<|im_end|>"
-
-
-def test_generation_prompt_is_a_prefix_of_the_whole_chat(tokenizer: Any) -> None:
-    messages = [{"role": "user", "content": "Sort: 2 1"}, {"role": "assistant", "content": "1 2"}]
-    prompt = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, tokenize=False)
-    assert tokenizer.apply_chat_template(messages, tokenize=False).startswith(prompt)
 
 
 def test_one_seed_always_gives_the_same_model(

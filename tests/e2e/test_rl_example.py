@@ -23,7 +23,7 @@ ON_RANKS = {"plugins": "[collation_fast,fsdp_backend]", "backend.name": "fsdp", 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", SEEDS)
-# That ranks learn what one process learns is in `test_fsdp_runs.py`, step by step.
+# That ranks learn what one process learns is in `test_rank_runs.py`, step by step.
 @pytest.mark.parametrize("backend", [{}, ON_RANKS] if SOAK else [{}], ids=["local", "fsdp"] if SOAK else ["local"])
 def test_grpo_makes_a_weak_sorter_a_good_one(
     spurline: Callable[..., tuple[int, str, str]],

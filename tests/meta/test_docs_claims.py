@@ -118,16 +118,6 @@ def paths_of(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield from paths_of(value, f"{prefix}{key}.")
 
 
-def test_a_page_with_a_setting_that_does_not_exist_is_seen() -> None:
-    ((line, config),) = configs_of("# Title\n\n```yaml\noptimizer:\n  lerning_rate: 1\n```\n")
-    assert line == 3
-    with pytest.raises(Exception, match="lerning_rate"):
-        load_config(config)
-    assert not list(configs_of("<!-- yaml: no config -->\n```yaml\na: 1\n```\n"))
-    ((_, config),) = configs_of("<!-- yaml: under a.b -->\n\n```yaml\nc: 1\n```\n")
-    assert config["a"] == {"b": {"c": 1}}
-
-
 def prose_of(page: str) -> str:
     """The page without its blocks."""
     return re.sub(r"^[ ]*```.*?^[ ]*```", "", page, flags=re.S | re.M)
@@ -176,13 +166,6 @@ def test_settings_that_a_page_names_exist(path: Path, model: type[BaseModel]) ->
     assert wrong == []
 
 
-def test_a_page_that_names_a_setting_wrongly_is_seen(model: type[BaseModel]) -> None:
-    assert is_setting(model, ["source", "environment", "rewards"])
-    assert is_setting(model, ["source", "reward_weights", "brief"])
-    assert not is_setting(model, ["source", "samples_per_promt"])
-    assert not is_setting(model, ["checkpoint", "every_step"])
-
-
 def commands_of(page: str) -> Iterator[list[str]]:
     """Each command line after a `$`, without its comment, its lines put together."""
     for block in re.findall(r"```console\n(.*?)```", page, re.S):
@@ -223,18 +206,6 @@ def targets() -> set[str]:
 def test_commands_that_a_page_shows_exist(path: Path, targets: set[str]) -> None:
     found = [complaint(words, targets) for words in commands_of(path.read_text(encoding="utf-8")) if words]
     assert [problem for problem in found if problem] == []
-
-
-def test_a_page_with_a_command_that_does_not_exist_is_seen(targets: set[str]) -> None:
-    wrong = ("spurline trian x", "spurline train x --reusme auto", "make tset  # now", "python no/such.py")
-    right = ("spurline train x --set a=1", "spurline plugins doctor", "spurline cache list", "make test X=1")
-
-    def complaints(lines: tuple[str, ...]) -> list[str]:
-        page = "```console\n" + "".join(f"$ {line}\n" for line in lines) + "```\n"
-        return [problem for words in commands_of(page) if (problem := complaint(words, targets))]
-
-    assert len(complaints(wrong)) == len(wrong)
-    assert complaints(right) == []
 
 
 def resolves(dotted: str) -> bool:

@@ -1,21 +1,38 @@
-"""Runs on several ranks beside the same runs in one process: what they train, and how their metrics compare."""
+"""Runs on several ranks: their metrics are those of one process, and the same again when they are repeated."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
-from run_helpers import deterministic, read_metrics, write_pairs
+from every_run import SOAK
+from run_helpers import deterministic, on_ranks, read_metrics, write_pairs
 
 from spurline import Run, load_config
 
+pytestmark = pytest.mark.processes
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "fsdp": {},
+    "tensor": {"backend": "megatron", "tensor": 2},
+    "pipeline": {"backend": "megatron", "pipeline": 2, "max_tokens_per_microbatch": 256},
+    "both-and-data": {"backend": "megatron", "ranks": 4, "tensor": 2},
+}
 Metrics = list[dict[str, Any]]
 Train = Callable[[dict[str, Any], str], Metrics]
 
 METHODS = ("sft", "dpo", "rl")
+EVERY_RUN = {*product(METHODS, ["fsdp"]), ("sft", "pipeline"), ("dpo", "tensor"), ("rl", "tensor")}
+"""Layouts of Megatron have each method once; long runs have all."""
+CASES = [
+    pytest.param(*case, marks=() if case in EVERY_RUN else pytest.mark.slow)
+    for case in product(METHODS, LAYOUTS)
+    if SOAK or case in EVERY_RUN
+]
 
 AROUND_ZERO = ("loss", "policy/kl_old", "mismatch/")
 """Metrics whose terms cancel in some of these runs, so that their roundings are left."""
@@ -66,3 +83,34 @@ def _trained(line: dict[str, Any]) -> dict[str, Any]:
     """Without what differs by intent: rows are laid out for the number of ranks, and some of them are padding; an
     engine gets the weights where it does not share the model."""
     return {name: value for name, value in line.items() if not name.startswith(("packing/", "sync/"))}
+
+
+@pytest.mark.parametrize(("method", "layout"), CASES)
+def test_ten_steps_have_the_metrics_of_one_process(
+    method: str, layout: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    config, train = ten_steps_of(method, request, tmp_path), train_in(tmp_path)
+    assert_close(train(on_ranks(config, **LAYOUTS[layout]), "ranks"), train(config, "local"))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "fsdp",
+        pytest.param(
+            "tensor",
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.skipif(not SOAK, reason="the contract trains twice, too; SPURLINE_SOAK=1"),
+            ],
+        ),
+    ],
+)
+def test_a_repeated_run_is_equal_bit_for_bit(base_config: dict[str, Any], tmp_path: Path, layout: str) -> None:
+    if layout == "fsdp":
+        base_config["model"]["config_overrides"] = {"attention_dropout": 0.1}
+    config = on_ranks(base_config | {"checkpoint": {}}, max_tokens_per_microbatch=64, **LAYOUTS[layout])
+    train = train_in(tmp_path)
+    first, second = train(config, "first"), train(config, "second")
+    assert len(first) == 6
+    assert first == second

@@ -22,8 +22,18 @@ pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_children")]
 
 WriteConfig = Callable[[dict[str, Any]], Path]
 
-FSDP = {"name": "fsdp", "ranks": 2, "device": "cpu", "num_threads": 1}
+ON_CPU = {"ranks": 2, "device": "cpu", "num_threads": 1}
+BACKENDS: dict[str, dict[str, Any]] = {
+    "fsdp": {"name": "fsdp", **ON_CPU},
+    "megatron": {"name": "megatron", "tensor": 2, **ON_CPU},
+}
+ENGINE = {"name": "child_process", "deterministic": True, "num_threads": 1}
 EVALUATED = {"held_out": {"max_prompts": 3, "success": {"reward": "early"}}}
+
+
+def on(backend: str) -> dict[str, Any]:
+    """The settings of a run on the ranks of this backend."""
+    return {"plugins": ["async_rl", f"{backend}_backend"], "backend": BACKENDS[backend]}
 
 
 def test_on_ranks_zero_staleness_is_synchronous_training_and_both_are_what_one_process_does(
@@ -32,16 +42,15 @@ def test_on_ranks_zero_staleness_is_synchronous_training_and_both_are_what_one_p
     rl_config["data"]["eval"] = str(spurline_chat_file)
     rl_config["source"] |= EVALUATED
     rl_config |= {"evaluation": {"every_steps": 3}, "report": {"enabled": False}, "checkpoint": {"every_steps": 1000}}
-    plugins = ["async_rl", "fsdp_backend"]
     zero_staleness = {
         **rl_config["source"],
         "name": "async_rollouts",
         "max_staleness": 0,
-        "engine": {"name": "child_process", "deterministic": True, "num_threads": 1},
+        "engine": ENGINE,
     }
     local = metrics_of(rl_config, "local")
-    synchronous = metrics_of(rl_config, "synchronous", plugins=plugins, backend=FSDP)
-    asynchronous = metrics_of(rl_config, "asynchronous", plugins=plugins, backend=FSDP, source=zero_staleness)
+    synchronous = metrics_of(rl_config, "synchronous", **on("fsdp"))
+    asynchronous = metrics_of(rl_config, "asynchronous", **on("fsdp"), source=zero_staleness)
     assert_metrics_close(synchronous, local, 1e-5)
     assert_metrics_close(asynchronous, synchronous, 1e-6)
     assert [line["step"] for line in asynchronous if "eval/pass@1" in line] == [3, 6]
@@ -101,7 +110,7 @@ def test_controller_ranks_and_engines_killed_in_turn_lose_no_prompt_and_leave_no
         "record_groups": True,
         "engine": {"name": "child_process", "num_threads": 1, "max_restarts": 1000},
     }
-    rl_config |= {"plugins": ["async_rl", "fsdp_backend"], "backend": FSDP, "report": {"enabled": False}}
+    rl_config |= {**on("fsdp"), "report": {"enabled": False}}
     rl_config |= {"steps": 14 * len(lives), "checkpoint": {"every_steps": 3}}
     path, metrics = write_config(rl_config), Path(rl_config["run_dir"]) / "metrics.jsonl"
     instants = random.Random(11)
@@ -120,9 +129,24 @@ def test_controller_ranks_and_engines_killed_in_turn_lose_no_prompt_and_leave_no
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not os.environ.get("SPURLINE_SOAK"), reason="publishing has tests of its own; SPURLINE_SOAK=1")
+def test_on_divided_layers_a_run_without_staleness_is_what_one_process_does(rl_config: dict[str, Any]) -> None:
+    rl_config |= {"report": {"enabled": False}, "checkpoint": {"every_steps": 1000}}
+    source = {**rl_config["source"], "name": "async_rollouts", "max_staleness": 0, "engine": ENGINE}
+    local = metrics_of(rl_config, "local")
+    divided = metrics_of(rl_config, "on-ranks", source=source, **on("megatron"))
+    assert len(divided) == 6
+    assert_metrics_close(divided, local, 1e-5)
+    assert all(line["sync/bytes"] > 0 for line in divided[:-1])
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not os.environ.get("SPURLINE_SOAK"), reason="starts an engine; SPURLINE_SOAK=1")
 @pytest.mark.timeout(2400)
-def test_vllm_generates_with_the_weights_that_ranks_have_trained(rl_config: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_vllm_generates_with_the_weights_that_ranks_have_trained(
+    rl_config: dict[str, Any], tmp_path: Path, backend: str
+) -> None:
     pytest.importorskip("vllm", reason="make test installs vLLM on machines without a GPU", exc_type=ImportError)
     rl_config["model"] = {"path": str(vllm_models(tmp_path, "untied").old)}
     rl_config["source"] |= {
@@ -132,12 +156,12 @@ def test_vllm_generates_with_the_weights_that_ranks_have_trained(rl_config: dict
         "sampling": {"max_new_tokens": 12},
         "engine": dict(SMALL_VLLM),
     }
-    rl_config |= {"plugins": ["async_rl", "fsdp_backend"], "backend": FSDP, "report": {"enabled": False}}
+    rl_config |= {"steps": 8, "report": {"enabled": False}, **on(backend)}
     Run(load_config(rl_config)).train()
     assert_every_prompt_ended_once(rl_config)
     lines = read_metrics(rl_config["run_dir"])
     assert all(line["sync/bytes"] > 0 for line in lines[:-1])
     # Tokens of the weights that are trained: what vLLM computes is what the ranks compute.
-    assert [line["staleness/max"] for line in lines] == [0] * 6
+    assert [line["staleness/max"] for line in lines] == [0] * 8
     assert all(line["mismatch/logprob_diff/max"] < 1e-4 for line in lines)
     assert ranks_of(os.getpid()) == []

@@ -1,4 +1,4 @@
-"""Kill the controller of a run on several ranks, one rank, or all of them, at random instants."""
+"""kill -9 at random instants, of one process or of ranks; the same command goes on with the uninterrupted metrics."""
 
 from __future__ import annotations
 
@@ -13,26 +13,112 @@ from typing import Any, Literal
 
 import psutil
 import pytest
-from run_helpers import deterministic, read_metrics, train_for, wait_for
+from run_helpers import (
+    assert_same_weights,
+    config_to_kill,
+    deterministic,
+    on_ranks,
+    read_metrics,
+    train_and_kill,
+    train_for,
+    wait_for,
+)
 from warm_runs import WarmProcess, WarmRuns
 
 from spurline import Run, load_config
+from spurline.run.checkpoints.checkpoint import CheckpointStore
 
 WriteConfig = Callable[[dict[str, Any]], Path]
 Victim = Literal["controller", "rank", "all"]
 
+SOAK = bool(os.environ.get("SPURLINE_SOAK"))
 MANY: tuple[Victim, ...] = ("rank", "controller", "all") * 10
-
 LISTENS = "0A"
 """State of a socket in the tables of the kernel."""
 
+LAYOUTS: tuple[dict[str, int], ...] = (
+    {"ranks": 2, "pipeline": 2},
+    {"ranks": 2, "tensor": 2},
+    {"ranks": 2},
+    {"ranks": 2, "context": 2},
+    {"ranks": 1},
+)
 
-def once_or_often(victim: Victim) -> pytest.MarkDecorator:
-    """Runs a test with one kill always, and with ten of each kind where there is time (SPURLINE_SOAK=1)."""
-    cases = [pytest.param((victim,), marks=pytest.mark.processes, id="once")]
-    if os.environ.get("SPURLINE_SOAK"):
-        cases.append(pytest.param(MANY, marks=[pytest.mark.slow, pytest.mark.timeout(3600)], id="often"))
-    return pytest.mark.parametrize("victims", cases)
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_killed_run_of_one_process_ends_with_the_metrics_of_the_uninterrupted_one(
+    base_config: dict[str, Any],
+    write_config: WriteConfig,
+    spurline_chat_file: Path,
+    warm_runs: WarmRuns,
+    tmp_path: Path,
+    beside: bool,
+) -> None:
+    """beside: checkpoints are written while training goes on, after each step, so that most kills come into a write."""
+    kills = (20 if beside else 100) if SOAK else 2 if beside else 4
+    config = config_to_kill(base_config, spurline_chat_file, 12 * kills)
+    if beside:
+        config["checkpoint"] = {"every_steps": 1, "async": True}
+    whole = finish(config | {"run_dir": str(tmp_path / "whole")})
+    path = write_config(config)
+    random_instants = random.Random(7)
+    metrics = Path(config["run_dir"]) / "metrics.jsonl"
+    for kill in range(kills):
+        # Every fourth somewhere in the start: reading, restoring, cutting the metrics back.
+        steps = random_instants.randint(1, 6) if kill % 4 != 3 else None
+        wait_s = random_instants.uniform(0, 0.4 if steps is None else 0.03)
+        train_and_kill(warm_runs, path, metrics, steps=steps, wait_s=wait_s)
+        if (Path(config["run_dir"]) / "checkpoints").exists():
+            CheckpointStore(Path(config["run_dir"]) / "checkpoints").latest()
+    assert finish(config) == whole
+    assert_same_weights(tmp_path / "run", tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    "victims",
+    [
+        pytest.param(("rank",), marks=pytest.mark.processes, id="once"),
+        pytest.param(
+            MANY,
+            marks=[pytest.mark.slow, pytest.mark.timeout(3600), pytest.mark.skipif(not SOAK, reason="SPURLINE_SOAK=1")],
+            id="often",
+        ),
+    ],
+)
+@pytest.mark.parametrize("case", ["fsdp", "fsdp, other ranks", "megatron, other layouts"])
+def test_killed_ranks_go_on_with_the_metrics_of_the_uninterrupted_run(
+    base_config: dict[str, Any],
+    write_config: WriteConfig,
+    spurline_chat_file: Path,
+    warm_runs: WarmRuns,
+    tmp_path: Path,
+    case: str,
+    victims: Sequence[Victim],
+) -> None:
+    """On the same ranks they are equal bit for bit, with dropout too, and otherwise to rounding."""
+    config = config_to_kill(base_config, spurline_chat_file, 6 + 6 * len(victims))
+    if case != "fsdp":
+        # Dropout is drawn by rank, and Megatron models have none.
+        del config["model"]["config_overrides"]
+    whole = config | {"run_dir": str(tmp_path / "whole")}
+    if case == "fsdp":
+        layouts, last, whole = [on_ranks(config)] * len(victims), on_ranks(config), on_ranks(whole)
+    elif case == "fsdp, other ranks":
+        victims = ["controller" if victims == ("rank",) else victim for victim in victims]
+        layouts = [on_ranks(config, 1 + number % 3) for number in range(len(victims))]
+        last, whole = on_ranks(config, 3), on_ranks(whole, 2)
+    else:
+        sizes = [LAYOUTS[number % len(LAYOUTS)] for number in range(len(victims))]
+        layouts = [on_ranks(config, backend="megatron", **size) for size in sizes]
+        last = on_ranks(config, backend="megatron", tensor=2)
+    train_and_kill_each(warm_runs, write_config, layouts, victims)
+    killed, expected = finish(last), finish(whole)
+    if case == "fsdp":
+        assert killed == expected
+    else:
+        assert_same_to_rounding(killed, expected)
 
 
 def train_and_kill_each(

@@ -1,0 +1,211 @@
+"""What a user sees when a rank fails, a checkpoint of ranks is damaged, or Ctrl-C comes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from every_run import SOAK
+from failing_losses import installed
+from run_helpers import num_lines, on_ranks, read_metrics, train_command, wait_for
+
+from spurline import Run, load_config
+from spurline.errors import CheckpointError
+
+pytestmark = pytest.mark.processes
+
+Spurline = Callable[..., tuple[int, str, str]]
+WriteConfig = Callable[[dict[str, Any]], Path]
+
+PIPELINE = {"backend": "megatron", "pipeline": 2}
+LAYOUTS = [
+    pytest.param({}, id="fsdp"),
+    pytest.param(
+        PIPELINE,
+        id="pipeline",
+        marks=[pytest.mark.slow, pytest.mark.skipif(not SOAK, reason="runs of any ranks end alike; SPURLINE_SOAK=1")],
+    ),
+]
+CTRL_C = 128 + signal.SIGINT
+"""Exit code of a command that it ended."""
+
+
+@contextmanager
+def started(config: Path, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """`spurline train` as a shell starts it in the foreground, with the modules that this process has. log: what it
+    says."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with log.open("w") as said:
+        # A shell gives a group of its own to each command.
+        process = subprocess.Popen(train_command(config), stdout=said, stderr=said, process_group=0, env=environment)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+def assert_the_step_is_finished_and_saved(
+    changes: dict[str, Any], write_config: WriteConfig, spurline: Spurline, folder: Path
+) -> None:
+    """Interrupt a long run of this config after its first step; none of its processes is left, and it goes on."""
+    run_dir, log = Path(changes["run_dir"]), folder / "log"
+    config = write_config(changes | {"steps": 100_000, "checkpoint": {}})
+    with started(config, log) as process:
+        metrics = run_dir / "metrics.jsonl"
+        wait_for(lambda: num_lines(metrics) > 0 or process.poll() is not None, "the first step")
+        family = psutil.Process(process.pid).children(recursive=True)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(60) == CTRL_C, log.read_text()
+    assert "and saving; press Ctrl-C again to stop now" in log.read_text()
+    done = len(read_metrics(run_dir))
+    assert (run_dir / f"checkpoints/step-{done:08d}").is_dir()
+    wait_for(lambda: not any(process.is_running() for process in family), "the end of all processes", 25)
+    code, out, _ = spurline("train", config, "--set", f"steps={done + 1}", "--allow-change", "steps")
+    assert code == 0, out
+    assert len(read_metrics(run_dir)) == done + 1
+
+
+def assert_a_second_one_ends_it_at_once(changes: dict[str, Any], write_config: WriteConfig, folder: Path) -> None:
+    """Interrupt twice a run of this config, whose third step stands still."""
+    config, log = write_config(changes), folder / "log"
+    with started(config, log) as process:
+        saved = Path(changes["run_dir"]) / "checkpoints/step-00000002"
+        wait_for(lambda: saved.is_dir() or process.poll() is not None, "two steps")
+        # The next step has begun by then, and never ends.
+        time.sleep(1)
+        family = psutil.Process(process.pid).children(recursive=True)
+        os.killpg(process.pid, signal.SIGINT)
+        wait_for(lambda: "press Ctrl-C again" in log.read_text(), "the answer to the first one", 10)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(20) == CTRL_C, log.read_text()
+    said = log.read_text()
+    assert "Traceback" not in said
+    assert f"Stopped at once, after step 2. The last checkpoint is {saved}. Go on with: spurline train {config}" in said
+    wait_for(lambda: not any(process.is_running() for process in family), "the end of all processes", 25)
+
+
+@pytest.fixture
+def failing(base_config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A config of a run whose rank 1 fails in its third step, after a checkpoint. Called with how, the layout, and
+    settings of the backend."""
+
+    def make(how: str, layout: dict[str, Any] | None = None, **backend: Any) -> dict[str, Any]:
+        changed = base_config | {"plugins": ["failing_losses"], "loss": {"name": "fails", "how": how}}
+        # Of a pipeline only the last stage computes a loss, once per step.
+        bound = {"max_tokens_per_microbatch": 2048} if layout else {}
+        return on_ranks(changed, **(layout or {}), **bound, **backend)
+
+    with installed(tmp_path / "site", monkeypatch):
+        yield make
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "said"),
+    [
+        ("value", 1, r"failed during `update`: ValueError: broken on purpose"),
+        ("kill", 1, r"was killed by SIGKILL, as the system does when memory runs out, during `update`"),
+        ("data", 2, r"rows.jsonl:3: prompt is empty. Remove the row."),
+    ],
+)
+def test_the_rank_that_failed_is_named_and_how_to_go_on(
+    spurline: Spurline, write_config: WriteConfig, failing: Any, how: str, code: int, said: str
+) -> None:
+    config = write_config(failing(how))
+    began = psutil.Process().children(recursive=True)
+    result, _, err = spurline("train", config)
+    assert result == code
+    assert said in err
+    assert "ank 1 of 2 (process " in err
+    assert ("Traceback" in err) == (how == "value")
+    assert ("in _raises_a_value_error" in err) == (how == "value")
+    run_dir = Path(failing(how)["run_dir"])
+    go_on = f"The last checkpoint is {run_dir}/checkpoints/step-00000002. Go on with: spurline train {config}"
+    assert (go_on in err) == (how != "data"), "an error of ours says itself what to do"
+    assert len(read_metrics(run_dir)) == 2
+    # The process that they are forked from stays for the next ones.
+    left = set(psutil.Process().children(recursive=True)) - set(began)
+    assert len(left) <= 1
+
+
+def test_a_rank_that_stands_still_is_named_with_its_stack(
+    spurline: Spurline, write_config: WriteConfig, failing: Any
+) -> None:
+    code, _, err = spurline("train", write_config(failing("sleep", call_timeout_s=3)))
+    assert code == 1
+    assert "`update` was not done within 3 s, its limit by backend.call_timeout_s" in err
+    assert "rank 1 of 2" in err
+    assert "micro-batch 1 of 1" in err
+    assert "in _stands_still" in err.partition("Stack of rank 1:")[2]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ctrl_c_in_a_terminal_finishes_the_step_and_saves_it(
+    base_config: dict[str, Any],
+    write_config: WriteConfig,
+    spurline: Spurline,
+    tmp_path: Path,
+    layout: dict[str, Any],
+) -> None:
+    bound = {"max_tokens_per_microbatch": 256} if layout else {}
+    assert_the_step_is_finished_and_saved(on_ranks(base_config, **layout, **bound), write_config, spurline, tmp_path)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_second_ctrl_c_ends_a_step_that_stands_still_at_once(
+    failing: Any, write_config: WriteConfig, tmp_path: Path, layout: dict[str, Any]
+) -> None:
+    assert_a_second_one_ends_it_at_once(failing("sleep", layout), write_config, tmp_path)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[1:])
+def test_a_killed_stage_is_named_and_how_to_go_on(
+    spurline: Spurline, write_config: WriteConfig, failing: Any, layout: dict[str, Any]
+) -> None:
+    changes = failing("kill", layout)
+    config = write_config(changes)
+    code, _, err = spurline("train", config)
+    assert code == 1
+    assert "ank 1 of 2 (process " in err
+    assert "was killed by SIGKILL" in err
+    saved = Path(changes["run_dir"]) / "checkpoints/step-00000002"
+    assert f"The last checkpoint is {saved}. Go on with: spurline train {config}" in err
+    assert len(read_metrics(changes["run_dir"])) == 2
+
+
+def test_a_damaged_piece_is_named_with_the_newest_good_checkpoint(base_config: dict[str, Any]) -> None:
+    config = on_ranks(base_config | {"steps": 4})
+    Run(load_config(config)).train()
+    checkpoints = Path(config["run_dir"]) / "checkpoints"
+    piece = checkpoints / "step-00000004" / "backend" / "policy" / "rank-00001.part-000.safetensors"
+    content = piece.read_bytes()
+    piece.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    good = re.escape(str(checkpoints / "step-00000002"))
+    with pytest.raises(CheckpointError, match=rf"rank-00001.*content has changed.*step 2: use `--resume {good}`"):
+        Run(load_config(config | {"steps": 6})).train()
+    # No time is spent on reading where the settings say that sizes are enough.
+    trusting = config | {"steps": 6, "checkpoint": {"every_steps": 2, "verify": "sizes"}}
+    assert Run(load_config(trusting)).train().status == "finished"
+
+
+def test_a_checkpoint_of_ranks_is_not_read_by_another_backend_and_the_way_out_is_named(
+    base_config: dict[str, Any],
+) -> None:
+    config = on_ranks(base_config | {"steps": 2})
+    Run(load_config(config)).train()
+    with pytest.raises(CheckpointError) as refused:
+        Run(load_config(config | {"backend": {"name": "local", "device": "cpu"}})).train()
+    text = str(refused.value)
+    assert "A checkpoint is read by the backend that wrote it" in text
+    assert "other data" not in text
+    assert "`spurline export`, then model.path" in text
