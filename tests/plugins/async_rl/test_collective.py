@@ -20,7 +20,7 @@ from spurline.errors import BucketLostError, RunFailedError
 from spurline.protocols.backend import BackendFacts
 from spurline.protocols.source import SourceFacts
 from spurline_async_rl.engines.configs import ChildProcessEngineConfig, PoolConfig, VllmEngineConfig
-from spurline_async_rl.weights import exchange
+from spurline_async_rl.weights import buckets, exchange
 from spurline_async_rl.weights.collective import BroadcastReader, CollectiveSync
 from spurline_async_rl.weights.configs import CollectiveSyncConfig, NcclSyncConfig
 from spurline_async_rl.weights.exchange import ExchangeGroup, Meeting
@@ -195,6 +195,13 @@ def test_an_engine_that_comes_later_gets_a_group_of_its_own_and_then_belongs_to_
     assert len(groups) == 3
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bucket may be lost as often as a busy machine lets a short limit pass before all have joined."""
+    monkeypatch.setattr(buckets, "_MOST_LOSSES", 1000)
+
+
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("dies", [False, True])
 @pytest.mark.parametrize("absent_in", [1, 2])
 def test_what_is_lost_is_sent_again_to_those_that_are_left_and_taken_once(dies: bool, absent_in: int) -> None:
@@ -214,7 +221,7 @@ def test_what_is_lost_is_sent_again_to_those_that_are_left_and_taken_once(dies: 
 
 
 def test_a_bucket_that_is_lost_again_and_again_ends_the_publish_and_names_who_did_not_come() -> None:
-    sync = make_sync(exchange_timeout_s=0.5)
+    sync = make_sync(exchange_timeout_s=1.0)
     takers = [Taker("engine 0"), Taker("engine 7 (process 12)", absent_in=2, always=True)]
     try:
         with pytest.raises(RunFailedError, match=r"version 3 over collective: bucket 2 was lost 4 times\. .*engine 7"):
@@ -327,6 +334,8 @@ def test_a_sync_is_closed_without_waiting_for_engines_that_do_not_come() -> None
     sync.close()
 
 
+@pytest.mark.usefixtures("patient")
+@pytest.mark.timeout(360)
 def test_a_sender_that_does_not_come_back_from_a_broadcast_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     original, is_over = ExchangeGroup.broadcast, threading.Event()
     stuck: list[str] = []
@@ -334,12 +343,12 @@ def test_a_sender_that_does_not_come_back_from_a_broadcast_is_given_up(monkeypat
     def hanging(self: ExchangeGroup, buffer: Tensor) -> None:
         if self._rank == 0 and self._count == 1 and not stuck:
             stuck.append("the sender")
-            is_over.wait(60)
+            is_over.wait(300)
         original(self, buffer)
 
     monkeypatch.setattr(ExchangeGroup, "broadcast", hanging)
     # Where it hangs, the engine finds out by its own limit and the sender by one that is longer.
-    sync, taker = make_sync(exchange_timeout_s=1.0, timeout_s=30.0), Taker("engine 0")
+    sync, taker = make_sync(exchange_timeout_s=1.0, timeout_s=300.0), Taker("engine 0")
     try:
         publish(sync, Weights(weights()), [taker])
         taker.assert_has(weights(), 3)
