@@ -24,7 +24,7 @@ from spurline.protocols.backend import Backend
 from spurline.run.build import build_data
 from spurline_async_rl.scheduling.depth import Depth
 from spurline_async_rl.simulation.measured import measured_workload
-from spurline_async_rl.simulation.prediction import Predictor
+from spurline_async_rl.simulation.prediction import predictor
 from spurline_async_rl.simulation.workload import WORK_IN_SECONDS, Knobs, Times, Workload
 from spurline_async_rl.timeline.records import TIMELINE_FILE, read_timeline
 
@@ -199,5 +199,5 @@ def predicted_from_record(case: Case, folder: Path) -> Predicted | None:
 
 def _predicted(case: Case, workload: Workload) -> Predicted:
     knobs = Knobs(case.max_staleness or 0, B, case.max_running, depth=case.depth)
-    figures = Predictor(workload, case.steps)(knobs).figures
+    figures = predictor(workload, case.steps)(knobs).figures
     return Predicted(figures.groups_per_second / capacity(case), figures.mean_staleness)
