@@ -13,8 +13,7 @@ from timelines import leave_timeline
 
 from spurline.errors import RunDirectoryError
 from spurline.plugins.host import PluginHost
-from spurline_async_rl.timeline.configs import ControllerPanelConfig, StalenessPanelConfig, TimelinePanelConfig
-from spurline_async_rl.timeline.controller_panel import ControllerPanel
+from spurline_async_rl.timeline.configs import StalenessPanelConfig, TimelinePanelConfig
 from spurline_async_rl.timeline.figure import lanes_of, slowest_window, window_ending_at
 from spurline_async_rl.timeline.panels import StalenessPanel, TimelinePanel
 from spurline_async_rl.timeline.records import GroupSpan, Span, StepRecord, Taken, encode_record, read_timeline
@@ -33,11 +32,6 @@ class TestTimelinePanel(ReportPanelContract):
 class TestStalenessPanel(ReportPanelContract):
     def make_panel(self) -> StalenessPanel:
         return StalenessPanel(StalenessPanelConfig())
-
-
-class TestControllerPanel(ReportPanelContract):
-    def make_panel(self) -> ControllerPanel:
-        return ControllerPanel(ControllerPanelConfig())
 
 
 def figures(fragment: str | None) -> list[dict[str, Any]]:
@@ -187,43 +181,6 @@ def test_waiting_is_drawn_as_a_share_of_the_step() -> None:
     assert traces["publishing weights"]["y"] == [0.125, 0.25]
     assert traces["finished, untrained"]["y"] == [3, 4]
     assert traces["depth of admission"]["y"] == [9.5]
-
-
-def controller(*lines: dict[str, float]) -> str | None:
-    numbered = [{"step": step, **line} for step, line in enumerate(lines, start=1)]
-    return ControllerPanel(ControllerPanelConfig()).render(RunRecord(Path("/nonexistent"), numbered, {}))
-
-
-def load(share: float, **lags: float) -> dict[str, float]:
-    return {
-        "controller/cpu_share": share,
-        "controller/tokens_per_s": 1000 * share,
-        "controller/lag_p50": 0.001,
-        "controller/lag_p99": 0.02,
-        "controller/lag_max": 0.5,
-    } | {f"controller/lag_{name}": seconds for name, seconds in lags.items()}
-
-
-def test_the_load_of_the_event_loop_is_drawn_with_the_share_from_which_it_is_busy() -> None:
-    fragment = controller(load(0.25), load(0.5, max=2.0), load(0.75))
-    lags, shares, tokens = (by_name(figure) for figure in figures(fragment))
-    assert lags["longest"]["y"] == [0.5, 2.0, 0.5]
-    assert lags["99 %"]["y"] == [0.02] * 3
-    assert shares["CPU share"]["y"] == [0.25, 0.5, 0.75]
-    assert shares["busy"]["y"] == [0.9, 0.9]
-    assert tokens["tokens"]["y"] == [250, 500, 750]
-    assert "busy for 50% of the time" in str(fragment)
-    assert "the longest 2,000 ms" in str(fragment)
-
-
-def test_a_step_in_which_the_loop_was_not_looked_at_leaves_a_gap_on_the_logarithmic_axis() -> None:
-    lags = by_name(figures(controller(load(0.5), load(0.5, p50=0.0, p99=0.0, max=0.0), load(0.5)))[0])
-    assert [lags[name]["x"] for name in ("median", "99 %", "longest")] == [[1, 3]] * 3
-    assert lags["median"]["y"] == [0.001] * 2
-
-
-def test_a_run_without_an_event_loop_has_no_panel_of_it() -> None:
-    assert controller({"loss": 1.0}) is None
 
 
 @pytest.mark.parametrize(("kinds", "band"), [(("publish",), [1.0, 1.5]), (("publish", "pause"), [1.25, 1.5])])

@@ -29,8 +29,3 @@ def register_components(registry: ComponentRegistrar) -> None:
     registry.add_to(
         "report_panel", f"{package}.timeline.configs:StalenessPanelConfig", f"{package}.timeline.panels:StalenessPanel"
     )
-    registry.add_to(
-        "report_panel",
-        f"{package}.timeline.configs:ControllerPanelConfig",
-        f"{package}.timeline.controller_panel:ControllerPanel",
-    )

@@ -14,7 +14,7 @@ from spurline.errors import Problem
 from spurline.plugins.registry import resolve
 from spurline.progress import Progress
 from spurline.protocols.ranks import ClusterNeed
-from spurline_models.machine import gpu_names, num_gpus
+from spurline_models.machine import num_gpus
 from spurline_ranks.cluster import names_cluster
 from spurline_rl.protocols.rollout_engine import EngineMemory, RolloutEngineConfig
 
@@ -134,12 +134,6 @@ def _is_base_url(url: str) -> bool:
         return False
 
 
-def _memory_bandwidth() -> float | None:
-    """Bytes per second of a GPU of this machine; None without one of a known kind."""
-    name = next(iter(gpu_names()), "")
-    return next((speed for part, speed in _MEMORY_BANDWIDTH.items() if part in name), None)
-
-
 def trains_on_gpu_here(run: RunConfig) -> bool:
     """Whether the backend trains in this process and on a GPU, if there is one, which engines of this machine that
     take GPUs then see too."""
@@ -248,10 +242,6 @@ _ENGINE_ONLY = (
     "engine_args",
 )
 """Settings of engines that are started here; a server that runs already has its own."""
-_MEMORY_BANDWIDTH = {"B200": 8.0e12, "H200": 4.8e12, "H100": 3.35e12, "A100": 2.0e12, "L40": 0.86e12, "L4": 0.3e12}
-"""Bytes per second, by a part of the GPU's name; of several kinds of one name that of the fastest."""
-_SHORTEST_STEP_S = 0.005
-"""Of a step of vLLM with hundreds of responses, however small the model: it is scheduled on the CPU."""
 _SERVER_START_TIMEOUT_S = 300.0
 """Default seconds that a run waits for a server that does not answer: most of them were never started."""
 CPU_KV_CACHE_GB = 4.0
@@ -326,21 +316,6 @@ class VllmEngineConfig(PoolConfig):
     @property
     def context_tokens(self) -> int | None:
         return self.max_model_len
-
-    @property
-    def streams_here(self) -> bool:
-        # A server streams its answers token by token.
-        return self.mode == "server" or self.placement != "ray"
-
-    def fastest_tokens_per_s(self, run: RunConfig, responses: int) -> float | None:
-        bandwidth = _memory_bandwidth()
-        if self.is_elsewhere or bandwidth is None:
-            return None
-        parameters, _ = _estimates()
-        # Whatever else a step does, it reads all weights once; of the experts, all that some response needs.
-        step_s = self._value_bytes * parameters(run.model) / (self.tensor_parallel_size * bandwidth)
-        together = min(responses, self.engines * self.max_num_seqs)
-        return together / max(step_s, _SHORTEST_STEP_S)
 
     @property
     def notes_experts(self) -> bool:

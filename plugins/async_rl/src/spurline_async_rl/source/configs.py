@@ -5,10 +5,9 @@ Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -17,7 +16,6 @@ from spurline.config.paths import PathSetting
 from spurline.config.section import Component, OnResume
 from spurline.errors import Problem
 from spurline.protocols.source import SourceFacts
-from spurline_async_rl.source.capacity import capacity_notes
 from spurline_async_rl.weights.configs import DEFAULT_BUCKET_BYTES
 from spurline_models.rollout_load import ColocatedEngine
 from spurline_rl.configs import PromptSourceConfig
@@ -91,12 +89,6 @@ class AsyncRolloutsConfig(PromptSourceConfig):
         length = self.longest_attempt(prompt_tokens, context)
         bucket = DEFAULT_BUCKET_BYTES if self.weight_sync is None else self.weight_sync.bucket_bytes
         return ColocatedEngine(self.engine, self.responses_at_once, length, bucket)
-
-    def generation_notes(self, run: RunConfig, prompt_tokens: int, context: int | None) -> Sequence[str]:
-        responses = min(self.max_concurrent, self.groups_at_once * self.samples_per_prompt)
-        fastest = self.engine.fastest_tokens_per_s(run, responses)
-        notes = capacity_notes(Path(run.run_dir), fastest, streams_here=self.engine.streams_here)
-        return [*super().generation_notes(run, prompt_tokens, context), *notes]
 
     def group_terms(self) -> dict[str, Any]:
         """Settings that a finished group was made under, as plain values for a checkpoint."""

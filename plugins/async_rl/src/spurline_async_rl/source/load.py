@@ -1,66 +1,74 @@
-"""Measure what the event loop of the rollouts has to do, and how long things wait for it: metrics `controller/...`.
+"""Let one process carry tens of thousands of attempts, and measure how busy its event loop is (`controller/...`).
 
-Every token of every response comes through this loop, so a loop that is busy all the time is what limits generation,
-whatever engines can do. A callback that the loop calls again and again notes how late it comes.
+Every token of every response comes through this loop, so a loop that is busy all the time limits generation whatever
+engines can do.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
+import gc
 import time
 from collections.abc import Callable
 from typing import Protocol
 
 _EVERY_S = 0.02
-"""Between two looks at the loop. They take 0.6 % of a core from a loop that has nothing else to do (120 microseconds
-each, as it has to be woken up)."""
-_SHORTEST_S = 1e-5
-_RATIO = 1.1
-_LONGEST_S = 1e5
-_NUM_BUCKETS = 2 + math.ceil(math.log(_LONGEST_S / _SHORTEST_S, _RATIO))
+"""Seconds between two looks at the loop. They take 0.6 % of a core."""
+_THRESHOLDS = 4_000, 5, 1_000_000
+"""Thresholds of the garbage collector with many attempts under way: old objects are not visited on their own."""
+_MANY_ATTEMPTS = 2048
+"""Attempts under way from which on Python's own full collections would stop the loop for long."""
+_STEPS_PER_COLLECTION = 100
+
+
+class QuietCollector:
+    """Keeps full garbage collections from stopping the event loop, from `start` to `close`.
+
+    They visit every object while all threads stand still, which takes more than a second for 65,536 attempts under way.
+    What is there when a run starts, such as imported modules, is frozen. With many attempts old objects are visited
+    between two steps only, every hundredth time. Where the collector is off nothing is changed.
+    """
+
+    def __init__(self, attempts: int) -> None:
+        self._is_rare = attempts >= _MANY_ATTEMPTS
+        self._before: tuple[int, int, int] | None = None
+        self._steps = 0
+
+    def start(self) -> None:
+        if self._before is not None or not gc.isenabled():
+            return
+        self._before = gc.get_threshold()
+        gc.collect()
+        gc.freeze()
+        if self._is_rare:
+            gc.set_threshold(*_THRESHOLDS)
+
+    def step(self) -> None:
+        """Collect everything when it is time to. Called between two steps."""
+        self._steps += 1
+        if self._before is not None and self._is_rare and self._steps % _STEPS_PER_COLLECTION == 0:
+            gc.collect()
+
+    def close(self) -> None:
+        """Leave the collector as it was. May be called again."""
+        if self._before is not None:
+            gc.set_threshold(*self._before)
+            gc.unfreeze()
+            self._before = None
 
 
 class TimedLoop(Protocol):
-    """What is asked of an event loop: see `asyncio.AbstractEventLoop`."""
+    """The part of `asyncio.AbstractEventLoop` that is used here."""
 
     def time(self) -> float: ...
 
     def call_at(self, when: float, callback: Callable[[], object], /) -> asyncio.TimerHandle: ...
 
 
-class Lags:
-    """How long calls waited for the loop, in seconds, in memory of one size: counts by length, each bucket 10 % longer
-    than the one before."""
-
-    def __init__(self) -> None:
-        self._counts = [0] * _NUM_BUCKETS
-        self._total = 0
-        self.longest = 0.0
-
-    def add(self, seconds: float) -> None:
-        """A call waited so long; negative seconds count as 0."""
-        place = 0
-        if seconds > _SHORTEST_S:
-            place = min(_NUM_BUCKETS - 1, 1 + int(math.log(seconds / _SHORTEST_S, _RATIO)))
-        self._counts[place] += 1
-        self._total += 1
-        self.longest = max(self.longest, seconds)
-
-    def quantile(self, share: float) -> float:
-        """Seconds that this share of the calls waited at most, up to 10 % too high; 0 without any call."""
-        wanted, seen = share * self._total, 0
-        for place, count in enumerate(self._counts):
-            seen += count
-            if count and seen >= wanted:
-                return min(self.longest, _SHORTEST_S * _RATIO**place)
-        return 0.0
-
-
 class LoopLoad:
     """The load of one event loop since it was last asked. All methods are called on that loop.
 
-    tokens: how many have come through the loop so far. thread_time: CPU seconds of the thread that calls it.
+    tokens: returns how many have come through the loop so far. thread_time: CPU seconds of the calling thread.
     """
 
     def __init__(self, tokens: Callable[[], int], thread_time: Callable[[], float] = time.thread_time) -> None:
@@ -68,36 +76,32 @@ class LoopLoad:
         self._thread_time = thread_time
         self._loop: TimedLoop | None = None
         self._next: asyncio.TimerHandle | None = None
-        self._due = 0.0
+        self._due = self._longest = 0.0
 
     def start(self, loop: TimedLoop | None = None) -> None:
-        """Begin to measure. loop: the running one where none is given."""
+        """Begin to measure the loop, by default the running one."""
         self._loop = loop = loop or asyncio.get_running_loop()
-        self._begin_anew(loop)
+        self._began, self._cpu_s, self._tokens = loop.time(), self._thread_time(), self._num_tokens()
         self._look_later(loop)
 
     def take(self) -> dict[str, float]:
-        """The metrics since `start` or the last call.
+        """Return the metrics since `start` or the last call.
 
-        `controller/lag_p50`, `_p99` and `_max`: seconds that a call which comes at any time waits for the loop.
-        `controller/cpu_share`: CPU time of the loop's thread per second, 1 for a whole core.
-        `controller/tokens_per_s`: tokens of answered requests.
+        `controller/lag_max`: the most seconds that a call waited for the loop. `controller/cpu_share`: CPU time of the
+        loop's thread per second, 1 for a whole core. `controller/tokens_per_s`: tokens of answered requests.
         """
         loop = self._loop
         assert loop is not None, "not started"
-        if loop.time() > self._due:
-            # What blocked the loop until a moment ago belongs to these seconds, though its own callback is yet to come.
-            self.stop()
-            self._look(loop)
+        # What blocked the loop until a moment ago belongs to these seconds, though its own callback is yet to come.
+        self._look(loop)
         seconds = max(1e-9, loop.time() - self._began)
         found = {
-            "controller/lag_p50": self._lags.quantile(0.5),
-            "controller/lag_p99": self._lags.quantile(0.99),
-            "controller/lag_max": self._lags.longest,
+            "controller/lag_max": self._longest,
             "controller/cpu_share": (self._thread_time() - self._cpu_s) / seconds,
             "controller/tokens_per_s": (self._num_tokens() - self._tokens) / seconds,
         }
-        self._begin_anew(loop)
+        self._began, self._cpu_s, self._tokens = loop.time(), self._thread_time(), self._num_tokens()
+        self._longest = 0.0
         return found
 
     def stop(self) -> None:
@@ -105,19 +109,11 @@ class LoopLoad:
         if self._next is not None:
             self._next.cancel()
 
-    def _begin_anew(self, loop: TimedLoop) -> None:
-        self._began, self._cpu_s, self._tokens = loop.time(), self._thread_time(), self._num_tokens()
-        self._lags = Lags()
-
     def _look_later(self, loop: TimedLoop) -> None:
         self._due = loop.time() + _EVERY_S
         self._next = loop.call_at(self._due, lambda: self._look(loop))
 
     def _look(self, loop: TimedLoop) -> None:
-        late = loop.time() - self._due
-        self._lags.add(late)
-        # Calls that came while the loop was blocked waited for the rest of it: one look for them all would make a
-        # block of seconds a single call among thousands.
-        for missed in range(1, math.ceil(late / _EVERY_S)):
-            self._lags.add(late - missed * _EVERY_S)
+        self._longest = max(self._longest, loop.time() - self._due)
+        self.stop()
         self._look_later(loop)

@@ -24,8 +24,7 @@ from spurline.protocols.source import SourceContext
 from spurline_async_rl.scheduling.scheduler import Scheduler, SchedulerLimits
 from spurline_async_rl.source.colocation import Colocation, as_sleeping, check_capable
 from spurline_async_rl.source.configs import AsyncRolloutsConfig
-from spurline_async_rl.source.garbage import WORTHWHILE_ATTEMPTS, QuietCollector
-from spurline_async_rl.source.load import LoopLoad
+from spurline_async_rl.source.load import LoopLoad, QuietCollector
 from spurline_async_rl.source.loop_thread import LoopThread
 from spurline_async_rl.source.producer import Producer
 from spurline_async_rl.source.publishing import Publisher, check_publishing
@@ -58,10 +57,7 @@ class AsyncRolloutSource(PromptSource):
         self._config = config
         self._context = context
         self._loop = LoopThread("spurline-rollouts")
-        attempts = config.groups_at_once * config.samples_per_prompt
-        self._is_quiet = attempts >= WORTHWHILE_ATTEMPTS or config.environment.serves_requests
-        # As many steps as it takes to fill the buffer.
-        self._collector = QuietCollector(config.max_staleness + 2, is_rare=attempts >= WORTHWHILE_ATTEMPTS)
+        self._collector = QuietCollector(config.groups_at_once * config.samples_per_prompt)
         self._changed = threading.Event()
         self._engine = self._attempts.engine
         self._observed = self._attempts.engine = ObservedEngine(self._engine)
@@ -136,8 +132,7 @@ class AsyncRolloutSource(PromptSource):
             else:
                 self._publisher.start_engines()
                 self._advance()
-        if self._is_quiet:
-            self._collector.quiet()
+        self._collector.start()
         if self._colocation is None:
             self._loop.call(self._producer.start)
         self._loop.call(self._load.start)
@@ -145,7 +140,7 @@ class AsyncRolloutSource(PromptSource):
 
     def build(self, step: int) -> TrainingBatch:
         begin = time.perf_counter()
-        self._collector.tidy()
+        self._collector.step()
         self._timeline.began("wait")
         # The update that follows brings new weights.
         with self._engines_turn(keep_weights=False):
@@ -235,7 +230,7 @@ class AsyncRolloutSource(PromptSource):
 
     def close(self) -> None:
         """End generation, engines and threads. What fails on the way never hides the error that ended the run."""
-        self._collector.restore()
+        self._collector.close()
         ended_by = failure = sys.exception()
         if not self._loop.responds(_BLOCKED_AFTER_S):
             # Nothing on it can be ended in order; what runs elsewhere ends with this process.

@@ -32,7 +32,7 @@ _SHOWN = 8
 
 
 class ObservedEngine:
-    """A rollout engine whose requests under way can be listed. engine: the one that generates."""
+    """A rollout engine whose requests under way can be listed."""
 
     def __init__(self, engine: RolloutEngine) -> None:
         self._engine = engine
@@ -58,7 +58,7 @@ class ObservedEngine:
             self.answered_at = time.monotonic()
 
     def describe(self) -> list[str]:
-        """A line for each request, the oldest first: its name, how long it has taken, and which engine has it."""
+        """Return a line for each request, the oldest first: its name, its age, and which engine has it."""
         now, asked = time.monotonic(), list(self._asked.values())
         lines = [f"{name}: asked {now - at:.0f} s ago, {self._holder(name)}" for name, at in asked[:_SHOWN]]
         return [*lines, *_more(len(asked), "requests")]
@@ -69,27 +69,28 @@ class ObservedEngine:
 
 
 def stall_report(producer: Producer, engine: ObservedEngine, step: int, waited_s: float) -> str:
-    """Why the loop still waits for the batch of this step."""
+    """Return why the loop still waits for the batch of this step."""
     now, scheduler = time.monotonic(), producer.scheduler
     limits = scheduler.limits
+    groups, requests = list(producer.began_at.items()), engine.describe()
     lines = [
         f"No group has ended for {waited_s:.0f} s, and no request was answered. "
         f"Step {step} waits for {limits.batch_size} groups: "
         f"{scheduler.num_buffered} are finished, {scheduler.num_running} under way (order: {limits.order}, "
-        f"max_staleness: {limits.max_staleness}, weights of version {scheduler.version})."
+        f"max_staleness: {limits.max_staleness}, weights of version {scheduler.version}).",
+        *(f"group {uid}: under way for {now - began:.0f} s" for uid, began in groups[:_SHOWN]),
+        *_more(len(groups), "groups"),
+        *requests,
     ]
-    groups, requests = list(producer.began_at.items()), engine.describe()
-    lines += [f"  group {uid}: under way for {now - began:.0f} s" for uid, began in groups[:_SHOWN]]
-    lines += [f"  {line}" for line in (*_more(len(groups), "groups"), *requests)]
     if groups and not requests:
-        lines.append("  no request is with an engine: the environments or rewards of these groups have not returned")
-    return "\n".join(lines)
+        lines.append("no request is with an engine: the environments or rewards of these groups have not returned")
+    return "\n  ".join(lines)
 
 
 def held_out_report(engine: ObservedEngine, waited_s: float) -> str:
-    """Why the loop still waits for an evaluation."""
+    """Return why the loop still waits for an evaluation."""
     head = f"The evaluation waits for held-out attempts; no request was answered for {waited_s:.0f} s."
-    return "\n".join([head, *(f"  {line}" for line in engine.describe())])
+    return "\n  ".join([head, *engine.describe()])
 
 
 def _more(count: int, what: str) -> list[str]:
@@ -97,11 +98,12 @@ def _more(count: int, what: str) -> list[str]:
 
 
 class Watchdog:
-    """Watches over one wait of the training thread. `source.watchdog_s` after the last movement it prints to stderr
-    what holds the run up, again and again, and after `source.stall_timeout_s` it ends the run.
+    """Watches over one wait of the training thread.
 
-    describe: from seconds without movement, what is under way. A request that `engine` answers is a movement too: what
-    has not ended yet may move all the same.
+    `source.watchdog_s` after the last movement it prints to stderr what holds the run up, again and again, and after
+    `source.stall_timeout_s` it ends the run. A request that is answered is a movement too.
+
+    describe: returns what is under way, given the seconds without movement.
     """
 
     def __init__(
@@ -123,7 +125,7 @@ class Watchdog:
             self._report(self._describe)
 
     def result(self, future: concurrent.futures.Future[T]) -> T:
-        """The result of a call on the event loop, which takes long only when the loop is blocked."""
+        """Return the result of a call on the event loop, which takes long only when the loop is blocked."""
         while True:
             try:
                 return future.result(self._patience())

@@ -17,12 +17,6 @@ class TimelinePanelConfig(ReportPanelConfig):
     """Draw the steps up to this one; null draws the last ones, and those around the longest wait of a longer run."""
 
 
-class ControllerPanelConfig(ReportPanelConfig):
-    """How busy the event loop was that all rollouts pass through."""
-
-    name: str = "controller"
-
-
 class StalenessPanelConfig(ReportPanelConfig):
     """How old the tokens were that were trained on, and what waiting cost."""
 

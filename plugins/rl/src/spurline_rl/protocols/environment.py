@@ -19,8 +19,6 @@ class EnvironmentConfig(ComponentConfig):
     """Settings of an environment."""
 
     kind: ClassVar[str] = "environment"
-    serves_requests: ClassVar[bool] = False
-    """Whether clients elsewhere wait for answers of the run's process, which then must not stand still for long."""
 
     @property
     def reward_terms(self) -> Collection[str] | None:

@@ -66,17 +66,6 @@ class RolloutEngineConfig(ComponentConfig):
         return False
 
     @property
-    def streams_here(self) -> bool:
-        """Whether this process has work with every token that it generates, on the event loop of the rollouts; else
-        tokens come from elsewhere, many at a time."""
-        return False
-
-    def fastest_tokens_per_s(self, run: RunConfig, responses: int) -> float | None:
-        """Tokens per second that its engines generate together at most, so many responses under way; None where it is
-        not known."""
-        return None
-
-    @property
     def context_tokens(self) -> int | None:
         """Tokens that its own settings allow prompt and response together; None where the model alone sets a limit."""
         return None
