@@ -14,7 +14,7 @@ from timelines import leave_timeline
 from spurline.errors import RunDirectoryError
 from spurline.plugins.host import PluginHost
 from spurline_async_rl.timeline.configs import StalenessPanelConfig, TimelinePanelConfig
-from spurline_async_rl.timeline.figure import lanes_of, slowest_window, window_ending_at
+from spurline_async_rl.timeline.figure import lanes_of, last_window
 from spurline_async_rl.timeline.panels import StalenessPanel, TimelinePanel
 from spurline_async_rl.timeline.records import GroupSpan, Span, StepRecord, Taken, encode_record, read_timeline
 from spurline_insight.report.page import default_panels
@@ -71,7 +71,6 @@ def test_all_panels_are_on_every_report_while_the_plugin_is_enabled() -> None:
     assert {entry.name for entry in entries if entry.kind == "report_panel"} == {
         "rollout_timeline",
         "staleness",
-        "controller",
     }
 
 
@@ -104,31 +103,16 @@ def test_a_window_counts_seconds_from_its_beginning(tmp_path: Path) -> None:
     assert figure["layout"]["xaxis"]["range"] == [0.0, 2.0]
 
 
-def test_a_long_run_shows_its_last_steps_and_those_around_the_longest_wait(tmp_path: Path) -> None:
-    records = [
-        StepRecord(step, 2.0 * step, (), (Span("wait", 2.0 * step - 0.1, 2.0 * step),)) for step in range(1, 101)
-    ]
-    records[39] = StepRecord(40, 80.0, (), (Span("wait", 78.0, 80.0),))
-    write(tmp_path, *records)
-    fragment = TimelinePanel(TimelinePanelConfig()).render(RunRecord(tmp_path, [], {}))
-    assert len(figures(fragment)) == 2
-    assert "At the end: Steps 93 to 100. The loop waited for batches in 5.0% of the time" in str(fragment)
-    assert "Around the longest wait: Steps 35 to 42" in str(fragment)
-    chosen = TimelinePanel(TimelinePanelConfig(last_step=50, steps=4)).render(RunRecord(tmp_path, [], {}))
-    assert "Steps 47 to 50" in str(chosen)
-
-
 def test_a_window_of_many_groups_has_fewer_steps(tmp_path: Path) -> None:
     groups = tuple(group(draw, 0.0, 1.0) for draw in range(700))
     records = [StepRecord(step, float(step), groups) for step in range(1, 9)]
-    assert (window_ending_at(records, 7, 8).first, window_ending_at(records, 7, 8).last) == (7, 8)
-    assert slowest_window(records[:1], 8).first == 1
+    assert (last_window(records, 8).first, last_window(records, 8).last) == (7, 8)
 
 
 def test_no_two_groups_share_a_lane_at_the_same_time(tmp_path: Path) -> None:
     leave_timeline(tmp_path / "timeline.jsonl", max_running=5)
     records = read_timeline(tmp_path / "timeline.jsonl")
-    lanes = lanes_of(records, window_ending_at(records, len(records) - 1, 100))
+    lanes = lanes_of(records, last_window(records, 100))
     assert len(lanes) == sum(len(record.groups) for record in records)
     by_lane: dict[int, list[GroupSpan]] = {}
     for lane, group in lanes:
@@ -181,16 +165,6 @@ def test_waiting_is_drawn_as_a_share_of_the_step() -> None:
     assert traces["publishing weights"]["y"] == [0.125, 0.25]
     assert traces["finished, untrained"]["y"] == [3, 4]
     assert traces["depth of admission"]["y"] == [9.5]
-
-
-@pytest.mark.parametrize(("kinds", "band"), [(("publish",), [1.0, 1.5]), (("publish", "pause"), [1.25, 1.5])])
-def test_bands_show_when_engines_stood_still_as_far_as_it_is_known(
-    tmp_path: Path, kinds: tuple[str, ...], band: list[float]
-) -> None:
-    spans = {"publish": Span("publish", 1.0, 1.5), "pause": Span("pause", 1.25, 1.5)}
-    write(tmp_path, StepRecord(1, 2.0, (group(0, 0.0, 1.0),), tuple(spans[kind] for kind in kinds)))
-    (figure,) = drawn(tmp_path)
-    assert [[shape["x0"], shape["x1"]] for shape in figure["layout"]["shapes"]] == [band]
 
 
 def test_panels_of_a_plugin_stand_before_those_that_fill_pages() -> None:

@@ -1,8 +1,8 @@
 """Draw a timeline: what was generated, trained, published and waited for, side by side over the same seconds.
 
-In: records of a run or of a simulation, and the window of them to draw. Out: one HTML fragment in the report's style.
-Three plots share the time axis: groups in lanes, coloured by the staleness of their oldest token when they were
-trained; the loop and its publishes; how many groups were under way and finished.
+In: records of a run, and the window of them to draw. Out: one HTML fragment in the report's style. Three plots share the
+time axis: groups in lanes, coloured by the staleness of their oldest token when they were trained; the loop and its
+publishes; how many groups were under way and finished.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _Timed = TypeVar("_Timed", GroupSpan, Span)
 
 @dataclass(frozen=True)
 class Window:
-    """Steps `first` to `last`, which took from `began` to `ended`."""
+    """The seconds from `began` to `ended`, which steps `first` to `last` took."""
 
     first: int
     last: int
@@ -32,27 +32,20 @@ class Window:
     ended: float
 
 
-def window_ending_at(records: Sequence[StepRecord], last_index: int, num_steps: int) -> Window:
-    """Up to so many steps, the last of them at this place in `records`; fewer where they hold too many groups."""
-    first, groups = last_index, len(records[last_index].groups)
-    while first > 0 and last_index - first + 1 < num_steps:
+def last_window(records: Sequence[StepRecord], num_steps: int) -> Window:
+    """Return the last steps, at most so many; fewer if they hold too many groups to be seen."""
+    first, groups = len(records) - 1, len(records[-1].groups)
+    while first > 0 and len(records) - first < num_steps:
         groups += len(records[first - 1].groups)
         if groups > _MAX_GROUPS:
             break
         first -= 1
     began = records[first - 1].until if first > 0 else 0.0
-    return Window(records[first].step, records[last_index].step, began, records[last_index].until)
-
-
-def slowest_window(records: Sequence[StepRecord], num_steps: int) -> Window:
-    """Around the step that waited longest for its batch; the first step, which has nothing to take yet, aside."""
-    waited = [sum(span.seconds for span in record.spans if span.kind == "wait") for record in records]
-    slowest = max(range(1, len(records)), key=waited.__getitem__) if len(records) > 1 else 0
-    return window_ending_at(records, min(len(records) - 1, slowest + num_steps // 3), num_steps)
+    return Window(records[first].step, records[-1].step, began, records[-1].until)
 
 
 def lanes_of(records: Sequence[StepRecord], window: Window) -> list[tuple[int, GroupSpan]]:
-    """The groups within the window, each with the lowest lane that is free when it begins, from 0 at the bottom."""
+    """Return the groups within the window, each with the lowest lane that is free when it begins."""
     shown = _within((group for record in records for group in record.groups), window)
     free_from: list[float] = []
     lanes: list[tuple[int, GroupSpan]] = []
@@ -84,7 +77,7 @@ _STYLE = "<style>.rollout-timeline > .plot { height: 620px; }</style>"
 
 
 def timeline_figure(records: Sequence[StepRecord], window: Window) -> str:
-    """The window of the timeline, as HTML."""
+    """Return the window of the timeline as HTML."""
     lanes = lanes_of(records, window)
     traces = [
         *_group_traces(lanes, trained_steps(records), window),
@@ -93,12 +86,12 @@ def timeline_figure(records: Sequence[StepRecord], window: Window) -> str:
     ]
     num_lanes = min(MAX_LANES, 1 + max((lane for lane, _ in lanes), default=0))
     label = f"Generation, training and weight updates of steps {window.first} to {window.last} over time"
-    plot = figure(traces, _layout(window, num_lanes, _standstills(records, window)), label=label)
+    plot = figure(traces, _layout(window, num_lanes), label=label)
     return f'{_STYLE}<div class="rollout-timeline">{plot}</div>'
 
 
 def staleness_color(staleness: int) -> str:
-    """The colour of groups and tokens that are so many updates old."""
+    """Return the colour of groups and tokens that are so many updates old."""
     return _STALENESS_COLORS[min(max(staleness, 0), len(_STALENESS_COLORS) - 1)]
 
 
@@ -147,10 +140,8 @@ def _bars(name: str, spans: Sequence[GroupSpan | Span], rows: Sequence[int], win
 def _describe(group: GroupSpan, step: int | None) -> str:
     versions = f"{group.oldest}" if group.oldest == group.newest else f"{group.oldest} to {group.newest}"
     fate = _UNTRAINED[group.state][0] if step is None else f"trained at step {step}"
-    # A simulated group has none.
-    tokens = f", {group.tokens:,} tokens" if group.tokens else ""
     return (
-        f"draw {group.draw}: {group.seconds:.3g} s{tokens}<br>"
+        f"draw {group.draw}: {group.seconds:.3g} s, {group.tokens:,} tokens<br>"
         f"admitted at version {group.version}, tokens of {versions}; {fate}"
     )
 
@@ -200,39 +191,16 @@ def _levels(records: Sequence[StepRecord], window: Window) -> list[Trace]:
     return traces if shown else []
 
 
-def _standstills(records: Sequence[StepRecord], window: Window) -> list[dict[str, Any]]:
-    """Faint bands through the lanes while engines stood still, or while weights were published where only that is
-    known."""
-    found = [span for record in records for span in record.spans]
-    pauses = [span for span in found if span.kind == "pause"] or [span for span in found if span.kind == "publish"]
-    return [
-        {
-            "type": "rect",
-            "xref": "x",
-            "yref": "paper",
-            "x0": pause.began - window.began,
-            "x1": pause.ended - window.began,
-            "y0": 0,
-            "y1": 1,
-            "layer": "below",
-            "fillcolor": "--series-2-faint",
-            "line": {"color": "--series-2-faint", "width": 1},
-        }
-        for pause in _within(pauses, window)
-    ]
-
-
 def _within(spans: Iterable[_Timed], window: Window) -> list[_Timed]:
     return [span for span in spans if span.ended > window.began and span.began < window.ended]
 
 
-def _layout(window: Window, num_lanes: int, shapes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _layout(window: Window, num_lanes: int) -> dict[str, Any]:
     axis = {"gridcolor": "--grid", "linecolor": "--border", "zeroline": False, "automargin": True}
     small = {"size": 12, "color": "--muted"}
     return {
         "barmode": "overlay",
         "hovermode": "closest",
-        "shapes": shapes,
         "xaxis": {
             "title": {"text": f"Seconds from {clock(window.began)} into the run"},
             "range": [0, window.ended - window.began],

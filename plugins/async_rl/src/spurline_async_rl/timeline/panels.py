@@ -13,10 +13,9 @@ from spurline_async_rl.timeline.figure import (
     MAX_LANES,
     Window,
     lanes_of,
-    slowest_window,
+    last_window,
     staleness_color,
     timeline_figure,
-    window_ending_at,
 )
 from spurline_async_rl.timeline.records import SPAN_KINDS, TIMELINE_FILE, StepRecord, read_timeline
 from spurline_insight.report.figure import Trace, figure, line, one_of_several, raw_and_smoothed, step_figure
@@ -27,7 +26,7 @@ _TOKENS = "staleness/tokens_"
 
 
 class TimelinePanel:
-    """The last steps of the run; of a longer one also those around the longest wait."""
+    """The last steps of the run, over time."""
 
     title = "Timeline"
 
@@ -35,25 +34,12 @@ class TimelinePanel:
         self._config = config
 
     def render(self, record: RunRecord) -> str | None:
-        """None for a run that left no timeline."""
+        """Return the panel, or None for a run that left no timeline."""
         records = read_timeline(record.run_dir / TIMELINE_FILE)
         if not records:
             return None
-        fragments: list[str] = []
-        for heading, window in self._windows(records):
-            fragments += [caption(_caption(heading, records, window)), timeline_figure(records, window)]
-        return block(*fragments, wide=True)
-
-    def _windows(self, records: Sequence[StepRecord]) -> list[tuple[str, Window]]:
-        steps, last_step = self._config.steps, self._config.last_step
-        if last_step is not None:
-            index = max((index for index, record in enumerate(records) if record.step <= last_step), default=0)
-            return [("", window_ending_at(records, index, steps))]
-        last = window_ending_at(records, len(records) - 1, steps)
-        slowest = slowest_window(records, steps)
-        if slowest.last >= last.first:
-            return [("", last)]
-        return [("At the end: ", last), ("Around the longest wait: ", slowest)]
+        window = last_window(records, self._config.steps)
+        return block(caption(_caption(records, window)), timeline_figure(records, window), wide=True)
 
 
 class StalenessPanel(Panel):
@@ -62,7 +48,7 @@ class StalenessPanel(Panel):
     title = "Staleness"
 
     def render(self, record: RunRecord) -> str | None:
-        """None for a run that recorded no staleness."""
+        """Return the panel, or None for a run that recorded no staleness."""
         tokens = _tokens_by_staleness(record)
         if not tokens:
             return None
@@ -77,11 +63,11 @@ class StalenessPanel(Panel):
         return block(caption(_head(record, tokens)), columns(*plots), wide=True)
 
 
-def _caption(heading: str, records: Sequence[StepRecord], window: Window) -> str:
+def _caption(records: Sequence[StepRecord], window: Window) -> str:
     spans = [span for record in records if window.first <= record.step <= window.last for span in record.spans]
     seconds = {kind: sum(span.seconds for span in spans if span.kind == kind) for kind in SPAN_KINDS}
     length = window.ended - window.began
-    text = f"{heading}Steps {window.first:,} to {window.last:,}"
+    text = f"Steps {window.first:,} to {window.last:,}"
     if length > 0:
         text += f". The loop waited for batches in {seconds['wait'] / length:.1%} of the time"
         text += f" and published weights in {seconds['publish'] / length:.1%}"
@@ -90,7 +76,7 @@ def _caption(heading: str, records: Sequence[StepRecord], window: Window) -> str
 
 
 def _tokens_by_staleness(record: RunRecord) -> dict[int, float]:
-    """Trained tokens of the whole run by their age."""
+    """Return the trained tokens of the whole run by their age."""
     tokens: dict[int, float] = {}
     for metrics in record.metrics:
         for name, count in metrics.items():

@@ -1,6 +1,6 @@
 """What a run did when, and the file that says so: one line of JSON per step in RUN_DIR/timeline.jsonl.
 
-Place on the way: recorder of a run, or simulation -> these records -> figure, and `spurline simulate --from`.
+Place on the way: recorder of a run -> these records -> figure, and `spurline simulate --from`.
 Times are in seconds since the run began; over a kill and resume the clock goes on where the last kept line ended.
 """
 
@@ -69,7 +69,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Level:
-    """From this time on so many groups were under way and so many finished ones waited to be trained on."""
+    """The groups under way and the finished ones that wait to be trained on, from this time on."""
 
     at: float
     running: int
