@@ -22,10 +22,10 @@ from spurline.protocols.source import SourceFacts
 from spurline_async_rl.engines.configs import ChildProcessEngineConfig, PoolConfig, VllmEngineConfig
 from spurline_async_rl.weights import buckets, exchange
 from spurline_async_rl.weights.collective import BroadcastReader, CollectiveSync
-from spurline_async_rl.weights.configs import CollectiveSyncConfig, NcclSyncConfig
-from spurline_async_rl.weights.exchange import ExchangeGroup, Meeting
+from spurline_async_rl.weights.configs import CollectiveSyncConfig
+from spurline_async_rl.weights.exchange import ExchangeGroup
 from spurline_async_rl.weights.packing import checksum, pack, unpack
-from spurline_models.weight_buckets import TensorPlace, WeightBucket
+from spurline_models.weight_buckets import WeightBucket
 from spurline_rl.concurrency import in_thread
 from spurline_rl.protocols.rollout_engine import TakesWeights
 from spurline_rl.protocols.weight_sync import SyncReport
@@ -358,29 +358,6 @@ def test_a_sender_that_does_not_come_back_from_a_broadcast_is_given_up(monkeypat
         sync.close()
 
 
-def test_two_members_on_one_gpu_are_named_before_nccl_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "_gpu", lambda: "GPU-1234")
-    monkeypatch.setattr(exchange, "_make", lambda *_: pytest.fail("a group was made"))
-    store: Any = exchange.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    meeting = exchange.Meeting("127.0.0.1", store.port, "here", {"engine 0": 1}, "cuda", LIMIT_S)
-    texts: list[str] = []
-
-    def join(rank: int) -> None:
-        with pytest.raises(BucketLostError) as raised:
-            ExchangeGroup(meeting, rank)
-        texts.append(str(raised.value))
-
-    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert len(texts) == 2
-    for text in texts:
-        assert "the sender and engine 0 are on one GPU, GPU-1234" in text
-        assert "Set source.weight_sync: shared_memory" in text
-
-
 def test_weights_of_a_run_on_one_machine_are_reached_from_it_alone() -> None:
     sync = make_sync()
     before = listening([psutil.Process()])
@@ -391,15 +368,6 @@ def test_weights_of_a_run_on_one_machine_are_reached_from_it_alone() -> None:
         assert reachable(heard) == []
     finally:
         sync.close()
-
-
-@pytest.mark.parametrize("lie", [1 << 44, 24, -1])
-def test_a_bucket_that_lies_about_its_size_is_refused_before_there_is_memory_for_it(lie: int) -> None:
-    meeting = Meeting("127.0.0.1", 1, "nobody's", {"engine 0": 1}, "cpu", 1.0, "0")
-    where = {"meeting": meeting.to_plain(), "bytes": lie, "number": [1, 1]}
-    bucket = WeightBucket("collective", (TensorPlace("weight", "float32", (8,)),), where, receiver="engine 0")
-    with pytest.raises(RunFailedError, match="bytes, and its tensors take 32"):
-        BroadcastReader().read(bucket)
 
 
 def test_an_address_of_no_machine_is_an_error_that_names_the_setting() -> None:
@@ -444,12 +412,6 @@ def test_engines_on_the_gpu_of_a_backend_in_this_process_are_refused_a_group_wit
     assert [problem.key for problem in on_cpu.problems(run_with(on_cpu))] == ["device"]
     monkeypatch.setattr("spurline_async_rl.engines.configs.num_gpus", lambda: 0)
     assert list(engine.problems(run_with(engine))) == []
-
-
-def test_the_former_name_says_what_it_is_called(capsys: pytest.CaptureFixture[str]) -> None:
-    sync = CollectiveSync(NcclSyncConfig())
-    assert sync.transport == NcclSyncConfig().transport == "collective"
-    assert "nccl is another name of collective" in capsys.readouterr().err
 
 
 @given(st.lists(st.integers(0, 40), max_size=6), st.data())

@@ -21,7 +21,6 @@ def register_components(registry: ComponentRegistrar) -> None:
     add(weights.SharedMemorySyncConfig, f"{package}.weights.shared_memory:SharedMemorySync")
     add(weights.DiskSyncConfig, f"{package}.weights.disk:DiskSync")
     add(weights.CollectiveSyncConfig, f"{package}.weights.collective:CollectiveSync")
-    add(weights.NcclSyncConfig, f"{package}.weights.collective:CollectiveSync")
     add(weights.CudaIpcSyncConfig, f"{package}.weights.cuda_ipc:CudaIpcSync")
     registry.add_to(
         "report_panel", f"{package}.timeline.configs:TimelinePanelConfig", f"{package}.timeline.panels:TimelinePanel"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -75,10 +75,9 @@ def _compare(loaded: LoadedConfig, given: GivenTimes, from_run: Path | None, ste
     from spurline_async_rl.simulation.measured import measured_workload
     from spurline_async_rl.simulation.prediction import compare
     from spurline_async_rl.simulation.workload import Knobs, workload_of
-    from spurline_async_rl.source.configs import AsyncRolloutsConfig
 
-    source = loaded.config.source
-    if not isinstance(source, AsyncRolloutsConfig):
+    source: Any = loaded.config.source
+    if not hasattr(source, "max_staleness"):
         raise UserError(
             f"{loaded.origin}: source.name is {source.name}, but only source async_rollouts can be simulated. Add "
             "async_rl to `plugins` and set source.name: async_rollouts; `--set source.name=async_rollouts` tries it."

@@ -1,7 +1,7 @@
 """Draw a timeline: what was generated, trained, published and waited for, side by side over the same seconds.
 
-In: records of a run, and the window of them to draw. Out: one HTML fragment in the report's style. Three plots share the
-time axis: groups in lanes, coloured by the staleness of their oldest token when they were trained; the loop and its
+In: records of a run, and the window of them to draw. Out: one HTML fragment in the report's style. Three plots share
+the time axis: groups in lanes, coloured by the staleness of their oldest token when they were trained; the loop and its
 publishes; how many groups were under way and finished.
 """
 

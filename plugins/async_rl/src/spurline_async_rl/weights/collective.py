@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import os
 import secrets
-import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,16 +35,16 @@ from spurline_ranks.store import open_store
 if TYPE_CHECKING:
     from spurline.config.run_config import RunConfig
 
-_MEETING, _BYTES, _NUMBER, _CHECKSUM, _FAILED = "meeting", "bytes", "number", "checksum", "failed"
-"""Keys of a bucket's `where`: the group, the size of the buffer, (version, number) of the bucket, and why there is no
-bucket but the last one was lost."""
+_MEETING, _NUMBER, _CHECKSUM, _FAILED = "meeting", "number", "checksum", "failed"
+"""Keys of a bucket's `where`: the group, (version, number) of the bucket, its checksum, and why the last one was lost,
+which stands in place of a bucket."""
 _DEFAULT_LIMIT_S = 60.0
-"""Of an exchange, where neither the settings nor the engine's own limit say another one."""
+"""Seconds of an exchange, where neither the settings nor the engine's own limit say another number."""
 _JOIN_AND_SEND = 2.5
-"""Times the limit of an exchange: until then a group has been joined and a bucket sent, or one of the two has failed.
-Only a call that does not return, such as one of NCCL's to a process that has died, takes longer."""
+"""Limits of an exchange within which a group has been joined and a bucket sent, or one of the two has failed. Only a
+call that does not return, such as one of NCCL's to a process that has died, takes longer."""
 _FAR_AWAY = "192.0.2.1"
-"""An address that nobody has (RFC 5737): on the way there lies the network that others are reached by."""
+"""An address that nobody has (RFC 5737): the way there leads over the network that others are reached by."""
 
 
 class CollectiveSync(MakerSync):
@@ -58,9 +57,6 @@ class CollectiveSync(MakerSync):
 
     def __init__(self, config: CollectiveSyncConfig, run: RunConfig | None = None) -> None:
         super().__init__(config, run)
-        if config.name.rpartition("/")[2] != self.transport:
-            text = f"source.weight_sync: {config.name} is another name of {self.transport}, which sends by NCCL where "
-            print(f"{text}the weights are on GPUs and by gloo elsewhere. Set {self.transport}.", file=sys.stderr)
         self._limit_s, self._checksum = config.exchange_limit_s(run) or _DEFAULT_LIMIT_S, config.checksum
         self._device: Literal["cpu", "cuda"] = "cuda" if weights_on_gpu(run) else "cpu"
         self._host = config.address or ("127.0.0.1" if _all_here(run) else _own_address())
@@ -100,7 +96,7 @@ class CollectiveSync(MakerSync):
         self._store = None
 
     def _give_up(self, why: str) -> None:
-        """Whoever waits for another member of the last meeting's groups waits no longer."""
+        """Have nobody wait any longer for another member of the last meeting's groups."""
         if self._meeting is not None and self._store is not None:
             # Should this fail, they wait until their limit.
             with suppress(Exception):
@@ -119,15 +115,14 @@ class CollectiveSync(MakerSync):
 
 
 class BroadcastMaker:
-    """A `BucketMaker`. What happens on the network is not raised here, where it would end the training: whoever asks
-    for the next bucket is told.
+    """A `BucketMaker`. Failures of the network are told with the next bucket; raised here, they would end the training.
 
-    meeting: of its group, as of `Meeting.to_plain`; each sender has a group of its own. checksum: whether workers are
-    told that of the buffer.
+    meeting: of its group, from `Meeting.to_plain`; each sender has a group of its own. checksum: whether workers
+    compare one of the buffer.
     """
 
     def __init__(self, meeting: Mapping[str, Any], checksum: bool, sender: int = 0, senders: int = 1) -> None:
-        # Another maker of the same choice, made after one of another choice, must not meet those who met the first.
+        # The name differs from that of an earlier maker for the same meeting, whose group is gone.
         self._meeting = replace(Meeting(**meeting), group=f"{sender}.{secrets.token_hex(4)}")
         self._checksum = checksum
         self._group: ExchangeGroup | None = None
@@ -147,7 +142,7 @@ class BroadcastMaker:
         self._buffer, places = pack(held, self._buffer, device)
         held.clear()
         size = _size_of(places)
-        where: dict[str, Any] = {_MEETING: self._meeting.to_plain(), _BYTES: size, _NUMBER: [version, number]}
+        where: dict[str, Any] = {_MEETING: self._meeting.to_plain(), _NUMBER: [version, number]}
         if self._checksum:
             where[_CHECKSUM] = checksum(self._buffer[:size])
         elif device.type == "cuda":
@@ -169,7 +164,7 @@ class BroadcastMaker:
             self._work = None
 
     def _failure(self) -> str | None:
-        """Waits until the last bucket has been sent, within a time limit; why it was not, if it was not."""
+        """Wait until the last bucket has been sent, within a time limit. Return why it was not, if it was not."""
         if self._sent is None:
             return None
         limit_s = _JOIN_AND_SEND * self._meeting.limit_s
@@ -180,7 +175,7 @@ class BroadcastMaker:
         return None if error is None else f"{error}"
 
     def _send(self, buffer: Tensor) -> Future[None]:
-        """On a thread, which the interpreter does not wait for."""
+        """Send it on a thread that the interpreter does not wait for."""
         if self._work is None:
             self._work = SimpleQueue()
             device = buffer.device if buffer.is_cuda else None
@@ -214,7 +209,7 @@ class BroadcastMaker:
 class BroadcastReader:
     """Takes part in broadcasts, in a worker of an engine.
 
-    worker: its number within its engine. device: where it takes what comes by NCCL.
+    worker: its number within its engine. device: where it takes weights that come by NCCL.
     """
 
     def __init__(self, worker: int = 0, device: torch.device | None = None) -> None:
@@ -225,9 +220,11 @@ class BroadcastReader:
         self._last: Sequence[int] = ()
 
     def read(self, bucket: WeightBucket) -> list[tuple[str, Tensor]]:
-        """The weights, as views of a buffer that the next bucket is written over; none of a bucket that came before.
+        """Return the weights, as views of a buffer that the next bucket is written over; none if they came before.
 
-        Raises BucketLostError when they do not come, RunFailedError when they have changed on the way.
+        Raises:
+            BucketLostError: If they do not come.
+            RunFailedError: If they have changed on the way.
         """
         where = bucket.where
         meeting = Meeting(**where[_MEETING])
@@ -237,14 +234,10 @@ class BroadcastReader:
                 "shared_memory, or disk where it is on another machine."
             )
         device = self._device if meeting.device == "cuda" and self._device is not None else torch.device("cpu")
-        if where[_BYTES] != _size_of(bucket.places):
-            raise RunFailedError(
-                f"A bucket of weights says that it has {where[_BYTES]:,} bytes, and its tensors take "
-                f"{_size_of(bucket.places):,}: it was not made by this weight_sync."
-            )
         group = self._group_of(meeting, bucket.receiver)
-        self._buffer = room(self._buffer, where[_BYTES], device)
-        buffer = self._buffer[: where[_BYTES]]
+        size = _size_of(bucket.places)
+        self._buffer = room(self._buffer, size, device)
+        buffer = self._buffer[:size]
         try:
             group.broadcast(buffer)
         except BucketLostError:
@@ -263,8 +256,10 @@ class BroadcastReader:
         return unpack(buffer, bucket.places)
 
     def end_update(self) -> None:
-        """Free the memory, and forget what came; groups stay. Also before an update, since the last one may have been
-        that of a run that ended before it did."""
+        """Free the memory, and forget what came; groups stay.
+
+        Called before an update too, as a run may have ended within the last one.
+        """
         self._buffer = None
         self._last = ()
 
@@ -285,12 +280,12 @@ class BroadcastReader:
 
 
 def _size_of(places: Sequence[TensorPlace]) -> int:
-    """Bytes of the buffer that is broadcast, a multiple of those of a checksum's words."""
+    """Return the bytes of the buffer that is broadcast, a multiple of a checksum's words."""
     return max(8, -(-end_of(places) // 8) * 8)
 
 
 def _all_here(run: RunConfig | None) -> bool:
-    """Whether no rank and no engine of the run is on another machine than this process."""
+    """Return whether all ranks and engines of the run are on this machine."""
     if run is None:
         return True
     request = run.backend.rank_request()

@@ -25,7 +25,7 @@ class BucketSyncConfig(WeightSyncConfig):
     timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0)
     """Seconds that one publish may take."""
     adapters: Annotated[bool | None, OnResume.TO_ROUNDING] = None
-    """With `backend.lora`: send the adapters alone, which engines put on the weights they started with; `false` sends
+    """Send the adapters of `backend.lora` alone, which engines put on the weights they started with; `false` sends
     whole weights with the adapters merged. null sends the adapters alone where the engine can."""
 
     @property
@@ -59,7 +59,7 @@ class BucketSyncConfig(WeightSyncConfig):
 
 
 DEFAULT_BUCKET_BYTES: int = BucketSyncConfig.model_fields["bucket_mb"].default << 20
-"""Of a transport whose settings nobody has changed."""
+"""Bytes of a bucket by default."""
 
 
 class InProcessSyncConfig(BucketSyncConfig):
@@ -73,22 +73,23 @@ class InProcessSyncConfig(BucketSyncConfig):
 
 
 class SharedMemorySyncConfig(BucketSyncConfig):
-    """Through shared memory, to engines on the machine where the weights are."""
+    """Send through shared memory, to engines on the machine where the weights are."""
 
     name: str = "shared_memory"
 
 
 class DiskSyncConfig(BucketSyncConfig):
-    """Through safetensors files in a folder that engines and trainer see, for external servers."""
+    """Write safetensors files into a folder that engines and trainer see, for external servers."""
 
     name: str = "disk"
     folder: Annotated[str | None, OnResume.FREE, PathSetting()] = None
-    """Where the files are written; null is `weights` in the run directory. What a killed run left there, files named
-    `spurline-weights-*`, is removed, so runs do not share a folder."""
+    """Folder of the files; null is `weights` in the run directory. Files named `spurline-weights-*` that a killed run
+    left there are removed, so runs must not share a folder."""
 
 
 class CollectiveSyncConfig(BucketSyncConfig):
-    """By one broadcast for all engines, on any machine: over NCCL where the weights are on GPUs, else over gloo."""
+    """Send by one broadcast for all engines, on any machine: over NCCL where the weights are on GPUs, else over
+    gloo."""
 
     name: str = "collective"
     exchange_timeout_s: Annotated[float | None, OnResume.FREE] = Field(default=None, gt=0)
@@ -98,7 +99,7 @@ class CollectiveSyncConfig(BucketSyncConfig):
     """Host name or IP address under which ranks and engines reach this machine, where they meet; null finds it."""
 
     def exchange_limit_s(self, run: RunConfig | None) -> float | None:
-        """Seconds of one exchange; None where neither these settings nor the engine's say it."""
+        """Return the seconds of one exchange; None if neither these settings nor the engine's say it."""
         if self.exchange_timeout_s is not None:
             return self.exchange_timeout_s
         limit_s = None if run is None else run.source.facts.update_limit_s
@@ -116,18 +117,8 @@ class CollectiveSyncConfig(BucketSyncConfig):
             )
 
 
-class NcclSyncConfig(CollectiveSyncConfig):
-    """Another name of `collective`."""
-
-    name: str = "nccl"
-
-    @property
-    def transport(self) -> str:
-        return "collective"
-
-
 class CudaIpcSyncConfig(BucketSyncConfig):
-    """Handles of GPU memory, to engines on the GPUs where the weights are."""
+    """Send handles of GPU memory, to engines on the GPUs where the weights are."""
 
     needs_gpu = True
     name: str = "cuda_ipc"

@@ -1,15 +1,14 @@
 """A process group of its own for one sender of weights and the workers of engines, on CPUs and GPUs alike.
 
-It is made beside any other group of the processes, over a TCP store that the controller keeps. gloo or NCCL is chosen
-by where the sender's weights are, and by nothing else. Whoever notices that something has failed says so in the store,
-where all others look while they wait: neither library tells them reliably.
+It is made beside any other group of the processes, over a TCP store that the controller keeps: with NCCL if the
+sender's weights are on GPUs, else with gloo. A member that notices a failure says so in the store, where all others
+look while they wait: neither library tells them reliably.
 """
 
 from __future__ import annotations
 
 import atexit
 import ctypes
-import re
 import socket
 import time
 from collections.abc import Mapping
@@ -33,21 +32,23 @@ _LOOK_S = 0.1
 """Between two looks at the store."""
 _HERE, _GOT, _FAILED = "here", "got", "failed"
 """Keys of the store, the first two by rank: who has come, how many broadcasts each has got; and what has failed."""
-_GLOO_PLACE = re.compile(r"\[/\S+\] ")
-"""Where in its source gloo found an error."""
 _SLOWER = {"cpu": 1.5, "cuda": 10}
-"""How much longer than ours the time limits inside torch are: that of NCCL ends the whole process, and a gloo group is
-gone only when its last exchange has ended."""
+"""Factors of the time limits inside torch, which are to pass after ours: that of NCCL ends the whole process, and a
+gloo group is gone only when its last exchange has ended."""
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where a group meets, and who: plain data.
+    """The place where a group meets, as plain data.
 
-    host, port: of the store. name: of the meeting in it, used once; what fails in one of its groups fails in all.
-    receivers: engine -> its workers, in the order of their ranks, which begin behind the sender's, 0. device: where the
-    sender's weights are. limit_s: seconds that joining, or one broadcast, may take. group: of one sender, within the
-    meeting.
+    Attributes:
+        host: Host of the store.
+        port: Port of the store.
+        name: Used once in the store; what fails in one group of a meeting fails in all.
+        receivers: Workers of each engine, in the order of their ranks, which begin behind the sender's, 0.
+        device: Where the sender's weights are.
+        limit_s: Seconds that joining, or one broadcast, may take.
+        group: Name of one sender's group within the meeting.
     """
 
     host: str
@@ -62,8 +63,7 @@ class Meeting:
         return asdict(self)
 
     def end(self, store: Any, why: str) -> None:
-        """Have all groups of the meeting fail for this reason, unless one has failed already. store: the
-        controller's."""
+        """Have all groups of the meeting fail for this reason, unless one has failed already."""
         keys = PrefixStore(self.name, store)
         if not keys.check([_FAILED]):
             keys.set(_FAILED, why)
@@ -73,12 +73,10 @@ class Meeting:
         return 1 + sum(self.receivers.values())
 
     def rank_of(self, receiver: str, worker: int) -> int:
-        """worker: its number within its engine."""
         before = list(self.receivers)[: list(self.receivers).index(receiver)]
         return 1 + sum(self.receivers[name] for name in before) + worker
 
     def name_of(self, rank: int) -> str:
-        """For messages."""
         if rank == 0:
             return "the sender"
         rank -= 1
@@ -90,7 +88,7 @@ class Meeting:
 
 
 class ExchangeGroup:
-    """One process's membership. Raises BucketLostError, naming who did not come, when the group is not made in time."""
+    """One process's membership. Raises BucketLostError, naming the missing, if the group is not made in time."""
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self._meeting, self._rank = meeting, rank
@@ -102,24 +100,23 @@ class ExchangeGroup:
             store = TCPStore(meeting.host, meeting.port, is_master=False, timeout=limit)
             self._common = PrefixStore(meeting.name, store)
             self._keys: Any = PrefixStore(f"group {meeting.group}", self._common)
-            self._keys.set(f"{_HERE}/{rank}", _gpu() if meeting.device == "cuda" else "")
+            self._keys.set(f"{_HERE}/{rank}", "")
             self._wait_for_all()
-            if meeting.device == "cuda":
-                self._check_gpus()
             self._group: Any = _make(PrefixStore("group", self._keys), rank, meeting)
-        except Exception as error:  # noqa: BLE001 - raised anew
+        except Exception as error:  # noqa: BLE001 - raised as another
             raise self._lost("cannot join the group that brings weights", error) from None
 
     def broadcast(self, buffer: Tensor) -> None:
-        """From the sender to all others: a uint8 tensor of one size everywhere, on the device of the meeting.
+        """Send a uint8 tensor of one size everywhere, on the device of the meeting, from rank 0 to all others.
 
-        Raises BucketLostError, naming who has not got it, when that fails or takes too long.
+        Raises:
+            BucketLostError: If that fails or takes too long; names the members that have not got it.
         """
         self._count += 1
         try:
             self._broadcast(buffer)
             self._keys.set(f"{_GOT}/{self._rank}", str(self._count))
-        except Exception as error:  # noqa: BLE001 - raised anew
+        except Exception as error:  # noqa: BLE001 - raised as another
             # Without its frames, which would keep the exchange and its group.
             lost = self._lost(f"{'did not get' if self._rank else 'lost'} a bucket of weights", error)
         else:
@@ -168,27 +165,15 @@ class ExchangeGroup:
             time.sleep(10 * _POLL_S)
         self._check()
 
-    def _check_gpus(self) -> None:
-        """Raises for two members on one GPU, before NCCL does without saying which."""
-        first: dict[bytes, int] = {}
-        for rank in range(self._meeting.world):
-            gpu = self._keys.get(f"{_HERE}/{rank}")
-            if (other := first.setdefault(gpu, rank)) != rank:
-                raise _LateError(
-                    f"{self._meeting.name_of(other)} and {self._meeting.name_of(rank)} are on one GPU, {gpu.decode()}, "
-                    "and NCCL makes no group of two processes on one. Set source.weight_sync: shared_memory, for "
-                    "servers disk"
-                )
-
     def _check(self) -> None:
-        """Raises what another member, or the controller, has said."""
+        """Raise what another member, or the controller, has said."""
         if self._common.check([_FAILED]):
             raise _LateError(self._common.get(_FAILED).decode())
 
     def _lost(self, what: str, error: Exception) -> BucketLostError:
-        """What is raised here, and said to the others."""
+        """Return the error to raise here, and tell the others."""
         kind = "" if isinstance(error, _LateError) else f"{type(error).__name__}: "
-        said = _GLOO_PLACE.sub("", str(error).partition("\n")[0]).partition(". This is typically")[0]
+        said = str(error).partition("\n")[0]
         text = f"{self._meeting.name_of(self._rank)} {what}: {kind}{said}".rstrip(".")
         with suppress(Exception):
             # The store may be what is lost, and then nobody waits for long.
@@ -198,7 +183,6 @@ class ExchangeGroup:
         return BucketLostError(f"{text}.")
 
     def _who_is_behind(self) -> str:
-        """Of those that were to get what the group has sent."""
         behind: list[str] = []
         for rank in range(1, self._meeting.world):
             key = f"{_GOT}/{rank}"
@@ -209,16 +193,16 @@ class ExchangeGroup:
 
 
 class _LateError(Exception):
-    """What went wrong is said in full, by whoever found it."""
+    """An error whose text says everything."""
 
 
 _LEFT: list[tuple[Any, Any]] = []
-"""gloo groups that were left, with what is under way in them. Letting go of one waits for that, and no other thread
-would run meanwhile; it ends by a limit of its own."""
+"""gloo groups that were left, with what is under way in them, which ends by a limit of its own. Letting go of one
+before would wait for that, and no other thread would run meanwhile."""
 
 
 def _keep_left() -> None:
-    """At the end of the process nobody waits for those."""
+    """Have nobody wait for those at the end of the process."""
     for group, _ in _LEFT:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
@@ -240,13 +224,8 @@ def _make(store: Any, rank: int, meeting: Meeting) -> Any:
     return dist.ProcessGroupGloo(store, rank, meeting.world, options)
 
 
-def _gpu() -> str:
-    """The current one, by a name that no other has anywhere."""
-    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-
-
 def address_towards(host: str) -> str:
-    """The address of this machine under which those in the network of the host reach it. Sends nothing."""
+    """Return the address under which machines in the network of the host reach this one. Sends nothing."""
     family, kind, protocol, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(place)
