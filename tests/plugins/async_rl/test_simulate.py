@@ -6,16 +6,14 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from timelines import leave_timeline
 
 from spurline.cli import main
-from spurline_async_rl.simulation.measured import fitted_sigma, measured_workload
+from spurline_async_rl.simulation.measured import measured_workload
 from spurline_async_rl.simulation.prediction import (
     alternatives,
     compare,
@@ -25,7 +23,7 @@ from spurline_async_rl.simulation.prediction import (
     search,
     steady_run,
 )
-from spurline_async_rl.simulation.workload import Attempts, Knobs, Times, Workload, saturating
+from spurline_async_rl.simulation.workload import Knobs, Times, Workload, saturating
 from spurline_async_rl.timeline.records import encode_record, trained_steps
 
 SOURCE: dict[str, Any] = {
@@ -201,43 +199,6 @@ def test_the_advice_names_the_slower_side_and_what_more_engines_would_bring() ->
     assert re.match(r"4 engines and 16 groups at once would bring [34]\.\d\d times", found.advice[-1])
     found = compare(Workload(Times([0.5], 1.0), Times([1.0]), 16, saturating(8)), Knobs(2, 16, 48), 12)
     assert re.search(r"source\.max_concurrent_groups: \d+", found.advice[1])
-
-
-def test_tokens_of_a_group_are_made_as_its_attempts_are_under_way() -> None:
-    assert [Attempts(1, 1.0).made_by(time) for time in (0.0, 0.3, 1.0)] == [0.0, 0.3, 1.0]
-    assert Attempts(8, 0.0).made_by(0.3) == 0.3
-    rng = np.random.default_rng(5)
-    lengths = np.exp(0.8 * rng.standard_normal((4000, 6)))
-    for time in (0.1, 0.37, 0.9):
-        made = sum(min(length, time * max(group)) for group in lengths.tolist() for length in group)
-        assert Attempts(6, 0.8).made_by(time) == pytest.approx(made / lengths.sum(), abs=0.01)
-    assert Attempts(6, 0.8).made_by(1.0) == pytest.approx(1.0)
-
-
-def test_the_spread_of_lengths_is_found_from_their_mean_and_the_longest() -> None:
-    rng = np.random.default_rng(6)
-    for sigma in (0.3, 1.0):
-        lengths = np.exp(sigma * rng.standard_normal((400, 64)))
-        ratio = float((lengths.max(axis=1) / lengths.mean(axis=1)).mean())
-        assert fitted_sigma(ratio, 64) == pytest.approx(sigma, rel=0.12)
-    assert fitted_sigma(1.0, 64) == fitted_sigma(5.0, 1) == 0.0
-
-
-def test_the_age_of_tokens_is_that_of_attempts_that_each_make_tokens_until_their_end() -> None:
-    samples, sigma, steps = 16, 0.7, 24
-    lengths = np.exp(sigma * np.random.default_rng(7).standard_normal((4000, samples)))
-    lengths *= 0.5 / lengths.max(axis=1).mean()
-    workload = Workload(lambda draw: float(lengths[draw].max()), Times([1.0]), 16, attempts=Attempts(samples, sigma))
-    run = steady_run(workload, Knobs(2, 16, 8, depth="full"), steps)
-    ages = made = 0.0
-    for draw, step in trained_steps(run.records).items():
-        began = 0.0
-        for version, work in sorted(run.work[draw].items()):
-            tokens = np.clip(lengths[draw] - began, 0, work).sum()
-            ages, made, began = ages + (step - 1 - version) * tokens, made + tokens, began + work
-    by_time = figures_of(replace(run, attempts=Attempts())).mean_staleness
-    assert figures_of(run).mean_staleness == pytest.approx(ages / made, abs=0.04)
-    assert by_time < ages / made - 0.08
 
 
 def test_alternatives_change_one_thing_and_keep_to_the_bound() -> None:

@@ -93,7 +93,7 @@ def _compare(loaded: LoadedConfig, given: GivenTimes, from_run: Path | None, ste
         depth=source.depth,
     )
     measured = None if from_run is None else measured_workload(from_run)
-    workload = workload_of(given, knobs, source.samples_per_prompt, measured, loaded.origin)
+    workload = workload_of(given, knobs, measured, loaded.origin)
     num_steps = steps or min(_MOST_STEPS, max(_FEWEST_STEPS, _GROUPS_SIMULATED // knobs.batch_size))
     with Console(stderr=True).status("Simulating ..."):
         return compare(workload, knobs, num_steps)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from statistics import NormalDist, fmean
+from statistics import fmean
 from typing import Any
 
 from spurline.errors import UserError
 from spurline.run.record_files import CONFIG_FILE, check_run_directory, read_mapping
 from spurline.trackers.jsonl import METRICS_FILE, read_metrics
-from spurline_async_rl.simulation.workload import Attempts, Times, Workload, saturating
+from spurline_async_rl.simulation.workload import Times, Workload, saturating
 from spurline_async_rl.timeline.records import TIMELINE_FILE, GroupSpan, read_timeline
 
 _FEWEST_GROUPS = 8
-_MEAN, _LONGEST = "response/length", "response/length/max"
 
 
 def measured_workload(run_dir: Path) -> Workload:
@@ -72,7 +69,6 @@ def measured_workload(run_dir: Path) -> Workload:
         quarantined,
         publish_s - pause_s,
         pause_s,
-        _attempts(metrics, source, batch_size),
         [
             f"{len(groups):,} groups of {run_dir}, {fmean(group_s):.3g} s each on average, the longest "
             f"{max(group_s):.3g} s; {filtered:.1%} were left out, {quarantined:.1%} given up",
@@ -82,19 +78,3 @@ def measured_workload(run_dir: Path) -> Workload:
             "share what these get done (--saturation says otherwise)",
         ],
     )
-
-
-def _attempts(metrics: Sequence[Mapping[str, float]], source: Mapping[str, Any], batch_size: int) -> Attempts:
-    """Return the attempts of a group, with the spread of lengths that their mean and maximum in each step tell."""
-    count = int(source.get("samples_per_prompt", 1))
-    ratios = [line[_LONGEST] / line[_MEAN] for line in metrics if _LONGEST in line and line.get(_MEAN, 0) > 0]
-    return Attempts(count, fitted_sigma(fmean(ratios), batch_size * count) if ratios else 0.0)
-
-
-def fitted_sigma(longest: float, num_attempts: int) -> float:
-    """Return the spread of lognormal lengths of which the longest is usually so many times as long as the mean."""
-    if longest <= 1 or num_attempts < 2:
-        return 0.0
-    # The median of the maximum, exp(sigma z), over the mean, exp(sigma^2 / 2); the smaller root.
-    z = NormalDist().inv_cdf(0.5 ** (1 / num_attempts))
-    return z - math.sqrt(max(0.0, z * z - 2 * math.log(longest)))

@@ -16,7 +16,7 @@ from typing import Literal
 
 from spurline.errors import RunFailedError
 from spurline_async_rl.scheduling.scheduler import Scheduler, SchedulerLimits
-from spurline_async_rl.simulation.workload import Attempts, Fate, Speed, Workload
+from spurline_async_rl.simulation.workload import Fate, Speed, Workload
 from spurline_async_rl.timeline.records import (
     STATE_NAMES,
     GroupSpan,
@@ -35,15 +35,17 @@ _Phase = Literal["wait", "train", "transfer", "pause"]
 
 @dataclass(frozen=True)
 class SimulatedRun:
-    """records: of each step, as a real run leaves them. work: by draw, in the order of admission, what each group got
-    done with each version of the weights, in the attempt that counts. depths: by step, the depth of admission after
-    its batch was taken. attempts: of a group."""
+    """What a run left.
+
+    records: of each step, as a real run leaves them. work: by draw, in the order of admission, the work that each group
+    got done with each version of the weights, in the attempt that counts. depths: by step, the depth of admission after
+    its batch was taken.
+    """
 
     records: Sequence[StepRecord]
     work: Mapping[int, Mapping[int, float]]
     limits: SchedulerLimits
     depths: Mapping[int, float]
-    attempts: Attempts
 
     @property
     def seconds(self) -> float:
@@ -173,7 +175,7 @@ class Model:
         return True
 
     def is_over(self) -> bool:
-        """Whether the last step has been trained and published."""
+        """Return whether the last step has been trained and published."""
         return self.step == self.limits.num_batches
 
     def result(self, after: int = 0) -> SimulatedRun:
@@ -187,7 +189,7 @@ class Model:
             first = replace(records[0], groups=(*earlier, *records[0].groups), levels=(level, *records[0].levels))
             records = [_moved(record, -zero) for record in (first, *records[1:])]
         depths = {record.step: self._depths[record.step] for record in records}
-        return SimulatedRun(records, self.work, self.limits, depths, self._workload.attempts)
+        return SimulatedRun(records, self.work, self.limits, depths)
 
     def _record_step(self) -> None:
         """Close the record of the step that has ended, if one has."""
@@ -289,7 +291,7 @@ class Model:
 
 
 def _moved(record: StepRecord, by_s: float) -> StepRecord:
-    """With all times so much later."""
+    """Return the record with all times so much later."""
     return StepRecord(
         record.step,
         record.until + by_s,

@@ -170,11 +170,8 @@ def trained_work(run: SimulatedRun) -> Iterator[tuple[int, int, float]]:
     for draw, parts in run.work.items():
         if draw not in steps:
             continue
-        whole, before, made = sum(parts.values()) or 1.0, 0.0, 0.0
-        for version in sorted(parts):
-            before += parts[version]
-            made_before, made = made, run.attempts.made_by(before / whole)
-            yield steps[draw], staleness_of(steps[draw], version), (made - made_before) * whole
+        for version, work in parts.items():
+            yield steps[draw], staleness_of(steps[draw], version), work
 
 
 def _running(run: SimulatedRun) -> float:

@@ -10,12 +10,10 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal, Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from spurline.errors import UserError
 from spurline_async_rl.scheduling.depth import Depth
@@ -25,7 +23,6 @@ from spurline_async_rl.timeline.records import GroupState
 _LARGEST = 4096
 """Groups on one engine up to which a saturated engine gets slower."""
 _DRAWS_PER_GROUP = 8
-_GROUPS_SAMPLED = 1000
 
 
 @dataclass(frozen=True)
@@ -139,34 +136,8 @@ class Times:
 
 
 @dataclass(frozen=True)
-class Attempts:
-    """The attempts of a group: all begin with it and write until their end, the longest until the group's.
-
-    sigma: of the logarithm of their lengths, which are lognormal.
-    """
-
-    count: int = 1
-    sigma: float = 0.0
-
-    def made_by(self, time: float) -> float:
-        """Return the share of a group's tokens that are made when this share of its time is over."""
-        if self.count == 1 or self.sigma == 0:
-            return time
-        return float(np.interp(time, *self._curve))
-
-    @cached_property
-    def _curve(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Shares of the time, and of the tokens, over many groups together."""
-        normal = np.random.default_rng(0).standard_normal((_GROUPS_SAMPLED, self.count))
-        lengths = np.exp(self.sigma * normal)
-        longest = lengths.max(axis=1, keepdims=True)
-        times = np.linspace(0, 1, 65)
-        return times, np.array([np.minimum(lengths, time * longest).sum() for time in times]) / lengths.sum()
-
-
-@dataclass(frozen=True)
 class Fate:
-    """What becomes of a drawn prompt.
+    """The fate of a drawn prompt.
 
     work: of one attempt, in the unit of the engines' speed. outcome: known when its attempts are over; `unreadable`
     when it is drawn. retries: attempts of as much work that fail before.
@@ -195,7 +166,6 @@ class Workload:
     quarantined: float = 0.0
     transfer_s: float = 0.0
     pause_s: float = 0.0
-    attempts: Attempts = Attempts()
     basis: Sequence[str] = ()
 
     def but(self, told: str, **changes: Any) -> Self:
@@ -240,13 +210,12 @@ class GivenTimes:
     pause_s: float | None = None
 
 
-def workload_of(given: GivenTimes, knobs: Knobs, samples: int, measured: Workload | None, origin: str) -> Workload:
+def workload_of(given: GivenTimes, knobs: Knobs, measured: Workload | None, origin: str) -> Workload:
     """Return the measured workload with what is given in place of what was measured.
 
     Args:
         given: Times from the command line.
         knobs: The config's own.
-        samples: Attempts of a group.
         measured: What an earlier run tells; without it groups and steps must be given.
         origin: Names the config in errors.
 
@@ -260,8 +229,7 @@ def workload_of(given: GivenTimes, knobs: Knobs, samples: int, measured: Workloa
     saturation, why = given.saturation, "as given"
     if given.group_s is not None:
         told = f"{given.group_s:g} s for a group, lognormal with sigma {given.sigma:g}, as given"
-        attempts = Attempts(samples, given.sigma)
-        workload = workload.but(told, group_s=Times([given.group_s], given.sigma), attempts=attempts)
+        workload = workload.but(told, group_s=Times([given.group_s], given.sigma))
         if saturation is None:
             saturation, why = max(1, -(-knobs.max_running // knobs.engines)), "as many as the config runs"
     elif given.sigma:

@@ -7,9 +7,8 @@ weights below stay as they were read from `model.path`. vLLM is imported where a
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -38,14 +37,14 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 class EngineAdapter:
     """The room for an adapter that an engine is started with.
 
-    rank: of its matrices. targets: the last parts of the names of the modules that have one, such as `q_proj`.
+    targets: the last parts of the names of the modules that have one, such as `q_proj`.
     """
 
     rank: int
     targets: tuple[str, ...]
 
     def arguments(self) -> dict[str, Any]:
-        """Fields of vLLM's AsyncEngineArgs."""
+        """Return fields of vLLM's AsyncEngineArgs."""
         return {
             "enable_lora": True,
             "max_loras": 1,
@@ -56,10 +55,11 @@ class EngineAdapter:
 
 
 def engine_adapter(config: VllmEngineConfig, run: RunConfig) -> EngineAdapter | None:
-    """The adapter that this run's engines are sent alone; None where they are sent whole weights, adapters merged.
+    """Return the adapter that this run's engines are sent alone, or None if they are sent whole weights.
 
-    Raises ConfigError where `weight_sync.adapters` asks for what vLLM cannot do, ModelError for a model or for targets
-    that do not exist.
+    Raises:
+        ConfigError: If `weight_sync.adapters` asks for something that vLLM cannot do.
+        ModelError: If the model or a target does not exist.
     """
     lora, is_wanted = adapters_of(run), run.source.facts.sends_adapters
     # Servers that run already have room for one or not; they are asked when they are reached.
@@ -77,7 +77,7 @@ def engine_adapter(config: VllmEngineConfig, run: RunConfig) -> EngineAdapter | 
 
 
 def adapter_request() -> Any:
-    """What a request to vLLM names, so that it is computed with the adapter."""
+    """Return the name of the adapter that a request to vLLM gives to be computed with it."""
     from vllm.lora.request import LoRARequest
 
     # vLLM wants a path, and would read it where a worker did not have the adapter yet.
@@ -85,7 +85,7 @@ def adapter_request() -> Any:
 
 
 def _adapted_modules(run: RunConfig, lora: LoraConfig) -> Mapping[str, str]:
-    """Names of the modules that get an adapter, and what each is."""
+    """Return the names of the modules that get an adapter, and the class of each."""
     # Only runs with adapters have the library for them.
     from spurline_models.adapters.lora import adapted_layers, add_adapters
 
@@ -95,7 +95,7 @@ def _adapted_modules(run: RunConfig, lora: LoraConfig) -> Mapping[str, str]:
 
 
 def _obstacle(config: VllmEngineConfig, run: RunConfig, lora: LoraConfig, modules: Mapping[str, str]) -> str | None:
-    """Why engines cannot take the adapter alone, to follow a `but`; None when they can."""
+    """Return why engines cannot take the adapter alone, to follow a `but`; None if they can."""
     if run.model.init == "random":
         return "the weights below the adapter are random ones (model.init), which engines cannot read from model.path"
     if lora.merged_because is not None:
@@ -117,14 +117,13 @@ class AdapterUpdate:
     """
 
     def __init__(self, runner: Any, settings: Mapping[str, Any]) -> None:
-        """runner: vLLM's model runner. settings: as of `TakesWeights.begin_adapter_update`.
+        """runner: vLLM's model runner. settings: see `TakesWeights.begin_adapter_update`.
 
         Raises RunFailedError for an adapter of a kind that vLLM does not compute.
         """
         from vllm.lora.peft_helper import PEFTHelper
 
         self._manager: Any = lora_manager(runner)
-        self._patterns = [key for name in ("rank_pattern", "alpha_pattern") for key in settings.get(name) or ()]
         try:
             self._settings: Any = PEFTHelper.from_dict(dict(settings))
             self._settings.validate_legal(self._manager.lora_config)
@@ -144,8 +143,8 @@ class AdapterUpdate:
             self._tensors[name] = tensor.to("cpu", torch.float32, copy=True)
 
     def install(self) -> None:
-        """Replace the adapter that the model has. Raises RunFailedError when tensors are missing, or are not those of
-        its layers."""
+        """Replace the model's adapter. Raises RunFailedError if tensors are missing, or belong to none of its
+        layers."""
         from vllm.lora.lora_model import LoRAModel
 
         self._check()
@@ -159,32 +158,16 @@ class AdapterUpdate:
 
     def _check(self) -> None:
         targets = _own_targets(self._manager.model, self._settings.target_modules)
-        sizes = [sizes for sizes in _adaptable(self._manager) if _is_target(sizes[0], targets)]
-        for module, pattern in itertools.product((module for module, _, _ in sizes), self._patterns):
-            # PEFT writes patterns for experts also where it adapts none.
-            if re.match(rf"(.*\.)?({pattern})$", module):
-                raise RunFailedError(
-                    f"vLLM has one rank and scale for all layers, and the adapter others for {module}."
-                )
-        shapes = {
-            name: shape
-            for module, inputs, outputs in sizes
-            for name, shape in (
-                (f"{module}.lora_A", (self._settings.r, inputs)),
-                (f"{module}.lora_B", (outputs, self._settings.r)),
-            )
-        }
+        modules = [module for module in _adaptable(self._manager) if _is_target(module, targets)]
+        expected = {f"{module}.lora_{part}" for module in modules for part in "AB"}
         names = {self._own_name(name): name for name in self._tensors}
-        if unknown := [name for own, name in names.items() if own not in shapes]:
+        if unknown := [name for own, name in names.items() if own not in expected]:
             raise RunFailedError(f"The adapter has tensors that no layer of this engine takes: {listing(unknown[:4])}.")
-        if missing := [name for name in shapes if name not in names]:
+        if missing := sorted(expected - names.keys()):
             raise RunFailedError(f"The adapter came without {listing(missing[:4])}; it must be published as a whole.")
-        for own, name in names.items():
-            if (got := tuple(self._tensors[name].shape)) != shapes[own]:
-                raise RunFailedError(f"{name} has shape {got}, and this engine's layer takes {shapes[own]}.")
 
     def _own_name(self, name: str) -> str:
-        """The name of a tensor with vLLM's name of the module, or the name as it is where it is no adapter's."""
+        """Return a tensor's name with vLLM's name of the module, or the name as it is if it belongs to no adapter."""
         from vllm.lora.utils import parse_fine_tuned_lora_name
 
         try:
@@ -195,95 +178,32 @@ class AdapterUpdate:
 
 
 def lora_manager(runner: Any) -> Any:
-    """What puts adapters into the layers of this worker. Raises RunFailedError in an engine without room for one."""
+    """Return vLLM's manager of adapters in this worker. Raises RunFailedError in an engine without room for one."""
     if not hasattr(runner, "lora_manager"):
         raise RunFailedError("This engine was started without room for an adapter, and an adapter came alone.")
     return runner.lora_manager._adapter_manager
 
 
 def prepare_adapters(runner: Any, targets: Sequence[str]) -> list[str]:
-    """Before the first adapter. Returns those of the targets that no layer of vLLM's model takes an adapter for."""
-    manager = lora_manager(runner)
-    _compute_together(manager)
-    modules = [module for module, _, _ in _adaptable(manager)]
+    """Return those of the targets that no layer of vLLM's model takes an adapter for."""
+    modules = _adaptable(lora_manager(runner))
     return [target for target in targets if not any(_is_target(module, [target]) for module in modules)]
 
 
-def _compute_together(manager: Any) -> None:
-    """On CPUs vLLM copies the matrices for every token, as each could have another adapter: 20 times as long for a
-    prompt of 2,000 tokens, and a GiB of memory in a large layer. Here all tokens have the same adapter."""
-    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
-
-    for wrapper in manager.punica_wrapper_mapping.values():
-        if isinstance(wrapper, PunicaWrapperCPU):
-            wrapper.add_lora_linear = _add_to_linear
-            wrapper.add_lora_logits = _add_to_logits
-
-
-def _add_to_linear(
-    y: Tensor,
-    x: Tensor,
-    lora_a_stacked: tuple[Tensor, ...],
-    lora_b_stacked: tuple[Tensor, ...],
-    scale: float,
-    output_slices: tuple[int, ...],
-    **_: Any,
-) -> None:
-    """Add the adapters of the layer's parts to its output `y` [tokens, sum of `output_slices`], in place.
-
-    The parameters have the names of vLLM's, which it may call them by. x: the layer's inputs [tokens, in].
-    lora_a_stacked: of each part [1, 1, rank, in]. lora_b_stacked: [1, 1, size of the part, rank].
-    """
-    parts = y.view(-1, y.shape[-1]).split(list(output_slices), dim=-1)
-    rows = x.view(-1, x.shape[-1])
-    for part, a, b in zip(parts, lora_a_stacked, lora_b_stacked, strict=True):
-        part.add_((rows @ a[0, 0].T) @ b[0, 0].T, alpha=scale)
-
-
-def _add_to_logits(
-    y: Tensor, x: Tensor, lora_a_stacked: Tensor, lora_b_stacked: Tensor, scale: float, **_: Any
-) -> None:
-    """The same of the output layer, whose logits [tokens, ...] may be more than the adapter's tokens."""
-    size = lora_b_stacked.shape[2]
-    _add_to_linear(y[:, :size], x, (lora_a_stacked,), (lora_b_stacked,), scale, (size,))
-
-
-def _adaptable(manager: Any) -> Iterator[tuple[str, int, int]]:
-    """(name of a module of the original model, its inputs, its outputs): whole sizes, for everything that an adapter
-    may be put to here. vLLM computes some of them as parts of one layer."""
-    for name, layer in manager.modules.items():
-        parts: list[str] = manager.packed_modules.get(name) or [name]
-        for part, (inputs, outputs) in zip(parts, _sizes(layer, len(parts)), strict=False):
-            yield part, inputs, outputs
-
-
-def _sizes(layer: Any, num_parts: int) -> Iterator[tuple[int, int]]:
-    """Inputs and outputs of each part, not divided by tensor parallelism."""
-    from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear
-
-    base: Any = layer.base_layer
-    if isinstance(base, QKVParallelLinear) and num_parts == 3:
-        # Its `output_sizes` count heads of keys and values anew for every worker that has a copy of them.
-        keys = base.total_num_kv_heads
-        heads = ((base.total_num_heads, base.head_size), (keys, base.head_size), (keys, base.v_head_size))
-        yield from ((base.input_size, count * size) for count, size in heads)
-    elif isinstance(base, LinearBase):
-        outputs: Any = [base.output_size] if num_parts == 1 else getattr(base, "output_sizes", ())
-        yield from ((base.input_size, size) for size in outputs)
-    else:
-        # The output layer: vLLM adds its adapter where logits are made.
-        yield layer.hidden_size, base.org_vocab_size
+def _adaptable(manager: Any) -> list[str]:
+    """Return the modules of the original model that take an adapter here. vLLM computes some as parts of one layer."""
+    return [part for name in manager.modules for part in manager.packed_modules.get(name) or [name]]
 
 
 def _is_target(module: str, targets: str | Sequence[str]) -> bool:
-    """As PEFT chooses modules: by a regular expression of the whole name, or by the name or the end of it."""
+    """Choose as PEFT does: by a regular expression of the whole name, or by the name or the end of it."""
     if isinstance(targets, str):
         return re.fullmatch(targets, module) is not None
     return any(module == target or module.endswith(f".{target}") for target in targets)
 
 
 def _own_targets(model: Any, targets: str | Sequence[str]) -> str | Sequence[str]:
-    """The targets, whole names of modules also as vLLM has them."""
+    """Return the targets, whole names of modules also as vLLM has them."""
     renaming = _renaming(model)
     if renaming is None or isinstance(targets, str):
         return targets
@@ -291,6 +211,6 @@ def _own_targets(model: Any, targets: str | Sequence[str]) -> str | Sequence[str
 
 
 def _renaming(model: Any) -> Any:
-    """vLLM's mapping from names of checkpoints to its own, without what joins tensors; None where they are equal."""
+    """Return vLLM's mapping from names of checkpoints to its own; None if they are equal."""
     mapping: Any = getattr(model, "hf_to_vllm_mapper", None)
     return None if mapping is None else mapping.get_rename_mapper()

@@ -1,4 +1,4 @@
-"""One vLLM engine: AsyncLLM with what its users here need and it does not offer by itself.
+"""One vLLM engine: AsyncLLM, with the commands of a pool and tokens in chunks.
 
 Place on the way: local member or Ray actor -> this -> AsyncLLM -> the engine's own processes. It knows tokens and
 commands; versions, stop texts and Progress are the member's.
@@ -26,7 +26,7 @@ _Result = TypeVar("_Result")
 
 
 class AsyncEngine:
-    """`processes` and what vLLM found out about the model are known after `start`. Awaited on one event loop."""
+    """A vLLM engine on this machine, awaited on one event loop. All but `num_workers` is known after `start`."""
 
     max_model_len: int
     vocabulary: int
@@ -43,12 +43,10 @@ class AsyncEngine:
 
     @property
     def where(self) -> str:
-        """Names the engine in messages."""
         return str(self.processes)
 
     async def start(self) -> None:
-        """Raises EngineDiedError with vLLM's own words when it cannot start, ModelError when it would with the first
-        token."""
+        """Start it. Raises EngineDiedError with vLLM's own words, ModelError for a model that would fail later."""
         # On a thread: it takes a minute, and other engines generate meanwhile.
         self._starting = EngineStart(self._spec)
         self._llm = await in_thread(self._starting.run)
@@ -71,12 +69,18 @@ class AsyncEngine:
         *,
         each_step: bool = False,
     ) -> AsyncGenerator[Delta, None]:
-        """The response as it comes, in parts of `chunk_tokens`; fewer before a command of a pause or update is done,
-        and after a second. Closing the generator aborts the request. When it is cancelled, or the engine ends, what
-        has come by then is handed over first.
+        """Yield the response as it comes, in parts of `chunk_tokens`, or fewer after a second and before a command.
 
-        salt: prompts are read once for all requests of the same salt. each_step: hand over every token at once, for
-        whoever looks for the response's end in them.
+        Closing the generator aborts the request. When it is cancelled, or the engine ends, all tokens that have come
+        are handed over first.
+
+        Args:
+            request_id: Names the request.
+            prompt: Its tokens.
+            sampling: How to sample; stop texts are not looked for.
+            seed: Of the request's random numbers.
+            salt: Prompts are read once for all requests of the same salt.
+            each_step: Whether every token is handed over at once.
         """
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -105,10 +109,7 @@ class AsyncEngine:
             self._streams.close(request_id)
 
     async def control(self, command: Command) -> None:
-        """Do what the command says; vLLM's workers get weights between two tokens.
-
-        Raises RunFailedError when a worker cannot do it or weights are missing.
-        """
+        """Do what the command says. Raises RunFailedError if a worker cannot do it or weights are missing."""
         if command.begins:
             self._holds.add(command.hold)
             outdates = command.hold == UPDATE and not self.keeps_kv_cache
@@ -153,8 +154,7 @@ class AsyncEngine:
     def _end_output(self, llm: Any) -> None:
         """Hand on no more tokens, and end requests that still wait for some.
 
-        vLLM's shutdown cancels the task that hands them on last. By then the task may have found that the processes are
-        gone, and print a traceback as for an engine that died.
+        vLLM's shutdown cancels the task that hands them on last, by which time it may have printed a traceback.
         """
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -163,7 +163,6 @@ class AsyncEngine:
         llm.output_processor.propagate_error(EngineDeadError())
 
     def _listen(self) -> None:
-        """Get what the engine sends from here on."""
         from spurline_async_rl.engines.vllm.step_outputs import TokenStreams
 
         config = self._spec.config
@@ -192,7 +191,7 @@ class AsyncEngine:
             )
 
     async def _done(self, call: Awaitable[None], command: Command) -> None:
-        """Return when vLLM has done what the command says. Raises RunFailedError when it cannot."""
+        """Return when vLLM has done it. Raises RunFailedError when it cannot."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
@@ -205,7 +204,7 @@ class AsyncEngine:
             raise RunFailedError(f"vLLM could not {command}: {error}") from error
 
     async def _call(self, method: str, *arguments: Any) -> list[Any]:
-        """One answer per worker. Raises RunFailedError when a worker cannot do it, EngineDiedError when it has died."""
+        """Return an answer per worker. Raises RunFailedError if one cannot do it, EngineDiedError if it has died."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
@@ -218,11 +217,10 @@ class AsyncEngine:
             raise RunFailedError(f"vLLM's worker failed in {method}: {error}") from error
 
     def _died(self, how: str) -> EngineDiedError:
-        """vLLM's own words point to what its processes wrote."""
         return EngineDiedError(f"{self.where} {how}{end_of(self._spec.log)}")
 
     async def _answer_of(self, call: Awaitable[_Result]) -> _Result:
-        """vLLM leaves whoever waits for a call to an engine that has died waiting for ever."""
+        """Return the answer of a call, which vLLM never gives when the engine has died."""
         answer = asyncio.ensure_future(call)
         dead = asyncio.ensure_future(self.processes.wait_ended())
         try:
@@ -236,7 +234,7 @@ class AsyncEngine:
 
 
 def _check_heads(model_config: Any) -> None:
-    """vLLM's attention on CPUs takes any size of heads, and fails with the first request."""
+    """Refuse sizes of heads with which vLLM's attention on CPUs fails with the first request."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu() or model_config.use_mla:

@@ -50,8 +50,12 @@ LOST = "lost"
 
 
 def check_complete(answers: Sequence[Sequence[str] | Mapping[str, str] | None]) -> None:
-    """answers: of the workers to a part of an update. Raises RunFailedError when they name layers without weights, and
-    BucketLostError when one did not get them."""
+    """Look at the workers' answers to a part of an update.
+
+    Raises:
+        BucketLostError: If a worker did not get the weights.
+        RunFailedError: If workers name layers without weights.
+    """
     for answer in answers:
         if isinstance(answer, Mapping):
             raise BucketLostError(answer[LOST])
@@ -68,12 +72,16 @@ PlainSpec = tuple[dict[str, Any], dict[str, Any], bool, tuple[int, tuple[str, ..
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What one engine is started from, wherever that is.
+    """The description from which one engine is started, here or in an actor.
 
-    notes_experts: whether it tells which experts it chose. gpus: the GPUs that it sees, as CUDA_VISIBLE_DEVICES names
-    them; None: those that whoever starts it sees. adapter: what it is sent alone; None: it is sent whole weights.
-    peers_elsewhere: whether it may get weights from other machines. log: the file that its processes write to; None:
-    they write where whoever starts it does.
+    Attributes:
+        config: Settings of the engine.
+        model: Settings of the model.
+        notes_experts: Whether it tells which experts it chose.
+        gpus: CUDA_VISIBLE_DEVICES of the engine; None leaves it as it is.
+        adapter: The adapter that it is sent alone; None if it is sent whole weights.
+        peers_elsewhere: Whether it may get weights from other machines.
+        log: The file that its processes write to; None leaves their output as it is.
     """
 
     config: VllmEngineConfig
@@ -85,7 +93,7 @@ class EngineSpec:
     log: Path | None = None
 
     def to_plain(self) -> PlainSpec:
-        """The spec for a process of a cluster, which gives it its GPUs; config classes are imported, not unpickled."""
+        """Return the spec for a process of a cluster: config classes are imported there, not unpickled."""
         config, model = self.config.model_dump(mode="json"), self.model.model_dump(mode="json")
         adapter = self.adapter and (self.adapter.rank, self.adapter.targets)
         return config, model, self.notes_experts, adapter
@@ -102,7 +110,7 @@ class EngineSpec:
 
 
 def engine_spec(config: VllmEngineConfig, run: RunConfig) -> EngineSpec:
-    """The spec of this run's engines. Raises as `engine_adapter` does."""
+    """Return the spec of this run's engines. Raises as `engine_adapter` does."""
     adapter = engine_adapter(config, run)
     ranks = run.backend.rank_request()
     return EngineSpec(
@@ -115,7 +123,7 @@ def engine_spec(config: VllmEngineConfig, run: RunConfig) -> EngineSpec:
 
 
 def engine_arguments(spec: EngineSpec, *, on_cpu: bool) -> dict[str, Any]:
-    """Fields of vLLM's AsyncEngineArgs."""
+    """Return fields of vLLM's AsyncEngineArgs."""
     config, model = spec.config, spec.model
     kv_cache_gb = config.kv_cache_gb or (CPU_KV_CACHE_GB if on_cpu else None)
     arguments: dict[str, Any] = {
@@ -160,8 +168,7 @@ def engine_arguments(spec: EngineSpec, *, on_cpu: bool) -> dict[str, Any]:
 def engine_environment(
     config: VllmEngineConfig, gpus: str | None = None, *, peers_elsewhere: bool = True
 ) -> Iterator[None]:
-    """The environment that the engine's processes inherit, while they are started. gpus, peers_elsewhere: as of
-    `EngineSpec`."""
+    """Set the environment that the engine's processes inherit. gpus, peers_elsewhere: see `EngineSpec`."""
     spare_cores = max(1, ((os.cpu_count() or 2) - 1) // config.engines)
     spreads = bool(_MANY_MACHINES & config.engine_args.keys())
     interfaces = {} if spreads else variables_of_one_machine(peers_elsewhere=peers_elsewhere)
@@ -196,7 +203,7 @@ def _set(variables: Mapping[str, str | None]) -> None:
 
 
 class EngineProcesses:
-    """main: ids of the engine's own processes; what these have started belongs to it too."""
+    """The processes with these ids, and those that they have started."""
 
     def __init__(self, main: Sequence[int]):
         self._main = [psutil.Process(pid) for pid in main]
@@ -239,7 +246,7 @@ def _note(ended: asyncio.Future[int], pid: int) -> None:
 
 
 class EngineStart:
-    """One attempt."""
+    """One attempt to start an engine."""
 
     def __init__(self, spec: EngineSpec):
         self._spec = spec
@@ -247,7 +254,8 @@ class EngineStart:
         self._others: set[int | None] | None = None
 
     def run(self) -> Any:
-        """The AsyncLLM. Blocks for a minute. Raises EngineDiedError with vLLM's own words when it cannot start."""
+        """Return the AsyncLLM, after a minute or so. Raises EngineDiedError with vLLM's own words if it cannot
+        start."""
         with _ONE_AT_A_TIME, self._environment(), _without_ctrl_c(), writing_to(self._spec.log):
             from vllm import AsyncEngineArgs
             from vllm.platforms import current_platform
@@ -272,7 +280,7 @@ class EngineStart:
         return llm
 
     def give_up(self) -> None:
-        """Nobody wants the engine any more; what has been started for it is killed. Without effect when it is up."""
+        """Kill what has been started for the engine. Without effect when it is up."""
         self._given_up = True
         others = self._others
         if others is not None:
@@ -291,9 +299,10 @@ class EngineStart:
 
 @contextmanager
 def _without_ctrl_c() -> Iterator[None]:
-    """Processes started within never get SIGINT and SIGHUP: Ctrl-C in a terminal, and its end, reach all of a run's
-    processes, and the run would lose its engines before it has finished the step and saved. What a thread blocks, its
-    children block."""
+    """Keep SIGINT and SIGHUP from processes started within, by blocking them, which children inherit.
+
+    A terminal sends both to all of a run's processes, and the run would lose its engines before it has saved.
+    """
     # Where it has to be started first, the tracker lets the signal through again.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
@@ -314,16 +323,16 @@ def end_of(log: Path | None) -> str:
 
 
 def held_back() -> bool:
-    """Whether what vLLM's processes write stays off the terminal: unless VLLM_LOGGING_LEVEL asks to see it."""
+    """Return whether output of vLLM's processes stays off the terminal: unless VLLM_LOGGING_LEVEL asks for it."""
     return "VLLM_LOGGING_LEVEL" not in os.environ
 
 
 @contextmanager
 def writing_to(log: Path | None) -> Iterator[None]:
-    """Processes that this thread spawns within have this file as their output, and so have those that they start.
+    """Make this file the output of processes that this thread spawns within, and of those that they start.
 
-    Neither vLLM nor multiprocessing has a setting for it, and the output of this process is also that of its other
-    threads, which train meanwhile: it is another one only for the moment of a spawn.
+    Neither vLLM nor multiprocessing has a setting for it, and other threads of this process write meanwhile: its output
+    is another one only for the moment of a spawn.
     """
     if log is None:
         yield

@@ -1,4 +1,4 @@
-"""One vLLM engine as a member of the pool, wherever it runs; what vLLM is asked, and what of its answer is kept.
+"""One vLLM engine as a member of the pool, wherever it runs.
 
 Place on the way: pool -> this -> engine on this machine or in a Ray actor -> tokens with their versions.
 """
@@ -33,8 +33,8 @@ _SEED_BITS = 0x7FFF_FFFF_FFFF_FFFF
 class Delta:
     """Some more tokens of a response, in order. finish_reason: set with the last ones.
 
-    experts: int16 [tokens, layers, top_k], those chosen for consecutive tokens of prompt and response, of which the
-    first has index `experts_start`; None where vLLM was not asked for them.
+    experts: int16 [tokens, layers, top_k], those chosen for consecutive tokens of prompt and response, the first of
+    which has index `experts_start`; None if vLLM was not asked for them.
     """
 
     token_ids: TokenIds
@@ -45,7 +45,7 @@ class Delta:
 
 
 class VllmResponse(Response):
-    """A response that vLLM writes; what has come so far may be continued.
+    """A response that vLLM writes, and may continue.
 
     Stop texts are found here, not by vLLM, so that a response ends at the very token at which core's engine ends it.
     """
@@ -59,8 +59,7 @@ class VllmResponse(Response):
         max_model_len: int,
         vocabulary: int | None = None,
     ):
-        """vocabulary: number of tokens of the model, where it is known. Raises DataError for a request that the model
-        cannot answer."""
+        """Raises DataError for a request that a model of this context and vocabulary, if known, cannot answer."""
         check_request(request)
         prompt: list[int] = np.asarray(request.prompt_ids, np.int64).tolist()
         _check_prompt(request.name, prompt, max_model_len, vocabulary)
@@ -75,7 +74,7 @@ class VllmResponse(Response):
         self._is_raw = asked.temperature == 0 or (asked.temperature == 1 and asked.top_p == 1 and asked.top_k == 0)
 
     def add_delta(self, delta: Delta, version: int) -> FinishReason | None:
-        """Take the tokens that belong to the response. Returns why it ended, if it has."""
+        """Take the tokens that belong to the response, and return why it ended, if it has."""
         part = Progress()
         part.add(delta.token_ids, delta.logprobs, delta.logprobs if self._is_raw else None, version)
         if delta.experts is not None:
@@ -98,7 +97,7 @@ def _check_prompt(name: str, prompt: list[int], max_model_len: int, vocabulary: 
 
 
 def worker_call(command: Command) -> tuple[Any, ...] | None:
-    """The method of our worker extension that has a part in this command, and its arguments; None when none has."""
+    """Return the method of our worker extension for this command, and its arguments; None if it has none."""
     if command.hold != UPDATE:
         return None
     values = command.to_plain()
@@ -106,7 +105,7 @@ def worker_call(command: Command) -> tuple[Any, ...] | None:
 
 
 class VllmHandle(Protocol):
-    """An engine within reach; methods as of `AsyncEngine`, the rest known after `start`."""
+    """An engine within reach, with methods as `AsyncEngine` has them; the rest is known after `start`."""
 
     max_model_len: int
     vocabulary: int

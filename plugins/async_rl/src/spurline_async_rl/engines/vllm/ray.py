@@ -1,8 +1,7 @@
 """vLLM engines in Ray actors: their room on the cluster, an actor, and the handle to it.
 
-Place on the way: member -> `RayEngine`, on the controller -> `EngineActor`, on any node -> AsyncEngine. All that comes
-from the engine comes back through one stream, in order: a batch of whatever has happened since the last one. Imported
-only with `placement: ray`.
+Place on the way: member -> `RayEngine`, on the controller -> `EngineActor`, on any node -> AsyncEngine. All news of the
+engine comes back through one stream, in order and in batches. Imported only with `placement: ray`.
 """
 
 from __future__ import annotations
@@ -61,10 +60,9 @@ class EngineCluster:
         self._closing = threading.Event()
 
     async def reserve(self) -> Place:
-        """Room for one engine. Raises ConfigError when there is too little for the engines that start with the run.
+        """Return room for one engine. Raises ConfigError if there is too little for those that start with the run.
 
-        One that takes a dead one's place has no room of its own reserved: this waits until there is some, as the
-        machine may have gone with it, and another may come.
+        For an engine that takes a dead one's place this waits: the machine may have gone with it, and another may come.
         """
         if (place := await in_thread(self._take)) is not None:
             return place
@@ -87,11 +85,9 @@ class EngineCluster:
         return placed(group, [each], self._cluster.nodes())
 
     def release(self, place: Place) -> None:
-        """Give its resources back."""
         self._cluster.release(place.group)
 
     def actor_options(self, place: Place) -> dict[str, Any]:
-        """Options of the actor that is to run there."""
         return self._cluster.actor_options(place.group, 0, place.bundles[0])
 
     async def close(self) -> None:
@@ -100,12 +96,12 @@ class EngineCluster:
         await in_thread(self._leave)
 
     def engine(self, spec: EngineSpec, number: int) -> RayEngine:
-        """One that has not been started, for this cluster. number: of the engine, whose log has its name."""
+        """Return an engine that has not been started."""
         folder = self._request.log_dir
         return RayEngine(spec, self, None if folder is None else f"{folder}/engine-{number}.log")
 
     def _take(self) -> Place | None:
-        """One of the places for the engines that start with the run; None when all of them are taken."""
+        """Return a place of an engine that starts with the run; None when all are taken."""
         with self._lock:
             if self._closing.is_set():
                 raise EngineDiedError("it was closed before there was room for it")
@@ -139,14 +135,15 @@ async def _ready(group: Any) -> None:
 
 
 News = Delta | Exception | None
-"""What has happened to a request or command: tokens of the request, why it failed, or nothing for the mark behind a
-command."""
+"""Tokens of a request, the error of one, or None for the mark behind a command."""
 
 
 @dataclass(frozen=True)
 class NewsBatch:
-    """News by id of request or command, in order, with all tokens in two arrays: an object in a message costs more than
-    the tokens in it. news: for a Delta, the number of its tokens and the rest of its fields."""
+    """News by id of request or command, in order, with all tokens in two arrays: objects cost more than the tokens.
+
+    news: for a Delta, the number of its tokens and the rest of its fields.
+    """
 
     news: list[tuple[str, tuple[Any, ...] | Exception | None]]
     token_ids: NDArray[np.int32]
@@ -162,7 +159,7 @@ class NewsBatch:
         )
 
     def events(self) -> Iterator[tuple[str, News]]:
-        """The news as they were given."""
+        """Yield the news as they were given."""
         end = 0
         for key, news in self.news:
             if isinstance(news, tuple):
@@ -180,10 +177,9 @@ def _without_tokens(delta: Delta) -> tuple[Any, ...]:
 
 
 class EngineActor:
-    """Runs in the actor; every method is called through Ray."""
+    """The side in the actor; every method is called through Ray."""
 
     def __init__(self, plain_spec: PlainSpec, log: str | None):
-        """log: what the engine and its processes write goes there."""
         spec = EngineSpec.from_plain(plain_spec)
         if log is not None:
             write_into(log)
@@ -194,8 +190,7 @@ class EngineActor:
         self._more, self._urgent = asyncio.Event(), asyncio.Event()
 
     async def start(self) -> tuple[int, int, str, str, str, str]:
-        """The longest context, the size of the vocabulary, the dtype of the weights, the name for messages, the id of
-        the node, and which machine it is on."""
+        """Return context, vocabulary, dtype of the weights, name for messages, id of the node, and machine."""
         import ray
 
         await self._engine.start()
@@ -204,7 +199,7 @@ class EngineActor:
         return engine.max_model_len, engine.vocabulary, engine.weights_dtype, engine.where, node, this_machine()
 
     async def events(self) -> AsyncGenerator[NewsBatch, None]:
-        """The stream of news by id of request or command. It has one reader, and ends with the actor."""
+        """Yield news until the actor ends, to its one reader."""
         while True:
             await self._more.wait()
             with contextlib.suppress(TimeoutError):
@@ -264,7 +259,6 @@ class RayEngine:
     where = "a Ray actor"
 
     def __init__(self, spec: EngineSpec, cluster: EngineCluster, log: str | None = None):
-        """log: a file that all machines see, where the engine's processes write."""
         self._spec = spec
         self._log = log
         self.num_workers = spec.config.tensor_parallel_size
@@ -360,7 +354,7 @@ class RayEngine:
             )
 
     def _end(self, actor: Any) -> None:
-        """End the actor by force; its processes end with it."""
+        """End the actor by force, and its processes with it."""
         import ray
 
         if self._reader is not None:
@@ -372,7 +366,7 @@ class RayEngine:
             self._place = None
 
     async def _ask(self, method: str, *arguments: Any) -> Any:
-        """The actor's answer. Raises EngineDiedError when the actor has died."""
+        """Return the actor's answer. Raises EngineDiedError if the actor has died."""
         from ray.exceptions import RayActorError, RayTaskError
 
         if self._actor is None:
@@ -398,7 +392,7 @@ class RayEngine:
 
 
 def _tell_failure(inbox: asyncio.Queue[News], submitted: asyncio.Future[Any]) -> None:
-    """A request that was not even taken ends for whoever waits for its tokens."""
+    """Tell the reader of a request's tokens that the request was not even taken."""
     error = None if submitted.cancelled() else submitted.exception()
     if isinstance(error, Exception):
         inbox.put_nowait(error)

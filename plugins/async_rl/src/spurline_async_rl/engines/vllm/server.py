@@ -1,7 +1,7 @@
 """An external OpenAI-compatible vLLM server as a member of the pool, and the HTTP calls to it.
 
 Place on the way: pool -> this -> server -> tokens with their versions. A pause cancels the streams, which go on from
-their tokens so far: what was on its way is generated anew, so that no token can get the wrong version.
+their tokens so far: those that were on their way are generated again, so that no token can get the wrong version.
 """
 
 from __future__ import annotations
@@ -61,12 +61,18 @@ _ADAPTERS = "spurline"
 
 
 class ServedModel(NamedTuple):
-    """What a server tells of its model.
+    """The model of a server.
 
-    name: requests name it. num_workers: processes that hold its weights. weights_dtype: as torch writes it, without
-    `torch.`. has_extension: whether our worker extension is in its workers. on_cpu: whether it computes on CPUs.
-    has_room_for_adapters: whether it was started with `--enable-lora`. loads_adapters: whether it then takes one at any
-    time, by its own endpoint for them. is_open: whether other machines reach it and it obeys those who have no key.
+    Attributes:
+        name: Requests name it.
+        max_model_len: Tokens of prompt and response together.
+        num_workers: Processes that hold its weights.
+        weights_dtype: As torch writes it, without `torch.`.
+        has_extension: Whether our worker extension is in its workers.
+        on_cpu: Whether it computes on CPUs.
+        has_room_for_adapters: Whether it was started with `--enable-lora`.
+        loads_adapters: Whether it then takes an adapter at any time, by its own endpoint.
+        is_open: Whether other machines reach it and it obeys clients without a key.
     """
 
     name: str
@@ -96,24 +102,24 @@ class ServerApi:
         )
 
     async def model(self) -> ServedModel:
-        """Return what the server serves. Raises ConfigError for one that was not started as one of ours must be."""
+        """Return the model of the server. Raises ConfigError if the server was not started as a run needs it."""
         try:
             return await self._read_model()
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             text = f"answers, but not as vLLM does ({type(error).__name__}: {error}). {START_HINT}"
-            raise self._config_error(text) from error
+            raise self.config_error(text) from error
 
     async def _read_model(self) -> ServedModel:
         listed = await self._call("GET", "/v1/models")
         config = (await self._call("GET", "/server_info", params={"config_format": "json"})).get("vllm_config")
         if not config or not listed.get("data"):
-            raise self._config_error(f"answers, but not as vLLM does. {START_HINT}")
+            raise self.config_error(f"answers, but not as vLLM does. {START_HINT}")
         model, parallel = config["model_config"], config["parallel_config"]
         mode, extension = model["logprobs_mode"], parallel["worker_extension_cls"]
         if mode != "processed_logprobs":
-            raise self._config_error(f"has logprobs mode '{mode}', not processed_logprobs. {START_HINT}")
+            raise self.config_error(f"has logprobs mode '{mode}', not processed_logprobs. {START_HINT}")
         if extension not in ("", None, WORKER_EXTENSION):
-            raise self._config_error(f"has worker extension '{extension}', not {WORKER_EXTENSION}. {START_HINT}")
+            raise self.config_error(f"has worker extension '{extension}', not {WORKER_EXTENSION}. {START_HINT}")
         has_room = config.get("lora_config") is not None
         first = listed["data"][0]
         return ServedModel(
@@ -130,14 +136,14 @@ class ServerApi:
 
     @property
     def is_here(self) -> bool:
-        """Whether it is reached over the loopback of this machine."""
+        """Return whether it is reached over the loopback of this machine."""
         host = urlsplit(self._url).hostname or ""
         with contextlib.suppress(ValueError):
             return ip_address(host).is_loopback
         return host == "localhost"
 
     async def complete(self, model: str, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
-        """The response as it comes."""
+        """Yield the response as it comes."""
         sampling = request.sampling
         body = {
             "model": model,
@@ -166,30 +172,23 @@ class ServerApi:
             raise self._lost(error) from error
 
     async def workers(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of the worker extension; an answer per worker. Raises RunFailedError when one cannot do it."""
+        """Call a method in every worker; return an answer per worker. Raises RunFailedError when one cannot do it."""
         body = {"method": method, "args": list(arguments)}
         return (await self._call("POST", "/collective_rpc", body=body, on_failure=RunFailedError))["results"]
 
     async def load_adapter(self, name: str, folder: str) -> None:
-        """Have it load the adapter in this folder, under a new name: one that is loaded in place of another would be
-        read from the folder again with every step of the engine."""
+        """Have it load the adapter in this folder, under a new name.
+
+        One that is loaded in place of another would be read from the folder again with every step of the engine.
+        """
         body = {"lora_name": name, "lora_path": folder}
         await self._call("POST", "/v1/load_lora_adapter", body=body, on_failure=RunFailedError)
 
     async def unload_adapter(self, name: str) -> None:
-        """Nobody asks for this adapter any more."""
         await self._call("POST", "/v1/unload_lora_adapter", body={"lora_name": name}, on_failure=RunFailedError)
 
-    def whole_weights_refused(self) -> ConfigError:
-        """For a server with `--enable-lora`, whose own weights are what adapters are put on, in later runs too."""
-        return self._config_error(
-            "was started with --enable-lora, so that its own weights stay as they are, and this run sends whole ones. "
-            "Start it without, or send adapters alone: with backend.lora, VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 for the "
-            "server, and source.weight_sync: disk."
-        )
-
     async def pause(self) -> None:
-        """Nothing that was computed so far is used any more; requests end."""
+        """End requests, and drop everything that was computed so far."""
         await self._call("POST", "/pause", params={"mode": "abort", "clear_cache": "true"})
 
     async def resume(self) -> None:
@@ -227,7 +226,7 @@ class ServerApi:
         try:
             async with self._session.request(verb, self._url + path, json=body, params=params) as answer:
                 if answer.status == 404:
-                    raise self._config_error(f"has no endpoint {path}. {START_HINT}")
+                    raise self.config_error(f"has no endpoint {path}. {START_HINT}")
                 await self._check(answer, on_failure)
                 text = await answer.text()
                 return json.loads(text) if text and answer.content_type == "application/json" else {}
@@ -235,7 +234,7 @@ class ServerApi:
             raise self._lost(error) from error
 
     async def _has_adapter_endpoint(self) -> bool:
-        """Only where it was started with VLLM_ALLOW_RUNTIME_LORA_UPDATING; an empty request is refused, or unknown."""
+        """Ask with an empty request, which is refused, or unknown without VLLM_ALLOW_RUNTIME_LORA_UPDATING."""
         try:
             async with self._session.post(self._url + "/v1/load_lora_adapter", json={}) as answer:
                 return answer.status != 404
@@ -243,7 +242,7 @@ class ServerApi:
             raise self._lost(error) from error
 
     async def _obeys_strangers(self) -> bool:
-        """vLLM asks for its key under `/v1` alone; what changes weights is elsewhere, as is what this asks for."""
+        """Ask without a key. vLLM wants one under `/v1` alone, and the endpoints that change weights are elsewhere."""
         try:
             async with aiohttp.request(
                 # A proxy may send strangers to a page where they log in, or not answer them.
@@ -261,7 +260,7 @@ class ServerApi:
             return
         text = (await answer.text())[:500]
         if answer.status in (401, 403):
-            raise self._config_error(f"refuses the API key ({answer.status}). Set the variable api_key_env names.")
+            raise self.config_error(f"refuses the API key ({answer.status}). Set the variable api_key_env names.")
         # Refused for now, not for what it says: the request goes on elsewhere, or here later.
         if answer.status < 500 and answer.status not in (408, 425, 429):
             raise DataError(f"{self._url} refuses the request: {answer.status} {text}")
@@ -285,15 +284,21 @@ class ServerApi:
         cause = getattr(error, "os_error", error)
         return EngineDiedError(f"{self._url} cannot be reached: {type(cause).__name__}: {cause}")
 
-    def _config_error(self, text: str) -> ConfigError:
+    def config_error(self, text: str) -> ConfigError:
+        """Return an error that begins with the server's URL."""
         return ConfigError.at("source.engine.urls", f"names {self._url}, which {text}")
 
 
 def await_servers(config: VllmEngineConfig, tell: Callable[[str], None]) -> None:
     """Return when all servers of these settings answer as a run needs it.
 
-    tell: a `Progress`, told once what is waited for. Raises ConfigError for servers that do not answer within
-    `start_timeout_s`, and at once for one that was not started as it must be.
+    Args:
+        config: Names the servers.
+        tell: A `Progress`, told once which servers do not answer yet.
+
+    Raises:
+        ConfigError: If servers do not answer within `start_timeout_s`, and at once for one that was not started as a
+            run needs it.
     """
 
     async def problem_of(url: str) -> str:
@@ -336,7 +341,7 @@ class ServerMember:
         tokenizer: PreTrainedTokenizerBase,
         on_served: Callable[[ServedModel], None],
     ):
-        """make_api: called on the event loop. on_served: called with what the server tells when it is reached."""
+        """make_api: called on the event loop. on_served: called with the server's model when it is reached."""
         self.name = name
         self._make_api = make_api
         self._on_served = on_served
@@ -385,7 +390,12 @@ class ServerMember:
 
     async def control(self, command: Command) -> None:
         if isinstance(command, BeginUpdate) and self._keeps_weights:
-            raise self._opened.whole_weights_refused()
+            # Later runs put adapters on its own weights, too.
+            raise self._opened.config_error(
+                "was started with --enable-lora, so that its own weights stay as they are, and this run sends whole "
+                "ones. Start it without, or send adapters alone: with backend.lora, source.weight_sync: disk and "
+                "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 for the server."
+            )
         if command.begins:
             self._gate.shut(command.hold)
             await self._cut_streams()
@@ -407,7 +417,7 @@ class ServerMember:
             self._gate.open(command.hold)
 
     async def _update_by_files(self, command: Command) -> None:
-        """Do the part of an update that this command is with nothing but what vLLM offers by itself."""
+        """Do this command of an update with nothing but vLLM's own endpoints."""
         assert self._files is not None, "not started"
         if isinstance(command, BeginUpdate):
             self._files.begin()
@@ -428,7 +438,7 @@ class ServerMember:
                 raise RunFailedError(f"{error}. Does the server see the folder of source.weight_sync?") from error
 
     async def _replace_adapter(self, folder: str) -> None:
-        """The folder stays: the server reads it again when it has had to make room for another adapter meanwhile."""
+        # The folder stays: the server reads it again when it has had to make room for another adapter meanwhile.
         last, self._adapter = self._adapter, next(self._adapters)
         await self._opened.load_adapter(self._adapter, folder)
         self._model = self._adapter

@@ -1,8 +1,8 @@
 """Files for a vLLM server without our worker extension: the weights of one update as a folder that it loads by itself.
 
-Place on the way: the files of transport `disk`, one per bucket -> kept here under second names, as the transport
-removes its own when a bucket has been taken -> what vLLM offers by itself: `reload_weights` for a model,
-`load_lora_adapter` for an adapter. The folder lies beside the files, where the server sees it if it sees them.
+Place on the way: the files of transport `disk`, one per bucket -> second names of them in a folder beside them, as the
+transport removes its own when a bucket has been taken -> vLLM's `reload_weights` for a model, `load_lora_adapter` for
+an adapter.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ _HEAD, _EXPERTS = "lm_head.weight", ".experts."
 
 
 class ServerFiles:
-    """The folder of one server: while an update is under way, with all of the model; between two, with the last adapter
-    if there is one.
+    """The folder of one server: during an update with all of the model, between two with the last adapter, if any.
 
     server: tells the folders of servers apart. on_cpu: whether the server computes on CPUs.
     """
@@ -38,12 +37,12 @@ class ServerFiles:
         self._names: set[str] = set()
 
     def begin(self, adapter: Mapping[str, Any] | None = None) -> None:
-        """Expect an update. adapter: the settings of the adapter whose tensors come, instead of a model's."""
+        """Expect an update of the model, or of the adapter with these settings."""
         self.clear()
         self._adapter = adapter
 
     def add(self, bucket: WeightBucket) -> None:
-        """Keep what is in this bucket. Raises RunFailedError when that cannot be done, or would be of no use."""
+        """Keep the file of this bucket. Raises RunFailedError if the server could not load it."""
         if bucket.transport != DiskSync.transport:
             raise RunFailedError(
                 f"The server runs without Spurline's worker extension, so it reads weights from files alone, and these "
@@ -69,13 +68,13 @@ class ServerFiles:
         self._names |= names
 
     def model(self) -> Path:
-        """The folder with the weights of the model. Raises RunFailedError when the server would not take all over."""
+        """Return the folder with the model. Raises RunFailedError if the server would not take over all weights."""
         if self._on_cpu and _HEAD not in self._names:
             raise RunFailedError(_stale("an output layer that is tied to the embeddings"))
         return self._given()
 
     def adapter(self) -> Path:
-        """The folder as PEFT writes one."""
+        """Return the folder as PEFT writes one."""
         folder = self._given()
         parts = sorted(folder.iterdir())
         whole = folder / "adapter_model.safetensors"

@@ -1,4 +1,4 @@
-"""What vLLM's engine sends after every step, taken apart for its requests before AsyncLLM makes objects of each token.
+"""Take apart what vLLM's engine sends after every step, before AsyncLLM makes objects of each token.
 
 Place on the way: the engine's process -> message of a step -> `StepDecoder` -> `TokenStreams`, which keep the tokens of
 each request as arrays -> `AsyncEngine.generate`. AsyncLLM gets of a message only what is to wake a request: its first
@@ -30,19 +30,19 @@ class SampledLogprobs(msgspec.Struct, array_like=True, gc=False):
 
 
 class RequestOutput(EngineCoreOutput, array_like=True, omit_defaults=True, gc=False):
-    """What a step gave one request."""
+    """The part of a step's outputs for one request."""
 
     new_logprobs: SampledLogprobs | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 class StepOutputs(EngineCoreOutputs, array_like=True, omit_defaults=True, gc=False):
-    """What a step gave all requests."""
+    """The outputs of a step."""
 
     outputs: list[RequestOutput] = []  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 class StepDecoder:
-    """In the place of vLLM's decoder of messages, which makes three numpy arrays for each token."""
+    """A decoder in the place of vLLM's, which makes three numpy arrays for each token."""
 
     def __init__(self, decoder: Any) -> None:
         self._of_vllm = decoder
@@ -64,9 +64,9 @@ class StepDecoder:
 
 
 class TokenStream:
-    """What has come of one request and has not been taken yet.
+    """The tokens of one request that have come and have not been taken yet.
 
-    wakes_at: tokens with which whoever waits is woken, after the first one.
+    wakes_at: number of tokens that wakes the request's reader, after the first one.
     """
 
     def __init__(self, wakes_at: int) -> None:
@@ -130,7 +130,7 @@ class TokenStreams:
         self._reminder: asyncio.TimerHandle | None = None
 
     def open(self, request_id: str, *, each_step: bool) -> TokenStream:
-        """For a request that is about to be made. each_step: wake it with every token that comes."""
+        """Make the stream of a request that is about to be made. each_step: wake it with every token that comes."""
         stream = self._by_request[request_id] = TokenStream(1 if each_step else self._chunk_tokens)
         return stream
 

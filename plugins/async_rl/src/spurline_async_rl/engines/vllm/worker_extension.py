@@ -1,4 +1,4 @@
-"""What we add to vLLM's worker: it takes weights over bucket by bucket, and ends with the process that started it.
+"""Extend vLLM's worker: it takes weights over bucket by bucket, and ends with the process that started it.
 
 Place on the way: a member calls these methods by `collective_rpc` -> this, in the worker's process, beside the model.
 vLLM imports this module there. Peak extra memory is one bucket, and layers that are not complete yet.
@@ -54,13 +54,15 @@ class WorkerExtension:
     _spurline_adapter: AdapterUpdate | None = None
 
     def spurline_prepare_adapters(self, targets: Sequence[str]) -> list[str]:
-        """Before the first adapter. targets: the ends of the names of modules that get one. Returns those that no layer
-        here takes one for."""
+        """Return the targets, ends of names of modules, that no layer here takes an adapter for."""
         return prepare_adapters(self.model_runner, targets)
 
     def spurline_begin_update(self) -> None:
-        """Expect new weights. Linear layers may have been packed for the hardware, so weights cannot be written into
-        them: vLLM's layerwise reloading loads each layer beside, packs it, and copies it into place."""
+        """Expect new weights.
+
+        Linear layers may have been packed for the hardware, so weights cannot be written into them: vLLM's layerwise
+        reloading loads each layer beside, packs it, and copies it into place.
+        """
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
@@ -74,12 +76,12 @@ class WorkerExtension:
         _forget_kernels_of_experts(model)
 
     def spurline_begin_adapter_update(self, adapter: Mapping[str, Any]) -> None:
-        """Expect the tensors of an adapter alone. adapter: as of `TakesWeights.begin_adapter_update`."""
+        """Expect the tensors of an adapter alone, see `TakesWeights.begin_adapter_update`."""
         self._spurline_broadcasts.end_update()
         self._spurline_adapter = AdapterUpdate(self.model_runner, adapter)
 
     def spurline_load_bucket(self, plain: dict[str, Any]) -> dict[str, str] | None:
-        """plain: as of `WeightBucket.to_plain`. Returns why it did not come, if it did not."""
+        """Take over a bucket from `WeightBucket.to_plain`. Return why it did not come, if it did not."""
         from vllm.config import set_current_vllm_config
 
         bucket = WeightBucket.from_plain(plain)
@@ -95,7 +97,7 @@ class WorkerExtension:
         return None
 
     def spurline_finish_update(self) -> list[str]:
-        """Put the last layers into place. Returns the layers for which no weights have come."""
+        """Put the last layers into place, and return the layers for which no weights have come."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
@@ -125,7 +127,6 @@ class WorkerExtension:
         return BroadcastReader(self.rank, self.device)
 
     def _spurline_read(self, bucket: WeightBucket) -> Iterable[tuple[str, Tensor]]:
-        """Returns names and tensors of a bucket, read as its transport wants it."""
         readers: dict[str, Callable[[WeightBucket], Iterable[tuple[str, Tensor]]]] = {
             "collective": self._spurline_broadcasts.read,
             "shared_memory": _MEMORY.read,
@@ -139,13 +140,13 @@ _MEMORY = MemoryReader()
 
 
 def _copies(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """vLLM keeps what it is given until the whole layer has come, the sender reuses the memory before that."""
+    """Copy tensors, as the sender reuses their memory before vLLM has a whole layer."""
     for name, tensor in tensors:
         yield name, tensor.clone()
 
 
 def _layers_without_weights(model: nn.Module) -> Iterator[str]:
-    """Layers that have not got all of theirs. vLLM would only warn, and go on with the old ones."""
+    """Yield layers that lack weights. vLLM would only warn, and go on with the old ones."""
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -165,8 +166,10 @@ def _layers_without_weights(model: nn.Module) -> Iterator[str]:
 
 
 def _forget_half_an_update(model: nn.Module) -> None:
-    """A server may have outlived a run that ended in the middle of one. vLLM would count what had come of a layer as a
-    part of what comes now, and fill the layer before all of it is there."""
+    """Forget the weights of a run that ended in the middle of an update, which a server may outlive.
+
+    vLLM would count them as a part of the layer that comes now, and fill it before all of it is there.
+    """
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     for layer in model.modules():
@@ -177,8 +180,11 @@ def _forget_half_an_update(model: nn.Module) -> None:
 
 
 def _forget_kernels_of_experts(model: nn.Module) -> None:
-    """On CPUs vLLM pads experts and packs them only when it makes their kernel. A layer that had one would get the new
-    weights as they are, in memory that the kernel reads as packed. Without one it is processed as at the first load."""
+    """Have layers of experts on CPUs processed as at the first load.
+
+    vLLM pads and packs experts only when it makes their kernel; a layer that has one would get the new weights as they
+    are, in memory that the kernel reads as packed.
+    """
     from vllm.platforms import current_platform
 
     # On GPUs kernels stay: what they need is done to the weights at every load, and captured graphs refer to them.
@@ -190,7 +196,7 @@ def _forget_kernels_of_experts(model: nn.Module) -> None:
 
 
 def _refresh_tied_head(model: Any) -> None:
-    """On CPUs a head that shares the embedding's weights keeps a packed copy of its own, which nothing else renews."""
+    """Renew the packed copy that a head on CPUs keeps of the embedding's weights, if it shares them."""
     head: Any = getattr(model, "lm_head", None)
     if getattr(model.config, "tie_word_embeddings", False) and hasattr(head, "cpu_linear"):
         head.weight = model.model.embed_tokens.weight
