@@ -17,15 +17,15 @@ _LONGEST_S = 1.0
 
 
 def longest_wait_s(generate_timeout_s: float) -> float:
-    """Seconds that a token may wait to be told: silence that long is no sign of a dead engine."""
+    """Return the seconds that a token may wait to be told: silence that long is no sign of a dead engine."""
     return min(_LONGEST_S, generate_timeout_s / 4)
 
 
 class Chunks:
-    """What requests have written and nobody has been told of yet. All methods are called on one event loop.
+    """The tokens of requests that have not been told yet. All methods are called on one event loop.
 
-    size: tokens of one response that are told together. longest_s: seconds until they are told although they are
-    fewer. tell: called with a request's number, its next tokens and, with the last ones, why the response ended.
+    size: tokens of one response that are told together. longest_s: seconds until fewer are told. tell: called with a
+    request's number, its next tokens and, with the last ones, why the response ended.
     """
 
     def __init__(

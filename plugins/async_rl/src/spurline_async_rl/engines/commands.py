@@ -1,7 +1,6 @@
-"""What an engine is told between requests: a closed set of commands, which every layer passes on as they are.
+"""Commands to an engine between requests: a closed set, which every layer passes on as they are.
 
-Place on the way: pool -> each of its engines -> a pipe or an actor -> the engine that does what a command says. A new
-command is a class here and what that engine does with it.
+Place on the way: pool -> each of its engines -> a pipe or an actor -> the engine that does it.
 """
 
 from __future__ import annotations
@@ -22,11 +21,10 @@ SLEEP = "sleep"
 
 @dataclass(frozen=True)
 class Command:
-    """Base of all commands; `str` says for messages what is to be done.
+    """Base of all commands; `str` describes them in messages.
 
-    name: the method of `RolloutEngine` or `TakesWeights` that does it, whose arguments are the command's fields, unless
-    `apply` says otherwise.
-    hold: why an engine generates nothing from the command that `begins` it to the one that `ends` it.
+    name: the method of `RolloutEngine` or `TakesWeights` that does it, with the command's fields as arguments.
+    hold: keeps an engine from generating, from the command that `begins` it to the one that `ends` it.
     limit: the setting of PoolConfig with the seconds that it may take.
     """
 
@@ -41,11 +39,11 @@ class Command:
         return self.words.format_map(vars(self))
 
     async def apply(self, engine: Any) -> None:
-        """Have it done by an engine with such a method."""
+        """Call the engine's method."""
         await getattr(engine, self.name)(*vars(self).values())
 
     def to_plain(self) -> dict[str, Any]:
-        """The command as JSON can hold it."""
+        """Return the command as JSON can hold it."""
         values = {
             key: value.to_plain() if isinstance(value, WeightBucket) else value for key, value in vars(self).items()
         }
@@ -79,7 +77,7 @@ class BeginUpdate(Command):
 
 @dataclass(frozen=True)
 class BeginAdapterUpdate(Command):
-    """The same for the tensors of an adapter alone. adapter: its settings, see `TakesWeights.begin_adapter_update`."""
+    """Stop for the tensors of an adapter alone, whose settings are as in `TakesWeights.begin_adapter_update`."""
 
     version: int
     adapter: Mapping[str, Any]
@@ -107,7 +105,7 @@ class FinishUpdate(Command):
 
 @dataclass(frozen=True)
 class Sleep(Command):
-    """Stop between two tokens and free the memory of the device; as of `MaySleep`, like the two that follow."""
+    """Stop between two tokens and free the memory of the device; see `MaySleep`, also for the two that follow."""
 
     keep_weights: bool
     name, hold, limit, words = "sleep", SLEEP, "pause_timeout_s", "sleep"
@@ -155,7 +153,7 @@ _KINDS: dict[str, type[Command]] = {
 
 
 def from_plain(plain: Mapping[str, Any]) -> Command:
-    """The command that `to_plain` wrote."""
+    """Return the command that `to_plain` wrote."""
     values = {
         key: WeightBucket.from_plain(value) if key == "bucket" else value
         for key, value in plain.items()
@@ -165,11 +163,11 @@ def from_plain(plain: Mapping[str, Any]) -> Command:
 
 
 class ControlledEngine(TakesWeights):
-    """A `RolloutEngine`, as far as commands go, that gets all of them in one method."""
+    """Base of an engine that gets all commands in one method."""
 
     @abstractmethod
     async def control(self, command: Command) -> None:
-        """Return when it has been done. Raises what the public method of the command's name does."""
+        """Return when it has been done. Raises as the method of the command's name does."""
 
     async def pause(self) -> None:
         await self.control(Pause())

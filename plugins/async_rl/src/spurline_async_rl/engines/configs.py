@@ -27,12 +27,12 @@ class PoolConfig(RolloutEngineConfig):
     """Base of engines of which there may be several."""
 
     placement: Annotated[Literal["local", "ray", "colocated"], OnResume.FREE] = "local"
-    """Where engines are: on this machine, beside what the trainer takes; as actors of a Ray cluster, the default with
-    `cluster.address`; or colocated: on the very devices of the trainer, which has their memory while it trains, as they
+    """`local`: on this machine, beside the trainer. `ray`: as actors of a Ray cluster, the default with
+    `cluster.address`. `colocated`: on the devices of the trainer, which has their memory while it trains, as engines
     have it while they generate."""
     offload_trainer: Annotated[bool, OnResume.FREE] = False
-    """With placement: colocated, the trainer's weights too leave the devices while engines generate, not only what its
-    optimizers keep: more room for keys and values, and more time for each change."""
+    """Move the trainer's weights, too, off the devices while colocated engines generate: more room for keys and values,
+    and more time for each change."""
     engines: Annotated[int, OnResume.FREE] = Field(default=1, gt=0)
     """How many; requests go to the one with least to do, those of one prompt to the same one where that costs
     little."""
@@ -52,9 +52,9 @@ class PoolConfig(RolloutEngineConfig):
     close_timeout_s: Annotated[float, OnResume.FREE] = Field(default=60.0, gt=0)
     """Seconds an engine may take to end before its processes are killed."""
     max_restarts: Annotated[int, OnResume.FREE] = Field(default=16, ge=0)
-    """Engines that may be started anew after they died, in the whole run, before it stops."""
+    """Engines that may be started again after they died, in the whole run, before it stops."""
     kv_cache: Literal["recompute", "keep"] = "recompute"
-    """After new weights, compute keys and values of responses in flight anew, which is exact, or keep those of the old
+    """After new weights, compute keys and values of responses in flight again, which is exact, or keep those of the old
     weights: faster, and approximate, as later tokens then come from neither version."""
 
     @property
@@ -78,7 +78,7 @@ class PoolConfig(RolloutEngineConfig):
         return self.is_colocated and self.offload_trainer
 
     def placement_problems(self, run: RunConfig, workers: int) -> Iterable[Problem]:
-        """What keeps engines with so many processes on devices from being where the settings want them."""
+        """Yield problems of the placement of engines with so many processes."""
         if self.offload_trainer and not self.is_colocated:
             yield Problem(
                 "offload_trainer",
@@ -117,7 +117,7 @@ class PoolConfig(RolloutEngineConfig):
         if self.kv_cache == "keep":
             yield Problem(
                 "kv_cache",
-                "is keep, but with placement: colocated keys and values are freed after each step and computed anew. "
+                "is keep, but with placement: colocated keys and values are freed after each step and computed again. "
                 "Remove it.",
             )
 
@@ -135,14 +135,12 @@ def _is_base_url(url: str) -> bool:
 
 
 def trains_on_gpu_here(run: RunConfig) -> bool:
-    """Whether the backend trains in this process and on a GPU, if there is one, which engines of this machine that
-    take GPUs then see too."""
+    """Return whether the backend trains in this process on a GPU, which engines of this machine then see too."""
     return num_gpus() > 0 and run.backend.rank_request() is None and not run.backend.facts.stays_on_cpu
 
 
 def _estimates() -> tuple[Callable[..., int], Callable[..., int]]:
-    """`count_parameters` and `estimate_cache`; by name, as factories are: they build the architecture with torch, which
-    a config must not import."""
+    """Return `count_parameters` and `estimate_cache`, by name: a config must not import torch."""
     parameters, cache = (
         resolve(f"spurline_models.memory:{name}", "memory estimate") for name in ("count_parameters", "estimate_cache")
     )
@@ -150,7 +148,7 @@ def _estimates() -> tuple[Callable[..., int], Callable[..., int]]:
 
 
 def _on_a_device(run: RunConfig, workers: int) -> int:
-    """Processes of engines on the device that has most of them, where they have those of the backend."""
+    """Return the processes of engines on the device of the backend that has most of them."""
     ranks = run.backend.rank_request()
     return -(-workers // (1 if ranks is None else ranks.count))
 
@@ -162,15 +160,15 @@ class ChildProcessEngineConfig(PoolConfig):
 
     name: str = "child_process"
     deterministic: bool = False
-    """As of engine `in_process`."""
+    """Works as in engine `in_process`."""
     max_batch: Annotated[int, OnResume.TO_ROUNDING] = Field(default=256, gt=0)
-    """As of engine `in_process`."""
+    """Works as in engine `in_process`."""
     max_cache_tokens: Annotated[int, OnResume.TO_ROUNDING] = Field(default=262_144, gt=0)
-    """As of engine `in_process`."""
+    """Works as in engine `in_process`."""
     device: Annotated[Literal["auto", "cpu", "cuda"], OnResume.TO_ROUNDING] = "auto"
-    """Where the engines' copies of the model are."""
+    """Device of the engines' copies of the model."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """As of engine `in_process`."""
+    """Works as in engine `in_process`."""
     num_threads: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
     """CPU threads of each engine; null leaves torch's choice."""
 
@@ -245,7 +243,7 @@ _ENGINE_ONLY = (
 _SERVER_START_TIMEOUT_S = 300.0
 """Default seconds that a run waits for a server that does not answer: most of them were never started."""
 CPU_KV_CACHE_GB = 4.0
-"""What `kv_cache_gb: null` is on a CPU, which has no share of a GPU's memory to take."""
+"""Value of `kv_cache_gb: null` on a CPU, which has no share of a GPU's memory to take."""
 
 
 class VllmEngineConfig(PoolConfig):
@@ -262,7 +260,7 @@ class VllmEngineConfig(PoolConfig):
     """Start engines, or use OpenAI-compatible vLLM servers that run already. A run asks each server as it starts, and
     waits `start_timeout_s`, then 300 by default, for those that do not answer, such as one that loads its model."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Of weights and computation; `auto` is bfloat16 on GPUs and float32 on CPUs."""
+    """Type of weights and computation; `auto` is bfloat16 on GPUs and float32 on CPUs."""
     max_model_len: int | None = Field(default=None, gt=1)
     """Tokens that prompt and response may have together; null is the model's context, or as much of it as the KV cache
     holds."""
@@ -295,7 +293,7 @@ class VllmEngineConfig(PoolConfig):
     @model_validator(mode="before")
     @classmethod
     def _wait_less_for_servers(cls, values: Any) -> Any:
-        """A server that loads its model refuses connections, as does one that nobody has started."""
+        """Choose a shorter default: a server that nobody has started refuses connections as one that loads does."""
         if isinstance(values, Mapping) and cast("Mapping[str, Any]", values).get("mode") == "server":
             return {"start_timeout_s": _SERVER_START_TIMEOUT_S, **cast("Mapping[str, Any]", values)}
         return values
@@ -392,7 +390,7 @@ class VllmEngineConfig(PoolConfig):
             yield Problem(
                 "kv_cache",
                 "is keep, but responses of servers are continued from their tokens, which computes keys and values "
-                "anew. Remove it.",
+                "again. Remove it.",
             )
 
     def await_services(self, progress: Progress) -> None:
@@ -401,7 +399,6 @@ class VllmEngineConfig(PoolConfig):
             resolve("spurline_async_rl.engines.vllm.server:await_servers", "servers")(self, progress)
 
     def _handle_problems(self, run: RunConfig, ranks: RankRequest) -> Iterable[Problem]:
-        """Handles of a rank's memory reach processes on that rank's GPU alone."""
         if ranks.launch == "ray":
             yield Problem(
                 "placement",

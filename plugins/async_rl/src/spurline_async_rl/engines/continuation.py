@@ -22,9 +22,8 @@ from spurline_text.stop_texts import StopTexts
 class Response:
     """The response to one request, so far.
 
-    progress: what has come of it; further tokens are added there.
-    finds_stop_texts: whether all stop texts are found here, and engines are not told of them. Without it an engine
-    finds those within what it writes itself, and only those that several have written are found here.
+    progress: its tokens; further ones are added there. finds_stop_texts: whether all stop texts are found here, and
+    engines do not look for them. Without it only those that several engines have written are found here.
     """
 
     def __init__(
@@ -49,14 +48,14 @@ class Response:
 
     @property
     def ended(self) -> FinishReason | None:
-        """Why nothing is left to ask for; an engine may have died between the last token and saying so."""
+        """The reason why nothing is left to ask for; an engine may have died before it could tell."""
         so_far = self._so_far
         if self._has_stop_text or (self.has_tokens and so_far.last_token in self._ends):
             return "stop"
         return "length" if len(so_far) >= self._request.sampling.max_new_tokens else None
 
     def rest(self) -> GenerationRequest:
-        """What to ask the next engine. As long as no token has come it is the request itself."""
+        """Return the request for the next engine. As long as no token has come it is the request itself."""
         request, num_tokens = self._request, len(self._so_far)
         if self._finds_stop_texts:
             request = replace(request, sampling=replace(request.sampling, stop=()))
@@ -73,9 +72,9 @@ class Response:
         )
 
     def add(self, part: Progress, reason: FinishReason | None) -> FinishReason | None:
-        """Take over what an engine wrote. reason: None when it did not end the response.
+        """Take over the tokens of an engine, and return why the response has ended with them, if it has.
 
-        Returns why the response has ended with this, if it has.
+        reason: None if the engine did not end the response.
         """
         was_continued = self.has_tokens
         self._so_far.extend(part)
@@ -88,11 +87,11 @@ class Response:
         return "stop" if self._has_stop_text else reason or self.ended
 
     def note_experts(self, start: int, experts: NDArray[np.int16]) -> None:
-        """Take over what an engine chose for tokens of prompt and response; start: index of the first of them."""
+        """Take over the experts of consecutive tokens of prompt and response; start: index of the first token."""
         self._so_far.experts.add(start, experts)
 
     def result(self, reason: FinishReason) -> GenerationResult:
-        """All that came, as one response."""
+        """Return all tokens, as one response."""
         so_far = self._so_far
         num_tokens = len(self._request.prompt_ids) + len(so_far)
         return GenerationResult(
@@ -105,7 +104,7 @@ class Response:
         )
 
     def _cut_behind_stop_text(self) -> bool:
-        """Return whether there is one; tokens behind it do not belong to the response."""
+        """Return whether there is one, and drop the tokens behind it."""
         if self._stop_texts is None:
             return False
         for token in self._so_far.tokens_from(self._num_searched):

@@ -1,8 +1,8 @@
-"""Which GPUs of this machine an engine sees: those that no rank of the backend has, or the very ones that ranks have,
-with `placement: colocated` and where weights come by handles of their memory.
+"""Choose the GPUs of this machine that an engine sees.
 
-A backend that trains in this process shares its GPU with engines, as `gpu_memory_utilization` says. One with ranks has
-a GPU for each, whose memory it fills while it trains.
+They are those that no rank of the backend has, or, with `placement: colocated` and where weights come by handles of
+memory, those of the ranks. A backend that trains in this process shares its GPU with engines, by
+`gpu_memory_utilization`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def own_gpus(run: RunConfig, number: int, engines: int, each: int) -> str | None:
-    """CUDA_VISIBLE_DEVICES of one of so many engines, which has `each` GPUs for itself; None: as this process.
+    """Return CUDA_VISIBLE_DEVICES of an engine with `each` GPUs for itself; None leaves it as it is here.
 
-    Raises ConfigError when the ranks leave too few.
+    Raises ConfigError if the ranks leave too few.
     """
     beside = _candidates(run)
     if beside is None:
@@ -39,7 +39,7 @@ def own_gpus(run: RunConfig, number: int, engines: int, each: int) -> str | None
 
 
 def shared_gpu(run: RunConfig, number: int) -> str | None:
-    """The same for an engine that shares its GPU with other engines, or has none where the ranks leave none."""
+    """Return the same for an engine that shares a GPU with other engines; "" if the ranks leave none."""
     beside = _candidates(run)
     if beside is None:
         return None

@@ -1,9 +1,9 @@
-"""One engine of a pool: what the pool may ask of it, and its life from start to death with all time limits.
+"""One engine of a pool: its protocol, and its life from start to death with all time limits.
 
 Place on the way: pool -> PooledEngine -> member (a child process, a vLLM engine, an actor, a server) -> tokens. A
-member knows nothing of other members, of routing, retries or time limits. Whatever goes wrong with it ends its
-PooledEngine for good, and the pool makes another one: a failure of one engine is never an error of a publish or pause
-that the others survive.
+member knows nothing of other members, of routing, retries or time limits. Any error of it ends its PooledEngine for
+good, and the pool makes another one: a failure of one engine is never an error of a publish or pause that the others
+survive.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class EngineMember(Protocol):
         ...
 
     async def wait_dead(self) -> str:
-        """Return when the engine has ended by itself, with what is known about why, such as the end of its log."""
+        """Return when the engine has ended by itself, with the known reasons, such as the end of its log."""
         ...
 
     async def close(self) -> None:
@@ -76,9 +76,9 @@ _HANDING_OVER_S = 1.0
 
 @dataclass(eq=False, slots=True)
 class _Awaited:
-    """A request that the member works on. answer: what whoever asked waits for; the work may outlive it.
+    """A request that the member works on. answer: given to the caller; the work may outlive it.
 
-    seen, since: tokens that had come at the last look, and when they had.
+    seen, since: tokens that had come at the last look, and when.
     """
 
     name: str
@@ -89,7 +89,7 @@ class _Awaited:
     seen: int = 0
 
     def settle(self, work: asyncio.Task[FinishReason]) -> None:
-        """Answer with what has become of the work."""
+        """Answer with the outcome of the work."""
         if self.answer.done():
             _retrieve(work)
         elif work.cancelled():
@@ -107,7 +107,7 @@ class _Awaited:
 
 
 class PooledEngine(ControlledEngine):
-    """A member and its limits. on_change: is called after every change of `state`."""
+    """A member with its time limits. on_change: called after every change of `state`."""
 
     def __init__(
         self, member: EngineMember, config: PoolConfig, transports: Sequence[str], on_change: Callable[[], None]
@@ -149,28 +149,25 @@ class PooledEngine(ControlledEngine):
 
     @property
     def is_asleep(self) -> bool:
-        """Whether others have the memory of its device, or get it, or are giving it back."""
         return SLEEP in self._holds
 
     @property
     def is_starting(self) -> bool:
-        """Whether it has been taking memory since its start began, of an amount that only its end tells."""
         return self.has_begun and self.state == "starting"
 
     @property
     def may_have_memory(self) -> bool:
-        """Whether it is neither asleep nor without processes."""
         if self.has_ended or not self.has_begun:
             return False
         return self.state == "dead" or not self.is_asleep
 
     @property
     def reason(self) -> str:
-        """Why it is dead; empty while it lives."""
+        """The reason of its death; empty while it lives."""
         return self._end.result() if self._end.done() else ""
 
     async def live(self) -> str:
-        """Start it, and return when it is dead, with the reason. Raises what a user can mend, such as ModelError."""
+        """Start it, and return the reason when it is dead. Raises errors that a user can mend, such as ModelError."""
         self.has_begun = True
         if await self._ask("start", self._member.start(), "start_timeout_s"):
             self.has_started = True
@@ -192,7 +189,7 @@ class PooledEngine(ControlledEngine):
         return self.reason
 
     def kill(self, reason: str) -> None:
-        """It counts as dead from now on; its requests fail with EngineDiedError. `close` ends its processes."""
+        """Count it as dead from now on; its requests fail with EngineDiedError. `close` ends its processes."""
         if not self._end.done():
             self._end.set_result(reason)
             # Told one by one: waiting for `_end` would make thousands of requests wait for one future, and each that
@@ -234,8 +231,8 @@ class PooledEngine(ControlledEngine):
             return await awaited.answer
         except EngineDiedError as error:
             self.kill(str(error))
-            # Being cancelled, it adds to `progress` what has come of the response: no other engine has to write that
-            # anew.
+            # Being cancelled, it adds to `progress` what has come of the response, so that no other engine has to write
+            # that again.
             await asyncio.wait({work}, timeout=_HANDING_OVER_S)
             raise
         finally:
@@ -248,7 +245,7 @@ class PooledEngine(ControlledEngine):
     async def control(self, command: Command) -> None:
         """Have the member do it; an engine that does not, or not in time, is dead.
 
-        Raises BucketLostError when a bucket did not reach it; it lives on.
+        Raises BucketLostError if a bucket did not reach it; it lives on.
         """
         if command.begins:
             self._holds.add(command.hold)
@@ -270,7 +267,7 @@ class PooledEngine(ControlledEngine):
             self._become("awaiting")
 
     async def _ask(self, what: str, work: Coroutine[Any, Any, None], setting: str) -> bool:
-        """Return whether it did it, and within the limit of this setting; otherwise it is dead."""
+        """Return whether it did it within the limit of this setting; otherwise it is dead."""
         if self._end.done():
             work.close()
             return False
@@ -300,8 +297,10 @@ class PooledEngine(ControlledEngine):
             task.cancel()
 
     def _check_progress(self) -> None:
-        """Kill it when a request has waited too long for its next token. One without a token may be queued behind
-        others, so it counts from when any of them moved."""
+        """Kill it when a request has waited too long for its next token.
+
+        A request without a token may be queued behind others, so its wait begins when any of them moved last.
+        """
         now, limit = asyncio.get_running_loop().time(), self._config.generate_timeout_s
         for awaited in self._awaited:
             if self._holds or len(awaited.progress) > awaited.seen:

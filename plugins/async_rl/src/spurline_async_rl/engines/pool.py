@@ -1,10 +1,9 @@
 """Several engines behind one object, which stays when they come and go.
 
 Place on the way: environments -> request -> the engine that suits it -> result; weights -> every engine. A dead engine
-is started anew, waits for the current weights, and meanwhile others go on with its requests from their tokens so far.
+is started again and waits for the current weights, while others go on with its requests from their tokens so far.
 While the pool sleeps none is started: from the end of `sleep` to `wake("cache")` no process takes memory for keys and
 values, and before `wake("weights")` none for anything.
-What one engine does and may not do too long is `member.py`; how it is reached is a member's business.
 """
 
 from __future__ import annotations
@@ -40,14 +39,13 @@ _FIRST_TRIES = 3
 
 
 class Router:
-    """Choose the engine with least to do, or the one that knows the prompt already: it remembers where each was last
-    sent to."""
+    """Chooses the engine with least to do, or the one that a prompt was last sent to."""
 
     def __init__(self) -> None:
         self._homes: OrderedDict[str, PooledEngine] = OrderedDict()
 
     def choose(self, name: str, engines: Sequence[PooledEngine]) -> PooledEngine:
-        """name: of the request; what stands before ` sample ` names the prompt. engines: at least one."""
+        """Return the engine for the request of this name, whose part before ` sample ` names the prompt."""
         prompt = name.partition(" sample ")[0]
         chosen = min(engines, key=lambda engine: engine.load)
         home = self._homes.get(prompt)
@@ -64,12 +62,10 @@ class Router:
 class EnginePool(ControlledEngine):
     """A `RolloutEngine` that `TakesWeights`.
 
-    make_member: from an engine's number, one that has not been started; called anew after every death.
-    transports: as of `TakesWeights`, known before any engine is.
-
     Engines are started by the first call of any method but `close`. Requests wait until an engine has weights of a
-    known version, that is, until the first update: how long is up to whoever trains. So do they while it sleeps, and
-    those in flight.
+    known version, that is, until the first update, and while it sleeps.
+
+    make_member: from an engine's number, one that has not been started; called again after every death.
     """
 
     def __init__(
@@ -118,7 +114,7 @@ class EnginePool(ControlledEngine):
         return None if engine is None else engine.name
 
     def seconds_down(self) -> float:
-        """The seconds that `MayBeDown` counts; the first start is a part of them."""
+        """Return the seconds that `MayBeDown` counts; the first start is a part of them."""
         since = self._down_since
         return self._down_s + (0.0 if since is None else time.monotonic() - since)
 
@@ -161,13 +157,14 @@ class EnginePool(ControlledEngine):
                 return response.result(reason)
 
     async def control(self, command: Command) -> None:
-        """Have it done by every engine that takes part in the command's hold, from its beginning on; one that dies on
-        the way is started anew without the others' waiting for it.
+        """Have it done by every engine that takes part in the command's hold from its beginning on.
 
-        Raises RunFailedError when no engine is left in an update or sleep, and not only because they happened to die:
-        an engine that is started anew awaits the weights, so that nothing is ever generated with older ones. Raises
-        BucketLostError when one of those that live did not get a bucket. After `Sleep`, whatever became of the engines,
-        none of their processes has memory, and none gets any before it is woken.
+        Nobody waits for an engine that dies on the way; it is started again and awaits the weights, so that nothing is
+        ever generated with older ones. After `Sleep` no engine's process has memory, also none that died.
+
+        Raises:
+            RunFailedError: If no engine is left in an update or sleep because they refused.
+            BucketLostError: If an engine that lives did not get a bucket.
         """
         self._check(command.name)
         self._open()
@@ -192,8 +189,10 @@ class EnginePool(ControlledEngine):
             raise error
 
     async def _ready_for(self, command: Command) -> list[PooledEngine]:
-        """The engines that take part in an update, when there is one that has been started, or else in a pause. In the
-        first update all do. While they sleep, those that do take part in all, and there may be none."""
+        """Return the engines that take part in the hold that the command begins.
+
+        In an update these are the started ones, in the first update all; while they sleep, those that sleep.
+        """
         if command.hold == SLEEP:
             return await self._before_sleep()
         if SLEEP in self._held:
@@ -207,7 +206,7 @@ class EnginePool(ControlledEngine):
         return await self._until(command.name, self._started)
 
     async def _before_sleep(self) -> list[PooledEngine]:
-        """All engines that have been started, when no start is under way; from now on none begins."""
+        """Return the started engines when no start is under way; from now on none begins."""
         self._held[SLEEP] = []
         self._changed()
         # Not interrupted, or an engine that starts for longer than others generate would never be there again.
@@ -231,7 +230,7 @@ class EnginePool(ControlledEngine):
         return engine
 
     async def _keep_alive(self, number: int) -> None:
-        """One engine after another, until they have died too often."""
+        """Run one engine after another, until they have died too often."""
         failed_starts = 0
         try:
             while self._failure is None:
@@ -271,7 +270,7 @@ class EnginePool(ControlledEngine):
         return [engine for engine in self._engines if engine.state in ("awaiting", "ready")]
 
     async def _until(self, who: str, condition: Callable[[], T]) -> T:
-        """What `condition` gives, as soon as that is true."""
+        """Return the value of `condition` as soon as it is true."""
         while True:
             self._check(who)
             if met := condition():
@@ -281,7 +280,6 @@ class EnginePool(ControlledEngine):
     def _changed(self) -> None:
         self._note_down()
         self._any_started = self._any_started or bool(self._started())
-        # Whoever waits is woken; whoever waits from now on gets a new one.
         self._change.set()
         self._change = asyncio.Event()
         if self.on_awaiting_weights is not None and self.awaiting_weights:
@@ -295,13 +293,13 @@ class EnginePool(ControlledEngine):
             self._down_since = time.monotonic()
 
     def _check(self, who: str) -> None:
-        """A new error for each who waits: an exception raised in several tasks would mix up their tracebacks."""
+        """Raise a new error in each task that waits: one for all of them would mix up their tracebacks."""
         if self._failure is not None:
             kind = "" if isinstance(self._failure, SpurlineError) else f"{type(self._failure).__name__}: "
             raise RunFailedError(f"{who}: the rollout engines have ended: {kind}{self._failure}") from self._failure
 
     def _fail(self, failure: Exception) -> None:
-        """Nobody is left waiting, now or later, and every engine ends."""
+        """End every engine, and all waiting, now and later."""
         if self._failure is None:
             self._failure = failure
             for life in self._lives:

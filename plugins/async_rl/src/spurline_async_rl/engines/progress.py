@@ -1,4 +1,4 @@
-"""What has come of one response so far, in few objects however long it is.
+"""Hold the tokens of one response so far, in few objects however long it is.
 
 Place on the way: tokens of an engine, in chunks -> Progress -> result, or what another engine goes on with.
 No engine and no waiting here.
@@ -50,7 +50,7 @@ class Progress:
 
     @property
     def raw_logprobs(self) -> NDArray[np.float32] | None:
-        """None from the first chunk on whose engine could not tell them."""
+        """The model's own logprobs; None once an engine could not tell them."""
         return None if self._raw_logprobs is None else np.array(self._raw_logprobs, np.float32)
 
     @property
@@ -68,11 +68,11 @@ class Progress:
         return self._token_ids[-1] if self._token_ids else None
 
     def tokens_from(self, start: int) -> Sequence[int]:
-        """The token ids from this one on."""
+        """Return the token ids from this index on."""
         return self._token_ids[start:]
 
     def add(self, token_ids: TokenIds, logprobs: Logprobs, raw_logprobs: Logprobs | None, version: int) -> None:
-        """Take the next tokens, all of one version. raw_logprobs: None where the engine cannot tell them."""
+        """Take the next tokens, all of one version. raw_logprobs: None if the engine cannot tell them."""
         count = len(token_ids)
         sizes = {count, len(logprobs), count if raw_logprobs is None else len(raw_logprobs)}
         assert len(sizes) == 1, f"columns of one chunk have {sizes} values"
@@ -84,7 +84,7 @@ class Progress:
         self._note_run(version, count)
 
     def extend(self, other: Progress) -> None:
-        """Take all tokens of another part of the response, which follows this one. Experts are not a part of it."""
+        """Take all tokens of the next part of the response, without experts."""
         if not len(other):
             return
         self._token_ids.extend(other._token_ids)
@@ -94,7 +94,7 @@ class Progress:
             self._note_run(version, count)
 
     def cut(self, length: int) -> None:
-        """Keep this many tokens, and forget those behind."""
+        """Drop the tokens beyond this length."""
         excess = len(self) - length
         for column in (self._token_ids, self._logprobs, self._raw_logprobs):
             if column is not None:

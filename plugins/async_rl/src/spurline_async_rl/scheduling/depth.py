@@ -61,11 +61,11 @@ class AdmissionDepth:
         return math.ceil(self.value)
 
     def note_held_back(self) -> None:
-        """A group would have started but for the depth."""
+        """Note that a group would have started but for the depth."""
         self._held_back_ago = 0
 
     def adapt(self, lacked_s: float, seconds: float) -> None:
-        """A batch has been taken. seconds: since the one before, for lacked_s of which too few groups were there."""
+        """Adapt to a batch taken after so many seconds, for lacked_s of which too few groups were there."""
         held_back = self._held_back_ago <= _MEMORY
         self._held_back_ago += held_back
         if not self._adapts:
@@ -77,12 +77,11 @@ class AdmissionDepth:
             self._set(self.value + self._rise + _RISE_PER_WAIT * self._batch_size * share)
 
     def state_dict(self) -> dict[str, object]:
-        """Empty for a fixed depth, which says nothing about how many groups are enough."""
+        """Return the state; empty for a fixed depth."""
         return {"value": self.value, "held_back_ago": self._held_back_ago} if self._adapts else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the depth of another run, as far as this one's limits allow; a fixed depth stays what it is, and
-        is nothing to go on with."""
+        """Go on with the depth of another run, as far as this one's limits allow; a fixed depth stays."""
         if self._adapts and state:
             self._set(float(state["value"]))
             self._held_back_ago = int(state["held_back_ago"])

@@ -51,7 +51,7 @@ AtBound = Literal["wait", "mask"]
 
 
 class State(IntEnum):
-    """What has become of a drawn prompt. TRAINED stands for every positive number, the 1-based step that trained it."""
+    """The state of a drawn prompt. TRAINED stands for every positive number, the 1-based step that trained it."""
 
     PENDING = 0
     RUNNING = -1
@@ -72,7 +72,7 @@ _NEXT: Mapping[State, tuple[State, ...]] = {
 
 @dataclass(frozen=True)
 class SchedulerLimits:
-    """What the scheduler may do.
+    """Limits of the scheduler.
 
     max_staleness: S. batch_size: groups per batch, B. max_running: groups generated at the same time, K.
     order: `fifo` takes groups as they were drawn; `window` lets a finished group overtake where that cannot make
@@ -149,7 +149,7 @@ class Scheduler:
         return sorted(self._filtered)
 
     def draw(self) -> int:
-        """The prompt to start next: the earliest that a restart interrupted, else a new one.
+        """Return the prompt to start next: the earliest that a restart interrupted, else a new one.
 
         It is pending until it is admitted, or skipped because its row cannot be used.
         """
@@ -161,11 +161,11 @@ class Scheduler:
         return self._pending[0]
 
     def may_admit(self) -> bool:
-        """Whether one more group may start now."""
+        """Return whether one more group may start now."""
         return self._has_room() and not self._exceeds_depth()
 
     def admit(self, draw: int) -> None:
-        """The group of the pending prompt starts, with the published weights."""
+        """Start the group of the pending prompt, with the published weights."""
         assert self.may_admit(), f"draw {draw} may not start: {self}"
         self._leave_pending(draw)
         self._move(draw, State.RUNNING)
@@ -173,13 +173,15 @@ class Scheduler:
         self._note_depth()
 
     def skip(self, draw: int) -> None:
-        """The pending prompt will not start: its row cannot be used."""
+        """Drop the pending prompt, whose row cannot be used."""
         self._leave_pending(draw)
         self._move(draw, State.SKIPPED)
 
     def end(self, draw: int, state: State) -> None:
-        """The group under way has ended: buffered, filtered (it may fill up the next batch), given up, or skipped,
-        which uses up none of the draws that a batch may take."""
+        """End the group under way: buffered, filtered (it may fill up the next batch), given up, or skipped.
+
+        Skipped prompts use up none of the draws that a batch may take.
+        """
         self._move(draw, state)
         version = self._running.pop(draw)
         if state is State.BUFFERED:
@@ -191,17 +193,17 @@ class Scheduler:
         self._note_depth()
 
     def publish(self, version: int) -> None:
-        """Weights of this version are what engines generate with from now on."""
+        """Note that engines generate with weights of this version from now on."""
         assert version >= self.version, f"version {version} after {self.version}"
         self.version = version
         self._note_depth()
 
     def await_batch(self) -> None:
-        """Training waits for the next batch from now on: until it is taken, the depth holds no group back."""
+        """Note that training waits: until the next batch is taken, the depth holds no group back."""
         self._is_awaited = True
 
     def next_batch(self) -> list[int] | None:
-        """The draws of the next batch in draw order, or None while it has to wait."""
+        """Return the draws of the next batch in draw order, or None while it has to wait."""
         size = self.limits.batch_size
         if self.num_buffered + len(self._filtered) < size or self._lacks_due_group():
             return None
@@ -214,7 +216,7 @@ class Scheduler:
         return None
 
     def is_exhausted(self) -> bool:
-        """Whether the next batch cannot be filled: its draws are used up, and too few of them can be trained on."""
+        """Return whether the draws of the next batch are used up, and too few of them can be trained on."""
         return self._draws_used_up() and self.num_buffered + len(self._filtered) < self.limits.batch_size
 
     def take(self, wait_s: float = 0.0, seconds: float = 0.0) -> list[int]:
@@ -239,15 +241,15 @@ class Scheduler:
         return chosen
 
     def in_state(self, state: State) -> list[int]:
-        """Draws in this state, ascending."""
+        """Return the draws in this state, ascending."""
         return np.flatnonzero(self._kinds() == state).tolist()
 
     def trained(self) -> dict[int, int]:
-        """Step by draw, of all prompts that were trained on."""
+        """Return step by draw, of all prompts that were trained on."""
         return {draw: int(self._states[draw]) for draw in self.in_state(State.TRAINED)}
 
     def counts(self) -> dict[str, int]:
-        """Prompts by the name of their state; the sum is `num_drawn`."""
+        """Return the number of prompts by the name of their state; the sum is `num_drawn`."""
         kinds = self._kinds()
         return {state.name.lower(): int((kinds == state).sum()) for state in State}
 

@@ -35,7 +35,7 @@ _Phase = Literal["wait", "train", "transfer", "pause"]
 
 @dataclass(frozen=True)
 class SimulatedRun:
-    """What a run left.
+    """The record of a run.
 
     records: of each step, as a real run leaves them. work: by draw, in the order of admission, the work that each group
     got done with each version of the weights, in the attempt that counts. depths: by step, the depth of admission after

@@ -9,7 +9,7 @@ after the other. Nothing else moves memory, and every step of a change waits for
 
 So at any time at most the weights of both are there, and never a cache beside an optimizer's state. A change that fails
 leaves the memory to nobody, and the run ends: nothing is trained or generated after it. An engine that dies is
-different: the others go on, and it is started anew when engines have the memory, never while the trainer has it.
+different: the others go on, and it is started again when engines have the memory, never while the trainer has it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Owner = Literal["trainer", "engines", "nobody"]
 
 
 class SleepingEngine(Protocol):
-    """A `TakesWeights` that `MaySleep`."""
+    """An engine that both `TakesWeights` and `MaySleep`."""
 
     takes_adapters: bool
     longest_start_s: float
@@ -41,15 +41,16 @@ class SleepingEngine(Protocol):
 
 
 class Publishes(Protocol):
-    """What `Colocation` needs of a `Publisher`."""
+    """The part of a `Publisher` that `Colocation` needs."""
 
     def start_engines(self) -> None: ...
     def publish(self, version: int, backend: Backend, engines: Sequence[TakesWeights] | None = None) -> SyncReport: ...
 
 
 class Colocation:
-    """All methods are called on the training thread. Each raises RunFailedError when memory did not change hands, and
-    when it had not before.
+    """The owner of the devices' memory. All methods are called on the training thread.
+
+    Each raises RunFailedError if memory does not change hands, or did not before.
 
     offloads_trainer: whether the trainer's weights leave too. engines_have: version of the weights that all engines
     hold, asleep or awake; None when they hold none of a known version.
@@ -84,8 +85,10 @@ class Colocation:
         self.take_back(keep_weights=False)
 
     def give(self, version: int) -> SyncReport | None:
-        """Return when engines generate with the weights of this version, which are the backend's now. Returns what
-        publishing them took, None where engines had them already."""
+        """Return when engines generate with the weights of this version, which are the backend's now.
+
+        Returns the report of publishing them; None if engines had them already.
+        """
         report: SyncReport | None = None
         with self._passing("trainer", "engines", "giving it to the engines"):
             # What an update keeps goes first: while weights are sent, those of both sides and a bucket are there.
@@ -110,9 +113,9 @@ class Colocation:
             self._backend.take_device()
 
     def serve(self, version: int, engines: Sequence[TakesWeights]) -> None:
-        """Bring these weights to engines that were started anew, while it is the engines' turn."""
+        """Bring these weights to engines that were started again, while it is the engines' turn."""
         if not self._offloads_trainer:
-            with self._passing("engines", "engines", "publishing to an engine that was started anew"):
+            with self._passing("engines", "engines", "publishing to an engine that was started again"):
                 self._publisher.publish(version, cast("Backend", self._backend), engines)
                 self._backend.yield_device(keep_weights=True)
             return
@@ -128,7 +131,7 @@ class Colocation:
 
     @contextmanager
     def _passing(self, owner: Owner, to: Owner, what: str) -> Generator[None]:
-        """What happens inside passes the memory on. An error leaves it to nobody, for good."""
+        """Pass the memory on with the code inside. An error leaves it to nobody, for good."""
         if self._failure is not None:
             raise RunFailedError(
                 f"The memory of the devices was lost to trainer and engines before {what}: {self._failure}"
@@ -156,7 +159,7 @@ class Colocation:
 
 
 def as_sleeping(engine: RolloutEngine) -> SleepingEngine:
-    """The engine as one that can give its memory away. Raises ConfigError for one that cannot."""
+    """Return the engine if it can give its memory away; raise ConfigError otherwise."""
     if not isinstance(engine, MaySleep) or not isinstance(engine, TakesWeights):
         raise ConfigError.at(
             "source.engine.placement",
@@ -166,7 +169,7 @@ def as_sleeping(engine: RolloutEngine) -> SleepingEngine:
 
 
 def check_capable(engine: RolloutEngine, backend: Backend, run: RunConfig) -> tuple[SleepingEngine, YieldsDevice]:
-    """Both as what they have to be. Raises ConfigError when one of them cannot give its memory away."""
+    """Return both if they can give their memory away; raise ConfigError otherwise."""
     sleeping = as_sleeping(engine)
     if not isinstance(backend, YieldsDevice):
         raise ConfigError.at(

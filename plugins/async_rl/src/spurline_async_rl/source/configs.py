@@ -1,7 +1,5 @@
-"""What a run of asynchronous rollouts may choose: the bound, the order of groups, publishes, recordings, patience.
-
-Imports no torch.
-"""
+"""Settings of asynchronous rollouts: the bound, the order of groups, publishes, recordings, patience. Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -44,12 +42,12 @@ class AsyncRolloutsConfig(PromptSourceConfig):
     """`window`: train on what is finished, a group overtaking another only where that cannot make it too old. `fifo`:
     train in the order of the draws, so that which groups make a batch does not depend on time."""
     at_bound: Annotated[Literal["wait", "mask"], OnResume.BY_NAME] = "wait"
-    """Where taking what is finished would make other groups too old: wait for them, or take it, and later `mask` their
-    tokens over the bound, which get no loss and are counted. `mask` needs order: window."""
+    """`wait` for groups that would get too old if finished ones were taken first, or take these, and `mask` the tokens
+    of the others that are over the bound: they get no loss and are counted. `mask` needs order: window."""
     publish_every: Annotated[int, OnResume.BY_NAME] = Field(default=1, gt=0)
     """Steps between two publishes of the weights; at most max_staleness + 1."""
     weight_sync: Annotated[Annotated[WeightSyncConfig, Component("weight_sync")] | None, OnResume.FREE] = None
-    """The way of weights to the engines; null takes the best one that the engine reads."""
+    """Transport of weights to the engines; null takes the best one that the engine reads."""
     record_groups: Annotated[bool, OnResume.FREE] = False
     """Keep the groups that each step trained on in RUN_DIR/groups; source `recorded_rollouts` trains on them again."""
     watchdog_s: Annotated[float, OnResume.FREE] = Field(default=300.0, gt=0)
@@ -60,14 +58,14 @@ class AsyncRolloutsConfig(PromptSourceConfig):
     @model_validator(mode="before")
     @classmethod
     def _with_default_engine(cls, values: Any) -> Any:
-        """An engine that generates on cores of its own: vLLM where it is installed, else the Hugging Face model."""
+        """Choose vLLM where it is installed, else the Hugging Face model in processes of its own."""
         if not isinstance(values, dict) or "engine" in values:
             return values
         return {**values, "engine": {"name": "vllm" if find_spec("vllm") else "child_process"}}
 
     @property
     def groups_at_once(self) -> int:
-        """Groups under way at the same time, chosen or by default."""
+        """Groups under way at the same time."""
         if self.max_concurrent_groups is not None:
             return self.max_concurrent_groups
         return self.prompts_per_step if self.max_staleness == 0 else -(-self.prompts_per_step // 4)
@@ -91,13 +89,12 @@ class AsyncRolloutsConfig(PromptSourceConfig):
         return ColocatedEngine(self.engine, self.responses_at_once, length, bucket)
 
     def group_terms(self) -> dict[str, Any]:
-        """Settings that a finished group was made under, as plain values for a checkpoint."""
+        """Return the settings that a finished group was made under, as plain values for a checkpoint."""
         bound = {name: getattr(self, name) for name in ("max_staleness", "order", "at_bound")}
         return {**bound, "sampling": self.sampling.model_dump(mode="json")}
 
     def may_train_on(self, terms: Mapping[str, Any]) -> bool:
-        """Whether groups made under these `group_terms` keep what this run promises: the bound, and that logprobs are
-        those of the distribution that is sampled from."""
+        """Return whether groups made under these `group_terms` keep this run's bound and its sampling."""
         own = self.group_terms()
         return terms["max_staleness"] <= own["max_staleness"] and {**terms, "max_staleness": 0} == {
             **own,
@@ -105,7 +102,7 @@ class AsyncRolloutsConfig(PromptSourceConfig):
         }
 
     def describe_bound(self) -> list[str]:
-        """What is guaranteed, in sentences."""
+        """Return sentences on the guaranteed bound."""
         bound, most = self.max_staleness, self.prompts_per_step * (self.max_staleness + 1)
         ahead = f"At most {most} groups are ahead of training, {self.groups_at_once} of them under way at a time."
         if bound == 0:
@@ -163,7 +160,6 @@ class AsyncRolloutsConfig(PromptSourceConfig):
             )
 
     def _depth_problems(self, most: int) -> Iterable[Problem]:
-        """A number has to be enough for a batch, and not more than the bound allows."""
         if isinstance(self.depth, str):
             return
         least = self.prompts_per_step
@@ -181,7 +177,6 @@ class AsyncRolloutsConfig(PromptSourceConfig):
             )
 
     def _colocation_problems(self) -> Iterable[Problem]:
-        """Engines on the trainer's devices generate while it does not train, so nothing can be far ahead of it."""
         if not self.engine.is_colocated:
             return
         instead = "or placement: local, with devices for engines alone"

@@ -18,12 +18,12 @@ T = TypeVar("T")
 
 
 GRACE_S = 60.0
-"""Longer than anything on the loop may take by a limit of its own, which knows better what it waited for."""
+"""Seconds beyond the own limits of work on the loop, whose errors say better what was waited for."""
 
 
 @contextmanager
 def ends_the_run(what: str) -> Generator[None]:
-    """An error inside leaves engines in a state that nothing may be trained after; one of no known kind says so."""
+    """Turn an unknown error inside into one that says that nothing may be trained after it."""
     try:
         yield
     except SpurlineError:
@@ -40,7 +40,7 @@ async def _calling(function: Callable[..., T], *arguments: Any) -> T:
 
 
 class LoopThread:
-    """Started with the first use. Its methods are called from another thread, and wait for the loop."""
+    """A thread with an event loop, started with the first use. Its methods are called from another thread."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -56,9 +56,9 @@ class LoopThread:
         every_s: float | None = None,
         still: Callable[[float], None] | None = None,
     ) -> T:
-        """The coroutine's result. Raises RunFailedError when it takes longer, and then cancels it.
+        """Return the coroutine's result. Raises RunFailedError if it takes longer, and cancels it.
 
-        every_s, still: meanwhile, every so many seconds, `still` is called with the seconds passed.
+        every_s, still: every so many seconds `still` is called with the seconds passed.
         """
         future = self.start(coroutine)
         began = time.monotonic()
@@ -81,21 +81,21 @@ class LoopThread:
             future.cancel()
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """What the coroutine will return; nobody waits for it here."""
+        """Start the coroutine, and return the future of its result."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._started())
 
     def submit(self, function: Callable[..., T], *arguments: Any) -> concurrent.futures.Future[T]:
-        """What a function will return that must run on the loop, between two of its tasks."""
+        """Start a function on the loop, and return the future of its result."""
         return self.start(_calling(function, *arguments))
 
     def call(self, function: Callable[..., T], *arguments: Any, timeout_s: float = 120.0) -> T:
-        """What a function returns that must run on the loop, between two of its tasks."""
+        """Run a function on the loop, and return its result."""
         name = getattr(function, "__name__", "a call")
         what = f"The event loop of the rollouts is blocked: {name}"
         return self.run(_calling(function, *arguments), timeout_s, what)
 
     def responds(self, timeout_s: float) -> bool:
-        """Whether the loop still turns; not where code of a task blocks it."""
+        """Return whether the loop still turns, so that no task blocks it."""
         if self._loop is None:
             return True
         try:
@@ -105,7 +105,7 @@ class LoopThread:
         return True
 
     def position(self) -> str:
-        """Where in the code the loop's thread is right now, which is what blocks it if anything does."""
+        """Return where in the code the loop's thread is right now."""
         assert self._thread is not None, "not started"
         frame = sys._current_frames().get(self._thread.ident or 0)
         if frame is None:

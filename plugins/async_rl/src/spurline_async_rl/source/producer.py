@@ -29,7 +29,7 @@ _ADMITTED_AT_ONCE = 32
 
 
 class Producer:
-    """State between steps: that of the scheduler, finished groups, and what the next batch has cost so far.
+    """Generates groups on an event loop, and holds finished ones and the costs of the next batch.
 
     began_at: when each group under way began, by uid, on the monotonic clock. filters: groups whose returns are equal
     make way for further prompts. notify: called on the loop after everything that may let the training thread go on.
@@ -72,15 +72,15 @@ class Producer:
         self._admit()
 
     def publish(self, version: int) -> None:
-        """All engines generate with these weights; more groups may start."""
+        """Let more groups start, as all engines generate with these weights."""
         self.scheduler.publish(version)
         self._admit()
 
     def take(self, step: int, wait_s: float = 0.0, seconds: float = 0.0) -> tuple[Collected, int] | None:
-        """The groups of this step and the retries they took, or None while they are not there.
+        """Return the groups of this step and the retries they took, or None while they are not there.
 
         seconds: since the groups of the step before were taken, for wait_s of which these were not there.
-        Raises what ended generation, and RunFailedError when the step cannot be filled.
+        Raises the error that ended generation, and RunFailedError if the step cannot be filled.
         """
         scheduler = self.scheduler
         if self._failure is not None:
@@ -117,13 +117,12 @@ class Producer:
         self._worker.shutdown(cancel_futures=True)
 
     def snapshot(self) -> tuple[dict[str, object], Sequence[Group]]:
-        """State without the groups it keeps, and these, to be encoded elsewhere: that takes seconds for large ones, in
-        which this loop would serve nobody. Groups under way will start again."""
+        """Return the state and the finished groups, which take long to encode; groups under way will start again."""
         kept = [self._groups[draw] for draw in sorted(self._groups)]
         return {**self.scheduler.state_dict(), "costs": dict(self._costs)}, kept
 
     def load_state_dict(self, state: Mapping[str, Any], *, keep_groups: bool = True) -> None:
-        """keep_groups: whether finished groups may be trained on; otherwise their prompts are tried again."""
+        """Restore a state. Without `keep_groups` the prompts of finished groups are tried again."""
         self.scheduler.load_state_dict(state, keep_groups=keep_groups)
         self._costs = {name: int(count) for name, count in state["costs"].items()}
         groups = groups_of(state["groups"]) if keep_groups else ()
@@ -193,7 +192,7 @@ class Producer:
         self._timeline.group_ended(draw.number, STATE_NAMES[state], tokens=tokens, oldest=oldest, newest=newest)
 
     def _fail(self, error: BaseException) -> None:
-        """Nothing further starts; the training thread gets the error with the next batch it asks for."""
+        """Start nothing further; the training thread gets the error with the next batch it asks for."""
         self._failure = self._failure or error
         self._notify()
 

@@ -23,9 +23,9 @@ from spurline_rl.protocols.weight_sync import SyncReport, WeightSync, WeightSync
 
 
 class Publisher:
-    """Publishes to the engines of one run. Raises what `check_publishing` does.
+    """Publishes to the engines of one run. Raises as `check_publishing` does.
 
-    notify: called on the loop when an engine was started anew and awaits weights.
+    notify: called on the loop when an engine was started again and awaits weights.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class Publisher:
 
     @property
     def awaiting_weights(self) -> Sequence[TakesWeights]:
-        """Engines that were started anew and generate nothing before they get weights."""
+        """Engines that were started again and generate nothing before they get weights."""
         return self._engine.awaiting_weights
 
     def start_engines(self) -> None:
-        """Before the first publish, whose time limit is about sending weights alone."""
+        """Start the engines, before the first publish, whose time limit is about sending weights alone."""
         limit = self._engine.longest_start_s + GRACE_S
         self._loop.run(self._engine.start(), limit, f"Starting rollout engine '{self._name}'")
         # Servers that run already tell only now how they take weights.
@@ -67,12 +67,12 @@ class Publisher:
     def publish(self, version: int, backend: Backend, engines: Sequence[TakesWeights] | None = None) -> SyncReport:
         """Return when these engines, or all, generate with the backend's weights.
 
-        Raises RunFailedError when they do not; nothing may be trained after that.
+        Raises RunFailedError if they do not; nothing may be trained after that.
         """
         what = f"Publishing the weights of version {version} over {self._sync.transport}"
         if engines is None:
             # Its start has limits of its own, which are no part of the transport's.
-            waiting = f"Starting a rollout engine '{self._name}' anew"
+            waiting = f"Starting a rollout engine '{self._name}' again"
             self._loop.run(self._engine.wait_for_one(), self._engine.longest_start_s + GRACE_S, waiting)
         publishing = self._sync.publish(version, backend, [self._engine] if engines is None else engines)
         self._timeline.began("publish")
@@ -104,7 +104,7 @@ def check_publishing(engine: RolloutEngine, config: AsyncRolloutsConfig, run: Ru
 
 
 def as_taking(engine: RolloutEngine, config: AsyncRolloutsConfig) -> TakesWeights:
-    """The engine as one that takes weights. Raises ConfigError for one that takes none."""
+    """Return the engine if it takes weights; raise ConfigError otherwise."""
     if not isinstance(engine, TakesWeights):
         raise ConfigError.at(
             "source.engine.name",
@@ -117,10 +117,9 @@ def as_taking(engine: RolloutEngine, config: AsyncRolloutsConfig) -> TakesWeight
 def choose_sync(
     given: WeightSyncConfig | None, engine: TakesWeights, registry: Registry, on_gpu: bool
 ) -> WeightSyncConfig:
-    """The config of the transport to create: the config's own `weight_sync`, or the first of the engine's transports
-    that can be used here.
+    """Return the config's own `weight_sync`, or that of the engine's first transport that can be used here.
 
-    on_gpu: whether the weights are on GPUs. Raises ConfigError naming both sides when they do not fit.
+    on_gpu: whether the weights are on GPUs. Raises ConfigError if the transport and the engine do not fit.
     """
     reads = listing(engine.transports)
     if given is not None:

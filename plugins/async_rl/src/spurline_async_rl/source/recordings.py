@@ -33,7 +33,7 @@ from spurline_rl.prompt_source import Collected, PromptSource
 from spurline_rl.trajectory import Group, Trajectory, Turn, turns_of
 
 _FIELDS = ("prompt_ids", "response_ids", "loss_mask", "logprobs", "versions", "rewards", "routed_experts")
-"""What a turn holds before it is prepared for training; values, advantages and returns come afterwards."""
+"""The fields of a turn before it is prepared for training."""
 _ABSENT = -1
 RECORDED_GROUPS = "groups"
 """Folder of the recorded groups, in the run directory."""
@@ -44,15 +44,12 @@ _BLOCK_BYTES = 32 << 20
 
 
 def groups_state(groups: Sequence[Group]) -> dict[str, object]:
-    """State as that of a component may be. Blocks are made from the groups as they are written.
-
-    groups: the sequence stays as it is, as groups that are finished do.
-    """
+    """Return the state of groups, which must not change; blocks are made of them as they are written."""
     return {"blocks": StateParts(lambda: map(_block_state, _blocks(groups)), is_frozen=True)}
 
 
 def groups_of(state: Mapping[str, Any]) -> Iterator[Group]:
-    """The groups that `groups_state` was given, in order, of which no more than a block is read ahead."""
+    """Yield the groups that `groups_state` was given, in order, reading no more than a block ahead."""
     # Earlier checkpoints and recordings hold all groups as one block.
     return (group for block in state.get("blocks", [state]) for group in _groups_of_block(block))
 
@@ -151,7 +148,7 @@ def _split(joined: Mapping[str, Any]) -> list[NDArray[Any] | None]:
 
 
 def recorded_step(run_dir: Path, step: int) -> Path:
-    """Path of a step's groups, without the suffixes of component state."""
+    """Return the path of a step's groups, without the suffixes of component state."""
     return run_dir / RECORDED_GROUPS / f"step-{step:06d}"
 
 
@@ -165,7 +162,7 @@ def record_groups(run_dir: Path, step: int, groups: Sequence[Group]) -> None:
 
 
 class RecordedRolloutSource(PromptSource):
-    """Reads the groups of each step from a recording. It has no state: the step is the position in the recording."""
+    """A source that reads the groups of each step from a recording. The step is its only state."""
 
     def __init__(self, config: RecordedRolloutsConfig, context: SourceContext) -> None:
         super().__init__(config, context)

@@ -41,13 +41,13 @@ from spurline_rl.protocols.rollout_engine import RolloutEngine
 from spurline_rl.protocols.weight_sync import SyncReport
 
 _CLOSE_TIMEOUT_S = 120.0
-"""More than engines and attempts may take by their own limits; when it passes, something is stuck."""
+"""Seconds beyond the own limits of engines and attempts."""
 _BLOCKED_AFTER_S = 5.0
 """Seconds without an answer after which the event loop counts as blocked when the run ends."""
 
 
 class AsyncRolloutSource(PromptSource):
-    """Trains on groups that were generated meanwhile. Its state is the producer's, and that of every prompt source."""
+    """A source of groups that are generated while the model trains."""
 
     generates_with_copies = True
     records = (*PromptSource.records, TIMELINE_FILE, RECORDED_GROUPS)
@@ -169,7 +169,7 @@ class AsyncRolloutSource(PromptSource):
         return replace(batch, info={**batch.info, **ages, **measured})
 
     def _levels(self) -> dict[str, float]:
-        """Where generation stands and what it has cost since the last call; called on the loop."""
+        """Return where generation stands and its costs since the last call; called on the loop."""
         scheduler = self._producer.scheduler
         return {
             "async/running": float(scheduler.num_running),
@@ -184,10 +184,7 @@ class AsyncRolloutSource(PromptSource):
         return done / self._prompts.prompts_per_epoch
 
     def after_update(self, step: int, backend: Backend) -> Mapping[str, float]:
-        """Publish the weights when it is time to. After the last step nobody is left to generate with them.
-
-        Colocated engines get them when they have room for them, at their next turn.
-        """
+        """Publish the weights when it is time to. Colocated engines get them at their next turn."""
         self._timeline.ended("train")
         self._updates = step
         if self._colocation is None and step % self._config.publish_every == 0 and step < self.total_steps:
@@ -196,7 +193,7 @@ class AsyncRolloutSource(PromptSource):
         return {} if self._colocation is not None else self._take_synced()
 
     def make_attempts(self, prompts: Sequence[Draw], held_out: HeldOutConfig) -> Sequence[Outcome]:
-        """Attempts with the newest weights, beside those of training."""
+        """Make attempts with the newest weights, beside those of training."""
         if self._colocation is None and self._producer.scheduler.version < self._updates:
             self._advance()
         # No further groups start with colocated engines, which would only be interrupted when it is over.
@@ -229,7 +226,7 @@ class AsyncRolloutSource(PromptSource):
         self._producer.load_state_dict(state, keep_groups=self._config.may_train_on(terms))
 
     def close(self) -> None:
-        """End generation, engines and threads. What fails on the way never hides the error that ended the run."""
+        """End generation, engines and threads. Errors on the way never hide the one that ended the run."""
         self._collector.close()
         ended_by = failure = sys.exception()
         if not self._loop.responds(_BLOCKED_AFTER_S):
@@ -263,7 +260,7 @@ class AsyncRolloutSource(PromptSource):
             self._publisher.close()
 
     def _wait_for_groups(self, step: int) -> tuple[Collected, int]:
-        """The groups of this step, and the attempts that were made again for them."""
+        """Return the groups of this step, and the attempts that were made again for them."""
         watchdog = self._watchdog(partial(stall_report, self._producer, self._observed, step))
         missing_since: float | None = None
         while True:
@@ -279,7 +276,7 @@ class AsyncRolloutSource(PromptSource):
             watchdog.wait(self._changed)
 
     def _serve_restarted_engines(self) -> None:
-        """Give engines that were started anew the weights that they generate with from then on."""
+        """Publish to engines that were started again."""
         assert self._publisher is not None, "not started"
         awaiting = self._publisher.awaiting_weights
         if awaiting and self._colocation is not None:
@@ -292,9 +289,9 @@ class AsyncRolloutSource(PromptSource):
 
     @contextmanager
     def _engines_turn(self, *, keep_weights: bool) -> Generator[None]:
-        """Inside, engines generate with the weights as they are now. Colocated ones sleep before and afterwards.
+        """Let colocated engines generate inside, with the weights as they are now; they sleep before and afterwards.
 
-        keep_weights: as of `Colocation.take_back`. An error inside leaves them awake: the run ends.
+        keep_weights: see `Colocation.take_back`. An error inside leaves them awake: the run ends.
         """
         if self._colocation is None:
             yield
@@ -307,13 +304,13 @@ class AsyncRolloutSource(PromptSource):
         self._colocation.take_back(keep_weights=keep_weights)
 
     def _generate(self) -> None:
-        """Let groups start with the weights that colocated engines have now; others have got theirs already."""
+        """Let groups start with the weights that colocated engines have now; others have theirs already."""
         if self._colocation is not None:
             self._loop.call(self._producer.publish, self._updates)
             self._loop.call(self._producer.start)
 
     def _note_synced(self, report: SyncReport, *, is_update: bool = True) -> None:
-        """Engines have got new weights. is_update: not those that the run began with, or that they had before."""
+        """Note a publish. is_update: whether these are other weights than engines had before."""
         if is_update:
             self._hooks.on_weights_synced(step=self._updates, report=report)
         seen = self._synced
@@ -321,12 +318,12 @@ class AsyncRolloutSource(PromptSource):
         self._synced = {name: seen.get(name, 0.0) + value for name, value in new.items()}
 
     def _take_synced(self) -> dict[str, float]:
-        """Metrics of publishes and of changes between engines and trainer since the last call."""
+        """Return metrics of publishes and of turns since the last call."""
         synced, self._synced = self._synced, {}
         return synced if self._colocation is None else {**synced, **self._colocation.take_seconds()}
 
     def _advance(self) -> SyncReport:
-        """Every engine generates with the weights as they are now; more groups may start."""
+        """Publish the weights as they are now, and let more groups start."""
         assert self._publisher is not None, "not started"
         report = self._publisher.publish(self._updates, self._backend)
         self._loop.call(self._producer.publish, self._updates)

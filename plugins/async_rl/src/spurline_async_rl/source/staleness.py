@@ -1,4 +1,4 @@
-"""How old the tokens of a batch are, and what to do with those over the bound.
+"""Measure how old the tokens of a batch are, and mask those over the bound.
 
 A token's staleness is the number of updates between the weights it came from and those it is trained on.
 """
@@ -17,7 +17,7 @@ from spurline_rl.trajectory import Group, Turn, turns_of, with_turns
 
 
 def mask_over_age(groups: Sequence[Group], updates: int, max_staleness: int) -> tuple[Sequence[Group], int]:
-    """The groups with no loss on tokens older than the bound, and how many trained tokens lost it.
+    """Return the groups with no loss on tokens older than the bound, and how many trained tokens lost it.
 
     updates: in the weights that will be trained on these groups.
     """
@@ -27,7 +27,6 @@ def mask_over_age(groups: Sequence[Group], updates: int, max_staleness: int) -> 
 
 
 def _mask_older(group: Group, oldest: int) -> tuple[Group, int]:
-    """The group with no loss on tokens from versions before `oldest`, and how many trained tokens lost it."""
     versions, counts = _trained_versions(group)
     masked = int(counts[versions < oldest].sum())
     if not masked:
@@ -41,7 +40,7 @@ def _mask_older(group: Group, oldest: int) -> tuple[Group, int]:
 
 
 def staleness_metrics(groups: Sequence[Group], updates: int, max_staleness: int, masked: int) -> dict[str, float]:
-    """`staleness/mean`, `/max` and `/tokens_D` (trained tokens D updates old), `/masked_tokens`.
+    """Return `staleness/mean`, `/max` and `/tokens_D` (trained tokens D updates old), `/masked_tokens`.
 
     Raises AssertionError when a trained token is over the bound: the scheduler must never let that happen.
     """
@@ -60,7 +59,7 @@ def staleness_metrics(groups: Sequence[Group], updates: int, max_staleness: int,
 
 
 def version_range(group: Group) -> tuple[int, int]:
-    """The oldest and the newest version of weights that a token of this group came from."""
+    """Return the oldest and the newest version of weights that a token of this group came from."""
     versions = _checked(group).columns["versions"]
     return int(versions.min()), int(versions.max())
 
@@ -70,7 +69,7 @@ def _trained_versions(group: Group) -> tuple[NDArray[np.int64], NDArray[np.int64
 
 
 def _checked(group: Group) -> FlatTurns:
-    """The group's turns, which all have versions."""
+    """Return the group's turns, which must all have versions."""
     if "versions" not in group.flat.columns:
         raise PluginError(
             "A turn came back without versions of its tokens, so their age cannot be bounded. The environment must "

@@ -1,8 +1,8 @@
-"""Publish weights bucket by bucket: what all transports share, and the one that has nothing else to do.
+"""Publish weights bucket by bucket: the base of all transports, and the one within a process.
 
 Place on the way: the backend, on a thread -> buckets, one at a time -> every engine at once. A transport has two sides:
 the sync, here, tells the engines; its maker makes the buckets where the weights are, in this process or in a rank of
-the backend. What an engine does with a bucket is the engine's business.
+the backend.
 """
 
 from __future__ import annotations
@@ -43,16 +43,15 @@ if TYPE_CHECKING:
 
 
 _ALIGNMENT = 64
-"""Bytes; more than any type needs."""
 _LOOK_S = 1.0
 """Between two looks at who is left, while weights are on their way."""
 _MOST_LOSSES = 3
-"""How often one bucket may be lost before the publish fails."""
+"""Losses of one bucket that a publish bears."""
 
 
 @dataclass
 class _Progress:
-    """taken: buckets that every engine has. sent: their bytes. losses: of the next bucket, so far."""
+    """The buckets that every engine has taken, their bytes, and how often the next one was lost."""
 
     taken: int = 0
     sent: int = 0
@@ -64,13 +63,10 @@ class BucketSync(ABC):
 
     transport: str
     makes_ahead = False
-    """Whether the next bucket may be made while engines take the last one over."""
+    """If True, the next bucket may be made while engines take the last one over."""
 
     def __init__(self, config: BucketSyncConfig, run: RunConfig | None = None) -> None:
-        """run: the whole config, which says where the weights are, and the run directory; without it they are here.
-
-        Raises ConfigError where this transport cannot work.
-        """
+        """Without a run the weights are in this process. Raises ConfigError where this transport cannot work."""
         if config.needs_gpu:
             _require_gpu(self.transport, run)
         self._config = config
@@ -84,19 +80,16 @@ class BucketSync(ABC):
     def make_buckets(
         self, version: int, backend: Backend, first: int = 1, dtype: str | None = None, part: PublishedPart = "model"
     ) -> Iterator[WeightBucket]:
-        """Runs on a thread; asked for the next bucket when every engine has taken the last one, or ahead of that.
-
-        first: number of the first bucket, from 1. dtype, part: see `MakerChoice`.
-        """
+        """Yield buckets, on a thread. dtype, part: see `MakerChoice`."""
 
     def prepare(self, receivers: Mapping[str, int], *, is_lost: bool) -> None:  # noqa: B027
-        """Before `make_buckets`. receivers: of all engines, see `TakesWeights`. is_lost: after a BucketLostError."""
+        """Called before `make_buckets`. receivers: see `TakesWeights`. is_lost: whether a bucket was lost."""
 
     def note_receivers(self, receivers: Mapping[str, int]) -> None:  # noqa: B027
-        """Called every second while buckets are on their way, on the event loop. receivers: those that are left."""
+        """Called every second while buckets are on their way, with the receivers that are left."""
 
     def check(self, bucket: WeightBucket) -> None:  # noqa: B027
-        """Raise BucketLostError for what stands in place of a bucket when the last one did not reach everyone."""
+        """Raise BucketLostError for a bucket that only tells that the last one was lost."""
 
     def close(self) -> None:  # noqa: B027
         """Free what the transport holds; most hold nothing."""
@@ -126,11 +119,7 @@ class BucketSync(ABC):
         return SyncReport(version, sent, finishing - sending, time.perf_counter() - began)
 
     async def _adapter_to_send(self, backend: Backend, engines: Sequence[TakesWeights]) -> Mapping[str, Any] | None:
-        """Settings of the adapter that is sent alone; None where whole weights are sent. The first publish decides.
-
-        Raises ConfigError where adapters are asked for and cannot be sent alone, RunFailedError where an engine cannot
-        take them after others have.
-        """
+        """Return settings of the adapter that is sent alone, or None for whole weights. The first publish decides."""
         wanted = self._config.adapters if self._sends_adapters is None else self._sends_adapters
         if wanted is False:
             return None
@@ -153,10 +142,7 @@ class BucketSync(ABC):
     async def _send_all(
         self, version: int, backend: Backend, engines: Sequence[TakesWeights], part: PublishedPart
     ) -> int:
-        """Bytes that every engine has taken. What is lost is sent again, to those that are left.
-
-        Raises RunFailedError when it is lost again and again.
-        """
+        """Return the bytes that every engine has taken. A lost bucket is sent again, to the engines that are left."""
         # Adapters are small: they are sent as they are, and rounded with what is computed of them.
         dtypes = {engine.weights_dtype for engine in engines} if part == "model" else set()
         dtype = dtypes.pop() if len(dtypes) == 1 else None
@@ -181,7 +167,7 @@ class BucketSync(ABC):
                 watch.cancel()
 
     async def _watch(self, engines: Sequence[TakesWeights]) -> None:
-        """An engine that ends is known here before those who wait for it in an exchange know."""
+        """Tell the transport of engines that end, before others have waited long for them."""
         while True:
             await asyncio.sleep(_LOOK_S)
             self.note_receivers(_receivers(engines))
@@ -214,7 +200,7 @@ class BucketSync(ABC):
             bucket = await (in_thread(_next, buckets) if following is None else following)
 
     async def _tell(self, engines: Sequence[TakesWeights], what: str, command: Command) -> None:
-        """Tell every engine at once. Raises the first error when all have answered."""
+        """Tell every engine at once. Raise the first error when all have answered."""
         names = _receivers(engines)
         self.waits_for = f"{listing(names) if names else f'{len(engines)} engine(s)'} {what}"
         answers = await asyncio.gather(*map(command.apply, engines), return_exceptions=True)
@@ -224,10 +210,7 @@ class BucketSync(ABC):
 
 
 class MakerSync(BucketSync):
-    """A `BucketSync` whose buckets any process can make that has the weights. Subclass with `transport` and `maker`.
-
-    maker: "module:Class" of its `BucketMaker`.
-    """
+    """A `BucketSync` whose buckets are made by a `BucketMaker`, named as "module:Class", wherever the weights are."""
 
     maker: str
     made_by: Literal["first", "owners", "all"] = "first"
@@ -235,7 +218,7 @@ class MakerSync(BucketSync):
     _own_choice: MakerChoice | None = None
 
     def maker_settings(self) -> dict[str, Any]:
-        """Arguments of the maker, as JSON can hold them."""
+        """Return the maker's arguments, as JSON can hold them."""
         return {}
 
     def make_buckets(
@@ -260,7 +243,6 @@ class MakerSync(BucketSync):
             maker.taken()
 
     def _own_maker(self, choice: MakerChoice) -> BucketMaker:
-        """That of this process, kept until another choice is made."""
         if self._own is None or choice != self._own_choice:
             self._close_own()
             made: BucketMaker = resolve(choice.maker, f"maker of weight_sync '{self.transport}'")(**choice.settings)
@@ -277,10 +259,7 @@ class MakerSync(BucketSync):
 
 
 class InProcessSync(BucketSync):
-    """A `WeightSync` that hands the tensors themselves to an engine in this process, which copies them.
-
-    Both sides see the same memory, so there is nothing that a checksum could find.
-    """
+    """A `WeightSync` that hands the tensors themselves to an engine in this process, which copies them."""
 
     transport = "in_process"
 
@@ -294,7 +273,7 @@ class InProcessSync(BucketSync):
 
 
 def weights_of(backend: Backend, part: PublishedPart) -> Iterator[tuple[str, Tensor]]:
-    """What is published of a backend in this process, by the names that engines know."""
+    """Return the published weights of a backend in this process, by the names that engines know."""
     if part == "model":
         return backend.named_weights()
     assert isinstance(backend, TrainsAdapters), type(backend)
@@ -302,7 +281,7 @@ def weights_of(backend: Backend, part: PublishedPart) -> Iterator[tuple[str, Ten
 
 
 def not_taken() -> ConfigError:
-    """The error of adapters that are to be sent alone to an engine that takes none."""
+    """Return the error of adapters that are to be sent alone to an engine that takes none."""
     return _cannot_send_adapters("an engine takes whole weights only. Choose one that takes adapters, as vllm does")
 
 
@@ -311,7 +290,7 @@ def _cannot_send_adapters(why: str) -> ConfigError:
 
 
 def weights_on_gpu(run: RunConfig | None) -> bool:
-    """Whether the backend has its weights on GPUs, of this process or of its ranks."""
+    """Return whether the backend has its weights on GPUs, of this process or of its ranks."""
     request = None if run is None else run.backend.rank_request()
     if request is not None:
         return request.device == "cuda"
@@ -328,14 +307,14 @@ def _require_gpu(transport: str, run: RunConfig | None) -> None:
 
 
 def in_dtype(weights: Iterable[tuple[str, Tensor]], dtype: str | None) -> Iterator[tuple[str, Tensor]]:
-    """Those of floating point in this dtype, as torch writes it without `torch.`; None: as they are."""
+    """Convert floating-point weights to this dtype, as torch writes it without `torch.`; None leaves them."""
     wanted: torch.dtype | None = None if dtype is None else getattr(torch, dtype)
     for name, tensor in weights:
         yield name, tensor.to(wanted) if wanted is not None and tensor.is_floating_point() else tensor
 
 
 def cut(weights: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Weights in order, in lists of at most so many bytes; a larger tensor alone."""
+    """Cut weights, in order, into lists of at most so many bytes; a larger tensor comes alone."""
     held: list[tuple[str, Tensor]] = []
     used = 0
     for name, tensor in weights:
@@ -349,7 +328,7 @@ def cut(weights: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[list[
 
 
 def view(memory: memoryview, place: TensorPlace) -> Tensor:
-    """The tensor at its place in the bucket's memory."""
+    """Return the tensor at its place in the bucket's memory."""
     count = math.prod(place.shape)
     dtype: torch.dtype = getattr(torch, place.dtype)
     if count == 0:
@@ -358,12 +337,12 @@ def view(memory: memoryview, place: TensorPlace) -> Tensor:
 
 
 def end_of(places: Sequence[TensorPlace]) -> int:
-    """Bytes that they reach to."""
+    """Return the offset at which the last of them ends."""
     return max((place.offset + _nbytes(place) for place in places), default=0)
 
 
 def bucket_bytes(places: Sequence[TensorPlace]) -> int:
-    """Bytes of the tensors themselves."""
+    """Return the bytes of the tensors themselves."""
     return sum(map(_nbytes, places))
 
 
@@ -372,7 +351,7 @@ def _nbytes(place: TensorPlace) -> int:
 
 
 def aligned(size: int) -> int:
-    """The next offset at which any tensor may begin."""
+    """Return the next offset at which any tensor may begin."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 

@@ -23,32 +23,29 @@ from spurline_models.machine import this_machine
 from spurline_models.weight_buckets import WeightBucket
 
 _HANDLES, _HANDLE, _CHECKSUM = "handles", "handle", "checksum"
-"""Keys of a bucket's `where`: by the names of GPUs, what opens the buffer on each, and its checksum."""
+"""Keys of a bucket's `where`: by the names of GPUs, the handle of the buffer on each, and its checksum."""
 _EXPANDABLE = re.compile(r"(expandable_segments\s*:\s*)True", re.IGNORECASE)
 
 Handle = Mapping[str, Any]
-"""What opens a buffer in another process, as JSON can hold it."""
+"""The data that opens a buffer in another process, as JSON can hold it."""
 
 
 class Gpu(Protocol):
-    """What handles need of a GPU.
-
-    name: in every process the same. device: where it is in this process.
-    """
+    """A GPU whose memory can be opened by other processes. name: the same in all of them."""
 
     name: str
     device: torch.device
 
     def allocating(self) -> AbstractContextManager[None]:
-        """A context; what is allocated in it can be exported."""
+        """Return a context; memory allocated in it can be exported."""
         ...
 
     def export(self, buffer: Tensor) -> Handle:
-        """What opens this buffer, uint8 [bytes], in another process, which sees all that has been written to it."""
+        """Return the handle of a buffer, uint8 [bytes], when all writes to it have ended."""
         ...
 
     def open(self, handle: Handle) -> Tensor:
-        """The other process's buffer, uint8 [bytes]: its very memory."""
+        """Return the other process's buffer, uint8 [bytes]: its very memory."""
         ...
 
     def release(self, handle: Handle) -> None:
@@ -69,10 +66,7 @@ class CudaIpcSync(MakerSync):
 
 
 class HandleMaker:
-    """A `BucketMaker`: one buffer on this process's GPU.
-
-    checksum: whether readers are told that of the buffer. gpu: None is the current one.
-    """
+    """A `BucketMaker`: one buffer on this process's GPU, by default the current one."""
 
     def __init__(self, checksum: bool, sender: int = 0, senders: int = 1, gpu: Gpu | None = None) -> None:
         self._gpu: Gpu = gpu or CurrentGpu()
@@ -102,9 +96,9 @@ class HandleMaker:
 
 
 def read_handles(bucket: WeightBucket, gpu: Gpu | None = None) -> list[tuple[str, Tensor]]:
-    """The weights, in the trainer's memory: copy them before the bucket is answered. gpu: None is the current one.
+    """Return the weights, in the trainer's memory, to be copied before the bucket is answered.
 
-    Raises RunFailedError when no rank has its copy on this GPU, or the checksum of that copy is another one.
+    Raises RunFailedError if no rank has its copy on this GPU, by default the current one, or the checksum is another.
     """
     gpu = gpu or CurrentGpu()
     by_gpu: Mapping[str, Mapping[str, Any]] = bucket.where[_HANDLES]
@@ -153,13 +147,15 @@ class CurrentGpu:
 
 
 _PARTS = ("memory", "bytes", "offset", "counter", "counter_offset", "event", "has_event")
-"""What torch takes a storage of another process to be, in its order, behind the number of the GPU."""
+"""The values of which torch makes a storage of another process, in its order, behind the number of the GPU."""
 
 
 @contextmanager
 def fixed_segments() -> Iterator[None]:
-    """Segments of memory that are allocated in this context cannot expand: those cannot be exported everywhere, as a
-    process may not take file descriptors out of another one in most containers."""
+    """Allocate segments of memory that cannot expand.
+
+    Those that can are not exported everywhere, as most containers let no process take file descriptors of another one.
+    """
     before: str = torch._C._accelerator_getAllocatorSettings()  # pyright: ignore[reportPrivateUsage]
     fixed = _EXPANDABLE.sub(r"\1False", before)
     if fixed == before:
@@ -182,5 +178,4 @@ def _from_text(value: str | int) -> bytes | int:
 
 
 def _whole_words(size: int) -> int:
-    """Bytes that a checksum is computed of."""
     return -(-size // 8) * 8

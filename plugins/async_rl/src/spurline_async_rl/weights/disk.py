@@ -1,7 +1,7 @@
 """Weight sync `disk`: through safetensors files in a folder that trainer and engines see, for external servers.
 
 Place on the way: weights -> a file per bucket, written beside and renamed -> `read_file` in the engine's process. A
-file is removed when every engine has taken it; what a killed run left in the folder goes with the next publish.
+file is removed when every engine has taken it; files that a killed run left in the folder go with the next publish.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class DiskSync(MakerSync):
         return {"folder": str(self._folder), "checksum": self._config.checksum}
 
     def close(self) -> None:
-        """Also of what a maker in another process has left, which may have been killed."""
+        """Remove also files of a maker in another process, which may have been killed."""
         super().close()
         if self._folder.is_dir():
             _remove_files(self._folder)
 
 
 class FileMaker:
-    """A `BucketMaker`. checksum: whether readers are told that of the file."""
+    """A `BucketMaker`. checksum: whether readers compare one of the file."""
 
     def __init__(self, folder: str, checksum: bool) -> None:
         self._folder = Path(folder)
@@ -89,14 +89,14 @@ class FileMaker:
 
 
 def read_file(bucket: WeightBucket) -> Iterator[tuple[str, Tensor]]:
-    """The weights, one at a time. Raises RunFailedError as `checked_file` does."""
+    """Yield the weights. Raises as `checked_file` does."""
     with safe_open(checked_file(bucket), "pt") as file:  # pyright: ignore[reportUnknownVariableType, reportNoOverloadImplementation]
         for place in bucket.places:
             yield place.name, file.get_tensor(place.name)
 
 
 def checked_file(bucket: WeightBucket) -> Path:
-    """The bucket's file. Raises RunFailedError when it is not there or its checksum is another one."""
+    """Return the bucket's file. Raises RunFailedError if it is missing or its checksum is another one."""
     path = Path(bucket.where[_PATH])
     if not path.is_file():
         raise RunFailedError(
@@ -109,7 +109,6 @@ def checked_file(bucket: WeightBucket) -> Path:
 
 
 def _write(path: Path, weights: list[tuple[str, Tensor]]) -> None:
-    """Readers see the whole file or none."""
     beside = path.with_suffix(".tmp")
     # Tensors may share memory (tied weights), which the format does not allow.
     copies = {name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in weights}

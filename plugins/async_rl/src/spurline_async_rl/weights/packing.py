@@ -1,4 +1,4 @@
-"""The tensors of a bucket one behind the other in one buffer, on whatever device, and a checksum of the whole."""
+"""Pack the tensors of a bucket into one buffer on any device, with a checksum of the whole."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _WORDS_AT_ONCE = 1 << 17
 def pack(
     weights: Iterable[tuple[str, Tensor]], buffer: Tensor | None, device: torch.device
 ) -> tuple[Tensor, tuple[TensorPlace, ...]]:
-    """The buffer, uint8 [bytes] on the device, and where in it each weight is.
+    """Return a buffer, uint8 [bytes] on the device, and the place of each weight in it.
 
-    buffer: of an earlier bucket, which is written over where it has the room; a larger one takes its place.
+    buffer: of an earlier bucket; it is written over if it is large enough.
     """
     held = list(weights)
     places: list[TensorPlace] = []
@@ -34,14 +34,14 @@ def pack(
 
 
 def room(buffer: Tensor | None, size: int, device: torch.device) -> Tensor:
-    """A buffer of at least so many bytes: this one where it is large enough."""
+    """Return a buffer of at least so many bytes: this one if it is large enough."""
     if buffer is not None and len(buffer) >= size:
         return buffer
     return torch.empty(size, dtype=torch.uint8, device=device)
 
 
 def unpack(buffer: Tensor, places: Sequence[TensorPlace]) -> list[tuple[str, Tensor]]:
-    """(name, weight) of each, as views of the buffer."""
+    """Return names and weights, as views of the buffer."""
     weights: list[tuple[str, Tensor]] = []
     for place in places:
         dtype: torch.dtype = getattr(torch, place.dtype)
@@ -51,9 +51,9 @@ def unpack(buffer: Tensor, places: Sequence[TensorPlace]) -> list[tuple[str, Ten
 
 
 def checksum(buffer: Tensor) -> int:
-    """Of all its bytes, whose number is a multiple of 8, computed where they are.
+    """Return a checksum of the buffer, whose bytes are a multiple of 8, computed where it is.
 
-    The sum of its words of 8 bytes, each times an odd number of its own, modulo 2**64. A single word that changes
+    It is the sum of its words of 8 bytes, each times an odd number of its own, modulo 2**64. A single word that changes
     changes the sum, as an odd number has an inverse.
     """
     words = buffer.view(torch.int64)

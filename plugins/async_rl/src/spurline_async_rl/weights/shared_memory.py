@@ -1,9 +1,8 @@
 """Weight sync `shared_memory`: through memory without a name, to engines on the machine where the weights are.
 
 Place on the way: weights -> copied into the memory as they come -> `MemoryReader` in each engine's process -> its
-model. The memory is a file that is in no folder: readers open it through its owner's entry in /proc, and it is gone
-when the last process that has it ends, however it ends. It is reused for every bucket and publish, and grows with the
-largest.
+model. The memory is a file in no folder: readers open it through its owner's entry in /proc, and it is gone when the
+last process that has it ends, also by a kill. It is reused for every bucket, and grows with the largest.
 """
 
 from __future__ import annotations
@@ -38,11 +37,7 @@ class SharedMemorySync(MakerSync):
 
 
 class MemoryMaker:
-    """A `BucketMaker`.
-
-    size: bytes to begin with, of which only those are taken that are used. checksum: whether readers are told that of
-    the weights.
-    """
+    """A `BucketMaker`. size: bytes to begin with; only used ones are taken. checksum: whether readers compare one."""
 
     def __init__(self, size: int, checksum: bool) -> None:
         self._checksum = checksum
@@ -69,7 +64,7 @@ class MemoryMaker:
         return WeightBucket(SharedMemorySync.transport, tuple(places), where, machine=this_machine())
 
     def taken(self) -> None:
-        """The next bucket is written over this one."""
+        """Do nothing: the next bucket is written over this one."""
 
     def close(self) -> None:
         """Free the memory. Engines that have mapped it keep it until they end or map another."""
@@ -78,7 +73,7 @@ class MemoryMaker:
             os.close(file)
 
     def _room_for(self, place: TensorPlace) -> mmap.mmap:
-        """Memory that reaches to the end of this place. Raises RunFailedError when the machine has no more."""
+        """Return memory up to the end of this place. Raises RunFailedError if the machine has no more."""
         end = end_of([place])
         if self._file < 0:
             self._file = os.memfd_create(f"spurline-weights-{os.getpid()}")
@@ -92,23 +87,23 @@ class MemoryMaker:
             os.posix_fallocate(self._file, place.offset, max(end - place.offset, 1))
         except OSError as error:
             raise RunFailedError(
-                f"There is no shared memory for weight {place.name}, whose bucket takes {end >> 20} MiB: "
+                f"The bucket with weight {place.name} does not fit into shared memory, {end >> 20} MiB: "
                 f"{error.strerror}. Lower source.weight_sync.bucket_mb, or set weight_sync: disk."
             ) from error
         return self._memory
 
 
 class MemoryReader:
-    """Reads buckets in another process, which may end whenever it likes: it owns nothing."""
+    """A reader of buckets in another process; it owns nothing."""
 
     def __init__(self) -> None:
         self._file = -1
         self._memory: mmap.mmap | None = None
 
     def read(self, bucket: WeightBucket) -> list[tuple[str, Tensor]]:
-        """The weights, as views of the memory: use them before the bucket is answered.
+        """Return the weights, as views of the memory, to be used before the bucket is answered.
 
-        Raises RunFailedError when it cannot be reached, or its checksum is another one.
+        Raises RunFailedError if the memory cannot be reached, or its checksum is another one.
         """
         memory = memoryview(self._attach(bucket))
         expected = bucket.where.get(_CHECKSUM)
@@ -142,7 +137,7 @@ class MemoryReader:
 
 
 def checksum(memory: memoryview, places: Sequence[TensorPlace]) -> str:
-    """The checksum of the tensors' bytes; what lies between them may be anything."""
+    """Return the checksum of the tensors' bytes, without those between them."""
     digest = xxhash.xxh3_64()
     for place in places:
         digest.update(memory[place.offset : end_of([place])])

@@ -1,6 +1,6 @@
-"""What runs in a child process: core's engine `in_process`, told by messages what to do.
+"""The program of a child process: engine `in_process`, which does what messages say.
 
-Plugins are loaded anew from their names, the config comes as JSON. The process ends when there are no more messages.
+Plugins are loaded from their names, the config comes as JSON. The process ends when there are no more messages.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Child:
         self._readers = {
             "shared_memory": MemoryReader().read,
             "disk": read_file,
-            # Made anew once it is known where the engine is.
+            # Replaced once it is known where the engine is.
             "collective": lambda bucket: self._broadcasts.read(bucket),
         }
 
@@ -101,7 +101,7 @@ class Child:
         return self._engine, self._chunks
 
     async def _generate(self, number: int, request: GenerationRequest) -> None:
-        """Its answer comes with its last tokens, so that a death cannot come between the two."""
+        """Generate. The answer comes with the last tokens, so that a death cannot come between the two."""
         engine, chunks = self._running
         try:
             await engine.generate(request, partial(chunks.add, number))
@@ -146,7 +146,7 @@ class Child:
             command = LoadBucket(WeightBucket("in_process", places, tensors=tuple(tensor for _, tensor in weights)))
         engine, chunks = self._running
         await command.apply(engine)
-        # Whoever had it stand still has every token that was written before.
+        # The controller then has every token that was written before.
         chunks.flush()
         if isinstance(command, FinishUpdate):
             self._broadcasts.end_update()
@@ -155,7 +155,7 @@ class Child:
         self._send(number, **pack_progress(chunk), **({} if reason is None else {"answer": reason}))
 
     def _send(self, number: int, **message: Any) -> None:
-        """All messages of one turn of the loop, such as those of a decode step, in one write."""
+        """Send all messages of one turn of the loop, such as those of a decode step, in one write."""
         if not self._unsent:
             asyncio.get_running_loop().call_soon(self._flush)
         self._unsent.append({"id": number, **message})
@@ -173,5 +173,5 @@ def _request(values: Mapping[str, Any]) -> GenerationRequest:
 
 
 def main(parent: Parent) -> None:
-    """Until the parent has no more to say."""
+    """Serve until the parent sends no more messages."""
     asyncio.run(Child(parent).run())

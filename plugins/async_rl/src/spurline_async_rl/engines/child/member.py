@@ -27,7 +27,7 @@ from spurline_rl.protocols.rollout_engine import GenerationRequest
 from spurline_rl.trajectory import FinishReason
 
 _ERRORS = {"data": DataError, "user": UserError, "lost": BucketLostError, "failed": RunFailedError}
-"""Kinds of errors a child tells."""
+"""Errors of a child, by the kind that its message names."""
 
 
 class ChildMember:
@@ -98,7 +98,7 @@ class ChildMember:
             self._child.end()
 
     async def _call(self, what: str, progress: Progress | None = None, **arguments: Any) -> Any:
-        """Its answer. Raises what the child says it raises, and EngineDiedError when it ends before."""
+        """Return the child's answer. Raises the child's error, and EngineDiedError if it ends before."""
         assert self._child is not None
         if self._dead.is_set():
             raise EngineDiedError(f"{self.name} ended: {self._end}")
@@ -131,7 +131,7 @@ class ChildMember:
                 answer.set_result(message["answer"])
 
     def _note_end(self, how: str, last_words: str) -> None:
-        """Everyone who waits hears how it ended."""
+        """Fail all calls with how it ended."""
         self._end = f"{how}; " + (f"end of {self._log}:\n{last_words}" if last_words else f"{self._log} is empty")
         self._dead.set()
         for answer in self._answers.values():

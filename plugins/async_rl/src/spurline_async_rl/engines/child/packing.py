@@ -1,6 +1,6 @@
-"""Arrays as parts of a message between a child process and its parent.
+"""Pack arrays into messages between a child process and its parent.
 
-They are many small numbers: as bytes in text they take a third of what JSON makes of them, and no loop over them.
+As bytes in text they take a third of the numbers in JSON, and no loop over them.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ _IDS, _PROMPT, _LOGPROBS, _EXPERTS = "<i4", "<i8", "<f4", "<i2"
 
 
 def pack_prompt(prompt: Any) -> str:
-    """Token ids, a sequence of numbers or an array, as JSON can hold them."""
+    """Return token ids as JSON can hold them."""
     return _pack(np.asarray(prompt), _PROMPT)
 
 
 def unpack_prompt(packed: str) -> list[int]:
-    """The inverse of `pack_prompt`."""
+    """Undo `pack_prompt`."""
     return _unpack(packed, _PROMPT).tolist()
 
 
 def pack_experts(experts: NDArray[np.int16]) -> dict[str, Any]:
-    """Choices [tokens, layers, top_k], as JSON can hold them."""
+    """Return choices [tokens, layers, top_k] as JSON can hold them."""
     return {"shape": list(experts.shape), "int16": _pack(experts, _EXPERTS)}
 
 
 def unpack_experts(plain: Mapping[str, Any]) -> NDArray[np.int16]:
-    """The inverse of `pack_experts`."""
+    """Undo `pack_experts`."""
     return _unpack(plain["int16"], _EXPERTS).astype(np.int16).reshape(plain["shape"])
 
 
 def pack_progress(chunk: Progress) -> dict[str, Any]:
-    """The next tokens of a response, as JSON can hold them."""
+    """Return the next tokens of a response as JSON can hold them."""
     raw, experts = chunk.raw_logprobs, chunk.experts.since(0)
     return {
         "token_ids": _pack(chunk.token_ids, _IDS),
@@ -50,7 +50,7 @@ def pack_progress(chunk: Progress) -> dict[str, Any]:
 
 
 def add_progress(progress: Progress, plain: Mapping[str, Any]) -> None:
-    """Add what `pack_progress` wrote."""
+    """Add the tokens that `pack_progress` wrote."""
     token_ids = _unpack(plain["token_ids"], _IDS)
     logprobs = _unpack(plain["logprobs"], _LOGPROBS)
     raw = _unpack(plain["raw_logprobs"], _LOGPROBS) if "raw_logprobs" in plain else None

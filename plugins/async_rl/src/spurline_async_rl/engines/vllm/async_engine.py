@@ -171,7 +171,7 @@ class AsyncEngine:
     async def _stand_still(self, *, clear_cache: bool) -> None:
         """Stop between two tokens. When it returns every delta of every token generated so far has been consumed.
 
-        clear_cache: drop all keys and values; requests in flight compute theirs anew when they go on.
+        clear_cache: drop all keys and values; requests in flight compute theirs again when they go on.
         """
         await self._answer_of(self._llm.pause_generation(mode="keep", clear_cache=clear_cache))
         # vLLM's answer overtakes tokens that wait to be handed on.

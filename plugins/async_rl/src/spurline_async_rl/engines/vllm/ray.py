@@ -294,7 +294,7 @@ class RayEngine:
     ) -> AsyncGenerator[Delta, None]:
         inbox = self._inboxes[request_id] = asyncio.Queue()
         ended = False
-        # Tokens may overtake the answer to this: whoever waited for it would take them for those of later weights.
+        # Tokens may overtake the answer to this: a waiter would take them for those of later weights.
         submitting = asyncio.ensure_future(
             self._ask("submit", request_id, list(prompt), sampling, seed, salt, each_step)
         )
@@ -322,7 +322,7 @@ class RayEngine:
         self._inboxes[mark] = asyncio.Queue()
         try:
             await self._ask("control", command, mark)
-            # Behind all tokens in the stream; whoever gets the last of them is woken before this is.
+            # Behind all tokens in the stream: the reader of the last ones is woken before this is.
             if isinstance(error := await self._inboxes[mark].get(), Exception):
                 raise error
         finally:

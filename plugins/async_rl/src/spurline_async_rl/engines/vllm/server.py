@@ -93,7 +93,7 @@ class ServerApi:
         # Clients of OpenAI's API are given their URL with its version.
         self._url = url.rstrip("/").removesuffix("/v1")
         self._stranger_limit = aiohttp.ClientTimeout(total=connect_timeout_s)
-        # Whole calls are limited by whoever makes them.
+        # The callers limit whole calls.
         self._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s),

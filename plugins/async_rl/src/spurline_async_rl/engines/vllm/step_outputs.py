@@ -142,7 +142,7 @@ class TokenStreams:
 
     async def drained(self) -> None:
         """Return when all that vLLM's engine has sent so far has been taken."""
-        # In the queue behind it. Whoever gets the last of it is woken before this is.
+        # In the queue behind it: the reader of its last tokens is woken before this is.
         mark = asyncio.Event()
         self._put(mark)
         await mark.wait()
