@@ -19,12 +19,11 @@ from collections.abc import Callable, Coroutine, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, Protocol, cast
 
-from spurline.config.run_config import RunConfig
-from spurline.errors import ConfigError, RunFailedError
+from spurline.errors import RunFailedError
 from spurline.protocols.backend import Backend, YieldsDevice
 from spurline_async_rl.source.loop_thread import GRACE_S, LoopThread, ends_the_run
 from spurline_async_rl.source.watchdog import tell
-from spurline_rl.protocols.rollout_engine import EngineMemory, MaySleep, RolloutEngine, TakesWeights
+from spurline_rl.protocols.rollout_engine import EngineMemory, TakesWeights
 from spurline_rl.protocols.weight_sync import SyncReport
 
 Owner = Literal["trainer", "engines", "nobody"]
@@ -156,25 +155,3 @@ class Colocation:
         still: Callable[[float], None] = lambda passed_s: tell(f"{what} has taken {passed_s:.0f} s so far.")  # noqa: E731
         with ends_the_run(what):
             self._loop.run(work, limit, what, every_s=self._watchdog_s, still=still)
-
-
-def as_sleeping(engine: RolloutEngine) -> SleepingEngine:
-    """Return the engine if it can give its memory away; raise ConfigError otherwise."""
-    if not isinstance(engine, MaySleep) or not isinstance(engine, TakesWeights):
-        raise ConfigError.at(
-            "source.engine.placement",
-            "is colocated, and the chosen engine cannot sleep. Choose child_process or vllm, or placement: local.",
-        )
-    return cast("SleepingEngine", engine)
-
-
-def check_capable(engine: RolloutEngine, backend: Backend, run: RunConfig) -> tuple[SleepingEngine, YieldsDevice]:
-    """Return both if they can give their memory away; raise ConfigError otherwise."""
-    sleeping = as_sleeping(engine)
-    if not isinstance(backend, YieldsDevice):
-        raise ConfigError.at(
-            "source.engine.placement",
-            f"is colocated, and backend '{run.backend.name}' cannot give the memory of its devices away. Set "
-            "placement: local, or choose a backend that can, such as local or fsdp.",
-        )
-    return sleeping, backend

@@ -19,10 +19,10 @@ from typing import Any, cast
 
 from spurline.data.batch import TrainingBatch
 from spurline.progress import waiting
-from spurline.protocols.backend import Backend
+from spurline.protocols.backend import Backend, YieldsDevice
 from spurline.protocols.source import SourceContext
 from spurline_async_rl.scheduling.scheduler import Scheduler, SchedulerLimits
-from spurline_async_rl.source.colocation import Colocation, as_sleeping, check_capable
+from spurline_async_rl.source.colocation import Colocation, SleepingEngine
 from spurline_async_rl.source.configs import AsyncRolloutsConfig
 from spurline_async_rl.source.load import LoopLoad, QuietCollector
 from spurline_async_rl.source.loop_thread import LoopThread
@@ -95,11 +95,9 @@ class AsyncRolloutSource(PromptSource):
         return {**facts, "objective": [*objective, *self._config.describe_bound()]}
 
     def check_engine(self, engine: RolloutEngine) -> None:
-        """Raise ConfigError when weights cannot be brought to it, or it is to sleep and cannot."""
+        """Raise ConfigError when weights cannot be brought to it."""
         config = cast("AsyncRolloutsConfig", self._settings)
         check_publishing(engine, config, self._context.config, self._context.host.registry)
-        if config.engine.is_colocated:
-            as_sleeping(engine)
 
     def start(self, step: int, backend: Backend) -> None:
         """Bring the weights to the engines and begin to generate. Raises ConfigError when they cannot be brought."""
@@ -117,7 +115,8 @@ class AsyncRolloutSource(PromptSource):
         )
         if self._config.engine.is_colocated:
             self._colocation = Colocation(
-                *check_capable(self._engine, backend, self._context.config),
+                cast("SleepingEngine", self._engine),
+                cast("YieldsDevice", backend),
                 self._publisher,
                 self._loop,
                 offloads_trainer=self._config.engine.offloads_trainer,

@@ -55,7 +55,6 @@ class AsyncEngine:
         self.max_model_len = self._llm.model_config.max_model_len
         self.vocabulary = self._llm.model_config.get_vocab_size()
         self.weights_dtype = str(self._llm.model_config.dtype).removeprefix("torch.")
-        _check_heads(self._llm.model_config)
         self._listen()
         await self._prepare_adapters()
 
@@ -231,22 +230,6 @@ class AsyncEngine:
         finally:
             for task in (answer, dead):
                 task.cancel()
-
-
-def _check_heads(model_config: Any) -> None:
-    """Refuse sizes of heads with which vLLM's attention on CPUs fails with the first request."""
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu() or model_config.use_mla:
-        return
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    sizes, size = CPUAttentionBackend.get_supported_head_sizes(), model_config.get_head_size()
-    if size not in sizes:
-        raise ModelError(
-            f"{model_config.model} has attention heads of {size} numbers, and vLLM computes on CPUs with heads of "
-            f"{', '.join(map(str, sizes))}. Set engine: child_process, or choose another model."
-        )
 
 
 def _sampling_params(sampling: Sampling, seed: int) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import sys
 import threading
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +32,7 @@ from spurline_models.machine import this_machine
 from spurline_models.weight_buckets import WeightBucket
 from spurline_ranks.cluster import cluster_request
 from spurline_ranks.cluster_room import Place, each_needs, placed, room_for
-from spurline_ranks.ray_cluster import RayCluster, amounts
+from spurline_ranks.ray_cluster import RayCluster
 from spurline_ranks.ray_node import write_into
 from spurline_rl.concurrency import in_thread
 from spurline_rl.protocols.rollout_engine import Sampling
@@ -41,8 +40,6 @@ from spurline_rl.protocols.rollout_engine import Sampling
 _GATHERING_S = 0.1
 """Seconds for which tokens may wait for more of other requests: every message costs the controller half a millisecond
 of its event loop."""
-_PATIENCE_S = 5.0
-"""Seconds without room after which a line says what is waited for."""
 
 
 class EngineCluster:
@@ -69,16 +66,7 @@ class EngineCluster:
         each = each_needs(self._need, self._cluster.nodes())
         group = self._cluster.reserve([each], "STRICT_PACK")
         try:
-            ready = asyncio.ensure_future(_ready(group))
-            await asyncio.wait({ready}, timeout=_PATIENCE_S)
-            if not ready.done():
-                print(
-                    f"Waiting for room for an engine that takes the place of one that died: it needs {amounts(each)}; "
-                    f"the Ray cluster has {self._cluster.describe()}.",
-                    file=sys.stderr,
-                    flush=True,
-                )
-            await ready
+            await group.ready()
         except BaseException:
             self._cluster.release(group)
             raise
@@ -128,10 +116,6 @@ class EngineCluster:
                 self.release(place)
             self._places = []
             self._cluster.close()
-
-
-async def _ready(group: Any) -> None:
-    await group.ready()
 
 
 News = Delta | Exception | None
