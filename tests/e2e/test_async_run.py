@@ -16,7 +16,7 @@ from run_helpers import assert_same_weights, deterministic, read_metrics
 from spurline import Run, load_config
 from spurline.errors import ConfigError, RunFailedError
 from spurline.plugins import hookimpl
-from spurline_async_rl.source import source as source_module
+from spurline_async_rl.source import load as load_module
 
 Spurline = Callable[..., tuple[int, str, str]]
 WriteConfig = Callable[[dict[str, Any]], Path]
@@ -276,7 +276,7 @@ def test_parameters_swapped_in_the_backend_are_not_measured_by_engines_that_have
 def test_a_large_run_has_its_own_rhythm_of_collections_and_leaves_the_collector_as_it_was(
     async_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
-    monkeypatch.setattr(source_module, "WORTHWHILE_ATTEMPTS", 2)
+    monkeypatch.setattr(load_module, "_MANY_ATTEMPTS", 2)
     before = gc.get_threshold(), gc.get_freeze_count()
     seen: list[tuple[bool, bool]] = []
 

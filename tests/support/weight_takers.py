@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from spurline.protocols.collator import ParallelLayout
@@ -17,6 +19,36 @@ from spurline_async_rl.weights.shared_memory import MemoryReader, SharedMemorySy
 from spurline_models.weight_buckets import WeightBucket
 from spurline_rl.protocols.rollout_engine import TakesWeights
 from spurline_rl.testing.backend_cases import assert_weights_equal, minibatch, weights_of
+
+
+class Weights:
+    """A backend, as far as a publish goes. threads: those on which its weights were asked for."""
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        self._weights = weights
+        self.threads: set[threading.Thread] = set()
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        for item in self._weights.items():
+            self.threads.add(threading.current_thread())
+            yield item
+
+
+def weights(sign: float = 1.0) -> dict[str, Tensor]:
+    """Return tensors of every kind: odd sizes, half precision, no dimension, no element, not contiguous."""
+    random = torch.Generator().manual_seed(0)
+    made = {
+        "fp32": torch.randn(7, 11, generator=random),
+        "bf16": torch.randn(33, generator=random).bfloat16(),
+        "fp16": torch.randn(3, 5, 7, generator=random).half(),
+        "turned": torch.randn(6, 9, generator=random).T,
+        "scalar": torch.tensor(3.5),
+        "empty": torch.empty(0, 4),
+        "flags": torch.tensor([True, False, True]),
+        "large": torch.randn(3000, generator=random),
+        "fp64": torch.randn(5, dtype=torch.float64, generator=random),
+    }
+    return {name: tensor if tensor.dtype == torch.bool else tensor * sign for name, tensor in made.items()}
 
 
 class Taker(TakesWeights):

@@ -17,6 +17,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor
+from weight_takers import Weights, weights
 
 from spurline.errors import ConfigError, RunFailedError
 from spurline.plugins.host import PluginHost
@@ -39,19 +40,6 @@ from spurline_async_rl.weights.shared_memory import MemoryMaker, MemoryReader, S
 from spurline_models.weight_buckets import MakerChoice, WeightBucket
 from spurline_rl.protocols.rollout_engine import TakesWeights
 from spurline_rl.protocols.weight_sync import SyncReport
-
-
-class Weights:
-    """A backend, as far as a publish goes. threads: on which its weights were asked for."""
-
-    def __init__(self, weights: Mapping[str, Tensor]) -> None:
-        self._weights = weights
-        self.threads: set[threading.Thread] = set()
-
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        for item in self._weights.items():
-            self.threads.add(threading.current_thread())
-            yield item
 
 
 class Taker(TakesWeights):
@@ -96,22 +84,6 @@ def publish(sync: BucketSync, backend: Any, takers: Sequence[Taker], version: in
     return asyncio.run(sync.publish(version, backend, takers))
 
 
-def weights() -> dict[str, Tensor]:
-    """Of every kind: sizes that no alignment divides, half precision, no dimension, no element, not contiguous."""
-    random = torch.Generator().manual_seed(0)
-    return {
-        "fp32": torch.randn(7, 11, generator=random),
-        "bf16": torch.randn(33, generator=random).bfloat16(),
-        "fp16": torch.randn(3, 5, 7, generator=random).half(),
-        "turned": torch.randn(6, 9, generator=random).T,
-        "scalar": torch.tensor(3.5),
-        "empty": torch.empty(0, 4),
-        "flags": torch.tensor([True, False, True]),
-        "large": torch.randn(3000, generator=random),
-        "fp64": torch.randn(5, dtype=torch.float64, generator=random),
-    }
-
-
 @pytest.mark.parametrize("bucket_bytes", [1, 600, 1 << 20])
 @pytest.mark.parametrize("checksum", [False, True])
 @pytest.mark.parametrize("kind", ["in_process", "shared_memory"])
@@ -127,7 +99,7 @@ def test_weights_arrive_bit_for_bit_at_every_engine_again_and_again(
     takers = [Taker(), Taker()]
     try:
         for version, sign in ((1, 1), (2, -1)):
-            expected = {name: tensor * sign if name != "flags" else tensor for name, tensor in weights().items()}
+            expected = weights(sign)
             backend = Weights(expected)
             report = publish(sync, backend, takers, version)
             for taker in takers:
@@ -219,16 +191,6 @@ def test_a_backend_that_gives_no_weights_is_what_a_publish_says_it_waited_for() 
     never.set()
 
 
-def test_what_the_backend_raises_reaches_whoever_publishes() -> None:
-    class Broken:
-        def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-            yield "first", torch.zeros(1)
-            raise ValueError("no memory left on the moon")
-
-    with pytest.raises(ValueError, match="moon"):
-        publish(InProcessSync(InProcessSyncConfig()), Broken(), [Taker()])
-
-
 CREATE = """
 import sys, torch
 from spurline_async_rl.weights.shared_memory import MemoryMaker
@@ -270,27 +232,6 @@ def test_the_memory_of_another_process_with_the_number_of_one_that_ended_is_not_
     finally:
         maker.close()
         other.close()
-
-
-READ = """
-import json, sys
-from spurline_models.weight_buckets import WeightBucket
-from spurline_async_rl.weights.shared_memory import MemoryReader
-bucket = WeightBucket.from_plain(json.loads(sys.argv[1]))
-print(float(MemoryReader().read(bucket)[0][1].sum()), flush=True)
-"""
-
-
-@pytest.mark.processes
-def test_a_reader_that_ends_leaves_the_memory_to_its_owner() -> None:
-    maker = MemoryMaker(size=1 << 20, checksum=False)
-    try:
-        plain = json.dumps(maker.make(1, 1, [("w", torch.full((1000,), 2.0))]).to_plain())
-        for _ in range(2):
-            read = subprocess.run([sys.executable, "-c", READ, plain], capture_output=True, text=True, timeout=120)
-            assert (read.stdout.strip(), read.stderr) == ("2000.0", "")
-    finally:
-        maker.close()
 
 
 class Ranks:

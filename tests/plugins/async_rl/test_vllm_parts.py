@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import multiprocessing
 import os
@@ -20,13 +19,12 @@ from vllm_engines import disk, vllm_engine
 from spurline.config.run_config import ModelConfig
 from spurline.errors import BucketLostError, ConfigError, DataError, RunFailedError
 from spurline.protocols.source import SourceFacts
-from spurline_async_rl.engines.commands import BeginAdapterUpdate, BeginUpdate, Resume, from_plain
+from spurline_async_rl.engines.commands import BeginAdapterUpdate, BeginUpdate, from_plain
 from spurline_async_rl.engines.configs import VllmEngineConfig
 from spurline_async_rl.engines.member import EngineDiedError
 from spurline_async_rl.engines.progress import Progress
 from spurline_async_rl.engines.vllm import launch, requirements
 from spurline_async_rl.engines.vllm.adapters import EngineAdapter
-from spurline_async_rl.engines.vllm.async_engine import AsyncEngine
 from spurline_async_rl.engines.vllm.launch import (
     EngineSpec,
     EngineStart,
@@ -40,13 +38,11 @@ from spurline_async_rl.engines.vllm.launch import (
 from spurline_async_rl.engines.vllm.member import Delta, VllmResponse, worker_call
 from spurline_async_rl.engines.vllm.worker_extension import WorkerExtension
 from spurline_async_rl.weights.collective import CollectiveSync
-from spurline_async_rl.weights.configs import CollectiveSyncConfig, CudaIpcSyncConfig
-from spurline_async_rl.weights.cuda_ipc import CudaIpcSync
+from spurline_async_rl.weights.configs import CollectiveSyncConfig
 from spurline_async_rl.weights.disk import read_file
 from spurline_models.configs import LoraConfig
 from spurline_models.local.configs import LocalBackendConfig
 from spurline_models.testing.inputs import write_tiny_moe_model
-from spurline_models.weight_buckets import TensorPlace, WeightBucket
 from spurline_ranks.ray_node import last_words
 from spurline_rl.testing.rollout_engine_contract import request
 from spurline_text.testing.inputs import tiny_tokenizer
@@ -121,6 +117,7 @@ def test_an_adapter_that_vllm_does_not_take_is_sent_merged_or_refused_with_the_f
     spurline_tiny_model: Path, lora: dict[str, Any], settings: dict[str, Any], message: str
 ) -> None:
     model, config = spurline_tiny_model, LoraConfig(**lora)
+    assert adapter_of(model, None) is None
     assert adapter_of(model, config, **settings) is None
     assert adapter_of(model, config, sends=False, **settings) is None
     with pytest.raises(ConfigError, match=rf"source\.weight_sync\.adapters is true, but .*{message}.*Set it to false"):
@@ -133,13 +130,6 @@ def test_adapters_of_experts_are_sent_merged_and_those_of_attention_alone(tmp_pa
     with pytest.raises(ConfigError, match=r"linear layers only, .*experts \(Qwen3MoeExperts\)"):
         adapter_of(model, LoraConfig(), sends=True)
     assert adapter_of(model, LoraConfig(target_modules=("q_proj", "o_proj"))) == EngineAdapter(16, ("o_proj", "q_proj"))
-
-
-def test_engines_of_a_run_without_adapters_and_of_one_that_merges_them_have_no_room_for_one(
-    spurline_tiny_model: Path,
-) -> None:
-    assert adapter_of(spurline_tiny_model, None) is None
-    assert adapter_of(spurline_tiny_model, LoraConfig(), sends=False) is None
 
 
 def test_an_update_of_an_adapter_reaches_the_method_of_the_worker_with_its_settings() -> None:
@@ -215,30 +205,6 @@ def test_an_engine_that_does_not_start_shows_the_errors_in_its_log_and_nothing_o
     assert ("engine-0.log" in str(refused.value), lines[1:]) == (bool(written), shown), first
 
 
-def test_an_engine_that_dies_shows_the_end_of_its_log(tmp_path: Path) -> None:
-    log = tmp_path / "engine-0.log"
-    log.write_text("ValueError: the cause\n")
-    engine: Any = AsyncEngine(replace(spec(), log=log))
-
-    async def end() -> str:
-        return "process 7 has ended"
-
-    class Dead:
-        """Processes that have ended, and an engine that therefore never answers."""
-
-        wait_ended = staticmethod(end)
-
-        def __str__(self) -> str:
-            return "process 7"
-
-        async def resume_generation(self) -> None:
-            await asyncio.Event().wait()
-
-    engine.processes = engine._llm = Dead()
-    with pytest.raises(EngineDiedError, match=r"(?s)^process 7 ended while.*engine-0\.log.*:\nValueError: the cause$"):
-        asyncio.run(engine.control(Resume()))
-
-
 def test_a_level_of_logging_that_somebody_sets_shows_what_engines_write(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
     assert held_back()
@@ -301,12 +267,6 @@ def test_a_missing_package_is_an_error_with_the_command_that_installs_it(
 )
 def test_settings_that_contradict_each_other_are_refused(tmp_path: Path, settings: dict[str, Any], key: str) -> None:
     assert [problem.key for problem in VllmEngineConfig(**settings).problems(run_config(tmp_path))] == [key]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_transports_between_gpus_are_refused_without_one() -> None:
-    with pytest.raises(ConfigError, match=r"weight_sync\.name.*no GPU.*shared_memory"):
-        CudaIpcSync(CudaIpcSyncConfig())
 
 
 def test_a_worker_answers_what_it_did_not_get_and_that_is_no_end_of_the_engine() -> None:
@@ -398,11 +358,6 @@ def test_a_prompt_that_the_model_cannot_read_is_an_error_that_names_it(prompt: l
         VllmResponse(request(prompt), Progress(), tiny_tokenizer(), max_model_len=100, vocabulary=300)
 
 
-def test_a_bucket_survives_the_way_to_another_process() -> None:
-    bucket = WeightBucket("disk", (TensorPlace("a", "float32", (2, 3), 64),), {"path": "/x"}, machine="here")
-    assert WeightBucket.from_plain(json.loads(json.dumps(bucket.to_plain()))) == bucket
-
-
 def test_files_hold_the_weights_until_the_next_bucket_is_asked_for(tmp_path: Path) -> None:
     sync = disk(tmp_path, checksum=True)
     (tmp_path / "spurline-weights-1-0.safetensors").write_text("left by a killed run")
@@ -432,44 +387,3 @@ def test_a_damaged_or_missing_file_is_an_error_that_says_so(tmp_path: Path) -> N
     path.unlink()
     with pytest.raises(RunFailedError, match=r"no such file.*weight_sync\.folder"):
         list(read_file(bucket))
-
-
-def test_an_engine_that_is_closed_ends_its_requests_and_does_not_say_that_it_died(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    exceptions = SimpleNamespace(EngineDeadError=type("EngineDeadError", (Exception,), {}))
-    monkeypatch.setitem(sys.modules, "vllm.v1.engine.exceptions", exceptions)
-
-    async def close() -> tuple[list[str], list[str]]:
-        said: list[str] = []
-        ended: list[str] = []
-        loop = asyncio.get_running_loop()
-        outputs: asyncio.Queue[Exception] = asyncio.Queue()
-
-        async def hand_on() -> None:
-            said.append(f"output handler failed: {await outputs.get()!r}")
-
-        async def nothing() -> None:
-            await asyncio.sleep(0)
-
-        def shutdown(timeout: float) -> None:
-            # Its own limit kills processes that are about to free what they share.
-            assert timeout == engine._spec.config.close_timeout_s
-            # As vLLM's does: whoever waits for outputs learns on the loop's thread that the processes are gone, while
-            # this one goes on, and is cancelled by nobody yet.
-            loop.call_soon_threadsafe(outputs.put_nowait, RuntimeError("the processes are gone"))
-            for _ in range(3):
-                asyncio.run_coroutine_threadsafe(nothing(), loop).result(timeout=60)
-
-        engine: Any = AsyncEngine(spec())
-        engine.processes = SimpleNamespace(kill=lambda: None)
-        engine._llm = SimpleNamespace(
-            output_handler=asyncio.create_task(hand_on()),
-            output_processor=SimpleNamespace(propagate_error=lambda error: ended.append(type(error).__name__)),
-            shutdown=shutdown,
-        )
-        await asyncio.sleep(0)
-        await engine.close()
-        return said, ended
-
-    assert asyncio.run(close()) == ([], ["EngineDeadError"])
