@@ -22,10 +22,8 @@ class FakeVllmServer:
 
     extension: the worker extension it says it runs; without one it takes weights as vLLM itself does. device: `cpu` or
     `cuda`. key: what a proxy before it asks for at all paths. strangers: what that does with those who have none:
-    `refuse` them, send them to `log in`, or `hang up`. adapters: `none`, `startup` for an engine that knows adapters
-    and does not take new ones, or `any time`.
-    loaded: tensors of the folder that was loaded last. config: of the adapter in it. models: that requests asked for.
-    adapters: folder of each that was loaded by name.
+    `refuse` them, send them to `log in`, or `hang up`. has_lora: whether it was started with `--enable-lora`.
+    loaded: tensors of the folder that was loaded last.
     """
 
     def __init__(
@@ -35,7 +33,7 @@ class FakeVllmServer:
         has_dev_endpoints: bool = True,
         extension: str = WORKER_EXTENSION,
         device: str = "cpu",
-        adapters: str = "none",
+        has_lora: bool = False,
         key: str | None = None,
         strangers: str = "refuse",
     ) -> None:
@@ -43,15 +41,12 @@ class FakeVllmServer:
         self.calls: list[str] = []
         self.missing: list[str] = []
         self.loaded: dict[str, Tensor] = {}
-        self.config: dict[str, Any] = {}
-        self.models: set[str] = set()
-        self.adapters: dict[str, str] = {}
         self.is_broken = False
         self._extension = extension
         self._device = device
         self._key = key
         self._strangers = strangers
-        self._adapters = adapters
+        self._has_lora = has_lora
         self._logprobs_mode = logprobs_mode
         self._has_dev_endpoints = has_dev_endpoints
         self._version = 0
@@ -70,9 +65,6 @@ class FakeVllmServer:
             app.router.add_post("/pause", self._pause)
             app.router.add_post("/resume", self._resume)
             app.router.add_post("/collective_rpc", self._call_workers)
-        if self._adapters == "any time":
-            app.router.add_post("/v1/load_lora_adapter", self._load_adapter)
-            app.router.add_post("/v1/unload_lora_adapter", self._unload_adapter)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", port)
@@ -107,7 +99,7 @@ class FakeVllmServer:
                 "pipeline_parallel_size": 1,
             },
             "device_config": {"device": self._device},
-            "lora_config": None if self._adapters == "none" else {"max_lora_rank": 16},
+            "lora_config": {"max_lora_rank": 16} if self._has_lora else None,
         }
         return web.json_response({"vllm_config": config})
 
@@ -138,23 +130,6 @@ class FakeVllmServer:
             return web.json_response({"results": [self.missing]})
         return web.json_response({"results": [None]})
 
-    async def _load_adapter(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        if not body:
-            return web.json_response({"error": "Field required"}, status=400)
-        assert not self._running.is_set(), "the adapter changed while requests run"
-        assert body["lora_name"] not in self.adapters
-        self.calls.append("load_lora_adapter")
-        self.adapters[body["lora_name"]] = body["lora_path"]
-        self.config = json.loads((Path(body["lora_path"]) / "adapter_config.json").read_text())
-        self._load(body["lora_path"])
-        # As vLLM answers: words, not JSON.
-        return web.Response(text=f"Success: LoRA adapter '{body['lora_name']}' added successfully.")
-
-    async def _unload_adapter(self, request: web.Request) -> web.Response:
-        self.adapters.pop((await request.json())["lora_name"])
-        return web.Response(text="Success")
-
     def _load(self, folder: str) -> None:
         """All files of the folder, as vLLM's loader takes them."""
         files = sorted(Path(folder).glob("*.safetensors"))
@@ -163,7 +138,6 @@ class FakeVllmServer:
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        self.models.add(body["model"])
         if body["seed"] == 666:
             return web.json_response({"error": "no such luck"}, status=400)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import socket
 import subprocess
@@ -15,9 +14,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 import pytest
-import torch
 from living_processes import living_below
-from safetensors.torch import load_file
 from vllm_engines import LIMIT_S, START_S, disk, publish, vllm_engine, vllm_models
 
 from spurline.errors import RunFailedError
@@ -25,7 +22,6 @@ from spurline_async_rl.engines.vllm.launch import WORKER_EXTENSION
 from spurline_async_rl.engines.vllm.server import ServerApi
 from spurline_async_rl.weights.collective import CollectiveSync
 from spurline_async_rl.weights.configs import CollectiveSyncConfig
-from spurline_async_rl.weights.disk import FileMaker
 from spurline_rl.protocols.rollout_engine import GenerationResult
 from spurline_rl.testing.engine_update_contract import ModelPair
 from spurline_rl.testing.rollout_engine_contract import PROMPTS, model_logprobs, request
@@ -56,12 +52,7 @@ def server(
     options += request.param
     process = subprocess.Popen(
         [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *options],
-        env=os.environ
-        | {
-            "VLLM_SERVER_DEV_MODE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-        },
+        env=os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
         stdout=(tmp_path / "server.log").open("wb"),
         stderr=subprocess.STDOUT,
     )
@@ -74,7 +65,6 @@ def server(
 KEY = "of the server"
 OURS = ["--worker-extension-cls", WORKER_EXTENSION, "--api-key", KEY]
 PLAIN: list[str] = []
-FOR_ADAPTERS = ["--enable-lora", "--max-lora-rank", "8", "--max-loras", "1"]
 
 
 @pytest.mark.parametrize(
@@ -129,79 +119,6 @@ def test_tokens_match_the_weights_of_their_version_and_the_servers_end_is_notice
             difference = np.abs(result.logprobs - expected)[result.versions == version]
             assert difference.max(initial=0.0) <= 1e-5
     assert any({1, 2} <= set(result.versions.tolist()) for result in results)
-
-
-@pytest.mark.parametrize("server", [FOR_ADAPTERS], indirect=True, ids=["as vLLM ships it"])
-def test_adapters_reach_a_server_alone_and_responses_in_flight_go_on_with_them(
-    models: ModelPair, server: tuple[str, subprocess.Popen[bytes]], tmp_path: Path
-) -> None:
-    url, process = server
-    folders = [_write_adapter(models.old, tmp_path / f"adapter-{seed}", seed) for seed in range(3)]
-    asked = [request(prompt, seed=seed, max_new_tokens=200) for seed, prompt in enumerate(PROMPTS * 2)]
-
-    async def main() -> list[GenerationResult]:
-        await _up(url, process)
-        engine = vllm_engine(models.old, tmp_path, **_server_settings(url))
-        try:
-            async with asyncio.timeout(LIMIT_S):
-                await engine.start()
-                assert engine.takes_adapters
-                writing: list[asyncio.Future[GenerationResult]] = []
-                for version, folder in enumerate(folders):
-                    await _publish_adapter(engine, version, folder, tmp_path)
-                    writing += map(asyncio.ensure_future, map(engine.generate, asked))
-                    await engine.generate(request(PROMPTS[0], max_new_tokens=10, temperature=0.0))
-                return await asyncio.gather(*writing)
-        finally:
-            await engine.close()
-
-    results = asyncio.run(main())
-    merged = [_merged(models.old, folder) for folder in folders]
-    for number, result in enumerate(results):
-        for version, model in enumerate(merged):
-            prompt = asked[number % len(asked)].prompt_ids
-            expected = model_logprobs(model, prompt, result.token_ids.tolist(), 1.0)
-            difference = np.abs(result.logprobs - expected)[result.versions == version]
-            assert difference.max(initial=0.0) <= 1e-4
-    assert {version for result in results for version in result.versions.tolist()} == {0, 1, 2}
-    assert any(len(set(result.versions.tolist())) > 1 for result in results)
-
-
-def _write_adapter(model: Path, folder: Path, seed: int) -> Path:
-    """A folder as PEFT writes one, with weights that change every token."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(seed)
-    config = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj"])
-    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), config)
-    for name, parameter in adapted.named_parameters():
-        if "lora_" in name:
-            parameter.data.normal_(0, 0.2)
-    adapted.save_pretrained(folder)
-    return folder
-
-
-def _merged(model: Path, adapter: Path) -> Path:
-    """The model with the adapter in its weights, by PEFT."""
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    folder = adapter / "merged"
-    PeftModel.from_pretrained(base, adapter).merge_and_unload().save_pretrained(folder)
-    return folder
-
-
-async def _publish_adapter(engine: Any, version: int, folder: Path, shared: Path) -> None:
-    """In two buckets."""
-    weights = list(load_file(folder / "adapter_model.safetensors").items())
-    maker = FileMaker(str(shared / "weights"), checksum=True)
-    await engine.begin_adapter_update(version, json.loads((folder / "adapter_config.json").read_text()))
-    for number in (1, 2):
-        await engine.load_bucket(maker.make(version, number, weights[number - 1 :: 2]))
-        maker.taken()
-    await engine.finish_update(version)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

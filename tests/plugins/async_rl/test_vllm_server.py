@@ -21,7 +21,6 @@ from spurline.errors import ConfigError, DataError, RunFailedError
 from spurline_async_rl.engines.configs import VllmEngineConfig
 from spurline_async_rl.engines.vllm import server as server_module
 from spurline_async_rl.engines.vllm.engine import VllmEngine
-from spurline_async_rl.engines.vllm.launch import WORKER_EXTENSION
 from spurline_async_rl.engines.vllm.server import ServerApi, await_servers
 from spurline_async_rl.engines.vllm.server_files import ServerFiles
 from spurline_async_rl.weights.disk import FileMaker
@@ -254,65 +253,6 @@ def test_a_server_that_cannot_load_the_files_ends_the_run_and_none_are_left(
     assert not list(tmp_path.glob("spurline-server-*"))
 
 
-def test_an_adapter_reaches_a_server_as_a_folder_that_peft_would_read(
-    drive: Callable[..., Any], tmp_path: Path
-) -> None:
-    tensors = {f"base_model.model.layers.{number}.lora_A.weight": torch.full((2, 3), number) for number in range(3)}
-    settings = {"peft_type": "LORA", "r": 2}
-
-    async def use(engine: Any, server: FakeVllmServer, publish: Any) -> Any:
-        await engine.start()
-        assert engine.takes_adapters
-        for num_buckets in (1, 3):
-            maker = FileMaker(str(tmp_path), checksum=True)
-            await engine.begin_adapter_update(2, settings)
-            for number in range(num_buckets):
-                held = list(tensors.items())[number::num_buckets]
-                await engine.load_bucket(maker.make(2, number + 1, held))
-                maker.taken()
-            await engine.finish_update(2)
-            assert server.config == settings
-            assert all(torch.equal(server.loaded[name], tensor) for name, tensor in tensors.items())
-            assert server.loaded.keys() == tensors.keys()
-            server.models.clear()
-            result = await engine.generate(request([5] * 40, max_new_tokens=2))
-            # The server may have to read it again.
-            assert [Path(folder, "adapter_config.json").is_file() for folder in server.adapters.values()] == [True]
-            assert server.models == server.adapters.keys()
-            assert result.versions.tolist() == [2, 2]
-        servers.append(server)
-
-    servers: list[FakeVllmServer] = []
-    drive(use, is_new=True, extension="", adapters="any time")
-    assert not servers[0].adapters
-    assert not list(tmp_path.glob("spurline-*"))
-
-
-@pytest.mark.parametrize("adapters", ["none", "startup"])
-def test_a_server_that_takes_no_adapters_while_it_runs_is_not_sent_them_alone(
-    drive: Callable[..., Any], adapters: str
-) -> None:
-    async def use(engine: Any, server: FakeVllmServer, publish: Any) -> bool:
-        await engine.start()
-        return engine.takes_adapters
-
-    assert not drive(use, is_new=True, adapters=adapters)
-
-
-@pytest.mark.parametrize("extension", ["", WORKER_EXTENSION])
-@pytest.mark.parametrize("adapters", ["startup", "any time"])
-def test_weights_that_adapters_are_put_on_are_never_replaced(
-    drive: Callable[..., Any], extension: str, adapters: str
-) -> None:
-    async def use(engine: Any, server: FakeVllmServer, publish: Callable[[int], Awaitable[Any]]) -> None:
-        with pytest.raises(RunFailedError, match=r"was started with --enable-lora.*Start it without"):
-            await publish(1)
-        assert not server.loaded
-        assert server.calls == ["resume"]
-
-    drive(use, is_new=True, extension=extension, adapters=adapters)
-
-
 @pytest.mark.parametrize(
     ("key", "strangers"),
     [(None, "refuse"), ("of the proxy", "refuse"), ("of the proxy", "log in"), ("of the proxy", "hang up")],
@@ -359,6 +299,7 @@ def test_nothing_is_said_of_a_server_that_is_reached_over_the_loopback(url: str,
         ({"logprobs_mode": "raw_logprobs"}, r"urls.*raw_logprobs.*--logprobs-mode processed_logprobs"),
         ({"extension": "theirs.Extension"}, r"urls.*theirs\.Extension.*--worker-extension-cls"),
         ({"has_dev_endpoints": False}, r"urls.*no endpoint.*VLLM_SERVER_DEV_MODE=1"),
+        ({"has_lora": True}, r"urls.*--enable-lora"),
     ],
 )
 def test_a_server_that_was_started_otherwise_is_an_error_that_says_how(

@@ -98,8 +98,7 @@ def check_publishing(engine: RolloutEngine, config: AsyncRolloutsConfig, run: Ru
     """Raise ConfigError for an engine that takes no weights, or not in the configured way."""
     taking = as_taking(engine, config)
     choose_sync(config.weight_sync, taking, registry, weights_on_gpu(run))
-    # Servers that run already tell only when they are reached.
-    if config.facts.sends_adapters and not taking.takes_adapters and not config.engine.is_elsewhere:
+    if config.facts.sends_adapters and not taking.takes_adapters:
         raise not_taken()
 
 

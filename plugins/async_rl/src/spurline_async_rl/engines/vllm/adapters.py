@@ -62,7 +62,6 @@ def engine_adapter(config: VllmEngineConfig, run: RunConfig) -> EngineAdapter | 
         ModelError: If the model or a target does not exist.
     """
     lora, is_wanted = adapters_of(run), run.source.facts.sends_adapters
-    # Servers that run already have room for one or not; they are asked when they are reached.
     if lora is None or is_wanted is False or config.mode == "server":
         return None
     modules = {} if run.model.init == "random" else _adapted_modules(run, lora)

@@ -33,7 +33,6 @@ class VllmEngine(EnginePool):
         self._spec = engine_spec(config, run)
         self._model_tokenizer = tokenizer
         self._cluster = None
-        self._loading_adapters: list[bool] = []
         if config.mode == "server":
             config = config.model_copy(update={"engines": len(config.urls)})
             # Until the servers tell whether they run our worker extension.
@@ -76,10 +75,6 @@ class VllmEngine(EnginePool):
         return VllmMember(f"engine {number}", engine, self._model_tokenizer)
 
     def _note_served(self, served: ServedModel) -> None:
-        """What all servers can do is what the least able of them can."""
+        """Note the transports of all servers, which are those of the least able one."""
         if not served.has_extension:
             self.transports = ("disk",)
-        self._loading_adapters.append(served.loads_adapters)
-        # A server loads adapters from folders alone, whatever its workers can do.
-        by_files = "disk" in (self._run.source.facts.transport, self.transports[0])
-        self.takes_adapters = by_files and all(self._loading_adapters)

@@ -10,12 +10,10 @@ import asyncio
 import contextlib
 import json
 import os
-import secrets
 import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from ipaddress import ip_address
-from itertools import count
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -23,14 +21,7 @@ import aiohttp
 from transformers import PreTrainedTokenizerBase
 
 from spurline.errors import ConfigError, DataError, RunFailedError
-from spurline_async_rl.engines.commands import (
-    UPDATE,
-    BeginAdapterUpdate,
-    BeginUpdate,
-    Command,
-    FinishUpdate,
-    LoadBucket,
-)
+from spurline_async_rl.engines.commands import UPDATE, BeginUpdate, Command, FinishUpdate, LoadBucket
 from spurline_async_rl.engines.configs import VllmEngineConfig
 from spurline_async_rl.engines.member import EngineDiedError
 from spurline_async_rl.engines.progress import Progress
@@ -56,8 +47,6 @@ _OPEN = (
     "ask for no key. Let nobody but this run's machines reach that port, or put a proxy before it that asks for the "
     "key in source.engine.api_key_env at all paths."
 )
-_ADAPTERS = "spurline"
-"""How the names of adapters begin; requests name one like a model."""
 
 
 class ServedModel(NamedTuple):
@@ -70,8 +59,6 @@ class ServedModel(NamedTuple):
         weights_dtype: As torch writes it, without `torch.`.
         has_extension: Whether our worker extension is in its workers.
         on_cpu: Whether it computes on CPUs.
-        has_room_for_adapters: Whether it was started with `--enable-lora`.
-        loads_adapters: Whether it then takes an adapter at any time, by its own endpoint.
         is_open: Whether other machines reach it and it obeys clients without a key.
     """
 
@@ -81,8 +68,6 @@ class ServedModel(NamedTuple):
     weights_dtype: str
     has_extension: bool
     on_cpu: bool
-    has_room_for_adapters: bool
-    loads_adapters: bool
     is_open: bool
 
 
@@ -107,20 +92,24 @@ class ServerApi:
             return await self._read_model()
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             text = f"answers, but not as vLLM does ({type(error).__name__}: {error}). {START_HINT}"
-            raise self.config_error(text) from error
+            raise self._config_error(text) from error
 
     async def _read_model(self) -> ServedModel:
         listed = await self._call("GET", "/v1/models")
         config = (await self._call("GET", "/server_info", params={"config_format": "json"})).get("vllm_config")
         if not config or not listed.get("data"):
-            raise self.config_error(f"answers, but not as vLLM does. {START_HINT}")
+            raise self._config_error(f"answers, but not as vLLM does. {START_HINT}")
         model, parallel = config["model_config"], config["parallel_config"]
         mode, extension = model["logprobs_mode"], parallel["worker_extension_cls"]
         if mode != "processed_logprobs":
-            raise self.config_error(f"has logprobs mode '{mode}', not processed_logprobs. {START_HINT}")
+            raise self._config_error(f"has logprobs mode '{mode}', not processed_logprobs. {START_HINT}")
         if extension not in ("", None, WORKER_EXTENSION):
-            raise self.config_error(f"has worker extension '{extension}', not {WORKER_EXTENSION}. {START_HINT}")
-        has_room = config.get("lora_config") is not None
+            raise self._config_error(f"has worker extension '{extension}', not {WORKER_EXTENSION}. {START_HINT}")
+        if config.get("lora_config") is not None:
+            raise self._config_error(
+                "was started with --enable-lora, so that its own weights stay as they are, and a run sends whole ones, "
+                "adapters merged. Start it without."
+            )
         first = listed["data"][0]
         return ServedModel(
             name=first["id"],
@@ -129,8 +118,6 @@ class ServerApi:
             weights_dtype=str(model["dtype"]).removeprefix("torch."),
             has_extension=extension == WORKER_EXTENSION,
             on_cpu=config["device_config"]["device"] == "cpu",
-            has_room_for_adapters=has_room,
-            loads_adapters=has_room and await self._has_adapter_endpoint(),
             is_open=not self.is_here and await self._obeys_strangers(),
         )
 
@@ -176,17 +163,6 @@ class ServerApi:
         body = {"method": method, "args": list(arguments)}
         return (await self._call("POST", "/collective_rpc", body=body, on_failure=RunFailedError))["results"]
 
-    async def load_adapter(self, name: str, folder: str) -> None:
-        """Have it load the adapter in this folder, under a new name.
-
-        One that is loaded in place of another would be read from the folder again with every step of the engine.
-        """
-        body = {"lora_name": name, "lora_path": folder}
-        await self._call("POST", "/v1/load_lora_adapter", body=body, on_failure=RunFailedError)
-
-    async def unload_adapter(self, name: str) -> None:
-        await self._call("POST", "/v1/unload_lora_adapter", body={"lora_name": name}, on_failure=RunFailedError)
-
     async def pause(self) -> None:
         """End requests, and drop everything that was computed so far."""
         await self._call("POST", "/pause", params={"mode": "abort", "clear_cache": "true"})
@@ -226,18 +202,10 @@ class ServerApi:
         try:
             async with self._session.request(verb, self._url + path, json=body, params=params) as answer:
                 if answer.status == 404:
-                    raise self.config_error(f"has no endpoint {path}. {START_HINT}")
+                    raise self._config_error(f"has no endpoint {path}. {START_HINT}")
                 await self._check(answer, on_failure)
                 text = await answer.text()
                 return json.loads(text) if text and answer.content_type == "application/json" else {}
-        except (aiohttp.ClientError, OSError) as error:
-            raise self._lost(error) from error
-
-    async def _has_adapter_endpoint(self) -> bool:
-        """Ask with an empty request, which is refused, or unknown without VLLM_ALLOW_RUNTIME_LORA_UPDATING."""
-        try:
-            async with self._session.post(self._url + "/v1/load_lora_adapter", json={}) as answer:
-                return answer.status != 404
         except (aiohttp.ClientError, OSError) as error:
             raise self._lost(error) from error
 
@@ -260,7 +228,7 @@ class ServerApi:
             return
         text = (await answer.text())[:500]
         if answer.status in (401, 403):
-            raise self.config_error(f"refuses the API key ({answer.status}). Set the variable api_key_env names.")
+            raise self._config_error(f"refuses the API key ({answer.status}). Set the variable api_key_env names.")
         # Refused for now, not for what it says: the request goes on elsewhere, or here later.
         if answer.status < 500 and answer.status not in (408, 425, 429):
             raise DataError(f"{self._url} refuses the request: {answer.status} {text}")
@@ -284,8 +252,7 @@ class ServerApi:
         cause = getattr(error, "os_error", error)
         return EngineDiedError(f"{self._url} cannot be reached: {type(cause).__name__}: {cause}")
 
-    def config_error(self, text: str) -> ConfigError:
-        """Return an error that begins with the server's URL."""
+    def _config_error(self, text: str) -> ConfigError:
         return ConfigError.at("source.engine.urls", f"names {self._url}, which {text}")
 
 
@@ -350,9 +317,6 @@ class ServerMember:
         self.num_workers = 1
         self.weights_dtype: str | None = None
         self._files: ServerFiles | None = None
-        self._brings_adapter = False
-        self._adapter = ""
-        self._adapters = (f"{_ADAPTERS}-{secrets.token_hex(4)}-{number}" for number in count(1))
         self._tokenizer = tokenizer
         self._version = 0
         self._streams: set[asyncio.Task[FinishReason]] = set()
@@ -364,7 +328,6 @@ class ServerMember:
         self._model, self._max_model_len = served.name, served.max_model_len
         self.num_workers, self.weights_dtype = served.num_workers, served.weights_dtype
         self._has_extension = served.has_extension
-        self._keeps_weights = served.has_room_for_adapters
         self._files = ServerFiles(self.name, on_cpu=served.on_cpu)
         self._on_served(served)
         if served.is_open:
@@ -389,22 +352,13 @@ class ServerMember:
                 return stream.result()
 
     async def control(self, command: Command) -> None:
-        if isinstance(command, BeginUpdate) and self._keeps_weights:
-            # Later runs put adapters on its own weights, too.
-            raise self._opened.config_error(
-                "was started with --enable-lora, so that its own weights stay as they are, and this run sends whole "
-                "ones. Start it without, or send adapters alone: with backend.lora, source.weight_sync: disk and "
-                "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 for the server."
-            )
         if command.begins:
             self._gate.shut(command.hold)
             await self._cut_streams()
             await self._opened.pause()
-        if isinstance(command, BeginUpdate | BeginAdapterUpdate):
-            self._brings_adapter = isinstance(command, BeginAdapterUpdate)
         if command.hold != UPDATE:
             pass
-        elif self._has_extension and not self._brings_adapter:
+        elif self._has_extension:
             if call := worker_call(command):
                 check_complete(await self._opened.workers(*call))
         else:
@@ -420,30 +374,17 @@ class ServerMember:
         """Do this command of an update with nothing but vLLM's own endpoints."""
         assert self._files is not None, "not started"
         if isinstance(command, BeginUpdate):
-            self._files.begin()
-        elif isinstance(command, BeginAdapterUpdate):
-            self._files.begin(command.adapter)
+            self._files.clear()
         elif isinstance(command, LoadBucket):
             # A checksum of the file takes a while.
             await in_thread(self._files.add, command.bucket)
         else:
             try:
-                if self._brings_adapter:
-                    await self._replace_adapter(str(await in_thread(self._files.adapter)))
-                else:
-                    # The second argument is the folder; the first would be weights.
-                    await self._opened.workers("reload_weights", None, str(self._files.model()))
-                    await in_thread(self._files.clear)
+                # The second argument is the folder; the first would be weights.
+                await self._opened.workers("reload_weights", None, str(self._files.model()))
+                await in_thread(self._files.clear)
             except DataError as error:
                 raise RunFailedError(f"{error}. Does the server see the folder of source.weight_sync?") from error
-
-    async def _replace_adapter(self, folder: str) -> None:
-        # The folder stays: the server reads it again when it has had to make room for another adapter meanwhile.
-        last, self._adapter = self._adapter, next(self._adapters)
-        await self._opened.load_adapter(self._adapter, folder)
-        self._model = self._adapter
-        if last:
-            await self._opened.unload_adapter(last)
 
     async def wait_dead(self) -> str:
         return await self._opened.wait_gone()
@@ -459,8 +400,6 @@ class ServerMember:
         try:
             if self._gate.holds:
                 await api.resume()
-            if self._adapter:
-                await api.unload_adapter(self._adapter)
         except (RunFailedError, ConfigError) as error:
             # It has ended before us, or was started again.
             del error

@@ -1,19 +1,15 @@
 """Files for a vLLM server without our worker extension: the weights of one update as a folder that it loads by itself.
 
 Place on the way: the files of transport `disk`, one per bucket -> second names of them in a folder beside them, as the
-transport removes its own when a bucket has been taken -> vLLM's `reload_weights` for a model, `load_lora_adapter` for
-an adapter.
+transport removes its own when a bucket has been taken -> vLLM's `reload_weights`.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from spurline.errors import RunFailedError
 from spurline.files import remove
@@ -24,7 +20,7 @@ _HEAD, _EXPERTS = "lm_head.weight", ".experts."
 
 
 class ServerFiles:
-    """The folder of one server: during an update with all of the model, between two with the last adapter, if any.
+    """The folder of one server, which holds the whole model at the end of an update.
 
     server: tells the folders of servers apart. on_cpu: whether the server computes on CPUs.
     """
@@ -33,13 +29,7 @@ class ServerFiles:
         self._folder_name = "spurline-server-" + re.sub(r"[^\w.-]+", "-", server)
         self._on_cpu = on_cpu
         self._folder: Path | None = None
-        self._adapter: Mapping[str, Any] | None = None
         self._names: set[str] = set()
-
-    def begin(self, adapter: Mapping[str, Any] | None = None) -> None:
-        """Expect an update of the model, or of the adapter with these settings."""
-        self.clear()
-        self._adapter = adapter
 
     def add(self, bucket: WeightBucket) -> None:
         """Keep the file of this bucket. Raises RunFailedError if the server could not load it."""
@@ -50,7 +40,7 @@ class ServerFiles:
             )
         path = checked_file(bucket)
         names = {place.name for place in bucket.places}
-        if self._on_cpu and self._adapter is None and any(_EXPERTS in name for name in names):
+        if self._on_cpu and any(_EXPERTS in name for name in names):
             raise RunFailedError(_stale("the experts of a mixture"))
         folder = path.parent / self._folder_name
         try:
@@ -71,23 +61,9 @@ class ServerFiles:
         """Return the folder with the model. Raises RunFailedError if the server would not take over all weights."""
         if self._on_cpu and _HEAD not in self._names:
             raise RunFailedError(_stale("an output layer that is tied to the embeddings"))
-        return self._given()
-
-    def adapter(self) -> Path:
-        """Return the folder as PEFT writes one."""
-        folder = self._given()
-        parts = sorted(folder.iterdir())
-        whole = folder / "adapter_model.safetensors"
-        if len(parts) == 1:
-            parts[0].rename(whole)
-        else:
-            from safetensors.torch import load_file, save_file
-
-            save_file({name: tensor for part in parts for name, tensor in load_file(part).items()}, whole)
-            for part in parts:
-                part.unlink()
-        (folder / "adapter_config.json").write_text(json.dumps(dict(self._adapter or {})), encoding="utf-8")
-        return folder
+        if self._folder is None:
+            raise RunFailedError("An update brought no weights.")
+        return self._folder
 
     def clear(self) -> None:
         """Remove the folder. May be called again."""
@@ -95,11 +71,6 @@ class ServerFiles:
         self._names = set()
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
-
-    def _given(self) -> Path:
-        if self._folder is None:
-            raise RunFailedError("An update brought no weights.")
-        return self._folder
 
 
 def _stale(what: str) -> str:
