@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 from child_engines import ENGINE, child_engine, publish
-from living_processes import is_alive, living_below
+from living_processes import living_below
 
 from spurline.errors import RunFailedError
 from spurline_async_rl.engines.child.member import ChildProcessEngine
@@ -148,15 +148,6 @@ def test_closing_while_a_process_starts_leaves_none(spurline_tiny_model: Path, t
 
     with_engine(spurline_tiny_model, tmp_path, use, engines=2)
     assert not children()
-
-
-def test_a_process_that_has_ended_and_nobody_has_waited_for_is_not_taken_for_a_living_one() -> None:
-    with subprocess.Popen([sys.executable, "-S", "-c", "input()", ENGINE], stdin=subprocess.PIPE) as process:
-        assert [child.pid for child in children()] == [process.pid]
-        process.kill()
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        assert not children()
-        assert not is_alive(process.pid)
 
 
 PARENT = """

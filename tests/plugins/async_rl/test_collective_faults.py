@@ -135,28 +135,6 @@ def test_an_engine_killed_while_a_broadcast_is_on_its_way_comes_back_with_the_we
 @pytest.mark.slow
 @pytest.mark.skipif(not os.environ.get("SPURLINE_SOAK"), reason="waits for time limits; SPURLINE_SOAK=1")
 @pytest.mark.parametrize("version", [1, 2], ids=["while it joins", "in a group that was made"])
-def test_an_engine_that_stands_still_for_less_than_the_limit_gets_the_weights_late(
-    models: ModelPair, tmp_path: Path, version: int
-) -> None:
-    async def use(fleet: Fleet) -> None:
-        await fleet.engine.start()
-        if version == 2:
-            await fleet.publish(1, models.old)
-        victim, other = engines()
-        publishing = asyncio.ensure_future(fleet.publish(version, models.new, victim.suspend))
-        await fleet.until_loading()
-        assert not publishing.done()
-        victim.resume()
-        await publishing
-        assert engines() == [victim, other]
-        await fleet.check(version, models.new)
-
-    drive(Fleet(models, tmp_path, exchange_timeout_s=60), use)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not os.environ.get("SPURLINE_SOAK"), reason="waits for time limits; SPURLINE_SOAK=1")
-@pytest.mark.parametrize("version", [1, 2], ids=["while it joins", "in a group that was made"])
 def test_an_engine_that_stands_still_too_long_is_replaced_and_the_other_goes_on(
     models: ModelPair, tmp_path: Path, version: int
 ) -> None:

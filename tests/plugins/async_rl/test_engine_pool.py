@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from scripted_members import ScriptedMember, Trainer, World, reference
 from virtual_loop import run_virtually
 
-from spurline.errors import DataError, ModelError, RunFailedError
+from spurline.errors import ModelError, RunFailedError
 from spurline_async_rl.engines import member as member_module
 from spurline_async_rl.engines.commands import BeginUpdate, FinishUpdate, LoadBucket, Pause, Resume, from_plain
 from spurline_async_rl.engines.configs import PoolConfig
@@ -250,24 +250,6 @@ def test_an_engine_without_progress_is_replaced_and_its_requests_go_on_elsewhere
     assert hung[0].is_closed
 
 
-def test_a_pause_does_not_count_as_time_without_progress() -> None:
-    world = World()
-
-    async def body(pool: EnginePool, trainer: Trainer) -> GenerationResult:
-        writing = asyncio.ensure_future(pool.generate(asked(3)))
-        while world.written < 2:
-            await asyncio.sleep(0)
-        await pool.pause()
-        written = world.written
-        await asyncio.wait({writing}, timeout=0.6)
-        assert world.written == written
-        await pool.resume()
-        return await writing
-
-    check(asked(3), use(lambda: world.pool(1, generate_timeout_s=0.1), body))
-    assert len(world.members) == 1
-
-
 class WritesSlowly(ScriptedMember):
     """Writes its first token at 34 s, and the second 83 s later."""
 
@@ -412,17 +394,6 @@ def test_closing_fails_who_waits_and_ends_every_engine_also_one_that_is_starting
         assert isinstance(outcome, RunFailedError)
         assert "they were closed" in str(outcome)
     assert all(member.is_closed for member in world.members)
-
-
-def test_a_request_that_means_nothing_is_refused_and_hurts_no_engine() -> None:
-    world = World()
-
-    async def body(pool: EnginePool, trainer: Trainer) -> None:
-        with pytest.raises(DataError, match="max_new_tokens is 0"):
-            await pool.generate(asked(1, max_new_tokens=0))
-
-    use(lambda: world.pool(1), body)
-    assert len(world.members) == 1
 
 
 class HandsOverLate(ScriptedMember):

@@ -140,13 +140,6 @@ def test_groups_of_earlier_checkpoints_are_read(tmp_path: Path) -> None:
     assert_same([*groups_of(read_state(tmp_path / "groups"))], [group])
 
 
-def test_groups_come_back_from_disk_bit_for_bit(tmp_path: Path) -> None:
-    turn = Turn(np.array([1, 2]), np.array([3, 4, 5]), np.array([1, 1, 0]), logprobs=np.array([-0.1, -0.2, -0.3]))
-    group = Group("rows:7@9", 9, (Trajectory("rows:7@9", 0, (turn, turn), {"right": 0.1}, {"prompt": "é"}),))
-    write_state(tmp_path / "groups", groups_state([group]))
-    assert_same([*groups_of(read_state(tmp_path / "groups"))], [group])
-
-
 def test_what_an_environment_logs_may_be_anything() -> None:
     turn = Turn(np.array([1]), np.array([2]), np.array([1]))
     odd = {"path": Path("/a"), "array": {"__array__": "0"}}

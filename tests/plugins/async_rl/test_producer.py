@@ -218,19 +218,6 @@ def test_a_step_that_cannot_be_filled_ends_the_run_with_the_limit() -> None:
         asyncio.run(first())
 
 
-def test_an_error_of_one_group_reaches_the_training_thread() -> None:
-    groups = ScriptedGroups([KEPT, BROKEN])
-
-    async def first() -> Any:
-        changed = asyncio.Event()
-        producer = make_producer(groups, changed, limits())
-        producer.start()
-        return await next_groups(producer, changed, 1)
-
-    with pytest.raises(DataError, match="row 3 is broken"):
-        asyncio.run(first())
-
-
 def test_closing_leaves_no_task_behind() -> None:
     async def start_and_close() -> int:
         producer = make_producer(ScriptedGroups(delays=[10**9] * 9), asyncio.Event(), limits())
@@ -283,20 +270,25 @@ def test_finished_groups_are_made_ready_on_a_thread_that_ends_with_the_producer(
     assert not thread.is_alive()
 
 
-def test_an_error_while_a_group_is_made_ready_reaches_the_training_thread() -> None:
+@pytest.mark.parametrize(("fates", "said"), [([KEPT, BROKEN], "row 3 is broken"), ([KEPT], "sum up to nan")])
+def test_an_error_of_one_group_or_of_what_makes_it_ready_reaches_the_training_thread(
+    fates: list[str], said: str
+) -> None:
     def ready(group: Group) -> Group:
+        if BROKEN in fates:
+            return group
         raise DataError(f"the rewards of draw {group.draw} sum up to nan")
 
     async def first() -> Any:
         changed = asyncio.Event()
-        producer = make_producer(ScriptedGroups(), changed, limits(max_running=1), ready=ready)
+        producer = make_producer(ScriptedGroups(fates), changed, limits(), ready=ready)
         producer.start()
         try:
             return await next_groups(producer, changed, 1)
         finally:
             await producer.close()
 
-    with pytest.raises(DataError, match="the rewards of draw 0 sum up to nan"):
+    with pytest.raises(DataError, match=said):
         asyncio.run(first())
 
 

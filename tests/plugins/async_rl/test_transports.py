@@ -310,15 +310,10 @@ def test_the_transport_is_the_engines_best_or_the_configs_if_the_engine_knows_it
     engine.transports = ("carrier_pigeon",)
     with pytest.raises(ConfigError, match=r"source.engine.name.*carrier_pigeon.*shared_memory"):
         choose_sync(None, engine, registry, False)
-
-
-def test_no_transport_that_needs_a_gpu_is_chosen_for_weights_that_are_on_none() -> None:
-    engine, registry = Taker(), PluginHost.load(["async_rl"]).registry
     engine.transports = ("cuda_ipc", "collective", "shared_memory")
-    assert choose_sync(None, engine, registry, False).name == "collective"
-    assert choose_sync(None, engine, registry, True).name == "cuda_ipc"
+    assert [choose_sync(None, engine, registry, gpu).name for gpu in (False, True)] == ["collective", "cuda_ipc"]
     engine.transports = ("cuda_ipc",)
-    with pytest.raises(ConfigError, match=r"of which cuda_ipc would need the weights on a GPU"):
+    with pytest.raises(ConfigError, match="weights on a GPU"):
         choose_sync(None, engine, registry, False)
 
 

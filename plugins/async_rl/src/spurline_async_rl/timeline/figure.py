@@ -69,7 +69,6 @@ _SPANS: Mapping[SpanKind, tuple[str, int, str]] = {
     "wait": ("waiting for a batch", 0, "--series-6-faint"),
     "evaluate": ("evaluation", 0, "--series-4"),
     "publish": ("publishing weights", 1, "--series-1"),
-    "pause": ("engines stand still", 1, "--series-2"),
 }
 """Name in the legend, row (the loop, the weights) and colour."""
 
@@ -152,8 +151,7 @@ def _loop_traces(records: Sequence[StepRecord], window: Window) -> list[Trace]:
     for kind, (name, row, color) in _SPANS.items():
         spans = [span for span in found if span.kind == kind]
         style = {
-            # A pause lies within its publish: a narrower bar on a broader one.
-            "width": 0.4 if kind == "pause" else 0.8,
+            "width": 0.8,
             "marker": {"color": color, "line": {"width": 0}},
             "hovertemplate": f"{name}: %{{x:.3~g}} s<extra></extra>",
             "xaxis": "x",
