@@ -13,7 +13,7 @@ from spurline import Run, load_config
 from spurline.errors import HookFailedError, PluginError
 from spurline.plugins import hookimpl
 from spurline.plugins.host import PluginHost
-from spurline_insight import watching
+from spurline_insight import health
 from spurline_insight.health import Finding
 
 WITHOUT = ["-preference", "-rl", "-ranks", "-insight", "-planning", "-trackers"]
@@ -44,7 +44,7 @@ def test_a_failing_end_of_another_plugin_costs_no_warning_and_no_later_run(
     base_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = Finding("off", "Something is off.", (0,), lasts=True)
-    monkeypatch.setattr(watching, "findings", lambda lines, config: [found])
+    monkeypatch.setattr(health, "findings", lambda lines, config: [found])
     loaded = load_config(base_config | {"steps": 2})
 
     class Fails:

@@ -13,8 +13,6 @@ from rl_run_record import RL_SUMMARY, rl_metrics
 
 from spurline.plugins.host import PluginHost
 from spurline_insight.report.comparison import write_comparison
-from spurline_insight.report.document import document
-from spurline_insight.report.figure import line, step_figure
 from spurline_insight.report.page import default_panels, write_report
 from spurline_insight.report_panel import RunRecord
 
@@ -86,13 +84,3 @@ def test_names_of_runs_and_metrics_stand_in_plots_as_they_are(browser: Browser, 
     browser.wait(f"{hovers}.length")
     assert browser.run(hovers) == names
     assert browser.complaints == []
-
-
-def test_a_packed_body_is_shown_with_its_plots(browser: Browser, tmp_path: Path) -> None:
-    plot = step_figure([line("run", [1, 2], [1.0, 2.0], "--series-1")], "loss", label="loss")
-    page = tmp_path / "packed.html"
-    page.write_text(document("Packed", f"<h1>Runs &lt;b&gt;</h1>{plot}", packs_body=True))
-    assert "<h1>" not in page.read_text()
-    opened(browser, page)
-    assert browser.run("document.querySelector('main h1').textContent") == "Runs <b>"
-    assert browser.run("document.querySelectorAll('.scatterlayer path.js-line').length") == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,18 +10,12 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from shown_panels import PANELS, figures, rendered, shown, traces
 
-from spurline.plugins.host import PluginHost
-from spurline.plugins.registry import resolve
 from spurline_insight.report.record import read_record
-from spurline_insight.report_panel import ReportPanelConfig, RunRecord
+from spurline_insight.report_panel import RunRecord
 
 RunDirMaker = Callable[..., Path]
-CORE_PANELS = {
-    entry.factory.rpartition(":")[2]: resolve(entry.factory, entry.name)
-    for entry in PluginHost.load([]).registry.entries()
-    if entry.kind == "report_panel"
-}
 NAMES = [
     "epoch", "loss", "grad_norm", "lr", "tokens", "loss_tokens", "time/step", "time/batch", "time/evaluate",
     "packing/fill", "packing/rows", "eval/loss", "eval/loss/math", "eval/exact_match", "reward/mean",
@@ -30,29 +23,7 @@ NAMES = [
 PANELS_OF_OTHER_RUNS = {
     *("GroupsPanel", "HealthPanel", "MismatchPanel", "PolicyPanel", "PreferencePanel", "ResponsesPanel", "RewardPanel")
 }
-SUPERVISED_PANELS = [name for name in CORE_PANELS if name not in PANELS_OF_OTHER_RUNS]
-
-
-def rendered(name: str, record: RunRecord) -> str | None:
-    return CORE_PANELS[name](ReportPanelConfig(name=name)).render(record)
-
-
-def shown(name: str, record: RunRecord) -> str:
-    fragment = rendered(name, record)
-    assert fragment is not None
-    return fragment
-
-
-def figures(fragment: str) -> list[dict[str, Any]]:
-    # As a browser reads them, which knows no NaN.
-    return [
-        json.loads(content, parse_constant=pytest.fail)
-        for content in re.findall(r'class="figure">(.*?)</script>', fragment)
-    ]
-
-
-def traces(fragment: str) -> dict[str, dict[str, Any]]:
-    return {trace["name"]: trace for plot in figures(fragment) for trace in plot["data"]}
+SUPERVISED_PANELS = [name for name in PANELS if name not in PANELS_OF_OTHER_RUNS]
 
 
 metric_values = st.one_of(
@@ -74,13 +45,13 @@ def test_no_panel_breaks_whatever_finite_metrics_a_run_recorded(
         metrics=[{"step": start + index} | line for index, line in enumerate(lines)],
         config={"optimizer": {"max_grad_norm": 1.0 if has_clipping else None}},
     )
-    for name in CORE_PANELS:
+    for name in PANELS:
         fragment = rendered(name, record)
         if fragment is not None:
             assert all(plot["data"] for plot in figures(fragment))
 
 
-@pytest.mark.parametrize("name", CORE_PANELS)
+@pytest.mark.parametrize("name", PANELS)
 def test_a_panel_without_its_data_shows_nothing(name: str, tmp_path: Path) -> None:
     assert rendered(name, RunRecord(tmp_path, [], {}, {})) is None
 

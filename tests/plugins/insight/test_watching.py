@@ -12,7 +12,7 @@ from rl_run_record import rl_metrics
 
 from spurline.plugins.host import PluginHost
 from spurline.plugins.run_view import Warned
-from spurline_insight.watching import Watcher
+from spurline_insight.health import Watcher
 
 
 class WatchedRun:

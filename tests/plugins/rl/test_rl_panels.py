@@ -12,24 +12,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rl_run_record import RL_SUMMARY, rl_metrics
+from shown_panels import PANELS, figures, rendered, shown, traces
 
-from spurline.plugins.host import PluginHost
-from spurline.plugins.registry import resolve
 from spurline_insight.report.page import write_report
 from spurline_insight.report.record import read_record
-from spurline_insight.report_panel import ReportPanelConfig, RunRecord
+from spurline_insight.report_panel import RunRecord
 
 NOWHERE = Path("/nonexistent")
 RL_PANELS = ["GroupsPanel", "MismatchPanel", "PolicyPanel", "ResponsesPanel", "RewardPanel"]
 STEPS = range(1, 9)
 Lines = list[dict[str, Any]]
-
-
-CORE_PANELS = {
-    entry.factory.rpartition(":")[2]: resolve(entry.factory, entry.name)
-    for entry in PluginHost.load([]).registry.entries()
-    if entry.kind == "report_panel"
-}
 
 
 def record_of(lines: Lines, summary: dict[str, Any] | None = None, config: dict[str, Any] | None = None) -> RunRecord:
@@ -38,28 +30,6 @@ def record_of(lines: Lines, summary: dict[str, Any] | None = None, config: dict[
 
 def healthy() -> Lines:
     return [rl_metrics(step) for step in STEPS]
-
-
-def rendered(name: str, record: RunRecord) -> str | None:
-    return CORE_PANELS[name](ReportPanelConfig(name=name)).render(record)
-
-
-def shown(name: str, record: RunRecord) -> str:
-    fragment = rendered(name, record)
-    assert fragment is not None
-    return fragment
-
-
-def figures(fragment: str) -> list[dict[str, Any]]:
-    # As a browser reads them, which knows no NaN.
-    return [
-        json.loads(content, parse_constant=pytest.fail)
-        for content in re.findall(r'class="figure">(.*?)</script>', fragment)
-    ]
-
-
-def traces(fragment: str) -> dict[str, dict[str, Any]]:
-    return {trace["name"]: trace for plot in figures(fragment) for trace in plot["data"]}
 
 
 def words(fragment: str) -> str:
@@ -96,7 +66,7 @@ def test_no_panel_breaks_whatever_finite_metrics_rollouts_recorded(
     merged = [
         first | line | {"step": step} for step, (first, line) in enumerate(zip(base, lines, strict=True), start=1)
     ]
-    for name in CORE_PANELS:
+    for name in PANELS:
         fragment = rendered(name, record_of(merged))
         if fragment is not None:
             assert all(plot["data"] for plot in figures(fragment))

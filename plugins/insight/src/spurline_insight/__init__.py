@@ -1,1 +1,1 @@
-"""What a run did: HTML report, comparison of runs, `spurline view`, notebooks, warnings."""
+"""Show the results of runs: HTML report, comparison of runs, `spurline view`, notebooks, warnings."""

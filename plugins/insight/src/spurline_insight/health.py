@@ -1,9 +1,9 @@
 """Say in words when a run goes wrong, and what to do about it: one set of rules for terminal, summary and report.
 
-The metrics of one step after the other go in, as in metrics.jsonl; sentences by kind of trouble come out, usually none.
-`spurline_insight.rollout_health` judges what only rollouts have, and each step by itself; the rules here look at loss,
-gradient, learning rate and the load of the controller, and compare a step with those before it. A policy's loss says
-nothing of how training goes and is not judged.
+The metrics of one step after the other go in, as in metrics.jsonl; sentences by kind of trouble come out, usually
+none. `spurline_insight.rollout_health` judges rollouts, each step by itself. The rules here look at loss, gradient,
+learning rate and the load of the controller, and compare a step with those before it. They do not judge the loss of
+a policy, which says nothing of how training goes. A `Watcher` warns at each step, and at the end of the run.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from spurline.plugins import hookimpl
+from spurline.plugins.run_view import RunView, Warned
+from spurline.trackers.jsonl import read_metrics
 from spurline_insight.rollout_health import health_words
 
 LEVEL_STEPS = 5
-"""Steps whose median is the level of the loss: one hard batch does not move it."""
+"""Steps whose median is the level of the loss, which one hard batch does not move."""
 DIVERGED_BY = 1.0
-"""Nats. A level this much above the best one, and at least twice as high, is no noise of batches: for a model that
-predicts half of all tokens well, a nat is a factor of 2.7 in their probability."""
+"""Nats above the best level, and at least twice as high: a nat is a factor of 2.7 in the probability of tokens, which
+is no noise of batches."""
 DIVERGED_FROM_START = 3.0
-"""As many nats above the first loss, and three times as high. Until there is a level the first loss is all there is to
-compare with, and a single small batch may lie far from the others."""
+"""Nats above the first loss, and three times as high. Until there is a level, only the first loss can be compared with,
+and a single small batch may lie far from the others."""
 SPIKE_DEVIATIONS = 10.0
 """A spike is this many median absolute deviations, and DIVERGED_BY nats, above the median of the steps before."""
 GRADIENT_SPIKE = 20.0
@@ -31,45 +34,37 @@ GRADIENT_SPIKE = 20.0
 LARGEST_GRADIENT = 1000.0
 """Median gradient norm over LEVEL_STEPS x 2 steps. Fine-tuning shows 0.1 to 10, an untrained model tens; more means
 that the loss is a sum where it should be a mean, or that weights are broken."""
-GRADIENT_GROWTH = 20.0
-"""Times the lowest median over as many steps, where that makes more than 10: gradients usually fall or stay."""
-CLIPPED_TO = 0.1
-"""Share of its length to which clipping cuts a gradient that is far too long. Norms of 1 to 5 times the threshold are
-common and harmless, as AdamW does not mind their length."""
-CLIPPED_SHARE = 0.95
-"""Share of the last 50 steps that are clipped so far."""
 STILL_STEPS = 10
 """Steps after which a loss that never changes in any digit is no coincidence."""
 IDLE_STEPS = 3
 """Steps in a row without a gradient or with a learning rate of 0, which a schedule may have at its ends."""
 BUSY_LOOP = 0.9
-"""Share of the time that the event loop of asynchronous rollouts is busy; above it, engines wait for it."""
+"""Share of time above which a busy event loop of asynchronous rollouts makes engines wait."""
 LASTING_SHARE = 0.1
-"""Trouble of as many steps, or of the last one, belongs to how a run ended."""
+"""Share of steps with a trouble that makes it belong to how a run ended; the last step does too."""
 
 _MAX_STRETCHES = 8
 _HISTORY = 20
-_LONG_HISTORY = 50
 
 
 class HealthWatch:
     """Judges the steps of one run in order.
 
-    config: the resolved settings; without them nothing is known of clipping.
+    Args:
+        config: The resolved settings; without them, nothing is known of clipping.
     """
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         self._threshold = clip_threshold(config or {})
         self._losses: deque[float] = deque(maxlen=_HISTORY)
-        self._norms: deque[float] = deque(maxlen=_LONG_HISTORY)
+        self._norms: deque[float] = deque(maxlen=_HISTORY)
         self._rates: deque[float] = deque(maxlen=IDLE_STEPS)
         self._loop_shares: deque[float] = deque(maxlen=LEVEL_STEPS)
         self._first_loss: float | None = None
         self._best: tuple[float, int] | None = None
-        self._lowest_norm: float | None = None
 
     def judge(self, step: int, metrics: Mapping[str, float]) -> dict[str, str]:
-        """A sentence or two for each thing that is off at this step, by a short name of its kind."""
+        """Return a sentence or two for each thing that is off at this step, by a short name of its kind."""
         found = health_words(metrics)
         if "lr" in metrics:
             found |= dict(self._judge_rate(metrics["lr"]))
@@ -144,32 +139,13 @@ class HealthWatch:
                 f"The gradient norm is around {level:.3g}, where fine-tuning shows 0.1 to 10. Check the reduction of "
                 "the loss, the precision and the weights; clipping shortens the step, but the direction stays wrong.",
             )
-        elif self._lowest_norm is not None and level > max(10.0, GRADIENT_GROWTH * self._lowest_norm):
-            yield (
-                "growing_gradient",
-                f"The gradient norm has grown from {self._lowest_norm:.3g} to {level:.3g}, which comes before a "
-                "divergence. Lower optimizer.learning_rate.",
-            )
-        usual = statistics.median(before[-_HISTORY:])
+        usual = statistics.median(before)
         advice = "; clipping has bounded the step." if self._threshold else ", and set optimizer.max_grad_norm."
         if norm > GRADIENT_SPIKE * usual and norm > 10 * (self._threshold or 1.0):
             yield (
                 "gradient_spike",
                 f"The gradient norm jumps to {norm:.3g} after {usual:.3g}. Look at the rows of this step{advice}",
             )
-        if self._is_clipped_hard():
-            yield (
-                "clipped",
-                f"Clipping cuts nearly every gradient to less than {CLIPPED_TO:.0%} of its length (norm around "
-                f"{level:.3g}, optimizer.max_grad_norm {self._threshold:g}). Raise that, or look for what makes "
-                "gradients so long.",
-            )
-        self._lowest_norm = level if self._lowest_norm is None else min(level, self._lowest_norm)
-
-    def _is_clipped_hard(self) -> bool:
-        if self._threshold is None or len(self._norms) < _LONG_HISTORY:
-            return False
-        return sum(norm * CLIPPED_TO > self._threshold for norm in self._norms) >= CLIPPED_SHARE * len(self._norms)
 
     def _judge_rate(self, rate: float) -> Iterator[tuple[str, str]]:
         self._rates.append(rate)
@@ -195,19 +171,18 @@ class HealthWatch:
 
 @dataclass(frozen=True)
 class Finding:
-    """One kind of trouble in a run.
-
-    words: of the last step that had it. places: the steps that had it, as indices into the lines, ascending. lasts:
-    whether it belongs to how the run ended, and did not just pass by.
-    """
+    """One kind of trouble in a run."""
 
     kind: str
     words: str
+    """The sentences of the last step that had it."""
     places: tuple[int, ...]
+    """The steps that had it, as ascending indices into the lines."""
     lasts: bool
+    """The trouble belongs to how the run ended, and did not just pass by."""
 
     def when(self, steps: Sequence[int]) -> str:
-        """`Steps 3 to 7, 12 (6 of 60)`. steps: `trained_steps` of the lines that were judged."""
+        """Return `Steps 3 to 7, 12 (6 of 60)`, given the `trained_steps` of the lines that were judged."""
         places = self.places
         if len(places) == len(steps):
             return "Every step" if len(steps) > 1 else f"Step {steps[0]:,}"
@@ -225,12 +200,17 @@ class Finding:
 
 
 def trained_steps(lines: Sequence[Mapping[str, Any]]) -> list[int]:
-    """The steps of lines of metrics.jsonl, less step 0, in which nothing is trained and so nothing can be off."""
+    """Return the steps of lines of metrics.jsonl without step 0, in which nothing is trained."""
     return [int(line["step"]) for line in lines if line["step"]]
 
 
 def findings(lines: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> list[Finding]:
-    """What was off in a run, the most frequent first. lines: of metrics.jsonl. config: the resolved settings."""
+    """Return the troubles of a run, the most frequent first.
+
+    Args:
+        lines: Lines of metrics.jsonl.
+        config: The resolved settings.
+    """
     lines = [line for line in lines if line["step"]]
     watch = HealthWatch(config)
     places: dict[str, list[int]] = {}
@@ -247,7 +227,40 @@ def findings(lines: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> l
 
 
 def clip_threshold(config: Mapping[str, Any]) -> float | None:
-    """`optimizer.max_grad_norm` of the resolved settings; None where gradients are not clipped."""
+    """Return `optimizer.max_grad_norm` of the resolved settings; None where gradients are not clipped."""
     optimizer = config.get("optimizer")
     threshold = optimizer.get("max_grad_norm") if isinstance(optimizer, Mapping) else None
     return float(threshold) if threshold is not None else None
+
+
+class Watcher:
+    """Warns of what is off at each step of a run, and at its end of what was off in the whole run."""
+
+    def __init__(self, run: RunView) -> None:
+        self._run = run
+        self._config = run.loaded.resolved()
+        self._health = HealthWatch(self._config)
+        if run.state.checkpoint is not None:
+            # New steps are compared with those before the resume.
+            for metrics in read_metrics(run.directory.metrics, skip_foreign=True):
+                if metrics["step"] <= run.state.step:
+                    self._health.judge(int(metrics["step"]), metrics)
+
+    @classmethod
+    def attach(cls, run: RunView) -> None:
+        """Let a watcher judge the steps of this run until it ends."""
+        watcher = cls(run)
+        run.loaded.host.attach(watcher, "insight/health")
+        run.add_judge(watcher.warnings)
+
+    @hookimpl
+    def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
+        for kind, words in self._health.judge(step, metrics).items():
+            self._run.warn(step, kind, words)
+
+    def warnings(self) -> Sequence[Warned]:
+        """Return what was off in the run as a whole, with the steps at which it was."""
+        lines = read_metrics(self._run.directory.metrics, skip_foreign=True)
+        steps = trained_steps(lines)
+        found = findings(lines, self._config)
+        return [Warned(each.kind, f"{each.words} {each.when(steps)}.", each.lasts) for each in found]

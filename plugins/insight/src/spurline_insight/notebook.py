@@ -1,4 +1,4 @@
-"""For notebooks: plots that grow while a run trains, and the metrics of a run as a DataFrame.
+"""Draw plots that grow while a run trains in a notebook, and give its metrics as a DataFrame.
 
 `Run(loaded, on_step=LivePlot(["loss", "reward/*"])).train()`. Outside of a notebook a LivePlot draws nothing.
 """
@@ -21,11 +21,13 @@ __all__ = ["LivePlot", "metrics_frame"]
 
 
 class LivePlot:
-    """Shows metrics below the cell and replaces the plots in place as steps are done; for `Run(on_step=...)`.
+    """Plots below the cell that are replaced in place as steps are done; for `Run(on_step=...)`.
 
-    metrics: one plot each: a metric's name, or a pattern such as `reward/*`, whose metrics share a plot.
-    every_s: seconds between two pictures, at least; the last one has all steps.
     One object may follow several runs, one after the other: each gets its own plots.
+
+    Args:
+        metrics: One plot each: a metric's name, or a pattern such as `reward/*`, whose metrics share a plot.
+        every_s: Least seconds between two pictures; the last picture has all steps.
     """
 
     def __init__(self, metrics: str | Sequence[str] = ("loss",), *, every_s: float = 1.0) -> None:
@@ -53,13 +55,12 @@ class LivePlot:
             self._draw()
 
     def close(self) -> None:
-        """Draw what is not drawn yet: the run has ended."""
+        """Draw the rest: the run has ended."""
         if not self._is_drawn:
             self._draw()
         self._has_ended = True
 
     def _repr_html_(self) -> str:
-        """The plots as they are now."""
         return "".join(self._plots())
 
     def _plots(self) -> list[str]:
@@ -88,7 +89,7 @@ class LivePlot:
 
 
 def _is_notebook() -> bool:
-    """Whether what is displayed goes to a page: IPython runs in a kernel, and not in a terminal."""
+    """Return whether IPython runs in a kernel, and not in a terminal."""
     ipython: Any = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
     return getattr(shell, "kernel", None) is not None

@@ -1,4 +1,4 @@
-"""What `insight` registers, and when it writes reports. Light: imports neither torch nor transformers."""
+"""Register panels and the report, watch each run, and write its report; imports neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def register_components(registry: ComponentRegistrar) -> None:
 
 @hookimpl
 def on_run_start(run: Run) -> None:
-    from spurline_insight.watching import Watcher
+    from spurline_insight.health import Watcher
 
     Watcher.attach(run)
 

@@ -1,4 +1,4 @@
-"""Kind `report_panel`: one section of the HTML report."""
+"""Define the kind `report_panel`: one section of the HTML report."""
 
 from __future__ import annotations
 
@@ -18,19 +18,18 @@ class ReportPanelConfig(ComponentConfig):
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a finished or running run left behind, as panels read it.
-
-    run_dir: the run's folder. metrics: one mapping per step, as in metrics.jsonl. config: the resolved settings.
-    summary: contents of RUN_DIR/summary.json: data counts, sample lengths, versions; may be empty.
-    """
+    """A finished or running run, as panels read it."""
 
     run_dir: Path
     metrics: Sequence[Mapping[str, float]]
+    """One mapping per step, as in metrics.jsonl."""
     config: Mapping[str, Any]
+    """The resolved settings."""
     summary: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """The content of summary.json: counts of data, lengths of samples, versions; may be empty."""
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
-        """Steps and values of one metric, at the steps that have it."""
+        """Return steps and values of one metric, at the steps that have it."""
         points = [(int(line["step"]), float(line[name])) for line in self.metrics if name in line]
         return [step for step, _ in points], [value for _, value in points]
 
@@ -39,17 +38,15 @@ DEFAULT_ORDER = 500
 
 
 class ReportPanel(Protocol):
-    """Draw one section of the report.
+    """A section of the report. Factory: `Class(config)`.
 
-    Factory: `Class(config)`.
-
-    title: heading above the panel. A panel may also have a number `order`, which says where it stands on a page for
-    which no panels were chosen: smaller ones come first, equal ones as they were registered. Ours have 0 (the summary)
-    to 430, and 900 what is very long; without the number it is `DEFAULT_ORDER`.
+    `title` is the heading above the panel. A panel may also have a number `order`, its place on a page for which no
+    panels were chosen: smaller ones come first, equal ones as they were registered. Ours have 0 (the summary) to
+    430, and 900 for very long ones; the default is `DEFAULT_ORDER`.
     """
 
     title: str
 
     def render(self, record: RunRecord) -> str | None:
-        """An HTML fragment, self-contained but for plotly.js, or None when this run has nothing to show here."""
+        """Return an HTML fragment that loads nothing, or None when this run has nothing to show here."""
         ...

@@ -1,7 +1,7 @@
 """Say in words when the numbers of an RL step are off, and what to do about it.
 
 The metrics of one step go in, as in metrics.jsonl; sentences by kind of trouble come out, usually none. The terminal
-and the report both show them. They judge one step, never a trend. Imports nothing.
+and the report show them. They judge one step, never a trend.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NO_ADVANTAGE = 1e-6
 
 
 def health_words(metrics: Mapping[str, float]) -> dict[str, str]:
-    """A sentence or two for each thing that is off, by a short name of its kind that no number is part of."""
+    """Return a sentence or two for each thing that is off, by a short name of its kind, without numbers."""
     return {**dict(_judge_groups(metrics)), **dict(_judge_tokens(metrics))}
 
 

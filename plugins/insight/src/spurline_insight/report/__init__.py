@@ -1,4 +1,4 @@
-"""From a run directory to one self-contained HTML page with plots.
+"""Turn a run directory into one self-contained HTML page with plots.
 
-Way of the data: `record.read_record` -> panels -> `page.write_report`. Imports no torch.
+Place on the way: `record.read_record` -> panels -> `page.write_report`. Imports no torch.
 """

@@ -1,8 +1,7 @@
-"""One HTML file that opens anywhere, without a network: style, scripts, plotly.js and figures around a body.
+"""Write one HTML file that opens anywhere, without a network: style, scripts, plotly.js and figures around a body.
 
-plotly.js and the figures are gzip in base 85, which the page unpacks: so a page takes less than 2 MB. A content
-security policy forbids it to load anything. What is not a figure stays HTML, which can be searched and read without
-a script, unless it is too large: then it is packed as well.
+plotly.js and the figures are gzip in base 85, which the page unpacks, so that most pages take less than 2 MB. A content
+security policy forbids the page to load anything. All but the figures is HTML that can be read without a script.
 """
 
 from __future__ import annotations
@@ -21,15 +20,14 @@ _POLICY = (
 )
 _FIGURE = re.compile(r'(<script type="application/json" class="figure">)(.*?)(</script>)', re.DOTALL)
 _PYTHON_DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%&()*+-;<=>?@^_`{|}~"
-# Without those that could begin markup inside a script element.
+# Without characters that could begin markup inside a script element.
 DIGITS = _PYTHON_DIGITS.translate(str.maketrans("<>&", ",.:"))
-"""The digits 0 to 84 of what is packed."""
+"""The digits 0 to 84 of packed text."""
 _TO_DIGITS = bytes.maketrans(_PYTHON_DIGITS.encode(), DIGITS.encode())
 
 
-def document(title: str, body: str, *, packs_body: bool = False) -> str:
-    """The page. body: HTML, with figures as `figure` makes them. packs_body: the page shows it once a script has
-    unpacked it."""
+def document(title: str, body: str) -> str:
+    """Return the page with this title and body, which is HTML with figures as `figure` makes them."""
     figures: list[str] = []
 
     def take(found: re.Match[str]) -> str:
@@ -37,10 +35,6 @@ def document(title: str, body: str, *, packs_body: bool = False) -> str:
         return found[1] + found[3]
 
     body = _FIGURE.sub(take, body)
-    waiting = ""
-    if packs_body:
-        waiting = f'<script type="text/plain" id="body">{packed(body)}</script>'
-        body = '<p class="notice">This page unpacks itself with JavaScript.</p>'
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -58,7 +52,7 @@ def document(title: str, body: str, *, packs_body: bool = False) -> str:
 <main>
 {body}
 </main>
-{waiting}<script type="text/plain" id="figures">{packed(f"[{','.join(figures)}]")}</script>
+<script type="text/plain" id="figures">{packed(f"[{','.join(figures)}]")}</script>
 <script>{_asset("report.js")}</script>
 </body>
 </html>
@@ -66,14 +60,14 @@ def document(title: str, body: str, *, packs_body: bool = False) -> str:
 
 
 def packed(content: str) -> str:
-    """The text as gzip in base 85, safe inside a script element; the same for the same text."""
+    """Return the text as gzip in base 85, safe inside a script element; equal for equal texts."""
     # A sample may hold half a surrogate pair, which no file can.
     compressed = gzip.compress(content.encode(errors="replace"), 9, mtime=0)
     return base64.b85encode(compressed).translate(_TO_DIGITS).decode()
 
 
 def unpacked(digits: str) -> str:
-    """The text that was `packed`."""
+    """Return the text that was `packed`."""
     python_digits = digits.encode().translate(bytes.maketrans(DIGITS.encode(), _PYTHON_DIGITS.encode()))
     return gzip.decompress(base64.b85decode(python_digits)).decode()
 

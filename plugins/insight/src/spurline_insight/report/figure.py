@@ -1,8 +1,8 @@
-"""Plots as plain plotly.js figures: data in, one HTML fragment out.
+"""Make plots as plain plotly.js figures: data in, one HTML fragment out.
 
-The page draws them with the plotly.js it carries. A colour is a CSS variable name such as `--series-1`, for areas also
-`--series-1-faint`, which the page resolves, so that plots follow the light or dark theme. No trace has more than
-`MAX_POINTS` points.
+The page draws them with the plotly.js that it carries. A colour is the name of a CSS variable such as `--series-1`,
+for areas also `--series-1-faint`, so that plots follow the light or dark theme. A trace has at most `MAX_POINTS`
+points.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Trace = dict[str, Any]
 
 
 def series_color(index: int) -> str:
-    """One of the eight colours that tell series apart, in turn."""
+    """Return one of the eight colours that tell series apart, in turn."""
     return f"--series-{index % 8 + 1}"
 
 
 def thinned(steps: Sequence[int], values: Sequence[float], most: int = MAX_POINTS) -> tuple[list[int], list[float]]:
-    """At most `most` points of a series, in order: first, last, and the lowest and highest of each stretch."""
+    """Return at most `most` points of a series: first, last, and the lowest and highest of each stretch."""
     if len(steps) <= most:
         return list(steps), list(values)
     stretches = (most - 2) // 2
@@ -48,14 +48,14 @@ def thinned(steps: Sequence[int], values: Sequence[float], most: int = MAX_POINT
 
 
 def smoothing_span(num_points: int) -> int:
-    """Number of neighbouring points over which a series of this length is averaged."""
+    """Return the number of neighbouring points over which a series of this length is averaged."""
     return max(5, math.isqrt(num_points))
 
 
 def moving_sums(values: Sequence[float], span: int) -> list[float]:
-    """Sum over the window of about `span` points around each point; the window is shorter at the ends.
+    """Return the sum over the window of about `span` points around each point; the window is shorter at the ends.
 
-    Centred, as the whole series is known: a trailing average would lag behind a steep start.
+    The window is centred, as a trailing average would lag behind a steep start.
     """
     sums_before = [0.0, *accumulate(values)]
     half = span // 2
@@ -64,7 +64,7 @@ def moving_sums(values: Sequence[float], span: int) -> list[float]:
 
 
 def moving_means(values: Sequence[float], weights: Sequence[float] | None = None) -> list[float]:
-    """Mean over the `smoothing_span` of points around each point, weighted when weights are given."""
+    """Return the mean over the `smoothing_span` of points around each point, weighted if weights are given."""
     span = smoothing_span(len(values))
     weights = weights if weights is not None else [1.0] * len(values)
     tops = moving_sums([value * weight for value, weight in zip(values, weights, strict=True)], span)
@@ -82,7 +82,17 @@ def line(
     most: int = MAX_POINTS,
     **changes: Any,
 ) -> Trace:
-    """A line over steps, of `most` points; they are marked when they are few. `changes` are plotly trace attributes."""
+    """Return a line over steps, with marks where its points are few.
+
+    Args:
+        name: Name in the legend.
+        steps: Steps of the points.
+        values: Values of the points.
+        color: Name of a CSS variable.
+        width: Width of the line.
+        most: Points that are kept.
+        changes: Further plotly attributes of the trace.
+    """
     kept_steps, kept_values = thinned(steps, values, most)
     trace: Trace = {
         "type": "scatter",
@@ -100,9 +110,14 @@ def line(
 def raw_and_smoothed(
     name: str, steps: Sequence[int], values: Sequence[float], color: str, weights: Sequence[float] | None = None
 ) -> list[Trace]:
-    """A faint line of the values and a strong one of their moving mean; one strong line for a short series.
+    """Return a faint line of the values and a strong one of their moving mean; of a short series, one strong line.
 
-    weights: of the values in that mean; all equal when not given.
+    Args:
+        name: Name of the values in the legend.
+        steps: Steps of the values.
+        values: The values.
+        color: Name of a CSS variable.
+        weights: Weights of the values in the mean; equal if not given.
     """
     if len(values) < SMOOTHED_FROM:
         return [line(name, steps, values, color)]
@@ -121,9 +136,9 @@ def one_of_several(
     weights: Sequence[float] | None = None,
     **changes: Any,
 ) -> list[Trace]:
-    """`raw_and_smoothed` for plots of several series: one entry in the legend hides and shows both lines.
+    """Return `raw_and_smoothed` lines for a plot of several series: one entry in the legend hides and shows both.
 
-    Pointing at the plot shows the values themselves, not their means. `changes` are plotly trace attributes.
+    Pointing at the plot shows the values themselves, not their means.
     """
     if len(values) < SMOOTHED_FROM:
         return [line(name, steps, values, color, **changes)]
@@ -137,7 +152,7 @@ def one_of_several(
 
 
 def band(name: str, steps: Sequence[int], low: Sequence[float], high: Sequence[float], color: str) -> list[Trace]:
-    """The area between two series, in a light shade. color: the name of a CSS variable."""
+    """Return the area between two series, in a light shade of the colour."""
     common: Trace = {"mode": "lines", "hoverinfo": "skip", "hovertemplate": None, "legendgroup": name}
     return [
         line(name, steps, low, color, width=0, showlegend=False, **common),
@@ -146,7 +161,7 @@ def band(name: str, steps: Sequence[int], low: Sequence[float], high: Sequence[f
 
 
 def level(name: str, steps: Sequence[int], value: float, color: str) -> Trace:
-    """A dashed horizontal line across the plot."""
+    """Return a dashed horizontal line across the plot."""
     ends = [steps[0], steps[-1]] if len(steps) > 1 else [steps[0] - 1, steps[0] + 1]
     return line(name, ends, [value, value], color, width=1.5, mode="lines") | {
         "line": {"color": color, "width": 1.5, "dash": "dash"},
@@ -158,7 +173,15 @@ def level(name: str, steps: Sequence[int], value: float, color: str) -> Trace:
 def step_figure(
     traces: Sequence[Trace], y_title: str, layout: Mapping[str, Any] | None = None, *, label: str, **y_axis: Any
 ) -> str:
-    """A plot over training steps. label: what a screen reader says. `y_axis`: plotly axis attributes."""
+    """Return a plot over training steps as HTML.
+
+    Args:
+        traces: Lines of the plot.
+        y_title: Title of the y axis.
+        layout: Further plotly attributes of the layout.
+        label: The plot in words, for screen readers.
+        y_axis: Further plotly attributes of the y axis.
+    """
     steps = sorted({step for trace in traces for step in trace["x"]})
     x_axis: dict[str, Any] = {"title": {"text": "Step"}, "tickformat": ",d"}
     if steps and steps[-1] - steps[0] <= 10:
@@ -169,10 +192,10 @@ def step_figure(
 
 
 def figure(traces: Sequence[Trace], layout: Mapping[str, Any], *, label: str) -> str:
-    """Any plotly figure. `layout` is laid over the page's own theme.
+    """Return any plotly figure as HTML. `layout` is laid over the page's own theme.
 
-    All text is shown as it is: what plotly would take for markup, such as `<b>` in the name of a run, is none. Only
-    `hovertext` and templates (`hovertemplate`, `texttemplate`) are plotly's markup: give them no text of a user's.
+    Text is shown as it is, without markup such as `<b>`. Only `hovertext` and templates (`hovertemplate`,
+    `texttemplate`) are plotly's markup, so they must not hold a user's text.
     """
     content = json.dumps(_for_page({"data": list(traces), "layout": dict(layout)}), allow_nan=False)
     # Inside a script element only "<" could end it or open a comment.
@@ -184,7 +207,7 @@ def figure(traces: Sequence[Trace], layout: Mapping[str, Any], *, label: str) ->
 
 
 def _for_page(value: Any) -> Any:
-    """Plain text as plotly has it, and numbers short enough for the page; what is not finite becomes a gap."""
+    """Return plain text as plotly takes it, and numbers short enough for the page; what is not finite is a gap."""
     if isinstance(value, Mapping):
         return {str(key): item if key in _MARKUP else _for_page(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

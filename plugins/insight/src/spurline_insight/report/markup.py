@@ -1,4 +1,4 @@
-"""What panels are made of: their base, and HTML pieces. Everything that comes from a run passes through `text`."""
+"""Build panels from pieces of HTML. Everything that comes from a run passes through `text`."""
 
 from __future__ import annotations
 
@@ -14,23 +14,20 @@ _STATUSES = ("finished", "failed", "stopped", "running", "interrupted")
 
 
 class Panel:
-    """Base of core's panels, which have no settings."""
+    """Base of panels without settings."""
 
     def __init__(self, config: ReportPanelConfig) -> None:
         self.config = config
 
 
 def text(value: Any) -> str:
-    """`value` as HTML text, safe inside elements and quoted attributes."""
+    """Return the value as HTML text, safe inside elements and quoted attributes."""
     return html.escape(str(value), quote=True)
 
 
 @dataclass(frozen=True)
 class Card:
-    """A headline number.
-
-    label: what it is. value: the number as it is shown. detail: a smaller line below.
-    """
+    """A headline number: its label, the number as it is shown, and a smaller line below."""
 
     label: str
     value: str
@@ -38,7 +35,7 @@ class Card:
 
 
 def cards(items: Iterable[Card]) -> str:
-    """A row of headline numbers."""
+    """Return a row of headline numbers."""
     rendered = "".join(
         f'<div class="card"><dt>{text(item.label)}</dt><dd>{text(item.value)}</dd>'
         f'<dd class="detail">{text(item.detail)}</dd></div>'
@@ -48,22 +45,22 @@ def cards(items: Iterable[Card]) -> str:
 
 
 def block(*fragments: str, wide: bool = False) -> str:
-    """The content of one panel. wide: it takes a whole row of the page."""
+    """Return the content of one panel; if `wide`, it takes a whole row of the page."""
     return f'<div class="block{" wide" if wide else ""}">{"".join(fragments)}</div>'
 
 
 def columns(*fragments: str) -> str:
-    """Two of these side by side in each row, where there is room."""
+    """Return the fragments two by two side by side, where the page is wide enough."""
     return f'<div class="columns even">{"".join(f"<div>{fragment}</div>" for fragment in fragments)}</div>'
 
 
 def caption(line: str) -> str:
-    """One line of plain text below a heading."""
+    """Return one line of plain text below a heading."""
     return f'<p class="caption">{text(line)}</p>'
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, css: str = "") -> str:
-    """A table whose headings are plain text and whose cells are HTML already."""
+    """Return a table whose headings are plain text and whose cells are HTML."""
     head = "".join(f'<th scope="col">{text(heading)}</th>' for heading in headings)
     body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
     return (
@@ -73,7 +70,7 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, css: str = 
 
 
 def shares(parts: Sequence[tuple[str, float, str]]) -> str:
-    """Horizontal bars: label, share (0..1), text at the right."""
+    """Return horizontal bars, each of a label, a share (0..1), and a text at the right."""
     rows = "".join(
         f'<li><span class="label">{text(label)}</span>'
         f'<span class="track"><span class="bar" style="width:{100 * min(1.0, max(0.0, share)):.2f}%"></span></span>'
@@ -84,18 +81,18 @@ def shares(parts: Sequence[tuple[str, float, str]]) -> str:
 
 
 def status_mark(status: str) -> str:
-    """The status of a run as a mark of its own colour."""
+    """Return the status of a run as a mark of its own colour."""
     known, shown = (status, status.capitalize()) if status in _STATUSES else ("unknown", status)
     return f'<span class="status {known}">{text(shown)}</span>'
 
 
 def footer(subject: str) -> str:
-    """The last line of a page. subject: HTML, what the page is of."""
+    """Return the last line of a page; `subject` is HTML."""
     return f"<footer>{subject}, written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC</footer>"
 
 
 def scalar(value: Any) -> str:
-    """The value as it would be written in YAML."""
+    """Return the value as it is written in YAML."""
     if value is None:
         return "null"
     if isinstance(value, bool):

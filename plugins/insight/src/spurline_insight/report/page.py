@@ -24,9 +24,12 @@ from spurline_insight.report_panel import DEFAULT_ORDER, ReportPanel, RunRecord
 
 
 def write_report(record: RunRecord, panels: Sequence[ReportPanel], out: Path) -> Path:
-    """Render `panels` in order and write the page to `out`.
+    """Render `panels` in order, write the page to `out`, and return its path.
 
-    A panel that raises leaves its error on the page, in its place; once the page is written, RunFailedError names it.
+    A panel that raises leaves its error on the page in its place.
+
+    Raises:
+        RunFailedError: Names the panels that raised, once the page is written.
     """
     out = Path(out)
     sections: list[str] = []
@@ -83,13 +86,13 @@ def _header(record: RunRecord, name: str) -> str:
 
 
 def steps_of(record: RunRecord) -> tuple[int, int | None]:
-    """The last step recorded, 0 where there is none, and the steps of the whole run where they are known."""
+    """Return the last recorded step, or 0, and the number of steps of the whole run where it is known."""
     total = record.summary.get("total_steps")
     return int(record.metrics[-1]["step"]) if record.metrics else 0, total if isinstance(total, int) else None
 
 
 def facts_of(config: Any, summary: Mapping[str, Any]) -> list[str]:
-    """What was trained on what: model, training data, loss, backend and its devices; those that are known."""
+    """Return model, training data, loss, backend and devices of a run, as far as they are known."""
     data = setting(config, "data", "train")
     entries = data if isinstance(data, (list, tuple)) else []
     names = [setting(entry, "label") or setting(entry, "path") for entry in entries]
@@ -101,7 +104,7 @@ def facts_of(config: Any, summary: Mapping[str, Any]) -> list[str]:
 
 
 def write_run_report(loaded: LoadedConfig, directory: RunDirectory) -> Path:
-    """Render RUN_DIR/report.html from what the run left behind; returns its path."""
+    """Render RUN_DIR/report.html and return its path."""
     registry, chosen = loaded.host.registry, loaded.config.section(ReportConfig).panels
     if chosen is None:
         panels = default_panels(registry)
@@ -111,7 +114,7 @@ def write_run_report(loaded: LoadedConfig, directory: RunDirectory) -> Path:
 
 
 def record_of(directory: RunDirectory) -> RunRecord:
-    """What the run left so far. One that says it is running while no process holds it is interrupted."""
+    """Read what the run left so far. A run is interrupted if it says it is running, but no process holds it."""
     record = read_record(directory.path)
     if record.summary.get("status") == "running" and not directory.is_in_use():
         # Its process died without a word: killed, or the machine went down.

@@ -2,8 +2,8 @@
 
 RUN_DIR with metrics.jsonl, config.json and summary.json goes in, a `RunRecord` comes out, also of a run in progress.
 Panels ask here which recorded metrics are held-out losses and which are scores. Rollouts of held-out prompts leave
-`eval/pass@1`, mean rewards and the number of prompts given up. The rewards are drawn beside those of training, so they
-are no scores here, even where they stay within 0..1.
+`eval/pass@1`, mean rewards and the number of prompts given up. These rewards are drawn beside those of training, and
+are no scores.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from spurline_insight.report_panel import RunRecord
 
 
 def read_record(run_dir: Path) -> RunRecord:
-    """Everything the panels may draw from `run_dir`; a file that does not exist yet counts as empty.
+    """Read all that panels may draw from `run_dir`; a file that does not exist yet counts as empty.
 
     Raises RunDirectoryError when the folder is missing, is no run directory, or holds an unreadable file.
     """
@@ -34,7 +34,7 @@ def read_record(run_dir: Path) -> RunRecord:
 
 
 def distinct_names(run_dirs: Sequence[Path]) -> list[str]:
-    """A name for each run: that of its folder where it is enough, else as many folders above it as tell them apart."""
+    """Return a name for each run: its folder, with as many folders above it as tell the runs apart."""
     parts = [run_dir.resolve().parts for run_dir in run_dirs]
 
     def name_of(own: tuple[str, ...]) -> str:
@@ -55,33 +55,33 @@ _OF_ATTEMPTS = ("reward", GIVEN_UP)
 
 
 def setting(config: Any, *keys: str) -> Any:
-    """The value at nested `keys` of what config.json holds; None where there is none."""
+    """Return the value at nested `keys` of config.json, or None."""
     for key in keys:
         config = config.get(key) if isinstance(config, Mapping) else None
     return config
 
 
 def recorded_names(record: RunRecord, prefix: str) -> list[str]:
-    """Sorted names of the metrics that begin with `prefix`."""
+    """Return the sorted names of metrics that begin with `prefix`."""
     return sorted({name for line in record.metrics for name in line if name.startswith(prefix)})
 
 
 def evaluations_of(record: RunRecord) -> list[str]:
-    """Prefixes of the run's evaluations: `eval/` of `data.eval`, and `eval/NAME/` of each with a name."""
+    """Return the prefixes of the run's evaluations: `eval/` of `data.eval`, and `eval/NAME/` of each named one."""
     named = setting(record.config, "evaluations")
     return ["eval/", *(f"eval/{name}/" for name in (named if isinstance(named, Mapping) else ()))]
 
 
 def evaluation_losses(record: RunRecord) -> list[str]:
-    """Names of held-out losses, such as `eval/loss`, `eval/loss/math` or `eval/NAME/loss`."""
+    """Return the names of held-out losses, such as `eval/loss`, `eval/loss/math` or `eval/NAME/loss`."""
     return [name for name, metric in _evaluation_metrics(record) if "loss" in metric.split("/")]
 
 
 def evaluation_scores(record: RunRecord) -> tuple[list[str], list[str]]:
-    """Names of all other evaluation metrics: shares, of which more is better, and the rest.
+    """Return the names of all other evaluation metrics: shares, of which more is better, and the others.
 
-    A score of answers is a share when it stays within 0..1. A metric of the loss, which training has too, is one when
-    it is called so: a margin of 0.4 is no 40 %.
+    A score of answers is a share if it stays within 0..1. A metric that training has too is a share if its name says
+    so: a margin of 0.4 is no 40 %.
     """
     shares, others = list[str](), list[str]()
     metrics = _evaluation_metrics(record)
@@ -98,7 +98,7 @@ def evaluation_scores(record: RunRecord) -> tuple[list[str], list[str]]:
 
 
 def label_of(name: str, kind: str = "") -> str:
-    """`eval/exact_match` -> `exact match`; with a kind in front where the bare name says too little."""
+    """Return `exact match` for `eval/exact_match`; with a kind in front where the bare name says too little."""
     label = name.removeprefix("eval/").replace("_", " ")
     return f"{kind} {label}" if kind else label
 
@@ -108,7 +108,7 @@ def _is_share(metric: str) -> bool:
 
 
 def _evaluation_metrics(record: RunRecord) -> list[tuple[str, str]]:
-    """(whole name, name within its evaluation) of what evaluations measured, their time left out."""
+    """Return (whole name, name within its evaluation) of the metrics of evaluations, without their times."""
     prefixes = evaluations_of(record)[::-1]
     found: list[tuple[str, str]] = []
     for name in recorded_names(record, "eval/"):

@@ -1,6 +1,6 @@
-"""Lines over steps as SVG: small, without a script, for places that show it at once and replace it each second.
+"""Draw lines over steps as SVG: small and without a script, for plots that are replaced each second.
 
-In: series. Out: one `<svg>` element, whose text and axes take the colour of the page.
+Series go in; one `<svg>` element comes out, whose text and axes take the colour of the page.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SMALLEST, _LARGEST = 1e-300, 1e300
 
 
 def line_plot(title: str, series: Series) -> str:
-    """One plot of all series. What is not finite, or too large to be drawn, is a gap; series of gaps are left out."""
+    """Return one plot of all series. A value that is not finite, or too large, is a gap."""
     known = {name: _finite(steps, values) for name, (steps, values) in series.items()}
     shown = {name: points for name, points in known.items() if points[0]}
     every_step = [step for steps, _ in shown.values() for step in steps] or [0]
@@ -74,7 +74,7 @@ def _finite(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], l
 
 
 def _widened(low: float, high: float) -> tuple[float, float]:
-    """A range with room in it, also around a single value, and around values that only rounding tells apart."""
+    """Return a range that can be divided, also around a single value, or around values that differ by rounding."""
     size = max(abs(low), abs(high))
     if high - low > max(size * _ROUNDING, _SMALLEST):
         return low, high
@@ -83,7 +83,7 @@ def _widened(low: float, high: float) -> tuple[float, float]:
 
 
 def _ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
-    """Three to six round numbers within the range."""
+    """Return three to six round numbers within the range."""
     rough = (high - low) / 4
     power = 10.0 ** math.floor(math.log10(rough))
     unit = next(unit * power for unit in (1, 2, 5, 10) if unit * power >= rough)

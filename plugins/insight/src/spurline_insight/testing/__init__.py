@@ -1,4 +1,4 @@
-"""The contract kit for report panels; see `spurline.testing` for how to use a suite."""
+"""Offer the contract kit for report panels; see `spurline.testing` for how to use a suite."""
 
 from __future__ import annotations
 

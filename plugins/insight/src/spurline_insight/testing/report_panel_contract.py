@@ -1,4 +1,4 @@
-"""What every report panel must satisfy."""
+"""Test what every report panel must satisfy."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from spurline_insight.report_panel import ReportPanel, RunRecord
 
 
 class ReportPanelContract:
-    """Subclass with `make_panel()`."""
+    """A suite of tests for report panels. Subclass it with `make_panel()`."""
 
     def make_panel(self) -> ReportPanel:
-        """Your panel."""
+        """Return your panel."""
         raise NotImplementedError("subclass ReportPanelContract with make_panel(self)")
 
     def test_panel_survives_an_empty_run(self, tmp_path: Path) -> None:

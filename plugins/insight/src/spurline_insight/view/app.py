@@ -1,8 +1,8 @@
-"""The routes of the page: three files of the package, and JSON of the runs that were given at start.
+"""Answer the requests of the page: three files of the package, and JSON about the runs that were given at start.
 
-Other packages answer further questions about runs through the entry-point group `spurline.view`: `module:function`,
-called with the run directories, returns a function for each name below `/api/`. A request names a run by its number;
-no path is made of anything that it says.
+Other packages answer further questions through the entry-point group `spurline.view`: `module:function`, called with
+the run directories, returns a function for each name below `/api/`. A request names a run by its number; no path is
+made of anything in a request.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FILES = {
 
 
 def make_app(runs: Sequence[ViewedRun]) -> Starlette:
-    """The application over these runs, which anybody may ask: see `guard` for who may.
+    """Return the application over these runs. It answers anyone; `guard` lets requests in.
 
     Raises PluginError when a package that answers cannot be loaded, or answers a name that another one has.
     """
@@ -54,7 +54,7 @@ def make_app(runs: Sequence[ViewedRun]) -> Starlette:
 
 
 def _answers_of_others(run_dirs: Sequence[Path], taken: Mapping[str, str]) -> dict[str, Answer]:
-    """What other packages answer, by name. taken: name -> distribution that answers it already."""
+    """Return the answers of other packages by name; `taken` has the names that are answered already."""
     distributions = dict(taken)
     found: dict[str, Answer] = {}
     for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
@@ -98,7 +98,7 @@ def _file(name: str, media_type: str) -> Callable[[Request], Response]:
 
 
 def _endpoint(answer: Answer) -> Callable[[Request], Response]:
-    """Answers on a thread, so that a long look at one file holds up no other request."""
+    """Return an endpoint that answers on a thread, so that reading a large file holds up no other request."""
 
     def endpoint(request: Request) -> Response:
         try:
@@ -125,7 +125,7 @@ def _json(content: Any, status: int = 200) -> Response:
 
 
 def _finite(value: Any) -> Any:
-    """The value with text in place of numbers that are not finite."""
+    """Return the value with text in place of numbers that are not finite."""
     if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -141,7 +141,7 @@ def _runs(runs: Sequence[ViewedRun], query: Mapping[str, str]) -> Any:
 
 
 def _unless_unreadable(answer: Callable[[], Mapping[str, Any]], **otherwise: Any) -> Mapping[str, Any]:
-    """The answer of one run, or `otherwise` with the error: other runs are shown all the same."""
+    """Return the answer of one run, or `otherwise` with its error, so that other runs are still shown."""
     try:
         return answer()
     except SpurlineError as error:

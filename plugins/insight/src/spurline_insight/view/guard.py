@@ -1,8 +1,8 @@
-"""Who may read the page: the browser that has been given the token, under a name of this machine.
+"""Let only the browser read the page that has the token, under a name of this machine.
 
-An ASGI application around another. A request passes with the cookie that the first visit sets; the first visit brings
-the token in its address and is sent on to the same one without it. Every answer forbids scripts and styles of others,
-frames, and that other sites read it.
+An ASGI application around another. The first visit brings the token in its address, gets a cookie, and is redirected
+to the same address without the token; later requests pass with the cookie. Every answer forbids foreign scripts and
+styles, frames, and reading by other sites.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 HOSTS = ("127.0.0.1", "localhost")
-"""Names under which the page is served: a name that somebody else makes point here is none of them."""
+"""Names under which the page is served, which excludes foreign names that point here (DNS rebinding)."""
 HEADERS: Mapping[str, str] = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; connect-src 'self'; "
@@ -32,7 +32,7 @@ HEADERS: Mapping[str, str] = {
 
 
 class Guard:
-    """Lets requests to `app` pass that have the token. port: where it listens; it tells its cookie from others'."""
+    """An application that passes requests with the token on to `app`; `port` tells its cookie from other servers'."""
 
     def __init__(self, app: ASGIApp, token: str, port: int) -> None:
         self._app = app
@@ -42,7 +42,7 @@ class Guard:
 
     @property
     def one_visit(self) -> str:
-        """A token for one visit: other users of the machine can see the address that a browser is started with."""
+        """Return a token for one visit, as other users can see the address that a browser is started with."""
         return self._once
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -57,7 +57,7 @@ class Guard:
         await (answer or self._app)(scope, receive, send_guarded)
 
     def _refusal(self, request: Request) -> Response | None:
-        """The answer to a request that does not pass, or None."""
+        """Return the answer to a request that does not pass, or None."""
         if request.headers.get("host", "").rpartition(":")[0] not in HOSTS:
             return PlainTextResponse("This page is served to this machine alone.", 400)
         query = parse_qs(request.url.query)
@@ -79,5 +79,5 @@ class Guard:
 
 
 def _same(given: str, expected: str) -> bool:
-    """Compares in a time that does not tell how much of it is right."""
+    """Compare in a time that does not show how much of the token is right."""
     return secrets.compare_digest(given.encode(errors="replace"), expected.encode())

@@ -1,4 +1,4 @@
-"""Listen on the loopback, say where, and serve until Ctrl-C."""
+"""Listen on the loopback, print the address, and serve until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -20,9 +20,16 @@ _GRACE_S = 1
 
 
 def serve(run_dirs: Sequence[Path], port: int, *, opens_browser: bool, say: Callable[[str], object]) -> None:
-    """Serve the page over these runs until Ctrl-C or SIGTERM. port: 0 for a free one. say: gets a line for people.
+    """Serve the page over these runs until Ctrl-C or SIGTERM.
 
-    Raises UserError when a library is missing, the port is taken, or a folder is no run directory.
+    Args:
+        run_dirs: Folders of runs.
+        port: The port to listen on; 0 takes a free one.
+        opens_browser: Whether to open a browser where there is a display.
+        say: Called with each line for people.
+
+    Raises:
+        UserError: A library is missing, the port is taken, or a folder is no run directory.
     """
     try:
         import uvicorn
@@ -38,7 +45,7 @@ def serve(run_dirs: Sequence[Path], port: int, *, opens_browser: bool, say: Call
         guard = Guard(app, token, port)
         config = uvicorn.Config(
             guard,
-            # Nothing is to be started or stopped with the application; Ctrl-C would cut that off with a traceback.
+            # The application needs no start or stop, which Ctrl-C would interrupt with a traceback.
             lifespan="off",
             ws="none",
             log_level="warning",
@@ -49,10 +56,10 @@ def serve(run_dirs: Sequence[Path], port: int, *, opens_browser: bool, say: Call
         )
         address = f"http://{ADDRESS}:{port}/?token="
         say(f"{address}{token}")
-        say("The address is for you alone: who has it can read these runs. Ctrl-C ends the page.")
+        say("Anyone with this address can read these runs: keep it to yourself. Ctrl-C ends the page.")
         if opens_browser and _has_display():
             webbrowser.open(f"{address}{guard.one_visit}")
-        # It ends by itself at a signal, and then passes it on.
+        # Uvicorn ends at a signal, and then raises it again.
         with suppress(KeyboardInterrupt):
             uvicorn.Server(config).run(sockets=[listener])
 
@@ -70,5 +77,5 @@ def _listening(port: int) -> socket.socket:
 
 
 def _has_display() -> bool:
-    """Without one, a browser in the terminal would open in the place of what is printed."""
+    """Return whether a browser has a window: one in the terminal would replace the printed lines."""
     return sys.platform != "linux" or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))

@@ -60,11 +60,7 @@
     Plotly.react(source.previousElementSibling, resolved(data), merged(theme(), resolved(layout)), settings);
   });
 
-  const placeBody = async () => {
-    if (document.getElementById("body")) document.querySelector("main").innerHTML = await unpacked("body");
-  };
-
-  Promise.all([unpacked("figures"), plotlyLoaded, placeBody()]).then(([text]) => {
+  Promise.all([unpacked("figures"), plotlyLoaded]).then(([text]) => {
     const figures = JSON.parse(text);
     draw(figures);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => draw(figures));

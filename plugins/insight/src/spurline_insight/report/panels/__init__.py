@@ -1,1 +1,1 @@
-"""Report panels about any run, one file per subject; `plugin.py` names them."""
+"""Draw report panels for any run, one file per subject; `plugin.py` names them."""

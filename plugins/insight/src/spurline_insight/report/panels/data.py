@@ -1,4 +1,4 @@
-"""What the model was trained on: sample counts and lengths, and how well batches were filled."""
+"""Show the training data: counts and lengths of samples, and how well batches were filled."""
 
 from __future__ import annotations
 
@@ -14,16 +14,12 @@ from spurline_insight.report_panel import RunRecord
 
 
 class SampleLengthsPanel(Panel):
-    """Sample counts per split, and the length distribution of the training samples.
-
-    Prompts of rollouts are counted alone: there is no more to know of them before the run.
-    """
+    """Sample counts per split, and the lengths of the training samples; of prompts of rollouts, only counts."""
 
     title = "Data"
     order = 420
 
     def render(self, record: RunRecord) -> str | None:
-        """None when the run's summary holds no data counts."""
         data = record.summary.get("data") or {}
         splits = {name: counts for name, counts in data.items() if isinstance(counts, Mapping) and counts}
         if not splits:
@@ -45,7 +41,6 @@ class PackingPanel(Panel):
     order = 430
 
     def render(self, record: RunRecord) -> str | None:
-        """None when the collator recorded no fill."""
         steps, values = record.series("packing/fill")
         if not steps:
             return None
@@ -63,7 +58,7 @@ class PackingPanel(Panel):
 
 
 def _count_table(splits: Mapping[str, Mapping[str, Any]]) -> str:
-    """One row per count, one column per split."""
+    """Return a table with a row for each count and a column for each split."""
     reasons = sorted({reason for counts in splits.values() for reason in (counts.get("dropped") or {})})
     rows: list[list[str]] = [
         ["Samples", *(_number(counts.get("samples")) for counts in splits.values())],
@@ -84,7 +79,7 @@ def _count_table(splits: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _prompt_table(splits: Mapping[str, Mapping[str, Any]]) -> str:
-    """Prompts per split, and of each dataset where there are several."""
+    """Return a table of the prompts per split, and of each dataset where there are several."""
     rows = [["Prompts", *(_number(counts.get("prompts")) for counts in splits.values())]]
     sources = dict.fromkeys(label for counts in splits.values() for label in counts.get("sources") or ())
     if any(len(counts.get("sources") or ()) > 1 for counts in splits.values()):

@@ -1,4 +1,4 @@
-"""How well training goes: loss, evaluation scores, learning rate, gradient norm, each over steps."""
+"""Show how well training goes: loss, evaluation scores, learning rate, gradient norm, each over steps."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import statistics
 from typing import Any
 
 from spurline.trackers.readout import score
+from spurline_insight.health import clip_threshold
 from spurline_insight.report.figure import level, line, raw_and_smoothed, series_color, step_figure
 from spurline_insight.report.markup import Panel, block, caption, columns
 from spurline_insight.report.record import (
@@ -16,7 +17,6 @@ from spurline_insight.report.record import (
     evaluations_of,
     label_of,
     recorded_names,
-    setting,
 )
 from spurline_insight.report_panel import RunRecord
 
@@ -28,7 +28,6 @@ class LossPanel(Panel):
     order = 110
 
     def render(self, record: RunRecord) -> str | None:
-        """None when neither a training nor an evaluation loss was recorded."""
         steps, values = record.series("loss")
         traces = raw_and_smoothed("training loss", steps, values, "--series-1") if steps else []
         for index, name in enumerate(evaluation_losses(record)):
@@ -49,13 +48,12 @@ class LossPanel(Panel):
 
 
 class EvaluationPanel(Panel):
-    """Scores of generated answers and other evaluation metrics."""
+    """Scores of generated answers and other evaluation metrics, but for those of preferences."""
 
     title = "Evaluation"
     order = 120
 
     def render(self, record: RunRecord) -> str | None:
-        """None when evaluation recorded no scores. What the panel of preferences draws is left to it."""
         shares, others = ([name for name in names if OF_PAIRS not in name] for names in evaluation_scores(record))
         drawn = ((shares, "Score", {"tickformat": ".0%", "range": [-0.02, 1.02]}), (others, "Value", {}))
         plots = [self._plot(record, names, y_title, y_axis) for names, y_title, y_axis in drawn if names]
@@ -82,7 +80,6 @@ class LearningRatePanel(Panel):
     order = 300
 
     def render(self, record: RunRecord) -> str | None:
-        """None when no learning rate was recorded."""
         steps, values = record.series("lr")
         if not steps:
             return None
@@ -101,13 +98,12 @@ class GradientPanel(Panel):
     order = 310
 
     def render(self, record: RunRecord) -> str | None:
-        """None when no gradient norm was recorded."""
         steps, values = record.series("grad_norm")
         if not steps:
             return None
         traces = raw_and_smoothed("gradient norm", steps, values, "--series-4")
         head = f"Median {score(statistics.median(values))}, largest {score(max(values))}"
-        threshold = _clip_threshold(record)
+        threshold = clip_threshold(record.config)
         if threshold is not None:
             traces.append(level(f"clipped above {threshold:g}", steps, threshold, "--series-6"))
             clipped = sum(value > threshold for value in values)
@@ -116,7 +112,7 @@ class GradientPanel(Panel):
 
 
 def _given_up(record: RunRecord) -> str:
-    """Held-out prompts that could not be evaluated, which scores count as failed."""
+    """Return a line about held-out prompts that could not be evaluated."""
     found: list[str] = []
     for prefix in evaluations_of(record):
         steps, counts = record.series(f"{prefix}{GIVEN_UP}")
@@ -127,13 +123,8 @@ def _given_up(record: RunRecord) -> str:
     return caption(f"Held-out prompts given up: {'; '.join(found)}. They count as failed") if found else ""
 
 
-def _clip_threshold(record: RunRecord) -> float | None:
-    threshold = setting(record.config, "optimizer", "max_grad_norm")
-    return float(threshold) if threshold is not None else None
-
-
 def _scale(values: list[float]) -> dict[str, Any]:
-    """A logarithmic axis where one spike would flatten everything else."""
+    """Return a logarithmic axis where one spike would flatten everything else."""
     middle = statistics.median(values)
     if min(values) > 0 and max(values) > 20 * middle:
         return {"type": "log", "dtick": 1}

@@ -1,8 +1,7 @@
-"""What the model answered: held-out prompts with the first and the latest answers side by side.
+"""Show answers of the model: held-out prompts with the first and the latest answers side by side.
 
-In: lines of `eval_samples.jsonl` with `prompt`, `response` and `reference`, which are texts or, for conversations,
-lists of messages, and `scores` by name. Attempts also have `reward` and `passed`. `evaluation` is the name of the
-one that they come from, where it has one.
+Lines of `eval_samples.jsonl` go in. `prompt`, `response` and `reference` are texts, or lists of messages; `scores`
+are by name. Attempts also have `reward` and `passed`; `evaluation` is the name of a named evaluation.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ class SamplesPanel(Panel):
     order = 900
 
     def render(self, record: RunRecord) -> str | None:
-        """None when no answers were generated."""
         by_evaluation: dict[str, list[Answer]] = {}
         for answer in read_json_lines(record.run_dir / SAMPLES_FILE):
             by_evaluation.setdefault(str(answer.get("evaluation", "")), []).append(answer)
@@ -46,7 +44,6 @@ class SamplesPanel(Panel):
 
     @staticmethod
     def _table(by_step: Mapping[int, Mapping[tuple[str, int], Answer]]) -> list[str]:
-        """The answers of one evaluation."""
         first, latest = min(by_step), max(by_step)
         shown_steps = [first, latest] if first != latest else [latest]
         headings = ["Prompt", "Reference", *(_heading(step, first, latest) for step in shown_steps)]
@@ -63,9 +60,9 @@ class SamplesPanel(Panel):
 
 
 def _answers_by_step(lines: Sequence[Answer]) -> dict[int, dict[tuple[str, int], Answer]]:
-    """Answers of each step, by prompt and by how often that prompt came before in the same evaluation.
+    """Return the answers of each step, by prompt and by how often it came before in the same evaluation.
 
-    Where a step is found again further down, as after a resume, the later answers count.
+    If a step comes again further down, as after a resume, the later answers count.
     """
     by_step: dict[int, dict[tuple[str, int], Answer]] = {}
     for step, answers in groupby(lines, key=lambda line: int(line["step"])):
@@ -108,7 +105,7 @@ def _answer(answer: Answer | None) -> str:
 
 
 def _marks(answer: Answer) -> str:
-    """Show which scores the answer reached; for reward terms, the verdict and then what each term came to."""
+    """Return the scores that the answer reached; of reward terms, the verdict and then each term."""
     scores = {name: float(value) for name, value in (answer.get("scores") or {}).items()}
     if "passed" not in answer:
         return "".join(_mark(name, value) for name, value in scores.items())
@@ -155,7 +152,7 @@ def _is_conversation(value: Any) -> bool:
 
 
 def _message(message: Mapping[str, Any]) -> str:
-    """Role, content, and whatever else the message holds, such as calls of tools."""
+    """Return role, content, and the other parts of a message, such as calls of tools."""
     others = {key: item for key, item in message.items() if key not in ("role", "content") and item}
     lines = [
         f"{message['role']}:",

@@ -1,4 +1,4 @@
-"""How fast training goes: tokens per second, and where the time of a step goes."""
+"""Show how fast training goes: tokens per second, and where the time of a step goes."""
 
 from __future__ import annotations
 
@@ -32,16 +32,12 @@ _MAX_AREA_POINTS = 300
 
 
 class ThroughputPanel(Panel):
-    """Non-padding tokens per second of training, and beside it response tokens per second of generation.
-
-    Evaluation is not counted, nor is generation as a part of training.
-    """
+    """Non-padding tokens per second of training, and response tokens per second of generation, without evaluation."""
 
     title = "Throughput"
     order = 400
 
     def render(self, record: RunRecord) -> str | None:
-        """None when tokens or times were not recorded."""
         trained, generated = training_speed(record), generation_speed(record)
         if trained is None:
             return None
@@ -67,7 +63,6 @@ class TimeSplitPanel(Panel):
     order = 410
 
     def render(self, record: RunRecord) -> str | None:
-        """None when no step time was recorded."""
         inside = _inside_batch(record)
         lines = [_split_time(metrics, inside) for metrics in record.metrics if "time/step" in metrics]
         totals: dict[str, float] = {}
@@ -94,7 +89,7 @@ class TimeSplitPanel(Panel):
 
 @dataclass(frozen=True)
 class Speed:
-    """Tokens per second of each of `steps`. seconds: their weights, as an average of rates overweights quick steps."""
+    """Tokens per second at each of `steps`, with the seconds of each as weights for a mean."""
 
     steps: list[int]
     rates: list[float]
@@ -103,12 +98,12 @@ class Speed:
 
 
 def training_speed(record: RunRecord) -> Speed | None:
-    """Tokens per second of training; None when no step says so."""
+    """Return the tokens per second of training, or None if they were not recorded."""
     return _speed(record, "tokens", training_seconds)
 
 
 def generation_speed(record: RunRecord) -> Speed | None:
-    """Response tokens per second of generation; None when no step generated."""
+    """Return the response tokens per second of generation, or None if no step generated."""
     return _speed(record, "rollout/tokens", seconds_of_generation)
 
 
@@ -123,7 +118,7 @@ def _speed(record: RunRecord, name: str, seconds_of: Callable[[Mapping[str, floa
 
 
 def _inside_batch(record: RunRecord) -> list[str]:
-    """Times that are parts of `time/batch` in this run; none where they go on while others do, as when prefetching."""
+    """Return the times that are parts of `time/batch` in this run; none if they overlap others, as with prefetching."""
     timed = [metrics for metrics in record.metrics if "time/batch" in metrics]
     names = [name for name in _INSIDE_BATCH if any(name in metrics for metrics in timed)]
     fits = all(sum(metrics.get(name, 0.0) for name in names) <= metrics["time/batch"] for metrics in timed)
@@ -131,7 +126,7 @@ def _inside_batch(record: RunRecord) -> list[str]:
 
 
 def _split_time(metrics: Mapping[str, float], inside: Sequence[str]) -> dict[str, float]:
-    """The parts of one step, which do not overlap, and what is left of `time/step`."""
+    """Return the parts of one step, which do not overlap, and the rest of `time/step`."""
     parts = {name: float(metrics[name]) for name in _PARTS if name in metrics}
     nested = {name: float(metrics[name]) for name in inside if name in metrics and "time/batch" in metrics}
     if nested:
@@ -140,7 +135,7 @@ def _split_time(metrics: Mapping[str, float], inside: Sequence[str]) -> dict[str
 
 
 def _list_overlapping(record: RunRecord, inside: Sequence[str]) -> str:
-    """Times that lie inside the parts, or overlap them, and so cannot be stacked."""
+    """Return a line of the times that overlap the parts, so that they cannot be stacked."""
     totals: dict[str, float] = {}
     for metrics in record.metrics:
         for name, value in metrics.items():
@@ -151,7 +146,7 @@ def _list_overlapping(record: RunRecord, inside: Sequence[str]) -> str:
 
 
 def _plot_stacked(steps: Sequence[int], lines: Sequence[Mapping[str, float]], labels: Mapping[str, str]) -> str:
-    """Bars for a few steps; areas over means of stretches of steps for many. labels: the parts, bottom first."""
+    """Return bars for a few steps, and areas over means of stretches for many; the first part is at the bottom."""
     stretch = math.ceil(len(lines) / _MAX_AREA_POINTS)
     stretches = [lines[start : start + stretch] for start in range(0, len(lines), stretch)]
     steps = [steps[min(start + stretch, len(steps)) - 1] for start in range(0, len(lines), stretch)]
@@ -176,7 +171,7 @@ def _plot_stacked(steps: Sequence[int], lines: Sequence[Mapping[str, float]], la
 
 
 def _axis_top(heights: Sequence[float]) -> float | None:
-    """Where to cut the axis when rare long steps (evaluation, say) would flatten all others; else None."""
+    """Return where to cut the axis if rare long steps would flatten all others; else None."""
     ordered = sorted(heights)
     usual = ordered[math.ceil(0.9 * len(ordered)) - 1]
     return 2 * usual if ordered[-1] > 4 * usual > 0 else None

@@ -1,4 +1,4 @@
-"""What a run came to at a glance: its headline numbers, what was off in it, and its settings."""
+"""Show a run at a glance: its headline numbers, its troubles, and its settings."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ class SummaryPanel(Panel):
     order = 0
 
     def render(self, record: RunRecord) -> str | None:
-        """None when there is not a single number."""
         found = [*_progress_cards(record), *_evaluation_cards(record), *_speed_cards(record), *_size_cards(record)]
         return cards(found) if found else None
 
 
 def _progress_cards(record: RunRecord) -> list[Card]:
-    """The reward where there is one: a policy's loss says nothing of how good it is."""
+    """Return the reward where there is one: the loss of a policy does not say how good it is."""
     for name, noun in ((REWARD, "reward"), ("loss", "loss")):
         _, values = record.series(name)
         if values:
@@ -38,7 +37,7 @@ def _progress_cards(record: RunRecord) -> list[Card]:
 
 
 def _evaluation_cards(record: RunRecord) -> list[Card]:
-    """Lowest held-out losses and highest scores, each with the step they were reached at."""
+    """Return the lowest held-out losses and the highest scores, each with its step."""
     scores, _ = evaluation_scores(record)
     found: list[Card] = []
     for name in evaluation_losses(record):
@@ -83,16 +82,12 @@ def _size_cards(record: RunRecord) -> list[Card]:
 
 
 class HealthPanel(Panel):
-    """What was off in the run, in the sentences that the terminal shows, with the steps at which it was.
-
-    It has one entry for each kind of trouble, the most frequent first, in the words of the last step that had it.
-    """
+    """Troubles of the run, the most frequent first, in the sentences that the terminal shows, with their steps."""
 
     title = "Health"
     order = 10
 
     def render(self, record: RunRecord) -> str | None:
-        """None when nothing was off."""
         found = findings(record.metrics, record.config)
         if not found:
             return None
@@ -105,14 +100,12 @@ class HealthPanel(Panel):
 
 
 class ConfigPanel(Panel):
-    """Every setting of the run, defaults included, as a tree that can be folded; those that a resume changed on the
-    way, in the order in which they were; and the versions of what ran."""
+    """Settings of the run, defaults included, as a foldable tree; those that a resume changed; and versions."""
 
     title = "Configuration"
     order = 910
 
     def render(self, record: RunRecord) -> str | None:
-        """None when the run recorded neither settings nor versions."""
         versions = record.summary.get("versions") or {}
         history = record.summary.get("history") or []
         fragments: list[str] = []
@@ -135,7 +128,7 @@ def _change(entry: Mapping[str, Any]) -> str:
 
 
 def _whole(value: Any) -> Any:
-    """A component that was replaced as a whole by its name."""
+    """Return the name of a component that was replaced as a whole."""
     return value.get("name", value) if isinstance(value, Mapping) else value
 
 
@@ -144,7 +137,7 @@ def _section(name: str, value: Any) -> str:
 
 
 def _entries(value: Any) -> str:
-    """A mapping or a list of mappings as nested definition lists."""
+    """Return a mapping or a list of mappings as nested definition lists."""
     pairs = value.items() if isinstance(value, Mapping) else enumerate(value, start=1)
     lines = [_section(str(key), item) if _is_nested(item) else _entry(str(key), item) for key, item in pairs]
     return f"<dl>{''.join(lines)}</dl>"
@@ -156,7 +149,7 @@ def _entry(key: str, value: Any) -> str:
 
 
 def _is_nested(value: Any) -> bool:
-    """Mappings and lists that hold some; a list of plain values is shown on one line."""
+    """Return whether the value is a mapping or a list of some; a list of plain values is shown on one line."""
     if isinstance(value, Mapping):
         return bool(value)
     return isinstance(value, (list, tuple)) and any(isinstance(item, (Mapping, list, tuple)) for item in value)
