@@ -1,4 +1,4 @@
-"""How much of its engines and its trainer the asynchronous source keeps busy, and how old its tokens get.
+"""Measure how busy the asynchronous source keeps engines and trainer, and how old its tokens get.
 
     python benchmarks/async_throughput.py [--json] [--steps 60] [--step-seconds 1.0] [--at-once 6] [--only-gates]
                                           [--plot FILE.html]

@@ -1,4 +1,4 @@
-"""How fast a run gets from the token cache to its first batch, and what memory an opened cache takes.
+"""Measure how fast a run gets from the token cache to its first batch, and the memory of an opened cache.
 
     python benchmarks/cache.py [--json] [--repeats 25] [--rows 100000] [--kernels numba|numpy]
 

@@ -1,4 +1,4 @@
-"""What a checkpoint costs training: written at once, beside training, and as the bare copy that the latter begins with.
+"""Measure the cost of a checkpoint: written at once, beside training, and the bare copy that the latter begins with.
 
     python benchmarks/checkpoint.py [--json] [--hidden 512] [--layers 4] [--rounds 8] [--steps 4] [--threads 1]
 

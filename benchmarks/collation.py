@@ -1,4 +1,4 @@
-"""What a batch costs: the fast collators against core's reference loops, per-row numpy slices and a bare fill.
+"""Measure the cost of a batch: the fast collators against core's reference loops, per-row numpy slices and a bare fill.
 
     python benchmarks/collation.py [--json] [--repeats 15] [--reference-repeats 2]
 

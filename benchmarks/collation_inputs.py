@@ -1,4 +1,4 @@
-"""The data of the collation benchmark, and its baselines: per-row numpy slices, per-token loops.
+"""Make the data of the collation benchmark, and its baselines: per-row numpy slices, per-token loops.
 
 Seeds: lengths 0, samples 1, rollouts 2. The store holds 20 times the batch, whose samples lie scattered in it.
 """

@@ -1,4 +1,4 @@
-"""What asynchronous rollouts cost the process that controls them: CPU time, and how late its event loop gets.
+"""Measure what asynchronous rollouts cost the controlling process: CPU time, and how late its event loop gets.
 
     python benchmarks/controller.py [--json] [--steps 4] [--in-flight 24576] [--prompts 512] [--tokens 2048]
 

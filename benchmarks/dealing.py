@@ -1,4 +1,4 @@
-"""What dealing rows to ranks saves, and what it costs the process that deals.
+"""Measure what dealing rows to ranks saves, and what it costs the process that deals.
 
     python benchmarks/dealing.py [--json] [--repeats 20]
 

@@ -1,4 +1,4 @@
-"""What `source.depth: auto` costs and gives on the virtual clock: throughput and mean age of tokens beside `full`.
+"""Compare `source.depth: auto` with `full` on the virtual clock: throughput and mean age of tokens.
 
     python benchmarks/depth_study.py [--json] [--steps 400] [--draws 3]
 

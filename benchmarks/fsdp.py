@@ -1,4 +1,4 @@
-"""What FSDP gains and costs on this machine: two ranks of one thread each against one rank of one thread.
+"""Measure what FSDP gains and costs on this machine: two ranks of one thread each against one rank of one thread.
 
     python benchmarks/fsdp.py [--json] [--updates 8] [--tokens 6000]
 

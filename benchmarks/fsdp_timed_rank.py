@@ -1,4 +1,4 @@
-"""A rank of the FSDP backend that says how long it computed and how long its collectives took; for `fsdp.py`."""
+"""Run a rank of the FSDP backend that reports its times of computing and of collectives; for `fsdp.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What supervised steps cost on a GPU: tokens per second, share of its peak, and peak memory, by Spurline and by hand.
+"""Measure supervised steps on a GPU, by Spurline and by hand: tokens per second, share of its peak, peak memory.
 
     python benchmarks/gpu_sft.py [--model 0.6b|4b|8b|tiny] [--device cuda|cpu] [--json] [--steps 10] [--tokens 16384]
                                  [--microbatch 8192] [--only NAME ...] [--peak-tflops 989]

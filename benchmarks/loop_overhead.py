@@ -1,4 +1,4 @@
-"""What the loop costs: a Spurline step against a hand-written PyTorch step on the same batches.
+"""Measure the cost of the loop: a Spurline step against a hand-written PyTorch step on the same batches.
 
     python benchmarks/loop_overhead.py [--json] [--steps 60] [--collator packed|padded] [--threads 1]
 

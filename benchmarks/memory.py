@@ -1,4 +1,4 @@
-"""Memory of training: what `spurline plan` estimates against what a process takes, and bytes per parameter.
+"""Compare the memory that `spurline plan` estimates with what a process takes, and with bytes per parameter.
 
     python benchmarks/memory.py [--json] [--only NAME ...] [--threads 2]
 

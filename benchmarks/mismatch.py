@@ -1,4 +1,4 @@
-"""What comparing trainer and engine takes: log ratios, each correction, metrics of mismatch and advantages.
+"""Measure the comparison of trainer and engine: log ratios, each correction, metrics of mismatch and advantages.
 
     python benchmarks/mismatch.py [--json] [--rows 8192] [--response 2048] [--packed 4]
 

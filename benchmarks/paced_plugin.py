@@ -1,4 +1,4 @@
-"""A plugin for `async_throughput.py`: an engine that sleeps where one would generate, and a trainer without a model.
+"""Offer an engine that sleeps instead of generating, and a trainer without a model, for `async_throughput.py`.
 
 The engine takes as long for a group as a distribution of the simulation says for its draw, so that the real source and
 the model of it have the same groups before them.

@@ -1,4 +1,4 @@
-"""What async collation hides, what it costs the main thread, and what its depth buys.
+"""Measure what asynchronous collation hides, what it costs the main thread, and what its depth buys.
 
     python benchmarks/prefetch.py [--json] [--steps 60] [--kernels numba|numpy]
 

@@ -1,4 +1,4 @@
-"""The jitter part of the prefetch benchmark: what is lost by depth when collation and steps vary in length."""
+"""Measure how much is lost at each depth of prefetching when collation and steps vary in length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an RL step costs beside the models: the step of `examples/rl_sort.yaml`, taken apart.
+"""Measure what an RL step costs beside the models: the step of `examples/rl_sort.yaml`, taken apart.
 
     python benchmarks/rl_overhead.py [--json] [--steps 24] [--model FOLDER]
 

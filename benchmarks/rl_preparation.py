@@ -1,4 +1,4 @@
-"""What preparing a large RL batch costs without its forwards: `Preparation.prepare` on the lengths of `D1`.
+"""Measure the preparation of a large RL batch without its forwards: `Preparation.prepare` on the lengths of `D1`.
 
 128 prompts x 8 attempts of 16 to 4,096 tokens (see `collation_inputs.py`), as `async_rollouts` hands them over: groups
 that were made ready when they were finished. Fast collator, GRPO, truncated importance sampling, and logprobs that are

@@ -1,4 +1,4 @@
-"""Whether two checkouts train the examples alike: all metrics of a few steps of each, bit for bit.
+"""Check that two checkouts train the examples alike: all metrics of a few steps of each, bit for bit.
 
     python benchmarks/same_metrics.py OLD NEW [--steps 4] [--only sft,rl]
 

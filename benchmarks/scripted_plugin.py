@@ -1,4 +1,4 @@
-"""A plugin for `controller.py`: engine, environment and trainer without a model, which cost next to nothing.
+"""Offer engine, environment and trainer without a model, which cost next to nothing, for `controller.py`.
 
 What a run spends on them is what the source, the scheduler and the preparation of batches cost, at any size.
 """

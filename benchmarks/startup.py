@@ -1,4 +1,4 @@
-"""How fast the command line answers when it needs no model, and how long it takes to the end of a run of one step.
+"""Measure how fast the command line answers without a model, and how long a run of one step takes.
 
     make models/tiny-qwen3
     python benchmarks/startup.py [--json] [--repeats 7] [--first-steps 3] [--beside CHECKOUT]

@@ -1,4 +1,4 @@
-"""Clocks around functions of the product, which itself need not know of them.
+"""Put clocks around functions of the product from outside.
 
 Used by `rl_overhead.py`. Spans may contain each other; whoever reads them subtracts. What runs beside another thread
 is measured by the time of its own thread, so that nothing is counted twice.

@@ -1,4 +1,4 @@
-"""The page of `async_throughput.py --plot`: throughput and mean age of tokens, measured and predicted, by knob."""
+"""Draw the page of `async_throughput.py --plot`: throughput and mean age of tokens, measured and predicted, by knob."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Timing that a busy machine cannot fool: candidates take turns, and only ratios within one run count.
+"""Time candidates that take turns, so that a busy machine does not change their ratio.
 
 Shared by the benchmarks. A gate compares a ratio of smallest wall times and, where given, the same ratio of smallest
 process times with its limit, and fails only when both miss: another process on the machine inflates wall time, a

@@ -1,4 +1,4 @@
-"""What tokenizing conversations costs: `parallel` against the two-call way and the tokenizer alone.
+"""Measure the tokenization of conversations: `parallel` against the two-call way and the tokenizer alone.
 
     python benchmarks/tokenization.py [--json] [--samples 1000] [--repeats 7]
 

@@ -1,4 +1,4 @@
-"""The data of the memory benchmark: chats as JSON lines, configs over them, cache entries filled with random tokens.
+"""Make the data of the memory benchmark: chats as JSON lines, configs over them, cache entries of random tokens.
 
 Seed 0 for both. Entries are written by the real cache writer under the real key.
 """

@@ -1,4 +1,4 @@
-"""What a run over many samples costs besides its steps: memory, and the time to open its data.
+"""Measure what a run over many samples costs besides its steps: memory, and the time to open its data.
 
     make models/tiny-qwen3
     python benchmarks/training_memory.py [--json] [--rows 1000000] [--steps 30] [--repeats 5] [--skip-tokenizing]

@@ -1,4 +1,4 @@
-"""How soon `spurline view` shows 10,000 rollouts of 500 tokens, and how soon it filters them.
+"""Measure how soon `spurline view` shows 10,000 rollouts of 500 tokens, and how soon it filters them.
 
     python benchmarks/view.py [--json] [--attempts 10000] [--repeats 5]
 

@@ -1,4 +1,4 @@
-"""What the tokens of vLLM cost the event loop of the process that gets them.
+"""Measure what the tokens of vLLM cost the event loop of the process that gets them.
 
 A recorded stream of an engine's messages goes through vLLM's own client code, the engine, its member and a response's
 Progress; CPU seconds of the thread, divided by the tokens. With --actor all of that but the last two is in a Ray actor,

@@ -1,4 +1,4 @@
-"""What a publish costs: seconds for a GiB of weights by transport, and the memory that it takes on both sides.
+"""Measure the cost of a publish: seconds for a GiB of weights by transport, and the memory that it takes on both sides.
 
     python benchmarks/weight_sync.py [--json] [--gib 1.0] [--bucket-mb 64] [--repeats 3] [--ranks 0] [--only NAME ...]
 

@@ -1,4 +1,4 @@
-"""What fits on one GPU: memory of a step by model, method and size of the GPU, as `spurline plan` estimates it.
+"""Print what fits on one GPU: memory of a step by model, method and size of the GPU, as `spurline plan` estimates it.
 
     python benchmarks/what_fits.py [--json] [--many]
 

@@ -1,4 +1,4 @@
-"""An order of samples: the easy ones first while the model is new, later any.
+"""Order samples by difficulty: the easy ones first, later all of them shuffled.
 
 Imports numpy, so it is kept apart from `config.py` and imported when a run builds it.
 """
@@ -13,7 +13,7 @@ from spurline_plugin_template.config import ByDifficultyConfig
 
 
 class ByDifficulty(EpochOrder):
-    """The base class says which samples an epoch has; this one arranges them."""
+    """Arranges the samples of an epoch, which the base class chooses."""
 
     def __init__(self, config: ByDifficultyConfig, *, samples: SampleFacts, seed: int) -> None:
         super().__init__(config, samples=samples, seed=seed)

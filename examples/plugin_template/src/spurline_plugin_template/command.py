@@ -1,4 +1,4 @@
-"""`spurline step-times RUN_DIR`: print what the plugin measured in a finished run."""
+"""Print what the plugin measured in a finished run: `spurline step-times RUN_DIR`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of the plugin and of its components. Light: imports no torch.
+"""Settings of the plugin and of its components; imports no torch.
 
 Bounds are in the fields; a docstring below a field is its documentation in errors, in `spurline schema` and in editors.
 """

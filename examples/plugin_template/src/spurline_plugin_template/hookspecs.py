@@ -1,4 +1,4 @@
-"""The hook that this plugin opens for others."""
+"""Declare the hook that this plugin opens for others."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from spurline.plugins import hookspec
 def on_slow_step(step: int, seconds: float) -> None:
     """Called after a step that took much longer than usual.
 
-    step: 1-based. seconds: that it took, evaluation left out.
-    Errors: any exception ends the run; the last checkpoint stands.
+    Any exception ends the run; the last checkpoint stands.
+
+    Args:
+        step: Number of the step, from 1.
+        seconds: Duration of the step, without evaluation.
     """

@@ -1,4 +1,4 @@
-"""The report's histogram of step times."""
+"""Draw a histogram of step times in the report."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from spurline_plugin_template.percentiles import percentile
 
 
 class StepTimesPanel:
-    """Report panel `step_times`."""
+    """Draws the report panel `step_times`."""
 
     title = "Step times"
 
@@ -18,7 +18,7 @@ class StepTimesPanel:
         self.config = config
 
     def render(self, record: RunRecord) -> str | None:
-        """None when the run has recorded no step time yet: the page then leaves the panel out."""
+        """Return the panel as HTML, or None, which leaves it out, when no step time was recorded yet."""
         _, seconds = record.series("time/step")
         if not seconds:
             return None

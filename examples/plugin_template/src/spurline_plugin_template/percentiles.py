@@ -1,4 +1,4 @@
-"""Percentiles of a list of numbers, without numpy: this is imported when a config is validated."""
+"""Compute percentiles without numpy, as this module is imported when a config is validated."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` percent (0..100) lie, interpolated linearly. `values` must not be empty."""
+    """Return the value below which `share` percent (0..100) of the values lie, interpolated linearly."""
     ordered = sorted(values)
     position = (len(ordered) - 1) * share / 100
     below = int(position)

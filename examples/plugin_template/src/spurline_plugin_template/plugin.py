@@ -1,4 +1,4 @@
-"""What Spurline loads: the declaration, the components on offer, and the hooks.
+"""Declare the plugin, register its components, and implement its hooks: Spurline loads this module.
 
 This module and `config.py` are imported to validate a config, so neither imports torch; the contract tests check it.
 """

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class StepTimes:
-    """Hook implementations of one run. Steps done before a resume are not counted: their machine may be another."""
+    """Hook implementations of one run. Steps before a resume do not count: they may have run on another machine."""
 
     def __init__(self, settings: TemplateConfig, run_dir: Path, typical: TypicalTime, hooks: Any) -> None:
         self._settings = settings
@@ -36,7 +36,7 @@ class StepTimes:
 
     @hookimpl(wrapper=True)
     def train_step(self) -> Generator[None, Mapping[str, float], Mapping[str, float]]:
-        """Runs around core's update. A hookimpl takes only the arguments it needs: here, none."""
+        """Measure core's update from around it. A hookimpl takes only the arguments that it needs: here, none."""
         begin = time.perf_counter()
         metrics = yield
         return {**metrics, "time/update": time.perf_counter() - begin}
@@ -46,7 +46,7 @@ class StepTimes:
         if self._skipped < self._settings.warm_up_steps:
             self._skipped += 1
             return
-        # Evaluation is not part of every step: counted in, each step that has one would look slow.
+        # Only some steps have an evaluation; with it, each of them would look slow.
         seconds = metrics["time/step"] - metrics.get("time/evaluate", 0.0)
         if self._seconds:
             usual = self._typical.seconds(self._seconds)
@@ -61,7 +61,7 @@ class StepTimes:
         (self._run_dir / FILE_NAME).write_text(json.dumps(self.summary(), indent=2) + "\n", encoding="utf-8")
 
     def summary(self) -> dict[str, object]:
-        """Number of measured steps, seconds per percentile, and the slow steps with their seconds."""
+        """Return the number of measured steps, seconds per percentile, and the slow steps with their seconds."""
         shares = self._settings.percentiles if self._seconds else ()
         return {
             "steps": len(self._seconds),

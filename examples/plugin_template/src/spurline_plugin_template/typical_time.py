@@ -1,6 +1,6 @@
-"""Kind `typical_time`, which this plugin opens: which time of a step is the usual one, that slow steps are told by.
+"""Define the kind `typical_time`, which this plugin opens: the usual time of a step, with which slow ones are compared.
 
-Another plugin offers a component of it as it would of core's kinds: it derives a config from `TypicalTimeConfig`.
+Another plugin offers a component of this kind as of core's kinds: it derives a config from `TypicalTimeConfig`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,10 @@ class TypicalTimeConfig(ComponentConfig):
 
 
 class TypicalTime(Protocol):
-    """Say how long a step usually takes.
-
-    Factory: `Class(config)`.
-    """
+    """Says how long a step usually takes. Factory: `Class(config)`."""
 
     def seconds(self, before: Sequence[float]) -> float:
-        """Return the usual time. before: seconds of the steps so far, one at least, in their order."""
+        """Return the usual time, given the seconds of the steps `before` in order, of which there is at least one."""
         ...
 
 
