@@ -45,7 +45,7 @@ class TestSgd(OptimizerContract):
 
 class TestSgdWithMomentum(TestSgd):
     def make_config(self, **settings: Any) -> SgdConfig:
-        return SgdConfig(momentum=0.9, nesterov=True, **settings)
+        return SgdConfig(momentum=0.9, **settings)
 
 
 class TestMuon(OptimizerContract):

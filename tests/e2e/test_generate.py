@@ -208,11 +208,11 @@ def test_a_conversation_goes_on_until_it_begins_anew_or_ends(
     [
         (["say 3", "-n", "2"], r"2 answers would be equal without sampling. Give --temperature"),
         (["say 3", "--top-p", "2"], r"--top-p must be above 0 and at most 1"),
-        (["say 3", "--checkpoint", "best"], r"--checkpoint is for runs, and .* is none"),
+        (["say 3", "--checkpoint", "best"], r"--checkpoint is for runs"),
         (["say 3", "--raw", "--system", "x"], r"--system belongs to a conversation"),
         ([""], r"."),
         (["say 3 " * 2000], r"the prompt has [\d,]+ tokens, and the model sees [\d,]+ in all. Shorten it"),
-        (["\udcff"], r"the prompt is no Unicode text: .*surrogates not allowed. Write it in UTF-8"),
+        (["\udcff"], r"not Unicode text"),
         (["say 3", "--temperature", "nan"], r"--temperature must be 0"),
         (["say 3", "--stop", ""], r"--stop must be a text with at least one character"),
         (["--file", "nowhere.jsonl"], r"nowhere.jsonl: no such file"),
@@ -314,19 +314,6 @@ def test_an_answer_ends_at_a_stop_text_without_what_pads_it_to_the_length_of_oth
 
     assert found(";") == [("say 3;", len(one), "stop"), ("say 3 and 4", len(two), "length")]
     assert found(special) == [("say 3;", len(one) + 1, "stop"), ("say 3 and 4", len(two), "length")]
-
-
-def test_a_model_that_was_exported_with_fewer_steps_does_not_answer(
-    spurline: Spurline, base_config: Config, tmp_path: Path
-) -> None:
-    base_config |= {"steps": 1, "schedule": "constant", "checkpoint": {"export_hf": True}}
-    Run(load_config(base_config)).train()
-    Run(load_config(base_config | {"steps": 2, "checkpoint": {"export_hf": False}})).train()
-    run_dir = Path(base_config["run_dir"])
-    # Whoever reads it fails.
-    (run_dir / "model" / "model.safetensors").write_bytes(b"")
-    code, _, err = spurline("generate", run_dir, "say 3", "--max-new-tokens", "2")
-    assert code == 0, err
 
 
 def test_a_folder_that_is_neither_and_a_run_without_a_checkpoint_are_named(

@@ -96,21 +96,6 @@ def test_a_plan_says_what_is_counted_and_compared(preference_config: dict[str, A
     assert "6 steps of 8 pairs" in said["steps"]
 
 
-def test_a_plan_counts_pairs_that_prefer_nothing(preference_config: dict[str, Any], tmp_path: Path) -> None:
-    from spurline_planning.plan import make_plan
-
-    answers = [("good", "bad"), ("fine", "poor"), ("fine", "fine"), ("same", "same")]
-    for name, rows in {"clean": answers[:2], "doubtful": answers}.items():
-        written = [json.dumps({"prompt": "say", "chosen": chosen, "rejected": other}) for chosen, other in rows]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(written), encoding="utf-8")
-    train = [str(tmp_path / f"{name}.jsonl") for name in ("clean", "doubtful")]
-    plan = make_plan(load_config(preference_config | {"data": {"train": train, "max_length": 64}, "evaluation": {}}))
-    told = "\n".join(plan.sections["data"])
-    assert f"2 of them have the same tokens twice and prefer nothing (first: {train[1]}:3)" in told
-    plan = make_plan(load_config(preference_config | {"data": {"train": train[0], "max_length": 64}, "evaluation": {}}))
-    assert "prefer nothing" not in "\n".join(plan.sections["data"])
-
-
 def test_other_pairs_than_the_checkpoint_was_trained_on_are_refused(
     preference_config: dict[str, Any], tmp_path: Path
 ) -> None:

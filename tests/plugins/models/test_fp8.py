@@ -10,7 +10,6 @@ import pytest
 import torch
 from backend_batches import excite, lay_out, local_backend, make_samples, run_config, write_model_folder
 
-from spurline.errors import ConfigError
 from spurline.protocols.loss import Objective
 from spurline_fsdp_backend.configs import FsdpBackendConfig
 from spurline_models.configs import LoraConfig
@@ -105,11 +104,3 @@ def test_fp8_that_cannot_be_computed_is_refused(model: Path, settings: dict[str,
         ]
     [problem] = LocalBackendConfig(device="cpu", precision="fp64", fp8="emulated").problems(run_config(model))
     assert "emulated in fp32 or bf16" in problem.message
-
-
-@pytest.mark.skipif(find_spec("torchao") is not None, reason="torchao is installed")
-def test_without_the_package_fp8_is_refused_with_the_command_that_installs_it(model: Path) -> None:
-    with pytest.raises(ConfigError, match=r"pip install 'spurline-models\[fp8\]'"):
-        LocalBackendConfig(device="cpu", fp8="emulated").check_model(run_config(model))
-    with pytest.raises(ConfigError, match=r"pip install 'spurline-models\[fp8\]'"):
-        local_backend(model, fp8="emulated")

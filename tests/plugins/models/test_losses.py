@@ -38,10 +38,3 @@ def test_dynamic_fine_tuning_sends_no_gradient_through_the_probability() -> None
     (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
     # With the factor differentiated it would be -p * (1 + log p).
     torch.testing.assert_close(gradient, -logprobs.detach().exp(), rtol=1e-14, atol=0)
-
-
-def test_dynamic_fine_tuning_reports_the_plain_cross_entropy() -> None:
-    logprobs = some_logprobs().detach()
-    metrics = DynamicFineTuning(DynamicFineTuningConfig()).metrics(inputs(logprobs))
-    assert torch.equal(metrics["dft/cross_entropy"], -logprobs)
-    assert torch.equal(metrics["dft/probability"], logprobs.exp())

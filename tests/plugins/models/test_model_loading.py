@@ -108,11 +108,7 @@ def test_an_unknown_override_gets_the_nearest_field(architecture: Path) -> None:
     ("overrides", "message"),
     [
         ({"hidden_size": "big"}, r"model\.config_overrides\.hidden_size is 'big'.*expected int.*model itself has 32"),
-        ({"num_hidden_layers": 0}, r"model\.config_overrides\.num_hidden_layers is 0; it must be above 0.*has 2"),
-        (
-            {"layer_types": ["full_attention"]},
-            r"layer_types has 1 entries, and num_hidden_layers is 2.*full_attention]",
-        ),
+        ({"layer_types": ["full_attention"]}, r"layer_types has 1 entries, and num_hidden_layers is 2"),
         ({"num_hidden_layers": 3}, r"layer_types has 2 entries, and num_hidden_layers is 3"),
         ({"layer_types": "all"}, r"model\.config_overrides\.layer_types is 'all', which does not fit"),
         ({"num_attention_heads": 3}, r"num_key_value_heads is 2, which does not divide num_attention_heads: 3"),
@@ -229,15 +225,6 @@ def test_a_model_without_attention_has_an_estimate_too(tmp_path: Path) -> None:
     model = ModelConfig(path=str(tmp_path), init="random")
     assert estimate_cache(model, 100, precision="fp32") == 0
     assert count_parameters(model) > 0
-
-
-def test_memory_of_adapters_counts_their_parameters_exactly(architecture: Path) -> None:
-    lora = LoraConfig(rank=4)
-    backend = local_backend(architecture, lora=lora)
-    count = sum(parameter.numel() for parameter in backend._policy.parameters.values())
-    parts = LocalBackendConfig(lora=lora).estimate_memory(run_config(architecture), 100, 100).parts
-    assert parts["gradients"] == 4 * count
-    assert parts["optimizer"] == 8 * count
 
 
 def test_a_model_that_also_sees_says_how_its_text_part_is_trained_and_that_way_works(tmp_path: Path) -> None:

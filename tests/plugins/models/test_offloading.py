@@ -27,15 +27,13 @@ def memory() -> DeviceMemory:
 
 @st.composite
 def flat_buffers(draw: st.DrawFn) -> list[Tensor]:
-    """A flat buffer, views of it that may overlap or be strided, and whether numpy has seen one."""
+    """A flat buffer and views of it that may overlap or be strided."""
     values = draw(st.integers(1, 5000))
     buffer = torch.randint(0, 100, (values,)).to(draw(st.sampled_from(DTYPES)))
     edges = sorted(draw(st.sets(st.integers(0, values), min_size=0, max_size=4)) | {0, values})
     views = [buffer[first:last] for first, last in pairwise(edges)]
     if draw(st.booleans()):
         views.append(buffer[:: draw(st.integers(1, 7))])
-    if draw(st.booleans()) and buffer.dtype != torch.bfloat16:
-        buffer.numpy()
     return [buffer, *views]
 
 
@@ -94,7 +92,6 @@ def test_a_second_call_frees_the_weights_that_the_first_one_kept() -> None:
 
 def test_a_gradient_still_reaches_a_parameter_and_its_hook_after_its_memory_was_away() -> None:
     held, weight, seen = memory(), Parameter(torch.ones(3)), []
-    weight.detach().numpy()
     node: Any = weight.expand_as(weight).grad_fn
     node.next_functions[0][0].register_hook(lambda *_: seen.append(weight.grad))
     held.give(DeviceTensors([weight]), keep_weights=False)
@@ -115,21 +112,17 @@ def anonymous_mib():
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) // 1024 for line in lines if line.startswith("RssAnon"))
 
-for seen_by_numpy in (False, True):
-    large = [torch.randn(8 << 20) for _ in range(4)]
-    if seen_by_numpy:
-        for tensor in large:
-            tensor.numpy()
-    held, before = DeviceMemory(device_profile("cpu")), anonymous_mib()
-    tensors = DeviceTensors([], large[:3], large[3:])
-    for _ in range(4):
-        held.give(tensors, keep_weights=False)
-        given = anonymous_mib() - before
-        held.take()
-        large[3].zero_()
-        print(given, anonymous_mib() - before)
+large = [torch.randn(8 << 20) for _ in range(4)]
+held, before = DeviceMemory(device_profile("cpu")), anonymous_mib()
+tensors = DeviceTensors([], large[:3], large[3:])
+for _ in range(4):
+    held.give(tensors, keep_weights=False)
+    given = anonymous_mib() - before
+    held.take()
+    large[3].zero_()
+    print(given, anonymous_mib() - before)
 """
-"""Gives 128 MiB away and takes them back, in tensors that torch can free and in ones that numpy saw; prints MiB."""
+"""Gives 128 MiB away and takes them back; prints MiB."""
 
 
 @pytest.mark.processes
@@ -138,7 +131,7 @@ def test_memory_is_really_freed_and_does_not_grow_over_cycles() -> None:
     done = subprocess.run([sys.executable, "-c", CYCLES], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     cycles = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
-    assert len(cycles) == 8
+    assert len(cycles) == 4
     for while_given, afterwards in cycles:
         # On CPU the copies on the host take as much as has been freed, but for scratch, of which there is none.
         assert while_given < -24
@@ -156,7 +149,7 @@ def test_memory_that_is_not_there_again_is_asked_for_once_more(monkeypatch: pyte
         return resize(storage, size)
 
     monkeypatch.setattr(torch.UntypedStorage, "resize_", full)
-    with pytest.raises(RunFailedError, match=r"is not there again: 80 bytes are to be taken back .*out of memory"):
+    with pytest.raises(RunFailedError, match=r"80 bytes of cpu .*out of memory"):
         held.take()
     with pytest.raises(RunFailedError, match="trained while engines have the memory"):
         held.check_here("trained")
@@ -177,7 +170,7 @@ def test_a_host_without_room_says_so_and_leaves_everything_to_be_taken_back(monk
         return empty(*size, **options)
 
     monkeypatch.setattr(torch, "empty", full)
-    with pytest.raises(RunFailedError, match="no room for 80 bytes more of what cpu is to give"):
+    with pytest.raises(RunFailedError, match="80 bytes more of cpu"):
         held.give(DeviceTensors([], [first, second]), keep_weights=False)
     monkeypatch.undo()
     with pytest.raises(RunFailedError, match="take_device first"):

@@ -165,11 +165,3 @@ def test_a_pair_of_which_one_answer_is_missing_has_no_finite_loss() -> None:
     columns = {name: column[kept] for name, column in inputs.columns.items()}
     alone = TokenLossInputs(inputs.logprobs[kept], inputs.segment_index[kept], inputs.num_segments, columns)
     assert not bool(torch.isfinite(loss.token_loss(alone)).all())
-
-
-@pytest.mark.parametrize("name", sorted(CONFIGS))
-def test_the_plan_names_what_was_chosen(name: str) -> None:
-    words = make_dpo(name).describe()
-    assert f"{CONFIGS[name].get('beta', 0.1):g}" in words
-    expected = {"smoothed": "10% of the pairs", "hinge": "hinge", "ipo": "IPO", "with_likelihood": "0.5 times"}
-    assert expected.get(name, "log-sigmoid") in words

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -121,17 +120,3 @@ def test_a_pair_that_is_in_the_batch_twice_is_two_pairs() -> None:
     batch.check()
     assert set(batch.tokens["pair_ids"].unique().tolist()) - {0} == {-3, -2, -1, 1, 2, 3}
     assert float(batch.tokens["loss_weights"].sum()) == pytest.approx(3)
-
-
-def test_buffers_of_the_collator_are_released_through_the_batch() -> None:
-    released: list[bool] = []
-
-    class Reusing:
-        def collate(self, samples: Any, *, training: bool) -> TrainingBatch:
-            from dataclasses import replace
-
-            batch = COLLATORS["padded"](ParallelLayout()).collate(samples, training=training)
-            return replace(batch, on_release=lambda: released.append(True))
-
-    laid_out(make_answers([(3, 4)], seed=0), Reusing()).release()
-    assert released == [True]

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from spurline import Run, load_config
-from spurline_insight.report.panels.learning import EvaluationPanel, LossPanel
 from spurline_insight.report.panels.summary import SummaryPanel
 from spurline_insight.report.record import evaluation_scores, read_record
 from spurline_insight.report_panel import ReportPanel, ReportPanelConfig, RunRecord
@@ -82,12 +81,6 @@ def test_margins_rewards_and_likelihoods_are_numbers_and_no_percent(dpo_run: Run
     assert {"chosen", "rejected", "chosen (held out)", "rejected (held out)"} <= drawn.keys()
 
 
-def test_the_evaluation_panel_keeps_to_the_scores_of_answers(dpo_run: RunRecord) -> None:
-    [plot] = figures(EvaluationPanel, dpo_run)
-    assert [trace["name"] for trace in plot["data"]] == ["right"]
-    assert plot["layout"]["yaxis"]["tickformat"] == ".0%"
-
-
 def test_no_headline_number_shows_a_margin_or_reward_as_percent(dpo_run: RunRecord) -> None:
     shares, others = evaluation_scores(dpo_run)
     assert shares == ["eval/dpo/accuracy", "eval/right"]
@@ -96,11 +89,6 @@ def test_no_headline_number_shows_a_margin_or_reward_as_percent(dpo_run: RunReco
     assert fragment is not None
     assert "Best dpo/accuracy" in fragment
     assert "margin" not in fragment
-
-
-def test_the_loss_of_pairs_is_not_called_one_of_tokens(dpo_run: RunRecord) -> None:
-    [plot] = figures(LossPanel, dpo_run)
-    assert plot["layout"]["yaxis"]["title"]["text"] == "Loss (per pair)"
 
 
 def test_other_runs_have_no_such_panel() -> None:

@@ -22,7 +22,6 @@ from spurline_models.configs import (
     check_kernels,
     check_peft,
     check_torchao,
-    describe_computing,
     fp8_problems,
 )
 from spurline_ranks.configs import RankBackendConfig
@@ -130,7 +129,7 @@ class FsdpBackendConfig(RankBackendConfig):
         super().check_model(run)
 
     def notes(self, run: RunConfig) -> Sequence[str]:
-        notes = list(describe_computing(self.kernels, self.fp8, run.model, self.on, self.computes_in))
+        notes: list[str] = []
         if self.offload_activations and self.on == "cpu":
             notes.append(OFFLOADS_NOTHING)
         return notes if self.lora is None else [*notes, *adapter_notes(run.model, self.lora)]

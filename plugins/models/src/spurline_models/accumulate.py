@@ -37,9 +37,17 @@ def accumulate_gradients(
     profile: DeviceProfile,
     balance: BalanceLoss | None = None,
 ) -> StepSums:
-    """Add the gradient of sum(weight * loss) / normalizer over all streams to the parameters; sums not yet fetched.
+    """Add the gradient of sum(weight * loss) / normalizer over all streams to the parameters.
 
-    balance: added to that, for routers; it is no part of the sums' loss.
+    Args:
+        model: The model that is trained.
+        streams: The micro-batches.
+        objective: The loss and its normalizer.
+        profile: The device and dtype of the model.
+        balance: A loss of routers that is added; it is not part of the sums' loss.
+
+    Returns:
+        The sums over micro-batches, not fetched yet.
     """
     with model.counting_experts() as loads:
         sums = StepSums(loads)
@@ -58,7 +66,7 @@ def _objective_of(
     sums: StepSums,
     balance: BalanceLoss | None,
 ) -> Tensor:
-    """What one micro-batch adds to the objective, differentiable."""
+    """Return what one micro-batch adds to the objective, differentiable."""
     loss = objective.loss
     with nullcontext() if balance is None or stream.is_idle else model.balancing(stream) as routed:
         inputs = model.loss_inputs(stream, loss.needs, objective.temperature)
@@ -75,7 +83,7 @@ def _objective_of(
 
 
 def evaluation_sums(model: StreamModel, streams: Streams, objective: Objective, profile: DeviceProfile) -> SumsPart:
-    """Sums in evaluation mode, without gradients; the normalizer is not applied."""
+    """Return sums in evaluation mode, without gradients; the normalizer is not applied."""
     sums = StepSums()
     loss = objective.loss
     with evaluation_mode(model.causal), profile.computing():
@@ -89,7 +97,7 @@ def evaluation_sums(model: StreamModel, streams: Streams, objective: Objective, 
 def logprobs_of(
     model: StreamModel, streams: Streams, batch: TrainingBatch, temperature: float, profile: DeviceProfile
 ) -> Tensor:
-    """Logprobs at the streams' positions with loss, 0 elsewhere: float32 on CPU [rows, length] of the whole batch."""
+    """Return logprobs at the streams' positions with loss, 0 elsewhere: float32 on CPU [rows, length] of the batch."""
     result = torch.zeros(batch.num_rows * batch.length)
     positions: list[Tensor] = []
     values: list[Tensor] = []
@@ -105,17 +113,22 @@ def logprobs_of(
 
 
 _EXTREMES = {"max": (torch.maximum, np.maximum), "min": (torch.minimum, np.minimum)}
-"""Ends of names of metrics that are no means -> how two values join, as tensors and as numbers."""
+"""Functions that join two values of a metric that is not a mean, as tensors and as numbers, by the end of its name."""
 
 
 @dataclass(frozen=True)
 class SumsPart:
-    """What micro-batches sum to, as plain data: those of one rank, or of several joined.
+    """The sums over micro-batches as plain data, of one rank or of several joined.
 
-    loss: sum of weight * loss. weight: sum of weights. tokens: loss tokens. broken_rows: rows of the micro-batches
-    whose loss is not finite. sums: of weight * value of the loss's metrics. extremes: of those named `/max`, `/min`.
-    balance: sum over sequences of the balance of routers, where it is trained. expert_loads: what the routers of this
-    rank did; `load_metrics` joins them, since ranks count those that count no loss.
+    Attributes:
+        loss: Sum of weight * loss.
+        weight: Sum of weights.
+        tokens: Tokens with loss.
+        broken_rows: Rows of the micro-batches whose loss is not finite.
+        sums: Sums of weight * value of the loss's metrics.
+        extremes: Values of the metrics named `/max` and `/min`.
+        balance: Sum over sequences of the balance of routers, where it is trained.
+        expert_loads: Loads of this rank's experts; `load_metrics` joins them, since ranks count those without loss too.
     """
 
     loss: float = 0.0
@@ -129,7 +142,7 @@ class SumsPart:
 
     @classmethod
     def join(cls, parts: Iterable[SumsPart]) -> SumsPart:
-        """The sums of all ranks, which must be given in the same order each time, as sums depend on it to rounding."""
+        """Join the sums of all ranks, which must come in the same order each time: rounding depends on it."""
         loss, weight, tokens = 0.0, 0.0, 0
         balance: float | None = None
         broken: list[int] = []
@@ -148,16 +161,16 @@ class SumsPart:
         return cls(loss, weight, tokens, tuple(broken), sums, extremes, balance)
 
     def metrics(self) -> dict[str, float]:
-        """The loss's own metrics: weighted means, and extremes of those named `/max` or `/min`."""
+        """Return the loss's own metrics: weighted means, and extremes of those named `/max` or `/min`."""
         means = {name: value / self.weight for name, value in self.sums.items() if self.weight != 0}
         return {**means, **self.extremes}
 
     def balance_metrics(self, num_sequences: int) -> dict[str, float]:
-        """`moe/aux_loss`: how even routers are, the mean over sequences; none where that is not trained. 1 is even."""
+        """Return `moe/aux_loss`, the mean balance of sequences, 1 where experts get equally much; {} if not trained."""
         return {} if self.balance is None else {"moe/aux_loss": self.balance / num_sequences}
 
     def as_loss_sums(self) -> LossSums:
-        """What a backend's `evaluate` returns."""
+        """Return the sums as a backend's `evaluate` does."""
         return LossSums(self.loss, self.weight, self.tokens, self.sums)
 
 
@@ -173,7 +186,7 @@ class StepSums:
         self._extremes: dict[str, Tensor] = {}
 
     def add(self, rows: Rows, stream: TokenStream, loss: Tensor, metrics: Mapping[str, Tensor]) -> Tensor:
-        """Take in a micro-batch; returns its differentiable sum of weight * loss."""
+        """Take in a micro-batch, and return its differentiable sum of weight * loss."""
         total = torch.dot(stream.weights, loss.to(stream.weights.dtype))
         self._tokens += stream.num_loss_tokens
         self._losses_by_rows.append((rows, total.detach()))
@@ -224,7 +237,7 @@ def _add(sums: dict[str, Tensor], name: str, value: Tensor) -> None:
 
 
 def describe_failure(role: Role, step: int, batch: TrainingBatch, sums: SumsPart, loss: float, grad_norm: float) -> str:
-    """The message of a NonFiniteLossError: which step of which model, and the samples at fault if their losses show."""
+    """Return the message of a NonFiniteLossError: the step, the model, and the samples at fault if losses show them."""
     rows = np.asarray(sums.broken_rows, np.int64) if sums.broken_rows else np.arange(batch.num_rows)
     uids = list(dict.fromkeys(batch.segments["uid"].take(rows).values.tolist()))
     shown = ", ".join(str(uid) for uid in uids[:8]) + (f" and {len(uids) - 8} more" if len(uids) > 8 else "")

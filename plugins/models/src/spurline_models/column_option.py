@@ -19,7 +19,7 @@ ColumnOption = Annotated[
 
 
 def columns_of(given: list[str] | None) -> dict[str, str]:
-    """The setting `columns` of a dataset, out of `--column` options."""
+    """Return the setting `columns` of a dataset from `--column` options."""
     columns = {item.partition("=")[0]: item.partition("=")[2] for item in given or ()}
     if not all(name and column for name, column in columns.items()):
         raise UserError("--column is NAME=COLUMN, such as --column prompt=question: the name that is expected first.")

@@ -21,7 +21,12 @@ from spurline_models.other_forwards import giving_back
 def change_computing(
     causal: PreTrainedModel, model: ModelConfig, kernels: Kernels, fp8: Fp8, profile: DeviceProfile
 ) -> None:
-    """Before adapters are added and before parameters are sharded. Raises ConfigError, ModelError."""
+    """Let layers compute by these kernels, before adapters are added and parameters sharded.
+
+    Raises:
+        ConfigError: If they cannot be used on this device, or a library is missing.
+        ModelError: If they do not fit the model.
+    """
     precision = "fp64" if profile.weight_dtype.itemsize == 8 else "fp32"
     if chooses_liger(kernels, model, profile.device.type, precision):
         use_kernels(causal)
@@ -32,10 +37,10 @@ def change_computing(
 
 
 def own_code(causal: nn.Module) -> AbstractContextManager[None]:
-    """A context in which the model computes by its own code alone."""
+    """Return a context in which the model computes by its own code alone."""
     return giving_back(causal, (KERNELS, FP8))
 
 
 def in_full_precision(causal: nn.Module) -> AbstractContextManager[None]:
-    """A context in which no layer computes in fp8."""
+    """Return a context in which no layer computes in fp8."""
     return giving_back(causal, (FP8,))

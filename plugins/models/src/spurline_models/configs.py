@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -43,20 +43,19 @@ class LoraConfig(Section):
     """Also train the length of each output's weights, and direction by the matrices (Liu et al. 2024,
     arXiv:2402.09353). Slower; engines are sent merged weights."""
     base_dtype: Annotated[Literal["auto", "fp32", "bf16", "nf4"], OnResume.FREE] = "auto"
-    """In which the frozen weights are held. `auto`: that of their files, which changes no value; `bf16` rounds weights
+    """Dtype of the frozen weights. `auto`: that of their files, which changes no value; `bf16` rounds weights
     of fp32 files, and takes half the memory; `fp32` saves widening them where computing is in fp32; `nf4` quantizes
     linear layers to 4 bits with scales that are quantized too (QLoRA, Dettmers et al. 2023, arXiv:2305.14314), and
     needs `pip install spurline-models[qlora]`."""
 
     @property
     def is_quantized(self) -> bool:
-        """Whether weights under the adapters have other values than any dtype of engines can hold."""
+        """True if weights under the adapters have values that no dtype of engines can hold."""
         return self.base_dtype == "nf4"
 
     @property
     def merged_because(self) -> str | None:
-        """Why engines can only be sent merged weights, as a clause; None where what the adapter computes is added to
-        what the weights of `model.path` compute."""
+        """The reason why engines can only be sent merged weights, as a clause; None if they can take the adapter."""
         if self.dora:
             return "engines cannot compute with what DoRA trains (backend.lora.dora)"
         if self.is_quantized:
@@ -65,12 +64,12 @@ class LoraConfig(Section):
 
     @property
     def is_added(self) -> bool:
-        """Whether what the adapter computes is added to what the weights under it compute, as in engines."""
+        """True if the adapter's output is added to that of the weights under it, as engines do."""
         return self.merged_because is None
 
 
 def adapter_page(model: ModelConfig, lora: LoraConfig) -> str:
-    """The model card of an adapter: the weights that it belongs to, in Markdown with the hub's metadata."""
+    """Return the model card of an adapter, which names the weights that it belongs to."""
     revision = "" if model.revision is None else f", revision `{model.revision}`"
     held = {
         "auto": "as its files hold them",
@@ -92,7 +91,7 @@ def adapter_notes(model: ModelConfig, lora: LoraConfig) -> list[str]:
 
 
 def no_peft() -> ConfigError:
-    """What is said where the library of adapters cannot be imported."""
+    """Return the error for a missing library of adapters."""
     return ConfigError.at(
         "backend.lora", "needs peft, which is not installed. Run `pip install 'spurline-models[lora]'`."
     )
@@ -117,18 +116,8 @@ def check_kernels(kernels: Kernels, model: ModelConfig, device: str, precision: 
         resolve("spurline_models.kernels:chooses_liger", "kernels of a model")(kernels, model, device, precision)
 
 
-def describe_computing(kernels: Kernels, fp8: Fp8, model: ModelConfig, device: str, precision: str) -> Iterator[str]:
-    """Sentences on what computes a model; none for plain PyTorch."""
-    yield from resolve("spurline_models.kernels:describe_kernels", "kernels of a model")(
-        kernels, model, device, precision
-    )
-    if fp8:
-        how = " emulated: slow, for trying out" if fp8 == "emulated" else ""
-        yield f"linear layers of the decoder in fp8{how}; gradients are approximate"
-
-
 def fp8_problems(fp8: Fp8, device: str, precision: str, lora: LoraConfig | None) -> Iterable[Problem]:
-    """What keeps linear layers from computing in fp8. device: `cpu` or `cuda`."""
+    """Yield what keeps linear layers from computing in fp8. device: `cpu` or `cuda`."""
     if not fp8:
         return
     if lora is not None:

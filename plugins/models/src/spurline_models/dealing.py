@@ -26,11 +26,13 @@ Rows = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class RankShare:
-    """What one rank gets of a mini-batch.
+    """The share of a mini-batch that one rank gets.
 
-    batch: its rows, with the columns it reads and the segments' lengths alone. rows: which of the mini-batch they are.
-    microbatches: rows of `batch` for each micro-batch, none where the rank is idle; every share has equally many.
-    num_sequences: those with loss in the whole mini-batch, over all ranks.
+    Attributes:
+        batch: The rank's rows, with the columns that it reads and the lengths of segments alone.
+        rows: Numbers of these rows in the mini-batch.
+        microbatches: Rows of `batch` for each micro-batch, none where the rank is idle; shares have equally many.
+        num_sequences: Sequences with loss in the whole mini-batch, over all ranks.
     """
 
     batch: TrainingBatch
@@ -39,7 +41,7 @@ class RankShare:
     num_sequences: int
 
     def to_wire(self) -> dict[str, Any]:
-        """The share as numpy arrays, for a pipe: pickling tensors takes twice as long."""
+        """Return the share as numpy arrays, for a pipe: pickling tensors takes twice as long."""
         lengths = self.batch.segments["length"]
         return {
             "tokens": {name: column.numpy() for name, column in self.batch.tokens.items()},
@@ -53,7 +55,7 @@ class RankShare:
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> RankShare:
-        """The inverse of `to_wire`."""
+        """Make the share that `to_wire` took apart."""
         batch = TrainingBatch(
             tokens={name: torch.from_numpy(column) for name, column in wire["tokens"].items()},
             segments={"length": Ragged(wire["lengths"], wire["offsets"])},
@@ -67,7 +69,9 @@ class RankShare:
 class Dealing:
     """A mini-batch dealt to ranks.
 
-    shares: one per rank. costs: float64 [ranks, micro-batches], what each is thought to cost, 0 where a rank is idle.
+    Attributes:
+        shares: One share per rank.
+        costs: float64 [ranks, micro-batches], the estimated cost of each, 0 where a rank is idle.
     """
 
     shares: tuple[RankShare, ...]
@@ -84,15 +88,12 @@ class Dealing:
 
     @property
     def time_over_ideal(self) -> float:
-        """How much longer the step takes than if all ranks were busy all the time, as ranks meet in every micro-batch.
-
-        1.0 is ideal, and what a mini-batch without rows has.
-        """
+        """Time of the step over that with all ranks always busy, as ranks meet in every micro-batch; 1 is ideal."""
         ideal = float(self.costs.sum()) / len(self.shares)
         return float(self.costs.max(axis=0).sum()) / ideal if ideal else 1.0
 
     def gather(self, values: Sequence[NDArray[Any] | Tensor]) -> Tensor:
-        """Values [rows of the share, ...] of every rank, as values of the mini-batch's real rows, in their order."""
+        """Bring values [rows of the share, ...] of every rank into the order of the mini-batch's real rows."""
         assert len(values) == len(self.shares), (len(values), len(self.shares))
         dealt = torch.cat([torch.as_tensor(value) for value in values])
         order = np.argsort(np.concatenate([share.rows for share in self.shares]))
@@ -110,11 +111,15 @@ def deal(
 ) -> Dealing:
     """Deal the real rows to ranks so that all take about equally long, rows of one unit together.
 
-    columns: token columns that ranks read besides those every batch has. max_tokens: of a micro-batch, padding not
-    counted; a larger unit goes alone. None makes one micro-batch of all rows. hidden: width of the model, which says
-    how much attention costs beside the matrices.
     Units go from the costliest to the cheapest, each to the least loaded rank, and in the same way to that rank's
     micro-batches. Equal batches are dealt equally.
+
+    Args:
+        batch: The mini-batch.
+        num_ranks: Number of data-parallel ranks.
+        columns: Token columns that ranks read besides those of every batch.
+        max_tokens: Tokens of a micro-batch, padding not counted; a larger unit goes alone. If None, all rows are one.
+        hidden: Width of the model, which says how much attention costs beside the matrices.
     """
     units = _Units.of(batch, hidden)
     costliest_first = sorted(range(len(units.costs)), key=lambda unit: -units.costs[unit])
@@ -130,7 +135,7 @@ def deal(
 
 @dataclass(frozen=True)
 class _Units:
-    """The units of a batch's real rows. costs, tokens: of each unit. rows: its rows."""
+    """Costs, tokens and rows of each unit of a batch's real rows."""
 
     costs: list[float]
     tokens: list[int]
@@ -153,12 +158,11 @@ class _Units:
         return sum(self.costs[unit] for unit in units)
 
     def rows_of(self, units: Sequence[int]) -> Rows:
-        """Rows of these units, rising."""
         return np.sort(np.concatenate([self.rows[unit] for unit in units])) if units else np.zeros(0, np.int64)
 
 
 def _microbatches(dealt: Sequence[Sequence[int]], units: _Units, limit: float) -> list[list[list[int]]]:
-    """Units of each micro-batch of each rank: as many for all as the rank needs that needs most."""
+    """Return the units of each micro-batch of each rank, equally many for all: the rank that needs most decides."""
     if not units.costs:
         return [[] for _ in dealt]
     count = max(1, *(_fewest(mine, units, limit) for mine in dealt))
@@ -172,16 +176,16 @@ def _microbatches(dealt: Sequence[Sequence[int]], units: _Units, limit: float) -
 
 
 def _fewest(chosen: Sequence[int], units: _Units, limit: float) -> int:
-    """Micro-batches that these units need at least; a unit over the limit has one of its own."""
+    """Return how many micro-batches these units need at least; a unit over the limit has one of its own."""
     tokens = [units.tokens[unit] for unit in chosen]
     fitting = [number for number in tokens if number <= limit]
     return len(tokens) - len(fitting) + math.ceil(sum(fitting) / limit)
 
 
 def _spread(chosen: Sequence[int], units: _Units, count: int, limit: float) -> list[list[int]] | None:
-    """The chosen units, which come from the costliest on, in `count` bins of about equal cost.
+    """Spread the chosen units, which come from the costliest on, over `count` bins of about equal cost.
 
-    None when some unit fits into no bin within the limit of tokens; in an empty bin every unit fits.
+    Returns None if some unit fits into no bin within the limit of tokens; in an empty bin every unit fits.
     """
     bins: list[list[int]] = [[] for _ in range(count)]
     filled = [0] * count

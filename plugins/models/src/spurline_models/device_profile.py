@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from spurline.errors import ConfigError, Problem
+from spurline.errors import ConfigError
 from spurline_models.machine import memory_bytes
 
 # Padded slots that cost as much as one more attention call, measured: on a CPU core only segments of a few tokens are
@@ -30,13 +30,13 @@ _SLOTS_PER_PASS = {"cpu": 256, "cuda": 8192}
 
 
 def slots_per_pass(device: torch.device) -> int:
-    """Padded slots that cost as much as one more pass of a whole decoder."""
+    """Return how many padded slots cost as much as one more pass of a whole decoder."""
     return _SLOTS_PER_PASS.get(device.type, 0)
 
 
 @dataclass(frozen=True)
 class DeviceProfile:
-    """device: where weights live. weight_dtype: fp32 or fp64. autocast_dtype: bf16 or None."""
+    """The device of the weights, their dtype (fp32 or fp64), and the dtype of autocast (bf16 or None)."""
 
     device: torch.device
     weight_dtype: torch.dtype
@@ -48,53 +48,53 @@ class DeviceProfile:
 
     @property
     def process_group(self) -> str:
-        """What `torch.distributed` exchanges tensors by: those of the device, and those of the host."""
+        """The transports by which `torch.distributed` exchanges tensors of the host and of the device."""
         return "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
 
     def computing(self) -> AbstractContextManager[object]:
-        """Context of every forward pass."""
+        """Return the context of every forward pass."""
         if self.autocast_dtype is not None:
             return torch.autocast(self.device.type, self.autocast_dtype)
         return self.computing_exactly()
 
     def computing_exactly(self) -> AbstractContextManager[object]:
-        """The same in the dtype of the weights, without autocast."""
+        """Return the same context in the dtype of the weights, without autocast."""
         return KeepDouble() if self.weight_dtype == torch.float64 else nullcontext()
 
     def checkpoint_options(self) -> dict[str, Any]:
-        """Keywords of `torch.utils.checkpoint.checkpoint`; it restores autocast by itself, but not KeepDouble."""
+        """Return keywords of torch's `checkpoint`, which restores autocast by itself, but not KeepDouble."""
         options: dict[str, Any] = {"use_reentrant": False}
         if self.weight_dtype == torch.float64:
             options["context_fn"] = lambda: (nullcontext(), KeepDouble())
         return options
 
     def keeping_generators(self) -> AbstractContextManager[object]:
-        """Context that gives torch's generators back the state they had."""
+        """Return a context that gives torch's generators back the state they had."""
         return torch.random.fork_rng([self.device] if self.device.type == "cuda" else [])
 
     def send(self, tensor: Tensor) -> Tensor:
-        """Host tensor to the device, without waiting for the device."""
+        """Send a host tensor to the device, without waiting for the device."""
         if self.device.type == "cpu":
             return tensor
         return tensor.pin_memory().to(self.device, non_blocking=True)
 
     @property
     def pins_memory(self) -> bool:
-        """Whether what goes between host and device is faster out of pinned memory."""
+        """True if pinned memory makes transfers between host and device faster."""
         return self.device.type == "cuda"
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Memory of the host for what goes to the device and back, pinned for a GPU, with any values."""
+        """Return host memory for what goes to the device and back, pinned for a GPU, with any values."""
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=self.pins_memory)
 
     def fetch(self, tensor: Tensor, place: torch.device) -> Tensor:
-        """A tensor of the device in this place: itself where it is there already. Waits for what goes to the host."""
+        """Return a tensor of the device in this place, itself if it is there. Waits for what goes to the host."""
         if tensor.device == place:
             return tensor
         return self.pinned(tensor.shape, tensor.dtype).copy_(tensor)
 
     def transfers(self) -> Transfers:
-        """Copies between device and host, beside what is computed."""
+        """Make copies between device and host, beside what is computed."""
         return Transfers(self.device)
 
     def synchronize(self) -> None:
@@ -104,11 +104,11 @@ class DeviceProfile:
 
     @property
     def name(self) -> str:
-        """What the device is, for people."""
+        """A name of the device, for people."""
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else f"CPU ({platform.machine()})"
 
     def memory(self) -> tuple[int, int] | None:
-        """Bytes of the device that are free now, and all of them; None on CPU, whose memory is everybody's."""
+        """Return how many bytes of the device are free, and how many there are; None on CPU, whose memory is shared."""
         return torch.cuda.mem_get_info(self.device) if self.device.type == "cuda" else None
 
     def release_cached_memory(self) -> None:
@@ -119,7 +119,7 @@ class DeviceProfile:
 class Transfers:
     """Copies between the memory of a device and pinned memory of the host, on a stream of their own; on CPU at once.
 
-    They come after what was computed before they were asked for. What is computed waits for them where it is told to.
+    A copy begins when everything is computed that was asked for before it. Computation waits for it after `mark`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -127,20 +127,20 @@ class Transfers:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """A copy of a tensor of the device, begun. The tensor is to stay until it is waited for."""
+        """Begin a copy of a tensor of the device, which must stay until the copy is waited for."""
         if self._stream is None:
             return tensor.clone()
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return self._copied(host, tensor)
 
     def to_device(self, host: Tensor) -> Tensor:
-        """A copy of a tensor of the host, begun. It is to be waited for before it is used or given back."""
+        """Begin a copy of a tensor of the host, which must be waited for before it is used or given back."""
         if self._stream is None:
             return host.clone()
         return self._copied(torch.empty(host.shape, dtype=host.dtype, device=self._device), host)
 
     def mark(self) -> Callable[[], None]:
-        """A function that lets what is computed after its call wait for the copies that are begun so far."""
+        """Return a function that lets what is computed after its call wait for the copies that have begun so far."""
         if self._stream is None:
             return lambda: None
         event = self._stream.record_event()
@@ -160,12 +160,14 @@ def device_profile(
     *,
     setting: str = "backend.device",
 ) -> DeviceProfile:
-    """The profile for a device and a precision. Raises ConfigError, naming `setting`, for a GPU that is not there."""
+    """Return the profile for a device and a precision.
+
+    Raises:
+        ConfigError: If there is no GPU where one is asked for; names `setting`.
+    """
     available = torch.cuda.is_available()
     if device == "cuda" and not available:
-        raise ConfigError(
-            [Problem(setting, "is cuda, but torch sees no GPU. Set `device: auto`, or check `nvidia-smi`.")]
-        )
+        raise ConfigError.at(setting, "is cuda, but torch sees no GPU. Set `device: auto`, or check `nvidia-smi`.")
     name = "cuda" if available and device != "cpu" else "cpu"
     return DeviceProfile(
         device=torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name),
@@ -175,14 +177,14 @@ def device_profile(
 
 
 def device_bytes(device: Literal["auto", "cpu", "cuda"]) -> int:
-    """Memory of the smallest GPU that this process sees; of the machine, where it trains on the CPU."""
+    """Return the memory of the smallest GPU that this process sees, or of the machine if it trains on the CPU."""
     if device == "cpu" or not torch.cuda.is_available():
         return memory_bytes()
     return min(torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count()))
 
 
 def runs_triton(device: str) -> bool:
-    """Whether programs in Triton run on a device of this type; on CPU only its interpreter does, which checks them."""
+    """Return whether Triton programs run on a device of this type; on CPU only its interpreter runs them, for tests."""
     return device == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -213,7 +215,7 @@ def seed_generators(seed: int) -> None:
 
 
 def generator_tensors() -> dict[str, Tensor]:
-    """Generator states of torch: `cpu`, and `cuda:0`, ... for every GPU of this process."""
+    """Return the generator states of torch: `cpu`, and `cuda:0`, ... for every GPU of this process."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states |= {f"cuda:{index}": state for index, state in enumerate(torch.cuda.get_rng_state_all())}
@@ -221,7 +223,7 @@ def generator_tensors() -> dict[str, Tensor]:
 
 
 def restore_generator_tensors(states: dict[str, Tensor]) -> None:
-    """Devices that are not in the saved state, or no longer there, keep their generators."""
+    """Restore what `generator_tensors` returned; other devices keep their generators."""
     torch.set_rng_state(states["cpu"])
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
@@ -230,7 +232,7 @@ def restore_generator_tensors(states: dict[str, Tensor]) -> None:
 
 
 def generator_values() -> dict[str, Any]:
-    """Generator states of Python and numpy's legacy one, which model code may use, as JSON values."""
+    """Return the states of Python's generator and numpy's legacy one, which model code may use, as JSON values."""
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state()
     return {

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MAX_FILE_BYTES = 5 * 10**9
-"""Of one weight file, as in the folders that transformers writes."""
+"""The size of one weight file, as in the folders that transformers writes."""
 
 _WriteWeights = Callable[[Path, torch.dtype, int], None]
 
@@ -44,8 +44,8 @@ def export_hf(
 ) -> Path:
     """Write the backend's current weights, the model's config and the tokenizer into `out`.
 
-    replace: overwrite what is there; otherwise `out` must be new or empty.
-    Weights keep the dtype that the model's config names (fp32 when it names none).
+    Weights keep the dtype that the model's config names (fp32 if it names none). With `replace` what is there is
+    overwritten; otherwise `out` must be new or empty.
     """
     if not replace:
         check_free(out)
@@ -57,8 +57,10 @@ def export_adapter(
 ) -> Path:
     """Write the backend's current adapter, its settings and the tokenizer into `out`; tensors keep their dtype.
 
-    replace: overwrite what is there; otherwise `out` must be new or empty. Raises UserError for a run without an
-    adapter that could be used elsewhere.
+    With `replace` what is there is overwritten; otherwise `out` must be new or empty.
+
+    Raises:
+        UserError: For a run without an adapter that could be used elsewhere.
     """
     if not replace:
         check_free(out)
@@ -136,7 +138,7 @@ def _write_beside(out: Path, what: str, fill: Callable[[Path], None]) -> Path:
 
 
 def _place_of(out: Path) -> Path:
-    """Where to write: also through a link, but only to a folder that is new or empty; others stay as they are."""
+    """Return the place to write: through a link only to a folder that is new or empty; others stay as they are."""
     if out.is_dir() and any(out.iterdir()):
         return out.parent.resolve() / out.name
     return out.resolve()
@@ -159,7 +161,7 @@ def _save_generation_config(model: ModelConfig, tokenizer: PreTrainedTokenizerBa
 
 
 def generation_config(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
-    """The model's own settings, which also stop at the end-of-turn token that was trained."""
+    """Return the model's own settings, which also stop at the end-of-turn token that was trained."""
     try:
         config = GenerationConfig.from_pretrained(model.path, revision=model.revision or "main")
     except OSError:  # a model without a generation_config.json
@@ -171,21 +173,18 @@ def generation_config(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def exported_weights(loaded: LoadedConfig, found: Checkpoint) -> dict[str, Tensor]:
-    """The weights of a checkpoint on the host, as `export_run` writes them: adapters merged, in the dtype of the files.
+    """Return a checkpoint's weights on the host, as `export_run` writes them: merged, in the dtype of the files.
 
-    Raises CheckpointError.
+    Raises:
+        CheckpointError: If the checkpoint is damaged, or another run's.
     """
-    config = loaded.config
-    _, dtype = _config_and_dtype(config.model)
+    _, dtype = _config_and_dtype(loaded.config.model)
     with ExitStack() as stack:
-        reader = config.backend.facts.checkpoint_reader
+        reader = loaded.config.backend.facts.checkpoint_reader
         if reader is None:
-            backend = build_backend(loaded, stack, total_updates=1)
-            backend.load(found.path / BACKEND, found.unverified(BACKEND))
-            tensors = backend.named_weights()
+            tensors = _backend_of(loaded, found, stack).named_weights()
         else:
-            read = resolve(reader, f"checkpoint reader of backend '{config.backend.name}'")
-            tensors = read(config, found.path / BACKEND, found.unverified(BACKEND)).tensors
+            tensors = _read(reader, loaded.config, found).tensors
         return {
             # A copy: a backend's own tensors go with it, and those of files are mapped.
             name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
@@ -194,30 +193,45 @@ def exported_weights(loaded: LoadedConfig, found: Checkpoint) -> dict[str, Tenso
 
 
 def export_run(loaded: LoadedConfig, out: Path, checkpoint: str | Path | None = None, *, adapter: bool = False) -> Path:
-    """Export a checkpoint of a run: the given folder, or `best` or `latest` (the default) of the config's run_dir.
+    """Export a checkpoint of a run.
 
-    adapter: write the adapter alone, as `export_adapter` does. The backend is not built where its config names a
-    `checkpoint_reader`, or for adapters an `adapter_reader`. Raises CheckpointError when there is no checkpoint or it
-    is damaged.
+    The backend is not built if its config names a `checkpoint_reader`, or for adapters an `adapter_reader`.
+
+    Args:
+        loaded: The config of the run.
+        out: The folder to write, which must be new or empty.
+        checkpoint: A folder, or `best` or `latest` (the default) of the run.
+        adapter: Write the adapter alone, as `export_adapter` does.
+
+    Raises:
+        CheckpointError: If there is no checkpoint, or it is damaged.
     """
     check_free(out)
     config = loaded.config
     if adapter:
         check_adapter(config)
     found = CheckpointStore(config.run_dir / "checkpoints", config.checkpoint.verify).chosen(checkpoint)
+    tokenizer = load_tokenizer(config.model)
     reader = config.backend.facts.adapter_reader if adapter else config.backend.facts.checkpoint_reader
     if reader is None:
         with ExitStack() as stack:
-            backend = build_backend(loaded, stack, total_updates=1)
-            backend.load(found.path / BACKEND, found.unverified(BACKEND))
             export = export_adapter if adapter else export_hf
-            return export(backend, loaded, load_tokenizer(config.model), out)
-    read = resolve(reader, f"checkpoint reader of backend '{config.backend.name}'")
+            return export(_backend_of(loaded, found, stack), loaded, tokenizer, out)
     if adapter:
-        stream = read(config, found.path / BACKEND, found.unverified(BACKEND))
-        return _write_adapter(stream, config, load_tokenizer(config.model), out)
+        return _write_adapter(_read(reader, config, found), config, tokenizer, out)
 
     def write_weights(folder: Path, dtype: torch.dtype, max_file_bytes: int) -> None:
-        write_weight_files(folder, read(config, found.path / BACKEND, found.unverified(BACKEND)), dtype, max_file_bytes)
+        write_weight_files(folder, _read(reader, config, found), dtype, max_file_bytes)
 
-    return _write_folder(write_weights, loaded, load_tokenizer(config.model), out)
+    return _write_folder(write_weights, loaded, tokenizer, out)
+
+
+def _backend_of(loaded: LoadedConfig, found: Checkpoint, stack: ExitStack) -> Backend:
+    backend = build_backend(loaded, stack, total_updates=1)
+    backend.load(found.path / BACKEND, found.unverified(BACKEND))
+    return backend
+
+
+def _read(reader: str, config: RunConfig, found: Checkpoint) -> Any:
+    read = resolve(reader, f"checkpoint reader of backend '{config.backend.name}'")
+    return read(config, found.path / BACKEND, found.unverified(BACKEND))

@@ -27,16 +27,19 @@ FP8 = "fp8"
 
 _RECIPE = "rowwise_with_gw_hp"
 _MULTIPLE = 16
-"""What both sides of a matrix have to be divisible by: kernels take no others."""
+"""Both sides of a matrix must be divisible by this: kernels take no others."""
 _NEEDS = (9, 0)
 """Compute capability from which on there are kernels for scales by row."""
 
 
 def use_fp8(causal: PreTrainedModel, *, emulated: bool) -> None:
-    """Let the decoder's linear layers compute in fp8, but routers and those whose sizes do not fit.
+    """Let the decoder's linear layers compute in fp8, except routers and layers whose sizes do not fit.
 
-    emulated: round alike and multiply in the precision of the model, which works on every device. The parameters stay
-    the same ones. Before adapters are added, and before parameters are sharded.
+    The parameters stay the same ones. Called before adapters are added and parameters sharded.
+
+    Args:
+        causal: The model.
+        emulated: Round alike, and multiply in the precision of the model, which works on every device.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # pyright: ignore
 

@@ -24,9 +24,10 @@ def freeze_parameters(causal: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def frozen_names(names: Collection[str], patterns: Sequence[str], tied: Collection[str] = ()) -> set[str]:
-    """Those of the parameters that fit a pattern. tied: further names of some of them.
+    """Return the names that fit a pattern. tied: further names of some of the parameters.
 
-    Raises ConfigError for a pattern that fits none, and where nothing is left to train.
+    Raises:
+        ConfigError: For a pattern that fits none, and if nothing is left to train.
     """
     frozen: set[str] = set()
     for number, pattern in enumerate(patterns):

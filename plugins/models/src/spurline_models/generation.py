@@ -1,7 +1,7 @@
 """Greedy continuations of prompts with the weights being trained, for evaluation during a run.
 
-It uses Hugging Face generation with a KV cache; fast sampling for RL is a rollout engine's work. What an engine needs
-to know of a borrowed model is put together here too.
+It uses Hugging Face generation with a KV cache; fast sampling for RL is a rollout engine's work. Engines that borrow
+the model get it from here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TOKENS_PER_BATCH = 65536
 def generate_greedily(
     model: StreamModel, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_tokens: Sequence[int]
 ) -> list[list[int]]:
-    """One continuation per prompt, in the prompts' order, up to and including the first stop token."""
+    """Return one continuation per prompt, in the prompts' order, up to and including the first stop token."""
     causal = model.causal
     assert all(len(prompt) > 0 for prompt in prompts), "a prompt has no tokens"
     responses: list[list[int]] = [[] for _ in prompts]
@@ -67,7 +67,7 @@ def generate_greedily(
 
 
 def _batches(lengths: Sequence[int], max_new_tokens: int, *, pads: bool) -> Iterator[list[int]]:
-    """Prompt numbers to generate together: prompts of similar length, so that little is padded, or of one length."""
+    """Yield prompt numbers to generate together: prompts of similar length, so that little is padded, or of one."""
     members: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda index: lengths[index]):
         is_full = (len(members) + 1) * (lengths[index] + max_new_tokens) > _TOKENS_PER_BATCH
@@ -81,9 +81,9 @@ def _batches(lengths: Sequence[int], max_new_tokens: int, *, pads: bool) -> Iter
 
 @contextmanager
 def _generation_setup(causal: PreTrainedModel) -> Iterator[None]:
-    """Attention that knows left padding and a cache, and none of the sampling defaults that ship with a model.
+    """Give the model attention that knows left padding and a cache, and no sampling defaults of its files.
 
-    `dynamic` rotary embeddings keep the frequencies of the longest sequence seen, which training must not meet.
+    `dynamic` rotary embeddings keep the frequencies of the longest sequence seen; they are restored for training.
     """
     own_defaults = causal.generation_config
     rotary = [module for module in causal.modules() if hasattr(module, "rope_type")]
@@ -105,7 +105,7 @@ def _generation_setup(causal: PreTrainedModel) -> Iterator[None]:
 def generation_model(
     model: StreamModel, profile: DeviceProfile, limit: LengthLimit | None, *, allow_extrapolation: bool = False
 ) -> GenerationModel:
-    """The model for a rollout engine. limit: see `check_config`. allow_extrapolation: of `model`."""
+    """Return the model for a rollout engine. limit: see `check_config`."""
     positions = position_limit(model.causal.config)
     context = None if positions is None or (positions.extends and allow_extrapolation) else positions.tokens
     limits = [tokens for tokens in (context, limit and limit.tokens) if tokens is not None]
@@ -119,7 +119,7 @@ def generation_model(
 
 
 def stop_tokens(causal: PreTrainedModel, model: ModelConfig) -> list[int]:
-    """The model's end-of-sequence ids and its tokenizer's, which chat models end their turns with."""
+    """Return the model's end-of-sequence ids and its tokenizer's, which chat models end their turns with."""
     found = model_stop_tokens(causal)
     try:
         eos = load_tokenizer(model).eos_token_id
@@ -130,7 +130,7 @@ def stop_tokens(causal: PreTrainedModel, model: ModelConfig) -> list[int]:
 
 
 def model_stop_tokens(causal: PreTrainedModel) -> list[int]:
-    """End-of-sequence ids of the model's generation config, else of its config."""
+    """Return the end-of-sequence ids of the model's generation config, else of its config."""
     for config in (causal.generation_config, causal.config):
         value = getattr(config, "eos_token_id", None)
         if value is not None:

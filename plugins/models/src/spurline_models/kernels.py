@@ -27,7 +27,7 @@ from spurline_models.device_profile import runs_triton
 from spurline_models.other_forwards import changed_by, give_forward
 
 KERNELS = "kernels"
-"""Who gives modules their functions here, for `other_forwards`."""
+"""The name of this giver of functions, for `other_forwards`."""
 
 _MISSING = "liger-kernel is not installed. Run `pip install 'spurline-models[liger]'`"
 _NAMES = {"RMSNorm": "norms", "LayerNorm": "norms", "MLP": "gated activations", "Attention": "rotary positions"}
@@ -36,8 +36,8 @@ _NAMES = {"RMSNorm": "norms", "LayerNorm": "norms", "MLP": "gated activations", 
 def use_kernels(causal: PreTrainedModel) -> None:
     """Let the norms, rotary positions and gated activations of this model be computed by Liger's kernels.
 
-    The model's type must be one that Liger knows. Before adapters are added: what they wrap keeps its kernels. Raises
-    ModelError.
+    The model's type must be one that Liger knows. Called before adapters are added, which keep the kernels of what
+    they wrap. Raises ModelError.
     """
     from liger_kernel.transformers import monkey_patch  # pyright: ignore
 
@@ -62,16 +62,18 @@ def use_kernels(causal: PreTrainedModel) -> None:
 
 
 def kernels_of(causal: nn.Module) -> str:
-    """What is computed by fused kernels in this model, for people; empty where nothing is."""
+    """Describe what fused kernels compute in this model; empty if nothing."""
     kinds = [type(module).__name__ for module in changed_by(causal, KERNELS)]
     named = {word for kind in kinds for part, word in _NAMES.items() if kind.removeprefix("FSDP").endswith(part)}
     return ", ".join(sorted(named or set(kinds)))
 
 
 def chooses_liger(kernels: Literal["auto", "liger", "none"], model: ModelConfig, device: str, precision: str) -> bool:
-    """Whether the model computes by Liger's kernels with this setting. device: `cpu` or `cuda`.
+    """Return whether the model computes by Liger's kernels with this setting. device: `cpu` or `cuda`.
 
-    Raises ConfigError where they are asked for and cannot be used, ModelError for a config that cannot be read.
+    Raises:
+        ConfigError: If they are asked for and cannot be used.
+        ModelError: If the model's config cannot be read.
     """
     if kernels == "none" or (kernels == "auto" and device != "cuda"):
         return False
@@ -82,7 +84,7 @@ def chooses_liger(kernels: Literal["auto", "liger", "none"], model: ModelConfig,
 
 
 def why_not_liger(model: ModelConfig, device: str, precision: str) -> str | None:
-    """Why Liger's kernels cannot be used, and what to do, as the beginning of a sentence; None where they can."""
+    """Return why Liger's kernels cannot be used, and what to do, as the beginning of a sentence; None if they can."""
     if not runs_triton(device):
         return "Liger's kernels are Triton programs, which run on a GPU. Set device: cuda"
     if precision == "fp64":
@@ -98,24 +100,11 @@ def why_not_liger(model: ModelConfig, device: str, precision: str) -> str | None
     return f"Liger does not know the model type '{kind}'. It knows {listing(known)}. Set kernels: none"
 
 
-def describe_kernels(
-    kernels: Literal["auto", "liger", "none"], model: ModelConfig, device: str, precision: str
-) -> Iterator[str]:
-    """Sentences for `spurline plan`: nothing where no device or precision has such kernels."""
-    if kernels == "none" or device != "cuda" or precision == "fp64":
-        return
-    reason = why_not_liger(model, device, precision)
-    if reason is None:
-        yield "norms, rotary positions and gated activations by Liger's fused kernels"
-    elif kernels == "auto":
-        yield f"norms, rotary positions and gated activations by PyTorch: {reason}"
-
-
 @contextmanager
 def _undone(causal: PreTrainedModel) -> Iterator[dict[int, dict[str, Callable[..., Any]]]]:
-    """A context after which the modules (files) of transformers that define this model are as before.
+    """Restore the modules (files) of transformers that define this model when the context ends.
 
-    Yields what was replaced in them, filled at its end: id of the namespace -> name -> function.
+    Yields what was replaced in them, filled at its end: functions by id of the namespace and name.
     """
     files = {type(module).__module__ for module in causal.modules()}
     namespaces = [vars(sys.modules[name]) for name in files if name in sys.modules]

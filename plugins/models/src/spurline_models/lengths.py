@@ -1,7 +1,7 @@
 """Compare the lengths of the data with the positions of the model, before any weight is loaded.
 
 A sequence beyond a learned table ends a run with an error of torch; one beyond rotary positions trains silently on
-what the model has never seen. What counts is the longest sequence there really is, not the one that settings allow.
+what the model has never seen. The longest sequence of the data counts, not the one that settings allow.
 """
 
 from __future__ import annotations
@@ -16,7 +16,12 @@ from spurline_models.streams.positions import PositionLimit, position_limit
 
 
 def check_lengths(loaded: LoadedConfig, source: KnowsLongest, evaluations: Sequence[KnowsLongest]) -> list[str]:
-    """Notes on limits that no sequence reaches. Raises ConfigError for one that is too long, ModelError, DataError."""
+    """Return notes on limits that no sequence reaches.
+
+    Raises:
+        ConfigError: If a sequence is too long for the model or the engine.
+        ModelError: If the model's config cannot be read.
+    """
     limit = position_limit(load_model_config(loaded.config.model))
     trained = source.longest()
     found = [one for one in (trained, *(evaluation.longest() for evaluation in evaluations)) if one is not None]
@@ -37,7 +42,7 @@ def _insists(loaded: LoadedConfig, limit: PositionLimit) -> bool:
 
 
 def _too_long(loaded: LoadedConfig, longest: Longest, limit: PositionLimit) -> str:
-    model = f"the model of {loaded.config.model.path} has {limit.tokens:,} positions ({limit.origin})"
+    model = _positions(loaded, limit)
     insist = (
         " Or set model.allow_extrapolation: true to go beyond what the model has learned."
         if limit.extends
@@ -47,31 +52,31 @@ def _too_long(loaded: LoadedConfig, longest: Longest, limit: PositionLimit) -> s
         fix = f"Set data.max_length: {limit.tokens} (data.too_long says what becomes of longer samples)"
         return f"allows {longest.where} with {longest.tokens:,} tokens, but {model}. {fix}.{insist}"
     left = limit.tokens - longest.prompt_tokens
-    response = longest.tokens - longest.prompt_tokens
     fix = f"Set it to {left} or less" if left > 0 else "Leave such rows out"
     return (
-        f"is {response:,}, and the prompt of {longest.where} has {longest.prompt_tokens:,} tokens, {longest.tokens:,} "
-        f"together, but {model}. {fix}.{insist}"
+        f"is {longest.tokens - longest.prompt_tokens:,}, and the prompt of {longest.where} has "
+        f"{longest.prompt_tokens:,} tokens, {longest.tokens:,} together, but {model}. {fix}.{insist}"
     )
 
 
+def _positions(loaded: LoadedConfig, limit: PositionLimit) -> str:
+    return f"the model of {loaded.config.model.path} has {limit.tokens:,} positions ({limit.origin})"
+
+
 def _check_engine(loaded: LoadedConfig, longest: Longest | None, context: int, limit: PositionLimit | None) -> None:
-    """The engine's own limit on prompt and response."""
-    key = "source.engine"
+    """Check the engine's own limit on prompt and response."""
+    text: str | None = None
+    allows = f"allows {context:,} tokens of prompt and response, but"
     if limit is not None and context > limit.tokens and not _insists(loaded, limit):
         insist = " Or set model.allow_extrapolation: true." if limit.extends else ""
+        text = f"{allows} {_positions(loaded, limit)}. Lower it to {limit.tokens}.{insist}"
+    elif longest is not None and longest.prompt_tokens is not None and longest.tokens > context:
         text = (
-            f"allows {context:,} tokens of prompt and response, but the model of {loaded.config.model.path} has "
-            f"{limit.tokens:,} positions ({limit.origin}). Lower it to {limit.tokens}.{insist}"
+            f"{allows} {longest.where} asks for {longest.tokens:,}, {longest.prompt_tokens:,} of them its prompt. "
+            f"Raise the engine's limit to {longest.tokens}, or lower {longest.setting}."
         )
-        raise ConfigError([Problem(key, text)], loaded.origin)
-    if longest is not None and longest.prompt_tokens is not None and longest.tokens > context:
-        text = (
-            f"allows {context:,} tokens of prompt and response, but the prompt of {longest.where} has "
-            f"{longest.prompt_tokens:,} and {longest.setting} asks for {longest.tokens - longest.prompt_tokens:,} "
-            f"more. Raise the engine's limit to {longest.tokens}, or lower {longest.setting}."
-        )
-        raise ConfigError([Problem(key, text)], loaded.origin)
+    if text is not None:
+        raise ConfigError([Problem("source.engine", text)], loaded.origin)
 
 
 def _notes(loaded: LoadedConfig, longest: Longest | None, limit: PositionLimit | None) -> list[str]:
@@ -82,13 +87,4 @@ def _notes(loaded: LoadedConfig, longest: Longest | None, limit: PositionLimit |
             f"model.allow_extrapolation: {longest.where} has {longest.tokens:,} tokens, beyond the {limit.tokens:,} "
             f"positions of the model ({limit.origin})"
         ]
-    max_length = loaded.config.data.max_length
-    if longest.prompt_tokens is None and max_length > limit.tokens:
-        return [
-            f"data.max_length {max_length:,} is over the {limit.tokens:,} positions of the model ({limit.origin}), but "
-            f"no sample is: the longest has {longest.tokens:,} tokens"
-        ]
-    turns = loaded.config.source.facts.most_turns
-    if turns > 1 and longest.tokens + (turns - 1) * (longest.tokens - (longest.prompt_tokens or 0)) > limit.tokens:
-        return [f"an attempt of {turns} turns ends early where it fills the {limit.tokens:,} positions of the model"]
     return []

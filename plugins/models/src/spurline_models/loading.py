@@ -41,7 +41,7 @@ _NAMES_SHOWN = 3
 
 
 HeldDtypes = Callable[[PreTrainedModel], Mapping[str, torch.dtype]]
-"""Of a model, possibly one without memory: names of the parameters that are held in other dtypes than the profile's."""
+"""Gives the dtypes of a model's parameters, by name, that are held in others than the profile's."""
 
 
 def load_model(
@@ -54,13 +54,18 @@ def load_model(
     on_host: bool = False,
     weights: dict[str, Tensor] | None = None,
 ) -> PreTrainedModel:
-    """The model, on the device, in training mode; with `init: random` its weights depend on `seed` alone.
+    """Load the model, on the device, in training mode; with `init: random` its weights depend on `seed` alone.
 
-    change: what is done to it when weights have their dtypes. They are on the device, but for random ones, which are
-        still on the host; all are with `on_host`.
-    held_dtypes: weights are rounded to these, through fp32, while they are read.
-    weights: on the host, by their names in files, instead of those that the model begins with. Each is taken out when
-        it is read, so that there are never two copies of the model.
+    Args:
+        model: The model to load.
+        profile: The device and dtype of its weights.
+        seed: Seed of random weights.
+        change: Changes the model when weights have their dtypes. They are on the device then, except random ones, and
+            with `on_host` all, which are still on the host.
+        held_dtypes: Gives dtypes that weights are rounded to, through fp32, while they are read.
+        on_host: Whether weights are read to the host first.
+        weights: Weights on the host, by their names in files, instead of those of the files. Each is taken out when it
+            is read, so that there are never two copies of the model.
     """
     config = load_model_config(model)
     try:
@@ -88,7 +93,7 @@ def load_model(
 
 
 def _cast(causal: nn.Module, dtype: torch.dtype, held: Mapping[str, torch.dtype]) -> None:
-    """Give weights and buffers their dtypes, one at a time. dtype: of floating point values whose name `held` lacks."""
+    """Give floating point weights and buffers this dtype, or the one that `held` names, one at a time."""
     by_parameter = {id(causal.get_parameter(name)): own for name, own in held.items()}
     for parameter in causal.parameters():
         if parameter.is_floating_point():
@@ -107,8 +112,7 @@ def _with_weights(
     held_dtypes: HeldDtypes | None,
     weights: dict[str, Tensor] | None,
 ) -> PreTrainedModel:
-    """The model with `weights`, or the pretrained ones. Raises ModelError where some are lacking, which would be
-    random."""
+    """Return the model with `weights`, or the pretrained ones. Raises ModelError if some are lacking."""
     # No pickle is opened, of the hub neither; the files are those that were checked, whatever a config names besides.
     files = safetensors_files(model) if weights is None else []
     if not files and weights is None:
@@ -125,7 +129,7 @@ def _with_weights(
         opened = [stack.enter_context(safe_open(file, "pt")) for file in files]
         slices: dict[str, Any] = {key: file.get_slice(key) for file in opened for key in file.keys()}  # noqa: SIM118
         if weights is not None:
-            slices = {name: _Held(weights, name) for name in weights}
+            slices = {name: _held(weights, name) for name in weights}
         found, loading = read_into(causal, slices, device)
     type(causal)._finalize_model_loading(causal, loading, found)
     check_loaded(model, found.missing_keys, found.mismatched_keys, found.unexpected_keys)
@@ -139,11 +143,16 @@ def read_into(
 ) -> tuple[LoadStateDictInfo, LoadStateDictConfig]:
     """Read weights into a model on device `meta`, each in the dtype of its parameter and straight to this device.
 
-    slices: of safetensors files, by their names there. Names that have no values afterwards, and others that do not
-    fit, are in what is returned. Files may change afterwards: what would stay mapped from them is copied, except parts
-    of divided parameters on the host.
+    Files may change afterwards: what would stay mapped from them is copied, except shards of parameters on the host.
+
+    Args:
+        causal: The model.
+        slices: Slices of safetensors files, by their names there.
+        device: The device that weights are read to.
+
+    Returns:
+        Names that have no values afterwards, and others that do not fit; and how weights were loaded.
     """
-    mapped: set[int] = set()
     loading = LoadStateDictConfig(
         # Weights of other shapes are asked for too, so that they can be named.
         ignore_mismatched_sizes=True,
@@ -151,7 +160,8 @@ def read_into(
         weight_mapping=cast(Any, get_model_conversion_mapping(causal)),
         device_map={"": device},
     )
-    recorded = {name: _Recorded(part, mapped) for name, part in slices.items()}
+    mapped: set[int] = set()
+    recorded = {name: _recorded(part, mapped) for name, part in slices.items()}
     found, _ = convert_and_load_state_dict_in_model(causal, recorded, loading)
     for value in (*causal.parameters(), *causal.buffers()):
         # The host's part of a divided parameter has no setter.
@@ -160,10 +170,30 @@ def read_into(
     return found, loading
 
 
-def check_weights_fit(model: ModelConfig) -> None:
-    """Raise ModelError as loading does where the files of a folder lack weights, or have them in other shapes.
+def joined_weights(causal: PreTrainedModel, weights: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Make parameters of weights that files hold in another form, such as experts one by one.
 
-    Reads headers alone, of files that `check_weight_files` has let pass. Models on the hub are not looked at.
+    Args:
+        causal: A model on device `meta`, which is there again afterwards.
+        weights: Tensors, or slices of files, by their names in files.
+        dtype: The dtype of the parameters.
+
+    Returns:
+        The parameters that can be made of these weights, by their names in the model, on CPU.
+    """
+    mapping: Any = get_model_conversion_mapping(causal)
+    loading = LoadStateDictConfig(dtype=dtype, weight_mapping=mapping, device_map={"": "cpu"})
+    with quiet_loading():
+        convert_and_load_state_dict_in_model(causal, dict(weights), loading)
+    found = {name: value.detach() for name, value in causal.named_parameters() if not value.is_meta}
+    nn.Module.to(causal, device="meta")
+    return found
+
+
+def check_weights_fit(model: ModelConfig) -> None:
+    """Raise ModelError as loading does if the files of a folder lack weights, or have them in other shapes.
+
+    It reads headers alone. Models on the hub are not checked.
     """
     if model.init == "random" or not Path(model.path).is_dir():
         return
@@ -172,66 +202,56 @@ def check_weights_fit(model: ModelConfig) -> None:
     for path in safetensors_files(model):
         with safe_open(path, "pt") as file:
             for key in file.keys():  # noqa: SIM118
-                part = file.get_slice(key)
-                slices[key] = _Shape(part.get_shape(), part.get_dtype())
+                slices[key] = _unread(file.get_slice(key))
     try:
         with quiet_loading():
             found, loading = read_into(causal, slices, "meta")
             type(causal)._finalize_model_loading(causal, loading, found)
     except LOADING_ERRORS as error:
         raise ModelError(_loading_failed(model, error)) from error
-    # What has no place is left out, which is said when weights are loaded.
+    # Weights without a place are a warning when they are loaded.
     check_loaded(model, found.missing_keys, found.mismatched_keys, ())
 
 
+@dataclass(frozen=True)
 class _Slice:
-    """What a slice of a file says of itself, for what stands in its place. dtype: as files name it."""
+    """Stands in the place of a slice of a file. dtype: its name in files. read: gives the values of a part."""
 
-    def __init__(self, shape: list[int], dtype: str):
-        self._shape, self._dtype = shape, dtype
+    shape: list[int]
+    dtype: str
+    read: Callable[[Any], Tensor]
+
+    def __getitem__(self, place: Any) -> Tensor:
+        return self.read(place)
 
     def get_shape(self) -> list[int]:
-        return self._shape
+        return self.shape
 
     def get_dtype(self) -> str:
-        return self._dtype
+        return self.dtype
 
 
-class _Shape(_Slice):
-    """A slice that is not read."""
-
-    def __getitem__(self, place: Any) -> Tensor:
-        return torch.empty(self._shape, dtype=DTYPES.get(self._dtype), device="meta")[place]
-
-
-class _Held(_Slice):
-    """A weight on the host; reading takes it out of `weights`."""
-
-    def __init__(self, weights: dict[str, Tensor], name: str):
-        super().__init__(list(weights[name].shape), DTYPE_NAMES[weights[name].dtype])
-        self._weights, self._name = weights, name
-
-    def __getitem__(self, place: Any) -> Tensor:
-        return self._weights.pop(self._name)[place]
+def _unread(part: Any) -> _Slice:
+    """Make a slice that has the shape of another one and no values."""
+    shape, dtype = part.get_shape(), part.get_dtype()
+    return _Slice(shape, dtype, torch.empty(shape, dtype=DTYPES.get(dtype), device="meta").__getitem__)
 
 
-class _Recorded:
-    """A slice of a file that notes where in memory its values are mapped."""
+def _held(weights: dict[str, Tensor], name: str) -> _Slice:
+    """Make a slice of a weight on the host, which reading takes out of `weights`."""
+    weight = weights[name]
+    return _Slice(list(weight.shape), DTYPE_NAMES[weight.dtype], lambda place: weights.pop(name)[place])
 
-    def __init__(self, part: Any, mapped: set[int]):
-        self._part = part
-        self._mapped = mapped
 
-    def __getitem__(self, place: Any) -> Tensor:
-        values = self._part[place]
-        self._mapped.add(values.untyped_storage().data_ptr())
+def _recorded(part: Any, mapped: set[int]) -> _Slice:
+    """Make a slice that notes where in memory the values of another one are mapped."""
+
+    def read(place: Any) -> Tensor:
+        values = part[place]
+        mapped.add(values.untyped_storage().data_ptr())
         return values
 
-    def get_shape(self) -> list[int]:
-        return self._part.get_shape()
-
-    def get_dtype(self) -> str:
-        return self._part.get_dtype()
+    return _Slice(part.get_shape(), part.get_dtype(), read)
 
 
 def _generation_config(model: ModelConfig, causal: PreTrainedModel) -> GenerationConfig:
@@ -244,9 +264,9 @@ def _generation_config(model: ModelConfig, causal: PreTrainedModel) -> Generatio
 def check_loaded(
     model: ModelConfig, missing_keys: Collection[str], mismatched: Collection[Any], unexpected_keys: Collection[str]
 ) -> None:
-    """Raise ModelError unless the files held every weight in its shape; weights without a place are a warning.
+    """Raise ModelError unless the files held every weight in its shape; warn of weights without a place.
 
-    mismatched: (name, shape in the files, shape in the model) of weights of another shape.
+    `mismatched` has (name, shape in the files, shape in the model) of weights of another shape.
     """
     missing, unexpected = sorted(missing_keys), sorted(unexpected_keys)
     if mismatched:
@@ -260,7 +280,7 @@ def check_loaded(
             f"model.path: the files of {model.path} lack {len(missing)} weights that its config asks for, which would "
             f"stay random: {_some(missing)}. {_what_may_not_fit(model)}"
         )
-    # Whoever overrides the architecture, such as the number of layers, means to leave some out.
+    # Overrides of the architecture, such as the number of layers, leave some out on purpose.
     if unexpected and not model.config_overrides:
         _logger.warning(
             "model.path: %s weights of %s have no place in the model and are left out: %s.",
@@ -291,7 +311,7 @@ def _loading_failed(model: ModelConfig, error: Exception) -> str:
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Without the progress bars and tables of transformers, which would write into the terminal tracker's output."""
+    """Hide the progress bars and tables of transformers, which would write into the terminal tracker's output."""
     enabled, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
@@ -305,7 +325,7 @@ def quiet_loading() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class LengthLimit:
-    """Up to `tokens` per sample, rotary frequencies of this type are those of each sample alone."""
+    """The tokens per sample up to which rotary frequencies of this type are those of each sample alone."""
 
     tokens: int
     rope_type: str
@@ -320,15 +340,24 @@ class LengthLimit:
 
 
 def check_config(causal: PreTrainedModel, path: str, max_length: int) -> LengthLimit | None:
-    """Raise ModelError for what cannot be trained exactly; the limit that batches must keep, when there is one.
+    """Check that a model can be trained exactly.
 
-    max_length: tokens of the longest sample that the run's data may have.
+    Args:
+        causal: The model.
+        path: Its path, for errors.
+        max_length: Tokens of the longest sample that the run's data may have.
+
+    Returns:
+        The limit that batches must keep, if there is one.
+
+    Raises:
+        ModelError: If it cannot.
     """
     return check_settings(causal.config, f"{path} ({type(causal).__name__})", max_length)
 
 
 def check_settings(config: PretrainedConfig, name: str, max_length: int) -> LengthLimit | None:
-    """As `check_config`, for a model that is not loaded. name: of the model, for errors."""
+    """Check as `check_config` does, for a model that is not loaded. name: the model's, for errors."""
     name = f"model.path: {name}"
     for part in (config, config.get_text_config()):
         if getattr(part, "output_router_logits", False):
@@ -348,12 +377,12 @@ def check_settings(config: PretrainedConfig, name: str, max_length: int) -> Leng
 
 
 def length_limit(config: PretrainedConfig) -> LengthLimit | None:
-    """The limit that batches of a model with this config must keep, when there is one."""
+    """Return the limit that batches of a model with this config must keep, if there is one."""
     return min(_switching_rope(config.get_text_config()), key=lambda limit: limit.tokens, default=None)
 
 
 def _switching_rope(config: PretrainedConfig) -> Iterator[LengthLimit]:
-    """Rotary settings under which transformers chooses frequencies by the largest position it sees."""
+    """Yield limits of the rotary settings under which transformers chooses frequencies by the largest position."""
     for settings in rope_settings(config):
         name = rope_type(settings)
         longest = getattr(config, "max_position_embeddings", None)

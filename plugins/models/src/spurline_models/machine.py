@@ -18,37 +18,37 @@ _GPU_NAME = re.compile(r"^Model:\s*(.*\S)", re.M)
 
 
 def num_gpus() -> int:
-    """GPUs of this machine that CUDA_VISIBLE_DEVICES leaves to this process, 0 without a driver."""
+    """Return how many GPUs of this machine CUDA_VISIBLE_DEVICES leaves to this process, 0 without a driver."""
     return len(visible_gpus())
 
 
 @cache
 def visible_gpus() -> tuple[str, ...]:
-    """Those GPUs as CUDA_VISIBLE_DEVICES names them, in CUDA's order."""
+    """Return those GPUs as CUDA_VISIBLE_DEVICES names them, in CUDA's order."""
     present = sum(_GPU_DEVICE.fullmatch(entry.name) is not None for entry in Path("/dev").iterdir())
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return tuple(str(number) for number in range(present))
     chosen = [name.strip() for name in visible.split(",")]
-    # CUDA ends the list at the first entry that is no device.
+    # CUDA ends the list at the first entry that is not a device.
     named = next((place for place, name in enumerate(chosen) if name in ("", "-1")), len(chosen))
     return tuple(chosen[: min(named, present)])
 
 
 @cache
 def gpu_names() -> tuple[str, ...]:
-    """What the GPUs of this machine are, such as `NVIDIA H200`, as far as the driver tells without being started."""
+    """Return the models of this machine's GPUs, such as `NVIDIA H200`, that the driver tells without being started."""
     found = (path.read_text(encoding="utf-8") for path in sorted(_GPUS_OF_DRIVER.glob("*/information")))
     return tuple(name.group(1) for text in found if (name := _GPU_NAME.search(text)))
 
 
 def num_cores() -> int:
-    """CPU cores that this process may use."""
+    """Return how many CPU cores this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def memory_bytes() -> int:
-    """Memory of this machine, or what its container leaves to this process."""
+    """Return the memory of this machine, or what its container leaves to this process."""
     installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text(encoding="ascii").strip() if limit.is_file() else "max"
@@ -57,7 +57,7 @@ def memory_bytes() -> int:
 
 @cache
 def this_machine() -> str:
-    """A name that two processes share when each can reach the other's memory: one machine, and no container between."""
+    """Return a name that processes share if each can reach the other's memory: one machine, no container between."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot}-{Path('/proc/self/ns/pid').stat().st_ino}"
 

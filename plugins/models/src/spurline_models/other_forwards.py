@@ -18,24 +18,24 @@ _OWN = "_spurline_own_forward"
 
 
 def give_forward(module: nn.Module, forward: Callable[..., Any], by: str) -> None:
-    """Let the module compute by this function, whose first argument it is. by: who gives it, for `giving_back`."""
+    """Let the module compute by this function, whose first argument it is. by: the giver's name, for `giving_back`."""
     note_own_forward(module, type(module).forward, by)
     vars(module)["forward"] = MethodType(forward, module)
 
 
 def note_own_forward(module: nn.Module, own: Callable[..., Any], by: str) -> None:
-    """For a module that computes otherwise by its class: `own` is what it would compute by itself."""
+    """Note the forward function of a module's own, for one whose class computes otherwise."""
     vars(module)[_OWN] = (by, own)
 
 
 def changed_by(causal: nn.Module, by: str) -> list[nn.Module]:
-    """The modules that were given a forward function by `by`."""
+    """Return the modules that were given a forward function by `by`."""
     return [module for module in causal.modules() if vars(module).get(_OWN, ("",))[0] == by]
 
 
 @contextmanager
 def giving_back(causal: nn.Module, by: Collection[str]) -> Iterator[None]:
-    """A context in which modules that were given a function by one of `by` compute by their own."""
+    """Let modules that were given a function by one of `by` compute by their own, for the time of the context."""
     changed = [module for one in by for module in changed_by(causal, one)]
     given = [vars(module).get("forward") for module in changed]
     for module in changed:

@@ -1,4 +1,4 @@
-"""What `models` registers. Light: imports neither torch nor transformers."""
+"""Register the components of `models`. Imports neither torch nor transformers."""
 
 from __future__ import annotations
 

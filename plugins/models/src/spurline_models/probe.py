@@ -55,13 +55,13 @@ _PROBE_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, KeyError, 
 
 
 def probe_sequences(vocabulary: int, lengths: Sequence[int] = _LENGTHS) -> list[Tensor]:
-    """Sequences of random tokens of these lengths, int64; the same in every process."""
+    """Return sequences of random tokens of these lengths, int64; the same in every process."""
     generator = torch.Generator().manual_seed(20_240_229)
     return [torch.randint(vocabulary, (length,), generator=generator) for length in lengths]
 
 
 def probe_stream(sequences: Sequence[Tensor], profile: DeviceProfile) -> TokenStream:
-    """One stream of these sequences, whose lengths must not decrease, with loss on all tokens that can have it."""
+    """Lay out one stream of these sequences, whose lengths must not decrease, with loss on all tokens but the first."""
     lengths = [len(sequence) for sequence in sequences]
     tokens = torch.cat([*sequences])
     positions = torch.cat([torch.arange(length) for length in lengths])
@@ -81,10 +81,17 @@ def probe_stream(sequences: Sequence[Tensor], profile: DeviceProfile) -> TokenSt
 
 
 def check_exactness(model: StreamModel, profile: DeviceProfile, path: str, *, in_half_precision: bool = False) -> None:
-    """Choose how the model reads streams. Raise ModelError naming what differs, by how much, and what to do.
+    """Choose how the model reads streams, and check that it computes exactly then.
 
-    path: of the model, for the message. in_half_precision: whether the model computes in bf16 by itself and has no
-    exact forward pass, so that half precision is compared with half precision.
+    Args:
+        model: The model.
+        profile: The device and dtype of the model.
+        path: The model's path, for the message.
+        in_half_precision: Whether the model computes in bf16 by itself and has no exact forward pass, so that half
+            precision is compared with half precision.
+
+    Raises:
+        ModelError: If results differ; names what differs, by how much, and what to do.
     """
     try:
         with evaluation_mode(model.causal):
@@ -104,16 +111,16 @@ def check_exactness(model: StreamModel, profile: DeviceProfile, path: str, *, in
 
 
 def choose_reading(model: StreamModel, profile: DeviceProfile, *, in_half_precision: bool = False) -> None:
-    """Only the choice of `check_exactness`, for a model that is not to be refused."""
+    """Choose how the model reads streams, without refusing it."""
     with evaluation_mode(model.causal):
         _Probe(model, profile, in_half_precision).choose_reading()
 
 
 def check_routers(model: StreamModel, profile: DeviceProfile, path: str, *, replays: bool, balances: bool) -> None:
-    """Raise ModelError for a model whose routers cannot be replayed, or not balanced, as is asked for.
+    """Raise ModelError for a model whose routers cannot be replayed or balanced, if that is asked for.
 
     Each router is tried on a few tokens: replaying what it chose must give what it gave, bit for bit, and every other
-    expert must get a weight. path: of the model, for the message.
+    expert must get a weight. path: the model's, for the message.
     """
     if not (replays or balances):
         return
@@ -145,7 +152,7 @@ def check_routers(model: StreamModel, profile: DeviceProfile, path: str, *, repl
 def _first_not_replayed(
     routing: ExpertRouting, noted: Mapping[int, Tensor], hidden: Callable[[Tensor], Tensor]
 ) -> str | None:
-    """What keeps experts that are given to the model from reaching all of its routers, or None."""
+    """Return why experts that are given to the model do not reach all of its routers, or None."""
     if noted.keys() != routing.routers.keys() or len({experts.shape[1] for experts in noted.values()}) > 1:
         return "has routers that choose different numbers of experts for a token"
     others = torch.from_numpy(routing.as_array(noted))
@@ -160,7 +167,7 @@ def _first_not_replayed(
 
 
 class _Probe:
-    """Compares on a few random sequences. Each comparison returns what is wrong with the model, or None."""
+    """Comparisons on a few random sequences; each returns what is wrong with the model, or None."""
 
     def __init__(self, model: StreamModel, profile: DeviceProfile, in_half_precision: bool) -> None:
         self._model = model
@@ -190,7 +197,7 @@ class _Probe:
                     if not (self._compare_packing(packed, self._logits) or self._check_windows(windows)):
                         return
             except (SpurlineError, *_PROBE_ERRORS):
-                # Some say that their kernels cannot keep segments apart. What the last way raises is told.
+                # Some say that their kernels cannot keep segments apart.
                 continue
 
     def first_difference(self) -> str | None:
@@ -203,7 +210,7 @@ class _Probe:
         return found
 
     def _own_forward(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Per sequence: full logits of the model with its own attention, and the decoder's last hidden states."""
+        """Return full logits of each sequence by the model's own attention, and the decoder's last hidden states."""
         logits, hidden = [], []
         with other_attention(self._model.causal, _OWN_ATTENTION), _decoder_output(self._model) as seen:
             for sequence in self._sequences:
@@ -213,7 +220,7 @@ class _Probe:
         return logits, hidden
 
     def _packed_hidden(self) -> tuple[Tensor, list[int | None]]:
-        """Hidden states [T, H] of all sequences as one stream, and the window of each attention call."""
+        """Return hidden states [T, H] of all sequences as one stream, and the window of each attention call."""
         send = self._profile.send
         positions = torch.cat([torch.arange(length) for length in _LENGTHS])
         plan = plan_segments(np.array(_LENGTHS, dtype=np.int64), self._profile.slots_per_attention_call, send)
@@ -222,7 +229,7 @@ class _Probe:
             return self._model.hidden(tokens, send(positions).unsqueeze(0), plan), windows
 
     def _differences(self, packed: Tensor, reference: list[Tensor]) -> list[Tensor]:
-        """Per sequence: logprobs as training computes them, less those of the full logits."""
+        """Return logprobs of each sequence as training computes them, less those of the full logits."""
         return [
             self._logprobs(rows[:-1], tokens[1:].to(self._profile.device))
             - _full_logprobs(logits[:-1], tokens[1:].to(self._profile.device))
@@ -230,7 +237,6 @@ class _Probe:
         ]
 
     def _logprobs(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """As training computes them, in small chunks."""
         return TokenLogprobs(OutputLogits(self._model.causal), CHUNK_TOKENS)(hidden, targets)[0]
 
     def _compare_packing(self, packed: Tensor, reference: list[Tensor]) -> str | None:
@@ -254,9 +260,9 @@ class _Probe:
         )
 
     def _compare_output_layer(self, states: Tensor) -> str | None:
-        """Logits of the model itself against the bare output layer, loud enough that every cap on them is heard.
+        """Compare the model's own logits with those of the bare output layer, loud enough to hear every cap on them.
 
-        states: hidden states of the last sequence.
+        `states` are the hidden states of the last sequence.
         """
         causal, sequence = self._model.causal, self._sequences[-1].to(self._profile.device)
         loudness = _LOUD_LOGITS / float(self._model.head(states).std().clamp_min(1e-30))
@@ -274,7 +280,7 @@ class _Probe:
         )
 
     def _check_windows(self, windows: list[int | None]) -> str | None:
-        """The probe's sequences are shorter than any window, so whether the attention is told of windows is counted."""
+        """Count whether attention is told of windows: the probe's sequences are shorter than any window."""
         if self._model.reading == "plain_rows":
             return None
         config = self._model.causal.config.get_text_config()
@@ -293,9 +299,9 @@ class _Probe:
         )
 
     def _has_window(self, config: PretrainedConfig) -> bool:
-        """Whether the model limits attention by `sliding_window`, a field that configs may have for nothing.
+        """Return whether the model limits attention by `sliding_window`, a field that configs may have for nothing.
 
-        Where a window of one token changes nothing, and no module has noted one, there is none.
+        If a window of one token changes nothing, and no module has noted one, there is none.
         """
         window = getattr(config, "sliding_window", None)
         if not window or any(getattr(module, "sliding_window", None) for module in self._model.causal.modules()):
@@ -309,7 +315,7 @@ class _Probe:
         return not all(torch.equal(one, other) for one, other in zip(logits, self._logits, strict=True))
 
     def _compare_half_precision(self, reference: list[Tensor]) -> str | None:
-        """The half-precision attention kernel is another one; it must agree up to rounding."""
+        """Compare with half precision, whose attention kernel is another one; it must agree up to rounding."""
         with self._profile.computing():
             differences = self._differences(self._packed_hidden()[0], reference)
         distance = float(torch.cat(differences).abs().mean() / _spread(reference))

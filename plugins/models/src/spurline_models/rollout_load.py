@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LargestUpdate:
-    """The most that one optimizer step may hold. row_length: tokens of its longest row. tokens: of all its rows."""
+    """The largest optimizer step: the tokens of its longest row, and of all its rows."""
 
     row_length: int
     tokens: int
@@ -26,7 +26,7 @@ class ColocatedSettings(Protocol):
 
     @property
     def offloads_trainer(self) -> bool:
-        """Whether the trainer's weights leave the device while the engine generates."""
+        """True if the trainer's weights leave the device while the engine generates."""
         ...
 
     def colocated_memory(

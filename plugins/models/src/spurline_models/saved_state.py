@@ -1,4 +1,4 @@
-"""What backends find out about a checkpoint before they take anything over: whether it is theirs, and whether it fits.
+"""Check that a checkpoint was written by this backend, and fits the run, before anything is taken over from it.
 
 A backend writes facts about a model, such as its update count, into `state.json` beside the tensors.
 """
@@ -17,17 +17,23 @@ _FACTS = "state.json"
 
 
 def write_facts(folder: Path, facts: Mapping[str, Any]) -> dict[str, FileDigest]:
-    """Write JSON values; returns the digest of the file by its name, when it is safe on the disk. Raises OSError."""
+    """Write JSON values, and return the file's digest by its name when it is safe on the disk. Raises OSError."""
     with HashedFile(folder / _FACTS) as file:
         file.write(json.dumps(facts).encode())
     return {_FACTS: file.digest}
 
 
 def read_facts(folder: Path, backend: str, layout: object, *, is_ours: bool = False) -> dict[str, Any]:
-    """What `write_facts` wrote. backend: the reader's name. layout: its facts have this as `format`; one that is a text
-    begins with the name of the backend and a dash.
+    """Read what `write_facts` wrote.
 
-    is_ours: whether the rest of the checkpoint has shown that this backend wrote it.
+    Args:
+        folder: The backend's part of a checkpoint.
+        backend: The name of the backend that reads.
+        layout: The `format` of its facts; a text begins with the name of the backend and a dash.
+        is_ours: Whether the rest of the checkpoint has shown that this backend wrote it.
+
+    Raises:
+        CheckpointError: If another backend, or version, wrote it, or it is damaged.
     """
     path = folder / _FACTS
     if not path.exists() and not is_ours:
@@ -52,15 +58,15 @@ def read_facts(folder: Path, backend: str, layout: object, *, is_ours: bool = Fa
 
 def _of_another_backend(folder: Path, backend: str, why: str) -> CheckpointError:
     return CheckpointError(
-        f"{folder}: this is no checkpoint of backend '{backend}': {why}. Resume with the backend that wrote it; or "
+        f"{folder}: this is not a checkpoint of backend '{backend}': {why}. Resume with the backend that wrote it; or "
         "take its weights over into a new run: `spurline export` with its config, then model.path."
     )
 
 
 def check_weights(where: Path, saved: Mapping[str, str], wanted: Mapping[str, str]) -> None:
-    """Raises CheckpointError unless the checkpoint holds the very weights that the run trains.
+    """Raise CheckpointError unless the checkpoint holds the very weights that the run trains.
 
-    saved, wanted: name -> what `describe` says of the tensor.
+    `saved` and `wanted` have what `describe` says of tensors, by name.
     """
     missing, foreign = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())
     if missing or foreign:
@@ -77,7 +83,7 @@ def check_weights(where: Path, saved: Mapping[str, str], wanted: Mapping[str, st
 
 
 def check_frozen(where: Path, saved: str, frozen: str) -> None:
-    """Raises CheckpointError unless the weights that are not trained have the digest that they had."""
+    """Raise CheckpointError unless the weights that are not trained have the digest that they had."""
     if saved != frozen:
         raise CheckpointError(
             f"{where}: the checkpoint was trained on other frozen weights than this run's model has. Resume with the "

@@ -1,4 +1,4 @@
-"""A trained model's weights out of a checkpoint, one after the other, for a process that never holds the model.
+"""Read a trained model's weights from a checkpoint, one after the other, in a process that never holds the model.
 
 Place on the way: the tensors of a checkpoint, by their names in the model -> weights under Hugging Face names. A
 checkpoint holds what was trained: weights under adapters, and those that `model.freeze` names, are read from
@@ -31,8 +31,7 @@ from spurline_models.architecture import build_without_memory, load_model_config
 from spurline_models.configs import LoraConfig
 from spurline_models.device_profile import device_profile
 from spurline_models.freezing import freeze_parameters
-from spurline_models.joined_weights import joined_weights
-from spurline_models.loading import load_model
+from spurline_models.loading import joined_weights, load_model
 from spurline_models.optimizers.state import describe
 from spurline_models.placement.freed_memory import return_freed_memory
 from spurline_models.placement.narrow_weights import quantizable_modules
@@ -44,12 +43,17 @@ from spurline_models.weights import NamedWeights, digest_of_samples, entry, laye
 
 @dataclass(frozen=True)
 class SavedTensors:
-    """What a checkpoint holds of a model: trained weights and persistent buffers.
+    """The tensors of a model in a checkpoint: trained weights and persistent buffers.
 
-    where: the folder, for errors. layout: the tensors by their names in the model, on device `meta`. read: gives one
-    of them, on CPU. frozen_weights: digest of the weights that are not there. frozen_dtype: in which the backend counts
-    those. rounded_to: dtype whose values they have; None for that of their files. is_quantized: whether those of linear
-    layers were quantized then. narrow: names of those that have the values of bf16 whatever `rounded_to` is.
+    Attributes:
+        where: The folder, for errors.
+        layout: The tensors by their names in the model, on device `meta`.
+        read: Gives one of them, on CPU.
+        frozen_weights: Digest of the weights that are not there, which are frozen.
+        frozen_dtype: Dtype that the backend counts frozen weights in.
+        rounded_to: Dtype whose values frozen weights have; None for that of their files.
+        is_quantized: Whether the frozen weights of linear layers were quantized then.
+        narrow: Names of the weights that have the values of bf16 whatever `rounded_to` is.
     """
 
     where: Path
@@ -63,10 +67,11 @@ class SavedTensors:
 
 
 def saved_weights(saved: SavedTensors, model: ModelConfig, lora: LoraConfig | None, seed: int) -> WeightStream:
-    """Every weight of the saved model, adapters merged, each read when it is asked for.
+    """Return every weight of the saved model, adapters merged, each read when it is asked for.
 
-    Raises CheckpointError for a checkpoint of another model, and, with the last weight, for adapters that were trained
-    on others than those of `model.path`.
+    Raises:
+        CheckpointError: For a checkpoint of another model, and, with the last weight, for adapters that were trained
+            on other weights than those of `model.path`.
     """
     causal = _without_values(model, saved.frozen_dtype)
     freeze_parameters(causal, model.freeze)
@@ -86,9 +91,10 @@ def saved_weights(saved: SavedTensors, model: ModelConfig, lora: LoraConfig | No
 
 
 def saved_adapter(saved: SavedTensors, model: ModelConfig, lora: LoraConfig, seed: int) -> AdapterStream:
-    """The adapter of the saved model; the weights under it are not read, so that they need not be there.
+    """Return the adapter of the saved model, without reading the weights under it, which need not be there.
 
-    Raises CheckpointError for a checkpoint of another model.
+    Raises:
+        CheckpointError: For a checkpoint of another model.
     """
     from spurline_models.adapters.lora import adapter_settings, add_adapters
 
@@ -177,7 +183,7 @@ class _OriginalWeights:
         self._files.close()
 
     def read(self, name: str, shape: torch.Size) -> Tensor:
-        """A weight of this shape on CPU. Raises CheckpointError when there is none."""
+        """Return a weight of this shape on CPU. Raises CheckpointError if there is none."""
         found = self._single[name][...] if name in self._single else self._read_joined(name)
         if found is None or found.shape != shape:
             there = "none" if found is None else f"one of shape {list(found.shape)}"

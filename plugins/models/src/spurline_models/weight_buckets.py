@@ -1,4 +1,4 @@
-"""Weights on their way out of a backend: buckets of them, and what makes these where the weights are."""
+"""Send weights out of a backend in buckets, which are made where the weights are."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ if TYPE_CHECKING:
 class TensorPlace:
     """A tensor within what a transport carries.
 
-    name: hf_name. dtype: as torch writes it, without `torch.`: `float32`. shape: of the tensor.
-    offset: bytes from the beginning of the bucket's memory or file; 0 where the transport has neither.
+    Attributes:
+        name: Hugging Face name of the weight.
+        dtype: Dtype as torch writes it, without `torch.`: `float32`.
+        shape: Shape of the tensor.
+        offset: Bytes from the beginning of the bucket's memory or file; 0 where the transport has neither.
     """
 
     name: str
@@ -25,7 +28,7 @@ class TensorPlace:
 
     @classmethod
     def of(cls, name: str, tensor: Tensor, offset: int = 0) -> TensorPlace:
-        """The place of this tensor."""
+        """Return the place of this tensor."""
         return cls(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset)
 
 
@@ -33,12 +36,14 @@ class TensorPlace:
 class WeightBucket:
     """Some of a model's weights on their way to an engine; a tensor is never divided between buckets.
 
-    transport: the way they take, such as `shared_memory`; says how to read `where`.
-    places: what is in it. where: JSON-able, such as `{"path": "..."}`.
-    tensors: the tensors themselves, in the order of `places`, for transports within this process; else empty.
-    machine: the one whose processes alone can read it, as `spurline_models.machine.this_machine` names it; empty when
-    others can too.
-    receiver: which of an engine's `receivers` reads this copy of the description; set on the way to it.
+    Attributes:
+        transport: The way they take, such as `shared_memory`; says how to read `where`.
+        places: The tensors in it.
+        where: JSON values, such as `{"path": "..."}`.
+        tensors: The tensors themselves, in the order of `places`, for transports within this process; else empty.
+        machine: The machine whose processes alone can read it, as `spurline_models.machine.this_machine` names it;
+            empty if others can too.
+        receiver: The one of an engine's `receivers` that reads this copy of the description; set on the way to it.
     """
 
     transport: str
@@ -49,7 +54,7 @@ class WeightBucket:
     receiver: str = ""
 
     def to_plain(self) -> dict[str, Any]:
-        """The bucket as JSON can hold it; tensors of a transport within one process do not travel."""
+        """Return the bucket as JSON can hold it; tensors of a transport within one process do not travel."""
         places = [[place.name, place.dtype, list(place.shape), place.offset] for place in self.places]
         return {
             "transport": self.transport,
@@ -61,26 +66,29 @@ class WeightBucket:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> WeightBucket:
-        """The bucket that `to_plain` wrote."""
+        """Read the bucket that `to_plain` wrote."""
         places = tuple(TensorPlace(name, dtype, tuple(shape), offset) for name, dtype, shape, offset in plain["places"])
         return cls(plain["transport"], places, plain["where"], machine=plain["machine"], receiver=plain["receiver"])
 
 
 PublishedPart = Literal["model", "adapter"]
-"""What engines are sent."""
+"""The part of the weights that engines are sent."""
 
 
 @dataclass(frozen=True)
 class MakerChoice:
-    """Which `BucketMaker` is to make the buckets, in whatever process the weights are: plain data.
+    """The choice of a `BucketMaker`, as plain data for the processes where the weights are.
 
-    maker: "module:Class". settings: its arguments by name, as JSON can hold them.
-    max_bytes: of the weights in a bucket; a larger tensor travels alone.
-    dtype: what weights of floating point are cast to, as torch writes it without `torch.`; None: that of the backend.
-    part: the whole model with adapters merged into it, or the tensors of its adapters alone.
-    made_by: of several processes with weights, the one that makes a bucket: the `first`; the one among its `owners`
-    that has most of it already; or `all`, each a copy of its own, whose `where` are joined into one. Unless it is
-    `first`, makers get two arguments more: `sender`, their number, and `senders`, how many there are.
+    Attributes:
+        maker: The maker as "module:Class".
+        settings: Its arguments by name, as JSON can hold them.
+        max_bytes: Size of the weights in a bucket; a larger tensor travels alone.
+        dtype: Dtype that weights of floating point are cast to, as torch writes it without `torch.`; None for that of
+            the backend.
+        part: The whole model with adapters merged into it, or the tensors of its adapters alone.
+        made_by: The process, of several with weights, that makes a bucket: the `first`; the one among its `owners` that
+            has most of it already; or `all`, each a copy of its own, whose `where` are joined into one. Unless it is
+            `first`, makers get two arguments more: `sender`, their number, and `senders`, how many there are.
     """
 
     maker: str
@@ -99,15 +107,15 @@ class BucketMaker(Protocol):
     """
 
     def make(self, version: int, number: int, weights: Iterable[tuple[str, Tensor]]) -> WeightBucket:
-        """The bucket of this number, from 1, with these weights: (hf_name, tensor), each asked for once, in order.
+        """Make the bucket of this number, from 1, with these weights: (hf_name, tensor), each taken once, in order.
 
-        Ends what the last bucket held. All weights are asked for, whatever comes; the bucket has no `tensors`. The same
-        number comes again when engines did not get the bucket.
+        Frees what the last bucket held. All weights must be taken, also after an error; the bucket has no `tensors`.
+        The same number comes again when engines did not get the bucket.
         """
         ...
 
     def taken(self) -> None:
-        """Every engine has taken the last bucket over, so that what it held may go. May be called again."""
+        """Free what the last bucket held, since every engine has taken it over. May be called again."""
         ...
 
     def close(self) -> None:
@@ -120,10 +128,10 @@ class MakesBuckets(Protocol):
     """A backend whose weights are in other processes, and are made into buckets there, so that they never come here."""
 
     def weight_buckets(self, version: int, choice: MakerChoice, first: int = 1) -> Iterator[WeightBucket]:
-        """All weights, as `named_weights` has them, in buckets that a maker of this choice makes where they are.
+        """Yield all weights, as `named_weights` has them, in buckets that a maker of this choice makes where they are.
 
-        first: number of the first bucket, from 1; what stands before it has been taken over already. The next bucket is
-        asked for when every engine has taken the last one over, or before, where the maker can. The maker is kept, with
-        what it holds, until another choice is made or the backend is closed; its memory and files go with its process.
+        The next bucket is asked for when every engine has taken the last one over, or before, where the maker can. The
+        maker is kept, with what it holds, until another choice is made or the backend is closed; its memory and files
+        go with its process. `first` is the number of the first bucket, from 1; those before have been taken over.
         """
         ...

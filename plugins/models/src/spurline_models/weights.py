@@ -1,4 +1,4 @@
-"""A model's weights under their Hugging Face names, for export and publishing, and digests that recognise weights.
+"""Give a model's weights their Hugging Face names, for export and publishing, and recognise weights by digests.
 
 `NamedWeights` knows which tensors of a model become which weights; it only reads, and adapters are merged into copies.
 The tensors may be the model's own or, where a model is divided among ranks, gathered ones. A digest stands in a
@@ -30,8 +30,11 @@ if TYPE_CHECKING:
 class WeightPart:
     """One weight of the model without adapters.
 
-    name: its name there. sources: the tensors it is made of, by their names in the model's state dict: itself, or the
-    weight under an adapter and the adapter's. layer: name of the layer that carries the adapter, if there is one.
+    Attributes:
+        name: Its name there.
+        sources: The tensors that it is made of, by their names in the model's state dict: itself, or the weight under
+            an adapter and the adapter's.
+        layer: Name of the layer that carries the adapter, if there is one.
     """
 
     name: str
@@ -43,7 +46,7 @@ class WeightPart:
 class WeightGroup:
     """Parts that leave the model together: one, or those of a layer that have other names or shapes in files.
 
-    weights: what they become, Hugging Face name -> tensor on device `meta` with the shape and the dtype.
+    `weights` are what they become: tensors on device `meta` by Hugging Face name.
     """
 
     parts: tuple[WeightPart, ...]
@@ -55,12 +58,12 @@ class WeightGroup:
 
     @property
     def is_merged(self) -> bool:
-        """Whether adapters are merged, which wants the precision of the model, not that of the files."""
+        """True if adapters are merged, which needs the precision of the model, not that of the files."""
         return any(part.layer is not None for part in self.parts)
 
 
 class GroupedWeights(Protocol):
-    """What leaves a model, in groups that leave together, so that a divided model can be gathered group by group."""
+    """Weights of a model in groups that leave it together, so that a sharded model can be gathered group by group."""
 
     @property
     def groups(self) -> Sequence[WeightGroup]:
@@ -69,19 +72,21 @@ class GroupedWeights(Protocol):
 
     @property
     def layout(self) -> Mapping[str, Tensor]:
-        """Every weight that leaves, by its name in files, as a tensor on device `meta`."""
+        """All weights that leave, by their names in files, on device `meta`."""
         ...
 
     def weights_of(self, group: WeightGroup, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The weights of a group. tensors: its sources, whole, on one device; the weights may share their memory."""
+        """Return the weights of a group, which may share memory with `tensors`: its sources, whole, on one device."""
         ...
 
 
 class NamedWeights:
-    """How the tensors of this model become weights under Hugging Face names: every one once, tied ones too.
+    """The weights of a model under their Hugging Face names: every one once, tied ones too.
 
-    adapted: whether the model carries LoRA adapters. read: gives the tensor that has the values of one of the model's
-    own, where these may be elsewhere.
+    Args:
+        causal: The model.
+        adapted: Whether the model carries LoRA adapters.
+        read: Gives the tensor that has the values of one of the model's own, where these may be elsewhere.
     """
 
     def __init__(
@@ -101,20 +106,20 @@ class NamedWeights:
 
     @property
     def layout(self) -> dict[str, Tensor]:
-        """Every weight, as a tensor on device `meta`."""
+        """All weights by name, on device `meta`."""
         return {name: tensor for group in self.groups for name, tensor in group.weights.items()}
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, tensor), made of the model's own tensors, which must all be here."""
+        """Yield (Hugging Face name, tensor), made of the model's own tensors, which must all be here."""
         for group in self.groups:
             yield from self.weights_of(group, {source: self._value(source) for source in group.sources}).items()
 
     def weights_of(self, group: WeightGroup, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The weights of a group. tensors: its sources, whole, on one device; the weights may share their memory."""
+        """Return the weights of a group; see `GroupedWeights`."""
         return revert_weight_conversion(self._causal, {part.name: self._whole(part, tensors) for part in group.parts})
 
     def _value(self, source: str) -> Tensor:
-        """The model's own tensor; of a quantized one the values that it stands for."""
+        """Return the model's own tensor, or the values that a quantized one stands for."""
         layer = self._quantized.get(source)
         return self._read(self.tensors[source]) if layer is None else layer.held(self._read).values(layer.wide_dtype)
 
@@ -145,7 +150,7 @@ class NamedWeights:
         assert not merged, f"adapters without the weight they adapt: {merged}"
 
     def _layer_of_adapter(self, source: str) -> str | None:
-        """The layer whose adapter this tensor is a part of. Layers may lie in each other: one for each weight."""
+        """Return the layer whose adapter this tensor belongs to. Layers may lie in each other: one for each weight."""
         paths = [path for path in self._layers if source.startswith(f"{path}.")]
         innermost = max(paths, key=len, default=None)
         if innermost is None or source.removeprefix(f"{innermost}.").startswith("base_layer."):
@@ -168,7 +173,7 @@ class NamedWeights:
         ]
 
     def _shape(self, part: WeightPart) -> Tensor:
-        """The part on device `meta`; a merged weight has the higher precision of what it is made of."""
+        """Return the part on device `meta`; a merged weight has the higher precision of what it is made of."""
         first, *others = part.sources
         layer = self._quantized.get(first)
         plain = self.tensors[first]
@@ -179,7 +184,7 @@ class NamedWeights:
 
 
 def layer_of(name: str) -> str:
-    """The layer that a name is of, as far as its number: `model.layers.3.`; empty for what is outside of layers."""
+    """Return the beginning of a name as far as the layer's number, `model.layers.3.`; empty outside of layers."""
     parts = name.split(".")
     number = next((index for index, part in enumerate(parts) if part.isdigit()), None)
     return "" if number is None else ".".join(parts[: number + 1]) + "."
@@ -190,17 +195,17 @@ _BLOCK_VALUES = 128
 
 
 def frozen_digest(module: nn.Module, wide: torch.dtype | None = None) -> str:
-    """Digest of the parameters that need no gradient. wide: dtype that all count as, however they are held."""
+    """Return the digest of the parameters that need no gradient. wide: dtype that all count as, however held."""
     return _digest((item for item in _held(module) if not item[1].requires_grad), wide)
 
 
 def weights_digest(module: nn.Module, wide: torch.dtype | None = None) -> str:
-    """Digest of all parameters, whether they need gradients or not."""
+    """Return the digest of all parameters, whether they need gradients or not."""
     return _digest(_held(module), wide)
 
 
 def _held(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All parameters; of quantized ones the codes and all that gives them a value."""
+    """Yield all parameters; of quantized ones the codes and all that gives them a value."""
     quantized = quantized_layers(module)
     for name, parameter in module.named_parameters():
         if name in quantized:
@@ -210,12 +215,12 @@ def _held(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def without_adapters(name: str) -> str:
-    """The name of a weight in the model before adapters were put around it."""
+    """Return the name of a weight in the model before adapters were put around it."""
     return ".".join(part for part in name.split(".") if part != "base_layer")
 
 
 def adapted_name(path: str, layer: BaseTunerLayer) -> str:
-    """The weight that an adapted layer adapts, by its name in the model without adapters. path: of the layer."""
+    """Return the weight that the layer of this path adapts, by its name in the model without adapters."""
     return f"{without_adapters(path)}.{getattr(layer, 'parameter_name', 'weight')}"
 
 
@@ -228,28 +233,27 @@ def check_initial_weights(found: str, expected: str, path: str) -> None:
         raise CheckpointError(
             f"model.path: the weights of {path} are not those this run started from, and its reference model is "
             "loaded from there. Restore them (and model.revision, where it names a branch, or backend.weights, where "
-            "that was changed), or start anew with another run_dir."
+            "that was changed), or start over with another run_dir."
         )
 
 
 def _digest(parameters: Iterable[tuple[str, Tensor]], wide: torch.dtype | None) -> str:
-    """The same on every device."""
     return digest_of_samples(entry(name, parameter, wide) for name, parameter in parameters)
 
 
 def entry(name: str, tensor: Tensor, wide: torch.dtype | None) -> tuple[str, Tensor, Tensor]:
-    """What `digest_of_samples` sees of a tensor. wide: as of `frozen_digest`."""
+    """Return a tensor as `digest_of_samples` takes it. wide: as in `frozen_digest`."""
     return name, torch.empty(tensor.shape, dtype=wide or tensor.dtype, device="meta"), sample(tensor).to(wide)
 
 
 def sample(tensor: Tensor) -> Tensor:
-    """What a digest looks at: the tensor's values at `sampled_positions`."""
+    """Return the tensor's values that a digest covers, at `sampled_positions`."""
     values = tensor.detach().reshape(-1)
     return values[sampled_positions(values.numel()).to(values.device)]
 
 
 def sampled_positions(num_values: int) -> Tensor:
-    """Positions among so many values: all of a few, else blocks spread evenly from the first to the last."""
+    """Return positions among so many values: all of a few, else blocks spread evenly from the first to the last."""
     if num_values <= _BLOCKS * _BLOCK_VALUES:
         return torch.arange(num_values)
     starts = torch.arange(_BLOCKS) * (num_values - _BLOCK_VALUES) // (_BLOCKS - 1)
@@ -257,7 +261,7 @@ def sampled_positions(num_values: int) -> Tensor:
 
 
 def digest_of_samples(samples: Iterable[tuple[str, Tensor, Tensor]]) -> str:
-    """Hex digest of (name, tensor, its `sample`), in any order. Of the tensor, shape and dtype count."""
+    """Return the hex digest of (name, tensor, its `sample`), in any order. The tensor's shape and dtype count."""
     entries: dict[str, bytes] = {}
     for name, tensor, values in samples:
         head = f"{name} {list(tensor.shape)} {tensor.dtype}\0".encode()

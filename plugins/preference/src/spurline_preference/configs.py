@@ -71,10 +71,10 @@ class DpoConfig(LossConfig):
     beta: Annotated[float, OnResume.BY_NAME] = Field(default=0.1, gt=0, allow_inf_nan=False)
     """Strength of the tie to the reference model, the model as it was before training."""
     loss_type: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
-    """Of the margin between both answers: DPO's own; squared distance (IPO, arXiv:2310.12036); hinge (SLiC,
+    """Loss of the margin between both answers: DPO's own; squared distance (IPO, arXiv:2310.12036); hinge (SLiC,
     arXiv:2305.10425)."""
     label_smoothing: Annotated[float, OnResume.BY_NAME] = Field(default=0.0, ge=0, lt=0.5)
-    """With `sigmoid`: share of pairs taken to be labelled the wrong way round (conservative DPO, Mitchell 2023)."""
+    """Share of pairs taken to be labelled the wrong way round, with `sigmoid` (conservative DPO, Mitchell 2023)."""
     sft_weight: Annotated[float, OnResume.BY_NAME] = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Weight of the chosen answer's mean negative log-likelihood (RPO, Pang et al. 2024, arXiv:2404.19733)."""
 
@@ -90,6 +90,6 @@ class DpoConfig(LossConfig):
         if self.label_smoothing and self.loss_type != "sigmoid":
             yield Problem(
                 "label_smoothing",
-                f"is {self.label_smoothing:g}, which loss_type: {self.loss_type} does not know. Set it to 0, or "
+                f"is {self.label_smoothing:g}, which loss_type: {self.loss_type} does not use. Set it to 0, or "
                 "loss_type: sigmoid.",
             )

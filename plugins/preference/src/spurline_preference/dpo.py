@@ -31,11 +31,11 @@ from spurline_preference.configs import DpoConfig
 
 
 class PairIndex:
-    """Which segments are the chosen and the rejected answer of each pair of a micro-batch, by the column `pair_ids`.
+    """The segments that are the chosen and the rejected answer of each pair of a micro-batch, by column `pair_ids`.
 
-    It waits for no device: how many pairs there are follows from the number of segments. A pair of which one answer is
-    missing, which a source that keeps pairs in one unit never makes, gets values that are not numbers, so that the
-    update is refused before it changes anything.
+    It waits for no device: the number of pairs follows from the number of segments. A pair without one of its answers,
+    which a source that keeps pairs in one unit never makes, gets values that are not numbers, so that the update is
+    refused before it changes anything.
     """
 
     def __init__(self, inputs: TokenLossInputs) -> None:
@@ -55,29 +55,28 @@ class PairIndex:
         self._pair_of_token = (place // 2)[self._segment_index]
 
     def sums(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Sums of token values [N] over the chosen and over the rejected answers, each [pairs]."""
+        """Sum token values [N] over the chosen and over the rejected answers, each [pairs]."""
         sums = values.new_zeros(self._num_segments).index_add(0, self._segment_index, values)
         return self._split_pairs(sums)
 
     def means(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Means of token values [N] over the chosen and over the rejected answers, each [pairs]."""
+        """Average token values [N] over the chosen and over the rejected answers, each [pairs]."""
         sums = values.new_zeros(self._num_segments).index_add(0, self._segment_index, values)
         counts = values.new_zeros(self._num_segments).index_add(0, self._segment_index, torch.ones_like(values))
         return self._split_pairs(sums / counts.clamp(min=1))
 
     def to_tokens(self, values: Tensor) -> Tensor:
-        """Values of pairs [pairs] at each token [N]."""
+        """Give each token [N] the value of its pair."""
         return values[self._pair_of_token]
 
     def _split_pairs(self, segments: Tensor) -> tuple[Tensor, Tensor]:
-        """Values of segments as those of the chosen and of the rejected answers, each [pairs]."""
         missing = torch.full((), float("nan"), dtype=segments.dtype, device=segments.device)
         chosen, rejected = segments[self._chosen], segments[self._rejected]
         return torch.where(self._is_complete, chosen, missing), torch.where(self._is_complete, rejected, missing)
 
 
 class Dpo:
-    """Compares the two answers of each pair with a reference model."""
+    """The loss `dpo`, which compares the two answers of each pair with a reference model."""
 
     needs: frozenset[str] = frozenset({"pair_ids", "reference_logprobs"})
 
@@ -94,7 +93,7 @@ class Dpo:
         return pairs.to_tokens(loss)
 
     def metrics(self, inputs: TokenLossInputs) -> Mapping[str, Tensor]:
-        """Margin, share of pairs in the right order, both rewards, and mean log-probabilities of both answers' tokens.
+        """Return margin, share of pairs in the right order, both rewards, and mean log-probabilities of both answers.
 
         The last show what the margin hides: both answers may become less likely.
         """
@@ -126,7 +125,7 @@ class Dpo:
         return "; ".join(parts) + ". Every pair counts the same."
 
     def _rewards(self, inputs: TokenLossInputs, pairs: PairIndex) -> tuple[Tensor, Tensor]:
-        """Implicit rewards of the chosen and of the rejected answers, each [pairs]."""
+        """Return the implicit rewards of the chosen and of the rejected answers, each [pairs]."""
         ratio = inputs.logprobs - inputs.columns["reference_logprobs"]
         chosen, rejected = pairs.means(ratio) if self.config.loss_type == "ipo" else pairs.sums(ratio)
         return self.config.beta * chosen, self.config.beta * rejected

@@ -1,4 +1,4 @@
-"""How far apart training on pairs moves the chosen and the rejected answers. For runs with a loss of pairs alone."""
+"""Show how far apart training on pairs moves the chosen and the rejected answers, for runs with a loss of pairs."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _COLORS = ("--series-2", "--series-6", "--series-3", "--series-5")
 
 
 class PreferencePanel(Panel):
-    """Margin and accuracy of training and held-out pairs, and what becomes of each of the two answers."""
+    """A panel of margin and accuracy of training and held-out pairs, and of both answers' rewards."""
 
     title = "Preferences"
     order = 130
 
     def render(self, record: RunRecord) -> str | None:
-        """None when no loss of pairs was recorded."""
+        """Render the panel, or return None if no loss of pairs was recorded."""
         steps, margins = record.series("dpo/margin")
         if not steps:
             return None
@@ -40,7 +40,7 @@ class PreferencePanel(Panel):
 
 
 def _plot(record: RunRecord, labels: dict[str, str], y_title: str, chance: float | None = None, **y_axis: Any) -> str:
-    """Training as lines, held-out pairs as points joined by dots in the same colour."""
+    """Draw training as lines, and held-out pairs as points joined by dots in the same colour."""
     hover = "%{y:.1%}" if y_axis else "%{y:.4~g}"
     traces: list[Trace] = []
     for (name, label), color in zip(labels.items(), _COLORS, strict=False):

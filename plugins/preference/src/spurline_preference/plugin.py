@@ -1,4 +1,4 @@
-"""What `preference` registers. Light: imports neither torch nor transformers."""
+"""Register the components of `preference`. Imports neither torch nor transformers."""
 
 from __future__ import annotations
 

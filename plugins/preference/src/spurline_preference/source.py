@@ -2,7 +2,7 @@
 
 Place on the way: row -> two `PreferenceSide` rows, each a prompt with its completion -> tokenization, of any component,
 once for each side -> pairs -> one joint sample per pair -> collator -> `split_pairs` -> TrainingBatch. The collator
-sees a pair as one sample, so it cannot part it: whoever keeps rows whole (micro-batches, ranks) keeps pairs whole.
+sees a pair as one sample, so it cannot part it; micro-batches and ranks, which keep rows whole, keep pairs whole.
 Afterwards each answer is a segment of its own, which sees nothing of the other.
 
 | form of a row | prompt | chosen, rejected |
@@ -51,7 +51,7 @@ _READING = 2
 
 
 def side_of(source: DatasetToTokenize, side: Side) -> DatasetToTokenize:
-    """One side of a preference dataset as one of prompts and completions. Raises DataError for unknown columns."""
+    """Return one side of a preference dataset as prompts and completions. Raises DataError for unknown columns."""
     names = source.config.columns
     problem = unknown_column_problem(names)
     if problem is not None:
@@ -64,7 +64,7 @@ def side_of(source: DatasetToTokenize, side: Side) -> DatasetToTokenize:
 class PreferenceSide(DerivedDataset):
     """A `Dataset` with the rows of another, in which prompt and answer of one side are told apart.
 
-    columns: the `columns` setting, expected name -> name in the file. The answer stays under its own name.
+    `columns` is the setting, which gives names in the file by expected names. The answer stays under its own name.
     """
 
     def __init__(self, dataset: Dataset, side: Side, columns: Mapping[str, str]) -> None:
@@ -89,7 +89,7 @@ class PreferenceSide(DerivedDataset):
 
 
 def _check_columns(view: RowView, row: Mapping[str, Any]) -> None:
-    """Raise BadRowError for a row that has its pair under other names, or text without what comes before it."""
+    """Raise BadRowError for a row that has its pair under other names, or text answers without a prompt."""
     missing = [view.label(side) for side in SIDES if side not in view]
     before = _has_prompt(view) or "instruction" in view
     if missing and (meant := pair_renaming(row)):
@@ -102,14 +102,16 @@ def _check_columns(view: RowView, row: Mapping[str, Any]) -> None:
         how = f"Write `columns: {{{meant}}}`" if meant else "Name the column that holds it: `columns: {prompt: NAME}`"
         raise BadRowError(
             view.label("prompt"),
-            f"is missing, which is what comes before both answers. The row has: {listing(row)}. {how}; or give "
-            "conversations, lists of messages, whose shared beginning is the prompt.",
+            f"is missing. The row has: {listing(row)}. {how}; or give conversations, whose shared beginning is the "
+            "prompt.",
         )
 
 
 def _split(view: RowView, side: Side, *, is_turn: bool) -> tuple[Any, Any]:
-    """Prompt and answer of one side, both text or both messages where the row is well formed. is_turn: whether the
-    prompt is the column `instruction`, a user's turn, as in rows of one answer."""
+    """Return prompt and answer of one side, both text or both messages if the row is well formed.
+
+    With `is_turn` the prompt is the column `instruction`, a user's turn, as in rows of one answer.
+    """
     answers = {name: _as_list(view.require(name)) for name in SIDES}
     prompt = view.get("prompt")
     if is_turn:
@@ -140,20 +142,21 @@ def _has_prompt(view: RowView) -> bool:
 
 
 def _as_list(answer: Any) -> Any:
-    """A single message stands for a list of one."""
     return [answer] if isinstance(answer, Mapping) else answer
 
 
 def _num_shared(chosen: list[Message], rejected: list[Message]) -> int:
-    """Messages that both begin with; each keeps at least its last one as its answer."""
+    """Count the messages that both begin with; each keeps at least its last one as its answer."""
     pairs = zip(chosen[:-1], rejected[:-1], strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 @dataclass(frozen=True)
 class JointSamples:
-    """Pairs as one sample each. store: chosen tokens, filling, rejected tokens. shapes: uid -> (length of the chosen
-    answer's sample, where the rejected one's starts)."""
+    """Pairs as one sample each: chosen tokens, filling, rejected tokens.
+
+    `shapes` has, by uid, the length of the chosen answer's sample and the start of the rejected one's.
+    """
 
     store: TokenStore
     shapes: Mapping[str, tuple[int, int]]
@@ -168,10 +171,15 @@ def join_pairs(
     align_to: int,
     pad_token_id: int,
 ) -> JointSamples:
-    """The samples chosen, rejected, chosen, rejected, ... as joint samples.
+    """Join the samples chosen, rejected, chosen, rejected, ... pair by pair.
 
-    datasets, rows: of each pair, int64 [pairs]; they and `labels` make its uid. align_to: the rejected answer starts at
-    a multiple of this.
+    Args:
+        samples: The samples.
+        labels: Names of the datasets.
+        datasets: int64 [pairs], the dataset of each pair.
+        rows: int64 [pairs], the row of each pair; dataset and row make its uid.
+        align_to: The rejected answer starts at a multiple of this.
+        pad_token_id: The token that fills the place between.
     """
     builder = TokenStoreBuilder(labels)
     shapes: list[tuple[int, int]] = []
@@ -192,15 +200,14 @@ def join_pairs(
 
 
 def split_pairs(batch: TrainingBatch, shapes: Mapping[str, tuple[int, int]]) -> TrainingBatch:
-    """The same rows with two segments where there was a joint one: the chosen answer, then the rejected.
+    """Split each joint segment of a batch in two, the chosen answer and the rejected one, and add column `pair_ids`.
 
-    Adds the column `pair_ids`. The loss weights of a pair come to sum to 1, so that a mean over weights is one over
-    pairs.
+    The loss weights of a pair sum to 1 then, so that a mean over weights is one over pairs.
     """
     ids, positions = batch.tokens["segment_ids"], batch.tokens["position_ids"]
     table = np.array([shapes[uid] for uid in batch.segments["uid"].values.tolist()], np.int64).reshape(-1, 2)
     pairs = _pair_numbers(batch)
-    # Number 0 is padding, of which nothing is kept.
+    # Number 0 is padding, which is not kept.
     length, start = torch.from_numpy(np.concatenate([[[0, 2**62]], table]))[pairs].unbind(-1)
     chosen, rejected = positions < length, positions >= start
     kept = chosen | rejected
@@ -216,14 +223,14 @@ def split_pairs(batch: TrainingBatch, shapes: Mapping[str, tuple[int, int]]) -> 
 
 
 def _pair_numbers(batch: TrainingBatch) -> Tensor:
-    """int64 [R, L]: which joint segment of the batch each token is in, from 1; 0 on padding."""
+    """Return int64 [R, L], the joint segment of the batch that each token is in, from 1; 0 on padding."""
     ids = batch.tokens["segment_ids"].long()
     before = torch.from_numpy(batch.segments["uid"].offsets[:-1]).unsqueeze(1)
     return torch.where(ids > 0, ids + before, 0)
 
 
 def _two_for_one(segments: Mapping[str, Ragged], table: NDArray[np.int64]) -> dict[str, Ragged]:
-    """Metadata of the halves. `sample` is 0 for the chosen answer and 1 for the rejected one."""
+    """Return the metadata of the halves. `sample` is 0 for the chosen answer and 1 for the rejected one."""
     chosen, start = table.T
     halves: dict[str, Any] = {
         "length": np.stack([chosen, segments["length"].values - start], axis=1).ravel(),
@@ -240,11 +247,11 @@ def _two_for_one(segments: Mapping[str, Ragged], table: NDArray[np.int64]) -> di
 Pairs = NDArray[np.int64]
 
 OTHER_ANSWER_LEFT_OUT = "other_answer_left_out"
-"""Why a usable answer is not trained on: its pair is not whole."""
+"""The reason for not training on a usable answer: its pair is not whole."""
 
 
 class PairSet(SampleSet):
-    """`Samples` of pairs. Rows of which one answer is unusable are left out and counted."""
+    """`Samples` of pairs. Rows with one unusable answer are left out and counted."""
 
     answer = "chosen"
 
@@ -283,31 +290,17 @@ class PairSet(SampleSet):
         return split_pairs(self._collator.collate(joint.store.view(everything), training=training), joint.shapes)
 
     def fingerprint(self) -> str:
-        """Also of which samples make up pairs."""
+        """Return a fingerprint that also covers which samples make up pairs."""
         return fingerprint_of([super().fingerprint(), xxhash.xxh3_128_hexdigest(self._pairs.data)])
 
     def summary(self) -> dict[str, Any]:
-        """Also `pairs`. Token counts and lengths are of single answers, each with its prompt."""
+        """Add `pairs` to the facts. Token counts and lengths are those of single answers, each with its prompt."""
         facts = super().summary()
         num_pairs = len(self._pairs)
         alone = len(self._tokenized.store) - len(SIDES) * num_pairs
         dropped = {**facts["dropped"], **({OTHER_ANSWER_LEFT_OUT: alone} if alone else {})}
-        notes = [f"{num_pairs:,} pairs of a chosen and a rejected answer", *self._notes_of_equals(), *facts["notes"]]
+        notes = [f"{num_pairs:,} pairs of a chosen and a rejected answer", *facts["notes"]]
         return {**facts, "pairs": num_pairs, "dropped": dropped, "notes": notes}
-
-    def _notes_of_equals(self) -> list[str]:
-        """A note of the pairs of which both answers have the same tokens."""
-        store = self._tokenized.store
-        lengths = store.lengths()[self._pairs]
-        alike = np.flatnonzero(lengths[:, 0] == lengths[:, 1])
-        view = store.view(self._pairs[alike].ravel())
-        is_equal = [np.array_equal(view.tokens(2 * place), view.tokens(2 * place + 1)) for place in range(len(alike))]
-        equal = alike[np.array(is_equal, bool)]
-        if not len(equal):
-            return []
-        dataset = self.answered()[int(np.searchsorted(np.cumsum(self._sizes), equal[0], side="right"))].dataset
-        first = dataset.location(int(store.row[self._pairs[equal[0], 0]]))
-        return [f"{len(equal):,} of them have the same tokens twice and prefer nothing (first: {first})"]
 
     def _whole(self) -> NDArray[np.int64]:
         # The chosen answer with its prompt.
@@ -321,7 +314,7 @@ class PairSet(SampleSet):
         return self._tokenized.store.lengths()[self._pairs].sum(axis=1)
 
     def answered(self) -> Sequence[DatasetToTokenize]:
-        """Prompts with their chosen answers."""
+        """Return prompts with their chosen answers."""
         return self._sources[:: len(SIDES)]
 
     def _to_tokenize(self, opened: Sequence[DatasetToTokenize]) -> Sequence[DatasetToTokenize]:
@@ -329,7 +322,7 @@ class PairSet(SampleSet):
 
 
 def _pairs_of_dataset(store: TokenStore, dataset: int) -> Pairs:
-    """int64 [pairs, 2]: store indices of both answers of each row that has both, in the order of the rows."""
+    """Return int64 [pairs, 2], store indices of both answers of each row that has both, in the order of the rows."""
     places = [np.flatnonzero(store.source == len(SIDES) * dataset + side) for side in range(len(SIDES))]
     _, of_chosen, of_rejected = np.intersect1d(
         store.row[places[0]], store.row[places[1]], assume_unique=True, return_indices=True
@@ -338,7 +331,7 @@ def _pairs_of_dataset(store: TokenStore, dataset: int) -> Pairs:
 
 
 class PreferenceSource(SftSource):
-    """As `sft`, with pairs for samples: as pure, as resumable, built ahead as well."""
+    """The source `sft` with pairs for samples: it is as pure and as resumable, and is built ahead as well."""
 
     def __init__(self, config: PreferenceSourceConfig, context: SourceContext) -> None:
         self._context = context
@@ -348,5 +341,4 @@ class PreferenceSource(SftSource):
         return {**super().summary(), "step_of": f"{self._batch_size} pairs"}
 
     def held_out(self, datasets: Sequence[DatasetConfig]) -> Samples:
-        """Their pairs."""
         return PairSet(datasets, self._context)

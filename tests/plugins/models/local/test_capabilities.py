@@ -86,10 +86,6 @@ def load() -> Iterator[Any]:
         yield load_run
 
 
-def test_a_backend_that_only_trains_is_a_valid_one(load: Any) -> None:
-    assert load(SFT, "plain").config.backend.facts.generates is False
-
-
 def test_answers_to_held_out_prompts_need_a_backend_that_generates(load: Any) -> None:
     with pytest.raises(
         ConfigError, match=r"evaluation\.generate asks for answers, and backend 'plain' does not"
@@ -104,12 +100,6 @@ def test_an_engine_that_can_only_borrow_the_model_needs_a_backend_that_lends_it(
     with pytest.raises(ConfigError, match=r"source\.engine\.name is borrower.*'plain' does not hold its whole model"):
         load(borrowing, "plain")
     load(borrowing, "able")
-
-
-def test_an_engine_that_can_hold_a_copy_takes_any_backend(load: Any) -> None:
-    for backend in ("plain", "able"):
-        config = load(ROLLOUTS, backend).config
-        assert (config.backend.name, config.source.engine.name) == (backend, "in_process")
 
 
 @pytest.mark.parametrize(

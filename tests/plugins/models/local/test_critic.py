@@ -99,31 +99,6 @@ def test_a_value_starts_at_zero_and_has_no_temperature(model: Path) -> None:
     assert torch.equal(backend.logprobs(batch, "critic", temperature=0.5), values)
 
 
-def test_values_keep_full_precision_under_bf16(model: Path) -> None:
-    _, batch = rollouts()
-    values = excited(with_critic(model, precision="bf16")).logprobs(batch, "critic")
-    assert not torch.equal(values, values.bfloat16().float())
-
-
-def test_policy_and_critic_learn_apart(model: Path) -> None:
-    alone, backend = local_backend(model), with_critic(model)
-    _, batch = rollouts()
-    for _ in range(3):
-        before = backend.logprobs(batch, "critic")
-        assert without_times(backend.update(batch, POLICY)) == without_times(alone.update(batch, POLICY))
-        assert torch.equal(backend.logprobs(batch, "critic"), before)
-        backend.update(batch, VALUES, role="critic")
-    for (_, one), (_, other) in zip(backend.named_weights(), alone.named_weights(), strict=True):
-        assert torch.equal(one, other)
-
-
-def test_a_critic_comes_to_predict_the_returns(model: Path) -> None:
-    backend = with_critic(model)
-    _, batch = rollouts()
-    losses = [backend.update(batch, VALUES, role="critic")["loss"] for _ in range(40)]
-    assert losses[-1] < 0.2 * losses[0]
-
-
 def test_its_learning_rate_is_constant_after_its_own_warm_up(model: Path) -> None:
     backend = with_critic(model, warmup_steps=4)
     _, batch = rollouts()

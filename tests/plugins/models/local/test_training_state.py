@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -61,25 +60,6 @@ def test_loading_continues_bit_for_bit_with_dropout_on(tmp_path: Path, settings:
     assert (random.random(), float(np.random.random()), float(torch.rand(()))) == draws
     for name, tensor in resumed.named_weights():
         assert torch.equal(tensor, weights[name]), name
-
-
-def test_saving_right_away_and_loading_back_changes_nothing(tmp_path: Path) -> None:
-    backend = local_backend(dropout_model(tmp_path))
-    backend.save(tmp_path / "fresh")
-    expected = train(backend, range(2))
-    backend.load(tmp_path / "fresh")
-    other = local_backend(tmp_path / "model")
-    other.load(tmp_path / "fresh")
-    assert train(other, range(2)) == expected
-
-
-def test_a_checkpoint_is_safetensors_and_json_only(tmp_path: Path) -> None:
-    backend = local_backend(dropout_model(tmp_path))
-    train(backend, range(1))
-    backend.save(tmp_path / "saved")
-    names = sorted(path.name for path in (tmp_path / "saved").iterdir())
-    assert names == ["model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json"]
-    assert json.loads((tmp_path / "saved/state.json").read_text())["updates"] == 1
 
 
 def test_another_architecture_is_refused_with_both_shapes_and_nothing_changes(tmp_path: Path) -> None:

@@ -17,8 +17,7 @@ from backend_batches import Sample, excite, lay_out, local_backend, make_samples
 from every_run import SOAK
 from torch import Tensor
 
-from spurline.errors import DataError, ModelError, NonFiniteLossError
-from spurline.protocols.backend import Role
+from spurline.errors import DataError, NonFiniteLossError
 from spurline.protocols.loss import Objective, TokenLossInputs
 from spurline_models.device_profile import KeepDouble
 from spurline_models.local.backend import LocalBackend
@@ -146,19 +145,6 @@ def test_a_non_finite_loss_leaves_everything_unchanged_and_names_the_samples(
     assert after["lr"] == expected["lr"]
 
 
-def test_entropy_is_that_of_the_full_distribution(model: Path) -> None:
-    backend = excite(local_backend(model, logits_chunk_tokens=4))
-    (sample,) = make_samples([12], loss_share=1.1)
-    sample = Sample(sample.uid, sample.tokens, (0.0, *[1.0] * 11))
-    batch = lay_out([sample])
-    batch = batch.with_tokens(advantages=torch.ones_like(batch.tokens["loss_weights"]))
-    with torch.no_grad():
-        logits = oracle_model(backend)(input_ids=torch.tensor([sample.tokens]), use_cache=False).logits[0, :-1]
-    expected = torch.distributions.Categorical(logits=logits).entropy().mean().item()
-    metrics = backend.update(batch, Objective(AdvantageLoss(), 5.0))
-    assert metrics["entropy"] == pytest.approx(expected, rel=1e-5)
-
-
 def test_a_loss_that_needs_a_missing_column_is_refused_by_name(model: Path) -> None:
     with pytest.raises(DataError, match="needs advantages"):
         local_backend(model).update(lay_out(make_samples([5])), Objective(AdvantageLoss(), 1.0))
@@ -203,17 +189,6 @@ def test_null_max_grad_norm_turns_clipping_off(model: Path) -> None:
         for backend in (free, bound)
     ]
     assert moved[1] < moved[0] / 10
-
-
-def test_the_reference_role_keeps_the_initial_weights(model: Path) -> None:
-    backend = local_backend(model)
-    batch = lay_out(make_samples([9, 12]))
-    before = backend.logprobs(batch)
-    backend.update(batch, Objective(CROSS_ENTROPY, 5.0))
-    assert torch.equal(backend.logprobs(batch, role="reference"), before)
-    assert not torch.equal(backend.logprobs(batch), before)
-    with pytest.raises(ModelError, match="no critic"):
-        backend.logprobs(batch, role="critic")
 
 
 def test_tied_embeddings_appear_once_and_train_as_one(tmp_path: Path) -> None:
@@ -277,23 +252,6 @@ def test_layers_are_compiled_one_by_one_and_generation_leaves_that_alone(
     assert len(calls) == 2
     backend.logprobs(lay_out(make_samples([9])))
     assert len(calls) == 4
-
-
-@pytest.mark.parametrize(
-    ("role", "reason"), [("critic", r"no critic\. Add a section `critic: \{\}`"), ("reference", "never trained itself")]
-)
-def test_without_a_critic_only_the_policy_can_be_updated(model: Path, role: Role, reason: str) -> None:
-    backend = local_backend(model)
-    batch, objective = lay_out(make_samples([9])), Objective(CROSS_ENTROPY, 5.0)
-    before = {name: tensor.clone() for name, tensor in backend.named_weights()}
-    with pytest.raises(ModelError, match=reason):
-        backend.update(batch, objective, role=role)
-    with pytest.raises(ModelError, match=reason):
-        backend.gradients(batch, objective, role=role)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in backend.named_weights())
-    gradients = dict(backend.gradients(batch, objective))
-    for name, gradient in backend.gradients(batch, objective, role="policy"):
-        assert torch.equal(gradient, gradients[name])
 
 
 class WithExtremes(CrossEntropy):

@@ -312,13 +312,3 @@ def test_a_plan_suggests_masters_first_and_what_changes_rounding_last() -> None:
     assert found[0] == {"weights": "bf16_masters"}
     assert found[-2:] == [{"offload_optimizer": True}, {"weights": "bf16_stochastic"}]
     assert not any("weights" in change for change in LocalBackendConfig().savings(run_config("m"), 10, 10))
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [({"weights": "bf16_masters"}, "precision: bf16"), ({**STOCHASTIC, "lora": LoraConfig()}, "base_dtype")],
-)
-def test_settings_that_cannot_work_are_refused_with_the_way_out(settings: dict[str, Any], said: str) -> None:
-    [problem] = LocalBackendConfig(**settings).problems(run_config("m"))
-    assert problem.key == "weights"
-    assert said in problem.message

@@ -7,11 +7,7 @@ from typing import Any
 import pytest
 
 from spurline import load_config
-from spurline.config.loading import config_model
-from spurline.config.run_config import ReductionConfig
 from spurline.errors import ConfigError
-from spurline.plugins.host import PluginHost
-from spurline.update.reduction import describe_reduction
 
 BASE: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "rows.jsonl"}, "steps": 1}
 
@@ -53,15 +49,6 @@ def test_a_mistake_in_a_reduction_says_what_to_write(written: Any, message: str)
         load_config({**BASE, "reduction": written})
 
 
-def test_a_reduction_is_told_in_words() -> None:
-    assert describe_reduction(ReductionConfig()) == (
-        "Reduction token_mean: every loss token of an optimizer step counts the same."
-    )
-    assert "divided by 512 tokens for each trajectory" in describe_reduction(
-        ReductionConfig(name="fixed_norm", length=512)
-    )
-
-
 def test_a_critic_takes_the_defaults_of_critics() -> None:
     critic = load_config({**rollouts(), "critic": {"loss": {"clip": 0.5}}}).resolved()["critic"]
     assert critic["loss"] == {"name": "value", "clip": 0.5}
@@ -93,17 +80,3 @@ def test_a_critic_is_required_by_gae_and_refused_where_nothing_reads_it() -> Non
         load_config({**rollouts(advantage="grpo"), "critic": {}})
     with pytest.raises(ConfigError, match=r"critic would be trained for nothing: the source 'sft'"):
         load_config({**BASE, "critic": {}})
-
-
-def test_a_misspelled_setting_of_a_critic_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"critic\.minibatchs is not a setting\. Did you mean 'minibatches'\?"):
-        load_config({**rollouts(), "critic": {"minibatchs": {}}})
-
-
-@pytest.mark.parametrize("short", [{"reduction": "prompt_mean"}, {"schedule": "constant"}])
-def test_the_json_schema_knows_sections_that_are_a_name(short: dict[str, str]) -> None:
-    jsonschema = pytest.importorskip("jsonschema")
-    schema = config_model(PluginHost.load([])).model_json_schema()
-    jsonschema.validate({**BASE, **short}, schema)
-    with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate({**BASE, **dict.fromkeys(short, "nonsense")}, schema)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -90,10 +89,6 @@ def test_warm_up_rises_in_equal_steps_to_the_peak_and_wastes_no_step_at_zero() -
     assert factors(name="linear", warmup_ratio=0.2)[:5] == pytest.approx([0.25, 0.5, 0.75, 1, 1])
 
 
-def test_warm_up_steps_take_precedence_over_the_ratio() -> None:
-    assert factors(name="constant", warmup_steps=0, warmup_ratio=0.5) == [1] * 20
-
-
 @pytest.mark.parametrize("name", ["linear", "cosine", "wsd"])
 def test_min_ratio_is_where_the_decay_ends(name: str) -> None:
     schedule = made({"name": name, "min_ratio": 0.1})
@@ -104,20 +99,9 @@ def test_min_ratio_is_where_the_decay_ends(name: str) -> None:
     assert 0.1 < values[-1] < 0.16
 
 
-def test_half_way_a_cosine_is_at_half_the_peak() -> None:
-    assert factors(name="cosine")[10] == pytest.approx(0.5)
-    assert factors(name="cosine")[5] == pytest.approx(0.5 * (1 + math.cos(math.pi / 4)))
-
-
 def test_a_run_that_is_all_warm_up_never_divides_by_zero() -> None:
     assert factors(total=3, name="linear", warmup_ratio=1.0) == pytest.approx([1 / 3, 2 / 3, 1])
     assert factors(total=2, name="cosine", warmup_steps=10) == pytest.approx([0.1, 0.2])
-
-
-def test_a_schedule_is_its_name_or_a_section_and_cosine_is_the_default() -> None:
-    assert load_config(BASE).resolved()["schedule"]["name"] == "cosine"
-    assert load_config({**BASE, "schedule": "wsd"}).resolved()["schedule"]["name"] == "wsd"
-    assert made("constant").factor(7, 10) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -143,10 +127,3 @@ def test_warm_up_that_outlasts_the_run_is_said() -> None:
     [note] = notes(6, name="wsd", warmup_steps=6, decay_steps=6)
     assert "reaches its peak in the last one only" in note
     assert notes(6, name="cosine", warmup_steps=5) == []
-
-
-def test_a_decay_that_is_longer_than_what_warm_up_leaves_is_said() -> None:
-    [note] = notes(6, name="wsd", warmup_steps=2, decay_steps=60)
-    assert "decay_steps is 60, but of 6 optimizer steps warm-up leaves 4: the decay is cut to 4" in note
-    assert notes(6, name="wsd", warmup_steps=2, decay_steps=4) == []
-    assert notes(6, name="wsd", decay_ratio=1.0) == []

@@ -17,12 +17,12 @@ _READ_PAST: Mapping[str, frozenset[str]] = {
     ),
     "jamba": frozenset({"dt_proj"}),
 }
-"""Model type -> linear layers of its state spaces whose weights the mixer, or its fast kernel, reads itself: an adapter
-on them would not train, and say nothing. PEFT refuses some of them."""
+"""Linear layers of state spaces, by model type, whose weights the mixer, or its fast kernel, reads itself: an adapter
+on them would silently not train. PEFT refuses some of them."""
 
 
 def unadaptable(causal: PreTrainedModel) -> dict[str, str]:
-    """Name of a linear module -> why it cannot carry an adapter, as a clause. The model may be on device `meta`."""
+    """Return why linear modules cannot carry an adapter, as clauses by name. The model may be on device `meta`."""
     found: dict[str, str] = {}
     read_past = _READ_PAST.get(causal.config.get_text_config().model_type, frozenset())
     for name, module in causal.named_modules():
@@ -36,6 +36,6 @@ def unadaptable(causal: PreTrainedModel) -> dict[str, str]:
 
 
 def is_target(name: str, lora: LoraConfig) -> bool:
-    """Whether a module of this name is to get an adapter, if it can carry one. The output layer is not asked about."""
+    """Return whether a module of this name, other than the output layer, gets an adapter if it can carry one."""
     targets = lora.target_modules
     return targets == "all-linear" or any(name == target or name.endswith(f".{target}") for target in targets)

@@ -24,20 +24,21 @@ from transformers import PreTrainedModel
 from spurline_models.weights import WeightGroup, WeightPart
 
 SETTINGS_FILE = "adapter_config.json"
-"""Holds an adapter's settings, in a folder of PEFT."""
+"""The file of an adapter's settings, in a folder of PEFT."""
 TENSORS_FILE = "adapter_model.safetensors"
-"""Holds an adapter's tensors there."""
+"""The file of an adapter's tensors there."""
 
 _WRAPPED = "base_model.model."
-"""What names begin with in PEFT's files: there the model lies in a `PeftModel` and a `LoraModel`."""
+"""The beginning of names in PEFT's files: there the model lies in a `PeftModel` and a `LoraModel`."""
 
 
 @dataclass(frozen=True)
 class AdapterStream:
     """An adapter, one tensor at a time.
 
-    settings: JSON values, as PEFT writes them to `adapter_config.json`. tensors: (name, tensor) as in
-    `adapter_model.safetensors`, each name once.
+    Attributes:
+        settings: JSON values, as PEFT writes them to `adapter_config.json`.
+        tensors: (name, tensor) as in `adapter_model.safetensors`, each name once.
     """
 
     settings: Mapping[str, Any]
@@ -45,9 +46,9 @@ class AdapterStream:
 
 
 class AdapterWeights:
-    """How the tensors of an adapter are named in PEFT's files: `GroupedWeights` of one tensor each, as it is.
+    """The tensors of an adapter under their names in PEFT's files: `GroupedWeights` of one tensor each.
 
-    causal: a model with adapters, which may be on device `meta`.
+    The model that carries the adapter may be on device `meta`.
     """
 
     def __init__(self, causal: PreTrainedModel) -> None:
@@ -56,7 +57,7 @@ class AdapterWeights:
         tensors: dict[str, Tensor] = {}
         groups: list[WeightGroup] = []
         for layer, part, parameter in adapter_parameters(causal):
-            # Files leave out the name of the adapter, which whoever loads them chooses.
+            # Files leave out the name of the adapter, which is chosen when they are loaded.
             leaf = ".".join(piece for piece in part.split(".") if piece != ADAPTER)
             if leaf == f"{LENGTHS}.weight":
                 leaf = LENGTHS
@@ -70,16 +71,16 @@ class AdapterWeights:
 
     @property
     def layout(self) -> dict[str, Tensor]:
-        """Every tensor of the adapter, on device `meta`."""
+        """All tensors of the adapter, on device `meta`."""
         return {name: tensor for group in self.groups for name, tensor in group.weights.items()}
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """(name in PEFT's files, the model's own tensor), which must all be here."""
+        """Yield (name in PEFT's files, the model's own tensor), which must all be here."""
         for group in self.groups:
             yield from self.weights_of(group, self.tensors).items()
 
     def weights_of(self, group: WeightGroup, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors of a group. tensors: its sources, whole; they share their memory."""
+        """Return the tensors of a group. tensors: its sources, whole; they share their memory."""
         return {part.name: tensors[source].detach() for part in group.parts for source in part.sources}
 
 

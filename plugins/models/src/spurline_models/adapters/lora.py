@@ -38,7 +38,7 @@ except ImportError as error:
 ADAPTER = "default"
 """Name of the one adapter that models have here, which PEFT uses where none is chosen."""
 LENGTHS = "lora_magnitude_vector"
-"""What PEFT calls the trained lengths of DoRA, one for each output of a layer, in the layer and in files."""
+"""PEFT's name for the trained lengths of DoRA, one for each output of a layer, in the layer and in files."""
 
 
 def add_adapters(causal: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
@@ -67,19 +67,15 @@ def add_adapters(causal: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
     linear = {name.rpartition(".")[2] for name, module in causal.named_modules() if isinstance(module, nn.Linear)}
     try:
         with warnings.catch_warnings():
-            # Of PEFT's own calls and settings, which no user can change.
+            # PEFT warns of its own calls and settings, which no user can change.
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
             warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
-            # Otherwise PEFT draws values on the host first, of which there may be gigabytes.
+            # Otherwise PEFT draws values on the host first, which may be gigabytes.
             peft.get_peft_model(causal, settings, low_cpu_mem_usage=causal.device.type == "meta")
     except ValueError as error:
         _refuse_unmatched(settings, lora, names, linear)
-        # PEFT puts adapters on experts that are stored as one tensor too, but not of this kind.
-        advice = (
-            " backend.lora.dora is for linear layers alone: set it to false, or let target_modules name some."
-            if lora.dora
-            else ""
-        )
+        # DoRA is for linear layers alone, and not for experts that are stored as one tensor.
+        advice = " Set backend.lora.dora: false, or let target_modules name linear layers." if lora.dora else ""
         raise ModelError(f"backend.lora.target_modules: {error}{advice}\nLinear modules: {listing(linear)}.") from error
     _refuse_unmatched(settings, lora, names, linear)
     _refuse_adapted_tied_weights(causal)
@@ -98,7 +94,7 @@ def add_adapters(causal: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
 
 
 def _measure_lengths(causal: nn.Module) -> None:
-    """PEFT measures in the dtype of the weights, which may be narrow."""
+    """Measure DoRA's lengths in full precision; PEFT measures in the dtype of the weights, which may be narrow."""
     for _, layer in adapted_layers(causal):
         base: Any = layer.get_base_layer()
         lengths: Tensor = getattr(layer, LENGTHS)[ADAPTER].weight
@@ -106,10 +102,10 @@ def _measure_lengths(causal: nn.Module) -> None:
 
 
 def initial_adapters(causal: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """(parameter name, whole initial value in fp32 on CPU) of every adapter's matrices, one at a time.
+    """Yield (parameter name, whole initial value in fp32 on CPU) of every adapter's matrices, one at a time.
 
     Each depends on the seed and its own name alone, not on the order of layers or on who else draws: a rank that holds
-    a part of a parameter takes that part of the value. They are peft's distributions: an update of 0 at first.
+    a shard of a parameter takes that part of the value. They are peft's distributions: an update of 0 at first.
     DoRA's lengths are not drawn; they begin as those of the weights under them.
     """
     for layer_name, part, parameter in adapter_parameters(causal):
@@ -119,7 +115,7 @@ def initial_adapters(causal: nn.Module, seed: int) -> Iterator[tuple[str, Tensor
 
 
 def adapter_parameters(causal: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
-    """(layer name, the parameter's name in its layer, parameter) of every adapter."""
+    """Yield (layer name, the parameter's name in its layer, parameter) of every adapter."""
     for layer_name, _ in adapted_layers(causal):
         for part, parameter in causal.get_submodule(layer_name).named_parameters():
             # Layers may lie in each other; each has its own.
@@ -128,10 +124,9 @@ def adapter_parameters(causal: nn.Module) -> Iterator[tuple[str, str, nn.Paramet
 
 
 def adapter_settings(causal: PreTrainedModel, model: ModelConfig) -> dict[str, Any]:
-    """Settings of the model's adapter as PEFT writes them to `adapter_config.json`: JSON values, sets as sorted lists.
+    """Return the adapter's settings as PEFT writes them to `adapter_config.json`: JSON values, sets as sorted lists.
 
-    They have the targets that PEFT has found, and ranks and scales that differ from the others. model: what the adapter
-    was put into.
+    They have the targets that PEFT has found. model: the model that the adapter was put into.
     """
     # PEFT leaves its settings in the model, and annotates the model without them.
     found: Any = causal.peft_config
@@ -165,16 +160,19 @@ def _initial_value(part: str, shape: torch.Size, generator: torch.Generator) -> 
 
 
 def adapted_layers(causal: nn.Module) -> Iterator[tuple[str, BaseTunerLayer]]:
-    """(module name, layer) of every layer that carries an adapter."""
+    """Yield (module name, layer) of every layer that carries an adapter."""
     for name, module in causal.named_modules():
         if isinstance(module, BaseTunerLayer):
             yield name, module
 
 
 def merged_weight(layer: BaseTunerLayer, base: str, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Base weight plus adapter, as a new tensor of the higher precision of both; the layer stays as it is.
+    """Return base weight plus adapter, as a new tensor of the higher precision of both; the layer stays as it is.
 
-    tensors: the layer's own, whole, by their names in it; base: which of them is the weight that is adapted.
+    Args:
+        layer: The layer that carries the adapter.
+        base: The name of the adapted weight in it.
+        tensors: The layer's own tensors, whole, by their names in it.
     """
     dtype = torch.float32
     for tensor in tensors.values():
@@ -202,7 +200,7 @@ class _Delta(nn.Module):
 
 @contextmanager
 def adapters_off(causal: nn.Module) -> Iterator[None]:
-    """The model as it was before training."""
+    """Turn the adapters off for the time of the context: the model is as it was before training."""
     layers = [layer for _, layer in adapted_layers(causal)]
     for layer in layers:
         layer.enable_adapters(False)
@@ -239,9 +237,9 @@ def notes(model: ModelConfig, lora: LoraConfig) -> list[str]:
 
 
 def _refuse_unmatched(settings: peft.LoraConfig, lora: LoraConfig, names: list[str], linear: set[str]) -> None:
-    """Raise ConfigError for an entry of `target_modules` that names no module: PEFT asks for one match of all.
+    """Raise ConfigError for an entry of `target_modules` that names no module; PEFT is content with one match of all.
 
-    settings: as PEFT leaves them, without the entries that it has turned into names of parameters.
+    PEFT has turned some entries of its `settings` into names of parameters.
     """
     for number, target in enumerate(() if lora.target_modules == "all-linear" else lora.target_modules):
         is_turned = settings.target_parameters and target not in (settings.target_modules or ())

@@ -24,7 +24,7 @@ from spurline_text.stop_texts import StopTexts
 
 @dataclass(frozen=True)
 class Answer:
-    """text: without special tokens. tokens: how many were generated. finish_reason: `length` when it was cut off."""
+    """An answer without special tokens, the number of its tokens, and `length` if it was cut off."""
 
     text: str
     tokens: int
@@ -32,9 +32,11 @@ class Answer:
 
 
 def chat_prompt(target: Target, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None) -> list[int]:
-    """Tokens of a conversation that waits for the model's turn.
+    """Return the tokens of a conversation that waits for the model's turn.
 
-    Raises UserError for a model without a template, and as `_encoded` does."""
+    Raises:
+        UserError: For a model without a chat template, and for a prompt that cannot be answered.
+    """
     if target.tokenizer.chat_template is None:
         raise UserError(f"{target.words} has no chat template. Give --raw to have it go on from plain text.")
     require_chat_template(target.tokenizer, target.words)
@@ -46,7 +48,7 @@ def chat_prompt(target: Target, messages: Sequence[Message], tools: list[dict[st
 
 
 def raw_prompt(target: Target, text: str) -> list[int]:
-    """Tokens of plain text to go on from. Raises UserError as `_encoded` does."""
+    """Return the tokens of plain text to go on from. Raises UserError for a prompt that cannot be answered."""
     encoding = _encoded(target, text, is_chat=False)
     ids = list(encoding.ids)
     # A tokenizer that ends every text would ask the model to go on after the end.
@@ -56,11 +58,10 @@ def raw_prompt(target: Target, text: str) -> list[int]:
 
 
 def _encoded(target: Target, text: str, *, is_chat: bool) -> Encoding:
-    """Raises UserError for what is no text, and for what leaves no room for an answer."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise UserError(f"the prompt is no Unicode text: {error}. Write it in UTF-8.") from error
+        raise UserError(f"the prompt is not Unicode text: {error}. Write it in UTF-8.") from error
     [encoding] = encode_batch(target.tokenizer, [text], is_chat=is_chat)
     length = len(encoding.ids)
     if target.context is not None and length >= target.context:
@@ -71,9 +72,10 @@ def _encoded(target: Target, text: str, *, is_chat: bool) -> Encoding:
 def answer(
     target: Target, prompt: Sequence[int], sampling: Sampling, count: int = 1, seen: Callable[[str], None] | None = None
 ) -> list[Answer]:
-    """Answers to one prompt. seen: is told the text of a single answer as it grows.
+    """Answer one prompt, `count` times. `seen` is given the text of a single answer as it grows.
 
-    Raises UserError for a prompt that has no tokens.
+    Raises:
+        UserError: For a prompt without tokens, and several answers without sampling.
     """
     room = sampling.max_new_tokens if target.context is None else target.context - len(prompt)
     if not prompt:
@@ -108,7 +110,7 @@ def answer(
 
 def _read(target: Target, tokens: list[int], stop: Sequence[str]) -> Answer:
     texts = StopTexts(target.tokenizer, stop) if stop else None
-    # What comes behind it pads the answer to the length of the others.
+    # Tokens behind the end pad the answer to the length of the others.
     ends = next(
         (
             place
@@ -123,14 +125,11 @@ def _read(target: Target, tokens: list[int], stop: Sequence[str]) -> Answer:
 
 
 class _Stops(StoppingCriteria):
-    """Ends an answer with the token that completes a text in it. That of transformers also looks at the prompt's end.
+    """Ends an answer with the token that completes a text in it; that of transformers also looks at the prompt."""
 
-    length: of the prompt. count: answers that are drawn together.
-    """
-
-    def __init__(self, target: Target, stop: Sequence[str], length: int, count: int) -> None:
+    def __init__(self, target: Target, stop: Sequence[str], prompt_tokens: int, count: int) -> None:
         self._texts = [StopTexts(target.tokenizer, stop) for _ in range(count)]
-        self._seen = length
+        self._seen = prompt_tokens
         self._is_done = [False] * count
 
     def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
@@ -142,7 +141,7 @@ class _Stops(StoppingCriteria):
 
 
 class _Watched(TextStreamer):
-    """Tells the text as it grows, in pieces that are whole words."""
+    """Passes the text on as it grows, in pieces that are whole words."""
 
     def __init__(self, target: Target, seen: Callable[[str], None]) -> None:
         super().__init__(target.tokenizer, skip_prompt=True, skip_special_tokens=True)  # pyright: ignore[reportArgumentType]

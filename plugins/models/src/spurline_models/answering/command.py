@@ -1,63 +1,86 @@
-"""What `spurline generate` does with its words: which prompts there are, and how answers reach the terminal."""
+"""Do the work of `spurline generate`: find the prompts, answer them, and bring the answers to the terminal."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import typer
 
-from spurline.config.loading import LoadedConfig
+from spurline.config.loading import LoadedConfig, load_config
 from spurline.errors import DataError, UserError, listing, suggestion
 from spurline.progress import Progress
 from spurline.protocols.dataset import DatasetConfig
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline.terminal import json_line, printable, standard_input
 from spurline_models.answering.answers import Answer, answer, chat_prompt, raw_prompt
-from spurline_models.answering.rows import with_usual_columns
-from spurline_models.answering.target import Sampling, Target, is_run, no_run_or_model, open_model, open_run, seeded
+from spurline_models.answering.target import Sampling, Target, is_run, open_model, open_run
 from spurline_text.hub import refuse_adapter
 from spurline_text.prompts import ChatQuestion, TextQuestion, read_question
 from spurline_text.rows.messages import Message
+from spurline_text.rows.rows import absent_column_problem
+from spurline_text.tokenization import open_datasets
 
 _YOU = "you> "
 _RESET = "/reset"
 
 
 def opened(target: str, load_run: Any, checkpoint: str, progress: Progress) -> Target:
-    """load_run: reads the config of a run folder."""
+    """Open a run, whose config `load_run` reads, or a model."""
     path = Path(target)
     if is_run(path):
         loaded: LoadedConfig = load_run(path)
         return open_run(loaded, checkpoint, progress)
     if not path.exists() and (path.is_absolute() or (path.parent != Path() and path.parent.is_dir())):
         # `org/name` is a name on the hub only where no folder is called so.
-        raise _no_such_folder(path)
+        there = sorted(entry.name for entry in path.parent.iterdir() if entry.is_dir()) if path.parent.is_dir() else []
+        raise UserError(f"{path}: there is no such folder.{suggestion(path.name, there)}")
     if checkpoint != "latest":
-        raise UserError(f"--checkpoint is for runs, and {target} is none.")
+        raise UserError(f"--checkpoint is for runs, and {target} is not one.")
     refuse_adapter("generate", target)
     if path.is_dir() and not (path / "config.json").is_file():
-        raise no_run_or_model(target)
+        there = listing(sorted(entry.name for entry in path.iterdir())[:20])
+        raise UserError(
+            f"{target} is neither the folder of a run nor that of a model: both have a config.json. It has: {there}."
+        )
     return open_model(target, progress)
 
 
-def _no_such_folder(path: Path) -> UserError:
-    folder = path.parent
-    there = sorted(entry.name for entry in folder.iterdir() if entry.is_dir()) if folder.is_dir() else []
-    return UserError(f"{path}: there is no such folder.{suggestion(path.name, there)} {folder} has: {listing(there)}.")
+def prompt_rows(path: str, columns: Mapping[str, str]) -> DatasetToTokenize:
+    """Open rows of prompts as `data.train` does. columns: see `DatasetConfig.columns`.
+
+    Raises:
+        DataError: If they cannot be found or read, or have none of these columns.
+    """
+    train = {"path": path, "columns": dict(columns)}
+    # Only the data is read; the rest is what a config must have.
+    loaded = load_config({"model": {"path": "none"}, "steps": 1, "data": {"train": train}})
+    [opened] = open_datasets(loaded.config.data.train, loaded.host.registry)
+    if not len(opened.dataset):
+        raise DataError(f"{path} has no rows.")
+    return opened
+
+
+def _with_usual_columns(rows: DatasetToTokenize, usual: Mapping[str, str]) -> DatasetToTokenize:
+    """Give the rows these columns, if none were given and the first row has them."""
+    if rows.config.columns or absent_column_problem(usual, [rows.dataset[0]]) is not None:
+        return rows
+    return replace(rows, config=rows.config.model_copy(update={"columns": dict(usual)}))
 
 
 def text_of_input() -> str:
-    """All of standard input, which is one prompt."""
+    """Return all of standard input, which is one prompt."""
     stream = standard_input()
     if stream is None:
         raise UserError("there is no standard input to read a prompt from. Give a prompt, or --file.")
     try:
         return stream.read().rstrip("\n")
     except UnicodeDecodeError as error:
-        raise UserError(f"standard input is no text in UTF-8: {error}.") from error
+        raise UserError(f"standard input is not text in UTF-8: {error}.") from error
 
 
 class Prompts:
@@ -75,10 +98,12 @@ class Prompts:
         return chat_prompt(self._target, [*self.begin, {"role": "user", "content": text}])
 
     def of_rows(self, given: DatasetToTokenize) -> Iterator[tuple[str, list[int]]]:
-        """(what was asked, prompt) of each row, in any format with text; answers in the rows are not read.
+        """Yield (what was asked, prompt) of each row, in any format with text; answers in the rows are not read.
 
-        Raises DataError and UserError naming the row."""
-        rows = with_usual_columns(given, self._target.columns)
+        Raises:
+            UserError: If a row cannot be asked; names the row.
+        """
+        rows = _with_usual_columns(given, self._target.columns)
         for number in range(len(rows.dataset)):
             row, where = rows.dataset[number], rows.dataset.location(number)
             yield self._of_row(where, row, rows.config)
@@ -88,7 +113,6 @@ class Prompts:
         try:
             return self._of_question(read_question(row, config, has_chat_template=has_template))
         except (DataError, UserError) as error:
-            # What fits no format, or lacks a column.
             names = " Here `columns` are given as --column prompt=NAME." if "`columns" in str(error) else ""
             raise UserError(f"{where}: {error}{names}") from error
 
@@ -117,24 +141,25 @@ def answer_all(
     """Print the answers. A terminal sees a single one grow; --json prints an object a line, text as it is."""
     watches = not as_json and count == 1 and sys.stdout.isatty()
     for number, (asked, prompt) in enumerate(prompts):
-        # By prompt: the same one gets the same answer, whatever stands before it.
-        seeded(seed)
+        # Seeded for each prompt: the same one gets the same answer, whatever stands before it.
+        torch.manual_seed(seed)
         if not as_json and len(prompts) > 1:
             typer.echo(f"{chr(10) if number else ''}> {printable(asked)}")
         answers = [_shown(target, prompt, sampling)] if watches else answer(target, prompt, sampling, count)
         for place, found in enumerate(answers):
             if as_json:
-                typer.echo(_line(asked, found))
+                content = {"prompt": asked, "response": found.text}
+                typer.echo(json_line(content | {"finish_reason": found.finish_reason, "tokens": found.tokens}))
             elif not watches:
                 typer.echo(("" if count == 1 else f"[{place + 1}] ") + printable(found.text))
             _say_cut_off(found, as_json=as_json)
 
 
 def talk(target: Target, prompts: Prompts, sampling: Sampling, seed: int) -> None:
-    """A conversation in the terminal, until its end of input."""
-    typer.echo(f"Write to {target.words}; {_RESET} begins anew, Ctrl-D ends.", err=True)
+    """Hold a conversation in the terminal, until its end of input."""
+    typer.echo(f"Write to {target.words}; {_RESET} starts over, Ctrl-D ends.", err=True)
     messages = list(prompts.begin)
-    seeded(seed)
+    torch.manual_seed(seed)
     while True:
         try:
             text = input(_YOU)
@@ -149,14 +174,14 @@ def talk(target: Target, prompts: Prompts, sampling: Sampling, seed: int) -> Non
                 found = _shown(target, chat_prompt(target, asked), sampling)
             except UserError as error:
                 # Too long by now, most often; what was said so far stays.
-                typer.echo(printable(f"Error: {error} {_RESET} begins anew."), err=True)
+                typer.echo(printable(f"Error: {error} {_RESET} starts over."), err=True)
                 continue
             _say_cut_off(found, as_json=False)
             messages = [*asked, {"role": "assistant", "content": found.text}]
 
 
 def _shown(target: Target, prompt: Sequence[int], sampling: Sampling) -> Answer:
-    """An answer that the terminal sees grow; its line is ended, also by Ctrl-C."""
+    """Answer while the terminal sees the text grow; its line is ended, also by Ctrl-C."""
     try:
         [found] = answer(target, prompt, sampling, seen=lambda text: typer.echo(printable(text), nl=False))
     except KeyboardInterrupt:
@@ -164,16 +189,6 @@ def _shown(target: Target, prompt: Sequence[int], sampling: Sampling) -> Answer:
         raise
     typer.echo()
     return found
-
-
-def _line(asked: str, found: Answer) -> str:
-    content = {
-        "prompt": asked,
-        "response": found.text,
-        "finish_reason": found.finish_reason,
-        "tokens": found.tokens,
-    }
-    return json_line(content)
 
 
 def _say_cut_off(found: Answer, *, as_json: bool) -> None:

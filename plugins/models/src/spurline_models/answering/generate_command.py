@@ -1,4 +1,4 @@
-"""The command `spurline generate`: its options, and what they choose among. `command` does the work."""
+"""The options of the command `spurline generate`; `command` does the work."""
 
 from __future__ import annotations
 
@@ -49,10 +49,9 @@ def generate(
     start("loading PyTorch and transformers")
     with importing():
         from spurline_models.answering import command
-        from spurline_models.answering.rows import prompt_rows
 
     # Before the weights, which take long.
-    rows = None if file is None else prompt_rows(file, columns)
+    rows = None if file is None else command.prompt_rows(file, columns)
     found = command.opened(target, load_run, checkpoint, start)
     sampling = replace(found.sampling, **chosen, **({"stop": tuple(stop)} if stop else {}))
     asked = command.Prompts(found, system, raw=raw)

@@ -1,4 +1,4 @@
-"""Open what is to answer: a checkpoint of a run, or a folder or name of a model.
+"""Open the model that answers: a checkpoint of a run, or a folder or name of a model.
 
 The weights of a checkpoint are read in place, as `spurline export` would write them, so that what answers here is what
 an export would answer: adapters merged, rounded to the dtype of the files, the tokenizer with the run's chat template.
@@ -13,17 +13,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from spurline.config.loading import LoadedConfig
 from spurline.config.run_config import ModelConfig
-from spurline.errors import UserError, listing
+from spurline.errors import UserError
 from spurline.progress import Progress
 from spurline.run.checkpoints.checkpoint import CheckpointStore
 from spurline.run.directory import RunDirectory
-from spurline.run.record_files import SUMMARY_FILE, read_mapping
 from spurline_models.architecture import load_model_config
 from spurline_models.device_profile import device_profile
 from spurline_models.export import exported_weights, generation_config
@@ -35,8 +33,7 @@ from spurline_text.tokenizer import load_tokenizer
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are drawn. temperature: 0 takes the likeliest token each time. top_k: 0 takes any. stop: texts that
-    end an answer."""
+    """How answers are drawn; `temperature` 0 takes the likeliest token, `top_k` 0 any, `stop` texts end an answer."""
 
     max_new_tokens: int = 256
     temperature: float = 0.0
@@ -56,7 +53,7 @@ class Sampling:
                 raise UserError(f"{option} must be {words}.")
 
     def words(self) -> str:
-        """For people."""
+        """Describe it for people."""
         how = "greedy" if self.temperature == 0 else f"temperature {self.temperature:g}"
         cuts = [f"top_p {self.top_p:g}"] * (self.top_p < 1) + [f"top_k {self.top_k}"] * (self.top_k > 0)
         return ", ".join([how, *(cuts if self.temperature else ()), f"at most {self.max_new_tokens:,} new tokens"])
@@ -64,12 +61,19 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Target:
-    """What answers. words: what it is, for people. sampling: what it is usually asked with. stops: tokens that end an
-    answer. context: tokens that it can see; None without a limit. columns: how those of its training data are called,
-    see `DatasetConfig.columns`."""
+    """A model that answers.
+
+    Attributes:
+        words: A description for people.
+        causal: The model.
+        tokenizer: Its tokenizer.
+        sampling: How it usually answers.
+        stops: Tokens that end an answer.
+        context: Tokens that it can see; None without a limit.
+        columns: Columns of its training data, see `DatasetConfig.columns`.
+    """
 
     words: str
-    model: ModelConfig
     causal: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     sampling: Sampling
@@ -79,7 +83,7 @@ class Target:
 
 
 def is_run(target: Path) -> bool:
-    """Whether a folder is a run's; models have a config.json too."""
+    """Return whether a folder is a run's; models have a config.json too."""
     try:
         config: Any = json.loads((target / "config.json").read_bytes())
     except (OSError, ValueError):
@@ -88,21 +92,11 @@ def is_run(target: Path) -> bool:
 
 
 def open_run(loaded: LoadedConfig, checkpoint: str, progress: Progress) -> Target:
-    """A checkpoint of a run: `latest`, `best`, or a folder. Raises CheckpointError when there is none."""
+    """Open a checkpoint of a run: `latest`, `best`, or a folder. Raises CheckpointError if there is none."""
     directory = RunDirectory(loaded.config.run_dir)
     store = CheckpointStore(directory.checkpoints, loaded.config.checkpoint.verify)
     found = store.chosen(None if checkpoint == "latest" else checkpoint)
-    is_exported = (
-        checkpoint == "latest"
-        # Without the setting, a model there is what the run was when it finished with fewer steps.
-        and loaded.config.checkpoint.export_hf
-        and read_mapping(directory.path / SUMMARY_FILE).get("status") == "finished"
-        and (directory.exported_model / "config.json").is_file()
-    )
-    if is_exported:
-        target = open_model(str(directory.exported_model), progress)
-    else:
-        target = _open(loaded.config.model, progress, lambda: exported_weights(loaded, found), str(found.path))
+    target = _open(loaded.config.model, progress, lambda: exported_weights(loaded, found), str(found.path))
     own = loaded.config.source.facts.sampling
     return replace(
         target,
@@ -115,14 +109,14 @@ def open_run(loaded: LoadedConfig, checkpoint: str, progress: Progress) -> Targe
 
 
 def open_model(path: str, progress: Progress) -> Target:
-    """A folder of a model, or its name on the hub. Raises ModelError."""
+    """Open a folder of a model, or its name on the hub. Raises ModelError."""
     return _open(ModelConfig(path=path), progress)
 
 
 def _open(
     model: ModelConfig, progress: Progress, read: Callable[[], dict[str, Tensor]] | None = None, where: str = ""
 ) -> Target:
-    """read: gives the weights, which are in `where`, instead of those that the model begins with."""
+    """Open a model, with the weights that `read` gives from `where` instead of its own."""
     progress("loading the tokenizer")
     tokenizer = load_tokenizer(model)
     progress(f"loading weights{' of ' if where else ''}{where}")
@@ -133,29 +127,15 @@ def _open(
     limit = position_limit(load_model_config(model))
     stops = tuple(stop_tokens(causal, model))
     context = None if limit is None else limit.tokens
-    return Target(model.path, model, causal, tokenizer, _usual(causal.generation_config), stops, context)
+    return Target(model.path, causal, tokenizer, _usual(causal.generation_config), stops, context)
 
 
 def _usual(config: GenerationConfig | None) -> Sampling:
-    """What the model's files recommend."""
+    """Return the sampling that the model's files recommend."""
     if config is None or not config.do_sample:
         return Sampling()
     return Sampling(
         temperature=1.0 if config.temperature is None else config.temperature,
         top_p=1.0 if config.top_p is None else config.top_p,
         top_k=config.top_k or 0,
-    )
-
-
-def seeded(seed: int) -> None:
-    """Draw the next answers from this seed."""
-    torch.manual_seed(seed)
-
-
-def no_run_or_model(target: str) -> UserError:
-    """The error for what is neither."""
-    path = Path(target)
-    there = listing(sorted(entry.name for entry in path.iterdir())[:20])
-    return UserError(
-        f"{target} is neither the folder of a run nor that of a model: both have a config.json. It has: {there}."
     )

@@ -1,4 +1,4 @@
-"""How the routers of a mixture of experts spread the tokens of an optimizer step.
+"""Measure how the routers of a mixture of experts spread the tokens of an optimizer step.
 
 Place on the way: routers of a training forward -> sums per layer -> sums over ranks -> metrics. A few experts that get
 most tokens make ranks wait for each other, and the others learn nothing; a router that is as undecided as it can be has
@@ -19,9 +19,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LayerLoad:
-    """What one layer's router did. tokens: int64 [E], that each expert got.
+    """The load of one layer's experts.
 
-    entropy: of how it shared tokens out over experts, in nats, summed over `measured` tokens.
+    Attributes:
+        tokens: int64 [E], the tokens that each expert got.
+        entropy: Entropy of how the router shares a token out over experts, in nats, summed over `measured` tokens.
+        measured: Tokens whose entropy is known.
     """
 
     tokens: NDArray[np.int64]
@@ -34,7 +37,7 @@ class LayerLoad:
 
 
 Loads = Mapping[int, LayerLoad]
-"""Layer of the model, from 0 -> what its router did."""
+"""Loads by layer of the model, counted from 0."""
 
 
 class ExpertLoads:
@@ -47,10 +50,14 @@ class ExpertLoads:
     def add(
         self, layer: int, experts: Tensor, num_experts: int, counted: slice | Tensor, shares: Tensor | None = None
     ) -> None:
-        """Count experts [T, top_k] of a layer. counted: the tokens that belong to samples.
+        """Count the experts of a layer's tokens.
 
-        shares: [T, num_experts], how each token is shared out over all experts, rows of sum 1; None where that is not
-        known.
+        Args:
+            layer: Number of the layer, from 0.
+            experts: [T, top_k], the experts that each token goes to.
+            num_experts: Experts of the layer.
+            counted: The tokens that belong to samples.
+            shares: [T, num_experts], how each token is shared out over all experts, rows of sum 1, where it is known.
         """
         # What is computed again in the backward pass has been counted.
         if torch._C._current_graph_task_id() != -1:
@@ -67,7 +74,7 @@ class ExpertLoads:
             sums[-1] += len(entropies)
 
     def fetch(self) -> Loads:
-        """What was counted, on the host."""
+        """Return the loads, on the host."""
         if not self._sums:
             return {}
         # One transfer, not one per layer.
@@ -79,7 +86,7 @@ class ExpertLoads:
 
 
 def load_metrics(parts: Iterable[Loads]) -> dict[str, float]:
-    """Metrics of what all ranks counted; none for a model without experts.
+    """Return the metrics of all ranks' loads; none for a model without experts.
 
     `moe/imbalance`: tokens of a layer's busiest expert over the mean of its experts, 1 where all get equally many, as
     the mean over layers; `moe/imbalance/max` is that of the worst layer. `moe/idle_experts`: share of experts that got

@@ -1,4 +1,4 @@
-"""The loss that keeps a mixture of experts balanced: how evenly routers spread the tokens of each sequence.
+"""Keep a mixture of experts balanced, by a loss of how evenly routers spread the tokens of each sequence.
 
 Place on the way: choices of routers -> one number per sequence -> their sum, which is added to the objective. It is the
 sequence-wise balance loss of DeepSeek-V3 (arXiv:2412.19437, equations 17 to 20). A sequence's value depends on its own
@@ -22,9 +22,9 @@ from spurline_models.streams.token_stream import TokenStream
 
 @dataclass(frozen=True)
 class BalanceLoss:
-    """What is added to an objective: coefficient * (sum of the sequences' values) / num_sequences.
+    """A term that is added to an objective: coefficient * (sum of the sequences' values) / num_sequences.
 
-    num_sequences: those with loss in the whole mini-batch, over all micro-batches and ranks.
+    `num_sequences` counts those with loss in the whole mini-batch, over all micro-batches and ranks.
     """
 
     coefficient: float
@@ -32,7 +32,7 @@ class BalanceLoss:
 
 
 def balance_coefficient(model: ModelConfig, causal: PreTrainedModel) -> float:
-    """What `model.router_aux_loss`, which is set, asks for. Raises ModelError for a model without such a loss."""
+    """Return the coefficient that `model.router_aux_loss` asks for. Raises ModelError for a model without routers."""
     wanted = model.router_aux_loss
     assert wanted is not None
     if not find_routers(causal):
@@ -54,7 +54,7 @@ def balance_coefficient(model: ModelConfig, causal: PreTrainedModel) -> float:
 class StreamBalance:
     """The balance of the sequences of one stream, summed while routers run.
 
-    A sequence of T tokens has, in a layer with E experts of which a token gets k, the value sum over experts of f * P:
+    A sequence of T tokens has, in a layer with E experts and k for each token, the value sum over experts of f * P:
     f = E / (k T) * tokens that went to the expert, which has no gradient; P = the mean over tokens of the expert's
     share. It is 1 where all experts get equally much. Layers count as their mean.
     """
@@ -69,12 +69,16 @@ class StreamBalance:
         self._weights = has_loss.double() / lengths.square()
         self._sum: Tensor | None = None
         self.unknown = ""
-        """Class of a router of which it is not known how it shares tokens out; it is not summed."""
+        """The class of a router that shares tokens out in an unknown way, and is not summed; empty if none does."""
 
     def add(self, choice: Choice, counted: slice | Tensor, tokens: slice, num_layers: int) -> None:
-        """Take in what a router chose in a pass. counted: its tokens that are some of the stream's, `tokens` of it.
+        """Take in what a router chose in a pass.
 
-        num_layers: of the model that have a router.
+        Args:
+            choice: What it chose.
+            counted: The tokens of the pass that are tokens of the stream.
+            tokens: Where these are in the stream.
+            num_layers: Layers of the model that have a router.
         """
         shares, experts = choice.shares()[counted], choice.experts[counted]
         segments = self._segment_of_token[tokens]
@@ -87,5 +91,5 @@ class StreamBalance:
         self._sum = value if self._sum is None else self._sum + value
 
     def total(self) -> Tensor:
-        """Sum of the values of the sequences that have loss, differentiable."""
+        """Return the sum of the values of the sequences that have loss, differentiable."""
         return self._weights.new_zeros(()) if self._sum is None else self._sum

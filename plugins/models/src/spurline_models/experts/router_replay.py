@@ -1,4 +1,4 @@
-"""The experts that the routers of a mixture-of-experts model choose: noted in one forward pass, used in another.
+"""Note the experts that the routers of a model choose in one forward pass, and use them again in another.
 
 Place on the way: engine's forward passes -> experts of every token -> `TrainingBatch` -> `TokenStream` -> the trainer's
 routers. Rounding alone makes a router of the trainer choose other experts than the engine did for some tokens, and then
@@ -34,8 +34,10 @@ from spurline_models.experts.routers import Choice, RouterTest, RouterWatch, fin
 class ExpertRouting:
     """The routers of one model, whose choices can be noted and replaced.
 
-    num_layers: decoder layers, those without experts included. top_k: experts of a token in a layer. num_experts: of a
-    layer, the fewest.
+    Attributes:
+        num_layers: Decoder layers, those without experts included.
+        top_k: Experts of a token in a layer.
+        num_experts: Experts of the layer that has the fewest.
     """
 
     def __init__(self, causal: PreTrainedModel) -> None:
@@ -50,9 +52,9 @@ class ExpertRouting:
         self.balance: StreamBalance | None = None
         """Sums the balance of the next stream's sequences while it is set."""
         self.counted: slice | Tensor = slice(None)
-        """Which tokens of the next pass are counted."""
+        """The tokens of the next pass that are counted."""
         self.stream_tokens: slice = slice(None)
-        """Which of the stream's tokens these are."""
+        """The place of these tokens in the stream."""
         self.num_layers = len(layers)
         self.routers = find_routers(causal)
         if not self.routers:
@@ -73,7 +75,7 @@ class ExpertRouting:
 
     @contextmanager
     def noting(self) -> Iterator[dict[int, Tensor]]:
-        """A context in which every forward pass leaves its choices here: layer -> experts [T, top_k]."""
+        """Note the choices of every forward pass in the context: experts [T, top_k] by layer."""
         noted: dict[int, Tensor] = {}
         self._noted = noted
         try:
@@ -83,7 +85,7 @@ class ExpertRouting:
 
     @contextmanager
     def testing(self) -> Iterator[RouterTest]:
-        """A context in which every router is tried out before it runs."""
+        """Try every router out before it runs in the context."""
         self._test = RouterTest()
         try:
             yield self._test
@@ -91,16 +93,12 @@ class ExpertRouting:
             self._test = None
 
     def as_array(self, noted: Mapping[int, Tensor]) -> NDArray[np.int16]:
-        """What `noting` left of a pass over T tokens, as [T, layers, top_k]; -1 in layers without experts."""
+        """Return what was noted of a pass over T tokens as [T, layers, top_k]; -1 in layers without experts."""
         tokens = len(next(iter(noted.values())))
         whole = np.full((tokens, self.num_layers, self.top_k), -1, np.int16)
         layers = sorted(noted)
         whole[:, layers] = torch.stack([noted[layer] for layer in layers], dim=1).to("cpu", torch.int16).numpy()
         return whole
-
-    def check(self, experts: Tensor) -> None:
-        """Raise DataError for experts [T, layers, top_k] of a model with other layers or another top_k."""
-        check_experts(experts, self.num_layers, self.top_k)
 
     def _enter(self, number: int, layer: nn.Module, args: Any) -> None:
         # Computing again ends where nothing more is needed, which may be before the router.
@@ -154,9 +152,9 @@ class ExpertRouting:
 
 
 def check_replayed(batch: TrainingBatch, config: PretrainedConfig) -> None:
-    """Raise DataError for a batch with experts that the model of this config has not; ModelError if it has none at all.
+    """Raise DataError for a batch with experts that the model of this config has not; ModelError if it has none.
 
-    On the host, before any device or rank meets them: an index out of range ends a process with a GPU.
+    It is checked on the host: an index out of range ends a process with a GPU.
     """
     experts = batch.tokens.get(ROUTED_EXPERTS)
     if experts is None:
@@ -187,8 +185,8 @@ def check_experts(experts: Tensor, num_layers: int, top_k: int) -> None:
 
 
 def no_routers(model: str) -> ModelError:
-    """The error of a model whose experts cannot be replayed. model: its path, for the message."""
+    """Return the error for a model whose experts cannot be replayed. model: its path."""
     return ModelError(
         f"source.router_replay is true, and the model {model} has no router that it knows. Set it to false, or choose "
-        "a mixture-of-experts model, whose layers have a router that says its `top_k` and `num_experts`."
+        "a mixture-of-experts model."
     )

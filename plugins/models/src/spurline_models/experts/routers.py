@@ -1,4 +1,4 @@
-"""The routers of a mixture of experts, of whatever class: which experts each chooses, noted and replaced from outside.
+"""Watch the routers of a mixture of experts, of any class, and replace the experts that they choose.
 
 A router makes scores [T, E], takes the k largest of a token, and weighs those. Classes differ in the scores, in groups
 and biases, in how they weigh; what they have in common is that one call of `topk` chooses. That call is watched while
@@ -21,9 +21,9 @@ from spurline_models.architecture import decoder_layers, experts_per_token, num_
 
 
 def find_routers(causal: PreTrainedModel) -> dict[int, nn.Module]:
-    """Decoder layer, from 0 -> its router: the innermost module that has `router_sizes`.
+    """Return routers by decoder layer, from 0: the innermost module that has `router_sizes`.
 
-    A layer with several, as where attention has experts too, is left out: what engines record does not tell them apart.
+    A layer with several, such as one with experts in its attention, is left out: engines do not tell them apart.
     """
     found = {number: _routers_of(layer) for number, layer in enumerate(decoder_layers(causal))}
     return {number: routers[0] for number, routers in found.items() if len(routers) == 1}
@@ -37,17 +37,14 @@ def _routers_of(layer: nn.Module) -> list[nn.Module]:
 
 
 class RouterSizes(NamedTuple):
-    """top_k: experts of a token. num_experts: that it chooses from."""
+    """The experts of a token, and the experts that a router chooses from."""
 
     top_k: int
     num_experts: int
 
 
 def router_sizes(module: nn.Module) -> RouterSizes | None:
-    """From its attributes `top_k` and `num_experts`, else, of a class named as a router, from its config (Gemma 4).
-
-    None for a module that is no router.
-    """
+    """Return a router's sizes by its attributes `top_k` and `num_experts`, or its config (Gemma 4); None for others."""
     top_k, count = getattr(module, "top_k", None), getattr(module, "num_experts", None)
     config = getattr(module, "config", None)
     if top_k is None and count is None and config is not None and type(module).__name__.endswith("Router"):
@@ -56,7 +53,7 @@ def router_sizes(module: nn.Module) -> RouterSizes | None:
 
 
 def sizes_of(router: nn.Module) -> RouterSizes:
-    """Of one that `find_routers` found."""
+    """Return the sizes of a router that `find_routers` found."""
     sizes = router_sizes(router)
     assert sizes is not None, f"{type(router).__name__} is no router"
     return sizes
@@ -64,10 +61,12 @@ def sizes_of(router: nn.Module) -> RouterSizes:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a router chose for T tokens.
+    """The choice of a router for T tokens.
 
-    experts: int64 [T, top_k]. scores: [T, E], differentiable, what it makes of its logits before it chooses. kind: how;
-    `logits` where it chooses by these, and empty where it makes scores in another way, and `scores` are not known.
+    Attributes:
+        experts: int64 [T, top_k].
+        scores: [T, E], differentiable, the scores that the router makes of its logits before it chooses.
+        kind: How it makes them; `logits` if it chooses by these, and empty if that is not known.
     """
 
     experts: Tensor
@@ -75,10 +74,10 @@ class Choice:
     kind: Literal["softmax", "sigmoid", "logits", ""]
 
     def shares(self) -> Tensor:
-        """[T, E], how the router shares each token out over all experts: at least fp32, rows sum to 1.
+        """Return [T, E], how the router shares each token out over all experts: at least fp32, rows sum to 1.
 
-        The softmax of its logits, or their sigmoids over the sum of these. Not to be called, but without gradients,
-        while a layer runs whose activations may be computed again: that must save the same tensors the second time.
+        It is the softmax of the logits, or their sigmoids over their sum. With gradients, call it only outside of
+        layers whose activations may be recomputed: those must save the same tensors the second time.
         """
         assert self.kind, "how this router shares tokens out is not known"
         scores = self.scores.to(torch.promote_types(self.scores.dtype, torch.float32))
@@ -88,9 +87,9 @@ class Choice:
 
 
 class RouterWatch(TorchFunctionMode):
-    """While it is entered, the call of `topk` that chooses experts is noted, and answered with `given` where that is.
+    """Notes the call of `topk` that chooses experts while it is entered, and may answer it with `given`.
 
-    given: [T, top_k], -1 for tokens whose experts the router chooses; None: it chooses all.
+    `given` is [T, top_k], -1 for tokens whose experts the router chooses; if None, it chooses all.
     """
 
     def __init__(self, router: nn.Module, given: Tensor | None = None) -> None:
@@ -113,7 +112,7 @@ class RouterWatch(TorchFunctionMode):
         return result
 
     def choice(self, outputs: Any) -> Choice | None:
-        """What was chosen; None unless it was chosen once. outputs: of the router."""
+        """Return what the router, which gave these outputs, chose; None unless it chose once."""
         if len(self._experts) != 1 or self._chosen_from is None:
             return None
         if self._scores is not None:
@@ -146,9 +145,9 @@ def _tensors(outputs: Any) -> Iterator[Tensor]:
 
 @dataclass
 class RouterTest:
-    """Tries on routers, each time one runs, what is taken for granted of them.
+    """Tests on routers, each time one runs, what replay takes for granted.
 
-    failed: router's class -> what it does. tried: routers that have run.
+    `failed` says by a router's class what it does instead; `tried` counts routers that have run.
     """
 
     failed: dict[str, str] = field(default_factory=dict[str, str])
@@ -162,9 +161,9 @@ class RouterTest:
             self.failed.setdefault(type(router).__name__, reason)
 
     def problem(self, num_routers: int) -> str | None:
-        """What keeps a model with so many routers from being replayed, or None."""
+        """Return why a model with so many routers cannot be replayed, or None."""
         if self.tried < num_routers:
-            return f"has {num_routers} routers, of which it uses {self.tried}"
+            return f"has {num_routers} routers, and uses {self.tried} of them"
         return next((f"has a {name}, which {reason}" for name, reason in sorted(self.failed.items())), None)
 
     def _what_fails(self, router: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> str | None:

@@ -1,7 +1,7 @@
 """The local backend: one process trains the whole model, on CPU or one GPU.
 
-Place on the way: mini-batch -> micro-batches -> streams -> logprobs -> loss -> gradients -> clipping -> optimizer. It
-is the oracle that other backends are compared with. It knows no algorithm: the loss comes with each call.
+Place on the way: mini-batch -> micro-batches -> streams -> logprobs -> loss -> gradients -> clipping -> optimizer.
+Other backends are compared with it. It knows no algorithm: the loss comes with each call.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _CRITIC_FOLDER = "critic"
 
 
 class LocalBackend:
-    """A `Backend` in this process; see the protocol for what each method promises."""
+    """A `Backend` in this process; see the protocol for the promises of each method."""
 
     def __init__(self, config: LocalBackendConfig, run: RunConfig, registry: Registry, total_updates: int):
         if config.num_threads is not None:

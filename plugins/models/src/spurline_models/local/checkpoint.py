@@ -52,11 +52,7 @@ class HostCopies:
         self._buffers: dict[tuple[str, str], Tensor] = {}
 
     def take(self, group: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return copies of the tensors as they are now, under the same names.
-
-        Args:
-            group: What the names belong to. The next call with this group overwrites the copies.
-            tensors: Tensors on the device by name.
+        """Return copies of the tensors as they are now, under the same names; the next call of this group reuses them.
 
         Raises:
             RunFailedError: If the host's memory is too small.
@@ -91,9 +87,7 @@ class TrainingState:
     def of(cls, trained: TrainedModel, read: Callable[[Tensor], Tensor]) -> TrainingState:
         """Return the state as it is; its tensors are those that training changes.
 
-        Args:
-            trained: The model and its optimizer.
-            read: Gives the tensor that has the values of one of the model's or the optimizer's own.
+        `read` gives the tensor that has the values of one of the model's or the optimizer's own.
 
         Raises:
             CheckpointWriteError: If a checkpoint cannot hold the optimizer's state.

@@ -23,7 +23,6 @@ from spurline_models.configs import (
     check_kernels,
     check_peft,
     check_torchao,
-    describe_computing,
     fp8_problems,
 )
 
@@ -103,12 +102,12 @@ class LocalBackendConfig(ModelBackendConfig):
 
     @property
     def narrow_weights(self) -> bool:
-        """Whether matrices are held in half precision while they are trained."""
+        """True if matrices are held in half precision while they are trained."""
         return self.weights != "fp32"
 
     @property
     def keeps_masters(self) -> bool:
-        """Whether narrow weights have fp32 copies that last."""
+        """True if narrow weights have fp32 copies that last."""
         return self.weights == "bf16_masters"
 
     @property
@@ -127,7 +126,7 @@ class LocalBackendConfig(ModelBackendConfig):
             adapter_reader="spurline_models.local.checkpoint:read_adapter",
             stays_on_cpu=self.device == "cpu",
             optimizes_on_host=self.offload_optimizer,
-            # Both are hooks of routers, for which a compiled decoder would be compiled anew.
+            # Both are hooks of routers, for which a compiled decoder would be recompiled.
             replays_experts=not self.compile,
             balances_experts=not self.compile,
             computes_in=self.precision,
@@ -150,7 +149,7 @@ class LocalBackendConfig(ModelBackendConfig):
 
     @property
     def planned_device(self) -> Literal["cpu", "cuda"]:
-        """Where it trains with these settings: `cuda` is taken at its word, here or elsewhere."""
+        """The device that it trains on with these settings: `cuda` is taken at its word, here or elsewhere."""
         if self.device != "auto":
             return self.device
         return "cuda" if resolve("torch.cuda:is_available", "GPU check of backend 'local'")() else "cpu"
@@ -169,11 +168,11 @@ class LocalBackendConfig(ModelBackendConfig):
 
     @property
     def offloads_activations(self) -> bool:
-        """Whether activations leave the device: on the CPU both memories are one."""
+        """True if activations leave the device: on the CPU both memories are one."""
         return self.offload_activations and self.planned_device == "cuda"
 
     def notes(self, run: RunConfig) -> Sequence[str]:
-        notes = list(describe_computing(self.kernels, self.fp8, run.model, self.planned_device, self.precision))
+        notes: list[str] = []
         if self.offload_activations and self.planned_device == "cpu":
             notes.append(OFFLOADS_NOTHING)
         if self.offload_optimizer and self.planned_device == "cpu":

@@ -1,4 +1,4 @@
-"""A model with its optimizer, of which the local backend has one for the policy and one for the critic.
+"""Join a model with its optimizer; the local backend has one such pair for the policy and one for the critic.
 
 Place on the way: gradients -> clipping -> optimizer -> weights. The backend computes the gradients, of any loss.
 """

@@ -1,6 +1,6 @@
-"""Evaluation `loss`: mean negative log-likelihood of held-out tokens, whatever loss trains on tokens.
+"""Evaluate the mean negative log-likelihood of held-out tokens, whatever loss trains on tokens.
 
-Runs with different losses can be compared by it. The value of the loss that trains, and its own metrics, are there too.
+Runs with different losses can be compared by it. The value of the loss that trains, and its own metrics, come with it.
 
 Place on the way: datasets -> tokens -> batches (same collator and prefetch as training) -> backend -> metrics.
 """
@@ -30,7 +30,7 @@ _NLL = CrossEntropy(CrossEntropyConfig())
 
 
 class LossEvaluation(MeasuresSamples):
-    """Measures on samples as the source reads them: pairs, and by the run's own loss, where it trains on pairs."""
+    """The evaluation `loss`, on samples as the source reads them; pairs are measured by the run's own loss."""
 
     def __init__(self, config: LossEvaluationConfig, context: EvaluationContext) -> None:
         run = context.run.config
@@ -53,13 +53,13 @@ class LossEvaluation(MeasuresSamples):
     def metrics(self) -> Collection[str] | None:
         loss = self._context.loss
         if loss.needs:
-            # Only with columns as the source makes them can it be asked.
+            # The loss can be asked only with columns that the source makes.
             return None
         nothing = TokenLossInputs(torch.zeros(1), torch.zeros(1, dtype=torch.int64), 1, {}, None)
         return {"loss", *([] if self._trains_as_measured else ["objective"]), *loss.metrics(nothing)}
 
     def evaluate(self, backend: Backend) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Means by loss weight: `loss`; `objective`, of the loss that trains, where that is another; its metrics."""
+        """Return means by loss weight: `loss`, `objective` of the loss that trains if that is another, its metrics."""
         count, loss = sum(self.samples.sizes()), self._context.loss
         num_batches = math.ceil(count / self._size)
 

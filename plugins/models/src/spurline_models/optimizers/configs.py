@@ -47,12 +47,6 @@ class SgdConfig(OptimizerConfig):
     name: str = "sgd"
     momentum: Annotated[Share, OnResume.BY_NAME] = 0.0
     """Share of the last step's direction that is kept; 0 keeps no state at all."""
-    nesterov: Annotated[bool, OnResume.BY_NAME] = False
-    """Look ahead along the momentum."""
-
-    def problems(self, run: RunConfig) -> Iterable[Problem]:
-        if self.nesterov and not self.momentum:
-            yield Problem("nesterov", "needs momentum. Set momentum, for example 0.9, or remove nesterov.")
 
     def state_bytes(self, shapes: Mapping[str, Sequence[int]], weight_bytes: int) -> int:
         return weight_bytes * num_values(shapes) if self.momentum else 0
@@ -70,10 +64,6 @@ class MuonConfig(AdamWConfig):
     name: str = "muon"
     momentum: Annotated[Share, OnResume.BY_NAME] = 0.95
     """Share of the last step's direction that is kept."""
-    nesterov: Annotated[bool, OnResume.BY_NAME] = True
-    """Look ahead along the momentum."""
-    orthogonalization_steps: Annotated[int, OnResume.BY_NAME] = Field(default=5, gt=0, lt=100)
-    """Newton-Schulz iterations that make an update nearly orthogonal."""
     adjust_learning_rate: Annotated[Literal["match_rms_adamw", "original"], OnResume.BY_NAME] = "match_rms_adamw"
     """Factor of a matrix's learning rate by its shape. `match_rms_adamw`: 0.2 sqrt(max(rows, columns)), which gives
     updates the size of AdamW's, so that AdamW's learning rate and weight decay serve both (Liu et al. 2025,
@@ -171,14 +161,3 @@ class WsdConfig(DecayingConfig):
         """Return the optimizer steps of the decay in a run of `total` of them: no more than warm-up leaves."""
         wanted = self.decay_steps if self.decay_steps is not None else math.ceil(self.decay_ratio * total)
         return min(wanted, max(0, total - self.warmup(total)))
-
-    def notes(self, total: int) -> list[str]:
-        notes = super().notes(total)
-        left = max(0, total - self.warmup(total))
-        if self.decay_steps is not None and self.decay_steps > left and not notes:
-            notes.append(
-                f"schedule: decay_steps is {self.decay_steps:,}, but of {total:,} optimizer steps warm-up leaves "
-                f"{left:,}: the decay is cut to {left:,} and there is no stable part. Lower schedule.decay_steps, or "
-                "train longer."
-            )
-        return notes

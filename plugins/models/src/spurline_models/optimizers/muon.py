@@ -31,8 +31,6 @@ class Muon(torch.optim.Optimizer):
                 parameter_groups(config, hidden),
                 lr=config.learning_rate,
                 momentum=config.momentum,
-                nesterov=config.nesterov,
-                ns_steps=config.orthogonalization_steps,
                 adjust_lr_fn=config.adjust_learning_rate,
             )
         if rest:

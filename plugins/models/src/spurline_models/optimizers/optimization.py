@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import cast
 
 from torch.nn import Parameter
 
@@ -16,7 +15,7 @@ from spurline.errors import PluginError
 from spurline.plugins.registry import Registry
 from spurline.protocols.optimizer import Optimizer, OptimizerConfig
 from spurline.protocols.schedule import Schedule
-from spurline_models.optimizers.groups import check_groups, group_of, group_rate
+from spurline_models.optimizers.groups import check_groups, group_rate
 from spurline_models.optimizers.state import PEAK, OptimizerState, check_state, group_values, put_state, take_state
 
 MakeOptimization = Callable[[Mapping[str, Parameter]], "Optimization"]
@@ -52,7 +51,7 @@ class Optimization:
         self._config = config
         self._parameters = parameters
         self._factor = factor
-        _check_groups_of(self.optimizer, config, parameters)
+        _check_complete(self.optimizer, config, parameters)
         self._made = group_values(self.optimizer)
         for group in self.optimizer.param_groups:
             group[PEAK] = group["lr"]
@@ -126,27 +125,12 @@ def set_rates(config: OptimizerConfig, optimizer: Optimizer, factor: float) -> d
     return rates
 
 
-def _check_groups_of(optimizer: Optimizer, config: OptimizerConfig, parameters: Mapping[str, Parameter]) -> None:
-    """Check that the factory made an optimizer of all parameters, which passes over no group of the config."""
-    groups = {
-        id(parameter): group
-        for group in getattr(optimizer, "param_groups", ())
-        for parameter in cast("list[Parameter]", group["params"])
-    }
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    left_out = [name for name, parameter in parameters.items() if id(parameter) not in groups]
-    if left_out or len(groups) != len(names):
+def _check_complete(optimizer: Optimizer, config: OptimizerConfig, parameters: Mapping[str, Parameter]) -> None:
+    """Check that the factory made an optimizer of all parameters: others would silently not be trained."""
+    own = {id(parameter) for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"]}
+    left_out = [name for name, parameter in parameters.items() if id(parameter) not in own]
+    if left_out or len(own) != len(parameters):
         raise PluginError(
-            f"optimizer '{config.name}' must be a torch optimizer of the {len(names)} named parameters it was given. "
-            f"Left out: {', '.join(left_out[:3]) or 'none'}; others in it: {len(groups.keys() - names.keys())}."
+            f"optimizer '{config.name}' must be a torch optimizer of the {len(parameters)} named parameters it was "
+            f"given. Left out: {', '.join(left_out[:3]) or 'none'}."
         )
-    for name, parameter in parameters.items():
-        group = group_of(config, name)
-        # Rates of its own, by layer for example, are an optimizer's right where nobody has asked for others.
-        rate = None if group is None else group_rate(config, group)
-        if rate is not None and groups[id(parameter)]["lr"] != rate:
-            raise PluginError(
-                f"optimizer '{config.name}' gives {name} the learning rate {groups[id(parameter)]['lr']}, and the "
-                f"config says {rate}. Its author makes the groups with parameter_groups of "
-                "spurline_models.optimizers.groups."
-            )

@@ -17,6 +17,4 @@ def make_sgd(config: SgdConfig, named_parameters: Mapping[str, Parameter]) -> to
     groups = parameter_groups(config, named_parameters)
     # torch has no fused kernel of it for sharded parameters.
     fused = not any(isinstance(parameter, DTensor) for parameter in named_parameters.values())
-    return torch.optim.SGD(
-        groups, lr=config.learning_rate, momentum=config.momentum, nesterov=config.nesterov, fused=fused
-    )
+    return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, fused=fused)

@@ -24,13 +24,13 @@ from spurline_models.architecture import decoder_layers
 from spurline_models.device_profile import DeviceProfile, Transfers
 
 SMALLEST_BYTES = 1 << 20
-"""Memory that is worth a copy."""
+"""The smallest memory that is worth a copy."""
 
 _LAYERS_KEPT = 2
 
 
 class ActivationOffloading:
-    """For one model, on the device of this profile."""
+    """Offloads the activations of one model, on the device of this profile."""
 
     def __init__(self, causal: PreTrainedModel, profile: DeviceProfile) -> None:
         self._causal = causal
@@ -42,7 +42,7 @@ class ActivationOffloading:
 
     @contextmanager
     def of_pass(self) -> Iterator[None]:
-        """A context of one forward pass of the decoder, whose layers run in the order of the model."""
+        """Offload what one forward pass of the decoder in the context saves; layers run in the order of the model."""
         if not torch.is_grad_enabled():
             yield
             return
@@ -74,7 +74,7 @@ class ActivationOffloading:
             # Gathered parameters are not among the model's own, and linear layers save them transposed.
             if isinstance(tensor._base, nn.Parameter):
                 return False
-            # So they save copies in half precision that autocast makes, of which nothing else tells.
+            # Linear layers also save transposed copies in half precision that autocast makes; nothing else tells them.
             is_rounded_weight = tensor.dim() == 2 and tensor.stride(0) == 1 and tuple(tensor.t().shape) in shapes
             return not is_rounded_weight
 
@@ -83,9 +83,9 @@ class ActivationOffloading:
 
 @dataclass
 class _Moved:
-    """Memory that tensors share, as bytes uint8 [size]. layer: the first that saved it. device: None while it is away.
+    """Memory that tensors share, as bytes uint8 [size], and the first layer that saved it.
 
-    There is no copy on the device once `_Pass` has left the layer; whoever needs it later fetches it again.
+    `device` is None while there is no copy on the device: once `_Pass` has left the layer, until it is fetched again.
     """
 
     layer: int
@@ -95,7 +95,7 @@ class _Moved:
 
 @dataclass(frozen=True)
 class _Saved:
-    """A tensor that autograd saved. layer: that saved it. What it looks like is as of `Tensor.as_strided`."""
+    """A tensor that autograd saved in a layer, with its dtype and layout as in `Tensor.as_strided`."""
 
     moved: _Moved
     layer: int
@@ -109,7 +109,7 @@ class _Saved:
 class _Layer:
     moved: list[_Moved] = field(default_factory=list["_Moved"])
     arrived: Callable[[], None] | None = None
-    """Lets the computation wait for the copies of this layer that have been begun; None where it did."""
+    """Lets the computation wait for the copies of this layer that have begun; None if it did."""
 
     def wait(self) -> None:
         if self.arrived is not None:
@@ -118,24 +118,24 @@ class _Layer:
 
 
 class _Pass:
-    """What one forward pass of a decoder saves, and its backward pass."""
+    """The saved tensors of one forward pass of a decoder, and of its backward pass."""
 
     def __init__(self, transfers: Transfers, is_worth_it: Callable[[Tensor], bool]) -> None:
         self._transfers = transfers
         self._is_worth_it = is_worth_it
         self._layers = [_Layer()]
         self._known: dict[int, tuple[StorageWeakRef, int, _Moved]] = {}
-        """By storage: what was moved of it, in which version of its values."""
+        """What was moved of a storage, with the version of its values."""
 
     def begin_layer(self) -> None:
-        """In the forward pass: what comes is saved by the next layer."""
+        """Begin the next layer of the forward pass, which saves what comes."""
         self.end()
         self._layers.append(_Layer())
         if len(self._layers) > _LAYERS_KEPT:
             self._leave(len(self._layers) - 1 - _LAYERS_KEPT)
 
     def end(self) -> None:
-        """In the forward pass: the layer saves nothing more."""
+        """End the layer of the forward pass: it saves nothing more."""
         self._layers[-1].arrived = self._transfers.mark()
 
     def pack(self, tensor: Tensor) -> _Saved | Tensor:
@@ -174,7 +174,7 @@ class _Pass:
         return moved
 
     def _go_back_to(self, layer: int) -> None:
-        """In the backward pass: this layer is next, and the one before it comes near."""
+        """Go on to this layer in the backward pass, and fetch the one before it, which comes near."""
         for number in range(len(self._layers) - 1, layer, -1):
             self._leave(number)
         del self._layers[layer + 1 :]
@@ -183,14 +183,14 @@ class _Pass:
             before.arrived = self._fetch(before.moved)
 
     def _fetch(self, wanted: list[_Moved]) -> Callable[[], None]:
-        """Begin to bring these to the device; what is returned lets the computation wait for it."""
+        """Begin to bring these to the device, and return a function that lets the computation wait for it."""
         for moved in wanted:
             if moved.device is None:
                 moved.device = self._transfers.to_device(moved.host)
         return self._transfers.mark()
 
     def _leave(self, number: int) -> None:
-        """Give the memory on the device back of what this layer saved, and no earlier one."""
+        """Free the memory on the device that this layer saved first."""
         layer = self._layers[number]
         # Memory that is given back may be written to at once.
         layer.wait()
@@ -200,5 +200,5 @@ class _Pass:
 
 
 def _key(storage: UntypedStorage) -> int:
-    """The same for all objects that stand for one storage."""
+    """Return a key that is the same for all objects that stand for one storage."""
     return cast(Any, storage)._cdata

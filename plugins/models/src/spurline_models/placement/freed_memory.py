@@ -12,7 +12,7 @@ from functools import cache
 
 
 def return_freed_memory() -> None:
-    """Takes well below a millisecond where little was freed. Does nothing where the C library is not glibc."""
+    """Return freed memory to the system, well below a millisecond if there is little. Does nothing without glibc."""
     trim = _malloc_trim()
     if trim is not None:
         trim(0)

@@ -1,7 +1,7 @@
 """Hold weights in half precision, and compute with them as if they were wide.
 
 The matrices of linear layers and plain embeddings are held narrow, which is nearly all of a dense model; norms, biases
-and whatever else a layer reads in its own way have rounded values too, in the wide dtype. So a model computes, bit for
+and all that layers read in their own ways have rounded values too, in the wide dtype. So a model computes, bit for
 bit, what it computes with the same rounded values held wide. Under autocast a narrow matrix is used as it is.
 Which weights are quantized (`quantized_weights.py`) is decided here too.
 
@@ -28,9 +28,9 @@ from spurline_models.weight_files import stored_dtype
 
 
 def base_dtype(lora: LoraConfig, model: ModelConfig) -> torch.dtype:
-    """In which dtype weights under these adapters are held, but for those that are quantized.
+    """Return the dtype of the weights under these adapters, except quantized ones.
 
-    Where no file is here, the model's config tells.
+    Without files here, the model's config tells.
     """
     if lora.base_dtype in _DTYPES:
         return _DTYPES[lora.base_dtype]
@@ -45,7 +45,7 @@ _FORWARDS = (nn.Linear.forward, nn.Embedding.forward)
 
 
 def narrow_dtypes(causal: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """What `narrow_weights` will hold in this dtype of a model that is all frozen, by the names of its parameters."""
+    """Return the parameters of a frozen model, by name, that `narrow_weights` will hold in this dtype."""
     return {f"{name}.weight": dtype for name, _ in narrowable_modules(causal)}
 
 
@@ -56,9 +56,9 @@ def round_weights(causal: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def narrow_weights(causal: PreTrainedModel, dtype: torch.dtype, wide: torch.dtype) -> None:
-    """Hold what can be of the frozen weights in this dtype, one at a time. Adapters are in the model already.
+    """Hold the frozen weights in this dtype, where they can be, one at a time. Adapters are in the model already.
 
-    wide: dtype of what flows through the layers, as with weights of that dtype.
+    `wide` is the dtype of what flows through the layers, as with weights of that dtype.
     """
     modules = [module for _, module in narrowable_modules(causal)]
     _narrow([module for module in modules if not any(own.requires_grad for own in module.parameters())], dtype, wide)
@@ -70,10 +70,13 @@ def narrow_trained_weights(
     wide: torch.dtype,
     masters: MutableMapping[str, Tensor] | None = None,
 ) -> None:
-    """Hold what can be of all weights in this dtype, one at a time, frozen or trained.
+    """Hold all weights in this dtype, where they can be, one at a time, frozen or trained.
 
-    wide: as of `narrow_weights`. masters: is given the values that trained weights had, by name, without a copy; None
-    drops them.
+    Args:
+        causal: The model.
+        dtype: The narrow dtype.
+        wide: As in `narrow_weights`.
+        masters: Is given the values that trained weights had, by name, without a copy; if None, they are dropped.
     """
     modules = [module for _, module in narrowable_modules(causal)]
     if masters is not None:
@@ -95,7 +98,7 @@ def _narrow(modules: Sequence[nn.Linear | nn.Embedding], dtype: torch.dtype, wid
 
 
 def narrowable_modules(causal: nn.Module) -> Iterator[tuple[str, nn.Linear | nn.Embedding]]:
-    """(name, module) of those whose weight may be held narrow: whoever reads it computes as torch's own modules do."""
+    """Yield (name, module) whose weight may be held narrow: all that read it compute as torch's own modules do."""
     read_otherwise = {
         id(parameter)
         for module in causal.modules()
@@ -111,7 +114,7 @@ def narrowable_modules(causal: nn.Module) -> Iterator[tuple[str, nn.Linear | nn.
 
 
 def quantizable_modules(causal: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
-    """(name, module) of the linear layers whose weights may be held quantized: all but the output layer."""
+    """Yield (name, module) of the linear layers whose weights may be held quantized: all but the output layer."""
     head = causal.get_output_embeddings()
     for name, module in narrowable_modules(causal):
         if isinstance(module, nn.Linear) and module is not head:
@@ -137,8 +140,7 @@ def quantize_weights(causal: PreTrainedModel, wide: torch.dtype) -> None:
 
 
 def widen_where_read(causal: nn.Module, check: Callable[[], None]) -> None:
-    """Run `check`, which runs the model; hold wide the narrow frozen weights that it reads other than by running their
-    layers.
+    """Run `check`, which runs the model, and hold wide the narrow frozen weights that it reads in its own way.
 
     Some models round what they compute to the dtype of a weight (Mamba's output layer): that weight is held wide.
     Others multiply with a weight themselves, which fails: then all are. Raises what `check` raises without narrow ones.
@@ -163,14 +165,14 @@ def widen_where_read(causal: nn.Module, check: Callable[[], None]) -> None:
 
 
 def widen_as(causal: nn.Module, seen: nn.Module) -> None:
-    """Hold wide what `seen` does, a model of the same layers that has been through `widen_where_read`."""
+    """Hold wide the weights that `seen` does, a model of the same layers that `widen_where_read` has changed."""
     for name, module in causal.named_modules():
         if isinstance(module, _NarrowLinear) and not isinstance(seen.get_submodule(name), _NarrowLinear):
             module.widen()
 
 
 class _DtypeError(ModelError):
-    """What flows into a layer has been rounded to the dtype of its weight."""
+    """A layer's input has been rounded to the dtype of its weight."""
 
     def __init__(self, module: _NarrowLinear) -> None:
         super().__init__(
@@ -213,7 +215,7 @@ class _NarrowEmbedding(nn.Embedding):
 
 
 class _WidenedLinear(torch.autograd.Function):
-    """A linear layer whose matrix is widened anew in the backward pass, instead of being kept wide for it."""
+    """A linear layer whose matrix is widened again in the backward pass, instead of being kept wide for it."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

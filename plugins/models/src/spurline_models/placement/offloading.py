@@ -2,13 +2,11 @@
 
 Place on the way: models and optimizers -> copies in the memory of the host, while others use the device -> the same
 tensors. Memory is moved from under the tensors, storage by storage: parameters, shards and views of flat buffers stay
-the objects that optimizers and wrappers know. It is the same on CPU, where both memories are those of the host.
+the objects that optimizers and wrappers know. It works on CPU too, where both memories are those of the host.
 """
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
@@ -23,10 +21,12 @@ from spurline_models.device_profile import DeviceProfile
 
 @dataclass(frozen=True)
 class DeviceTensors:
-    """What lies on a device between two updates, with every tensor that shares memory with another one.
+    """The tensors on a device between two updates, with every tensor that shares memory with another one.
 
-    weights: of all models. state: what optimizers keep. scratch: memory whose values nobody needs before they are
-    written again, such as flat buffers of gradients. Memory of `weights` that is also elsewhere counts as weights.
+    Attributes:
+        weights: Weights of all models; memory that is also in the others counts as weights.
+        state: State of optimizers.
+        scratch: Memory whose values are written again before they are needed, such as flat buffers of gradients.
     """
 
     weights: Sequence[Tensor]
@@ -36,7 +36,7 @@ class DeviceTensors:
 
 @dataclass
 class _Absent:
-    """A storage that has been freed. host: uint8 [size], what was in it; None where that is not kept."""
+    """A storage that has been freed. host: uint8 [size], its content; None if that is not kept."""
 
     storage: UntypedStorage
     size: int
@@ -51,13 +51,15 @@ class DeviceMemory:
         self._profile = profile
         self._absent: dict[int, _Absent] = {}
         self.is_given = False
-        """Whether `give` was called and no `take` has succeeded since."""
+        """True if `give` was called and no `take` has succeeded since."""
 
     def give(self, tensors: DeviceTensors, *, keep_weights: bool) -> None:
-        """Free the memory of these tensors. What is not scratch is copied to the host's memory, pinned for a GPU.
+        """Free the memory of these tensors, after copying what is not scratch to the host's memory, pinned for a GPU.
 
-        keep_weights: weights stay. May be called again: then it frees what is still there.
-        Raises RunFailedError when the host's memory is too small; then a part is given, and `take` brings it back.
+        It may be called again: then it frees what is still there. Weights stay with `keep_weights`.
+
+        Raises:
+            RunFailedError: If the host's memory is too small; then a part is given, and `take` brings it back.
         """
         kept = dict(self._storages(tensors.weights)) if keep_weights else {}
         state = [*tensors.state, *(() if keep_weights else tensors.weights)]
@@ -69,20 +71,19 @@ class DeviceMemory:
         self._profile.release_cached_memory()
 
     def take(self) -> None:
-        """Bring everything back, bit for bit; scratch with any values. Does nothing where nothing was given.
+        """Bring everything back, bit for bit; scratch with any values. Does nothing if nothing was given.
 
-        Raises RunFailedError when the memory is not there; then a part is back, and it may be called again.
+        Raises:
+            RunFailedError: If the memory is not there; then a part is back, and it may be called again.
         """
         for key, absent in list(self._absent.items()):
             try:
-                if absent.storage.nbytes() != absent.size:
-                    absent.storage.resize_(absent.size)
+                absent.storage.resize_(absent.size)
             except RuntimeError as error:
                 left = sum(one.size for one in self._absent.values())
                 raise RunFailedError(
-                    f"The memory of {self._profile.device} that was given to engines is not there again: {left:,} "
-                    f"bytes are to be taken back ({error}). Do the engines sleep, and does another process use the "
-                    "device?"
+                    f"{left:,} bytes of {self._profile.device} that were given to engines cannot be taken back "
+                    f"({error}). Do the engines sleep, and does another process use the device?"
                 ) from error
             if absent.host is not None and not absent.is_scratch:
                 _bytes_of(absent.storage).copy_(absent.host)
@@ -91,9 +92,9 @@ class DeviceMemory:
         self.is_given = False
 
     def read(self, tensor: Tensor) -> Tensor:
-        """The tensor itself, or while its memory is given away one that looks the same, on the host's copy.
+        """Return the tensor itself, or while its memory is given away one that looks the same, on the host's copy.
 
-        A shard of a DTensor stays one. Of scratch it is memory that starts at 0 and is gone with `take`.
+        A shard of a DTensor stays one. For scratch it is memory that starts at 0 and is gone with `take`.
         """
         if isinstance(tensor, DTensor):
             local = _local(tensor)
@@ -108,17 +109,14 @@ class DeviceMemory:
         return copy.set_(absent.host.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def check_here(self, what: str) -> None:
-        """Raise RunFailedError where the memory is given away. what: that was to be done, as in `trained`."""
+        """Raise RunFailedError if the memory is given away. what: the model cannot be so, such as `trained`."""
         if self.is_given:
             refuse(what)
 
     def _free(self, storage: UntypedStorage, *, is_scratch: bool) -> _Absent:
         size = storage.nbytes()
         host = None if is_scratch else self._on_host(storage)
-        if storage.resizable():
-            storage.resize_(0)
-        else:
-            _drop_pages(storage)
+        storage.resize_(0)
         return _Absent(storage, size, host, is_scratch)
 
     def _on_host(self, storage: UntypedStorage) -> Tensor:
@@ -126,42 +124,32 @@ class DeviceMemory:
             host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self._profile.device.type == "cuda")
         except RuntimeError as error:
             raise RunFailedError(
-                f"The host's memory has no room for {storage.nbytes():,} bytes more of what {self._profile.device} is "
-                f"to give to engines ({error}). Keep weights on the device, train with fewer ranks on this machine, or "
-                "let engines have GPUs of their own."
+                f"{storage.nbytes():,} bytes more of {self._profile.device}, which gives its memory to engines, do not "
+                f"fit into the host's memory ({error}). Keep weights on the device, train with fewer ranks on this "
+                "machine, or let engines have GPUs of their own."
             ) from error
         return host.copy_(_bytes_of(storage))
 
     def _storages(self, tensors: Iterable[Tensor]) -> Iterator[tuple[int, UntypedStorage]]:
-        """(key, storage) of what has memory on the device; the same storage may come again."""
+        """Yield (key, storage) of what has memory on the device; the same storage may come again."""
         for tensor in tensors:
             storage = _local(tensor).untyped_storage()
             is_here = storage.device.type == self._profile.device.type and storage.nbytes() > 0
-            # Another process may have memory of a GPU that cannot be freed here.
-            if is_here and (storage.resizable() or storage.device.type == "cpu"):
+            # Memory that others own as well, such as another process or numpy, cannot be freed here.
+            if is_here and storage.resizable():
                 yield _key(storage), storage
 
 
-def _drop_pages(storage: UntypedStorage) -> None:
-    """Give the pages of memory back to the machine that torch will not free, on CPU: of a file that weights were read
-    from, and where numpy has seen a tensor, as it does when one is written. They are filled again in place."""
-    first = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    whole = (storage.data_ptr() + storage.nbytes() - first) // mmap.PAGESIZE * mmap.PAGESIZE
-    if whole > 0:
-        # What it says does not matter: pages that stay take memory, and are filled as all others.
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(whole), mmap.MADV_DONTNEED)
-
-
 def refuse(what: str) -> NoReturn:
-    """Raise RunFailedError: the memory of the device is given away. what: that was to be done, as in `trained`."""
+    """Raise RunFailedError, since the memory of the device is given away. what: as in `DeviceMemory.check_here`."""
     raise RunFailedError(
-        f"The model was to be {what} while engines have the memory of its device (yield_device). Let them sleep and "
+        f"The model cannot be {what} while engines have the memory of its device (yield_device). Let them sleep and "
         "call take_device first."
     )
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
-    """All tensors in the values of mappings, lists and tuples, however deep, such as in an optimizer's state."""
+    """Yield all tensors in the values of mappings, lists and tuples, however deep, such as in an optimizer's state."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -173,15 +161,15 @@ def tensors_in(value: object) -> Iterator[Tensor]:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """The very tensor that a process holds: not `to_local`, which makes another one on its memory."""
+    """Return the very tensor that a process holds; `to_local` would make another one on its memory."""
     return cast(Any, tensor)._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _key(storage: UntypedStorage) -> int:
-    """The same for all objects that stand for one storage."""
+    """Return a key that is the same for all objects that stand for one storage."""
     return cast(Any, storage)._cdata
 
 
 def _bytes_of(storage: UntypedStorage) -> Tensor:
-    """uint8 [bytes], all of the storage."""
+    """Return the storage as uint8 [bytes]."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))

@@ -2,7 +2,7 @@
 
 Each block of 64 values has a scale, and each value is one of 16 multiples of it (NF4); the scales are quantized too, in
 blocks of 256, to 8 bits (QLoRA, Dettmers et al. 2023, arXiv:2305.14314). So a model computes, bit for bit, what it
-computes with the same quantized values held wide: each matrix is made anew where it is used, forward and backward.
+computes with the same quantized values held wide: each matrix is dequantized where it is used, forward and backward.
 
 bitsandbytes does both ways, on CPU and GPU. Weights are quantized on the host, so that the same codes come out wherever
 a run trains, goes on or is exported. It is imported when the first weight is quantized.
@@ -28,7 +28,7 @@ _PARTS = ("weight", "weight_scales", "weight_outer_scales", "weight_table", "wei
 
 
 def quantized_bytes(num_values: int) -> int:
-    """Bytes that a weight of so many values is held in."""
+    """Return the bytes that a weight of so many values takes."""
     blocks = math.ceil(num_values / BLOCK)
     table_and_offset = 4 * (256 + 1)
     return math.ceil(num_values / 2) + blocks + 4 * math.ceil(blocks / OUTER_BLOCK) + table_and_offset
@@ -36,9 +36,10 @@ def quantized_bytes(num_values: int) -> int:
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """codes: uint8 [ceil(n / 2), 1], two values in each. scales: uint8 [blocks], places in the table, fp32 [256].
+    """A weight in 4 bits.
 
-    A scale is its place's value times that of outer_scales, fp32 [ceil(blocks / 256)], plus offset, fp32 [].
+    `codes` is uint8 [ceil(n / 2), 1], two values in each; `scales` uint8 [blocks], places in `table`, fp32 [256]. A
+    scale is its place's value times that of `outer_scales`, fp32 [ceil(blocks / 256)], plus `offset`, fp32 [].
     """
 
     codes: Tensor
@@ -50,7 +51,7 @@ class QuantizedWeight:
 
     @classmethod
     def of(cls, values: Tensor) -> QuantizedWeight:
-        """The nearest that there is to these values, on their device. The same wherever that is: the host quantizes."""
+        """Quantize values to the nearest codes, on their device. The host computes them, the same for all devices."""
         import bitsandbytes.functional as quantization  # pyright: ignore[reportMissingImports]
 
         codes, state = quantization.quantize_4bit(
@@ -66,7 +67,7 @@ class QuantizedWeight:
 
     @classmethod
     def of_parts(cls, parts: Sequence[Tensor], shape: torch.Size) -> QuantizedWeight:
-        """parts: the tensors in the order of the fields."""
+        """Join the tensors, which come in the order of the fields."""
         codes, scales, outer_scales, table, offset = parts
         return cls(codes, scales, outer_scales, table, offset, shape)
 
@@ -75,7 +76,7 @@ class QuantizedWeight:
         return self.codes, self.scales, self.outer_scales, self.table, self.offset
 
     def values(self, dtype: torch.dtype) -> Tensor:
-        """What the codes stand for, in this dtype; all of it is made anew."""
+        """Return the values that the codes stand for, in this dtype, as a new tensor."""
         import bitsandbytes.functional as quantization  # pyright: ignore[reportMissingImports]
 
         outer = quantization.QuantState(
@@ -97,26 +98,26 @@ class QuantizedWeight:
         return (values if is_even else values.view(-1)[: self.shape.numel()].view(self.shape)).to(dtype)
 
     def named(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of what it is made of; the codes have the name of the weight."""
+        """Yield (name, tensor) of what it is made of; the codes have the name of the weight."""
         prefix = name.removesuffix("weight")
         yield from zip((prefix + part for part in _PARTS), self.parts, strict=True)
 
 
 def quantized_layers(causal: nn.Module) -> dict[str, QuantizedLinear]:
-    """Layers that hold quantized weights, by the names of these weights."""
+    """Return layers that hold quantized weights, by the names of these weights."""
     modules = causal.named_modules()
     return {f"{name}.weight": module for name, module in modules if isinstance(module, QuantizedLinear)}
 
 
 def num_parameters(causal: nn.Module) -> int:
-    """Values of all parameters, those of quantized weights as they were."""
+    """Count the values of all parameters, those of quantized weights as they were."""
     held = sum(value.numel() for value in causal.parameters())
     layers = quantized_layers(causal).values()
     return held + sum(layer.held().shape.numel() - layer.held().codes.numel() for layer in layers)
 
 
 class QuantizedLinear(nn.Linear):
-    """Its parameter `weight` holds the codes, and the attribute gives the values that they stand for."""
+    """A linear layer whose parameter `weight` holds codes; the attribute gives the values that they stand for."""
 
     wide_dtype: torch.dtype
 
@@ -132,7 +133,7 @@ class QuantizedLinear(nn.Linear):
             self.register_buffer(name, part, persistent=False)
 
     def held(self, read: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> QuantizedWeight:
-        """read: gives the tensor that has the values of one of the model's own."""
+        """Return the quantized weight. read: gives the tensor that has the values of one of the model's own."""
         codes = self._parameters["weight"]
         assert codes is not None
         shape = torch.Size((self.out_features, self.in_features))
@@ -152,7 +153,7 @@ class QuantizedLinear(nn.Linear):
 
 
 class _DequantizedLinear(torch.autograd.Function):
-    """A linear layer whose matrix is made anew in the backward pass, instead of being kept for it."""
+    """A linear layer whose matrix is dequantized again in the backward pass, instead of being kept for it."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, bias: Tensor | None, shape: torch.Size, *parts: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""How many positions a model has, read from its config alone.
+"""Read from a model's config how many positions it has.
 
 A learned table ends where it ends. Rotary positions can be computed for any length, but the model has only been trained
 up to a limit, which rope scaling moves. Imports no torch.
@@ -18,7 +18,7 @@ _COUNTS_FROM_ORIGINAL = ("yarn", "llama3", "longrope", "linear", "dynamic")
 
 @dataclass(frozen=True)
 class PositionLimit:
-    """tokens: of one sequence. extends: whether longer ones can be computed at all. origin: where the limit is from."""
+    """The tokens of one sequence, whether longer ones can be computed at all, and the origin of the limit."""
 
     tokens: int
     extends: bool
@@ -26,7 +26,7 @@ class PositionLimit:
 
 
 def position_limit(config: PretrainedConfig) -> PositionLimit | None:
-    """The limit of a model with this config; None for one whose positions have no end, such as ALiBi's."""
+    """Return the limit of a model with this config; None for one whose positions have no end, such as ALiBi's."""
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
     if not isinstance(positions, int) or positions <= 0 or getattr(text, "alibi", False):
@@ -38,7 +38,7 @@ def position_limit(config: PretrainedConfig) -> PositionLimit | None:
 
 
 def rope_settings(config: PretrainedConfig) -> Iterator[Mapping[str, Any]]:
-    """The rotary settings of the whole model, or those of each type of layer; none for other positions."""
+    """Yield the rotary settings of the whole model, or those of each type of layer; none for other positions."""
     found = getattr(config, "rope_parameters", None)
     if isinstance(found, Mapping):
         yield from [value for value in found.values() if isinstance(value, Mapping)] or [found]
@@ -49,7 +49,7 @@ def rope_type(settings: Mapping[str, Any]) -> str:
 
 
 def _scaled(settings: Mapping[str, Any], positions: int) -> PositionLimit:
-    """Configs differ in whether `max_position_embeddings` counts the scaling already; the larger reading holds."""
+    # Configs differ in whether `max_position_embeddings` counts the scaling already; the larger reading holds.
     name, factor = rope_type(settings), settings.get("factor")
     tokens = positions
     if name in _COUNTS_FROM_ORIGINAL and isinstance(factor, (int, float)):

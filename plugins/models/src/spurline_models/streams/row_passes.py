@@ -21,10 +21,7 @@ from spurline_models.streams.token_stream import Bucket, SegmentPlan, Send, cut_
 
 @dataclass(frozen=True)
 class RowPass:
-    """Segments of a stream that the decoder reads at once. tokens: where they are in the stream.
-
-    plan: that of the rows themselves, each a segment of the stream that rows one after another are.
-    """
+    """Segments of a stream that the decoder reads at once, their place in the stream, and the plan of the rows."""
 
     tokens: slice
     bucket: Bucket
@@ -32,11 +29,11 @@ class RowPass:
 
     @property
     def is_real(self) -> Tensor | slice:
-        """Which of the rows' positions, one row after another, are tokens of the stream."""
+        """The rows' positions, one row after another, that are tokens of the stream."""
         return slice(None) if self.bucket.slots is None else self.bucket.slots
 
     def rows(self, values: Tensor, padding: int = 0) -> Tensor:
-        """[T, ...] of the stream -> [rows, length, ...]. Takes no gradient."""
+        """Lay [T, ...] of the stream out as [rows, length, ...], without gradient."""
         part = values[self.tokens]
         bucket = self.bucket
         if bucket.slots is not None:
@@ -45,17 +42,17 @@ class RowPass:
         return part.unflatten(0, (bucket.count, bucket.length))
 
     def positions(self, values: Tensor) -> Tensor:
-        """Positions [T] of the stream -> [rows, length], going on in the padding: others would begin a segment."""
+        """Lay positions [T] out as [rows, length], going on in the padding: others would begin a segment."""
         return self.rows(values)[:, :1] + torch.arange(self.bucket.length, device=values.device)
 
     def stream(self, rows: Tensor) -> Tensor:
-        """[rows, length, ...] -> [tokens, ...] as they lie in the stream."""
+        """Bring [rows, length, ...] to [tokens, ...] as they lie in the stream."""
         flat = rows.flatten(0, 1)
         return flat if self.bucket.slots is None else Unpad.apply(flat, self.bucket.slots)
 
 
 def row_passes(plan: SegmentPlan, slots_per_pass: int, send: Send) -> list[RowPass]:
-    """The passes that cover a stream, in order. slots_per_pass: how many padded slots cost as much as one more pass."""
+    """Return the passes that cover a stream, in order. slots_per_pass: padded slots that cost as much as a pass."""
     passes: list[RowPass] = []
     start = 0
     for bucket in cut_buckets(plan.lengths, slots_per_pass, send, most_padding=1.0):
@@ -65,7 +62,7 @@ def row_passes(plan: SegmentPlan, slots_per_pass: int, send: Send) -> list[RowPa
 
 
 def idle_pass(after: int, send: Send) -> RowPass:
-    """A pass over one row of two tokens, none of which is one of the stream's. after: tokens in front of it."""
+    """Return a pass over one row of two tokens that are not the stream's. after: tokens in front of it."""
     bucket = Bucket(1, 2, 0, send(torch.zeros(0, dtype=torch.int64)))
     return RowPass(slice(after, after), bucket, _equal_segments(bucket, send))
 

@@ -1,4 +1,4 @@
-"""Causal attention within each segment of a padding-free stream, for any Hugging Face model.
+"""Compute causal attention within each segment of a padding-free stream, for any Hugging Face model.
 
 Place on the way: `TokenStream` -> decoder -> attention in every layer -> hidden states. `attend_segments` computes it;
 `segment_attention` is its form for transformers, registered there as "spurline_segments", on purpose without a mask
@@ -71,7 +71,7 @@ def segment_attention(
     segment_plan: SegmentPlan | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention in the form transformers calls it: query [B, H, T, D], key and value [B, K, T, D] -> [B, T, H, D].
+    """Attend in the form transformers calls it: query [B, H, T, D], key and value [B, K, T, D] -> [B, T, H, D].
 
     B is 1 for a stream; a batch of rows is the stream of all its rows.
     """
@@ -93,11 +93,14 @@ def segment_attention(
 
 @dataclass(frozen=True)
 class Scores:
-    """How attention weighs keys: softmax over the keys that a query sees of `query @ key * scaling`.
+    """Weights of keys in attention: softmax over the keys that a query sees of `query @ key * scaling`.
 
-    scaling: None for 1 / sqrt(D). softcap: scores are `softcap * tanh(score / softcap)` (Gemma 2). sinks: [H], a score
-    per head that takes part in the softmax and has no value (gpt-oss). window: how many tokens a query sees, itself
-    counted; None for all before it. chunk: only tokens of its own chunk of so many positions of the segment (Llama 4).
+    Attributes:
+        scaling: None for 1 / sqrt(D).
+        softcap: Scores are `softcap * tanh(score / softcap)` (Gemma 2).
+        sinks: [H], a score per head that takes part in the softmax and has no value (gpt-oss).
+        window: How many tokens a query sees, itself counted; None for all before it.
+        chunk: A query sees only tokens of its own chunk of so many positions of the segment (Llama 4).
     """
 
     scaling: float | None = None
@@ -112,14 +115,14 @@ class Scores:
         return self.window if self.chunk is None else self.chunk
 
     def for_lengths_up_to(self, length: int) -> Scores:
-        """The same for segments of at most so many tokens: without limits that they do not reach."""
+        """Return the same for segments of at most so many tokens: without limits that they do not reach."""
         window = None if self.window is not None and self.window >= length else self.window
         chunk = None if self.chunk is not None and self.chunk >= length else self.chunk
         return replace(self, window=window, chunk=chunk)
 
 
 def chunk_of(module: nn.Module) -> int | None:
-    """The chunk that the layer of this attention is limited to, which models say to their masks only."""
+    """Return the chunk that the layer of this attention is limited to, which models tell their masks only."""
     config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
     kinds = getattr(config, "layer_types", None)
     is_chunked = kinds is not None and layer is not None and kinds[layer] == "chunked_attention"
@@ -129,9 +132,9 @@ def chunk_of(module: nn.Module) -> int | None:
 def attend_segments(
     query: Tensor, key: Tensor, value: Tensor, plan: SegmentPlan, scores: Scores, dropout: float = 0.0
 ) -> Tensor:
-    """Causal attention within each segment: query [T, H, D], key and value [T, K, D] -> [T, H, D].
+    """Attend causally within each segment: query [T, H, D], key and value [T, K, D] -> [T, H, D].
 
-    T: tokens of the stream, or of this process's part of it where the plan has an exchange, which makes this a
+    T are the tokens of the stream, or of this process's part of it if the plan has an exchange, which makes this a
     collective. K divides H.
     """
     exchange = plan.exchange
@@ -220,7 +223,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, plan: SegmentPlan, scores
 
 
 def _attend(bucket: Bucket, query: Tensor, key: Tensor, value: Tensor, scores: Scores, dropout: float) -> Tensor:
-    """Causal attention of one bucket, [tokens, heads, D] each. Padding lies in the future of every real query."""
+    """Attend within one bucket, [tokens, heads, D] each. Padding lies in the future of every real query."""
     if bucket.slots is not None:
         query, key, value = (
             Pad.apply(part, bucket.slots, bucket.count * bucket.length) for part in (query, key, value)
@@ -233,7 +236,7 @@ def _attend(bucket: Bucket, query: Tensor, key: Tensor, value: Tensor, scores: S
 
 
 def _attend_rows(query: Tensor, key: Tensor, value: Tensor, scores: Scores, dropout: float) -> Tensor:
-    """Causal attention of rows: query [B, H, T, D], key and value [B, K, T, D] -> [B, H, T, D].
+    """Attend causally within rows: query [B, H, T, D], key and value [B, K, T, D] -> [B, H, T, D].
 
     Rows that are longer than what a query sees are cut, so that neither time nor memory grow with their square.
     """
@@ -258,24 +261,24 @@ def _attend_rows(query: Tensor, key: Tensor, value: Tensor, scores: Scores, drop
 
 
 def _filled(rows: Tensor, size: int) -> Tensor:
-    """[B, H, T, D] -> the same with zeros behind it, up to a multiple of `size` tokens."""
+    """Fill [B, H, T, D] with zeros up to a multiple of `size` tokens."""
     return F.pad(rows, (0, 0, 0, -rows.shape[2] % size))
 
 
 def _blocks(rows: Tensor, size: int) -> Tensor:
-    """[B, H, blocks * size, D] -> [B * blocks, H, size, D]."""
+    """Cut [B, H, blocks * size, D] into [B * blocks, H, size, D]."""
     return rows.unflatten(2, (-1, size)).transpose(1, 2).flatten(0, 1)
 
 
 def _rows(blocks: Tensor, length: int, size: int) -> Tensor:
-    """[B * blocks, H, size, D] -> [B, H, length, D], without what filled the last block."""
+    """Join [B * blocks, H, size, D] to [B, H, length, D], without what filled the last block."""
     return blocks.unflatten(0, (-1, -(-length // size))).transpose(1, 2).flatten(2, 3)[:, :, :length]
 
 
 def _attend_visible(
     query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scores: Scores, dropout: float
 ) -> Tensor:
-    """Attention of queries [B, H, Q, D] to the keys [B, K, T, D] that are visible [Q, T]. None: causal, Q is T."""
+    """Attend from queries [B, H, Q, D] to the keys [B, K, T, D] that are visible [Q, T]; if None, causally."""
     if scores.softcap is not None:
         return _attend_with_softcap(query, key, value, visible, scores, dropout)
     if scores.sinks is not None:
@@ -286,7 +289,6 @@ def _attend_visible(
 def _dot_product_attention(
     query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scaling: float | None, dropout: float
 ) -> Tensor:
-    """torch's. visible: None for causal."""
     grouped = query.shape[1] != key.shape[1]
     if grouped and query.is_cuda and (visible is not None or query.dtype not in _HALF_PRECISION):
         # With grouped heads CUDA has no memory-efficient kernel for these cases and would materialize all scores.
@@ -298,7 +300,7 @@ def _dot_product_attention(
 
 
 def _each_head(query: Tensor, shared: Tensor) -> Tensor:
-    """[B, K, T, D] -> [B, H, T, D] of as many heads as the query."""
+    """Repeat [B, K, T, D] to as many heads as the query has."""
     return shared.repeat_interleave(query.shape[1] // shared.shape[1], dim=1)
 
 
@@ -315,7 +317,7 @@ def _attend_with_sinks(
     sinks: Tensor,
     dropout: float,
 ) -> Tensor:
-    """The same with one more key in front, which all queries see: its score is the head's sink, and its value is 0.
+    """Attend with one more key in front, which all queries see: its score is the head's sink, and its value is 0.
 
     As a key among others it works with every kernel: queries get a column with the sink, keys one that is 1 in the new
     key and 0 in all others, and one query in front keeps the causal order.
@@ -344,7 +346,7 @@ _SCORES_KEPT = 2**20
 def _attend_with_softcap(
     query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scores: Scores, dropout: float
 ) -> Tensor:
-    """The same, with capped scores, for which there is no kernel: so many queries at a time that their scores fit."""
+    """Attend with capped scores, for which there is no kernel: so many queries at a time that their scores fit."""
     key, value = _each_head(query, key), _each_head(query, value)
     num_queries, num_keys = query.shape[2], key.shape[2]
     scores_per_query = query.shape[0] * query.shape[1] * num_keys
@@ -375,7 +377,7 @@ def _attend_with_softcap(
 def _capped(
     query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scores: Scores, dropout: float
 ) -> Tensor:
-    """visible: None where queries are the last of the keys, and each sees those before it."""
+    """Attend with capped scores. If `visible` is None, queries are the last of the keys, and see those before them."""
     assert scores.softcap is not None
     if visible is None:
         num_queries, num_keys = query.shape[2], key.shape[2]

@@ -1,4 +1,4 @@
-"""A causal language model that reads token streams: decoder, then logprobs where there is loss.
+"""Let a causal language model read token streams: decoder, then logprobs where there is loss.
 
 Place on the way: `TokenStream` -> `StreamModel` -> `TokenLossInputs` -> loss. The output layer runs only where there is
 loss, a chunk of positions at a time, so at no time do logits of all tokens exist. The trained model and a frozen
@@ -25,7 +25,7 @@ from spurline_models.architecture import decoder_layers, find_decoder
 from spurline_models.device_profile import DeviceProfile, slots_per_pass
 from spurline_models.experts.expert_loads import ExpertLoads
 from spurline_models.experts.router_balance import StreamBalance
-from spurline_models.experts.router_replay import ExpertRouting
+from spurline_models.experts.router_replay import ExpertRouting, check_experts
 from spurline_models.experts.routers import find_routers
 from spurline_models.kernels import kernels_of
 from spurline_models.placement.activation_offloading import ActivationOffloading
@@ -35,8 +35,8 @@ from spurline_models.streams.token_logprobs import OutputLogits, TokenLogprobs
 from spurline_models.streams.token_stream import SegmentPlan, TokenStream
 
 Reading = Literal["stream", "rows", "plain_rows"]
-"""How a decoder reads a stream: as it is; as rows of one segment each, for one that mixes tokens outside of attention;
-or as such rows with attention of its own, for one whose attention cannot be replaced."""
+"""How a decoder reads a stream: as it is; as rows of one segment each, if it mixes tokens outside of attention; or as
+such rows with attention of its own, if its attention cannot be replaced."""
 
 _READ_AS: dict[Reading, str] = {
     "rows": "a row for each sequence",
@@ -48,11 +48,12 @@ _DRAWS = re.compile(r"^(?!summary|classifier).*(dropout|pdrop|jitter)")
 
 
 class StreamModel:
-    """`causal`, with the attention that keeps segments apart. chunk_tokens: positions whose logits exist together."""
+    """A causal model with attention that keeps segments apart. chunk_tokens: positions whose logits exist together."""
 
     def __init__(self, causal: PreTrainedModel, chunk_tokens: int = 4096):
         self.causal = causal
-        self._reading: Reading = "stream"
+        self.reading: Reading = "stream"
+        """How the decoder reads a stream; set by the probe of a model that cannot read it as it is."""
         causal.set_attn_implementation(ATTENTION_NAME)
         head = causal.get_output_embeddings()
         if head is None:
@@ -74,7 +75,7 @@ class StreamModel:
         (enable or self.causal.gradient_checkpointing_enable)(options)
 
     def offload_activations(self, profile: DeviceProfile) -> None:
-        """Keep what the backward pass needs of layers on the host; of `checkpoint_activations`, their inputs."""
+        """Keep what the backward pass needs of layers on the host; with `checkpoint_activations`, their inputs."""
         self._offloading = ActivationOffloading(self.causal, profile)
 
     def compile(self) -> None:
@@ -87,7 +88,7 @@ class StreamModel:
 
     @contextmanager
     def uncompiled(self) -> Iterator[None]:
-        """A context for generation, whose caches and single tokens would be compiled anew."""
+        """Run layers uncompiled in the context, for generation, whose caches and single tokens would be recompiled."""
         compiled = self._compiled()
         calls = [layer._compiled_call_impl for layer in compiled]
         for layer in compiled:
@@ -102,21 +103,15 @@ class StreamModel:
         # Asked of the modules: not every backend compiles by `compile`.
         return [module for module in self.causal.modules() if module._compiled_call_impl is not None]
 
-    @property
-    def reading(self) -> Reading:
-        """How the decoder reads a stream; set by the probe of a model that cannot read it as it is."""
-        return self._reading
-
     def read_as(self, reading: Reading) -> None:
-        """Raises ModelError where the model's attention cannot be replaced, as `stream` and `rows` need."""
+        """Set how the decoder reads. Raises ModelError if `stream` or `rows` cannot replace the model's attention."""
         own = library_attention(self.causal)
         self.causal.set_attn_implementation(own if reading == "plain_rows" else ATTENTION_NAME)
-        self._reading = reading
+        self.reading = reading
 
     def facts(self) -> dict[str, str]:
-        """For people: how it `reads` where that costs something, what fused `kernels` compute, and what it `draws` at
-        random while it trains."""
-        facts = {"reads": _READ_AS[self._reading]} if self._reading in _READ_AS else {}
+        """Describe how it `reads` if that costs time, what fused `kernels` compute, and what is drawn at random."""
+        facts = {"reads": _READ_AS[self.reading]} if self.reading in _READ_AS else {}
         fused = kernels_of(self.causal)
         if fused:
             facts["kernels"] = fused
@@ -129,8 +124,7 @@ class StreamModel:
 
     @contextmanager
     def counting_experts(self) -> Iterator[ExpertLoads]:
-        """A context in which the tokens that each expert gets are counted; none of a model without experts, and none in
-        compiled layers, which have no hooks."""
+        """Count the tokens that each expert gets in the context; none in compiled layers, which have no hooks."""
         loads = ExpertLoads()
         if not self._has_routers or self._compiled():
             yield loads
@@ -147,10 +141,7 @@ class StreamModel:
 
     @contextmanager
     def balancing(self, stream: TokenStream) -> Iterator[StreamBalance]:
-        """A context in which the passes over this stream sum the balance of its sequences.
-
-        Raises ModelError as `routing` does.
-        """
+        """Sum the balance of this stream's sequences in the context. Raises ModelError as `routing` does."""
         self.routing.balance = balance = StreamBalance(stream)
         try:
             yield balance
@@ -159,7 +150,7 @@ class StreamModel:
 
     @cached_property
     def routing(self) -> ExpertRouting:
-        """The model's routers. Raises ModelError for a model without, or with unknown ones."""
+        """The model's routers. Raises ModelError for a model without known ones."""
         return ExpertRouting(self.causal)
 
     def hidden(
@@ -170,9 +161,9 @@ class StreamModel:
         routed_experts: Tensor | None = None,
         num_fill: int = 0,
     ) -> Tensor:
-        """Last hidden states [T, H] of a stream [1, T]; fields as of `TokenStream`, whose experts are used again."""
+        """Return the last hidden states [T, H] of a stream [1, T]; arguments as in `TokenStream`."""
         if routed_experts is not None:
-            self.routing.check(routed_experts)
+            check_experts(routed_experts, self.routing.num_layers, self.routing.top_k)
         if self.reading != "stream":
             return self._hidden_of_rows(input_ids[0], position_ids[0], plan, routed_experts, num_fill)
         return self._decoder_output(
@@ -182,7 +173,7 @@ class StreamModel:
             routed_experts,
             slice(num_fill, None),
             slice(num_fill, None),
-            # What packed models other than plain attention ask for, under the names of transformers.
+            # Packed models other than plain attention ask for these, under the names of transformers.
             cu_seq_lens_q=plan.cu_seqlens,
             cu_seq_lens_k=plan.cu_seqlens,
             max_length_q=plan.max_length,
@@ -216,7 +207,6 @@ class StreamModel:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _row_passes(self, plan: SegmentPlan, device: torch.device) -> Sequence[RowPass]:
-        """The passes over a stream's rows."""
         return row_passes(plan, slots_per_pass(device), lambda tensor: tensor.to(device))
 
     def _decoder_output(
@@ -229,8 +219,7 @@ class StreamModel:
         stream_tokens: slice,
         **options: Any,
     ) -> Tensor:
-        """[B, T, H]. counted: which of the B * T tokens count for routers. stream_tokens: where these are in the
-        stream."""
+        """Return [B, T, H]. `counted` of the B * T tokens count for routers, and are `stream_tokens` of the stream."""
         if "routing" in self.__dict__:
             self.routing.counted, self.routing.stream_tokens = counted, stream_tokens
         if routed_experts is not None:
@@ -243,7 +232,7 @@ class StreamModel:
             return self.decoder(input_ids=input_ids, use_cache=False, **options).last_hidden_state
 
     def loss_inputs(self, stream: TokenStream, needs: Collection[str], temperature: float = 1.0) -> TokenLossInputs:
-        """What a loss with these `needs` sees of the stream."""
+        """Return what a loss with these `needs` sees of the stream."""
         hidden = self.hidden(stream.input_ids, stream.position_ids, stream.plan, stream.routed_experts, stream.num_fill)
         hidden = hidden.index_select(0, stream.source)
         logprobs, entropy = self.score(hidden, stream.targets, ENTROPY in needs, temperature)
@@ -252,7 +241,7 @@ class StreamModel:
 
 @contextmanager
 def other_attention(causal: PreTrainedModel, name: str) -> Iterator[None]:
-    """Attention of transformers of this name in the place of that which the model has."""
+    """Use the attention of transformers of this name in the context."""
     before: Any = causal.config._attn_implementation
     causal.set_attn_implementation(name)
     try:
@@ -262,15 +251,18 @@ def other_attention(causal: PreTrainedModel, name: str) -> Iterator[None]:
 
 
 def library_attention(causal: PreTrainedModel) -> str:
-    """Name of the fastest attention of transformers itself that the model has everywhere."""
+    """Return the name of the fastest attention of transformers itself that the model has everywhere."""
     supports: Any = causal
     return "sdpa" if supports._supports_sdpa else "eager"
 
 
 @contextmanager
 def evaluation_mode(causal: nn.Module) -> Iterator[None]:
-    """Without dropout and without gradients. Not torch's inference mode: tables that models cache meanwhile, such as
-    rotary frequencies, must stay usable in the next training step."""
+    """Compute without dropout and gradients in the context.
+
+    It is not torch's inference mode: tables that models cache meanwhile, such as rotary frequencies, must stay usable
+    in the next training step.
+    """
     was_training = causal.training
     causal.eval()
     try:

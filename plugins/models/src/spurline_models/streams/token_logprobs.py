@@ -1,6 +1,6 @@
-"""From hidden states to logprobs of tokens: the output layer as the model itself applies it, a chunk at a time.
+"""Compute logprobs of tokens from hidden states by the model's own output layer, a chunk at a time.
 
-In: the last hidden states [N, H] where there is loss, and a target for each. Out: logprobs [N], entropies [N] where
+In: the last hidden states [N, H] where there is loss, and a target for each. Out: logprobs [N], and entropies [N] if
 they are asked for.
 """
 
@@ -22,7 +22,7 @@ from spurline_models.architecture import find_decoder
 
 
 class OutputLogits(nn.Module):
-    """Hidden states [N, H] -> logits [N, vocabulary], as the model itself makes them.
+    """A module that makes logits [N, vocabulary] from hidden states [N, H], as the model itself does.
 
     It runs the model's own forward function around hidden states that are there already: whatever a model does to
     logits after its output layer, such as a scale or a softcap, is done here too. It shares all modules with the model.
@@ -50,18 +50,20 @@ class OutputLogits(nn.Module):
 
 
 def _given_states(module: nn.Module, decoder: nn.Module, given: list[Tensor]) -> dict[str, nn.Module]:
-    """What takes the place of the child that is the decoder or holds it."""
+    """Return modules in the place of the child that is the decoder or holds it."""
     holders = ((name, child) for name, child in module.named_children() if any(m is decoder for m in child.modules()))
     return {name: _GivenStates(child, decoder, given) for name, child in holders}
 
 
 class _GivenStates(nn.Module):
-    """In the place of a decoder, or of a module that holds it beside towers that see or hear, whichever a model asks
-    for hidden states. Its output is the last of the states that are given; its attributes are that module's."""
+    """Stands for a decoder, or for a module that holds it beside towers that see or hear.
+
+    Its output is the last of the states that are given; its attributes are those of that module.
+    """
 
     def __init__(self, inner: nn.Module, decoder: nn.Module, given: list[Tensor]) -> None:
         super().__init__()
-        # Not as modules of this one: whoever looks for dropout around the decoder must not find that inside.
+        # Not as modules of this one: dropout inside the decoder is not dropout around it.
         self.__dict__.update(_given_states(inner, decoder, given), _inner=inner, _given=given)
 
     def __getattr__(self, name: str) -> Any:
@@ -72,7 +74,7 @@ class _GivenStates(nn.Module):
 
 
 class _States(BaseModelOutputWithPast):
-    """Has no more than the hidden states, such as no logits of routers."""
+    """An output that has hidden states alone, and no logits of routers, for example."""
 
     def __getattr__(self, name: str) -> None:
         return None
@@ -94,9 +96,9 @@ class TokenLogprobs:
     def __call__(
         self, hidden: Tensor, targets: Tensor, want_entropy: bool = False, temperature: float = 1.0
     ) -> tuple[Tensor, Tensor | None]:
-        """Logprob of each target [N] after each hidden state [N, H], and the entropy [N] there when asked for.
+        """Return the logprob of each target [N] after each hidden state [N, H], and the entropy [N] if asked for.
 
-        Both are of softmax(logits / temperature).
+        Both are those of softmax(logits / temperature).
         """
         score = partial(self._score, want_entropy=want_entropy, temperature=temperature)
         return scored_in_chunks(score, hidden, targets, self._chunk_tokens, draws=self._draws)
@@ -125,10 +127,10 @@ def scored_in_chunks(
     *,
     draws: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """What `score` makes of hidden states [N, H] and targets [N], at most `chunk_tokens` of them at a time.
+    """Apply `score` to hidden states [N, H] and targets [N], at most `chunk_tokens` of them at a time.
 
-    With several chunks it is called again in the backward pass, chunk by chunk, in one order on all ranks. draws:
-    whether it draws random numbers, which must be the same then.
+    With several chunks it is called again in the backward pass, chunk by chunk, in one order on all ranks. `draws` says
+    that it draws random numbers, which must be the same then.
     """
     num_chunks = math.ceil(len(targets) / chunk_tokens)
     if num_chunks <= 1:

@@ -32,8 +32,8 @@ Send = Callable[[Tensor], Tensor]
 class Bucket:
     """Neighbouring segments that one attention call computes, as `count` rows of `length`.
 
-    tokens: stream tokens in it. slots: int64 [tokens], where each goes in the padded [count * length] layout; None
-    when all have the same length, so that a view of the stream is that layout already.
+    `tokens` counts its stream tokens. `slots` is int64 [tokens], the place of each in the padded [count * length]
+    layout; None if all have the same length, so that a view of the stream is that layout already.
     """
 
     count: int
@@ -43,19 +43,22 @@ class Bucket:
 
 
 class AttentionExchange(Protocol):
-    """How processes that each run the model on a part of one stream compute its attention: some heads each, of all
-    tokens. Both methods are collectives of these processes, and differentiable."""
+    """Exchanges attention's inputs between processes that each run the model on a part of one stream.
+
+    Each process attends with some heads over all tokens. `to_heads` and `to_tokens` are collectives of these processes,
+    and differentiable.
+    """
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[part, heads, D] each, of this process's tokens -> [T, some heads, D]."""
+        """Exchange [part, heads, D] each, of this process's tokens, for [T, some heads, D]."""
         ...
 
     def to_tokens(self, output: Tensor) -> Tensor:
-        """[T, some heads, D] -> [part, heads, D]."""
+        """Exchange [T, some heads, D] for [part, heads, D]."""
         ...
 
     def own_heads(self, values: Tensor) -> Tensor:
-        """[heads] -> [some heads], those of this process. No collective."""
+        """Return those of [heads] that are this process's. It is not a collective."""
         ...
 
 
@@ -63,10 +66,13 @@ class AttentionExchange(Protocol):
 class SegmentPlan:
     """The segments of a stream of T tokens.
 
-    lengths: int64 [S] on the host, not decreasing. cu_seqlens: int32 [S + 1], where each segment starts, and T.
-    max_length: tokens of the longest.
-    buckets: cover the stream in order. tokens_of_buckets: their sizes, for `Tensor.split`.
-    exchange: None where the model runs on the whole stream in one process.
+    Attributes:
+        lengths: int64 [S] on the host, not decreasing.
+        cu_seqlens: int32 [S + 1], where each segment starts, and T.
+        max_length: Tokens of the longest segment.
+        buckets: Buckets that cover the stream in order.
+        tokens_of_buckets: Their sizes, for `Tensor.split`.
+        exchange: None if the model runs on the whole stream in one process.
     """
 
     lengths: NDArray[np.int64]
@@ -85,15 +91,20 @@ class SegmentPlan:
 class TokenStream:
     """T tokens of S segments, N of them with loss. On the device, except `batch_index`.
 
-    input_ids, position_ids: [1, T]. plan: which tokens belong together.
-    source: [N], stream position whose hidden state predicts the token: the one before it in its segment.
-    targets: [N] token ids. weights: [N]. segment_index: [N], from 0.
-    columns: further token columns at the N positions.
-    batch_index: [N] on CPU, where the token stands in the flattened [rows, length] of the batch.
-    routed_experts: int16 [T, layers, top_k], of every token, the experts that the engine chose for it; -1 where it did
-    not compute the token. None: routers choose.
-    num_fill: tokens at its beginning that belong to no sample.
-    is_idle: it stands for no rows: a rank runs the model on it because the others run theirs, and nothing counts.
+    Attributes:
+        input_ids: [1, T].
+        position_ids: [1, T].
+        plan: The segments.
+        source: [N], the stream position whose hidden state predicts the token: the one before it in its segment.
+        targets: [N], token ids.
+        weights: [N], loss weights.
+        segment_index: [N], from 0.
+        columns: Further token columns at the N positions.
+        batch_index: [N] on CPU, the place of the token in the flattened [rows, length] of the batch.
+        routed_experts: int16 [T, layers, top_k], the experts that the engine chose for every token; -1 where it did not
+            compute the token. If None, routers choose.
+        num_fill: Tokens at its beginning that belong to no sample.
+        is_idle: Whether it stands for no rows: a rank runs it because the others run theirs, and nothing counts.
     """
 
     input_ids: Tensor
@@ -111,7 +122,7 @@ class TokenStream:
 
     @classmethod
     def idle(cls, columns: Collection[str], profile: DeviceProfile) -> TokenStream:
-        """The smallest stream with a logprob: two tokens, the second predicted with weight 0. Columns are 0."""
+        """Make the smallest stream with a logprob: two tokens, the second predicted with weight 0. Columns are 0."""
         zero = profile.send(torch.zeros(1, dtype=torch.int64))
         weights = profile.send(torch.zeros(1, dtype=profile.weight_dtype))
         return cls(
@@ -149,7 +160,7 @@ def check_columns(batch: TrainingBatch, needed: Collection[str]) -> None:
 
 
 def check_tokens(batch: TrainingBatch, vocabulary: int) -> None:
-    """Raise DataError for a token that the model has no embedding of. vocabulary: how many it has."""
+    """Raise DataError for a token that the model has no embedding of. vocabulary: number of its embeddings."""
     tokens = batch.tokens["input_ids"]
     if not tokens.numel() or int(tokens.max()) < vocabulary:
         return
@@ -164,7 +175,7 @@ def check_tokens(batch: TrainingBatch, vocabulary: int) -> None:
 
 
 def tokens_per_row(batch: TrainingBatch) -> NDArray[np.int64]:
-    """Tokens of each row, padding not counted, int64 [R]."""
+    """Return the tokens of each row, padding not counted, int64 [R]."""
     lengths = batch.segments["length"]
     ends = np.concatenate([[0], np.cumsum(lengths.values, dtype=np.int64)])
     return np.diff(ends[lengths.offsets])
@@ -173,10 +184,10 @@ def tokens_per_row(batch: TrainingBatch) -> NDArray[np.int64]:
 def token_stream(
     batch: TrainingBatch, rows: Rows, columns: Collection[str], profile: DeviceProfile
 ) -> TokenStream | None:
-    """The chosen rows as one stream; None when none of their tokens has loss, as there is nothing to compute then.
+    """Lay the chosen rows out as one stream, or return None if none of their tokens has loss.
 
-    columns: token columns to gather besides the standard ones, at positions with loss; `routed_experts` comes for all
-    tokens wherever the batch has it.
+    `columns` are gathered besides the standard ones at positions with loss; `routed_experts` for all tokens, if the
+    batch has it.
     """
     index, lengths = _stream_order(batch, rows)
     weights = batch.tokens["loss_weights"].flatten()[index]
@@ -206,14 +217,14 @@ def token_stream(
 def share_streams(
     share: RankShare, columns: Collection[str], profile: DeviceProfile
 ) -> Iterator[tuple[Rows, TokenStream]]:
-    """The micro-batches of a rank, as rows of the mini-batch and a stream each; idle ones where nothing has loss."""
+    """Yield the micro-batches of a rank as rows of the mini-batch and a stream, an idle one if nothing has loss."""
     for rows in share.microbatches:
         stream = token_stream(share.batch, rows, columns, profile) if len(rows) else None
         yield share.rows[rows], TokenStream.idle(columns, profile) if stream is None else stream
 
 
 def _stream_order(batch: TrainingBatch, rows: Rows) -> tuple[Tensor, NDArray[np.int64]]:
-    """Flat batch index of each stream token, and the segment lengths: segments from short to long (see SegmentPlan)."""
+    """Return the flat batch index of each stream token, and the segment lengths, from short to long."""
     everything = np.array_equal(rows, np.arange(batch.num_rows))
     segment_ids = batch.tokens["segment_ids"]
     index = torch.nonzero((segment_ids if everything else segment_ids[torch.from_numpy(rows)]).flatten()).flatten()
@@ -232,9 +243,9 @@ def _stream_order(batch: TrainingBatch, rows: Rows) -> tuple[Tensor, NDArray[np.
 
 
 def plan_segments(lengths: NDArray[np.int64], slots_per_call: int, send: Send) -> SegmentPlan:
-    """The plan for segments of these lengths, which must not decrease.
+    """Return the plan for segments of these lengths, which must not decrease.
 
-    slots_per_call: how many padded slots cost as much as one more attention call; 0 never pads.
+    `slots_per_call` padded slots cost as much as one more attention call; 0 never pads.
     """
     cu_seqlens = np.zeros(len(lengths) + 1, dtype=np.int32)
     np.cumsum(lengths, out=cu_seqlens[1:])
@@ -251,15 +262,15 @@ def plan_segments(lengths: NDArray[np.int64], slots_per_call: int, send: Send) -
 def cut_buckets(
     lengths: NDArray[np.int64], slots_per_call: int, send: Send, *, most_padding: float = math.inf
 ) -> tuple[Bucket, ...]:
-    """Buckets that cover segments of these lengths, which must not decrease.
+    """Return buckets that cover segments of these lengths, which must not decrease.
 
-    most_padding: slots of padding per token, in buckets of more than slots_per_call slots.
+    `most_padding` bounds slots of padding per token, in buckets of more than `slots_per_call` slots.
     """
     return tuple(_bucket(lengths[start:stop], send) for start, stop in _cut(lengths, slots_per_call, most_padding))
 
 
 def _cut(lengths: NDArray[np.int64], slots_per_call: int, most_padding: float) -> list[tuple[int, int]]:
-    """Half-open ranges of segments: runs of one length, joined with the next while padding is cheaper than a call."""
+    """Cut segments into ranges: runs of one length, joined with the next while padding is cheaper than a call."""
     if len(lengths) == 0:
         return []
     runs = [0, *(np.flatnonzero(np.diff(lengths)) + 1).tolist(), len(lengths)]

@@ -25,7 +25,7 @@ class ValueModel(StreamModel):
         super().__init__(causal)
 
     def loss_inputs(self, stream: TokenStream, needs: Collection[str], temperature: float = 1.0) -> TokenLossInputs:
-        """What a critic's loss with these `needs` sees of the stream; no logits, so no temperature and no entropy.
+        """Return what a critic's loss sees of the stream; there are no logits, so no temperature and no entropy.
 
         The critic's routers choose for themselves: no engine has computed its weights.
         """
@@ -36,13 +36,12 @@ class ValueModel(StreamModel):
 
 
 class ValueHead(nn.Linear):
-    """Hidden states [N, H] -> values [N]; 0 everywhere at first, so that the first advantages are sums of rewards."""
+    """A layer from hidden states [N, H] to values [N], which are 0 at first: first advantages are sums of rewards."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__(hidden_size, 1, bias=False)
 
     def reset_parameters(self) -> None:
-        """Draws nothing."""
         nn.init.zeros_(self.weight)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -51,7 +50,7 @@ class ValueHead(nn.Linear):
 
 
 def put_value_head(causal: PreTrainedModel, dtype: torch.dtype | None = None) -> None:
-    """Replace the output layer by a value head, on the device of the model. dtype: None for the model's."""
+    """Replace the output layer by a value head, on the device of the model, and in its dtype if none is given."""
     with torch.device(causal.device):
         head = ValueHead(causal.config.get_text_config().hidden_size)
     causal.set_output_embeddings(head.to(dtype or causal.dtype))

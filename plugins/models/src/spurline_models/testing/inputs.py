@@ -10,9 +10,9 @@ from spurline_text.testing.inputs import tiny_tokenizer
 
 
 def write_tiny_model(folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
-    """A two-layer Qwen3 with random weights and norms, and a byte-level tokenizer with a ChatML template.
+    """Write a two-layer Qwen3 with random weights and norms, and a byte-level tokenizer with a ChatML template.
 
-    overrides: fields of Qwen3Config to change. Returns the folder, which `from_pretrained` loads.
+    `overrides` are fields of Qwen3Config. Returns the folder, which `from_pretrained` loads.
     """
     from transformers import Qwen3Config
 
@@ -20,7 +20,7 @@ def write_tiny_model(folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
 
 
 def write_tiny_moe_model(folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
-    """The same of Qwen3-MoE: 8 experts in each layer, of which a token has 2. overrides: fields of Qwen3MoeConfig."""
+    """Write the same as Qwen3-MoE with 8 experts in each layer and 2 for a token; `overrides` of Qwen3MoeConfig."""
     from transformers import Qwen3MoeConfig
 
     experts: dict[str, Any] = {
@@ -34,8 +34,7 @@ def write_tiny_moe_model(folder: Path, *, seed: int = 0, **overrides: Any) -> Pa
 
 
 def write_model(folder: Path, config: type[Any], overrides: dict[str, Any], *, seed: int = 0) -> Path:
-    """The same of any architecture. config: its class in transformers. overrides: fields to change, None to leave one
-    to the class."""
+    """Write the same in any architecture, by its config class in transformers; None leaves a field to the class."""
     import torch
     from transformers import AutoModelForCausalLM
 

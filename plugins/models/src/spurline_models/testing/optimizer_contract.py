@@ -1,4 +1,4 @@
-"""What every optimizer and every schedule must satisfy."""
+"""The contracts of every optimizer and every schedule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every source of batches must satisfy, checked by short runs of a tiny model."""
+"""The contract of every source of batches, checked by short runs of a tiny model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Train = Callable[..., "Recorded"]
 
 @dataclass
 class Recorded:
-    """What a run trained on. batches: by step, their columns as numpy arrays. metrics: of the last step."""
+    """A recorded run: the columns of its batches as numpy arrays by step, and the metrics of the last step."""
 
     batches: dict[int, dict[str, np.ndarray]]
     metrics: Mapping[str, float]

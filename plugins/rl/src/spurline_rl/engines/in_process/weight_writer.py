@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from spurline.errors import RunFailedError, listing, suggestion
-from spurline_models.joined_weights import joined_weights
+from spurline_models.loading import joined_weights
 from spurline_models.weights import NamedWeights, WeightGroup
 
 
