@@ -101,7 +101,6 @@ def test_every_data_setting_counts_unless_it_is_known_not_to(spurline_chat_file:
         "path",
         "weight",
         "label",
-        "max_expansion",
     }
     data = key_of(spurline_chat_file).parts["data"]
     assert data.keys() == DataConfig.model_fields.keys() - {"train", "eval", "order"}

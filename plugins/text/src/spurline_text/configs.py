@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
@@ -12,7 +12,7 @@ from spurline.config.objects import ObjectSetting
 from spurline.config.paths import PathSetting
 from spurline.config.run_config import RunConfig
 from spurline.config.section import OnResume
-from spurline.errors import DataError, Problem
+from spurline.errors import Problem
 from spurline.protocols.dataset import DatasetConfig
 from spurline.protocols.source import SourceConfig, SourceFacts
 from spurline.protocols.tokenization import TokenizationConfig
@@ -21,23 +21,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from spurline.config.run_config import ModelConfig
-
-
-@dataclass(frozen=True)
-class TableLimits:
-    """What files of others may hold. max_expansion: size of a table in terms of its file's. checks_keys: whether a
-    repeated key is looked for whenever a row is read; otherwise once, when all rows are checked."""
-
-    max_row_bytes: int
-    max_expansion: int
-    checks_keys: bool = False
-
-    def too_large_row(self, location: str) -> DataError:
-        """The error of a row that is larger."""
-        return DataError(
-            f"{location}: a row has more than {self.max_row_bytes:,} bytes. Divide it, leave it out, or raise "
-            "max_row_mb of this dataset."
-        )
 
 
 class HfDatasetConfig(DatasetConfig):
@@ -53,14 +36,6 @@ class HfDatasetConfig(DatasetConfig):
     """Split string, such as `train`, `train[:1000]` or `train[10%:20%]`."""
     revision: str | None = None
     """Hub revision (branch, tag or commit)."""
-    max_row_mb: Annotated[int, OnResume.BY_NAME] = Field(default=64, gt=0)
-    """MiB that one row of a local file may have: larger ones are malformed, and may take all memory."""
-    max_expansion: Annotated[int, OnResume.FREE] = Field(default=1000, gt=0)
-    """How many times its own size a local parquet file may have once it is read; 4 GiB are always allowed."""
-
-    @property
-    def limits(self) -> TableLimits:
-        return TableLimits(self.max_row_mb << 20, self.max_expansion, checks_keys=self.on_bad_row == "skip")
 
     @property
     def place(self) -> str:

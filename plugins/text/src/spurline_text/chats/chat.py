@@ -20,8 +20,7 @@ from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
 from spurline.errors import ModelError
-from spurline_text.chats.chat_template import ChatTemplate, PlainChat, is_large
-from spurline_text.chats.template_budget import TemplateTooCostlyError
+from spurline_text.chats.chat_template import ChatTemplate
 from spurline_text.rows.formats import Conversation
 from spurline_text.rows.messages import Message, assistant_turns
 from spurline_text.rows.rows import BadRowError
@@ -133,20 +132,28 @@ class ChatRenderer:
     def render(
         self, messages: Sequence[Message], tools: list[dict[str, Any]] | None, *, add_generation_prompt: bool = False
     ) -> str:
-        """The text of the messages. Raises BadRowError when the template refuses them."""
+        """Return the text of the messages. Raises BadRowError when the template refuses them."""
         template = self._template(self._source(tools))
-        return self._rendered(template, self._plain(messages, tools), add_generation_prompt=add_generation_prompt)[0]
+        return self._rendered(template, messages, tools, add_generation_prompt=add_generation_prompt)[0]
 
     def render_for_training(self, conversation: Conversation, train_on: str) -> RenderedChat:
-        """Text and trained spans. train_on: `last_assistant` or `all_assistants`, unless the row itself decides.
+        """Render a conversation and find what is trained in it.
 
-        Raises BadRowError when the template refuses the messages, TemplateRewritesHistory when a trained turn cannot be
-        placed exactly.
+        Args:
+            conversation: Messages and tools of a row.
+            train_on: `last_assistant` or `all_assistants`; a row that decides itself overrides it.
+
+        Returns:
+            The text and its trained spans.
+
+        Raises:
+            BadRowError: If the template refuses the messages.
+            TemplateRewritesHistory: If a trained turn cannot be placed exactly.
         """
-        messages, source = conversation.messages, self._source(conversation.tools)
+        messages, tools = conversation.messages, conversation.tools
+        source = self._source(tools)
         template, marked = self._template(source), _has_generation_blocks(source)
-        chat = self._plain(messages, conversation.tools)
-        text, indices = self._rendered(template, chat, track_generation=marked)
+        text, indices = self._rendered(template, messages, tools, track_generation=marked)
         if marked:
             return RenderedChat(text, tuple(self._marked_spans(text, indices, conversation, train_on)))
         turns = assistant_turns(messages, conversation.first_trained or 0)
@@ -154,7 +161,7 @@ class ChatRenderer:
             turns = turns[-1:]
         spans: list[Span] = []
         for turn in turns:
-            prompt, _ = self._rendered(template, chat.beginning(turn), add_generation_prompt=True)
+            prompt, _ = self._rendered(template, messages[:turn], tools, add_generation_prompt=True)
             if not text.startswith(prompt):
                 raise TemplateRewritesHistory
             spans.append((len(prompt), self._turn_end(text, conversation, turn, len(prompt))))
@@ -231,50 +238,20 @@ class ChatRenderer:
             self._templates[source] = template
         return template
 
-    def _plain(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> PlainChat:
-        try:
-            return PlainChat.of(messages, tools)
-        except Exception as error:
-            # Rows may hold anything, such as values nested without end.
-            raise self._refused(error) from error
-
     def _rendered(
-        self,
-        template: ChatTemplate,
-        chat: PlainChat,
-        *,
-        add_generation_prompt: bool = False,
-        track_generation: bool = False,
+        self, template: ChatTemplate, messages: Sequence[Message], tools: list[dict[str, Any]] | None, **how: bool
     ) -> tuple[str, list[Span]]:
         try:
-            return template.render(chat, add_generation_prompt=add_generation_prompt, track_generation=track_generation)
-        except TemplateTooCostlyError as error:
-            raise self._too_costly(error, chat) from error
+            return template.render(messages, tools, **how)
         except Exception as error:
-            # A template is a program, which may fail with anything.
-            raise self._refused(error) from error
-
-    def _refused(self, error: Exception) -> BadRowError:
-        reason = str(error) or type(error).__name__
-        return BadRowError(
-            "messages",
-            f"are refused by the chat template {template_name(self._tokenizer)}: {reason}. Give a template "
-            "that takes them (`model.chat_template`: a file, or a name such as chatml), or mend the row.",
-        )
-
-    def _too_costly(self, error: TemplateTooCostlyError, chat: PlainChat) -> Exception:
-        """The row's fault when it is large, the template's when it is not."""
-        name = template_name(self._tokenizer)
-        if is_large([chat.messages, chat.tools]):
-            return BadRowError(
+            # A template is a program, which may fail with anything; and rows may hold anything, such as values nested
+            # without end.
+            reason = str(error) or type(error).__name__
+            raise BadRowError(
                 "messages",
-                f"are more than the chat template {name} can render: {error}. Take the row out, or cut it in parts.",
-            )
-        return ModelError(
-            f"the chat template {name} is not rendered any further: {error}, for a row of {len(chat.messages)} "
-            "messages. A template that loops without end, or writes without measure, is broken or hostile; give "
-            "another one (`model.chat_template`: a file, or a name such as chatml)."
-        )
+                f"are refused by the chat template {template_name(self._tokenizer)}: {reason}. Give a template "
+                "that takes them (`model.chat_template`: a file, or a name such as chatml), or mend the row.",
+            ) from error
 
 
 def _common_prefix(texts: Sequence[str]) -> str:

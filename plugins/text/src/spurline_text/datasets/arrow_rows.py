@@ -6,6 +6,7 @@ is never served from an old cache and nothing is written beside the data.
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import functools
 import glob
@@ -18,6 +19,7 @@ from typing import Any
 
 import datasets
 import pyarrow
+import pyarrow.parquet
 import xxhash
 from datasets import Features, Json, Value
 from datasets.config import HF_DATASETS_CACHE
@@ -25,17 +27,13 @@ from datasets.exceptions import DatasetsError
 
 from spurline.errors import DataError
 from spurline.files import private_folder
-from spurline_text.configs import TableLimits
 from spurline_text.datasets.file_digest import digest_of_file, digest_of_files
-from spurline_text.datasets.table_checks import check_csv, check_parquet, csv_header
 from spurline_text.hub import asked_once
 
 _BLOCK = 128
 """Rows converted to Python at once; one at a time is several times slower."""
 _ROWS_EXPANDED = 1000
 """Rows of a parquet file that are held at once while it is copied into the cache."""
-_CHECKS = {"parquet": check_parquet, "csv": check_csv}
-"""Before the library reads a file. It looks at the offsets in arrow files itself."""
 
 
 class ArrowRows:
@@ -90,24 +88,38 @@ def _without_files(feature: Any) -> Any:
     return feature if is_in_the_row else dataclasses.replace(feature, decode=False)
 
 
-def load_file(path: Path, limits: TableLimits) -> ArrowRows:
-    """Rows of a .parquet, .arrow or .csv file. Raises DataError when it cannot be read or goes beyond the limits."""
+def load_file(path: Path) -> ArrowRows:
+    """Load the rows of a .parquet, .arrow or .csv file. Raises DataError when it cannot be read."""
     cache = _cache_folder() / digest_of_file(path)
     builder = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}[path.suffix.lower()]
     options: dict[str, Any] = {}
     if builder == "csv":
         # Everything in a CSV file is text: an answer `42` or `NA` must not turn into a number or a missing value.
-        options = {"features": _csv_columns(path, limits), "keep_default_na": False}
+        options = {"features": _csv_columns(path), "keep_default_na": False}
     elif builder == "parquet":
         # By itself the library expands whole row groups.
         options = {"batch_size": _ROWS_EXPANDED}
-    with _quiet(), data_errors(str(path)):
-        if not cache.exists() and builder in _CHECKS:
-            _CHECKS[builder](path, limits)
+    with _quiet(), data_errors(str(path), find_place=functools.partial(_broken_row_group, path)):
         table = datasets.load_dataset(
             builder, data_files=glob.escape(str(path.absolute())), split="train", cache_dir=str(cache), **options
         )
     return ArrowRows(table, str(path), functools.partial(digest_of_file, path))  # type: ignore[arg-type]
+
+
+def _broken_row_group(path: Path) -> str:
+    """Return ` row group N` for the first one of a parquet file that cannot be read; nothing for other files."""
+    if path.suffix.lower() != ".parquet":
+        return ""
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for group in range(file.num_row_groups):
+                try:
+                    file.read_row_group(group)
+                except (pyarrow.ArrowException, OSError):
+                    return f" row group {group}"
+    except (pyarrow.ArrowException, OSError):
+        pass
+    return ""
 
 
 def load_saved(path: Path) -> dict[str, ArrowRows]:
@@ -144,8 +156,12 @@ def without_padding(value: Any) -> Any:
     return value
 
 
-def _csv_columns(path: Path, limits: TableLimits) -> Features:
-    header = csv_header(path, limits)
+def _csv_columns(path: Path) -> Features:
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            header = next(csv.reader(file), [])
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{path}:1: not valid CSV in UTF-8: {error}.") from error
     if not header:
         raise DataError(f"{path}: is empty.")
     return Features({name: Value("string") for name in header})
@@ -172,12 +188,21 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def data_errors(origin: str, prefix: str = "cannot be read: ", hint: str = "") -> Iterator[None]:
-    """Turn what the loading libraries raise into a DataError that says which file or name it is about."""
+def data_errors(
+    origin: str, prefix: str = "cannot be read: ", hint: str = "", find_place: Callable[[], str] = lambda: ""
+) -> Iterator[None]:
+    """Turn what the loading libraries raise into a DataError.
+
+    Args:
+        origin: The file, or the name of the dataset.
+        prefix: What went wrong, before the library's words.
+        hint: Sentences after them.
+        find_place: Called after an error; returns where in the file it is, to stand behind `origin`.
+    """
     try:
         yield
     except (DatasetsError, pyarrow.ArrowException, OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
         cause = error.__cause__ if isinstance(error, DatasetsError) and error.__cause__ else error
         if "corresponds to no data" in str(cause):
             raise DataError(f"{origin}: is empty; it has no rows.") from error
-        raise DataError(f"{origin}: {prefix}{' '.join(str(cause).split()).rstrip('.')}.{hint}") from error
+        raise DataError(f"{origin}{find_place()}: {prefix}{' '.join(str(cause).split()).rstrip('.')}.{hint}") from error

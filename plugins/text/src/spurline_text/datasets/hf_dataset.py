@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from spurline.errors import DataError, listing, suggestion
-from spurline_text.configs import HfDatasetConfig, TableLimits
+from spurline_text.configs import HfDatasetConfig
 from spurline_text.datasets.json_rows import JsonLines, JsonRows, open_json, refuse_other_content
 from spurline_text.datasets.local_files import (
     HoldsTable,
@@ -168,8 +168,7 @@ def _split_opener(config: HfDatasetConfig) -> Callable[[str], _SplitRows]:
 
         splits = {name: [table] for name, table in load_saved(Path(path).expanduser()).items()}
     else:
-        open_rows = functools.partial(_open_rows, limits=config.limits)
-        splits = {name: [LocalFile(file, open_rows) for file in files] for name, files in find_files(path).items()}
+        splits = {name: [LocalFile(file, _open_rows) for file in files] for name, files in find_files(path).items()}
 
     def open_split(name: str) -> _SplitRows:
         if name not in splits:
@@ -179,17 +178,17 @@ def _split_opener(config: HfDatasetConfig) -> Callable[[str], _SplitRows]:
     return open_split
 
 
-def _open_rows(path: Path, limits: TableLimits) -> LocalRows:
+def _open_rows(path: Path) -> LocalRows:
     suffix = path.suffix.lower()
     if suffix in (".jsonl", ".json", ".csv"):
         refuse_other_content(path)
     if suffix == ".jsonl":
-        return JsonLines(path, limits)
+        return JsonLines(path)
     if suffix == ".json":
-        return open_json(path, limits)
+        return open_json(path)
     from spurline_text.datasets.arrow_rows import load_file
 
-    return load_file(path, limits)
+    return load_file(path)
 
 
 def _no_such_split(path: str, name: str, known: list[str]) -> DataError:

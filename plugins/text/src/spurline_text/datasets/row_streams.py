@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import datasets
+import pyarrow.parquet
 
 from spurline.errors import DataError, listing, suggestion
 from spurline.protocols.dataset import RowReader, StreamedRow
-from spurline_text.configs import HfStreamConfig, TableLimits
+from spurline_text.configs import HfStreamConfig
 from spurline_text.datasets.arrow_rows import data_errors, without_padding
 from spurline_text.datasets.hf_dataset import default_label
-from spurline_text.datasets.json_rows import pieces_of_lines, read_json_line, refuse_other_content, skip_line
+from spurline_text.datasets.json_rows import read_json_line, refuse_other_content
 from spurline_text.datasets.local_files import find_files, looks_local
-from spurline_text.datasets.table_checks import batches_of, check_rows, open_parquet
 from spurline_text.hub import asked_once
 
 _ROWS_AT_ONCE = 128
@@ -38,7 +38,7 @@ class HfStream:
     def open(self, position: Mapping[str, Any] | None = None) -> RowReader:
         """A reader at the beginning, or where another reader was."""
         if self._files is not None:
-            return FilesReader(self._files, position, self._config.limits)
+            return FilesReader(self._files, position)
         config = self._config
         with asked_once(), data_errors(config.path, prefix="cannot be streamed from the Hugging Face hub: "):
             rows = datasets.load_dataset(
@@ -72,17 +72,17 @@ def _files(config: HfStreamConfig) -> list[Path]:
 class FilesReader:
     """Reads files one after another. position: the number of the file, and the place in it."""
 
-    def __init__(self, files: Sequence[Path], position: Mapping[str, Any] | None, limits: TableLimits) -> None:
-        self._files, self._limits = files, limits
+    def __init__(self, files: Sequence[Path], position: Mapping[str, Any] | None) -> None:
+        self._files = files
         self._number = int(position["file"]) if position else 0
         self._inside: _FileReader | None = None
         if position and self._number < len(files):
-            self._inside = _open(files[self._number], position["place"], limits)
+            self._inside = _open(files[self._number], position["place"])
 
     def read(self) -> StreamedRow | None:
         while self._number < len(self._files):
             if self._inside is None:
-                self._inside = _open(self._files[self._number], None, self._limits)
+                self._inside = _open(self._files[self._number], None)
             row = self._inside.read()
             if row is not None:
                 return row
@@ -101,20 +101,17 @@ class FilesReader:
 class JsonLinesReader:
     """Lines of a file. place: byte and line that come next."""
 
-    def __init__(self, path: Path, place: Sequence[int] | None, limits: TableLimits) -> None:
+    def __init__(self, path: Path, place: Sequence[int] | None) -> None:
         refuse_other_content(path)
-        self._path, self._limits = path, limits
+        self._path = path
         self._file: BinaryIO = path.open("rb")
         self._offset, self._line = place or (0, 1)
         self._file.seek(self._offset)
 
     def read(self) -> StreamedRow | None:
-        for line in pieces_of_lines(self._file, self._limits):
+        for line in self._file:
             location = f"{self._path}:{self._line}"
             self._offset, self._line = self._offset + len(line), self._line + 1
-            if len(line) > self._limits.max_row_bytes:
-                self._offset += skip_line(self._file)
-                return StreamedRow(self._limits.too_large_row(location), location)
             if line.strip():
                 try:
                     return StreamedRow(read_json_line(line, location), location)
@@ -132,16 +129,15 @@ class JsonLinesReader:
 class ParquetReader:
     """Rows of a parquet file, a few at a time. place: the row that comes next."""
 
-    def __init__(self, path: Path, place: int | None, limits: TableLimits) -> None:
-        self._path, self._limits = path, limits
+    def __init__(self, path: Path, place: int | None) -> None:
+        self._path = path
         with data_errors(str(path)):
-            self._table = open_parquet(path)
+            self._table = pyarrow.parquet.ParquetFile(path)
         self._row = place or 0
         self._rows = self._from(self._row)
 
     def read(self) -> StreamedRow | None:
-        with data_errors(str(self._path)):
-            values = next(self._rows, None)
+        values = next(self._rows, None)
         if values is None:
             return None
         self._row += 1
@@ -154,22 +150,17 @@ class ParquetReader:
         self._table.close()
 
     def _from(self, row: int) -> Iterator[dict[str, Any]]:
-        """Rows from this one on; row groups before it are not read."""
-        groups: list[int] = []
+        """Yield the rows from this one on; row groups before it are not read."""
         for group in range(self._table.num_row_groups):
-            size = self._table.metadata.row_group(group).num_rows
-            if groups or row < size:
-                groups.append(group)
-            else:
-                row -= size
-        if groups:
-            first = self._row - row
-            for batch in batches_of(self._table, groups):
-                check_rows(batch, self._path, first, self._limits)
-                first += len(batch)
-                for start in range(min(row, len(batch)), len(batch), _ROWS_AT_ONCE):
-                    yield from batch.slice(start, _ROWS_AT_ONCE).to_pylist()
-                row -= min(row, len(batch))
+            num_rows = self._table.metadata.row_group(group).num_rows
+            if row >= num_rows:
+                row -= num_rows
+                continue
+            with data_errors(f"{self._path} row group {group}"):
+                for batch in self._table.iter_batches(_ROWS_AT_ONCE, row_groups=[group]):
+                    rows = batch.slice(min(row, len(batch)))
+                    row -= len(batch) - len(rows)
+                    yield from rows.to_pylist()
 
 
 class HubReader:
@@ -203,14 +194,14 @@ class HubReader:
 
 
 _FileReader = JsonLinesReader | ParquetReader
-_READERS: Mapping[str, Callable[[Path, Any, TableLimits], _FileReader]] = {
+_READERS: Mapping[str, Callable[[Path, Any], _FileReader]] = {
     ".jsonl": JsonLinesReader,
     ".parquet": ParquetReader,
 }
 
 
-def _open(path: Path, place: Any, limits: TableLimits) -> _FileReader:
+def _open(path: Path, place: Any) -> _FileReader:
     try:
-        return _READERS[path.suffix.lower()](path, place, limits)
+        return _READERS[path.suffix.lower()](path, place)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}.") from error
