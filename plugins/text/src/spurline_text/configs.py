@@ -80,7 +80,7 @@ class StreamSourceConfig(SourceConfig):
     """Rows that are held at once. Their samples are shuffled among each other, and a resume reads up to so many rows
     again."""
     shuffle: bool = True
-    """Whether they are; off keeps the order of the data."""
+    """If false, rows keep the order of the data."""
 
     @property
     def facts(self) -> SourceFacts:

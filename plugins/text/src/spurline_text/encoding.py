@@ -160,7 +160,7 @@ class RowEncoder:
         return [masked if masked is not None else next(others) for masked in found]
 
     def finish(self, prepared: PreparedRows, encoded: EncodedTexts) -> list[Sample | Dropped]:
-        """As of `encode`. Raises what went wrong with the first row that is an error."""
+        """Return what `encode` returns. Raises what went wrong with the first row that is an error."""
         of_text = self._masked(prepared, encoded)
         outcomes: list[Sample | Dropped] = []
         for row, item in zip(prepared.rows, prepared.items, strict=True):

@@ -96,19 +96,18 @@ def _ask() -> bool:
 
 
 def is_path(source: str) -> bool:
-    """Whether it cannot be a hub name, which has at most one slash and does not begin like a path."""
+    """Return whether it cannot be a hub name, which has at most one slash and does not begin like a path."""
     return source.startswith(("/", ".", "~", "$")) or source.count("/") > 1 or Path(source).exists()
 
 
 def may_be_path(source: str) -> bool:
-    """Whether a name that was not found on the hub may be a misspelled path, such as `models/tinny` beside
-    `models/tiny`."""
+    """Return whether a name that was not found on the hub may be a misspelled path, as of `models/tiny`."""
     parent = Path(source).parent
     return "/" in source and parent.is_dir() and suggestion(Path(source).name, _folders(parent)) != ""
 
 
 def describe_missing_path(source: str) -> str:
-    """What is wrong with a local path, with the nearest name there is."""
+    """Say what is wrong with a local path, with the nearest name there is."""
     path = Path(source)
     if path.is_file():
         return f"{source} is a file. Give the folder with `config.json`, weights and tokenizer."
@@ -126,7 +125,7 @@ def describe_missing_path(source: str) -> str:
 
 
 def describe_unfound(source: str, what: str, reason: str) -> str:
-    """What was looked for where, for a name that is no path. reason: what the hub's client said."""
+    """Say what was looked for where, for a name that is not a path. reason: the words of the hub's client."""
     searched = f"{source} is neither a local folder nor a {what}"
     near = suggestion(source, _folders(Path.cwd())) if "/" not in source else ""
     cached = suggestion(source, _cached_names())

@@ -45,7 +45,7 @@ class TokenBytes:
 
     @staticmethod
     def fits(tokenizer: PreTrainedTokenizerBase) -> bool:
-        """Whether the tokenizer's offsets are those of its tokens' bytes, wherever these are the text's."""
+        """Return whether the tokenizer's offsets are those of its tokens' bytes, wherever these are the text's."""
         kind: Any = type(tokenizer)
         plain = PreTrainedTokenizerFast
         if not tokenizer.is_fast or kind.__call__ is not plain.__call__ or kind._encode_plus is not plain._encode_plus:
@@ -72,7 +72,7 @@ class TokenBytes:
         return backend.encode_batch_fast(list(texts), add_special_tokens=False)
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[Encoding]:
-        """As `encode`, after it, and with offsets."""
+        """Encode with offsets, after `encode`."""
         backend: Any = self._tokenizer.backend_tokenizer  # type: ignore[attr-defined]
         return backend.encode_batch(list(texts), add_special_tokens=False)
 

@@ -32,7 +32,7 @@ class TokenPieces:
         return self.of_all([token_id])[0]
 
     def of_all(self, token_ids: list[int]) -> list[bytes]:
-        """As `of` for each, faster where they are many."""
+        """Return `of` for each, faster where they are many."""
         unknown = [token_id for token_id in token_ids if token_id not in self._known]
         names: list[Any] = self._tokenizer.convert_ids_to_tokens(unknown) if unknown else []  # type: ignore[assignment]
         for token_id, name in zip(unknown, names, strict=True):
@@ -41,11 +41,11 @@ class TokenPieces:
 
     @property
     def are_bytes(self) -> bool:
-        """Whether the vocabulary writes every byte of a text as a sign of its own."""
+        """Return whether the vocabulary writes every byte of a text as a sign of its own."""
         return self._kind == "bytes"
 
     def is_special(self, token_id: int) -> bool:
-        """Whether it is a mark of the template or the model, such as `<|im_end|>`, and no text."""
+        """Return whether it is a mark of the template or the model, such as `<|im_end|>`, and not text."""
         return token_id in self._special
 
     def _bytes(self, token_id: int, token: Any) -> bytes:

@@ -151,7 +151,7 @@ def arrow_rows(dataset: Dataset, start: int, stop: int) -> pyarrow.Table | None:
 
 
 def share_read(datasets: Sequence[DatasetToTokenize]) -> list[float]:
-    """For each dataset the share of its rows that `row_limit` let through, 1.0 for all."""
+    """Return for each dataset the share of its rows that `row_limit` let through, 1.0 for all."""
     return [
         len(item.dataset) / max(1, item.dataset.whole) if isinstance(item.dataset, FirstRows) else 1.0
         for item in datasets
@@ -177,7 +177,7 @@ TRUNCATED = "truncated"
 
 @dataclass(frozen=True)
 class Findings:
-    """What was left out or cut, as in `Tokenized`."""
+    """Counts of what was left out or cut, as in `Tokenized`."""
 
     dropped: Mapping[str, int]
     truncated: int
@@ -186,7 +186,7 @@ class Findings:
 
 
 def block_of_outcomes(source: int, outcomes: Sequence[Sample | Dropped]) -> SampleBlock:
-    """What `RowEncoder` made of rows of dataset number `source`, in order."""
+    """Join what `RowEncoder` made of rows of dataset number `source`, in order."""
     samples: list[Sample] = []
     counts: dict[tuple[str, bool], Count] = {}
     for outcome in outcomes:

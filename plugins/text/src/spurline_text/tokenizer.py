@@ -62,7 +62,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def template_name(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Which chat template the tokenizer has, for messages."""
+    """Say which chat template the tokenizer has, for messages."""
     return getattr(tokenizer, "chat_template_source", None) or f"of the tokenizer {tokenizer.name_or_path}".rstrip()
 
 

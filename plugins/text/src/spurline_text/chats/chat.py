@@ -78,7 +78,7 @@ def _has_generation_blocks(template: str) -> bool:
 
 _PROBE_ANSWER = "spurlineprobeanswer"
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-"""What data sets call the thinking of a turn."""
+"""Names that data sets have for the thinking of a turn."""
 SPOKEN = ("user", "assistant")
 """Roles that every template writes."""
 _CHANCE_CHARACTERS = 16
@@ -86,7 +86,7 @@ _CHANCE_CHARACTERS = 16
 
 
 def is_doubtful(conversation: Conversation, text: str) -> bool:
-    """Whether the conversation has something that a template may leave out, as far as its rendering `text` can tell."""
+    """Return whether a template may have left something of the conversation out of its rendering `text`."""
     if conversation.tools:
         return True
     last = None
@@ -110,7 +110,7 @@ def is_doubtful(conversation: Conversation, text: str) -> bool:
 
 
 class TemplateRewritesHistory(Exception):  # noqa: N818 - a finding about one sample that gets counted, not a failure
-    """What the model saw when it wrote a turn is not the beginning of the whole conversation's text."""
+    """The text that the model saw when it wrote a turn is not the beginning of the conversation's text."""
 
 
 @dataclass(frozen=True)

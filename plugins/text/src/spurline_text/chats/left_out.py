@@ -33,10 +33,10 @@ class LeftOut:
 def find_left_out(
     renderer: ChatRenderer, conversation: Conversation, *, add_generation_prompt: bool = False
 ) -> list[LeftOut]:
-    """What a rendering of the conversation says nothing of.
+    """Return what a rendering of the conversation does not show.
 
-    Of reasoning and of the words beside a tool call only those of the last assistant turn count: templates leave the
-    thinking of earlier turns out on purpose. With `add_generation_prompt` there is no such turn.
+    Reasoning and words beside a tool call count in the last assistant turn alone: templates leave the thinking of
+    earlier turns out on purpose. With `add_generation_prompt` there is no such turn.
     """
     last = None if add_generation_prompt else (assistant_turns(conversation.messages) or [None])[-1]
     marks = _Marks()
@@ -51,7 +51,7 @@ def find_left_out(
 
 
 def left_out_message(found: Sequence[LeftOut], tokenizer: PreTrainedTokenizerBase) -> str:
-    """What was left out, by which template, and the fix, as sentences."""
+    """Say what was left out, by which template, and the fix."""
     what = ", ".join(dict.fromkeys(item.place for item in found))
     return (
         f"{what}: the chat template {template_name(tokenizer)} leaves this out, so the model would not see it. Give a "

@@ -45,9 +45,9 @@ def digest_of_files(paths: list[Path]) -> str:
 
 
 def memory_folder() -> Path | None:
-    """Where hashes are remembered: SPURLINE_CACHE, else ~/.cache/spurline, and there `digests`.
+    """Return the folder `digests` in SPURLINE_CACHE, else in ~/.cache/spurline.
 
-    None when that is in a home directory and this user has none: then nothing is remembered.
+    None for a user without a home directory: then nothing is remembered.
     """
     try:
         return Path(os.environ.get("SPURLINE_CACHE") or "~/.cache/spurline").expanduser() / "digests"

@@ -28,7 +28,7 @@ _OTHER_SUFFIXES = (".ndjson", ".tsv", ".txt", ".gz", ".zst", ".zip", ".xz", ".bz
 
 
 def looks_local(path: str) -> bool:
-    """Whether a dataset path means something on this machine: it exists, or is written like a file or folder."""
+    """Return whether a dataset path is meant for this machine: it exists, or is written like a file or folder."""
     return (
         path.startswith((".", "/", "~", "\\"))
         or Path(path).suffix.lower() in SUFFIXES + _OTHER_SUFFIXES
@@ -39,7 +39,7 @@ def looks_local(path: str) -> bool:
 
 
 def is_saved_dataset(path: Path) -> bool:
-    """Whether a folder was written by `save_to_disk`."""
+    """Return whether a folder was written by `save_to_disk`."""
     return (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
 
 
@@ -122,7 +122,7 @@ class LocalRows(Protocol):
     def __getitem__(self, row: int) -> Mapping[str, Any]: ...
 
     def location(self, row: int) -> str:
-        """Where a row is: `train.jsonl:12`, or `train.parquet row 11` (counted from 0)."""
+        """Return where a row is: `train.jsonl:12`, or `train.parquet row 11` (counted from 0)."""
         ...
 
 

@@ -117,7 +117,7 @@ NEEDS: dict[FormatName, str] = {
     "alpaca": "instruction, output; optional input, system",
     "text": "text",
 }
-"""What each format needs, in the order in which `auto` looks for it."""
+"""Columns that each format needs, in the order in which `auto` looks for it."""
 
 _SIGNATURES: tuple[tuple[FormatName, frozenset[str]], ...] = (
     ("pretokenized", frozenset({"input_ids"})),

@@ -38,7 +38,7 @@ def explain_bad_row(location: str, error: DataError) -> DataError:
 
 
 def describe(value: Any) -> str:
-    """What a value is, for `... is a number (42), expected text`."""
+    """Say what a value is, for `... is a number (42), expected text`."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -130,7 +130,7 @@ class RowView:
         return self._place(column) is not None
 
     def label(self, column: str) -> str:
-        """What the column is called in the file."""
+        """Return the column's name in the file."""
         return self._names.get(column, column)
 
     def get(self, column: str) -> Any:
@@ -183,7 +183,7 @@ class RowView:
 
 
 def absent_column_problem(names: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> str | None:
-    """What is wrong with the values of a `columns` setting, or None: names that not one of the rows has."""
+    """Say which name in the values of a `columns` setting not one of the rows has; None when all are there."""
     missing = dict(names)
     seen: dict[str, None] = {}
     count = 0
@@ -211,7 +211,7 @@ def column_paths(row: Mapping[str, Any]) -> Iterable[str]:
 
 
 def unknown_column_problem(names: Mapping[str, str]) -> str | None:
-    """What is wrong with the keys of a `columns` setting, or None."""
+    """Say what is wrong with the keys of a `columns` setting, or return None."""
     for name, label in names.items():
         if name not in EXPECTED_COLUMNS:
             if label in EXPECTED_COLUMNS and nearest(name, EXPECTED_COLUMNS) != label:

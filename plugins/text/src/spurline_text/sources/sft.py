@@ -90,7 +90,7 @@ class SampleSet:
         return self._sources
 
     def facts(self, weights: Sequence[float], per_step: int) -> SampleFacts:
-        """What an order may know of the samples."""
+        """Return what an order may know of the samples."""
         columns = ColumnsOfRows(self._opened, self._rows())
         return SampleFacts(self.sizes(), tuple(weights), per_step, columns, self._lengths)
 
