@@ -73,7 +73,9 @@ class ChatTemplate:
                 **self._special_tokens,
             )
             return text, []
-        texts, spans = render_jinja_template(
+        # Its annotations say less than it takes and returns.
+        render: Any = render_jinja_template
+        texts, spans = render(
             conversations=[list(messages)],
             tools=tools,
             chat_template=self._source,
