@@ -41,8 +41,12 @@ from spurline.data.token_store import TokenStore
 from spurline.protocols.dataset import DatasetConfig
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline_collation_fast.configs import ParallelTokenizationConfig
-from spurline_collation_fast.tokenization.parallel import ROWS_PER_CHUNK, ParallelTokenization
-from spurline_collation_fast.tokenization.worker_choice import CLEARLY, CostMeter, idle_cores, workers_worth_starting
+from spurline_collation_fast.tokenization.block_encoder import available_cores
+from spurline_collation_fast.tokenization.parallel import (
+    ROWS_PER_CHUNK,
+    ParallelTokenization,
+    workers_worth_starting,
+)
 from spurline_text.configs import SequentialTokenizationConfig
 from spurline_text.testing.inputs import CHAT_TEMPLATE
 from spurline_text.testing.tokenization_contract import ListDataset
@@ -169,15 +173,16 @@ def measure_workers(num_samples: int) -> tuple[dict[str, float], int | None]:
     `auto` starts some at the cost that a row then has here; None for never."""
     inputs = Inputs(num_samples)
     rates: dict[str, float] = {}
-    meter = CostMeter()
+    wall, cpu = time.perf_counter(), time.process_time()
     parallel(inputs)
-    cost = meter.cost(num_samples)
+    row_s, row_cpu_s = (time.perf_counter() - wall) / num_samples, (time.process_time() - cpu) / num_samples
     for workers in (0, "auto", 2):
         begin = time.perf_counter()
         parallel(inputs, workers)
         rates[f"workers: {workers}"] = num_samples / (time.perf_counter() - begin)
     sizes = (1 << power for power in range(10, 34))
-    return rates, next((rows for rows in sizes if workers_worth_starting(rows, cost, idle_cores(), CLEARLY)), None)
+    cores = available_cores()
+    return rates, next((rows for rows in sizes if workers_worth_starting(rows, row_s, row_cpu_s, cores)), None)
 
 
 def gates_of(
@@ -238,7 +243,7 @@ def main() -> None:
         print(f"{name}: {microseconds:.0f} us a sample")
     for name, rate in workers.items():
         print(f"{name}, start included, {arguments.samples * MORE_FOR_WORKERS} samples: {rate:,.0f} rows/s")
-    print(f"auto starts workers on {idle_cores()} idle cores: {f'from some {worth:,} rows on' if worth else 'never'}")
+    print(f"auto starts workers on {available_cores()} cores: {f'from some {worth:,} rows on' if worth else 'never'}")
     print_gates(gates)
 
 

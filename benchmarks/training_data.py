@@ -71,4 +71,4 @@ def fill_cache(config: Path, rows: int) -> None:
             inside = np.arange(len(tokens)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
             mask = (2 * inside >= np.repeat(lengths, lengths)).astype(np.uint8)
             writer.extend(SampleBlock(0, tokens, mask, lengths, np.arange(first, first + len(lengths))))
-        writer.commit(Findings({}, 0, {}))
+        writer.commit(Findings({}, 0, {}, {}))

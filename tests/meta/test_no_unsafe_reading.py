@@ -48,7 +48,7 @@ ALLOWED = {
     ("plugins/ranks/src/spurline_ranks/outcomes.py", "pickle.loads"): "what this process has pickled a line before",
     ("plugins/ranks/src/spurline_ranks/ray_node.py", "pickle.loads"): "between the run's own processes, over Ray",
     (
-        "plugins/collation_fast/src/spurline_collation_fast/tokenization/slice_worker.py",
+        "plugins/collation_fast/src/spurline_collation_fast/tokenization/worker_pool.py",
         "pickle.load",
     ): "the parent's own file, in a folder that only this user can enter",
 }

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from spurline.data.token_store import SampleBlock, Tokenized, TokenStore, TokenStoreBuilder
+from spurline_collation_fast.cache.entry import CacheKey
 from spurline_collation_fast.cache.folder import TokenCache
-from spurline_collation_fast.cache.layout import CacheKey
 
 LABELS = ("first", "second")
 FINDINGS: Any = SimpleNamespace(dropped={"too_long": 3}, truncated=2, examples={"too_long": "a.jsonl:7"})

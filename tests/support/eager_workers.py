@@ -17,13 +17,12 @@ PLUGIN = Plugin("eager_workers", api=API_VERSION)
 
 def start_for_any_rows(patch: pytest.MonkeyPatch, rows_here: int = 4) -> None:
     """Measure no more than two chunks of `rows_here` rows, and find workers sooner for the rest."""
-    from spurline_collation_fast.tokenization import parallel, worker_choice
+    from spurline_collation_fast.tokenization import parallel
 
     patch.setattr(parallel, "ROWS_PER_CHUNK", rows_here)
     patch.setattr(parallel, "TOKENS_PER_CHUNK", 0)
     patch.setattr(parallel, "MEASURE_S", 0.0)
-    patch.setattr(parallel, "workers_worth_starting", lambda num_rows, cost, most, clearly: min(most, num_rows))
-    patch.setattr(worker_choice, "WORKER_START_S", 1e-9)
+    patch.setattr(parallel, "workers_worth_starting", lambda num_rows, row_s, row_cpu_s, most: min(most, num_rows))
 
 
 @hookimpl

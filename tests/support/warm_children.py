@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-MODULES = ("spurline_async_rl.engines.child.main", "spurline_collation_fast.tokenization.slice_worker")
+MODULES = ("spurline_async_rl.engines.child.main",)
 """Those that are forked; others start as ever."""
 IMPORTED = ("torch", "torch._dynamo", "transformers", "transformers.models.qwen3.modeling_qwen3", *MODULES)
 _PR_SET_CHILD_SUBREAPER = 36

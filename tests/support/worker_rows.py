@@ -1,4 +1,4 @@
-"""Datasets that slice workers can load, some of which set traps for them.
+"""Datasets that tokenization workers can load, some of which set traps for them.
 
 `worker_rows.start_and_wait()` in a process of its own starts two workers on rows that never end, prints the worker ids
 once there are samples, and waits to be killed.
@@ -90,13 +90,12 @@ def is_alive(process_id: int) -> bool:
 
 def start_and_wait() -> None:
     from spurline_collation_fast.tokenization.chunks import RowLine
-    from spurline_collation_fast.tokenization.slice_worker import SliceTask
-    from spurline_collation_fast.tokenization.slice_workers import SliceWorkers
+    from spurline_collation_fast.tokenization.worker_pool import TokenizationTask, WorkerPool
     from spurline_text.testing.inputs import tiny_tokenizer
 
     item = source(TrappedRows(chat_rows(400), {199: "hang", 399: "hang"}))
-    task = SliceTask([item], tiny_tokenizer(), data_config(item))
-    with SliceWorkers(task, RowLine([400]), range(400), 2, 60, lambda rows: None) as workers:
-        next(workers.blocks())
-        print(*workers.process_ids, flush=True)
+    task = TokenizationTask([item], tiny_tokenizer(), data_config(item))
+    with WorkerPool(task, 2, 60) as pool:
+        next(pool.blocks(RowLine([400]).chunks(range(400), lambda: 50)))
+        print(*pool.process_ids, flush=True)
         time.sleep(120)

@@ -18,7 +18,7 @@ from spurline.protocols.backend import Backend, LossSums
 from spurline.protocols.prefetch import Prefetch
 from spurline.run.build import DataComponents, build_data
 from spurline.testing.collator_contract import assert_batches_equal, clone
-from spurline_collation_fast.cache import mapped_store
+from spurline_collation_fast.cache import entry
 from spurline_collation_fast.configs import AsyncPrefetchConfig
 from spurline_collation_fast.prefetch import AsyncPrefetch
 
@@ -186,7 +186,7 @@ def test_a_mixture_whose_datasets_wrap_at_different_steps_is_equal(
 def test_tokens_from_the_cache_checked_while_batches_are_built_give_the_same_batches(
     config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mapped_store, "EAGER_BYTES", -1)
+    monkeypatch.setattr(entry, "_READ_WHOLE_BYTES", -1)
     tokenization = {"name": "parallel", "workers": 0, "cache_dir": str(tmp_path / "cache")}
     with ExitStack() as stack:
         plain = Parts(config, stack)

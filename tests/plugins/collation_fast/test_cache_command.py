@@ -13,9 +13,8 @@ import pytest
 from cache_entries import make_chunks, make_key, write
 
 from spurline.cli import main
-from spurline_collation_fast.cache import mapped_store, upkeep
+from spurline_collation_fast.cache.entry import Manifest
 from spurline_collation_fast.cache.folder import TokenCache
-from spurline_collation_fast.cache.mapped_store import BlockGuard
 
 KEYS = [make_key("one", ("first", "with a [bold] name")), make_key("two")]
 
@@ -76,9 +75,8 @@ def test_list_shows_each_entry_with_its_datasets(
     capsys: pytest.CaptureFixture[str], cache_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
+    os.truncate(cache_folder / KEYS[1].digest / "manifest.json", 5)
     age(cache_folder, 1, 3)
-    os.truncate(cache_folder / KEYS[1].digest / "tokens.bin", 5)
-    upkeep.temporary_folder(cache_folder, KEYS[0].digest)
     code, output = cache(capsys, cache_folder, "list")
     assert code == 0
     first, second = output.splitlines()[1:3]
@@ -88,7 +86,6 @@ def test_list_shows_each_entry_with_its_datasets(
     assert KEYS[1].digest[:12] in second
     assert "damaged" in second
     assert "2 entries" in output
-    assert "1 unfinished or set aside" in output
 
 
 @pytest.mark.parametrize("command", ["list", "verify", "prune"])
@@ -102,17 +99,17 @@ def test_a_cache_that_does_not_exist_is_empty(capsys: pytest.CaptureFixture[str]
 def test_verify_passes_whole_entries(capsys: pytest.CaptureFixture[str], cache_folder: Path) -> None:
     code, output = cache(capsys, cache_folder, "verify")
     assert code == 0
-    assert "2 entries read, 0 damaged" in output
+    assert "2 entries read, 2 whole" in output
 
 
-def test_verify_names_the_damaged_block_and_sets_the_entry_aside(
+def test_verify_names_the_damaged_file_and_removes_the_entry(
     capsys: pytest.CaptureFixture[str], cache_folder: Path
 ) -> None:
     path = damage(cache_folder)
     code, output = cache(capsys, cache_folder, "verify", KEYS[0].digest[:8])
     assert code == 1
-    assert f"{path} block 1" in output
-    assert "1 entry read, 1 damaged" in output
+    assert str(path) in output
+    assert "1 entry read, 0 whole" in output
     assert TokenCache(cache_folder).open(KEYS[0]) is None
     assert cache(capsys, cache_folder, "verify")[0] == 0
 
@@ -126,21 +123,20 @@ def test_verify_of_an_unknown_key_lists_what_there_is(capsys: pytest.CaptureFixt
 def test_prune_removes_damaged_entries_and_leftovers_and_nothing_else(
     capsys: pytest.CaptureFixture[str], cache_folder: Path
 ) -> None:
-    path = cache_folder / KEYS[0].digest / "tokens.bin"
+    path = cache_folder / KEYS[0].digest / "manifest.json"
     os.truncate(path, 5)
-    shutil.copytree(cache_folder / KEYS[1].digest, cache_folder / ".retired-x-1")
-    abandoned = cache_folder / f".writing-{KEYS[0].digest}-1-ab-another-host"
-    abandoned.mkdir()
-    os.utime(abandoned, (1, 1))
-    writing = upkeep.temporary_folder(cache_folder, KEYS[0].digest)
-    code, output = cache(capsys, cache_folder, "prune", "--dry-run")
-    assert code == 0
-    assert "would be freed" in output
-    assert len(list(cache_folder.iterdir())) == 5
-    code, output = cache(capsys, cache_folder, "prune")
-    assert code == 0
-    assert str(path) in output
-    assert sorted(cache_folder.iterdir()) == sorted([writing, cache_folder / KEYS[1].digest])
+    for name in (".removed-x-1", ".writing-dead"):
+        (cache_folder / name).mkdir()
+    with TokenCache(cache_folder).writer(make_key("three")) as writer:
+        (cache_folder / ".removed-x-1").mkdir()
+        code, output = cache(capsys, cache_folder, "prune", "--dry-run")
+        assert code == 0
+        assert "would be freed" in output
+        assert len(list(cache_folder.iterdir())) == 4
+        code, output = cache(capsys, cache_folder, "prune")
+        assert code == 0
+        assert str(path) in output
+        assert sorted(cache_folder.iterdir()) == sorted([writer.folder, cache_folder / KEYS[1].digest])
 
 
 def test_prune_removes_entries_that_no_run_has_opened_for_long(
@@ -175,48 +171,23 @@ def test_what_cannot_be_removed_is_named(
     assert output.count("cannot be removed: Permission denied") == 2
 
 
-def test_list_reads_no_data(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise AssertionError("data was read")
-
-    monkeypatch.setattr(BlockGuard, "check_all", refuse)
-    assert [entry.problem for entry in upkeep.entries(cache_folder)] == [None, None]
-
-
 @pytest.mark.parametrize("words", [["list"], ["verify"], ["prune"]], ids=" ".join)
 def test_an_entry_that_cannot_be_read_is_named_and_kept(
     capsys: pytest.CaptureFixture[str], cache_folder: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    real = mapped_store.Manifest.read
+    real = Manifest.read
 
     def read(folder: Path) -> object:
         if folder.name == KEYS[0].digest:
             raise PermissionError(13, "Permission denied")
         return real(folder)
 
-    monkeypatch.setattr(mapped_store.Manifest, "read", read)
+    monkeypatch.setattr(Manifest, "read", read)
     code, output = cache(capsys, cache_folder, *words)
     assert code == (words == ["verify"])
-    assert ("cannot be read: Permission denied" in output) == (words != ["prune"])
+    assert ("Permission denied" in output) == (words != ["prune"])
     assert len(list(cache_folder.iterdir())) == 2
-
-
-@pytest.mark.parametrize("words", [["list"], ["verify"], ["prune", "--older-than", "0"]], ids=" ".join)
-def test_an_entry_that_goes_while_it_is_looked_at_is_none(
-    capsys: pytest.CaptureFixture[str], cache_folder: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = mapped_store.Manifest.read
-
-    def read(folder: Path) -> object:
-        if folder.name == KEYS[0].digest:
-            shutil.rmtree(folder)
-        return real(folder)
-
-    monkeypatch.setattr(mapped_store.Manifest, "read", read)
-    code, output = cache(capsys, cache_folder, *words)
-    assert code == 0
-    assert KEYS[0].digest[:12] not in output
 
 
 def test_a_folder_that_cannot_be_listed_is_an_error_with_a_fix(
@@ -228,14 +199,3 @@ def test_a_folder_that_cannot_be_listed_is_an_error_with_a_fix(
         assert code == 2
         assert "the token cache cannot be listed: Not a directory" in output
         assert "--cache-dir" in output
-
-
-def test_a_writer_on_a_host_of_the_same_name_is_not_taken_for_a_dead_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(upkeep, "_boot", lambda: "another boot")
-        elsewhere.setattr(os, "getpid", lambda: 2**22 + 1)  # No process here has this id.
-        writing = upkeep.temporary_folder(tmp_path, KEYS[0].digest)
-    upkeep.sweep(tmp_path)
-    assert writing.exists()

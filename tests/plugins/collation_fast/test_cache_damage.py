@@ -1,26 +1,28 @@
-"""Whatever happens to the files, the cache gives the right tokens, none, or an error; never wrong ones."""
+"""An entry that was cut, changed or forged is made again; it never ends a process."""
 
 from __future__ import annotations
 
+import json
 import os
-import random
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 from cache_entries import assert_same_store, in_memory, make_chunks, make_key, write
 
 from spurline.data.token_store import TokenStore
 from spurline.errors import DataError
+from spurline_collation_fast.cache import entry as entry_module
 from spurline_collation_fast.cache import folder as cache_folder
-from spurline_collation_fast.cache import mapped_store
+from spurline_collation_fast.cache import upkeep
+from spurline_collation_fast.cache.entry import ARRAYS, MANIFEST, array_path
 from spurline_collation_fast.cache.folder import TokenCache
-from spurline_collation_fast.cache.layout import CHECKSUMS, MANIFEST
 
 KEY = make_key()
-FILES = ("tokens.bin", "loss_mask.bin", "offsets.bin", "source.bin", "row.bin", CHECKSUMS, MANIFEST)
-SOAK = bool(os.environ.get("SPURLINE_SOAK"))
+FILES = ("tokens.bin", "loss_mask.bin", "offsets.bin", "source.bin", "row.bin", MANIFEST)
 
 
 @pytest.fixture(scope="module")
@@ -43,25 +45,15 @@ def damaged(pristine: Path, tmp_path: Path) -> Path:
     return tmp_path / "cache" / KEY.digest
 
 
-def assert_never_wrong(entry: Path, expected: TokenStore) -> str:
-    """Open and read it all; what happened: `whole`, `rebuilt` or `refused`. The next start must be fine in any case."""
-    cache, outcome = TokenCache(entry.parent), "whole"
-    opened = cache.open(KEY)
-    if opened is None:
-        outcome = "rebuilt"
-        assert "set aside" in cache.notes[0]
-    else:
-        try:
-            assert_same_store(opened.store, expected)
-        except DataError as error:
-            outcome, message = "refused", str(error)
-            assert "Run the same command again" in message
-    if outcome != "whole":
-        assert TokenCache(entry.parent).open(KEY) is None
-        rebuilt = write(cache, KEY, make_chunks(samples=120))
-        assert_same_store(rebuilt.store, expected)
-        assert rebuilt.notes == tuple(cache.notes)
-    return outcome
+def assert_rebuilt(entry: Path, expected: TokenStore) -> str:
+    """The entry is not served; the tokens are made again under its key. Returns the note."""
+    cache = TokenCache(entry.parent)
+    assert cache.open(KEY) is None
+    [note] = cache.notes
+    rebuilt = write(cache, KEY, make_chunks(samples=120))
+    assert_same_store(rebuilt.store, expected)
+    assert rebuilt.notes == (note,)
+    return note
 
 
 def flip(path: Path, position: int, bit: int = 0) -> None:
@@ -70,44 +62,36 @@ def flip(path: Path, position: int, bit: int = 0) -> None:
     path.write_bytes(content)
 
 
-def test_the_undamaged_entry_is_whole(damaged: Path, expected: TokenStore) -> None:
-    assert assert_never_wrong(damaged, expected) == "whole"
-
-
 @pytest.mark.slow
 def test_every_truncation_of_the_manifest_leads_to_a_rebuild(damaged: Path) -> None:
     content = (damaged / MANIFEST).read_bytes()
     backup = damaged.parent.parent / "backup"
-    for length in range(len(content)):
+    shutil.copytree(damaged, backup)
+    for length in range(len(content) - 1):
         (damaged / MANIFEST).write_bytes(content[:length])
         cache = TokenCache(damaged.parent)
-        if cache.open(KEY) is not None:
-            # Only the line break at the end says nothing.
-            assert content[length:] == b"\n", length
-            continue
+        assert cache.open(KEY) is None
         assert MANIFEST in cache.notes[0]
-        [aside] = damaged.parent.glob(".retired-*")
-        aside.rename(backup)
-        backup.rename(damaged)
+        shutil.copytree(backup, damaged)
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_truncated_data_file_leads_to_a_rebuild(damaged: Path, expected: TokenStore, name: str) -> None:
     os.truncate(damaged / name, (damaged / name).stat().st_size // 2)
-    assert assert_never_wrong(damaged, expected) == "rebuilt"
+    assert_rebuilt(damaged, expected)
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_with_bytes_added_leads_to_a_rebuild(damaged: Path, expected: TokenStore, name: str) -> None:
     with (damaged / name).open("ab") as file:
         file.write(b"\0" * 8)
-    assert assert_never_wrong(damaged, expected) == "rebuilt"
+    assert_rebuilt(damaged, expected)
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_missing_file_leads_to_a_rebuild(damaged: Path, expected: TokenStore, name: str) -> None:
     (damaged / name).unlink()
-    assert assert_never_wrong(damaged, expected) == "rebuilt"
+    assert_rebuilt(damaged, expected)
 
 
 def test_an_entry_under_a_wrong_name_leads_to_a_rebuild(damaged: Path) -> None:
@@ -115,73 +99,102 @@ def test_an_entry_under_a_wrong_name_leads_to_a_rebuild(damaged: Path) -> None:
     damaged.rename(damaged.parent / other.digest)
     cache = TokenCache(damaged.parent)
     assert cache.open(other) is None
-    assert "renamed" in cache.notes[0]
+    assert MANIFEST in cache.notes[0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
-def test_a_flipped_bit_never_gives_wrong_tokens(
-    damaged: Path, expected: TokenStore, name: str, large: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", FILES[:-1])
+def test_a_flipped_bit_is_found_in_a_small_entry_at_once_and_in_a_large_one_by_verify(
+    damaged: Path, expected: TokenStore, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mapped_store, "EAGER_BYTES", 0 if large else mapped_store.EAGER_BYTES)
-    places = random.Random(f"{name} {large}")
-    backup = damaged.parent.parent / "backup"
-    shutil.copytree(damaged, backup)
-    size = (damaged / name).stat().st_size
-    at_first_touch = large and name not in (CHECKSUMS, MANIFEST)
-    for position in [0, size - 1, *(places.randrange(size) for _ in range(100 if SOAK else 8))]:
-        flip(damaged / name, position, places.randrange(8))
-        outcome = assert_never_wrong(damaged, expected)
-        if name != MANIFEST:  # White space in the manifest says nothing.
-            assert outcome == ("refused" if at_first_touch else "rebuilt"), position
-        shutil.rmtree(damaged)
-        shutil.copytree(backup, damaged)
+    flip(damaged / name, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(entry_module, "_READ_WHOLE_BYTES", 0)
+        if name not in ("offsets.bin", "source.bin"):
+            assert TokenCache(damaged.parent).open(KEY) is not None
+        assert upkeep.damage(damaged) is not None
+    assert name in assert_rebuilt(damaged, expected)
 
 
-def test_a_view_of_whole_samples_works_beside_a_damaged_block(
-    damaged: Path, expected: TokenStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(mapped_store, "EAGER_BYTES", 0)
-    flip(damaged / "tokens.bin", -1)
-    opened = TokenCache(damaged.parent).open(KEY)
-    assert opened is not None
-    last = len(expected) - 1
-    np.testing.assert_array_equal(opened.store.view(np.array([0])).tokens(0), expected.view(np.array([0])).tokens(0))
-    with pytest.raises(DataError, match=r"tokens\.bin block \d+ .* does not match its checksum"):
-        opened.store.view(np.array([0, last]))
-    with pytest.raises(DataError, match="does not match"):
-        opened.store.view(np.array([last]))
-    assert not damaged.exists()
-
-
-def test_damage_found_in_an_old_mapping_leaves_the_new_entry_alone(
-    damaged: Path, expected: TokenStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(mapped_store, "EAGER_BYTES", 0)
-    flip(damaged / "tokens.bin", -1)
-    old = TokenCache(damaged.parent).open(KEY)
-    assert old is not None
-    write(TokenCache(damaged.parent), KEY, make_chunks(samples=120), replace=True)
-    with pytest.raises(DataError, match="Run the same command again"):
-        old.store.lengths(), old.store.view(np.arange(len(old.store)))
-    assert assert_never_wrong(damaged, expected) == "whole"
-
-
-def test_a_damaged_entry_that_cannot_be_set_aside_says_what_to_delete(
-    damaged: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_entry_that_cannot_be_removed_is_left_alone(damaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: Path) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(cache_folder, "retire", refuse)
+    monkeypatch.setattr(cache_folder, "remove", refuse)
     flip(damaged / "row.bin", 3)
     cache = TokenCache(damaged.parent)
     assert cache.open(KEY) is None
-    problem = cache.write_problem(KEY)
+    problem = cache.write_problem()
     assert problem is not None
-    assert f"Delete {damaged}" in problem
-    with pytest.raises(DataError, match="cannot be put in place") as caught:
+    assert str(damaged) in problem
+    with pytest.raises(DataError, match="cannot be put in place"):
         write(TokenCache(damaged.parent), KEY, make_chunks())
-    assert str(caught.value).count("does not match") == 1, "the same is said again and again"
     assert [path.name for path in damaged.parent.iterdir()] == [KEY.digest]
+
+
+# Changed on purpose, with digests that fit. Tokens that are exchanged for other ones of the vocabulary cannot be told:
+# those who may write into the cache decide what is trained on.
+
+
+def seal(entry: Path, **changes: Any) -> None:
+    """Give an entry the digests of what it holds, as its writer would."""
+    digests = {name: xxhash.xxh3_128_hexdigest(array_path(entry, name).read_bytes()) for name in ARRAYS}
+    content = json.loads((entry / MANIFEST).read_text()) | {"digests": digests} | changes
+    (entry / MANIFEST).write_text(json.dumps(content))
+
+
+def test_an_entry_sealed_again_as_it_was_is_whole(damaged: Path, expected: TokenStore) -> None:
+    seal(damaged)
+    opened = TokenCache(damaged.parent).open(KEY)
+    assert opened is not None
+    assert_same_store(opened.store, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "value"),
+    [
+        *[("offsets", place, value) for place, value in ((5, -1), (5, 2**62), (5, 0), (0, -(2**40)), (-1, 2**40))],
+        *[("source", 3, value) for value in (-1, 2, 2**31 - 1)],
+    ],
+)
+def test_places_beyond_the_entry_lead_to_a_rebuild(
+    name: str, place: int, value: int, damaged: Path, expected: TokenStore
+) -> None:
+    array = np.fromfile(array_path(damaged, name), ARRAYS[name])
+    array[place] = value
+    array.tofile(array_path(damaged, name))
+    seal(damaged)
+    assert_rebuilt(damaged, expected)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"samples": -1}, {"samples": 10**18}, {"tokens": 10**18}, {"tokens": "many"}, {"sizes": [1, 2]}),
+        *({"sizes": None}, {"labels": ["first"]}, {"findings": {"unknown": 3}}, {"findings": []}, {"surplus": 1}),
+        *({"format": "1"}, {"digests": {}}),
+    ],
+    ids=str,
+)
+def test_a_manifest_that_does_not_fit_its_entry_leads_to_a_rebuild(
+    changes: Any, damaged: Path, expected: TokenStore
+) -> None:
+    seal(damaged, **changes)
+    assert_rebuilt(damaged, expected)
+
+
+class Trap:
+    """Pickled, it makes a folder where it is opened."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.folder),)
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", MANIFEST])
+def test_files_that_hold_objects_are_not_opened_as_such(name: str, damaged: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "objects.npy", np.array([Trap(tmp_path / "ran")], dtype=object), allow_pickle=True)
+    shutil.copy(tmp_path / "objects.npy", damaged / name)
+    assert TokenCache(damaged.parent).open(KEY) is None
+    assert not (tmp_path / "ran").exists()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 import json
 import os
 from collections.abc import Callable
@@ -18,8 +16,8 @@ from spurline.config.run_config import DataConfig
 from spurline.errors import ModelError
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline_collation_fast.cache import key as key_module
-from spurline_collation_fast.cache.key import TOKEN_MODULES, cache_key, code_version
-from spurline_collation_fast.cache.layout import CacheKey
+from spurline_collation_fast.cache.entry import CacheKey
+from spurline_collation_fast.cache.key import cache_key, code_version
 from spurline_text.configs import HfDatasetConfig
 from spurline_text.datasets.hf_dataset import HfDataset
 from spurline_text.testing.inputs import tiny_tokenizer
@@ -229,52 +227,17 @@ def test_another_version_of_a_library_changes_the_key(
 
 def test_a_change_of_the_code_changes_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
-    module = tmp_path / "module_of_a_cache_test.py"
+    package = tmp_path / "package_of_a_cache_test"
+    (package / "inner").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
     versions = set()
     for source in ("x = 1", "x = 2", "x = 2  # a comment"):
-        module.write_text(source)
-        versions.add(code_version([module.stem]))
+        (package / "inner" / "module.py").write_text(source)
+        versions.add(code_version([package.name]))
     assert len(versions) == 3
 
 
 def test_the_code_version_is_part_of_the_key(spurline_chat_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = key_of(spurline_chat_file)
-    monkeypatch.setattr(key_module, "TOKEN_MODULES", TOKEN_MODULES[1:])
+    monkeypatch.setattr(key_module, "_TOKEN_CODE", key_module._TOKEN_CODE[1:])
     assert key_of(spurline_chat_file).digest != before.digest
-
-
-def test_the_code_version_covers_all_that_tokenization_imports() -> None:
-    no_matter = (
-        "spurline_collation_fast.cache",  # Its layout has a version of its own.
-        "spurline_collation_fast.configs",
-        "spurline.data.configs",
-        "spurline_text.configs",  # Settings are in the key by value.
-        "spurline_text.hub",  # Whether the hub is asked; not what it gives.
-        "spurline_text.own_folder",  # Where files lie for a while.
-        "spurline_collation_fast.tokenization.worker_choice",  # Who encodes which rows; not what becomes of them.
-    )
-    found, waiting = (
-        set[str](),
-        [
-            "spurline_text.datasets.hf_dataset",
-            "spurline_collation_fast.tokenization.parallel",
-            "spurline.data.token_store",  # Kept in the manifest.
-        ],
-    )
-    while waiting:
-        name = waiting.pop()
-        if name in found or name.startswith(no_matter):
-            continue
-        found.add(name)
-        waiting.extend(imported_by(name))
-    assert sorted(found) == sorted(TOKEN_MODULES)
-
-
-def imported_by(module: str) -> set[str]:
-    """The modules of core's data, of text and of the plugin that a module imports, types included."""
-    spec = importlib.util.find_spec(module)
-    assert spec is not None
-    assert spec.origin is not None
-    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
-    names = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    return {name for name in names if name.startswith(("spurline.data.", "spurline_text.", "spurline_collation_fast."))}

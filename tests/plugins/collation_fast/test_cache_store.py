@@ -13,11 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spurline.data.token_store import SampleBlock, Tokenized, summarize
-from spurline_collation_fast.cache import mapped_store
-from spurline_collation_fast.cache import mapped_store as block_guard
+from spurline_collation_fast.cache import entry
 from spurline_collation_fast.cache.folder import TokenCache
-from spurline_collation_fast.cache.layout import BLOCK_BYTES
-from spurline_collation_fast.cache.mapped_store import MappedTokenStore
 
 sample = st.lists(st.tuples(st.integers(0, 2**31 - 1), st.integers(0, 1)), max_size=20)
 chunk = st.tuples(st.lists(sample, max_size=5), st.integers(0, 1), st.integers(0, 2**40))
@@ -35,7 +32,7 @@ def test_any_samples_come_back_as_the_store_in_memory_would_give_them(chunks: li
         blocks.append(SampleBlock(source, tokens, mask, lengths, first_row + np.arange(len(samples))))
     expected = in_memory(blocks)
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mapped_store, "EAGER_BYTES", 2**30 if eager else -1)
+        patch.setattr(entry, "_READ_WHOLE_BYTES", 2**30 if eager else -1)
         written = write(TokenCache(Path(folder)), make_key(), blocks)
         opened = TokenCache(Path(folder)).open(make_key())
         assert opened is not None
@@ -66,50 +63,6 @@ def test_a_renamed_dataset_finds_its_tokens_under_its_new_label(tmp_path: Path) 
     assert opened is not None
     assert opened.store.uid(0) == "new:0"
     assert list(summarize(opened)["sources"]) == ["new", "second"]
-
-
-def test_opening_a_large_entry_checks_no_block_and_a_view_only_those_it_touches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # One sample per 64 KiB of tokens, four per 64 KiB of masks.
-    length = BLOCK_BYTES // 4
-    tokens = np.arange(8 * length, dtype=np.int32)
-    chunk = SampleBlock(0, tokens, np.ones(len(tokens), np.uint8), np.full(8, length), np.arange(8))
-    monkeypatch.setattr(mapped_store, "EAGER_BYTES", 0)
-    store = write(TokenCache(tmp_path), make_key(), [chunk]).store
-    checked: list[int] = []
-    digest = block_guard.xxhash.xxh3_64_intdigest
-    monkeypatch.setattr(
-        block_guard.xxhash, "xxh3_64_intdigest", lambda content: checked.append(len(content)) or digest(content)
-    )
-    assert isinstance(store, MappedTokenStore)
-    assert store.sizes() == (8, 0)
-    assert store.fingerprint
-    assert checked == []
-    store.view(np.array([2, 2]))
-    small = [9 * 8, 8 * 4, 8 * 8]
-    assert sorted(checked) == sorted([*small, BLOCK_BYTES, BLOCK_BYTES]), "offsets, source, row, tokens, mask"
-    checked.clear()
-    store.view(np.array([2, 3]))
-    assert checked == [BLOCK_BYTES], "one block of tokens; the masks of sample 3 lie in the block of sample 2"
-    assert not store.guard.complete
-    store.view(np.arange(8))
-    assert store.guard.complete
-    checked.clear()
-    store.view(np.arange(8))
-    assert checked == []
-
-
-def test_a_sample_longer_than_several_blocks_is_checked_to_its_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(mapped_store, "EAGER_BYTES", 0)
-    tokens = np.arange(BLOCK_BYTES * 3 + 5, dtype=np.int32)
-    chunk = SampleBlock(0, tokens, np.ones(len(tokens), np.uint8), np.array([3, len(tokens) - 3]), np.arange(2))
-    store = write(TokenCache(tmp_path), make_key(), [chunk]).store
-    assert isinstance(store, MappedTokenStore)
-    store.view(np.array([1]))
-    assert store.guard.complete
 
 
 def test_an_empty_store_can_be_cached(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from eager_workers import start_for_any_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from worker_rows import TrappedRows, chat_rows, data_config, is_alive, source
+from worker_rows import TrappedRows, chat_rows, data_config, source
 
 from spurline import load_config
 from spurline.config.run_config import DataConfig
@@ -26,27 +26,17 @@ from spurline.errors import DataError
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline_collation_fast.cache import folder
 from spurline_collation_fast.configs import AsyncPrefetchConfig, ParallelTokenizationConfig
-from spurline_collation_fast.tokenization import block_encoder, worker_choice
+from spurline_collation_fast.tokenization import block_encoder
 from spurline_collation_fast.tokenization import parallel as block_source
 from spurline_collation_fast.tokenization.chunks import Chunk, RowLine
-from spurline_collation_fast.tokenization.parallel import BlockSource, ParallelTokenization
-from spurline_collation_fast.tokenization.slice_worker import SliceTask
-from spurline_collation_fast.tokenization.slice_workers import SliceWorkers
-from spurline_collation_fast.tokenization.worker_choice import (
-    CLEARLY,
-    RowCost,
-    available_cores,
-    cores_of_quota,
-    workers_worth_starting,
-)
+from spurline_collation_fast.tokenization.parallel import ParallelTokenization, workers_worth_starting
+from spurline_collation_fast.tokenization.worker_pool import WorkerPool
 from spurline_text.configs import HfDatasetConfig, SequentialTokenizationConfig
 from spurline_text.datasets.hf_dataset import HfDataset
 from spurline_text.encoding import RowEncoder
 from spurline_text.testing import TokenizationContract
 from spurline_text.testing.inputs import tiny_tokenizer
 from spurline_text.tokenization import SequentialTokenization, open_datasets
-
-pytestmark = pytest.mark.usefixtures("warm_children")
 
 TOKENIZER = tiny_tokenizer()
 
@@ -123,11 +113,11 @@ def mixed_files(folder: Path) -> list[DatasetToTokenize]:
     return [DatasetToTokenize(HfDataset(config), config) for config in configs]
 
 
-def note_workers(patch: pytest.MonkeyPatch) -> list[SliceWorkers]:
-    """Receives every group of workers when it has started."""
-    started: list[SliceWorkers] = []
-    enter = SliceWorkers.__enter__
-    patch.setattr(SliceWorkers, "__enter__", lambda self: started.append(self) or enter(self))
+def note_workers(patch: pytest.MonkeyPatch) -> list[WorkerPool]:
+    """Receives every pool when it is entered."""
+    started: list[WorkerPool] = []
+    enter = WorkerPool.__enter__
+    patch.setattr(WorkerPool, "__enter__", lambda self: started.append(self) or enter(self))
     return started
 
 
@@ -148,55 +138,7 @@ def test_datasets_of_every_format_come_out_as_in_the_reference(
     assert_equal(result, expected)
     assert result.notes == ()
     # `auto` would not for so few rows.
-    assert [len(running.process_ids) for running in started] == [workers] * (workers in (1, 3))
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("meanwhile", [200, 10_000])
-def test_rows_measured_here_and_rows_of_workers_make_one_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meanwhile: int
-) -> None:
-    sources = mixed_files(tmp_path)
-    of_rows(monkeypatch, 70)
-    monkeypatch.setattr(block_source, "MEASURE_S", 0.0)
-    left: list[int] = []
-    monkeypatch.setattr(block_source, "workers_worth_starting", lambda num_rows, *others: left.append(num_rows) or 2)
-    started: list[range] = []
-    make = SliceWorkers.__init__
-    monkeypatch.setattr(SliceWorkers, "__init__", lambda self, *args: started.append(args[2]) or make(self, *args))
-    monkeypatch.setattr(block_source, "rows_while_they_start", lambda cost: meanwhile)
-    assert_equal(parallel(sources, {"workers": "auto"}), sequential(sources))
-    assert left == [880 - 2 * 70]
-    # Every worker has a row at least, whatever is encoded here while they start.
-    assert started == [range(140 + min(meanwhile, 740 - 2), 880)]
-
-
-@pytest.mark.processes
-def test_whatever_ends_the_rows_encoded_while_workers_start_ends_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    of_rows(monkeypatch, 4)
-    monkeypatch.setattr(block_source, "MEASURE_S", 0.0)
-    monkeypatch.setattr(block_source, "workers_worth_starting", lambda *arguments: 2)
-    monkeypatch.setattr(block_source, "rows_while_they_start", lambda cost: 20)
-    running = note_workers(monkeypatch)
-
-    def interrupt(rows: int) -> None:
-        if running:
-            # Ctrl-C while they import what they need.
-            raise KeyboardInterrupt
-
-    for rows, advance, error in (
-        (TrappedRows(chat_rows(40), {14: "is broken"}), lambda rows: None, DataError),
-        (TrappedRows(chat_rows(40)), interrupt, KeyboardInterrupt),
-    ):
-        running.clear()
-        item = source(rows)
-        blocks = BlockSource(SliceTask([item], TOKENIZER, data_config(item)), ParallelTokenizationConfig())
-        with pytest.raises(error):
-            list(blocks.blocks(advance))
-        [workers] = running
-        assert len(workers.process_ids) == 2
-        assert not any(map(is_alive, workers.process_ids))
-        assert not workers._folder.exists()
+    assert [len(pool.process_ids) for pool in started] == [workers] * (workers in (1, 3))
 
 
 ROWS = st.one_of(
@@ -356,50 +298,22 @@ def test_an_error_leaves_nothing_in_the_cache(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "cost", "most", "expected"),
+    ("num_rows", "row_s", "row_cpu_s", "most", "expected"),
     [
-        (10_000, RowCost(600e-6, 1100e-6), 2, 0),
-        (1_000_000, RowCost(600e-6, 1100e-6), 2, 0),
-        (1_000_000, RowCost(600e-6, 600e-6), 8, 8),
-        (1_000_000, RowCost(600e-6, 600e-6), 1, 0),
-        (1_000, RowCost(600e-6, 600e-6), 8, 0),
-        # This process goes on while they start, so that they have less to do.
-        (11_000, RowCost(300e-6, 300e-6), 4, 4),
-        (9_000, RowCost(300e-6, 300e-6), 4, 0),
-        (3, RowCost(10.0, 10.0), 8, 3),
+        (10_000, 600e-6, 1100e-6, 2, 0),
+        (1_000_000, 600e-6, 1100e-6, 2, 0),
+        (1_000_000, 600e-6, 600e-6, 8, 8),
+        (1_000_000, 600e-6, 600e-6, 1, 0),
+        (1_000, 600e-6, 600e-6, 8, 0),
+        (3, 10.0, 10.0, 8, 3),
+        # Eight threads of the tokenizer do here what eight workers would do, but for their start.
+        (40_000, 82e-6, 600e-6, 8, 0),
     ],
 )
 def test_workers_are_started_only_where_they_are_clearly_sooner(
-    num_rows: int, cost: RowCost, most: int, expected: int
+    num_rows: int, row_s: float, row_cpu_s: float, most: int, expected: int
 ) -> None:
-    assert workers_worth_starting(num_rows, cost, most, CLEARLY) == expected
-
-
-@pytest.mark.parametrize(
-    ("num_rows", "cost", "workers", "expected"),
-    [
-        # This process is done before a worker has started.
-        (4_000, RowCost(150e-6, 250e-6), 8, 0),
-        # 5 s of one thread are work for two, and 10 s for four.
-        (20_000, RowCost(250e-6, 250e-6), 8, 2),
-        (20_000, RowCost(500e-6, 500e-6), 8, 4),
-        (20_000, RowCost(500e-6, 500e-6), 3, 3),
-        (1_000_000, RowCost(250e-6, 250e-6), 100, 100),
-        # Eight threads of the tokenizer do here what eight workers would do, but for their start.
-        (40_000, RowCost(82e-6, 600e-6), 8, 0),
-        # Rows that are waited for take a worker as long.
-        (20_000, RowCost(1e-3, 1e-6), 16, 9),
-        (1_000_000, RowCost(250e-6, 250e-6), 1, 0),
-        (1_000_000, RowCost(250e-6, 250e-6), "auto", 64),
-    ],
-)
-def test_a_number_of_workers_is_a_bound_and_each_has_work_that_is_worth_its_start(
-    num_rows: int, cost: RowCost, workers: Any, expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(block_source, "idle_cores", lambda: 1000)
-    item = source(TrappedRows(chat_rows(1)))
-    blocks = BlockSource(SliceTask([item], TOKENIZER, data_config(item)), ParallelTokenizationConfig(workers=workers))
-    assert blocks._workers(num_rows, cost) == expected
+    assert workers_worth_starting(num_rows, row_s, row_cpu_s, most) == expected
 
 
 def test_workers_are_not_started_for_rows_that_are_done_here_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -407,14 +321,6 @@ def test_workers_are_not_started_for_rows_that_are_done_here_at_once(monkeypatch
     sources = [source(TrappedRows(chat_rows(600)))]
     assert_equal(parallel(sources, {"workers": 4}), sequential(sources))
     assert started == []
-
-
-def test_cores_that_others_use_are_not_counted_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 16)
-    monkeypatch.setattr(worker_choice, "available_cores", lambda: 8)
-    for load, cores in ((0.5, 8), (11.2, 4), (15.5, 1), (100.0, 1)):
-        monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
-        assert worker_choice.idle_cores() == cores
 
 
 def test_chunks_stay_within_one_dataset_and_pass_over_empty_ones() -> None:
@@ -472,11 +378,11 @@ def test_an_entry_in_the_way_is_known_before_tokenizing_and_said_once(
     parallel(sources, cached)
     [manifest] = tmp_path.glob("*/manifest.json")
     manifest.write_text("{}")
-    monkeypatch.setattr(folder, "retire", refuse)
+    monkeypatch.setattr(folder, "remove", refuse)
     result = parallel(sources, cached)
     assert_equal(result, sequential(sources))
     [note] = result.notes
-    assert f"Delete {manifest.parent}" in note
+    assert str(manifest.parent) in note
     assert "stay in memory" in note
 
 
@@ -497,45 +403,6 @@ def test_a_template_that_prints_the_date_is_noted(tmp_path: Path) -> None:
     tokenization = ParallelTokenization(config, tokenizer=tokenizer, data=data_config(item))
     for _ in ("made", "served"):
         assert "the chat template prints the date" in tokenization.tokenize([item]).notes[0]
-
-
-@pytest.mark.slow
-def test_the_files_of_workers_lie_inside_the_cache_entry_that_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start_for_any_rows(monkeypatch)
-    started = note_workers(monkeypatch)
-    sources = [source(TrappedRows(chat_rows(20)))]
-    result = parallel(sources, {"disable_cache": False, "cache_dir": tmp_path, "workers": 2})
-    assert_equal(result, sequential(sources))
-    [place] = [workers._folder for workers in started]
-    assert place.parent.parent == tmp_path
-    assert place.parent.name.startswith(".writing-")
-    assert list(tmp_path.glob("*/spurline-tokenize*")) == []
-
-
-@pytest.mark.parametrize(
-    ("files", "own", "expected"),
-    [
-        ({"cpu.max": "max 100000"}, "0::/", math.inf),
-        ({"cpu.max": "250000 100000"}, "0::/", 2.5),
-        ({"a/b/cpu.max": "max 100000", "a/cpu.max": "150000 100000", "cpu.max": "400000 100000"}, "0::/a/b", 1.5),
-        ({}, "0::/gone", math.inf),
-        ({"cpu.max": "odd"}, "1:cpu:/x", math.inf),
-    ],
-)
-def test_the_quota_of_a_container_counts(tmp_path: Path, files: dict[str, str], own: str, expected: float) -> None:
-    for name, content in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(content + "\n")
-    (tmp_path / "own").write_text(f"4:memory:/x\n{own}\n")
-    assert cores_of_quota(tmp_path, tmp_path / "own") == expected
-
-
-@pytest.mark.parametrize("quota", [0.5, 1.9])
-def test_a_quota_below_the_cores_is_what_there_is(quota: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_choice, "cores_of_quota", lambda: quota)
-    assert available_cores() == 1
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 from pathlib import Path
 
 import pytest
@@ -45,3 +46,19 @@ def test_storage_without_locks_is_used_all_the_same(tmp_path: Path, monkeypatch:
     (tmp_path / f"{PREFIX}other").mkdir()
     OwnFolder(PREFIX, tmp_path).remove()
     assert [path.name for path in tmp_path.iterdir()] == [f"{PREFIX}other"], "it may be in use"
+
+
+def test_a_folder_that_was_swept_before_it_was_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Path] = []
+
+    def flock(file: int, operation: int) -> None:
+        made.append(Path(os.readlink(f"/proc/self/fd/{file}")))
+        if len(made) == 1:
+            made[0].rmdir()
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    owner = OwnFolder(PREFIX, tmp_path)
+    assert owner.path == made[-1] != made[0]
+    owner.remove()

@@ -35,10 +35,10 @@ def list_entries(cache_dir: CacheDirOption = None) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from spurline_collation_fast.cache.upkeep import entries, folder_bytes, leftovers
+    from spurline_collation_fast.cache.upkeep import entries
 
     folder = _folder(cache_dir)
-    found = list(entries(folder))
+    found = entries(folder)
     if found:
         table = Table(box=None)
         for column in ("key", "samples", "tokens", "size", "created", "last used"):
@@ -48,10 +48,6 @@ def list_entries(cache_dir: CacheDirOption = None) -> None:
             table.add_row(*_row(entry))
         Console().print(table)
     typer.echo(f"{_entries(len(found))}, {_size(sum(entry.num_bytes for entry in found))} in {folder}")
-    others = list(leftovers(folder))
-    if others:
-        size = _size(sum(folder_bytes(path) for path in others))
-        typer.echo(f"{len(others)} unfinished or set aside, {size}: `spurline cache prune` removes what nobody writes.")
 
 
 @app.command()
@@ -59,40 +55,32 @@ def verify(
     key: Annotated[str | None, typer.Argument(help="Key of an entry, or its beginning; default is all.")] = None,
     cache_dir: CacheDirOption = None,
 ) -> None:
-    """Read entries as a whole and set damaged ones aside, to be made again. Exit code 1 when there is one, or
-    one that cannot be read."""
+    """Read entries as a whole and remove damaged ones, to be made again.
+
+    Exit code 1 when there is one, or one that cannot be read.
+    """
     from spurline.errors import UserError, listing
-    from spurline_collation_fast.cache.upkeep import damage, entries, retire
+    from spurline_collation_fast.cache.upkeep import damage, entries, remove
 
     folder = _folder(cache_dir)
     known = [entry.path for entry in entries(folder)]
     chosen = [path for path in known if path.name.startswith(key or "")]
     if key and not chosen:
         raise UserError(f"{folder} has no entry {key}. Entries: {listing(path.name for path in known)}.")
-    damaged = unreadable = 0
+    bad = 0
     for path in chosen:
         try:
             found = damage(path)
+            if found is not None:
+                remove(path)
         except OSError as error:
-            unreadable += 1
-            typer.echo(f"{path.name}: cannot be read: {error.strerror or error}; left alone", err=True)
+            bad += 1
+            typer.echo(f"{path.name}: cannot be read or removed: {error.strerror or error}", err=True)
             continue
-        if found is None:
-            typer.echo(f"{path.name}: whole")
-            continue
-        if not path.exists():
-            typer.echo(f"{path.name}: removed meanwhile")
-            continue
-        damaged += 1
-        typer.echo(f"{path.name}: damaged: {found}")
-        try:
-            retire(path)
-        except OSError as error:
-            typer.echo(f"  It cannot be set aside ({error.strerror or error}); delete {path}.", err=True)
-        else:
-            typer.echo("  Set aside; the next run that needs it makes it again.")
-    typer.echo(f"{_entries(len(chosen) - unreadable)} read, {damaged} damaged")
-    if damaged or unreadable:
+        bad += found is not None
+        typer.echo(f"{path.name}: {'whole' if found is None else f'damaged, and removed: {found}'}")
+    typer.echo(f"{_entries(len(chosen))} read, {len(chosen) - bad} whole")
+    if bad:
         raise typer.Exit(1)
 
 
@@ -105,25 +93,31 @@ def prune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
     cache_dir: CacheDirOption = None,
 ) -> None:
-    """Remove damaged entries, and what was set aside or left by killed writers.
+    """Remove damaged entries, and what killed writers left.
 
     Runs on this machine keep reading an entry that they have open; one on another machine that shares the folder over
-    NFS would be killed when its pages go.
+    NFS is killed when its pages go.
     """
-    from spurline_collation_fast.cache.upkeep import removals, remove
+    from spurline_collation_fast.cache.upkeep import entries, remove, sweep
 
     folder = _folder(cache_dir)
+    if not dry_run:
+        sweep(folder)
     freed = failed = 0
-    for removal in list(removals(folder, older_than, everything=everything)):
+    for entry in entries(folder):
+        unused = older_than is not None and entry.days_unused > older_than
+        if not (everything or unused or entry.is_damaged):
+            continue
         if not dry_run:
             try:
-                remove(removal)
+                remove(entry.path)
             except OSError as error:
                 failed += 1
-                typer.echo(f"{removal.path}: cannot be removed: {error.strerror or error}", err=True)
+                typer.echo(f"{entry.path}: cannot be removed: {error.strerror or error}", err=True)
                 continue
-        freed += removal.num_bytes
-        typer.echo(f"{removal.path.name}  {_size(removal.num_bytes)}  {removal.reason}")
+        freed += entry.num_bytes
+        reason = entry.problem or f"unused for {entry.days_unused:.0f} days"
+        typer.echo(f"{entry.path.name}  {_size(entry.num_bytes)}  {reason}")
     typer.echo(f"{_size(freed)} {'would be freed' if dry_run else 'freed'} in {folder}")
     if failed:
         raise typer.Exit(1)
@@ -143,8 +137,7 @@ def _row(entry: Entry) -> list[str]:
     last_used = datetime.fromtimestamp(entry.last_used).strftime("%Y-%m-%d %H:%M")
     manifest = entry.manifest
     if manifest is None:
-        problem = "damaged; see `verify`" if entry.is_damaged else escape(entry.problem or "")
-        return [entry.path.name[:12], "", "", _size(entry.num_bytes), "", last_used, problem]
+        return [entry.path.name[:12], "", "", _size(entry.num_bytes), "", last_used, escape(entry.problem or "")]
     created = datetime.fromisoformat(manifest.created).astimezone().strftime("%Y-%m-%d %H:%M")
     return [
         entry.path.name[:12],

@@ -36,9 +36,9 @@ class ParallelTokenizationConfig(TextTokenizationConfig):
     name: str = "parallel"
     # Strict: `true` is no number of workers.
     workers: Annotated[Literal["auto"] | Annotated[int, Field(ge=0, le=256, strict=True)], OnResume.FREE] = "auto"
-    """Worker processes at most, each with its slice of the rows. 0 stays in this process, on the threads of the
+    """Worker processes at most. 0 stays in this process, on the threads of the
     tokenizer. Else the first rows are measured, and workers start where the rest will be done sooner with them: `auto`
-    one for each idle core, a number only as many as have two seconds of work, which is what they take to start."""
+    one for each core, or this many."""
     cache_dir: Annotated[Path | None, OnResume.FREE, PathSetting()] = None
     """Folder of the token cache; null is SPURLINE_CACHE, else ~/.cache/spurline/tokens."""
     force_recache: Annotated[bool, OnResume.FREE] = False
@@ -46,7 +46,7 @@ class ParallelTokenizationConfig(TextTokenizationConfig):
     disable_cache: Annotated[bool, OnResume.FREE] = False
     """Neither read nor write the cache; tokens stay in memory."""
     stall_timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0, le=DAY_S, allow_inf_nan=False)
-    """Seconds without a finished row on any worker after which tokenization is given up."""
+    """Seconds that workers may take for the next rows before tokenization is given up."""
 
 
 class AsyncPrefetchConfig(PrefetchConfig):

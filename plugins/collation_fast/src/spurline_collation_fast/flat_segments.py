@@ -43,7 +43,7 @@ class FlatSegments(NamedTuple):
 
 
 class SegmentNames(NamedTuple):
-    """What n segments are called, apart from their tokens: a batch keeps it for as long as it lives.
+    """Names of n segments, apart from their tokens: a batch keeps it for as long as it lives.
 
     uids: makes the uid of each of these segments, object [k] for positions int64 [k]. samples, turns: int32 [n]. name:
     what messages call the segment at a position.
@@ -101,7 +101,7 @@ def shared_values(blocks: Sequence[FlatTurns]) -> dict[str, tuple[int, ...]]:
 
 
 def names_of(blocks: Sequence[FlatTurns]) -> SegmentNames:
-    """What the turns of these blocks are called; keeps none of their tokens."""
+    """Name the turns of these blocks; keeps none of their tokens."""
     uids = [uid for block in blocks for uid in block.uids]
     none = np.empty(0, np.int32)
     samples = np.concatenate([none, *(block.samples for block in blocks)])

@@ -54,7 +54,7 @@ class BuildAhead(Generic[Built]):
 
     @property
     def has_room(self) -> bool:
-        """Whether another step may be submitted."""
+        """Return whether another step may be submitted."""
         return len(self._in_flight) < self._depth
 
     def submit(self, step: int) -> None:

@@ -75,7 +75,7 @@ class BufferPool:
         return Lease(self, buffer, arrays, size)
 
     def put_back(self, buffer: Buffer) -> None:
-        """For Lease, which holds the lock."""
+        """Serve Lease, which holds the lock."""
         if len(self._free) < self._max_free:
             self._free.append(buffer)
 

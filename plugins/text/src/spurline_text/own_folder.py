@@ -21,7 +21,7 @@ class OwnFolder:
 
     def __init__(self, prefix: str, parent: Path | None = None) -> None:
         place = Path(tempfile.gettempdir()) if parent is None else parent
-        _sweep(place, prefix)
+        sweep(place, prefix)
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=place))
             # Who sweeps just now may have taken it for abandoned before it was locked.
@@ -40,7 +40,8 @@ class OwnFolder:
         os.close(self._lock)
 
 
-def _sweep(place: Path, prefix: str) -> None:
+def sweep(place: Path, prefix: str) -> None:
+    """Remove the folders with this prefix whose owners are dead."""
     for folder in place.glob(f"{prefix}*"):
         # Another user's cannot be opened, which is how it stays; what is no folder, such as a link to one, is not ours.
         with suppress(OSError):

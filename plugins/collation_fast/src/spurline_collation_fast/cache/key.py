@@ -22,39 +22,15 @@ import xxhash
 from spurline.config.run_config import DataConfig
 from spurline.config.section import OnResume
 from spurline.protocols.tokenization import DatasetToTokenize
-from spurline_collation_fast.cache.layout import FORMAT_VERSION, CacheKey, canonical_json
+from spurline_collation_fast.cache.entry import FORMAT_VERSION, CacheKey, canonical_json
 from spurline_text.encoding import require_offsets
 from spurline_text.tokenization import store_labels
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TOKEN_MODULES = (
-    "spurline_text.chats.chat",
-    "spurline_text.chats.chat_template",
-    "spurline_text.chats.left_out",
-    "spurline_text.datasets.arrow_rows",
-    "spurline_text.datasets.file_digest",
-    "spurline_text.datasets.hf_dataset",
-    "spurline_text.datasets.json_rows",
-    "spurline_text.datasets.local_files",
-    "spurline_text.encoding",
-    "spurline_text.rows.formats",
-    "spurline_text.rows.messages",
-    "spurline_text.rows.rows",
-    "spurline_text.rows.usual_columns",
-    "spurline_text.token_bytes",
-    "spurline_text.token_pieces",
-    "spurline.data.token_store",
-    "spurline_text.tokenization",
-    "spurline_text.tokenizer",
-    "spurline_collation_fast.tokenization.block_encoder",
-    "spurline_collation_fast.tokenization.chunks",
-    "spurline_collation_fast.tokenization.parallel",
-    "spurline_collation_fast.tokenization.slice_worker",
-    "spurline_collation_fast.tokenization.slice_workers",
-)
-"""The modules whose code decides what an entry holds: tokens, counts, summary. A test compares them with imports."""
+_TOKEN_CODE = ("spurline_text", "spurline.data.token_store", "spurline_collation_fast.tokenization")
+"""Packages and modules whose code decides what an entry holds: tokens, counts, summary."""
 
 LIBRARIES = ("datasets", "jinja2", "pyarrow", "tokenizers", "transformers")
 """Libraries whose version decides it too: they read rows, render and encode them."""
@@ -75,7 +51,7 @@ def cache_key(
     data: DataConfig,
     today: date | None = None,
 ) -> CacheKey:
-    """The key of these datasets' tokens. Raises ModelError for a tokenizer that no loss mask can be made with.
+    """Return the key of these datasets' tokens. Raises ModelError for a tokenizer that no loss mask can be made with.
 
     today: counts where the chat template prints the date; None asks the clock.
     """
@@ -86,7 +62,7 @@ def cache_key(
         "date": (today or date.today()).isoformat() if prints_date(tokenizer) else None,
         "data": data.model_dump(mode="json", exclude=_NO_MATTER_IN_DATA),
         "code": {
-            "modules": code_version(TOKEN_MODULES),
+            "modules": code_version(_TOKEN_CODE),
             **{library: importlib.metadata.version(library) for library in LIBRARIES},
         },
         "format": FORMAT_VERSION,
@@ -95,20 +71,23 @@ def cache_key(
 
 
 def prints_date(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the chat template asks what day it is, so that its tokens are of one day only."""
+    """Return whether the chat template asks what day it is, so that its tokens are of one day only."""
     templates = tokenizer.chat_template or ""
     texts = templates.values() if isinstance(templates, dict) else (templates,)
     return any(_CLOCK.search(text) for text in texts)
 
 
-def code_version(modules: Iterable[str]) -> str:
-    """Hash of the source of modules, found without importing them."""
+def code_version(names: Iterable[str]) -> str:
+    """Hash the source of modules and of all modules in packages, found without importing them."""
     digest = xxhash.xxh3_128()
-    for name in modules:
+    for name in names:
         spec = importlib.util.find_spec(name)
         assert spec is not None, f"no module {name}"
         assert spec.origin is not None, f"no source of {name}"
-        digest.update(name.encode() + b"\0" + Path(spec.origin).read_bytes() + b"\0")
+        is_package = spec.submodule_search_locations is not None
+        files = sorted(Path(spec.origin).parent.rglob("*.py")) if is_package else [Path(spec.origin)]
+        for file in files:
+            digest.update(f"{name}\0{file.name}\0".encode() + file.read_bytes() + b"\0")
     return digest.hexdigest()
 
 

@@ -1,16 +1,13 @@
 """Stream tokenized samples into the files of a new cache entry.
 
-Place on the way: tokenization -> CacheWriter (a SampleSink) -> entry. Keeps no samples in memory; checksums and the
-fingerprint are made while the bytes pass by. Where the entry ends up is for the folder to say.
+Place on the way: tokenization -> CacheWriter (a SampleSink) -> entry. Keeps no samples in memory; digests are made
+while the bytes pass by. Where the entry ends up is for the folder to say.
 """
 
 from __future__ import annotations
 
-import errno
-import shutil
-from array import array
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,31 +16,19 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from spurline.data.token_store import SampleBlock, Tokenized, TokenStore, fingerprint_of, summarize
+from spurline.data.token_store import SampleBlock, Tokenized, TokenStore, summarize
 from spurline.errors import DataError
 from spurline.files import sync_file
-from spurline_collation_fast.cache.layout import (
-    ARRAYS,
-    BLOCK_BYTES,
-    CHECKSUMS,
-    FINGERPRINTED,
-    CacheKey,
-    Manifest,
-    array_path,
-    map_array,
-)
+from spurline_collation_fast.cache.entry import ARRAYS, CacheKey, Manifest, array_path, map_array
 
 if TYPE_CHECKING:
     from spurline_text.tokenization import Findings
-
-_DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class CacheWriter:
     """Writes one entry into `folder`; `publish` puts the finished folder into place and opens it there.
 
-    What else is put into the folder has to be gone before `commit`. Raises DataError when the disk is full or fails;
-    the caller removes the folder.
+    Raises DataError when the disk is full or fails; the caller removes the folder.
     """
 
     def __init__(self, folder: Path, key: CacheKey, publish: Callable[[], Tokenized]) -> None:
@@ -55,7 +40,7 @@ class CacheWriter:
 
     def extend(self, block: SampleBlock) -> None:
         """Append the samples of a block."""
-        with self._disk_errors():
+        with disk_errors(self.folder.parent):
             self._append("tokens", block.tokens)
             self._append("loss_mask", block.loss_mask)
             self._append("offsets", self._tokens + np.cumsum(block.lengths))
@@ -65,32 +50,27 @@ class CacheWriter:
         self._samples += len(block.rows)
 
     def build(self) -> TokenStore:
-        """The store of everything appended, on disk but not yet in the cache. Nothing can be appended afterwards."""
-        with self._disk_errors():
+        """Return everything appended, on disk but not yet in the cache. Nothing can be appended afterwards."""
+        with disk_errors(self.folder.parent):
             self.close()
             return TokenStore(**{name: map_array(self.folder, name) for name in ARRAYS}, labels=self._key.labels)
 
     def commit(self, findings: Findings) -> Tokenized:
         """Put the entry into the cache and open it, or another writer's that was there first."""
-        store = self.build()
-        found = vars(findings)
+        store, found = self.build(), vars(findings)
         summary = summarize(Tokenized(store, **found))
-        checksums = b"".join(file.checksums() for file in self._files.values())
-        with self._disk_errors():
-            (self.folder / CHECKSUMS).write_bytes(checksums)
-            for path in (*(array_path(self.folder, name) for name in ARRAYS), self.folder / CHECKSUMS):
-                sync_file(path)
+        with disk_errors(self.folder.parent):
+            for name in ARRAYS:
+                sync_file(array_path(self.folder, name))
             Manifest(
                 key=self._key.digest,
                 parts=self._key.parts,
                 created=datetime.now(UTC).isoformat(),
-                writer=self.folder.name,
                 labels=self._key.labels,
                 sizes=store.sizes(),
                 samples=self._samples,
                 tokens=self._tokens,
-                fingerprint=fingerprint_of(self._files[name].digest() for name in FINGERPRINTED),
-                checksums=xxhash.xxh3_128_hexdigest(checksums),
+                digests={name: file.digest.hexdigest() for name, file in self._files.items()},
                 findings=found,
                 summary=summary,
             ).write(self.folder)
@@ -99,76 +79,36 @@ class CacheWriter:
     def close(self) -> None:
         """Close the files; calling it again does nothing."""
         for file in self._files.values():
-            file.close()
-
-    def _disk_errors(self) -> AbstractContextManager[None]:
-        written = self._tokens * (ARRAYS["tokens"].itemsize + ARRAYS["loss_mask"].itemsize)
-        return disk_errors(self.folder.parent, written)
+            file.file.close()
 
     def _append(self, array: str, values: NDArray[Any]) -> None:
         self._files[array].append(np.ascontiguousarray(values, dtype=ARRAYS[array]))
 
 
 class _ArrayFile:
-    """A file that grows, with a digest of all of it and a checksum of each block."""
+    """A file that grows, with a digest of all of it."""
 
     def __init__(self, path: Path) -> None:
         # Unbuffered: after a failed write there is nothing left that closing would try to write again.
-        self._file = path.open("xb", buffering=0)
-        self._whole = xxhash.xxh3_128()
-        self._block = xxhash.xxh3_64()
-        self._in_block = 0
-        self._checksums = array("Q")
+        self.file = path.open("xb", buffering=0)
+        self.digest = xxhash.xxh3_128()
 
     def append(self, values: NDArray[Any]) -> None:
-        if not values.size:
-            return
-        content = values.view(np.uint8).data
-        self._whole.update(content)
-        self._write(content)
-        while content:
-            piece = content[: BLOCK_BYTES - self._in_block]
-            content = content[len(piece) :]
-            self._block.update(piece)
-            self._in_block += len(piece)
-            if self._in_block == BLOCK_BYTES:
-                self._end_block()
-
-    def digest(self) -> str:
-        return self._whole.hexdigest()
-
-    def checksums(self) -> bytes:
-        return np.array(self._checksums, dtype="<u8").tobytes()
-
-    def close(self) -> None:
-        if self._in_block:
-            self._end_block()
-        self._file.close()
-
-    def _write(self, content: memoryview) -> None:
+        content = values.view(np.uint8).data if values.size else memoryview(b"")
+        self.digest.update(content)
         while content:
             # A nearly full disk takes a part and refuses the rest.
-            content = content[self._file.write(content) or 0 :]
-
-    def _end_block(self) -> None:
-        self._checksums.append(self._block.intdigest())
-        self._block.reset()
-        self._in_block = 0
+            content = content[self.file.write(content) or 0 :]
 
 
 @contextmanager
-def disk_errors(cache_folder: Path, written: int = 0) -> Iterator[None]:
-    """Turn a failure to write into a DataError that says what to do. written: bytes that fitted before."""
+def disk_errors(cache_folder: Path) -> Iterator[None]:
+    """Turn a failure to write into a DataError that says what to do."""
     try:
         yield
     except OSError as error:
-        fix = "Set tokenization.cache_dir to a folder on another disk, or tokenization.disable_cache: true."
-        reason = error.strerror or str(error)
-        if error.errno not in _DISK_IS_FULL:
-            raise DataError(f"{cache_folder}: the token cache cannot be written: {reason}. {fix}") from error
-        free = shutil.disk_usage(cache_folder).free
         raise DataError(
-            f"{cache_folder}: no space left for the token cache ({reason}). It needs more than the "
-            f"{written / 2**20:,.1f} MiB written so far; {free / 2**20:,.1f} MiB are free now. "
-            f"{fix} `spurline cache prune` frees space."
+            f"{cache_folder}: the token cache cannot be written: {error.strerror or error}. Set "
+            "tokenization.cache_dir to a folder on another disk, or tokenization.disable_cache: true. "
+            "`spurline cache prune` frees space."
         ) from error

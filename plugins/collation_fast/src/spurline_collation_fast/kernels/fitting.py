@@ -153,4 +153,4 @@ def place_in_rows(aligned, positions, row_offsets, num_ranks, columns):
 
 
 LOOPS = (longest_first, first_fit, best_fit, fill_missing_rows, list_rows, place_in_rows)
-"""In the order of `planning.FittingLoops`."""
+"""The loops, in the order of `planning.FittingLoops`."""

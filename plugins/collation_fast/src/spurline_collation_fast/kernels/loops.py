@@ -24,7 +24,7 @@ def zero(out):
 
 
 def copy(source, out):
-    """As many values as there is room for."""
+    """Copy as many values as fit."""
     for place in range(out.shape[0]):
         out[place] = source[place]
 
@@ -92,4 +92,4 @@ def write_values(values, begins, skips, lengths, positions, columns, row_offsets
 
 
 HELPERS = (fill, zero, copy, count_up)
-"""What the loops above call; numba compiles them along."""
+"""Functions that the loops above call; numba compiles them along."""

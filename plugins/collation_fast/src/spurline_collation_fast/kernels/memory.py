@@ -9,7 +9,7 @@ LINE = 64
 AHEAD = 4
 """Segments whose values are on their way while one is written: about as many lines as a core can wait for at once."""
 FETCHED_LINES = 16
-"""Of each of them; once reading is under way, the processor looks ahead by itself."""
+"""Lines of each of them that are fetched; once reading is under way, the processor looks ahead by itself."""
 
 
 def fetch(values, place):

@@ -7,6 +7,7 @@ TokenColumns follows the rules of RowEncoder and of `spurline_text.rows.formats`
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,6 @@ from spurline.config.run_config import DataConfig
 from spurline.data.token_store import Count, SampleBlock
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline_collation_fast.tokenization.chunks import Chunk
-from spurline_collation_fast.tokenization.worker_choice import available_cores
 from spurline_text.encoding import NO_LOSS_TOKENS, NO_LOSS_TOKENS_AFTER_TRUNCATION, TOO_LONG, RowEncoder
 from spurline_text.rows.formats import IGNORED_LABEL
 from spurline_text.tokenization import arrow_rows, block_of_outcomes
@@ -33,13 +33,25 @@ if TYPE_CHECKING:
     import pyarrow
 
 
+def available_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 class BlockEncoder:
-    """Encodes chunks of the rows of several datasets."""
+    """Encodes chunks of the rows of several datasets. threads: whether a thread encodes while rows are read."""
 
     def __init__(
-        self, datasets: Sequence[DatasetToTokenize], tokenizer: PreTrainedTokenizerBase, data: DataConfig
+        self,
+        datasets: Sequence[DatasetToTokenize],
+        tokenizer: PreTrainedTokenizerBase,
+        data: DataConfig,
+        *,
+        threads: bool = True,
     ) -> None:
         self._datasets, self._tokenizer, self._data = datasets, tokenizer, data
+        # On one core threads would only take turns.
+        self._uses_thread = threads and available_cores() > 1
         self._encoders: dict[int, RowEncoder] = {}
         self._columns: dict[int, TokenColumns] = {}
 
@@ -55,8 +67,7 @@ class BlockEncoder:
         the masks of the one before are made; another chunk is ready then, so that its threads never wait. The first row
         in order that is an error is the one raised.
         """
-        if available_cores() < 2:
-            # Threads would only take turns.
+        if not self._uses_thread:
             for chunk in chunks:
                 yield self._start(chunk, None)()
             return

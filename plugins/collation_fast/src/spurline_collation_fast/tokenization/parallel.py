@@ -12,7 +12,6 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from datetime import date
 from itertools import islice
-from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
@@ -23,26 +22,13 @@ from spurline.config.run_config import DataConfig
 from spurline.data.token_store import SampleBlock, SampleSink, Tokenized
 from spurline.errors import DataError
 from spurline.protocols.tokenization import DatasetToTokenize
+from spurline_collation_fast.cache.entry import CacheKey
 from spurline_collation_fast.cache.folder import NoHomeError, TokenCache, default_cache_folder
 from spurline_collation_fast.cache.key import cache_key, prints_date
-from spurline_collation_fast.cache.layout import CacheKey
 from spurline_collation_fast.configs import ParallelTokenizationConfig
-from spurline_collation_fast.tokenization.block_encoder import BlockEncoder
+from spurline_collation_fast.tokenization.block_encoder import BlockEncoder, available_cores
 from spurline_collation_fast.tokenization.chunks import Chunk, RowLine
-from spurline_collation_fast.tokenization.slice_worker import SliceTask, UnsharableDataError
-from spurline_collation_fast.tokenization.slice_workers import SliceWorkers
-from spurline_collation_fast.tokenization.worker_choice import (
-    CLEARLY,
-    MAX_WORKERS,
-    MEASURE_S,
-    CostMeter,
-    RowCost,
-    for_seconds,
-    idle_cores,
-    rows_while_they_start,
-    slices_worth_a_start,
-    workers_worth_starting,
-)
+from spurline_collation_fast.tokenization.worker_pool import TokenizationTask, UnsharableDataError, WorkerPool
 from spurline_text.tokenization import SampleCollector, check_rows
 
 
@@ -97,7 +83,7 @@ class ParallelTokenization:
             found = cache.open(key)
             if found is not None:
                 return replace(found, notes=(*found.notes, f"tokens read from the cache: {cache.folder / key.digest}"))
-        problem = cache.write_problem(key, replace=self._config.force_recache)
+        problem = cache.write_problem()
         if problem is None:
             return self._fill(cache, key, datasets, today)
         return self._in_memory(datasets, (*cache.notes, problem))
@@ -110,7 +96,7 @@ class ParallelTokenization:
     def _fill(self, cache: TokenCache, key: CacheKey, datasets: Sequence[DatasetToTokenize], today: date) -> Tokenized:
         """Make the tokens and keep them as an entry of the cache. today: what the key was made with."""
         with cache.writer(key, replace=self._config.force_recache) as writer:
-            collector, notes = self._encode(datasets, writer, writer.folder)
+            collector, notes = self._encode(datasets, writer)
             if cache_key(datasets, self._tokenizer, self._data, today).digest != key.digest:
                 names = ", ".join(item.dataset.label for item in datasets)
                 raise DataError(f"{names}: the data changed while it was being tokenized. Run the same command again.")
@@ -118,15 +104,12 @@ class ParallelTokenization:
         return replace(made, notes=(*made.notes, *notes))
 
     def _encode(
-        self, datasets: Sequence[DatasetToTokenize], sink: SampleSink | None = None, folder: Path | None = None
+        self, datasets: Sequence[DatasetToTokenize], sink: SampleSink | None = None
     ) -> tuple[SampleCollector, list[str]]:
-        """Send the samples of all rows to the sink, memory if None. Returns the counts, and notes for the user.
-
-        folder: where worker processes put their tokens; None is the folder for temporary files.
-        """
+        """Send the samples of all rows to the sink, memory if None. Returns the counts, and notes for the user."""
         for dataset in datasets:
             check_rows(dataset.dataset)
-        source = BlockSource(SliceTask(datasets, self._tokenizer, self._data), self._config, folder)
+        source = BlockSource(TokenizationTask(datasets, self._tokenizer, self._data), self._config)
         collector = SampleCollector(datasets, sink)
         # Closed whatever happens here: an error must not leave worker processes behind.
         with show_progress(source.num_rows) as advance, closing(source.blocks(advance)) as blocks:
@@ -139,7 +122,16 @@ ROWS_PER_CHUNK = 256
 """Enough to keep the tokenizer's own threads busy, unless rows are short."""
 MOST_ROWS_PER_CHUNK = 1024
 TOKENS_PER_CHUNK = 1 << 16
-"""Of short rows so many: the tokenizer's threads stand still for a moment after each chunk."""
+"""Tokens of a chunk of short rows: the tokenizer's threads stand still for a moment after each chunk."""
+
+WORKER_START_S = 2.2
+"""Seconds until a worker encodes its first row: imports, the tokenizer, opening the data."""
+CLEARLY_SOONER = 1.1
+"""Workers have to be this much sooner: processes cost memory, and an estimate can be wrong."""
+MEASURE_S = 0.5
+"""Seconds for which the first rows are measured."""
+MAX_WORKERS = 64
+"""More gain nothing: this process takes in what all of them make."""
 
 Advance = Callable[[int], None]
 
@@ -147,9 +139,9 @@ Advance = Callable[[int], None]
 class BlockSource:
     """Makes the blocks of all rows of a task. notes: lines for the user about how it went."""
 
-    def __init__(self, task: SliceTask, config: ParallelTokenizationConfig, folder: Path | None = None) -> None:
-        """folder: for the files of workers. Raises DataError for a dataset whose columns fit no format."""
-        self._task, self._config, self._folder = task, config, folder
+    def __init__(self, task: TokenizationTask, config: ParallelTokenizationConfig) -> None:
+        """Raises DataError for a dataset whose columns fit no format."""
+        self._task, self._config = task, config
         self._encoder = BlockEncoder(task.datasets, task.tokenizer, task.data)
         self._encoder.check_formats()
         self._line = RowLine([len(source.dataset) for source in task.datasets])
@@ -162,43 +154,42 @@ class BlockSource:
         return len(self._line)
 
     def blocks(self, advance: Advance) -> Generator[SampleBlock, None, None]:
-        """The blocks of all rows in order; close it when leaving early. advance: called with numbers of rows done."""
-        if self._config.workers == 0:
-            return self._here(self._chunks(range(self.num_rows)), advance)
-        return self._measured(advance)
+        """Yield the blocks of all rows in order; close it when leaving early.
 
-    def _measured(self, advance: Advance) -> Generator[SampleBlock, None, None]:
-        """Encode the first rows here, with the clock running, and the rest where it will be done sooner."""
+        Where the config allows workers, the first rows are encoded here with the clock running, and the rest where that
+        will be done sooner.
+
+        Args:
+            advance: Called with numbers of rows that are done.
+        """
         chunks = self._chunks(range(self.num_rows))
         done = 0
-        # The first chunk also compiles the template and starts threads; it says nothing about the others.
-        for block in self._here(islice(chunks, 1), advance):
-            done += block.num_rows
-            yield block
-        meter, unmeasured = CostMeter(), done
-        for block in self._here(for_seconds(chunks, MEASURE_S), advance):
-            done += block.num_rows
-            yield block
-        left, cost = self.num_rows - done, meter.cost(max(1, done - unmeasured))
-        workers = self._workers(left, cost) if left else 0
-        if workers:
-            meanwhile = min(left - workers, rows_while_they_start(cost))
-            try:
-                with closing(self._in_workers(range(done, self.num_rows), workers, advance, meanwhile)) as blocks:
-                    for block in blocks:
-                        done += block.num_rows
-                        yield block
-            except UnsharableDataError as error:
-                self._go_on_without(workers, error)
-        yield from self._here(self._chunks(range(done, self.num_rows)), advance)
+        if self._config.workers != 0:
+            # The first chunk also compiles the template and starts threads; it says nothing about the others.
+            for block in self._here(islice(chunks, 1), advance):
+                done += block.num_rows
+                yield block
+            begin, begin_cpu, unmeasured = time.perf_counter(), time.process_time(), done
+            for block in self._here(_for_seconds(chunks, MEASURE_S), advance):
+                done += block.num_rows
+                yield block
+            left, measured = self.num_rows - done, max(1, done - unmeasured)
+            row_s, row_cpu_s = (time.perf_counter() - begin) / measured, (time.process_time() - begin_cpu) / measured
+            workers = workers_worth_starting(left, row_s, row_cpu_s, self._most_workers())
+            if workers:
+                try:
+                    with WorkerPool(self._task, workers, self._config.stall_timeout_s) as pool:
+                        for block in pool.blocks(self._line.chunks(range(done, self.num_rows), lambda: ROWS_PER_CHUNK)):
+                            done += block.num_rows
+                            advance(block.num_rows)
+                            yield block
+                except UnsharableDataError as error:
+                    self._go_on_without(workers, error)
+                chunks = self._chunks(range(done, self.num_rows))
+        yield from self._here(chunks, advance)
 
-    def _workers(self, num_rows: int, cost: RowCost) -> int:
-        if self._config.workers == "auto":
-            return workers_worth_starting(num_rows, cost, min(idle_cores(), MAX_WORKERS), CLEARLY)
-        # Whoever gives a number knows the machine, but may not know how little there is to do.
-        return workers_worth_starting(
-            num_rows, cost, min(self._config.workers, slices_worth_a_start(num_rows, cost)), 1.0
-        )
+    def _most_workers(self) -> int:
+        return min(available_cores(), MAX_WORKERS) if self._config.workers == "auto" else self._config.workers
 
     def _go_on_without(self, workers: int, error: UnsharableDataError) -> None:
         """Say that the data stays here. Raises DataError where the config asks for worker processes."""
@@ -222,13 +213,28 @@ class BlockSource:
             self._rows_per_chunk = min(max(ROWS_PER_CHUNK, rows), max(ROWS_PER_CHUNK, MOST_ROWS_PER_CHUNK))
             yield block
 
-    def _in_workers(
-        self, rows: range, workers: int, advance: Advance, meanwhile: int
-    ) -> Generator[SampleBlock, None, None]:
-        """meanwhile: the first rows, which are encoded here while the workers start with the others."""
-        here, there = rows[:meanwhile], rows[meanwhile:]
-        timeout_s = self._config.stall_timeout_s
-        with SliceWorkers(self._task, self._line, there, workers, timeout_s, advance, self._folder) as running:
-            with closing(self._here(self._chunks(here), advance)) as blocks:
-                yield from blocks
-            yield from running.blocks()
+
+def workers_worth_starting(num_rows: int, row_s: float, row_cpu_s: float, most: int) -> int:
+    """Return how many workers to start for so many rows; 0 when this process is done about as soon.
+
+    Args:
+        num_rows: Rows that are left.
+        row_s: Seconds that a row takes in this process, with the threads of the tokenizer.
+        row_cpu_s: Processor seconds of a row, all threads together. A worker has one thread.
+        most: Workers at most.
+    """
+    workers = min(most, num_rows)
+    # One alone is never sooner: this process has its start behind it.
+    if workers < 2:
+        return 0
+    there_s = WORKER_START_S + num_rows * row_cpu_s / workers
+    return workers if there_s * CLEARLY_SOONER < num_rows * row_s else 0
+
+
+def _for_seconds(chunks: Iterator[Chunk], seconds: float) -> Iterator[Chunk]:
+    """Yield chunks until the time is over; the rest stays in the iterator."""
+    end = time.perf_counter() + seconds
+    for chunk in chunks:
+        yield chunk
+        if time.perf_counter() >= end:
+            return

@@ -1,0 +1,141 @@
+"""A pool of workers: samples in order, errors as in one process, and nothing left behind however it ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_helpers import wait_for
+from worker_rows import TrappedRows, chat_rows, data_config, is_alive, source
+
+from spurline.errors import DataError, RunFailedError
+from spurline_collation_fast.tokenization.chunks import RowLine
+from spurline_collation_fast.tokenization.worker_pool import TokenizationTask, UnsharableDataError, WorkerPool
+from spurline_text.testing.inputs import tiny_tokenizer
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(autouse=True)
+def temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The file for workers goes here; it must not be left."""
+    place = tmp_path / "temporary"
+    place.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    yield
+    assert list(place.iterdir()) == []
+
+
+def pool_on(dataset: Any, num_workers: int = 2, stall_timeout_s: float = 120) -> WorkerPool:
+    item = source(dataset)
+    return WorkerPool(TokenizationTask([item], tiny_tokenizer(), data_config(item)), num_workers, stall_timeout_s)
+
+
+def rows_of(pool: WorkerPool, num_rows: int) -> list[int]:
+    """Rows in the order in which they come."""
+    with pool:
+        blocks = pool.blocks(RowLine([num_rows]).chunks(range(num_rows), lambda: 20))
+        return [row for block in blocks for row in block.rows.tolist()]
+
+
+def assert_ended(pool: WorkerPool) -> None:
+    assert len(pool.process_ids) == 2
+    assert not any(map(is_alive, pool.process_ids))
+
+
+def test_blocks_come_in_order_and_the_workers_end() -> None:
+    pool = pool_on(TrappedRows(chat_rows(300), {0: "slow"}))
+    assert rows_of(pool, 300) == list(range(300))
+    assert_ended(pool)
+
+
+def test_the_first_bad_row_is_the_error_even_when_a_later_chunk_finds_another_first() -> None:
+    pool = pool_on(TrappedRows(chat_rows(60), {0: "slow", 19: "is the first", 20: "is another"}))
+    with pytest.raises(DataError, match=r"^rows\.jsonl:20: is the first$"):
+        rows_of(pool, 60)
+    assert_ended(pool)
+
+
+def test_a_killed_worker_is_an_error_with_a_way_out() -> None:
+    pool = pool_on(TrappedRows(chat_rows(60), {30: "kill"}))
+    with pytest.raises(RunFailedError, match=r"memory ran out.*tokenization\.workers"):
+        rows_of(pool, 60)
+    assert_ended(pool)
+
+
+def test_workers_that_stand_still_are_ended() -> None:
+    pool = pool_on(TrappedRows(chat_rows(60), {30: "hang"}), stall_timeout_s=30)
+    with pytest.raises(RunFailedError, match=r"within 30 s.*stall_timeout_s"):
+        rows_of(pool, 60)
+    assert_ended(pool)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_an_exception_of_the_caller_ends_the_workers(error: type[BaseException]) -> None:
+    pool = pool_on(TrappedRows(chat_rows(60), {30: "hang"}))
+
+    def leave() -> None:
+        with pool:
+            next(pool.blocks(RowLine([60]).chunks(range(60), lambda: 20)))
+            assert all(map(is_alive, pool.process_ids))
+            raise error
+
+    with pytest.raises(error):
+        leave()
+    assert_ended(pool)
+
+
+def test_killing_the_parent_ends_its_workers(tmp_path: Path) -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", "import worker_rows; worker_rows.start_and_wait()"],
+        stdout=subprocess.PIPE,
+        env={"TMPDIR": str(tmp_path), "PYTHONPATH": ":".join(sys.path)},
+        text=True,
+    )
+    assert parent.stdout is not None
+    with parent.stdout:
+        ids = [int(word) for word in parent.stdout.readline().split()]
+    assert len(ids) == 2
+    parent.kill()
+    parent.wait(10)
+    wait_for(lambda: not any(map(is_alive, ids)), "the end of the workers")
+
+
+def test_a_script_without_a_main_guard_is_not_run_again_in_workers(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from worker_rows import *\n"
+        "from spurline_collation_fast.tokenization.chunks import RowLine\n"
+        "from spurline_collation_fast.tokenization.worker_pool import TokenizationTask, WorkerPool\n"
+        "from spurline_text.testing.inputs import tiny_tokenizer\n"
+        "item = source(TrappedRows(chat_rows(40)))\n"
+        "with WorkerPool(TokenizationTask([item], tiny_tokenizer(), data_config(item)), 2, 120) as pool:\n"
+        "    blocks = pool.blocks(RowLine([40]).chunks(range(40), lambda: 10))\n"
+        "    print('rows', sum(block.num_rows for block in blocks))\n"
+    )
+    environment = {"TMPDIR": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "rows 40\n", done.stderr
+
+
+def test_data_of_a_module_that_a_worker_cannot_import_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("only_in_this_process")
+    module.__dict__["Rows"] = type("Rows", (TrappedRows,), {"__module__": module.__name__})
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    with pytest.raises(UnsharableDataError, match="only_in_this_process"):
+        rows_of(pool_on(module.__dict__["Rows"](chat_rows(60))), 60)
+
+
+def test_data_that_cannot_be_pickled_is_found_out_before_a_worker_starts() -> None:
+    rows = TrappedRows(chat_rows(4))
+    rows.open = lambda: None  # type: ignore[attr-defined]
+    pool = pool_on(rows)
+    with pytest.raises(UnsharableDataError, match="lambda"):
+        rows_of(pool, 4)
+    assert pool.process_ids == []
