@@ -1,4 +1,4 @@
-"""Put a name to what hooks raise and return: which plugin, which hook.
+"""Name the plugin and the hook in what hooks raise and return.
 
 pluggy calls all implementations of a hook as one. Here each is wrapped, so that an error says whose it is, what a
 wrapper of `train_step` returns is judged where it is returned, and the run knows which plugin it is called by.
@@ -31,11 +31,11 @@ class HookCalls:
 
     @property
     def plugin(self) -> str | None:
-        """The plugin whose hook is running, the innermost one; None outside of hooks."""
+        """Return the plugin whose hook is running, the innermost one; None outside of hooks."""
         return self._plugins[-1] if self._plugins else None
 
     def named(self, function: Callable[..., Any], plugin: str, hook: str, *, wrapper: bool) -> Callable[..., Any]:
-        """The implementation of a hook, with the plugin's name on what it raises."""
+        """Wrap the implementation of a hook, so that what it raises has the plugin's name."""
         self._known.add(plugin)
 
         @functools.wraps(function)
@@ -67,7 +67,7 @@ class HookCalls:
         return wrap if wrapper else call
 
     def check_recorded(self, metrics: Mapping[str, float]) -> None:
-        """Raises PluginError when what a wrapper added to the step's metrics has been overwritten since."""
+        """Raise PluginError when what a wrapper added to the step's metrics has been overwritten since."""
         added, self._added = self._added, {}
         for name, (plugin, value) in added.items():
             if metrics.get(name) != value:
@@ -137,7 +137,7 @@ class HookCalls:
 
 
 def _finish(wrapping: Generator[None, Any, Any], inner: object, raised: BaseException | None) -> object:
-    """What the wrapper returns after its `yield`."""
+    """Return the result of a wrapper after its `yield`."""
     try:
         if raised is not None:
             wrapping.throw(raised)
@@ -164,7 +164,7 @@ def _shown(value: object) -> str:
 
 
 def place_of(error: BaseException, function: Callable[..., Any]) -> str:
-    """File and line of the plugin at which an error came out."""
+    """Return the file and line of the plugin at which an error came out."""
     frames = traceback.extract_tb(error.__traceback__)
     code: Any = getattr(function, "__code__", None)
     own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]

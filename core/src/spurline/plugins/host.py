@@ -1,7 +1,7 @@
 """Find, check, order and load plugins, and call their hooks.
 
-A plugin is an entry point of group `spurline.plugins` whose module defines `PLUGIN` and hookimpls. Imported are those
-that the config lists, and those of `DEFAULT_PLUGINS` that are installed. `PluginHost` is the typed facade over pluggy;
+A plugin is an entry point of group `spurline.plugins` whose module defines `PLUGIN` and hookimpls. The host imports
+those that the config lists, and those of `DEFAULT_PLUGINS` that are installed. `PluginHost` is the typed facade over pluggy;
 one host exists per run and per process, and a child process builds its own from the plugin names. Hookimpls are checked
 before pluggy registers them: it would ignore a misspelled hook or a defaulted argument silently.
 """
@@ -13,8 +13,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
-import re
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +23,7 @@ from typing import Any, cast
 import pluggy
 
 from spurline.config.section import Section
-from spurline.errors import PluginError, listing, suggestion
+from spurline.errors import PluginError, listing, nearest, suggestion
 from spurline.plugins import hookspecs
 from spurline.plugins.calls import TRAIN_STEP, HookCalls, place_of
 from spurline.plugins.official import DEFAULT_PLUGINS, OFFICIAL, install_command, plugin_with
@@ -41,12 +40,14 @@ REGISTER = "register_components"
 
 @dataclass(frozen=True)
 class Plugin:
-    """What a plugin module declares as `PLUGIN`.
+    """The declaration `PLUGIN` of a plugin module.
 
-    name: as in the config's `plugins` list and as the key of its config section.
-    api: plugin interface version it was written for, `spurline.plugins.API_VERSION` today.
-    config: Section subclass for the top-level key `name`, or None.
-    requires: plugins that must be listed too. conflicts: plugins that must not be.
+    Attributes:
+        name: As in the config's `plugins` list, and as the key of its config section.
+        api: Version of the plugin interface it was written for, `spurline.plugins.API_VERSION` today.
+        config: Section subclass for the top-level key `name`, or None.
+        requires: Plugins that must be listed too.
+        conflicts: Plugins that must not be listed.
     """
 
     name: str
@@ -75,14 +76,9 @@ class LoadedPlugin:
     distribution: str
     version: str
 
-    @property
-    def hooks(self) -> list[str]:
-        """Names of the hooks it implements."""
-        return implemented_hooks(self.module)
-
 
 def installed_plugins() -> dict[str, InstalledPlugin]:
-    """Every installed plugin by name, read from package metadata alone.
+    """Return every installed plugin by name, read from package metadata alone.
 
     Raises PluginError when two distributions install a plugin under one name.
     """
@@ -135,10 +131,15 @@ class PluginHost:
         return host
 
     def attach(self, implementations: object, name: str) -> None:
-        """Register more hookimpls for this run, called before those of every plugin. Raises PluginError if invalid.
+        """Register more hookimpls for this run, called before those of every plugin.
 
-        name: of these implementations. They belong to the plugin whose hook attaches them; outside of hooks to the part
-        of the name before a slash.
+        Args:
+            implementations: An object with methods that are marked `@hookimpl`.
+            name: A name for them. They belong to the plugin whose hook attaches them; outside of hooks, to the part of
+                the name before a slash.
+
+        Raises:
+            PluginError: A name is taken, or a hook is implemented wrongly.
         """
         if self._manager.has_plugin(name):
             raise PluginError(
@@ -154,7 +155,7 @@ class PluginHost:
 
     @contextmanager
     def attachments(self) -> Generator[None]:
-        """Return a context at whose end all that was attached within it is taken back."""
+        """Enter a context at whose end all that was attached within it is taken back."""
         before = {name for name, _ in self._manager.list_name_plugin()}
         try:
             yield
@@ -163,7 +164,7 @@ class PluginHost:
                 self.detach(name)
 
     def versions(self) -> dict[str, str]:
-        """Distribution name -> version of core and of every enabled plugin."""
+        """Return the version of core and of every enabled plugin, by distribution."""
         return {plugin.distribution: plugin.version for plugin in self.plugins.values()}
 
     def _check_relations(self, names: Sequence[str]) -> None:
@@ -212,7 +213,7 @@ class PluginHost:
         self._manager.add_hookspecs(module)
 
     def _named(self, implementations: object, plugin: str) -> object:
-        """The hookimpls as pluggy gets them: with the plugin's name on what they raise. What core does is its own."""
+        """Return the hookimpls as pluggy gets them: with the plugin's name on errors. Core's own stay as they are."""
         if plugin == CORE:
             return implementations
         named = _NamedHooks()
@@ -226,7 +227,7 @@ class PluginHost:
         return named
 
     def _register_components(self, name: str, register: Callable[[Callable[..., Any]], None]) -> None:
-        """Hand each `register_components` of a plugin to `register`, with the plugin named in what is raised."""
+        """Hand each `register_components` of a plugin to `register`, with the plugin named in errors."""
         plugin = self.plugins[name]
         for function, hook, _ in _hookimpls(plugin.module):
             if hook != REGISTER:
@@ -251,72 +252,51 @@ def _call(implementation: Callable[..., Any], registrar: ComponentRegistrar) -> 
 
 
 def _do_without(name: str) -> str:
-    """What to add to the error of a default plugin, which nobody may have asked for."""
+    """Say how to leave out a default plugin, which nobody may have asked for."""
     return f" To do without it, set plugins: [-{name}]." if name in DEFAULT_PLUGINS else ""
 
 
 class _NamedHooks:
-    """What stands for a plugin's module or an attached object in pluggy; its attributes are hookimpls."""
+    """Stands for a plugin's module or an attached object in pluggy; its attributes are hookimpls."""
 
 
 def _only_default(installed: Mapping[str, InstalledPlugin]) -> dict[str, InstalledPlugin]:
     return {name: plugin for name, plugin in installed.items() if name in DEFAULT_PLUGINS}
 
 
-def _loaded_names(names: Sequence[str], known: Mapping[str, InstalledPlugin]) -> Iterable[str]:
-    """The default plugins that are installed and not left out, and then those that are listed."""
-    listed = list(_checked_names(names, known))
-    left_out = {name.removeprefix("-") for name in names if name.startswith("-")}
-    for name in DEFAULT_PLUGINS:
-        if name in known and name not in left_out and name not in listed:
-            yield name
-    yield from listed
-
-
-def _checked_names(names: Sequence[str], known: Mapping[str, InstalledPlugin]) -> Iterable[str]:
-    """The names of plugins to enable, which a name with a dash in front is not."""
-    for position, name in enumerate(names):
-        if name in names[:position]:
+def _loaded_names(names: Sequence[str], known: Mapping[str, InstalledPlugin]) -> list[str]:
+    """Return the default plugins that are installed and not left out, and then those that are listed."""
+    listed = [name for name in names if not name.startswith("-")]
+    left_out = [name.removeprefix("-") for name in names if name.startswith("-")]
+    for name in names:
+        if names.count(name) > 1:
             raise PluginError(f"'{name}' is listed twice. Remove one.")
-        left_out = name.removeprefix("-")
-        if left_out != name:
-            if left_out in names:
-                raise PluginError(f"'{left_out}' and '{name}' are both listed. Remove one.")
-            if left_out not in DEFAULT_PLUGINS:
-                raise PluginError(
-                    f"'{name}' leaves out a plugin that is not loaded by default."
-                    f"{suggestion(left_out, DEFAULT_PLUGINS)} Loaded by default where installed: "
-                    f"{listing(DEFAULT_PLUGINS)}. Remove the name from the list."
-                )
-            continue
+    for name in left_out:
+        if name in listed:
+            raise PluginError(f"'{name}' and '-{name}' are both listed. Remove one.")
+        if name not in DEFAULT_PLUGINS:
+            raise PluginError(
+                f"'-{name}' leaves out a plugin that is not loaded by default.{suggestion(name, DEFAULT_PLUGINS)} "
+                f"Loaded by default where installed: {listing(DEFAULT_PLUGINS)}. Remove the name from the list."
+            )
+    for name in listed:
         if name == CORE:
             raise PluginError(f"'{CORE}' is always enabled. Remove it from the list.")
         if name not in known:
             raise PluginError(_not_installed(name, known))
-        yield name
+    return [*(name for name in DEFAULT_PLUGINS if name in known and name not in [*listed, *left_out]), *listed]
 
 
 def _not_installed(name: str, known: Mapping[str, InstalledPlugin]) -> str:
-    package = _as_package(name)
-    here = [plugin.name for plugin in known.values() if _as_package(plugin.distribution) == package]
-    if here:
-        return f"'{name}' is the package of the plugin '{here[0]}'. Write plugins: [{here[0]}]."
-    official = package.removeprefix("spurline-").replace("-", "_")
+    # The name of its package, or of a component, may stand for that of a plugin.
+    short = name.lower().removeprefix("spurline-").replace("-", "_")
+    meant = next((each for each in (short, nearest(name, known), plugin_with(None, name)) if each in known), None)
+    hint = f" Did you mean '{meant}'?" if meant is not None else ""
     how = "`spurline plugins` lists what is installed."
-    if official in OFFICIAL and official not in known:
-        listed = "" if official == name else f", and list it as {official}"
-        how = f"Install it with: {install_command(official)}{listed}."
-    meant = suggestion(name, known)
-    parts = [plugin for plugin in known if name in plugin.split("_")]
-    owner = parts[0] if len(parts) == 1 else plugin_with(None, name)
-    if not meant and owner in known:
-        meant = f" Did you mean '{owner}'?"
-    return f"Plugin '{name}' is not installed.{meant} Installed: {listing(known)}. {how}"
-
-
-def _as_package(name: str) -> str:
-    """The name of a distribution as pip compares it."""
-    return re.sub(r"[-_.]+", "-", name).lower()
+    if short in OFFICIAL and short not in known:
+        listed = "" if short == name else f", and list it as {short}"
+        how = f"Install it with: {install_command(short)}{listed}."
+    return f"Plugin '{name}' is not installed.{hint} Installed: {listing(known)}. {how}"
 
 
 def _import_plugin(installed: InstalledPlugin) -> LoadedPlugin:
@@ -352,9 +332,9 @@ class CommandEntry:
     load: Any = field(repr=False)
 
     def summary(self) -> str:
-        """Return what it does in a line: how its function's docstring begins, or else its module's.
+        """Return the first line of its function's docstring, or else of its module's; neither is imported.
 
-        Neither is imported. Of a package that is broken the line says so, as the help of all others must stand.
+        A package that is broken says so in its line, as the help of all others must stand.
         """
         name, _, attribute = self.target.partition(":")
         try:
@@ -370,7 +350,7 @@ class CommandEntry:
 
 
 def installed_commands() -> dict[str, CommandEntry]:
-    """Subcommands of installed plugins, by name, from metadata alone.
+    """Return the subcommands of installed plugins, by name, from metadata alone.
 
     Raises PluginError when two distributions install a subcommand under one name.
     """
@@ -382,7 +362,7 @@ def installed_commands() -> dict[str, CommandEntry]:
 
 
 def _distribution_of(entry: importlib.metadata.EntryPoint) -> tuple[str, str]:
-    """Name and version of the distribution that installed an entry point."""
+    """Return name and version of the distribution that installed an entry point."""
     return (entry.dist.name, entry.dist.version) if entry.dist is not None else ("(unknown distribution)", "?")
 
 
@@ -400,7 +380,7 @@ def hooks_of(module: ModuleType) -> dict[str, Callable[..., Any]]:
 
 
 def implemented_hooks(implementations: object) -> list[str]:
-    """Names of the hooks that a module or object implements."""
+    """Return the names of the hooks that a module or object implements."""
     return [hook for _, hook, _ in _hookimpls(implementations)]
 
 
@@ -454,7 +434,7 @@ def _check_arguments(function: Callable[..., Any], hook: str, plugin: str, spec:
 
 
 def _hookimpls(implementations: object) -> Iterator[tuple[Callable[..., Any], str, Mapping[str, Any]]]:
-    """(function, hook name, pluggy's options) of everything marked with `@hookimpl`."""
+    """Yield (function, hook name, pluggy's options) of everything marked with `@hookimpl`."""
     for name in dir(implementations):
         value: Any = getattr(implementations, name, None)
         options = getattr(value, f"{hookspecs.PROJECT}_impl", None)

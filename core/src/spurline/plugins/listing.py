@@ -1,4 +1,4 @@
-"""What `spurline plugins` prints: installed plugins from metadata, enabled ones in full, and a health check."""
+"""The lines of `spurline plugins`: installed plugins from metadata, enabled ones in full, and a health check."""
 
 from __future__ import annotations
 
@@ -7,13 +7,20 @@ from collections.abc import Iterable
 
 from spurline.config.loading import LoadedConfig, config_model
 from spurline.errors import SpurlineError
-from spurline.plugins.host import InstalledPlugin, Plugin, PluginHost, installed_commands, installed_plugins
+from spurline.plugins.host import (
+    InstalledPlugin,
+    Plugin,
+    PluginHost,
+    implemented_hooks,
+    installed_commands,
+    installed_plugins,
+)
 from spurline.plugins.official import DEFAULT_PLUGINS
 from spurline.plugins.registry import CORE, group_by_kind, resolve
 
 
 def installed_lines() -> list[str]:
-    """One line per installed plugin; nothing is imported."""
+    """Return one line per installed plugin; nothing is imported."""
     found = installed_plugins()
     if not found:
         return ["No plugins are installed."]
@@ -26,7 +33,7 @@ def _origin(plugin: InstalledPlugin) -> str:
 
 
 def enabled_lines(loaded: LoadedConfig) -> list[str]:
-    """Versions, components, hooks, report panels and commands of the plugins a config enables."""
+    """Return versions, components, hooks, report panels and commands of the plugins that a config enables."""
     return [line for name in loaded.host.plugins for line in _describe(loaded.host, name)]
 
 
@@ -35,7 +42,7 @@ def _describe(host: PluginHost, name: str) -> Iterable[str]:
     grouped = group_by_kind(host.registry.entries(name))
     panels = grouped.pop("report_panel", [])
     commands = [entry.name for entry in installed_commands().values() if entry.distribution == plugin.distribution]
-    hooks = [hook for hook in plugin.hooks if hook != "register_components"]
+    hooks = [hook for hook in implemented_hooks(plugin.module) if hook != "register_components"]
     yield f"{name}  {plugin.version}  ({plugin.distribution})"
     for kind, names in grouped.items():
         yield f"  {kind}: {', '.join(names)}"
@@ -68,7 +75,7 @@ def diagnose() -> tuple[list[str], bool]:
 
 
 def _requirements(plugin: InstalledPlugin) -> tuple[str, ...]:
-    """Plugins that must be listed before this one, as far as they can be known without an error."""
+    """Return the plugins that must be listed before this one, as far as they can be known without an error."""
     try:
         declaration = getattr(importlib.import_module(plugin.module), "PLUGIN", None)
     except Exception:  # noqa: BLE001 - loading it properly reports this in full

@@ -1,4 +1,4 @@
-"""The plugins of this project: those loaded by default, and what the others bring, so that a message can name one.
+"""The plugins of this project and their components, so that a message can name one that is not enabled.
 
 A plugin that is not listed is never imported, so what it has must be known without it; a test compares this table with
 the plugins. Of other people's plugins nothing is known here, nor how to install them.
@@ -76,13 +76,13 @@ _TABLE = {
     """,
 }
 OFFICIAL: Mapping[str, tuple[str, ...]] = {plugin: tuple(entries.split()) for plugin, entries in _TABLE.items()}
-"""Plugin -> KIND/NAME of each component that no plugin before it has, section/NAME and command/NAME. For messages."""
+"""KIND/NAME of each component that no plugin before it has, section/NAME and command/NAME, by plugin."""
 OFFICIAL_KINDS: set[str] = {entry.partition("/")[0] for entries in OFFICIAL.values() for entry in entries}
 """The kinds of all these."""
 
 
 def plugin_with(kind: str | None, name: str) -> str | None:
-    """The plugin of this project that has this; of any kind of component where `kind` is None."""
+    """Return the plugin of this project that has this; of any kind of component where `kind` is None."""
     for plugin, entries in OFFICIAL.items():
         kinds = [entry.partition("/")[0] for entry in entries if entry.endswith(f"/{name}")]
         if kind in kinds or (kind is None and {*kinds} - {"section", "command"}):
@@ -97,7 +97,7 @@ def section_names() -> list[str]:
 
 
 def plugin_of_kind(kind: str) -> str | None:
-    """The first plugin of this project that has components of this kind."""
+    """Return the first plugin of this project that has components of this kind."""
     return next((name for name, entries in OFFICIAL.items() if any(e.startswith(f"{kind}/") for e in entries)), None)
 
 

@@ -27,8 +27,12 @@ CORE = "core"
 class Kind:
     """A kind of component, owned by the plugin whose idea it is.
 
-    name: the `kind` of its config classes. config: the base class of these. protocol: `"module:Class"`, the Protocol or
-    base class that its implementations satisfy. plugin, distribution: whose it is.
+    Attributes:
+        name: The `kind` of its config classes.
+        config: Base class of these.
+        protocol: `"module:Class"`, the Protocol or base class that its implementations satisfy.
+        plugin: The owner.
+        distribution: The pip distribution that the owner came from.
     """
 
     name: str
@@ -56,7 +60,7 @@ class Registration:
 
     @property
     def is_builtin(self) -> bool:
-        """Whether it is of core or of a plugin that is loaded by default, so that another one may take its place."""
+        """Return whether it belongs to core or to a default plugin, so that another one may take its place."""
         return self.plugin == CORE or self.plugin in DEFAULT_PLUGINS
 
 
@@ -64,8 +68,11 @@ class Registration:
 class TopLevelSection:
     """A top-level key of the config that a plugin reads.
 
-    annotation: its type, marks included. optional: whether it is None where the file leaves it out, instead of a
-    section of defaults. plugin: whose it is. held: `"module:function"` of a context that a run is in, or None.
+    Attributes:
+        annotation: Its type, marks included.
+        optional: Whether it is None where the file leaves it out, instead of a section of defaults.
+        plugin: The owner.
+        held: `"module:function"` of a context that a run is in, or None.
     """
 
     annotation: Any
@@ -76,11 +83,12 @@ class TopLevelSection:
 
 @dataclass(frozen=True)
 class OtherNames:
-    """What other trainers call settings and components, for the nearest fix of an error.
+    """Names that other trainers have for settings and components, for the nearest fix of an error.
 
-    settings: their name -> our key path, or the whole `key: value` where one value says the same.
-    replaced: a setting without a like here -> a sentence on what to do instead.
-    components: KIND/NAME of what is no component of its own here -> a sentence on how it is written.
+    Attributes:
+        settings: Their name -> our key path, or the whole `key: value` where one value says the same.
+        replaced: A setting without a like here -> a sentence on what to do instead.
+        components: KIND/NAME of what is no component of its own here -> a sentence on how it is written.
     """
 
     settings: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -169,7 +177,7 @@ class Registry:
         self._plugin_defaults[entry.kind] = entry
 
     def get(self, kind: str, name: str) -> Registration:
-        """The component registered as `name`, a plain name or `OWNER/NAME`. Raises PluginError when there is none."""
+        """Return the component `name`, a plain name or `OWNER/NAME`. Raises PluginError when there is none."""
         entry = self._entries.get((kind, name))
         if entry is None:
             names = self.names(kind)
@@ -177,21 +185,21 @@ class Registry:
         return entry
 
     def names(self, kind: str) -> list[str]:
-        """Names usable in the config for this kind. `OWNER/NAME` is listed only where a plugin replaced NAME."""
+        """Return the names usable in the config; `OWNER/NAME` is listed only where a plugin replaced NAME."""
         entries = {name: self._entries[(kind, name)] for name in self.all_names(kind)}
         return [name for name, entry in entries.items() if name == entry.name or entries[entry.name] is not entry]
 
     def all_names(self, kind: str) -> list[str]:
-        """Every accepted name, each `OWNER/NAME` alias included."""
+        """Return every accepted name, each `OWNER/NAME` alias included."""
         return sorted(name for (entry_kind, name) in self._entries if entry_kind == kind)
 
     def default(self, kind: str) -> str | None:
-        """Name used when the config leaves this kind out: the enabled plugin's claim, else the built-in one."""
+        """Return the name used when the config leaves this kind out: a plugin's claim, else the built-in one."""
         claimed = self._plugin_defaults.get(kind)
         return claimed.name if claimed is not None else self._builtin_defaults.get(kind)
 
     def entries(self, plugin: str | None = None) -> Iterator[Registration]:
-        """All registrations in the order they came (aliases left out), or those of one plugin."""
+        """Yield the registrations in the order they came (aliases left out), all or those of one plugin."""
         for (_, name), entry in self._entries.items():
             if name == entry.name and plugin in (None, entry.plugin):
                 yield entry
@@ -203,9 +211,9 @@ class Registry:
 
     def create(self, kind: str, config: ComponentConfig, **dependencies: Any) -> Any:
         """Build the component that `config.name` selects, passing what its protocol's docstring lists under Factory."""
-        made = self.factory(kind, config)(config, **dependencies)
         entry = self.get(kind, config.name)
         what = f"{kind} '{entry.name}' of {entry.distribution}"
+        made = resolve(entry.factory, what)(config, **dependencies)
         protocol = self.kinds[kind].protocol
         lacking = [name for name in _attributes(resolve(protocol, kind)) if not hasattr(made, name)]
         if lacking:
@@ -217,7 +225,7 @@ class Registry:
 
 
 class ComponentRegistrar:
-    """What a plugin's `register_components(registry)` receives: `add` and what goes with it, bound to that plugin."""
+    """The registry that a plugin's `register_components(registry)` receives, bound to that plugin."""
 
     def __init__(self, registry: Registry, plugin: str, distribution: str) -> None:
         self._registry = registry
@@ -288,7 +296,7 @@ class ComponentRegistrar:
         """Say what keeps rows, models and tokenizers that a Python program writes in the place of paths.
 
         Args:
-            factory: `"module:Class"` of a `spurline.config.objects.TriesObjects`. The last plugin to say so has it.
+            factory: `"module:Class"` of a `spurline.config.objects.KeepsObjects`. The last plugin to say so has it.
         """
         self._registry.keeper = factory
 
@@ -310,14 +318,17 @@ class ComponentRegistrar:
     ) -> None:
         """Offer a component.
 
-        config: its config class, derived from the kind's base in `spurline.protocols` (`LossConfig`, `CollatorConfig`,
-        ...), which says the kind. Its module must not import torch.
-        factory: `"module:Class"`, called as `Class(config, **dependencies)`; the kind's Protocol lists them.
-        name: what the config file says under `name:`; the default of the class's field `name` if left out.
-        replaces_builtin: take over the component of the same name of core, or of a plugin that is loaded by default,
-        which stays reachable as `OWNER/NAME`, such as `core/packed`.
-        default: use this one when the config names none.
-        Raises PluginError when another plugin holds the name.
+        Args:
+            config: Its config class, derived from the base class of the kind (`LossConfig`, `CollatorConfig`, ...). Its
+                module must not import torch.
+            factory: `"module:Class"`, called as `Class(config, **dependencies)`; the kind's Protocol lists them.
+            name: What the config file says under `name:`; the default of the class's field `name` if left out.
+            replaces_builtin: Take the place of the component of this name that core or a default plugin has. That one
+                stays reachable as `OWNER/NAME`, such as `core/packed`.
+            default: Use this one when the config names none.
+
+        Raises:
+            PluginError: Another plugin holds the name, or the class has no kind or name.
         """
         name = name or config.model_fields["name"].default
         call = f"{self._distribution}: registry.add({config.__name__}, {factory!r})"
@@ -375,7 +386,7 @@ class ComponentRegistrar:
 
 @functools.cache
 def _attributes(protocol: Callable[..., Any]) -> list[str]:
-    """Attributes that a Protocol or base class asks for and gives no value. A kind may have several sets of methods."""
+    """Return the attributes that a Protocol or base class asks for and gives no value."""
     names = {name for base in inspect.getmro(cast("type", protocol)) for name in inspect.get_annotations(base)}
     return sorted(name for name in names if not hasattr(protocol, name))
 
@@ -397,7 +408,7 @@ def resolve(reference: str, what: str) -> Callable[..., Any]:
 
 
 def group_by_kind(entries: Iterable[Registration]) -> dict[str, list[str]]:
-    """Component names per kind, for listings."""
+    """Return the names of components by kind, for listings."""
     grouped: dict[str, list[str]] = {}
     for entry in entries:
         grouped.setdefault(entry.kind, []).append(entry.name)
