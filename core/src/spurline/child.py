@@ -102,7 +102,7 @@ class ChildProcess:
         return f"exit code {self.exit_code}"
 
     def last_words(self) -> str:
-        """The end of its standard error."""
+        """Return the end of its standard error."""
         with self._log_lock:
             if not self._log.closed:
                 has_ended, log = self.exit_code is not None, self._log.fileno()
@@ -190,11 +190,11 @@ class Parent:
             self._out.flush()
 
     def close(self) -> None:
-        """In a fork of this process, which has nothing to say to the parent and must not keep its pipe open."""
+        """Close the pipe in a fork of this process, which has nothing to say to the parent and must not hold it."""
         self._out.close()
 
     def messages(self) -> Iterator[list[Any]]:
-        """What the parent sends, as much as came together, until it closes its end or dies."""
+        """Yield the messages of the parent, as many as came together, until it closes its end or dies."""
         return _messages(0)
 
 

@@ -23,7 +23,7 @@ class FileDigest:
 
     @classmethod
     def of(cls, content: bytes) -> Self:
-        """Those of a file with this content."""
+        """Return those of a file with this content."""
         return cls(len(content), xxhash.xxh3_128(content).hexdigest())
 
 
@@ -46,7 +46,7 @@ class HashedFile:
 
     @property
     def digest(self) -> FileDigest:
-        """Of what has been written so far."""
+        """Return the digest of the bytes written so far."""
         return FileDigest(self._num_bytes, self._digest.hexdigest())
 
     def __enter__(self) -> Self:

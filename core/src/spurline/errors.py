@@ -123,7 +123,7 @@ class ConfigError(UserError):
 
     @classmethod
     def at(cls, key: str, message: str) -> ConfigError:
-        """The error of one problem, where no file is at hand."""
+        """Return the error of one problem, where no file is at hand."""
         return cls([Problem(key, message)])
 
     def in_file(self, origin: str) -> ConfigError:
@@ -157,7 +157,7 @@ _LONGEST_NAME = 300
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The closest other known word, whatever its case; None when none is close."""
+    """Return the closest other known word, whatever its case; None when none is close."""
     # Of names that differ in case alone, the first in the alphabet stands for all.
     # Comparing takes the product of the lengths, and a row of others may have a million columns.
     names = sorted(name for name in {*islice(known, _NAMES_COMPARED)} - {word} if len(name) <= _LONGEST_NAME)
@@ -173,7 +173,7 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 
 
 def misspelling(word: str, known: Iterable[str]) -> str:
-    """As `suggestion`, but only for a slip of the pen.
+    """Suggest a word as `suggestion` does, but only for a slip of the pen.
 
     For names of which similar ones mean different things: `gspo` is no correction of `grpo`, nor `bf16` of `fp16`.
     """

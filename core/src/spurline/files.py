@@ -165,7 +165,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def json_text(value: Mapping[str, Any]) -> str:
-    """What `write_json` writes."""
+    """Return the text that `write_json` writes."""
     return json.dumps(value, indent=2, sort_keys=False) + "\n"
 
 
@@ -179,7 +179,7 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def write_failure(path: Path, error: Exception) -> RunFailedError:
-    """The error for a file that cannot be written: which file, why, how much space is left, what to do."""
+    """Return the error for a file that cannot be written: which file, why, how much space is left, what to do."""
     folder = next((parent for parent in path.parents if parent.is_dir()), Path("/"))
     why = getattr(error, "strerror", None) or error
     free = f"{shutil.disk_usage(folder).free / 2**20:,.0f} MiB free on that disk"

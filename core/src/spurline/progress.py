@@ -47,7 +47,7 @@ def waiting(progress: Progress, text: str, limit: str = "") -> Iterator[None]:
 
 
 def describe_count(number: int) -> str:
-    """A number of parameters as people say it: `596 M`, `8.2 B`."""
+    """Return a number of parameters as people say it: `596 M`, `8.2 B`."""
     for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
         if number >= size:
             value = number / size

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from spurline.digests import FileDigest, HashedFile
 
 BLOCK_BYTES = 64 << 20
-"""What is copied from a device, hashed and written at a time."""
+"""Bytes that are copied from a device, hashed and written at a time."""
 
 _DTYPES = {
     "bool": "BOOL",
@@ -38,7 +38,7 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class Values:
-    """What a file holds under one name.
+    """The values that a file holds under one name.
 
     dtype: as safetensors calls it. item_bytes: of one value. num_bytes: of all. blocks: iterates over all bytes, little
     end first, as contiguous memoryviews of single bytes.
@@ -63,7 +63,7 @@ def write_tensor_file(path: Path, tensors: Mapping[str, Values], metadata: Mappi
 
 
 def header_of(tensors: Mapping[str, Values], metadata: Mapping[str, str]) -> bytes:
-    """What stands before the values of a file that has them in this order, its own length included."""
+    """Return the header of a file that has them in this order, its own length included."""
     entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, values in tensors.items():
@@ -76,12 +76,12 @@ def header_of(tensors: Mapping[str, Values], metadata: Mapping[str, str]) -> byt
 
 
 def can_hold(array: NDArray[np.generic]) -> bool:
-    """Whether the format has this array's dtype."""
+    """Return whether the format has this array's dtype."""
     return array.dtype.name in _DTYPES
 
 
 def values_of_array(array: NDArray[np.generic]) -> Values:
-    """The values of an array that `can_hold` is true of."""
+    """Yield the values of an array that `can_hold` is true of."""
 
     def blocks() -> Iterator[memoryview]:
         flat = np.ascontiguousarray(array).reshape(-1)

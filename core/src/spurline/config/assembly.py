@@ -26,7 +26,7 @@ _UNKNOWN = "unknown_component"
 
 
 def assemble(registry: Registry, plugin_sections: Mapping[str, type[Section]]) -> type[RunConfig]:
-    """The config model of a run with these components and plugin sections.
+    """Return the config model of a run with these components and plugin sections.
 
     plugin_sections: plugin name -> its Section; optional in the file when all its fields have defaults.
     Raises PluginError when a plugin's name is already a core setting, or a component can hold one of its own kind.
@@ -60,7 +60,7 @@ def assemble(registry: Registry, plugin_sections: Mapping[str, type[Section]]) -
 
 
 def _section_model(owner: str) -> type[Section] | None:
-    """The section that a plugin may add a key to: the whole file, or a section of core."""
+    """Return the section that a plugin may add a key to: the whole file, or a section of core."""
     if not owner:
         return RunConfig
     field = RunConfig.model_fields.get(owner)
@@ -174,7 +174,7 @@ class _Builder:
 
 
 def _values(default: Any) -> Any:
-    """A default with each section in it as the mapping of what was set there."""
+    """Return a default with each section in it as the mapping of what was set there."""
     if isinstance(default, Section):
         chosen = {"name"} if isinstance(default, ComponentConfig) else set[str]()
         return {name: _values(getattr(default, name)) for name in default.model_fields_set | chosen}

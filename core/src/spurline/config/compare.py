@@ -35,12 +35,12 @@ class Difference:
         return f"{self.key}: {_shown(self.before)} -> {_shown(self.now)}"
 
     def is_named(self, name: str) -> bool:
-        """Whether this name, of a setting or of a section, means it."""
+        """Return whether this name of a setting or section means it."""
         return name in (self.key, f"{self.key}.name") or self.key.startswith(f"{name}.")
 
 
 def differences(before: Mapping[str, Any], config: RunConfig) -> list[Difference]:
-    """Every setting that differs between a stored config (as `LoadedConfig.resolved` gave it) and this one.
+    """Return every setting that differs between a stored config (as `LoadedConfig.resolved` gave it) and this one.
 
     Another secret in the place of one is no difference.
     """
@@ -92,7 +92,7 @@ def _settled(mark: OnResume, before: Any, now: Any) -> OnResume:
 
 
 def _mark_of(key: str, marks: Mapping[str, OnResume]) -> OnResume:
-    """The mark of a field, or of the closest section around it; FREE is that of all below it."""
+    """Return the mark of a field, or of the closest section around it; FREE is that of all below it."""
     found = OnResume.REFUSED
     parts = key.split(".")
     for depth in range(1, len(parts) + 1):
@@ -123,7 +123,7 @@ def _paths(value: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 
 def _shown(value: Any) -> str:
-    """A component by its name, where it is one; else the value as Python writes it."""
+    """Return a component by its name, where it is one; else the value as Python writes it."""
     if isinstance(value, Mapping) and "name" in value:
         return str(cast("Mapping[str, Any]", value)["name"])
     return _ABSENT if value == _ABSENT else repr(cast("object", value))

@@ -42,7 +42,7 @@ class Document:
             del self.lines[path]
 
     def override_of(self, key: str) -> str | None:
-        """The `--set` text that decided the value at this key path, or made it, if one did."""
+        """Return the `--set` text that decided the value at this key path, or made it, if one did."""
         if key and key not in self.lines:
             made = next((text for path, text in self.overridden.items() if path.startswith(f"{key}.")), None)
             if made is not None:
@@ -108,7 +108,7 @@ class _BadYamlError(ValueError):
 
 
 def _parse_yaml(text: str) -> Any:
-    """The text as ruamel's containers, which know their lines; None for empty text.
+    """Return the text as ruamel's containers, which know their lines; None for empty text.
 
     Its round-trip mode is YAML 1.2 (1e-5 is a float, `on` is a string), refuses duplicate keys and obeys no tags.
     """
@@ -160,7 +160,7 @@ def _collect_lines(node: Any, prefix: str, lines: dict[str, int]) -> None:
 
 
 def plain(node: Any) -> Any:
-    """A copy in which containers are dict and list, and ruamel's own scalar types are gone."""
+    """Return a copy in which containers are dict and list, and ruamel's own scalar types are gone."""
     if isinstance(node, Mapping):
         return {str(key): plain(value) for key, value in cast("Mapping[Any, Any]", node).items()}
     if isinstance(node, (list, tuple)):
@@ -194,7 +194,7 @@ _DATA = frozenset({".jsonl", ".csv", ".parquet", ".arrow"})
 
 
 def describes_a_model(file: Path) -> bool:
-    """Whether a file is the `config.json` of a model, and not the record that a run leaves under that name."""
+    """Return whether a file is the `config.json` of a model, and not the record that a run leaves under that name."""
     if not file.is_file():
         return False
     with file.open("rb") as opened:

@@ -17,12 +17,12 @@ _numbers = itertools.count()
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """What it is called, as an identifier: `lambda` for a lambda, the class's name for an object that can be called."""
+    """Return a function's name as an identifier: `lambda` for a lambda, its class's name for another object."""
     return re.sub(r"\W", "", str(getattr(function, "__name__", type(function).__name__))) or "function"
 
 
 def reference_to(function: Callable[..., Any]) -> str:
-    """A reference that `function_of` understands in this process until `forget`.
+    """Return a reference that `function_of` understands in this process until `forget`.
 
     Each call gives another one: a cell that defines `reward` anew changes nothing in configs that were loaded before.
     """
@@ -38,16 +38,16 @@ def forget(references: Iterable[str]) -> None:
 
 
 def is_reference(path: str) -> bool:
-    """Whether it stands for a function of this or another process."""
+    """Return whether it stands for a function of this or another process."""
     return _REFERENCE.fullmatch(path) is not None
 
 
 def function_of(reference: str) -> Callable[..., Any] | None:
-    """The function, or None where the reference is another process's or was written down."""
+    """Return the function, or None where the reference is another process's or was written down."""
     return _functions.get(reference)
 
 
 def recorded(path: str) -> str:
-    """The path as a run writes it down."""
+    """Return the path as a run writes it down."""
     found = _REFERENCE.fullmatch(path)
     return path if found is None else f"in-memory:{found[2]}"

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 HIDDEN = "(hidden)"
-"""What stands for a secret."""
+"""The text that stands for a secret."""
 
 _NAME = re.compile(
     # Of an environment variable, or of a setting or argument; `eos_token` and `sort_key` are none.
@@ -35,7 +35,7 @@ def hide_secrets(value: Any) -> Any:
 
 
 def _has_text(value: Any) -> bool:
-    """Whether it is a text or a list with one; empty ones, numbers and sections are no secrets."""
+    """Return whether it is a text or a list with one; empty ones, numbers and sections are no secrets."""
     if isinstance(value, (list, tuple)):
         return any(isinstance(inner, str) and inner for inner in cast("list[Any]", value))
     return isinstance(value, str) and bool(value)

@@ -152,7 +152,7 @@ def _exists(path: str) -> bool:
 
 
 def _home(folder: Path, module: str) -> Path | None:
-    """The file of a top-level module in this folder, without symbolic links."""
+    """Return the file of a top-level module in this folder, without symbolic links."""
     candidates = (folder / f"{module}.py", folder / module / "__init__.py")
     return next((file.resolve() for file in candidates if file.is_file()), None)
 

@@ -65,7 +65,7 @@ class CriticConfig(Section):
 
 
 class ReductionConfig(NamedSection):
-    """Which losses of an optimizer step count the same; a bare string is short for its `name`."""
+    """The losses of an optimizer step that count the same; a bare string is short for its `name`."""
 
     name: Literal["token_mean", "sequence_mean", "prompt_mean", "fixed_norm"] = "token_mean"
     """All tokens, all sequences or all prompts whatever their length; `fixed_norm` divides by a constant instead of by
@@ -102,7 +102,7 @@ def _refuse_names(value: Any) -> Any:
 
 
 class DataConfig(Section):
-    """Which rows to train and evaluate on, and which of their tokens carry loss."""
+    """Rows to train and evaluate on, and those of their tokens that carry loss."""
 
     train: DatasetList = Field(min_length=1)
     """Training datasets; several are mixed by their weights."""
@@ -117,10 +117,10 @@ class DataConfig(Section):
     the run; null splits raw text (format `text`) and truncates everything else. Prompts to generate from are no
     samples: they are used whole, except that with `error` one over `max_length` stops the run."""
     on_ignored: Literal["error", "warn"] = "error"
-    """What to do about a row of which the chat template leaves out tools, tool calls, reasoning or a whole message, so
+    """How to treat a row of which the chat template leaves out tools, tool calls, reasoning or a whole message, so
     that other text would be trained than the row says: stop the run, or train on what is left and count it."""
     order: Annotated[OrderConfig, Component("order")] = OrderConfig(name="uniform")
-    """Which sample comes when: shuffled anew in each epoch (`uniform`), in file order (`sequential`), by length, by
+    """The order of the samples: shuffled in each epoch (`uniform`), in file order (`sequential`), by length, by
     difficulty or by reward."""
 
 
@@ -199,17 +199,17 @@ class WatchedMetricConfig(Section):
     metric: str = Field(min_length=1)
     """Metric of the held-out evaluation, such as `eval/loss` or `eval/exact_match`."""
     mode: Literal["max", "min"] | None = None
-    """Which is better, more or less; null takes less for losses, perplexity, KL and errors, more for all others."""
+    """The better direction; null takes less for losses, perplexity, KL and errors, and more for all others."""
 
     @property
     def lower_is_better(self) -> bool:
-        """Whether a smaller value is better, as `mode` or the words of the metric's name say."""
+        """Return whether a smaller value is better, as `mode` or the words of the metric's name say."""
         if self.mode is not None:
             return self.mode == "min"
         return not _LOWER_IS_BETTER.isdisjoint(self.metric.replace("_", "/").split("/"))
 
     def metric_problems(self, run: RunConfig, section: str) -> Iterable[Problem]:
-        """What keeps the metric from being measured as the run goes on. section: the name of this one."""
+        """Yield the reasons why the metric is not measured as the run goes on. section: the name of this one."""
         name = self.metric.split("/")[1] if self.metric.count("/") > 1 else ""
         if not self.metric.startswith("eval/"):
             yield Problem(
@@ -280,7 +280,7 @@ class CheckpointConfig(Section):
     export_adapter: bool = False
     """Also write the adapter that `backend.lora` trains to RUN_DIR/adapter when training ends, as a PEFT folder."""
     verify: Literal["full", "sizes"] = "full"
-    """What is compared before a checkpoint is used. `full` reads all of it, and finds every change; `sizes` compares
+    """The check of a checkpoint before it is used. `full` reads all of it, and finds every change; `sizes` compares
     the sizes of the files alone, for storage that verifies what it keeps."""
     # A word of Python cannot be annotated otherwise, and by another name the setting would be another one everywhere.
     __annotations__["async"] = bool
@@ -325,7 +325,7 @@ class EvaluationPart(Section):
     component: ClassVar[str]
     """Name of the component of kind `evaluation`. Its factory also takes `datasets=Sequence[DatasetToTokenize]`."""
     generates: ClassVar[bool] = False
-    """Whether it asks the backend for answers."""
+    """True if it asks the backend for answers."""
 
 
 class DataEvaluationConfig(Section):
@@ -373,7 +373,7 @@ class RunConfig(Section):
     epochs: Annotated[float | None, OnResume.MAY_GROW] = Field(default=None, gt=0, allow_inf_nan=False)
     """Passes over the mixed training data; rounded up to whole batches, the last of which wraps into the next epoch."""
     source: Annotated[SourceConfig, Component("source")]
-    """Where batches come from."""
+    """The supply of batches."""
     tokenization: Annotated[TokenizationConfig, Component("tokenization"), OnResume.FREE]
     """How rows become tokens."""
     collator: Annotated[CollatorConfig, Component("collator"), OnResume.TO_ROUNDING]
@@ -385,13 +385,13 @@ class RunConfig(Section):
     loss: Annotated[LossConfig, Component("loss")]
     """The objective per token."""
     reduction: ReductionConfig = ReductionConfig()
-    """Which losses of an optimizer step count the same: all tokens, or all samples whatever their length."""
+    """The losses of an optimizer step that count the same: all tokens, or all samples whatever their length."""
     optimizer: Annotated[OptimizerConfig, Component("optimizer")]
     """How gradients become new weights."""
     schedule: Annotated[ScheduleConfig, OnResume.BY_NAME, Component("schedule")]
     """Learning rate by optimizer step."""
     backend: Annotated[BackendConfig, Component("backend")]
-    """Where and how forward, backward and the optimizer run."""
+    """The place where forward, backward and the optimizer run."""
     evaluation: Annotated[DataEvaluationConfig, OnResume.FREE] = DataEvaluationConfig()
     """Held-out evaluation on `data.eval`."""
     evaluations: Annotated[dict[str, Annotated[EvaluationConfig, Component("evaluation")]], OnResume.FREE] = {}
@@ -401,7 +401,7 @@ class RunConfig(Section):
     checkpoint: Annotated[CheckpointConfig, OnResume.FREE] = CheckpointConfig()
     """Saving."""
     trackers: Annotated[tuple[Annotated[TrackerConfig, Component("tracker")], ...], OnResume.FREE] = ()
-    """Where metrics go besides RUN_DIR/metrics.jsonl and the terminal."""
+    """Further places for metrics, besides RUN_DIR/metrics.jsonl and the terminal."""
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if (self.steps is None) == (self.epochs is None):
@@ -445,7 +445,7 @@ class RunConfig(Section):
 
     @property
     def asks_for_answers(self) -> bool:
-        """Whether an evaluation asks the backend for answers."""
+        """Return whether an evaluation asks the backend for answers."""
         return any(each.generates for each in (*self.evaluation.parts, *self.evaluations.values()))
 
     def total_steps(self, samples_per_epoch: int, samples_per_step: int | None = None) -> int:

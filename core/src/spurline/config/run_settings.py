@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 
 class ModelSettings(Protocol):
-    """Which model is trained: `spurline.config.run_config.ModelConfig`."""
+    """The model that is trained: `spurline.config.run_config.ModelConfig`."""
 
     path: str
     revision: str | None

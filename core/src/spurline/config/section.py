@@ -102,7 +102,7 @@ _SETTINGS = "Settings:"
 
 
 def summary_of(section: type[BaseModel]) -> str:
-    """The docstring of a section as it was written, or of the nearest base that has one."""
+    """Return the docstring of a section as it was written, or of the nearest base that has one."""
     return next((text for text in map(_own_summary, section.__mro__) if text), "")
 
 
@@ -135,14 +135,14 @@ class ComponentConfig(Section):
     """Settings of one component; `name` says which implementation the registry builds."""
 
     kind: ClassVar[str] = ""
-    """Which kind of component this configures. The kind's own base class in `spurline.protocols` says it."""
+    """Kind of the component that this configures. The kind's own base class in `spurline.protocols` says it."""
     goes_with: ClassVar[str] = ""
     """Settings of the run beside it that its usual recipe has, as they are written: `loss: ppo`; for messages."""
     missing_settings: ClassVar[Mapping[str, str]] = {}
     """Settings that others of its kind have: key -> why it has none, and what to do instead, as sentences."""
 
     name: str = Field(min_length=1)
-    """Which component to use."""
+    """The component to use."""
 
     @classmethod
     def defaults_beside(cls, given: Mapping[str, Any], file: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -184,7 +184,7 @@ class OnResume(Enum):
     """
 
     FREE = "free"
-    """What is trained does not depend on it: paths, logging, evaluation, memory, time-outs."""
+    """Training does not depend on it: paths, logging, evaluation, memory, time-outs."""
     TO_ROUNDING = "to rounding"
     """It changes the order of a sum, not what is summed: micro-batches, layout, kernels. Without dropout, whose random
     numbers depend on the layout, the run goes on equal to rounding, and not bit for bit."""
@@ -201,7 +201,7 @@ BARE = "(as written)"
 
 
 def expand_shorthand(value: Any, setting: str) -> Any:
-    """A bare string as `{setting: string}`; anything else unchanged."""
+    """Return a bare string as `{setting: string}`; anything else unchanged."""
     if isinstance(value, str):
         return {setting: value}
     if isinstance(value, Mapping) and BARE in value:
@@ -211,7 +211,7 @@ def expand_shorthand(value: Any, setting: str) -> Any:
 
 
 def as_list(value: Any) -> Any:
-    """A single string or mapping as a list of one, null as an empty list; anything else unchanged."""
+    """Return a single string or mapping as a list of one, null as an empty list; anything else unchanged."""
     if value is None:
         return []
     return [value] if isinstance(value, (str, dict)) else value

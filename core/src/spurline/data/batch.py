@@ -108,7 +108,7 @@ class TrainingBatch:
         return int(found.sum())
 
     def take(self, rows: Sequence[int] | NDArray[np.int64] | Tensor) -> TrainingBatch:
-        """The chosen rows in that order, every column included."""
+        """Return the chosen rows in that order, every column included."""
         index = np.asarray(rows, dtype=np.int64)
         selector = torch.from_numpy(index)
         return replace(
@@ -165,7 +165,7 @@ class TrainingBatch:
         return values[~padding] if bool(padding.any()) else values
 
     def with_tokens(self, **columns: Tensor) -> TrainingBatch:
-        """A copy with token columns added or replaced, each `[R, L, ...]`."""
+        """Return a copy with token columns added or replaced, each `[R, L, ...]`."""
         return replace(self, tokens={**self.tokens, **columns}, on_release=None)
 
     @staticmethod
@@ -297,12 +297,12 @@ class Ragged:
         return np.diff(self.offsets)
 
     def take(self, rows: NDArray[np.int64]) -> Ragged:
-        """The chosen rows in that order."""
+        """Return the chosen rows in that order."""
         source, offsets = self._selection(rows)
         return Ragged(self.values[source], offsets)
 
     def between(self, start: int, stop: int) -> Ragged:
-        """The rows from `start` to before `stop`; their values are a view."""
+        """Return the rows from `start` to before `stop`; their values are a view."""
         first, last = self.offsets[start], self.offsets[stop]
         return Ragged(self.values[first:last], self.offsets[start : stop + 1] - first)
 
@@ -321,7 +321,7 @@ class Ragged:
 
     @staticmethod
     def concatenate(parts: Iterable[Ragged]) -> Ragged:
-        """The rows of all parts, one part after another."""
+        """Return the rows of all parts, one part after another."""
         columns = list(parts)
         offsets = _offsets(np.concatenate([column.counts() for column in columns]))
         return Ragged(np.concatenate([column.values for column in columns]), offsets)

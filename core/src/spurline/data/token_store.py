@@ -73,7 +73,7 @@ class TokenStore:
         return f"{self.labels[int(self.source[index])]}:{int(self.row[index])}"
 
     def view(self, indices: NDArray[np.int64]) -> TokenView:
-        """The chosen samples, in that order; no tokens are copied.
+        """Return the chosen samples, in that order; no tokens are copied.
 
         Every reader of samples comes through here, so a store on disk can check what it is about to hand out.
         """
@@ -167,14 +167,14 @@ class SampleBlock:
 
 
 class SampleSink(Protocol):
-    """Where tokenized samples go: into memory (TokenStoreBuilder) or to disk."""
+    """A place for tokenized samples: into memory (TokenStoreBuilder) or to disk."""
 
     def extend(self, block: SampleBlock) -> None:
         """Append the samples of a block."""
         ...
 
     def build(self) -> TokenStore:
-        """The store of everything appended."""
+        """Return the store of everything appended."""
         ...
 
 
@@ -195,7 +195,7 @@ class TokenStoreBuilder:
         self._blocks.append(block)
 
     def build(self) -> TokenStore:
-        """The store of everything added."""
+        """Return the store of everything added."""
         sizes = np.array([len(block.rows) for block in self._blocks], np.int64)
         lengths = joined([block.lengths for block in self._blocks], np.int64)
         return TokenStore(
@@ -225,7 +225,7 @@ def keys_of_samples(store: TokenStore, indices: NDArray[np.int64]) -> NDArray[np
 
 
 def joined(parts: list[NDArray[Any]], dtype: DTypeLike) -> NDArray[Any]:
-    """The arrays end to end; an empty array of `dtype` when there are none."""
+    """Return the arrays end to end; an empty array of `dtype` when there are none."""
     return np.concatenate(parts) if parts else np.zeros(0, dtype)
 
 

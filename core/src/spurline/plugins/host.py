@@ -1,9 +1,9 @@
 """Find, check, order and load plugins, and call their hooks.
 
 A plugin is an entry point of group `spurline.plugins` whose module defines `PLUGIN` and hookimpls. The host imports
-those that the config lists, and those of `DEFAULT_PLUGINS` that are installed. `PluginHost` is the typed facade over pluggy;
-one host exists per run and per process, and a child process builds its own from the plugin names. Hookimpls are checked
-before pluggy registers them: it would ignore a misspelled hook or a defaulted argument silently.
+those that the config lists, and those of `DEFAULT_PLUGINS` that are installed. `PluginHost` is the typed facade over
+pluggy; one host exists per run and per process, and a child process builds its own from the plugin names. Hookimpls are
+checked before pluggy registers them: it would ignore a misspelled hook or a defaulted argument silently.
 """
 
 from __future__ import annotations

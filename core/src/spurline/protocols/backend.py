@@ -110,7 +110,7 @@ class Backend(Protocol):
         ...
 
     def facts(self) -> Mapping[str, int | str]:
-        """What a report says about the model: `parameters` and `trainable_parameters` (counts), `device`;
+        """Return facts about the model for a report: `parameters` and `trainable_parameters` (counts), `device`;
         `reads` where the model reads batches in a way that costs more than packed ones, `draws` where its config asks
         for dropout or noise."""
         ...
@@ -220,7 +220,7 @@ class LendsModel(Protocol):
     """A backend whose whole model is in this process; its facts say `lends_model`."""
 
     def generation_model(self) -> GenerationModel:
-        """The very model that is trained, not a copy.
+        """Return the very model that is trained, not a copy.
 
         Its mode and attention are the borrower's while it generates, and as they were afterwards; the backend must not
         be called meanwhile.
@@ -238,7 +238,7 @@ class LendsParameters(Protocol):
 
     @property
     def is_swapped(self) -> bool:
-        """Whether a context of `swapped` is open."""
+        """Return whether a context of `swapped` is open."""
         ...
 
     def trained_parameters(self, role: Role = "policy") -> Mapping[str, Tensor]:
@@ -250,7 +250,7 @@ class LendsParameters(Protocol):
         ...
 
     def swapped(self, role: Role, values: Mapping[str, Tensor]) -> AbstractContextManager[None]:
-        """A context in which the model of this role has these values; afterwards the old ones, bit for bit.
+        """Return a context in which the model of this role has these values; afterwards the old ones, bit for bit.
 
         values: name -> tensor of the parameter's shape, on any device; cast to the parameter's dtype. Parameters that
         are not named keep their values. Also after an error, the old ones come back. Everything but training sees the
@@ -262,26 +262,26 @@ class LendsParameters(Protocol):
 
 @dataclass(frozen=True)
 class BackendFacts:
-    """What the rest of a run may ask of a backend's settings, before anything is loaded.
+    """Facts of a backend's settings that the rest of a run may ask for before anything is loaded.
 
     What a backend is said to do here, its class does by the protocol that is named.
     """
 
     generates: bool = False
-    """Whether its backend is one that `Generates`; `evaluation.generate` needs that."""
+    """True if its backend `Generates`; `evaluation.generate` needs that."""
     lends_model: bool = False
-    """Whether its backend is one that `LendsModel`, as an engine needs that generates with the very model trained."""
+    """True if its backend `LendsModel`, as an engine needs that generates with the very model trained."""
     lends_parameters: bool = False
-    """Whether its backend is one that `LendsParameters`, as plugins need that average weights."""
+    """True if its backend `LendsParameters`, as plugins need that average weights."""
     yields_device: bool = False
-    """Whether its backend is one that `YieldsDevice`, as engines need that are colocated with it."""
+    """True if its backend `YieldsDevice`, as engines need that share its devices."""
     takes_snapshots: bool = False
-    """Whether its backend is one that `TakesSnapshots`, as `checkpoint.async` needs."""
+    """True if its backend `TakesSnapshots`, as `checkpoint.async` needs."""
     verifies_files: bool = True
-    """Whether its backend's `load` and readers compare the files that it has hashed with their digests, as ranks do
+    """True if its backend's `load` and readers compare the files that it has hashed with their digests, as ranks do
     that divide them; otherwise whoever opens the checkpoint does."""
     freezes: bool = False
-    """Whether its backend leaves out of training what `model.freeze` names."""
+    """True if its backend leaves out of training what `model.freeze` names."""
     checkpoint_reader: str | None = None
     """`"module:function"` that reads the policy's weights out of a checkpoint in one process, so that a model can be
     exported where it cannot be trained: `function(run: RunConfig, folder: Path, digests) -> WeightStream` of
@@ -292,15 +292,15 @@ class BackendFacts:
     same way: `function(run: RunConfig, folder: Path, digests) -> AdapterStream` of
     `spurline_models.adapters.adapter_weights`. None: the backend is built, and must be one that `TrainsAdapters`."""
     stays_on_cpu: bool = False
-    """Whether it leaves the GPUs of this process, if there are any, to others."""
+    """True if it leaves the GPUs of this process, if there are any, to others."""
     optimizes_on_host: bool = False
-    """Whether its optimizer steps in the memory of the host, whatever device computes."""
+    """True if its optimizer steps in the memory of the host, whatever device computes."""
     replays_experts: bool = False
-    """Whether its models compute with the experts of a batch's column `routed_experts`, where it has one."""
+    """True if its models compute with the experts of a batch's column `routed_experts`, where it has one."""
     balances_experts: bool = False
-    """Whether its updates add the loss that `model.router_aux_loss` asks for."""
+    """True if its updates add the loss that `model.router_aux_loss` asks for."""
     trains_adapters: bool = False
-    """Whether adapters are trained instead of all weights."""
+    """True if adapters are trained instead of all weights."""
     dropout_rates: Mapping[str, float] = field(default_factory=dict[str, float])
     """Dropout that the backend itself adds to the model: key path in its section -> rate."""
     computes_in: Literal["fp32", "bf16", "fp64"] = "fp32"
@@ -308,7 +308,7 @@ class BackendFacts:
     microbatch_bound: int | None = None
     """Tokens that a micro-batch is filled up to where rows are dealt to ranks; None takes a rank's rows at once."""
     device: str = ""
-    """What the settings say about devices, to follow the backend's name, such as `on cuda, bf16`; empty for nothing."""
+    """The devices in words, to follow the backend's name, such as `on cuda, bf16`; empty for nothing."""
 
 
 class BackendConfig(ComponentConfig):
@@ -321,11 +321,11 @@ class BackendConfig(ComponentConfig):
 
     @property
     def facts(self) -> BackendFacts:
-        """What sections and plugins may ask of these settings."""
+        """Return the facts that sections and plugins may ask for."""
         return BackendFacts()
 
     def layout(self) -> ParallelLayout:
-        """What the parallelism asks of a batch; one process by default."""
+        """Return the needs of the parallelism in a batch; one process by default."""
         return ParallelLayout()
 
     def rank_request(self) -> RankRequest | None:
@@ -333,7 +333,7 @@ class BackendConfig(ComponentConfig):
         return None
 
     def missing_here(self) -> str | None:
-        """What this machine lacks for training with these settings, as a sentence; None when it lacks nothing."""
+        """Return a sentence on what this machine lacks for these settings; None when it lacks nothing."""
         return None
 
     def check_model(self, run: RunSettings) -> None:

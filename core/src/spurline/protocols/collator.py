@@ -22,7 +22,7 @@ class CollatorConfig(ComponentConfig):
 
     kind: ClassVar[str] = "collator"
     one_turn_per_row: ClassVar[bool] = False
-    """Whether it lays out rollouts (`RolloutCollator`), each turn in a row of its own, so that a batch can be cut
+    """True if it lays out rollouts (`RolloutCollator`), each turn in a row of its own, so that a batch can be cut
     between prompts afterwards."""
 
     @property
@@ -38,7 +38,7 @@ class CollatorConfig(ComponentConfig):
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """What a backend's parallelism asks of a batch.
+    """The needs of a backend's parallelism in a batch.
 
     data, tensor, context, pipeline: sizes of the parallel groups. fp8: whether matrices run in FP8. deals_rows: whether
     the backend deals the real rows of a mini-batch to its ranks itself, however many they are.
@@ -78,7 +78,7 @@ class Collator(Protocol):
 
 
 class TurnToLayOut(Protocol):
-    """What a collator reads of a turn: tokens of prompt and response, and one value for each response token.
+    """The part of a turn that a collator reads: tokens of prompt and response, and one value for each response token.
 
     prompt_ids, response_ids: int32. loss_mask: uint8. All others are None where the turn has no such values.
     routed_experts: [prompt and response tokens, layers, experts a token].
@@ -107,7 +107,7 @@ class TurnToLayOut(Protocol):
 
 
 class TrajectoryToLayOut(Protocol):
-    """What a collator reads of a trajectory. uid: of its prompt. sample: its number among the attempts at it."""
+    """A trajectory as a collator reads it. uid: of its prompt. sample: its number among the attempts at it."""
 
     @property
     def uid(self) -> str: ...

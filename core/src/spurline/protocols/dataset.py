@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class DatasetConfig(ComponentConfig):
-    """What every dataset entry has, whatever component loads the rows."""
+    """Settings of every dataset entry, whatever component loads the rows."""
 
     kind: ClassVar[str] = "dataset"
     streams: ClassVar[bool] = False
-    """Whether it is a `StreamedDataset`, which only a source that reads streams can use."""
+    """True if it is a `StreamedDataset`, which only a source that reads streams can use."""
 
     def problems(self, run: RunSettings) -> Iterable[Problem]:
         if self.streams and not (run.source.facts.reads_streams and self in run.data.train):
@@ -49,7 +49,7 @@ class DatasetConfig(ComponentConfig):
 
     @property
     def place(self) -> str:
-        """Where the rows are, for people."""
+        """Return where the rows are, for people."""
         return self.label or self.name
 
 
@@ -83,7 +83,7 @@ class Dataset(Protocol):
         ...
 
     def location(self, row: int) -> str:
-        """Where a row comes from, for error messages: `train.jsonl:12` where the line is known."""
+        """Return where a row comes from, for error messages: `train.jsonl:12` where the line is known."""
         ...
 
     def fingerprint(self) -> str:
@@ -103,11 +103,11 @@ class RowReader(Protocol):
     """Reads the rows of a stream once."""
 
     def read(self) -> StreamedRow | None:
-        """The next row; None when there are no more. Deterministic: every reader gives the same rows."""
+        """Return the next row; None when there are no more. Deterministic: every reader gives the same rows."""
         ...
 
     def position(self) -> dict[str, Any]:
-        """Where it is, as JSON values: a reader opened there gives the rows that this one still would."""
+        """Return its position as JSON values: a reader opened there gives the rows that this one still would."""
         ...
 
     def close(self) -> None:
@@ -126,7 +126,7 @@ class StreamedDataset(Protocol):
     label: str
 
     def open(self, position: Mapping[str, Any] | None = None) -> RowReader:
-        """A reader at the first row, or at a position that a reader told."""
+        """Return a reader at the first row, or at a position that a reader told."""
         ...
 
 

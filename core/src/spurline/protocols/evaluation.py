@@ -24,11 +24,11 @@ class EvaluationConfig(ComponentConfig):
 
     kind: ClassVar[str] = "evaluation"
     generates: ClassVar[bool] = False
-    """Whether it asks the backend for answers, which therefore must be one that `Generates`."""
+    """True if it asks the backend for answers, which therefore must be one that `Generates`."""
     needs_attempts: ClassVar[bool] = False
-    """Whether it asks the source for attempts at prompts, whose facts must then say that it `makes_attempts`."""
+    """True if it asks the source for attempts at prompts, whose facts must then say that it `makes_attempts`."""
     needs_token_loss: ClassVar[bool] = False
-    """Whether it computes the run's loss on held-out tokens, which a loss of rollouts cannot do."""
+    """True if it computes the run's loss on held-out tokens, which a loss of rollouts cannot do."""
 
     data: DatasetList = Field(min_length=1)
     """Held-out datasets, never trained on."""
@@ -60,7 +60,7 @@ class EvaluationConfig(ComponentConfig):
 
 @dataclass(frozen=True)
 class EvaluationContext:
-    """What an evaluation may build on.
+    """Everything an evaluation may build on.
 
     run: config, plugins, tokenizer and layout, as for sources. source: of the run, not started yet. loss: of the run.
     where: key path of its settings, `evaluations.NAME`, for messages.

@@ -24,5 +24,5 @@ class KnowsLongest(Protocol):
     """Data of a run whose longest sequence is known: a source, or an evaluation."""
 
     def longest(self) -> Longest | None:
-        """The longest sequence that there really is; None where that is not known."""
+        """Return the longest sequence that there really is; None where that is not known."""
         ...

@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 ENTROPY = "entropy"
-"""What a loss names among its needs to see the entropy of the distribution at each position."""
+"""Name among a loss's needs of the entropy of the distribution at each position."""
 
 
 @dataclass(frozen=True)
 class TokenLossInputs:
-    """What a loss sees: the N positions of a micro-batch that carry loss, flattened, whole segments together.
+    """Inputs of a loss: the N positions of a micro-batch that carry loss, flattened, whole segments together.
 
     logprobs: [N], differentiable, of the token at each position under the model being trained. For the role `critic`
         the critic's values there instead: its estimate, from the position before, of the return from that token on.
@@ -49,7 +49,7 @@ class Loss(Protocol):
 
     @property
     def config(self) -> LossConfig:
-        """What it was made of. Backends of several processes make the loss again from this in each of them."""
+        """Return the settings it was made of; backends of several processes make the loss again from these."""
         ...
 
     def token_loss(self, inputs: TokenLossInputs) -> Tensor:
@@ -65,13 +65,13 @@ class Loss(Protocol):
         ...
 
     def describe(self) -> str:
-        """The objective in words, one sentence, for `spurline plan`."""
+        """Return the objective in words, one sentence, for `spurline plan`."""
         ...
 
 
 @dataclass(frozen=True)
 class Objective:
-    """What a backend minimises in one optimizer step: sum over tokens of w_t * l_t, divided by `normalizer`.
+    """The objective of one optimizer step: the sum over tokens of w_t * l_t, divided by `normalizer`.
 
     loss: the token loss. normalizer: Z, fixed once for the whole optimizer step over all ranks; > 0.
     temperature: logits are divided by it before their softmax, so that logprobs and entropy are those of the
@@ -92,14 +92,14 @@ class LossConfig(ComponentConfig):
 
     kind: ClassVar[str] = "loss"
     trains_on: ClassVar[TrainsOn] = "tokens"
-    """What of a batch it learns from; a source refuses one that does not fit its batches."""
+    """The part of a batch that it learns from; a source refuses one that does not fit its batches."""
     is_nll: ClassVar[bool] = False
-    """Whether its values are negative log-likelihoods of the tokens, so that held-out losses need no other."""
+    """True if its values are negative log-likelihoods of the tokens, so that held-out losses need no other."""
     uses_rollout_logprobs: ClassVar[bool] = False
-    """Whether the loss itself weighs tokens by the logprobs they were sampled with, so that it needs no `correction`
+    """True if the loss itself weighs tokens by the logprobs they were sampled with, so that it needs no `correction`
     where they come from older weights."""
 
     @property
     def uses_reference(self) -> bool:
-        """Whether its settings need the logprobs of the reference model, which then takes memory."""
+        """Return whether its settings need the logprobs of the reference model, which then takes memory."""
         return False

@@ -22,7 +22,7 @@ REGEX = "re:"
 
 
 def pattern_problem(pattern: str) -> str | None:
-    """What is wrong with a pattern of parameter names, to follow its key; None for nothing."""
+    """Say what is wrong with a pattern of parameter names, to follow its key; None for nothing."""
     if not pattern.startswith(REGEX):
         return None
     try:
@@ -68,12 +68,12 @@ class OptimizerConfig(ComponentConfig):
     changes each value by that value's own gradient and state, or gathers what it needs."""
 
     is_elementwise: ClassVar[bool] = False
-    """Whether its steps change each value by that value's own gradient and state alone, whatever the shape, so that it
+    """True if its steps change each value by that value's own gradient and state alone, whatever the shape, so that it
     may be given any flat piece of a parameter. A class that derives from one that sets it, such as `AdamWConfig`, and
     steps otherwise has to set it anew: it would be trained wrongly, and `OptimizerContract` finds that."""
 
     steps_apart: ClassVar[bool] = False
-    """Whether one step may be taken by several calls of `step`, each with the gradients of some parameters: a parameter
+    """True if one step may be taken by several calls of `step`, each with the gradients of some parameters: a parameter
     changes by its own gradient and state alone, and nothing is counted by call. Where it may not, backends that hold
     weights in half precision need memory for all of them in full precision while a step is taken. Inherited as
     `is_elementwise` is, and checked by `OptimizerContract`."""
@@ -120,7 +120,7 @@ class Optimizer(Protocol):
 
     @property
     def state(self) -> MutableMapping[Tensor, Any]:
-        """What is remembered of each parameter: a dict by names of the optimizer's own."""
+        """Return the state of each parameter: a dict by names of the optimizer's own."""
         ...
 
     def step(self) -> object:

@@ -22,12 +22,12 @@ class OrderConfig(ComponentConfig):
 
     kind: ClassVar[str] = "order"
     adaptive: ClassVar[bool] = False
-    """Whether it learns from the rewards of what was drawn: its component is an `AdaptiveOrder`."""
+    """True if it learns from the rewards of what was drawn: its component is an `AdaptiveOrder`."""
     reads_lengths: ClassVar[bool] = False
-    """Whether it asks for the tokens of samples, which nobody knows of prompts before they are generated from."""
+    """True if it asks for the tokens of samples, which nobody knows of prompts before they are generated from."""
 
     def problems(self, run: RunSettings) -> Iterable[Problem]:
-        """An order that learns from rewards where there are none, or asks for lengths that are not known."""
+        """Refuse an order that learns from rewards where there are none, or asks for lengths that are not known."""
         generates = run.source.facts.supplies == "rollouts"
         if self.adaptive and not generates:
             yield Problem(
@@ -50,10 +50,10 @@ def epoch_shares(sizes: Sequence[int], weights: Sequence[float]) -> tuple[int, .
 
 
 class SampleColumns(Protocol):
-    """What the rows behind the samples say. Rows are read when asked for, and not kept."""
+    """Columns of the rows behind the samples. Rows are read when asked for, and not kept."""
 
     def values(self, name: str) -> Sequence[Any]:
-        """The value of a column for each sample; dots in `name` lead into objects (`meta.difficulty`).
+        """Return the value of a column for each sample; dots in `name` lead into objects (`meta.difficulty`).
 
         None for a row that cannot be read and that `on_bad_row: skip` leaves out. Raises DataError naming the first
         other row without such a value, and the columns that it has.
@@ -68,13 +68,13 @@ class SampleColumns(Protocol):
         ...
 
     def location(self, sample: int) -> str:
-        """Where a sample's row is, for messages: `train.jsonl:12`."""
+        """Return where a sample's row is, for messages: `train.jsonl:12`."""
         ...
 
 
 @dataclass(frozen=True)
 class SampleFacts:
-    """What an order may know of the samples, which lie dataset after dataset and are counted from 0.
+    """Facts that an order may know of the samples, which lie dataset after dataset and are counted from 0.
 
     sizes: samples of each dataset. weights: passes over each dataset in one epoch. per_step: samples that one step
     takes. columns: what the rows say. count_tokens: tokens of each sample, int64 [N]; None where that is not known.
@@ -126,7 +126,7 @@ class Order(Protocol):
 
 @dataclass(frozen=True)
 class ScoredDraw:
-    """What came out of one drawn sample.
+    """The result of one drawn sample.
 
     position: in the order. sample: which one it is. returns: weighted sum of the rewards of each attempt. terms: the
     rewards by name, one value for each attempt that has it.
@@ -148,7 +148,7 @@ class AdaptiveOrder(Stateful, Protocol):
     """
 
     def positions(self, start: int, stop: int) -> NDArray[np.int64]:
-        """As of `Order`."""
+        """Return the samples at these positions, as `Order` does."""
         ...
 
     def observe(self, step: int, draws: Sequence[ScoredDraw]) -> None:

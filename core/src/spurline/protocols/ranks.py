@@ -55,7 +55,7 @@ class RankRequest:
     peers_elsewhere: bool = False
 
     def cluster_need(self) -> ClusterNeed | None:
-        """With `ray`: the room for them."""
+        """Return the room that they need, with `ray`."""
         if self.launch != "ray":
             return None
         gpus, cpus = int(self.device == "cuda"), self.num_threads or 1
@@ -63,7 +63,7 @@ class RankRequest:
 
 
 def first_gpu_is_free(request: RankRequest | None) -> bool:
-    """Whether this process may compute on the first GPU that it sees, if it sees any: no rank has it."""
+    """Return whether this process may compute on the first GPU that it sees, if it sees any: no rank has it."""
     if request is None or request.device != "cuda":
         return True
     # A cluster gives out the GPUs of this machine too, and would not know of it.

@@ -25,7 +25,7 @@ class ScheduleConfig(ComponentConfig):
         return self.warmup_steps if self.warmup_steps is not None else math.ceil(self.warmup_ratio * total)
 
     def notes(self, total: int) -> list[str]:
-        """What a person should know of these settings in a run of `total` optimizer steps."""
+        """Return notes for people on these settings in a run of `total` optimizer steps."""
         warmup = self.warmup(total)
         if warmup < total or not warmup:
             return []
@@ -43,7 +43,7 @@ class Schedule(Protocol):
     """
 
     def factor(self, step: int, total: int) -> float:
-        """What the peak learning rate is multiplied by in optimizer step `step`, counted from 1, of `total`: >= 0.
+        """Return the factor of the peak learning rate in optimizer step `step`, from 1, of `total`: >= 0.
 
         A pure function, so that a resumed run needs no state of it. A resume may raise `total`: the steps from there on
         get the factors of the longer run. `step` may be larger than `total`.

@@ -66,11 +66,11 @@ class SourceFacts:
     supplies: Literal["samples", "pairs", "rollouts"] = "samples"
     """Rows of its batches: samples of the data, pairs of answers, or generated turns with advantages."""
     makes_attempts: bool = False
-    """Whether it can make attempts at any prompts with the weights as they are, for evaluations."""
+    """True if it can make attempts at any prompts with the weights as they are, for evaluations."""
     reads_streams: bool = False
-    """Whether its training data is made of streams (`StreamedDataset`) instead of datasets."""
+    """True if its training data is made of streams (`StreamedDataset`) instead of datasets."""
     compares_logprobs: bool = False
-    """Whether logprobs of the update are compared with earlier ones, so that the run must have no dropout."""
+    """True if logprobs of the update are compared with earlier ones, so that the run must have no dropout."""
     num_prompts: int | None = None
     """Prompts whose rollouts make up the batch of one step; None when the run's `batch_size` counts samples."""
     carried: Collection[str] = ()
@@ -86,19 +86,19 @@ class SourceFacts:
     sampling_temperature: float = 1.0
     """Temperature that the tokens of its batches were sampled at; 1 when they were not."""
     uses_reference: bool = False
-    """Whether it asks the reference model itself, whatever the loss does."""
+    """True if it asks the reference model itself, whatever the loss does."""
     transport: str | None = None
     """Name of the `weight_sync` that was chosen for its engines; None where none was."""
     has_colocated_engines: bool = False
-    """Whether its engines have the devices of the backend by turns with it."""
+    """True if its engines have the devices of the backend by turns with it."""
     engines_elsewhere: bool = False
-    """Whether its engines may be on other machines than this process."""
+    """True if its engines may be on other machines than this process."""
     update_limit_s: float | None = None
     """Seconds that an engine may take for one bucket of weights before it is ended; None where nothing ends it."""
     sends_adapters: bool | None = None
-    """Whether its engines are to be sent adapters alone; None leaves it to what they can take."""
+    """True if its engines are to be sent adapters alone; None leaves it to what they can take."""
     replays_experts: bool = False
-    """Whether its batches bring the experts that the engine chose, so that models compute with these."""
+    """True if its batches bring the experts that the engine chose, so that models compute with these."""
 
 
 MODEL_DROPOUT = ("attention_dropout", "hidden_dropout", "resid_pdrop", "attn_pdrop", "embd_pdrop")
@@ -358,5 +358,5 @@ class Samples(Protocol):
         ...
 
     def answered(self) -> Sequence[DatasetToTokenize]:
-        """The datasets as rows of a prompt with its answer, for held-out generation."""
+        """Return the datasets as rows of a prompt with its answer, for held-out generation."""
         ...

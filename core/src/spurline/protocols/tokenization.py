@@ -51,5 +51,5 @@ class Tokenization(Protocol):
     """
 
     def tokenize(self, datasets: Sequence[DatasetToTokenize]) -> Tokenized:
-        """All samples of all datasets. A sample without a loss token is left out and counted."""
+        """Tokenize all samples of all datasets. A sample without a loss token is left out and counted."""
         ...

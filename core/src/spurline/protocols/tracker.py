@@ -17,13 +17,13 @@ class TrackerConfig(ComponentConfig):
 
     @property
     def silences_start(self) -> bool:
-        """Whether the lines that a start writes to stderr are to be left out."""
+        """Return whether the lines that a start writes to stderr are to be left out."""
         return False
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a tracker is told at the start.
+    """Facts about a run that a tracker is given at the start.
 
     run_dir: the run's folder. resume_step: last step kept from an earlier attempt, 0 in a new run, which keeps none.
     total_steps: steps of the whole run. config: every setting as plain values. notes: lines about the start that a
@@ -36,11 +36,11 @@ class RunInfo:
     config: Mapping[str, Any]
     notes: tuple[str, ...] = ()
     continues: bool = False
-    """Whether a checkpoint is continued also where `resume_step` is 0: its step 1 is still to be evaluated."""
+    """True if a checkpoint is continued also where `resume_step` is 0: its step 1 is still to be evaluated."""
 
     @property
     def is_resumed(self) -> bool:
-        """Whether this goes on from a checkpoint; a new run has no earlier part in any store."""
+        """Return whether this goes on from a checkpoint; a new run has no earlier part in any store."""
         return self.continues or self.resume_step > 0
 
     @property

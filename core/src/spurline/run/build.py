@@ -29,7 +29,7 @@ from spurline.update.update import Recipe, Update
 
 @dataclass(frozen=True)
 class Done:
-    """What a run has behind it where it begins. updates: optimizer steps by role; None where nobody counted them."""
+    """Progress of a run where it begins. updates: optimizer steps by role; None where nobody counted them."""
 
     step: int = 0
     updates: Mapping[Role, int] | None = None
@@ -37,14 +37,14 @@ class Done:
 
 @dataclass(frozen=True)
 class DataComponents:
-    """What is built before any weight is loaded."""
+    """Components that are built before any weight is loaded."""
 
     context: SourceContext
     source: BatchSource
     minibatches: MiniBatches
     loss: Loss
     evaluations: tuple[ScheduledEvaluation, ...]
-    """That of `data.eval` first, if there is one."""
+    """The evaluation of `data.eval` comes first, if there is one."""
 
     def updates_behind(self, done: Done) -> int:
         """Count the optimizer steps of the policy in the steps done."""
@@ -63,11 +63,11 @@ class Components:
     data: DataComponents
     backend: Backend
     trackers: dict[str, Tracker]
-    """By the names that the config gives them, in the order in which they are called."""
+    """The trackers by name, in the order in which they are called."""
     notes: tuple[str, ...] = ()
-    """What a person should know of them when the run starts."""
+    """Notes for people at the start."""
     hook_states: HookStates = field(default_factory=HookStates)
-    """What plugins keep from their hooks."""
+    """State that plugins keep from their hooks."""
 
 
 def build_data(
@@ -99,7 +99,7 @@ def build_components(
     progress: Progress = silent,
     done: Done = Done(),
 ) -> Components:
-    """All components; the stack closes them in reverse order. progress: told what takes time."""
+    """Build all components; the stack closes them in reverse order. progress: told what takes time."""
     for _, section in sections_within(loaded.config):
         section.await_services(progress)
     notes = [
@@ -170,7 +170,7 @@ def _times(number: int) -> str:
 
 
 def build_backend(loaded: LoadedConfig, stack: ExitStack, total_updates: int) -> Backend:
-    """The backend alone, with freshly initialised or pretrained weights; the stack closes it."""
+    """Return the backend alone, with freshly initialised or pretrained weights; the stack closes it."""
     config, registry = loaded.config, loaded.host.registry
     backend: Backend = registry.create(
         "backend", config.backend, run=config, registry=registry, total_updates=total_updates
@@ -180,7 +180,7 @@ def build_backend(loaded: LoadedConfig, stack: ExitStack, total_updates: int) ->
 
 
 def build_update(components: Components, loaded: LoadedConfig, done: Done = Done()) -> Update:
-    """What trains on each batch."""
+    """Build the update, which trains on each batch."""
     config, registry, data = loaded.config, loaded.host.registry, components.data
     policy = Recipe(
         minibatches=data.minibatches,

@@ -118,7 +118,7 @@ class RunDirectory:
         )
 
     def is_in_use(self) -> bool:
-        """Whether a run, in this or another process, holds the lock now."""
+        """Return whether a run, in this or another process, holds the lock now."""
         try:
             with (self.path / "run.lock").open("r", encoding="utf-8") as lock:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -201,7 +201,7 @@ class RunRecordFiles:
                 raise write_failure(self._directory.eval_samples, error) from error
 
     def data_notes(self) -> list[str]:
-        """What there is to train and evaluate on, and what was left out and why, as lines."""
+        """Return lines on the data: its size, and what was left out and why."""
         return [line for name, facts in self.summary["data"].items() for line in describe(name, facts)]
 
     def finish(self, status: str, error: str | None = None, given_up: Sequence[str] = ()) -> None:

@@ -213,7 +213,7 @@ class Run:
         return export(self.backend, self.loaded, self.tokenizer, Path(path), replace=replace, adapter=adapter)
 
     def metrics_frame(self) -> pandas.DataFrame:
-        """What the run has recorded so far as a pandas DataFrame: a row for each step, indexed by `step`, a column for
+        """Return the record so far as a pandas DataFrame: a row for each step, indexed by `step`, a column for
         each metric. Also after the run, and of what an earlier process has done of it. Raises UserError without
         pandas."""
         return metrics_frame(self.directory.path)
@@ -302,7 +302,7 @@ class Run:
         return True
 
     def _has_ended(self, checkpoint: Checkpoint) -> bool:
-        """Whether an earlier process made the last step, and left all that this one would."""
+        """Return whether an earlier process made the last step, and left all that this one would."""
         wanted, folders = self.config.checkpoint, self.directory
         exported = {folders.exported_model: wanted.export_hf, folders.exported_adapter: wanted.export_adapter}
         return (
@@ -314,7 +314,7 @@ class Run:
         )
 
     def _already_finished(self) -> RunResult:
-        """The result of a run that has no step left. Plugins are not told, as nothing begins."""
+        """Return the result of a run that has no step left. Plugins are not told, as nothing begins."""
         self._on_step.on_run_end()
         found: list[Mapping[str, Any]] = read_mapping(self.directory.summary).get("warnings", [])
         lasting = tuple(warning["words"] for warning in found if warning["lasts"])
@@ -466,7 +466,7 @@ class Run:
 
     @property
     def is_done(self) -> bool:
-        """Whether there is no further step to train: the last one was made, or `stop_when` ended the run."""
+        """Return whether there is no further step to train: the last one was made, or `stop_when` ended the run."""
         return self.state.step >= self.source.total_steps or self._early_stop.reason is not None
 
     def _status(self) -> Status:

@@ -9,8 +9,7 @@ from pathlib import Path
 
 @dataclass
 class RunState:
-    """Where a run is. step: last finished step. checkpoint: newest one of this run, if any, which covers saved_step;
-    one that is still being written is none."""
+    """Progress of a run. step: the last finished one. checkpoint: the newest complete one, which covers saved_step."""
 
     step: int = 0
     saved_step: int = 0

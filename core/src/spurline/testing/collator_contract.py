@@ -111,7 +111,7 @@ class CollatorContract:
 
 
 def clone(batch: TrainingBatch) -> TrainingBatch:
-    """A copy that shares no buffer with the batch."""
+    """Return a copy that shares no buffer with the batch."""
     return batch.take(np.arange(batch.num_rows))
 
 

@@ -100,7 +100,7 @@ class LossContract:
 
 
 def _chosen(inputs: TokenLossInputs, where: Tensor, first: int = 0) -> TokenLossInputs:
-    """The tokens at these positions; segments are counted from `first`."""
+    """Return the tokens at these positions; segments are counted from `first`."""
     segment_index = inputs.segment_index[where] - first
     return TokenLossInputs(
         logprobs=inputs.logprobs.detach()[where].requires_grad_(),

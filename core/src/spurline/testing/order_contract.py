@@ -61,16 +61,16 @@ class OrderContract:
         raise NotImplementedError("subclass OrderContract with config and make_order(self, samples, seed)")
 
     def row(self, number: int) -> Mapping[str, Any]:
-        """The row that a sample was made of. It may hold anything else that your order reads."""
+        """Return the row that a sample was made of. It may hold anything else that your order reads."""
         return {"difficulty": 7 * number % 5}
 
     def scored(self, position: int, sample: int, random: np.random.Generator) -> ScoredDraw:
-        """What came out of a draw: three attempts, each with a reward of 0 or 1 under the name `reward`."""
+        """Make the result of a draw: three attempts, each with a reward of 0 or 1 under the name `reward`."""
         rewards = tuple(random.integers(0, 2, 3).astype(float).tolist())
         return ScoredDraw(position, sample, rewards, {"reward": rewards})
 
     def samples(self, mixture: Mixture) -> SampleFacts:
-        """The facts that your order is given; lengths are random."""
+        """Return the facts that your order is given; lengths are random."""
         sizes, weights, per_step = mixture
         columns = _Columns([self.row(number) for size in sizes for number in range(size)])
         lengths = np.random.default_rng(0).integers(1, 500, sum(sizes)).astype(np.int64)
@@ -186,7 +186,7 @@ class OrderContract:
         assert found[0] != found[1]
 
     def step(self, order: Order, samples: SampleFacts, step: int) -> NDArray[np.int64]:
-        """What a step takes, counted from 0."""
+        """Return the samples of a step, counted from 0."""
         return order.positions(step * samples.per_step, (step + 1) * samples.per_step)
 
     def observe(self, order: Order, samples: SampleFacts, step: int, chance: np.random.Generator) -> None:
@@ -196,7 +196,7 @@ class OrderContract:
         order.observe(step + 1, [self.scored(first + place, sample, chance) for place, sample in enumerate(drawn)])
 
     def restored(self, order: Order, samples: SampleFacts) -> Order:
-        """A new order with the state of this one, as a checkpoint keeps it."""
+        """Return a new order with the state of this one, as a checkpoint keeps it."""
         fresh = self.make_order(samples, 1)
         assert isinstance(order, AdaptiveOrder)
         assert isinstance(fresh, AdaptiveOrder)

@@ -27,11 +27,11 @@ class PluginContract:
     requires: Sequence[str] = ()
 
     def declaration(self) -> Plugin:
-        """The module's PLUGIN."""
+        """Return the module's PLUGIN."""
         return importlib.import_module(self.plugin_module).PLUGIN
 
     def load(self) -> PluginHost:
-        """A host with this plugin enabled, found by module name whether or not its distribution is installed."""
+        """Return a host with this plugin enabled, found by module name whether or not its distribution is installed."""
         from spurline.plugins.host import installed_plugins
 
         name = self.declaration().name

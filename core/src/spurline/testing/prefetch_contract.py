@@ -128,7 +128,7 @@ class PrefetchContract:
 
 
 def _recording() -> tuple[list[int], BuildBatch]:
-    """The steps that were built so far, and what builds them."""
+    """Return the steps that were built so far, and what builds them."""
     built: list[int] = []
 
     def build(step: int) -> TrainingBatch:
@@ -139,7 +139,7 @@ def _recording() -> tuple[list[int], BuildBatch]:
 
 
 def _ended(before: set[threading.Thread]) -> bool:
-    """Whether all threads that were not there before have ended, or do so soon."""
+    """Return whether all threads that were not there before have ended, or do so soon."""
     return _wait_for(lambda: set(threading.enumerate()) <= before, seconds=10)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture
 def spurline_chat_file(tmp_path: Path) -> Path:
-    """A chat JSONL file of 64 short rows."""
+    """Return a chat JSONL file of 64 short rows."""
     import json
 
     path = tmp_path / "chat.jsonl"

@@ -25,6 +25,6 @@ def make_store(lengths: Sequence[int], seed: int = 0, vocabulary: int = VOCABULA
 
 
 def make_view(lengths: Sequence[int], seed: int = 0) -> TokenView:
-    """All samples of `make_store`, in order."""
+    """Return all samples of `make_store`, in order."""
     store = make_store(lengths, seed)
     return store.view(np.arange(len(store), dtype=np.int64))

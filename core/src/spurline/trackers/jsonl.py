@@ -105,7 +105,7 @@ def _plain_number(step: int, key: str, value: Any) -> int | float:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """All complete objects of a JSON-lines file; a torn last line is left out, a missing file has none.
+    """Return all complete objects of a JSON-lines file; a torn last line is left out, a missing file has none.
 
     Raises RunDirectoryError naming file and line when any other line is unreadable.
     """

@@ -53,7 +53,7 @@ def seconds_of_generation(metrics: Mapping[str, float]) -> float:
 
 
 def scores_of(metrics: Mapping[str, float]) -> dict[str, float]:
-    """What the evaluations of a step measured, under the same names; how long they took is left out."""
+    """Return the scores of a step's evaluations, without the time that they took."""
     return {name: value for name, value in metrics.items() if name.startswith("eval/") and not name.endswith("/time")}
 
 
@@ -80,7 +80,7 @@ def clock(seconds: float) -> str:
 
 
 def score(value: float) -> str:
-    """A loss, norm or score: four significant digits, trailing zeros kept."""
+    """Return a loss, norm or score: four significant digits, trailing zeros kept."""
     if value == 0:
         return "0"
     return f"{value:.3e}" if not 1e-3 <= abs(value) < 1e6 else f"{value:#.4g}".removesuffix(".")

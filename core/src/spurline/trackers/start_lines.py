@@ -18,7 +18,7 @@ _WIDTH = 8
 
 
 def banner(loaded: LoadedConfig) -> list[str]:
-    """What a person checks at a glance before walking away."""
+    """Return the lines that a person checks before walking away."""
     config, plugins = loaded.config, loaded.host.plugins
     model = config.model
     # Those that are loaded by default are in every run.
@@ -51,7 +51,7 @@ class StartLines:
 
     @classmethod
     def of(cls, loaded: LoadedConfig) -> StartLines:
-        """As the trackers of this run want it."""
+        """Make start lines as the trackers of this run want them."""
         return cls(quiet=any(tracker.silences_start for tracker in loaded.config.trackers))
 
     def show(self, lines: list[str]) -> None:

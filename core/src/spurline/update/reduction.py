@@ -18,21 +18,21 @@ from spurline.config.run_config import ReductionConfig
 from spurline.data.batch import TrainingBatch, numbers_per_row, segment_numbers, sums_by_number
 
 Reduce = Callable[[TrainingBatch], tuple[TrainingBatch, float]]
-"""From a mini-batch to the same rows with their final loss weights, and the normaliser."""
+"""A function from a mini-batch to the same rows with final loss weights, and the normaliser."""
 
 
 def token_mean(batch: TrainingBatch) -> tuple[TrainingBatch, float]:
-    """Every loss token counts the same: w as in the batch, Z the sum of w."""
+    """Count every loss token the same: w as in the batch, Z the sum of w."""
     return batch, _normalizer(float(batch.tokens["loss_weights"].double().sum()))
 
 
 def sequence_mean(batch: TrainingBatch) -> tuple[TrainingBatch, float]:
-    """Every segment with loss counts the same: w divided by its sum in the segment, Z the number of such segments."""
+    """Count every segment with loss the same: w divided by its sum in the segment, Z the number of such segments."""
     return _equal_shares(batch, segment_numbers(batch))
 
 
 def prompt_mean(batch: TrainingBatch) -> tuple[TrainingBatch, float]:
-    """Every prompt with loss counts the same: w divided by its sum over the prompt, Z the number of such prompts.
+    """Count every prompt with loss the same: w divided by its sum over the prompt, Z the number of such prompts.
 
     A prompt is one uid with all its samples and turns; within it every loss token counts the same (ScaleRL, Khatri et
     al. 2025, arXiv:2510.13786).
@@ -70,7 +70,7 @@ REDUCTIONS: dict[str, Reduce] = {
 
 
 def make_reduction(config: ReductionConfig) -> Reduce:
-    """The reduction that the config asks for."""
+    """Return the reduction that the config asks for."""
     if config.name != "fixed_norm":
         return REDUCTIONS[config.name]
     assert config.length is not None, "fixed_norm without a length passed the config's check"
@@ -78,7 +78,7 @@ def make_reduction(config: ReductionConfig) -> Reduce:
 
 
 def describe_reduction(config: ReductionConfig) -> str:
-    """The reduction in words, one sentence, for `spurline plan`."""
+    """Return the reduction in words, one sentence, for `spurline plan`."""
     words = {
         "token_mean": "every loss token of an optimizer step counts the same",
         "sequence_mean": "every sequence of an optimizer step counts the same, whatever its length",

@@ -22,7 +22,7 @@ from spurline.update.reduction import Reduce, reduce_corrected, token_mean
 
 REFERENCE_LOGPROBS = "reference_logprobs"
 MADE_IN_UPDATE = frozenset({ENTROPY, REFERENCE_LOGPROBS})
-"""What no batch has to bring for a loss that needs it: it is computed by the models of an update."""
+"""Needs of a loss that no batch has to bring: it is computed by the models of an update."""
 _SUMMED = ("tokens", "loss_tokens", "time/forward_backward", "time/optimizer")
 
 
@@ -127,7 +127,7 @@ def _joined(name: str, values: Sequence[float]) -> float:
 
 
 def with_reference_logprobs(batch: TrainingBatch, loss: Loss, backend: Backend) -> TrainingBatch:
-    """The batch with the column `reference_logprobs`, if the loss needs it and the source has not put it in."""
+    """Return the batch with the column `reference_logprobs`, if the loss needs it and the source has not put it in."""
     if REFERENCE_LOGPROBS not in loss.needs or REFERENCE_LOGPROBS in batch.tokens:
         return batch
     column = torch.zeros(batch.num_rows, batch.length)

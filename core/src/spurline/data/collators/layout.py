@@ -54,7 +54,7 @@ class Segment:
 def lay_out(
     rows: Sequence[Sequence[Segment]], length: int, pad_token_id: int, info: Mapping[str, float] | None = None
 ) -> TrainingBatch:
-    """A batch of these rows, `length` tokens wide. A row without segments becomes a padding row.
+    """Return a batch of these rows, `length` tokens wide. A row without segments becomes a padding row.
 
     info: more numbers for metrics, beside those of `layout_info`.
     """
@@ -73,7 +73,7 @@ def lay_out(
 
 
 def layout_info(num_tokens: int, num_rows: int, length: int) -> dict[str, float]:
-    """What every layout reports. num_tokens: padding not counted. length: tokens in a row, padding included."""
+    """Return the numbers that every layout reports. num_tokens: without padding. length: of a row, with padding."""
     return {
         "packing/fill": num_tokens / (num_rows * length) if num_rows and length else 0.0,
         "packing/rows": float(num_rows),
@@ -84,7 +84,7 @@ def layout_info(num_tokens: int, num_rows: int, length: int) -> dict[str, float]
 def _write_row(
     segments: Sequence[Segment], length: int, pad_token_id: int, extra: Mapping[str, Any]
 ) -> dict[str, list[Any]]:
-    """The columns of one row as lists, token by token. extra: name -> what padding holds in that column."""
+    """Return the columns of one row as lists, token by token. extra: name -> what padding holds in that column."""
     input_ids, segment_ids, position_ids = [pad_token_id] * length, [0] * length, [0] * length
     loss_weights = [0.0] * length
     extra_columns = {name: [padding] * length for name, padding in extra.items()}
@@ -157,7 +157,7 @@ def turn_segments(trajectories: Sequence[TrajectoryToLayOut]) -> list[Segment]:
 
 
 def turn_name(uid: str, sample: int, turn: int) -> str:
-    """What messages call a turn."""
+    """Return the name of a turn in messages."""
     return f"Turn {turn} of sample {sample} of prompt {uid}"
 
 

@@ -67,7 +67,7 @@ class PackedCollator:
 
 
 def _end_to_end(segments: Sequence[Segment], aligned: Sequence[int]) -> list[Segment]:
-    """The segments of one row, each starting where the aligned one before it ends."""
+    """Return the segments of one row, each starting where the aligned one before it ends."""
     # One start more than there are segments: the end of the last.
     starts = accumulate(aligned, initial=0)
     return [replace(segment, start=start) for segment, start in zip(segments, starts, strict=False)]

@@ -15,7 +15,7 @@ PackingAlgorithm = Literal["ffd", "bfd", "multifit"]
 
 
 def round_up(length: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is at least `length`."""
+    """Return the smallest multiple of `multiple` that is at least `length`."""
     return -(-length // multiple) * multiple
 
 
@@ -41,7 +41,7 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int
 
 
 def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """As first_fit_decreasing, but each into the row that it leaves the least room in (ties: the earlier row)."""
+    """Pack as first_fit_decreasing, but each into the row that it leaves the least room in (ties: the earlier)."""
 
     def choose(room: Sequence[int], length: int) -> int | None:
         fitting = [(free, row) for row, free in enumerate(room) if free >= length]

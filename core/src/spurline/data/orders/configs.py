@@ -16,7 +16,7 @@ class UniformOrderConfig(OrderConfig):
 
 
 class SequentialOrderConfig(OrderConfig):
-    """As in the files, dataset after dataset, the same in each epoch."""
+    """The order of the files, dataset after dataset, the same in each epoch."""
 
     name: str = "sequential"
 
@@ -36,14 +36,14 @@ class LengthGroupedOrderConfig(OrderConfig):
 
 
 class CurriculumOrderConfig(OrderConfig):
-    """By the numbers of a column, from the easiest sample to the hardest, anew in each epoch; ties are shuffled."""
+    """The order of a column's numbers, from the easiest sample to the hardest in each epoch; ties are shuffled."""
 
     name: str = "curriculum"
     column: str = Field(min_length=1)
     """Column of the rows that holds the difficulty, under its name in the file. Dots lead into objects:
     `meta.difficulty`."""
     direction: Literal["ascending", "descending"] = "ascending"
-    """Whether small numbers come first, or large ones."""
+    """The numbers that come first, small or large ones."""
     stages: int | None = Field(default=None, gt=0)
     """Cut each epoch into this many stages of equal size, each harder than the one before and shuffled within; null
     sorts the whole epoch."""

@@ -32,7 +32,7 @@ def random_words(count: int, seed: int, number: int, stream: int = 0) -> NDArray
 
 
 def permutation(count: int, seed: int, epoch: int, stream: int = 0) -> Indices:
-    """A permutation of range(count) that depends on (seed, epoch, stream) only; int64 [count]."""
+    """Return a permutation of range(count) that depends on (seed, epoch, stream) only; int64 [count]."""
     return np.argsort(random_words(count, seed, epoch, stream), kind="stable").astype(np.int64)
 
 
@@ -44,7 +44,7 @@ class EpochOrder(ABC):
     """
 
     shuffles_passes: ClassVar[bool] = True
-    """Whether chance decides which samples an epoch has of a dataset that it does not show whole; else file order."""
+    """True if chance decides which samples an epoch has of a dataset that it does not show whole; else file order."""
 
     def __init__(self, config: OrderConfig, *, samples: SampleFacts, seed: int) -> None:
         assert len(samples.sizes) == len(samples.weights), (samples.sizes, samples.weights)
@@ -58,7 +58,7 @@ class EpochOrder(ABC):
 
     @abstractmethod
     def arrange(self, mixture: Indices, epoch: int) -> Indices:
-        """The samples of an epoch, counted from 0, in their order. Pure.
+        """Return the samples of an epoch, counted from 0, in their order. Pure.
 
         mixture: the same samples in file order, int64 [samples_per_epoch], with repeats where weights are above 1.
         """

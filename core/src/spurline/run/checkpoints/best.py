@@ -57,7 +57,7 @@ class BestSoFar:
             self.step, self.value = step, value
 
     def facts(self) -> dict[str, Any] | None:
-        """What a manifest says of it, None while there is none."""
+        """Return facts for a manifest; None while there is none."""
         if self._config is None or self.step is None:
             return None
         metric = self._config.metric
@@ -110,14 +110,14 @@ def _not_measured(metric: str, where: str, known: Collection[str]) -> ConfigErro
 
 
 def is_better(config: WatchedMetricConfig, value: float, than: float, by: float = 0.0) -> bool:
-    """Whether a value is better than another by more than so much. NaN is worse than anything."""
+    """Return whether a value is better than another by more than so much. NaN is worse than anything."""
     if math.isnan(than):
         return not math.isnan(value)
     return value < than - by if config.lower_is_better else value > than + by
 
 
 def is_same_data(config: WatchedMetricConfig | None, before: Mapping[str, str], now: Mapping[str, str]) -> bool:
-    """Whether the evaluation of the metric has the same fingerprint, by `eval` or `eval/NAME`, as before."""
+    """Return whether the evaluation of the metric has the same fingerprint, by `eval` or `eval/NAME`, as before."""
     if config is None:
         return True
     label = label_of(config.metric, now)
@@ -125,5 +125,5 @@ def is_same_data(config: WatchedMetricConfig | None, before: Mapping[str, str], 
 
 
 def label_of(metric: str, labels: Collection[str]) -> str:
-    """Which of the evaluations, by `eval` or `eval/NAME`, measures this metric: the one of the longest label."""
+    """Return the label of the evaluation that measures a metric: the longest that fits."""
     return next((label for label in sorted(labels, reverse=True) if metric.startswith(f"{label}/")), "eval")

@@ -20,7 +20,7 @@ from spurline.run.checkpoints.checkpoint import Checkpoint
 
 @dataclass(frozen=True)
 class ResumeRequest:
-    """What a person asks of a resume.
+    """A person's wishes for a resume.
 
     choice: `auto`, `never` or the path of a checkpoint folder. allow_change: settings or sections that may differ from
     the checkpoint's although they change how the run trains.
@@ -66,7 +66,7 @@ class PermittedChanges:
         return [*earlier, *(f"Changed since the checkpoint: {item}{_REMARK[item.mark]}." for item in self._changed)]
 
     def history(self) -> tuple[Mapping[str, Any], ...]:
-        """Those of earlier resumes and these, but for what cannot show in the numbers."""
+        """Return those of earlier resumes and these, but for what cannot show in the numbers."""
         new = [
             {"step": self._step, "key": change.key, "before": change.before, "now": change.now}
             for change in self._changed
@@ -93,7 +93,7 @@ class PermittedChanges:
 
 
 def _recorded(entry: Mapping[str, Any]) -> Difference:
-    """An entry of the history; it was permitted then."""
+    """Return an entry of the history; it was permitted then."""
     return Difference(entry["key"], entry["before"], entry["now"], OnResume.FREE)
 
 

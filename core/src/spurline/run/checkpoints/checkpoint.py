@@ -46,7 +46,7 @@ BEST = "best"
 """File that names the checkpoint with the best evaluation."""
 
 Verify = Literal["full", "sizes"]
-"""What is compared with the manifest: size and content of every file, or the size alone."""
+"""The comparison with the manifest: size and content of every file, or the size alone."""
 
 _attempts = count(1)
 """Numbers of the folders that this process writes into."""
@@ -304,7 +304,7 @@ def open_checkpoint(path: Path, verify: Verify = "full") -> Checkpoint:
 
 
 def _file_entries(folder: Path, files: Sequence[Path], written: Written) -> dict[str, dict[str, Any]]:
-    """The manifest's entries of all files, which are safe on the disk then."""
+    """Return the manifest's entries of all files, which are safe on the disk then."""
     entries: dict[str, dict[str, Any]] = {}
     known = written.digests
     # Some libraries create files that the owner alone can read. Not by the umask: to read it is to change it, for
@@ -358,7 +358,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _is_entry(name: str, entry: Any) -> bool:
-    """Whether it describes a file of the folder, by a path that leads nowhere else."""
+    """Return whether it describes a file of the folder, by a path that leads nowhere else."""
     if not name or "\0" in name or name.startswith("/") or ".." in name.split("/"):
         return False
     return isinstance(entry, dict) and isinstance(entry.get("bytes"), int) and isinstance(entry.get("xxh3"), str)

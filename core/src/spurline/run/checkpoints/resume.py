@@ -48,7 +48,7 @@ from spurline.trackers.jsonl import METRICS_FILE, read_metrics
 
 @dataclass(frozen=True)
 class Resume:
-    """Where a run continues.
+    """The point at which a run continues.
 
     checkpoint: None for a new run. notes: what a person should know about it. foreign: it is another run's checkpoint.
     history: changes of settings since the run began, as `{step, key, before, now}`: from the step after `step` on.
@@ -106,7 +106,7 @@ def find_resume(directory: RunDirectory, loaded: LoadedConfig, request: ResumeRe
 
 
 def _chosen(choice: str, store: CheckpointStore, verify: Verify) -> Checkpoint:
-    """The checkpoint at this path; for a run directory its latest."""
+    """Return the checkpoint at this path; for a run directory its latest."""
     path = Path(choice)
     if not path.is_dir():
         raise CheckpointError(
@@ -119,7 +119,7 @@ def _chosen(choice: str, store: CheckpointStore, verify: Verify) -> Checkpoint:
 
 
 def _is_foreign(checkpoint: Checkpoint, directory: RunDirectory) -> bool:
-    """Whether it is another run's checkpoint, or one that was set aside.
+    """Return whether it is another run's checkpoint, or one that was set aside.
 
     Raises RunDirectoryError when it is and the directory has a history of its own.
     """
@@ -142,7 +142,7 @@ def _check_versions(checkpoint: Checkpoint, loaded: LoadedConfig) -> Iterator[st
 
 @dataclass(frozen=True)
 class Course:
-    """What a manifest says of how a run has gone, besides its settings.
+    """The part of a manifest that tells how a run has gone.
 
     updates: optimizer steps by role. history: as of `Resume`. best: the best evaluation so far. early_stop: what it
     has counted. pending: the step's metrics, when its evaluation is still to come.
@@ -167,7 +167,7 @@ class Course:
 
 @dataclass(frozen=True)
 class CheckpointContents:
-    """What the checkpoint of one step holds, and what becomes of others once it is there.
+    """The content of one step's checkpoint, and the others that are kept beside it.
 
     write: fills its folder. facts: for its manifest. best: step of the best evaluation so far. keep_last: checkpoints
     to keep besides that one's.

@@ -36,7 +36,7 @@ class Saving:
         course: Callable[[Mapping[str, float] | None], Course],
     ) -> None:
         self.has_saved = False
-        """Whether a checkpoint of this process is complete."""
+        """True if a checkpoint of this process is complete."""
         self._loaded = loaded
         self._directory = directory
         self._components = components
@@ -46,7 +46,7 @@ class Saving:
         self._saved_at = time.monotonic()
 
     def is_time(self) -> bool:
-        """Whether `checkpoint.every_minutes` have gone by since the last one."""
+        """Return whether `checkpoint.every_minutes` have gone by since the last one."""
         minutes = self._loaded.config.checkpoint.every_minutes
         return minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
 

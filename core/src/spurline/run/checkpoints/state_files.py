@@ -58,7 +58,7 @@ def write_state(path: Path, state: Mapping[str, object], owner: str | None = Non
 
 
 def copied_state(value: Any) -> Any:
-    """What `state_dict` returned, so that nothing which changes it later changes this.
+    """Copy what `state_dict` returned, so that nothing which changes it later changes this.
 
     Parts that are frozen are left where they are; others are all made here.
     """
@@ -104,7 +104,7 @@ def _write_parts(folder: Path, parts: StateParts, keys: tuple[str, ...], digests
 
 
 def read_state(path: Path) -> dict[str, object]:
-    """What `write_state` wrote, but parts, which are read while they are iterated over.
+    """Read what `write_state` wrote; parts are read while they are iterated over.
 
     Raises FileNotFoundError when there is none, DamagedCheckpointError when it is not as it was written.
     """
@@ -145,7 +145,7 @@ class _TakenOut:
     parts: list[tuple[StateParts, tuple[str, ...]]]
 
     def replaced(self, value: Any, keys: tuple[str, ...]) -> Any:
-        """The value with references in place of what is taken out of it. keys: the way to it."""
+        """Return the value with references in place of what is taken out of it. keys: the way to it."""
         if isinstance(value, np.ndarray):
             if not can_hold(value):
                 raise TypeError(f"{_way(keys)} is an array of {value.dtype}")
@@ -176,7 +176,7 @@ def _way(keys: tuple[str, ...]) -> str:
 
 
 def _free_name(wanted: str, taken: Mapping[str, object]) -> str:
-    """The keys joined by slashes. Keys may hold slashes themselves; the second array of one name is `NAME~2`."""
+    """Return the keys joined by slashes. Keys may hold slashes themselves; the second array of one name is `NAME~2`."""
     # The format is UTF-8, which has no half of a surrogate pair.
     wanted = wanted.encode("utf-8", "replace").decode("utf-8")
     name, number = wanted, 1

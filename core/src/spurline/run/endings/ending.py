@@ -63,7 +63,7 @@ class RunResult:
 
 
 class Ending:
-    """Of a run whose components are built.
+    """The ending of a run whose components are built.
 
     files: its record, which is told the status. options: words that the command needs to be given again as long as no
     checkpoint holds what they permit.
@@ -96,7 +96,7 @@ class Ending:
         return go_on(self._loaded, () if self._saving.has_saved else self._options)
 
     def explained(self, error: BaseException) -> BaseException:
-        """What ended the run, with what is left of it and how to go on."""
+        """Return the error that ended the run, with what is left of it and how to go on."""
         self._saving.settle(error)
         kept = self._state.checkpoint
         where = f"The last checkpoint is {kept}." if kept else "There is no checkpoint."
@@ -132,7 +132,7 @@ class Ending:
                 error.add_note(f"{summary} could not be written either: {failure}")
 
     def lasting_warnings(self) -> tuple[str, ...]:
-        """What was off and lasted."""
+        """Return the warnings that lasted."""
         return tuple(warning.words for warning in self._warnings if warning.lasts)
 
 

@@ -75,7 +75,7 @@ class EarlyStop:
         return None
 
     def facts(self) -> dict[str, Any] | None:
-        """What a manifest says of it, None while there is nothing."""
+        """Return facts for a manifest; None while there are none."""
         if self._config is None or self._last is None:
             return None
         return {**_measure(self._config), "best": self._best, "last": self._last, "waited": self._waited}

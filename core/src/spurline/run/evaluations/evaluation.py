@@ -47,7 +47,7 @@ class ScheduledEvaluation:
 
     @property
     def label(self) -> str:
-        """What its data is called in plans, summaries and reports."""
+        """Return the name of its data in plans, summaries and reports."""
         return f"eval/{self.name}" if self.name else "eval"
 
     def longest(self) -> Longest | None:
@@ -84,7 +84,7 @@ class ScheduledEvaluation:
 
 
 class DataEvaluation(HeldOutEvaluation):
-    """What the section `evaluation` asks for: the default evaluation of `data.eval`, and those of plugins' sections."""
+    """The evaluations of the section `evaluation`: the default one of `data.eval`, and those of plugins' sections."""
 
     def __init__(self, config: RunConfig, context: EvaluationContext) -> None:
         registry = context.run.host.registry
@@ -145,7 +145,7 @@ class DataEvaluation(HeldOutEvaluation):
 
 
 def build_evaluations(context: EvaluationContext, stack: ExitStack) -> tuple[ScheduledEvaluation, ...]:
-    """Every evaluation of the run, that of `data.eval` first. The stack closes them."""
+    """Build every evaluation of the run, that of `data.eval` first. The stack closes them."""
     config, registry = context.run.config, context.run.host.registry
     built: list[ScheduledEvaluation] = []
 
@@ -190,5 +190,5 @@ def metrics_of(evaluations: Sequence[ScheduledEvaluation]) -> dict[str, set[str]
 
 
 def fingerprints(evaluations: Sequence[ScheduledEvaluation]) -> dict[str, str]:
-    """Of the held-out data by `label`."""
+    """Return the fingerprints of the held-out data by `label`."""
     return {evaluation.label: evaluation.held_out.fingerprint() for evaluation in evaluations}

@@ -18,7 +18,7 @@ from spurline.run.evaluations.evaluation import ScheduledEvaluation, run_all
 
 
 class StepScores:
-    """Of one step after the other."""
+    """The scores of one step after the other."""
 
     def __init__(
         self, evaluations: Sequence[ScheduledEvaluation], backend: Backend, best: BestSoFar, early_stop: EarlyStop
@@ -40,7 +40,7 @@ class StepScores:
 
     @property
     def asked(self) -> Mapping[str, float]:
-        """What hooks have evaluated in this step."""
+        """Return the metrics that hooks have evaluated in this step."""
         return MappingProxyType(self._asked or {})
 
     def measure(self, step: int, due: Sequence[ScheduledEvaluation]) -> tuple[dict[str, float], list[dict[str, Any]]]:
@@ -54,7 +54,7 @@ class StepScores:
         return scores, samples
 
     def beside(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """What hooks have evaluated in this step. Raises UserError when the step's own metrics have such a name."""
+        """Return what hooks have evaluated in this step. Raises UserError for a name of the step's own metrics."""
         if taken := sorted(self.asked.keys() & metrics.keys()):
             raise UserError(
                 f"run.evaluate: the metric '{taken[0]}' is one of the step's own. Evaluate under another prefix."
@@ -62,7 +62,7 @@ class StepScores:
         return dict(self.asked)
 
     def ask(self, prefix: str) -> dict[str, float]:
-        """Every evaluation now, its metrics under PREFIX/; `Run.evaluate` says what it raises."""
+        """Make every evaluation now, with its metrics under PREFIX/; `Run.evaluate` says what it raises."""
         if not self._evaluations:
             what = f"is empty, and run.evaluate({prefix!r}) needs held-out data. Set it, or add `evaluations`."
             raise ConfigError.at("data.eval", what)
