@@ -10,7 +10,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 
 class SpurlineError(Exception):
@@ -151,18 +150,13 @@ def line_of(key: str, lines: dict[str, int]) -> int | None:
 
 
 _NAMES_SHOWN = 100
-_NAMES_COMPARED = 1000
-_LONGEST_NAME = 300
-"""Letters; nobody means to write a longer one."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """Return the closest other known word, whatever its case; None when none is close."""
     # Of names that differ in case alone, the first in the alphabet stands for all.
-    # Comparing takes the product of the lengths, and a row of others may have a million columns.
-    names = sorted(name for name in {*islice(known, _NAMES_COMPARED)} - {word} if len(name) <= _LONGEST_NAME)
-    folded = {name.casefold(): name for name in reversed(names)}
-    match = difflib.get_close_matches(word.casefold()[:_LONGEST_NAME], folded, n=1, cutoff=0.6)
+    folded = {name.casefold(): name for name in sorted({*known} - {word}, reverse=True)}
+    match = difflib.get_close_matches(word.casefold(), folded, n=1, cutoff=0.6)
     return folded[match[0]] if match else None
 
 
@@ -192,6 +186,5 @@ def _letters(word: str) -> str:
 def listing(names: Iterable[str]) -> str:
     """Names as one sorted, comma-separated line; `(none)` when there are none. Of very many, some."""
     found = sorted(names)
-    shown = [name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}..." for name in found[:_NAMES_SHOWN]]
     more = f" and {len(found) - _NAMES_SHOWN:,} more" if len(found) > _NAMES_SHOWN else ""
-    return ", ".join(shown) + more or "(none)"
+    return ", ".join(found[:_NAMES_SHOWN]) + more or "(none)"

@@ -9,7 +9,6 @@ short ways as loading does. Light on purpose: pydantic and the standard library 
 from __future__ import annotations
 
 import inspect
-import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -70,23 +69,13 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
 
     @classmethod
-    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """Put what the fields mean into the class's docstring, where `help()` finds it."""
-        super().__pydantic_init_subclass__(**kwargs)
-        summary = _own_summary(cls)
-        meanings = [f"{name}: {_meaning(cls, name)}" for name in cls.model_fields]
-        cls.__doc__ = f"{summary_of(cls)}\n\n{_SETTINGS}\n{textwrap.indent(chr(10).join(meanings), '    ')}"
-        # The schema describes each field where it stands.
-        cls.model_config = {**cls.model_config, "json_schema_extra": {"description": summary} if summary else None}
-
-    @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         schema = handler(source)
         _refuse_booleans(handler.resolve_ref_schema(schema), cls)
         return schema
 
     def problems(self, run: RunSettings) -> Iterable[Problem]:
-        """Checks that need other sections. Keys are relative to this section; override where a field needs one."""
+        """Yield problems that other sections decide. Keys are relative to this section."""
         return ()
 
     def await_services(self, progress: Progress) -> None:
@@ -97,24 +86,9 @@ class Section(BaseModel):
         """
 
 
-_SETTINGS = "Settings:"
-"""The line between a section's own docstring and that of its fields."""
-
-
 def summary_of(section: type[BaseModel]) -> str:
-    """Return the docstring of a section as it was written, or of the nearest base that has one."""
-    return next((text for text in map(_own_summary, section.__mro__) if text), "")
-
-
-def _own_summary(section: type) -> str:
-    return inspect.cleandoc(section.__doc__ or "").partition(f"{_SETTINGS}\n")[0].strip()
-
-
-def _meaning(section: type[BaseModel], name: str) -> str:
-    """What the field's docstring says, or that of the field it takes the place of."""
-    bases = [base for base in section.__mro__ if issubclass(base, BaseModel) and name in base.model_fields]
-    meanings = [base.model_fields[name].description or "" for base in bases]
-    return next((text for text in meanings if text), "")
+    """Return the docstring of a section, or of the nearest base that has one."""
+    return inspect.getdoc(section) or ""
 
 
 def sections_within(value: Any, path: str = "") -> Iterator[tuple[str, Section]]:

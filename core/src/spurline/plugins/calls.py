@@ -27,7 +27,6 @@ class HookCalls:
     def __init__(self) -> None:
         self._plugins: list[str] = []
         self._added: dict[str, tuple[str, float]] = {}
-        self._known: set[str] = set()
 
     @property
     def plugin(self) -> str | None:
@@ -36,7 +35,6 @@ class HookCalls:
 
     def named(self, function: Callable[..., Any], plugin: str, hook: str, *, wrapper: bool) -> Callable[..., Any]:
         """Wrap the implementation of a hook, so that what it raises has the plugin's name."""
-        self._known.add(plugin)
 
         @functools.wraps(function)
         def call(*arguments: Any) -> Any:
@@ -126,12 +124,6 @@ class HookCalls:
         if name in _OF_THE_LOOP:
             raise PluginError(
                 f"its wrapper gave the metric '{name}', which the loop gives itself. Call it '{plugin}/{name}', say."
-            )
-        owner, slash, rest = name.partition("/")
-        if slash and owner != plugin and owner in self._known:
-            raise PluginError(
-                f"its wrapper gave the metric '{name}', and names that begin with '{owner}/' are for plugin '{owner}'. "
-                f"Call it '{plugin}/{rest}', say."
             )
         return name
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 from spurline.config.loading import LoadedConfig
-from spurline.config.run_config import RunConfig
 from spurline.config.section import sections_within
 from spurline.plugins.registry import resolve
 from spurline.progress import Progress, describe_count, silent, waiting
@@ -106,7 +104,6 @@ def build_components(
         *loaded.config.backend.check_lengths(loaded, data.source, data.evaluations),
         *loaded.config.tokenization.notes(loaded.config.model, data.context.tokenizer),
         *loaded.config.schedule.notes(data.total_updates(done)),
-        *interval_notes(loaded.config, data),
         *loaded.config.backend.notes(loaded.config),
     ]
     check_watched(loaded.config, lambda: metrics_of(data.evaluations))
@@ -132,41 +129,6 @@ def build_components(
             "Set these to 0 under model.config_overrides to train without"
         )
     return Components(data, backend, trackers, tuple(notes))
-
-
-def interval_notes(config: RunConfig, data: DataComponents) -> list[str]:
-    """Name intervals and a patience that are longer than the run, so that nothing comes of them."""
-    steps, notes = data.source.total_steps, list[str]()
-    for evaluation in data.evaluations:
-        if evaluation.every_steps is not None and evaluation.every_steps > steps:
-            key = f"evaluations.{evaluation.name}" if evaluation.name else "evaluation"
-            notes.append(
-                f"{key}.every_steps is {evaluation.every_steps:,} and the run has {steps:,} steps, so it measures at "
-                f"{'the start and ' if evaluation.at_start else ''}the end alone"
-            )
-    saves = config.checkpoint.every_steps
-    if saves is not None and saves > steps:
-        notes.append(
-            f"checkpoint.every_steps is {saves:,} and the run has {steps:,} steps, so it never saves by that before "
-            "the end"
-        )
-    stop = config.stop_when
-    # The evaluation with the longest name that fits: `eval/` begins them all.
-    watched = [each for each in data.evaluations if stop is not None and stop.metric.startswith(f"{each.label}/")]
-    if stop is not None and stop.patience is not None and watched:
-        of = max(watched, key=lambda each: len(each.label))
-        times = of.at_start + (1 if of.every_steps is None else math.ceil(steps / of.every_steps))
-        # The first one is the best so far, and after the last there is nothing to end.
-        if times - 1 <= stop.patience:
-            notes.append(
-                f"stop_when.patience is {stop.patience:,} and the run measures {stop.metric} {_times(times)}, so it "
-                "never ends early for want of better"
-            )
-    return notes
-
-
-def _times(number: int) -> str:
-    return "once" if number == 1 else f"{number:,} times"
 
 
 def build_backend(loaded: LoadedConfig, stack: ExitStack, total_updates: int) -> Backend:

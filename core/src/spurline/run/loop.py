@@ -10,13 +10,20 @@ import time
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
-from spurline.plugins.run_view import RunView
+from spurline.protocols.backend import Backend
+from spurline.protocols.prefetch import Prefetch
+from spurline.protocols.source import BatchSource
 
 
-class LoopedRun(RunView, Protocol):
-    """A run as the loop sees it."""
+class LoopedRun(Protocol):
+    """A run as the loop sees it: `spurline.run.session.Session`."""
+
+    hooks: Any
+    source: BatchSource
+    backend: Backend
+    batches: Prefetch
 
     def remaining_steps(self) -> Iterator[int]: ...
 

@@ -17,7 +17,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-from spurline.errors import RunDirectoryError, RunDirectoryLostError, RunFailedError
+from spurline.errors import RunDirectoryError, RunFailedError
 from spurline.files import own_file, regular_file, replace_file, write_failure
 from spurline.protocols.tracker import RunInfo
 from spurline.trackers.configs import JsonlTrackerConfig
@@ -51,19 +51,15 @@ class JsonlTracker:
             raise write_failure(path, error) from error
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one line; it survives the process from here on. Raises RunFailedError when the disk is full, and
-        RunDirectoryLostError when somebody removed the file, into which one could write for ever."""
+        """Append one line; it survives the process from here on. Raises RunFailedError when the disk is full."""
         assert self._file is not None, "JsonlTracker.log before start or after close"
         line = encode_line(step, metrics)
         try:
             # One write call: a kill in the middle of it tears this line at most.
             if self._file.write(line) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            is_lost = os.fstat(self._file.fileno()).st_nlink == 0
         except OSError as error:
             raise write_failure(Path(self._file.name), error) from error
-        if is_lost:
-            raise RunDirectoryLostError(f"{self._file.name} was removed while the run was going on.")
 
     def flush(self) -> None:
         """Force all lines to the disk, where they survive a power cut. Raises RunFailedError when that fails."""

@@ -21,7 +21,7 @@ from spurline.errors import ConfigError, Problem, RunDirectoryError, UserError
 from spurline.plugins.registry import CORE, group_by_kind
 from spurline.progress import Progress, describe_count, silent
 from spurline.protocols.loss import Loss
-from spurline.run.build import DataComponents, build_data, build_trackers, interval_notes
+from spurline.run.build import DataComponents, build_data, build_trackers
 from spurline.run.checkpoints.best import check_watched
 from spurline.run.directory import RunDirectory
 from spurline.run.evaluations.evaluation import metrics_of
@@ -134,7 +134,6 @@ def _add_data(plan: Plan, loaded: LoadedConfig, data: DataComponents, row_limit:
     plan.sections["steps"] = [
         *_steps(config, data),
         *config.schedule.notes(data.total_updates()),
-        *interval_notes(config, data),
     ]
 
 

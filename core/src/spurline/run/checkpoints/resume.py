@@ -5,7 +5,6 @@ Which settings may differ from those of the checkpoint is decided in `spurline.r
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from spurline.config.loading import LoadedConfig
-from spurline.config.run_config import RunConfig
 from spurline.digests import FileDigest
 from spurline.errors import (
     CheckpointError,
@@ -24,9 +22,8 @@ from spurline.errors import (
     listing,
 )
 from spurline.protocols.backend import Role, TakesSnapshots
-from spurline.protocols.schedule import Schedule
 from spurline.protocols.stateful import Stateful
-from spurline.run.build import Components, DataComponents, Done
+from spurline.run.build import Components, Done
 from spurline.run.checkpoints.best import BestSoFar, is_same_data
 from spurline.run.checkpoints.changes import PermittedChanges, ResumeRequest
 from spurline.run.checkpoints.checkpoint import (
@@ -42,8 +39,7 @@ from spurline.run.checkpoints.checkpoint import (
 from spurline.run.checkpoints.state_files import copied_state, read_state, write_state
 from spurline.run.directory import RunDirectory
 from spurline.run.evaluations.early_stop import EarlyStop
-from spurline.run.evaluations.evaluation import ScheduledEvaluation, fingerprints
-from spurline.trackers.jsonl import METRICS_FILE, read_metrics
+from spurline.run.evaluations.evaluation import fingerprints
 
 
 @dataclass(frozen=True)
@@ -271,50 +267,15 @@ def restore(
     store = CheckpointStore(loaded.config.run_dir / "checkpoints")
     moved = store.set_aside_after(checkpoint.step)
     notes += [f"Set aside, since its steps are trained again: {path}." for path in moved]
-    notes += restore_best(checkpoint, loaded.config, components.data.evaluations, best)
-    before, now = _held_out(checkpoint, components.data.evaluations)
+    before, now = checkpoint.manifest.get("held_out") or {}, fingerprints(components.data.evaluations)
+    notes += _compare_held_out(before, now)
+    kept = {int(path.name.removeprefix("step-")) for path in store.paths()}
+    same_data = is_same_data(loaded.config.checkpoint.keep_best, before, now)
+    notes += best.restore(checkpoint.manifest.get("best"), kept, same_data=same_data)
     same_data = is_same_data(loaded.config.stop_when, before, now)
     notes += early_stop.restore(checkpoint.manifest.get("early_stop"), same_data=same_data)
     store.point_to_best(best.step)
     return notes
-
-
-def restore_best(
-    checkpoint: Checkpoint, config: RunConfig, evaluations: Sequence[ScheduledEvaluation], best: BestSoFar
-) -> list[str]:
-    """Go on from the best evaluation that the checkpoint knows of; returns notes on what does not compare with it."""
-    before, now = _held_out(checkpoint, evaluations)
-    paths = CheckpointStore(config.run_dir / "checkpoints").paths()
-    kept = {int(path.name.removeprefix("step-")) for path in paths}
-    same_data = is_same_data(config.checkpoint.keep_best, before, now)
-    notes = best.restore(checkpoint.manifest.get("best"), kept, same_data=same_data)
-    return [*_compare_held_out(before, now), *notes]
-
-
-def rate_notes(resume: Resume, loaded: LoadedConfig, data: DataComponents) -> list[str]:
-    """Say where the learning rate jumps, as a schedule runs over all steps of a run whose length has changed."""
-    checkpoint, config = resume.checkpoint, loaded.config
-    if checkpoint is None or all(checkpoint.config.get(key) == getattr(config, key) for key in ("steps", "epochs")):
-        return []
-    lines = read_metrics(checkpoint.path.parent.parent / METRICS_FILE, skip_foreign=True)
-    before = next((line["lr"] for line in reversed(lines) if line["step"] == checkpoint.step and "lr" in line), None)
-    schedule: Schedule = loaded.host.registry.create("schedule", config.schedule)
-    done, total = data.updates_behind(resume.done), data.total_updates(resume.done)
-    there, now = (config.optimizer.learning_rate * schedule.factor(update, total) for update in (done, done + 1))
-    # A rate that also changes from step to step has jumped only where the new schedule has another for the same step.
-    if before is None or math.isclose(before, there, rel_tol=0.01):
-        return []
-    return [
-        f"Schedule '{config.schedule.name}' now runs over {data.source.total_steps:,} steps: the learning rate was "
-        f"{before:.2e} at step {checkpoint.step:,} and is {now:.2e} at step {checkpoint.step + 1:,}."
-    ]
-
-
-def _held_out(
-    checkpoint: Checkpoint, evaluations: Sequence[ScheduledEvaluation]
-) -> tuple[Mapping[str, str], Mapping[str, str]]:
-    """Fingerprints of held-out data by label, of the checkpoint and now."""
-    return checkpoint.manifest.get("held_out") or {}, fingerprints(evaluations)
 
 
 def _load_backend(checkpoint: Checkpoint, components: Components, loaded: LoadedConfig) -> None:

@@ -1,0 +1,322 @@
+"""The session of a run: everything it is made of, from its first step to its last.
+
+In: a config whose data is built, and the checkpoint to go on from. Out: trained steps, their record and checkpoints,
+and how it all ended. `Run` is the face of it for programs and hooks; `loop` has the order of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from spurline.config.loading import LoadedConfig
+from spurline.data.configs import SerialPrefetchConfig
+from spurline.errors import RankFailedError
+from spurline.plugins.run_view import RunView
+from spurline.progress import Progress
+from spurline.protocols.prefetch import Prefetch
+from spurline.protocols.tracker import RunInfo
+from spurline.run import loop
+from spurline.run.build import Components, build_update, summarize_run
+from spurline.run.checkpoints.best import BestSoFar
+from spurline.run.checkpoints.changes import ResumeRequest
+from spurline.run.checkpoints.resume import Course, Resume, restore
+from spurline.run.checkpoints.saving import Saving
+from spurline.run.directory import RunDirectory, RunRecordFiles
+from spurline.run.endings.ending import Ending, RunResult, Status
+from spurline.run.endings.stop_request import StopRequest
+from spurline.run.evaluations.early_stop import EarlyStop
+from spurline.run.evaluations.step_scores import StepScores
+from spurline.run.state import RunState
+
+
+class Session:
+    """The part of a run that trains. It restores the checkpoint that it goes on from when it is made.
+
+    Args:
+        loaded: The config.
+        directory: The run directory, open.
+        request: A person's wishes for a resume.
+        resume: The point to go on from.
+        components: Every component of the run.
+        stop: Is set when the run is to stop.
+        progress: Is told what takes time.
+        stack: Takes down what is started here.
+    """
+
+    batches: Prefetch
+    """There from the first step on."""
+
+    def __init__(
+        self,
+        loaded: LoadedConfig,
+        directory: RunDirectory,
+        request: ResumeRequest,
+        resume: Resume,
+        components: Components,
+        stop: StopRequest,
+        progress: Progress,
+        stack: ExitStack,
+    ) -> None:
+        directory.check_present()
+        self.loaded, self.components = loaded, components
+        self.hooks = loaded.host.hooks
+        self.source, self.backend = components.data.source, components.backend
+        self.tokenizer = components.data.context.tokenizer
+        self.state = RunState()
+        self.is_started = False
+        """True from when the source has been started."""
+        self._config = loaded.config
+        self._directory, self._resumed = directory, resume
+        self._stop, self._progress, self._stack = stop, progress, stack
+        self._best = BestSoFar(loaded.config.checkpoint.keep_best)
+        self._early_stop = EarlyStop(loaded.config.stop_when)
+        self._step_under_way: int | None = None
+        self._is_over = False
+        self._notes = [*components.notes, *resume.notes]
+        checkpoint = resume.checkpoint
+        if checkpoint is not None:
+            progress("restoring the checkpoint")
+            self._notes += restore(checkpoint, components, loaded, self._best, self._early_stop)
+            self.state = RunState(checkpoint.step, checkpoint.step, checkpoint.path)
+        elif note := directory.set_aside_earlier(self.source.records):
+            self._notes.append(note)
+        self._update = build_update(components, loaded, resume.done)
+        # With what hooks of plugins attach for this run.
+        stack.enter_context(loaded.host.attachments())
+        loaded.host.attach(self._update, "core/update")
+        history = {"history": list(resume.history)} if resume.history else {}
+        self._files = RunRecordFiles(directory, summarize_run(components, loaded) | history)
+        # A new run keeps no answers, not even those of step 0 that an earlier attempt left.
+        self._files.start(loaded.resolved(), -1 if checkpoint is None else self.state.step)
+        self.scores = StepScores(components.data.evaluations, self.backend, self._best, self._early_stop)
+        self._saving = Saving(loaded, directory, components, self.state, self._course)
+        # Whatever ended the run: nothing is renamed into a directory that another run may hold.
+        stack.callback(self._saving.abandon)
+        self.ending = Ending(loaded, directory, self.source, self.state, self._saving, self._files, request.options())
+
+    def train(self, run: RunView) -> None:
+        """Train from the first step to the end, and record how it ended, also after an error.
+
+        Args:
+            run: The run as hooks see it.
+        """
+        error: BaseException | None = None
+        try:
+            self.hooks.on_run_start(run=run)
+            self._notes += self.components.hook_states.close()
+            self._start_trackers()
+            # Engines may take minutes to start, and nothing is trained by then.
+            self._stop.cut_short(self._start_batches)
+            if self._stop.signal is None:
+                self._settle_start()
+            loop.train(self)
+            self._saving.take_written(wait=True)
+            if self.state.step > self.state.saved_step:
+                # A stop was asked for after the last step had its chance to save.
+                self._saving.save(self.state.step)
+            self._export_if_finished(run)
+            self._directory.check_present()
+        except BaseException as raised:
+            # What ended the run stands, also where saving the rest of it fails in a way of its own.
+            error = raised
+            error = self.ending.explained(raised)
+            if error is raised:
+                raise
+            raise error from raised
+        finally:
+            self._is_over = True
+            self._end(run, error)
+
+    def result(self, files: Mapping[str, Path]) -> RunResult:
+        """Return how the run ended. files: those that plugins made of its record."""
+        model, adapter = self._exports() if self._status() == "finished" else (None, None)
+        return RunResult(
+            self._status(),
+            self.state.step,
+            self.state.metrics,
+            self.state.checkpoint,
+            self._stop.signal,
+            self._stop_reason(),
+            self.ending.go_on(),
+            self._best.facts(),
+            self.ending.lasting_warnings(),
+            model,
+            adapter,
+            files,
+        )
+
+    def words_on_stop(self) -> str:
+        """Say what the run does about a request to stop."""
+        if self._is_over:
+            return "Ending what the run has started"
+        step = self._step_under_way
+        if step is not None:
+            return f"Finishing step {step:,} and saving"
+        return "Finishing and saving" if self.is_done else f"Stopping before step {self.state.step + 1:,}"
+
+    def _course(self, pending: Mapping[str, float] | None) -> Course:
+        return Course(self._update.done, self._resumed.history, self._best, self._early_stop, pending)
+
+    def _start_trackers(self) -> None:
+        # A step whose evaluation is still to come gets its line when that is done.
+        kept = self.state.step - (1 if self._resumed.pending is not None else 0)
+        notes = (*self._notes, *self._files.data_notes())
+        continues = self._resumed.checkpoint is not None
+        info = RunInfo(self._directory.path, kept, self.source.total_steps, self.loaded.resolved(), notes, continues)
+        for tracker in self.components.trackers.values():
+            tracker.start(info)
+            self._stack.callback(tracker.close)
+
+    def _start_batches(self) -> None:
+        first = self.state.step + 1
+        self.source.start(first, self.backend)
+        self.is_started = True
+        # A batch that depends on the weights cannot be built ahead of the update before it.
+        prefetch = self._config.prefetch if self.source.pure else SerialPrefetchConfig(name="core/serial")
+        self.batches = self.loaded.host.registry.create(
+            "prefetch", prefetch, build=self.source.build, last_step=self.source.total_steps
+        )
+        self._stack.callback(self.batches.close)
+        self.batches.start(first)
+
+    def _settle_start(self) -> None:
+        """Measure the model that a new run begins with, or do what a resume owes before its first step."""
+        if self._resumed.checkpoint is None:
+            self._evaluate_before_training()
+        elif self._resumed.pending is not None:
+            step = self.state.step
+            metrics = {**self._resumed.pending}
+            self.scores.open()
+            metrics |= self.maybe_evaluate(step, metrics)
+            self.record(step, metrics)
+            self.hooks.on_step_end(step=step, metrics=MappingProxyType(metrics))
+            self._saving.save(step)
+        elif self._resumed.foreign:
+            # A kill before the first own checkpoint must not leave this run without the weights it began with.
+            self._saving.save(self.state.step)
+
+    def _evaluate_before_training(self) -> None:
+        """Record the evaluations with `at_start` as step 0.
+
+        No checkpoint covers it: a run that is killed before its first one starts again, and measures again.
+        """
+        due = [evaluation for evaluation in self.components.data.evaluations if evaluation.at_start]
+        if due and not self._stop:
+            self._progress("evaluating the model before its first step")
+            self.scores.open()
+            metrics = {"epoch": 0.0}
+            self.record(0, metrics | self._evaluated(0, *self.scores.measure(0, due), metrics))
+
+    def remaining_steps(self) -> Iterator[int]:
+        """Yield the steps still to train, from 1, until the last one, a stop, or the end that `stop_when` asks for."""
+        while not self.is_done and not self._stop:
+            self._directory.check_present()
+            self.scores.open()
+            self._step_under_way = self.state.step + 1
+            yield self._step_under_way
+            self._step_under_way = None
+
+    def maybe_evaluate(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics of all evaluations that are due at this step, and those of `Run.evaluate`.
+
+        Args:
+            step: The step just trained.
+            metrics: Those of its update. When an evaluation fails, they are saved with the weights before the error
+                goes on: a mistake in a reward must not cost the training before it. A resume evaluates first.
+        """
+        evaluations = self.components.data.evaluations
+        due = [evaluation for evaluation in evaluations if self._is_due(step, evaluation.every_steps)]
+        if not due:
+            return self.scores.beside(metrics)
+        try:
+            scores, samples = self.scores.measure(step, due)
+        except RankFailedError:
+            # Its weights have gone with the ranks.
+            raise
+        except Exception as error:
+            self._saving.save_before(error, step, {**metrics, **self.scores.asked})
+            raise
+        return self._evaluated(step, scores, samples, metrics)
+
+    def _evaluated(
+        self, step: int, scores: dict[str, float], samples: Sequence[Mapping[str, Any]], metrics: Mapping[str, float]
+    ) -> dict[str, float]:
+        """Keep the answers and tell the hooks; returns all metrics of evaluations, those that hooks made included."""
+        self._files.add_samples(step, samples)
+        self.hooks.on_eval_end(step=step, metrics=MappingProxyType(scores))
+        return {**scores, **self.scores.beside(metrics)}
+
+    def record(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Mark the step as done and send its metrics to every tracker."""
+        self.loaded.host.calls.check_recorded(metrics)
+        self.scores.close()
+        self._directory.check_present()
+        for tracker in self.components.trackers.values():
+            tracker.log(step, dict(metrics))
+        # Last: a step whose line cannot be written is not done.
+        self.state.step = step
+        self.state.metrics = dict(metrics)
+
+    def maybe_checkpoint(self, step: int) -> None:
+        """Save when steps or minutes say so, after the last step and the best one so far, and before a stop.
+
+        With `checkpoint.async` what is saved between steps is written while training goes on.
+        """
+        self._saving.take_written(wait=False)
+        is_due = self._is_due(step, self._config.checkpoint.every_steps)
+        if self._stop or self.is_done or self._saving.is_time() or is_due or self._best.step == step:
+            goes_on = not self._stop and not self.is_done
+            self._saving.save(step, beside=self._config.checkpoint.is_async and goes_on)
+
+    def saving_metrics(self) -> dict[str, float]:
+        """Return the seconds that checkpoints beside training have taken from it since the last call."""
+        return self._saving.metrics()
+
+    def _is_due(self, step: int, every: int | None) -> bool:
+        return step == self.source.total_steps or (every is not None and step % every == 0)
+
+    @property
+    def is_done(self) -> bool:
+        """Return whether there is no further step to train: the last one was made, or `stop_when` ended the run."""
+        return self.state.step >= self.source.total_steps or self._early_stop.reason is not None
+
+    def _status(self) -> Status:
+        # A signal during the start may leave the evaluation of the last step, which then has no metrics, to the next
+        # process.
+        is_owed = self._resumed.pending is not None and not self.state.metrics
+        return "finished" if self.is_done and not is_owed else "stopped"
+
+    def _stop_reason(self) -> str | None:
+        if self.state.step >= self.source.total_steps:
+            return None
+        return self._early_stop.reason or self._stop.reason
+
+    def _exports(self) -> tuple[Path | None, Path | None]:
+        """Return where the model and the adapter go when the run finishes; None for what is not exported."""
+        wanted, folders = self._config.checkpoint, self._directory
+        model = folders.exported_model if wanted.export_hf else None
+        return model, folders.exported_adapter if wanted.export_adapter else None
+
+    def _export_if_finished(self, run: RunView) -> None:
+        if self._status() != "finished":
+            return
+        for path, export in zip(self._exports(), (run.export, run.export_adapter), strict=True):
+            # A run that had already finished leaves what it exported then.
+            if path is not None and (self.state.metrics or not path.exists()):
+                export(path, replace=True)
+
+    def _end(self, run: RunView, error: BaseException | None) -> None:
+        """Tell the hooks and write the status; a failure here never hides the error that ended the run."""
+        try:
+            self.hooks.on_run_end(run=run, error=error)
+        except Exception as failure:
+            if error is None:
+                # It makes a failed run of one that no error ended.
+                self.ending.record(failure, self._status(), None)
+                raise
+            error.add_note(f"on_run_end failed too: {type(failure).__name__}: {failure}")
+        self.ending.record(error, self._status(), self._stop_reason())
