@@ -20,6 +20,7 @@ from spurline.plugins.hookspecs import hookimpl
 from spurline.run.directory import RunDirectory
 from spurline.run.endings.stop_request import StopRequest
 from spurline.run.evaluations.evaluation import DataEvaluation
+from spurline.run.session import Session
 from spurline_insight.report.page import write_run_report
 from spurline_text.sources.sft import SftSource
 
@@ -215,7 +216,7 @@ def test_the_words_of_an_interruption_reach_the_terminal(
 def test_one_after_the_last_step_has_stopped_nothing(
     spurline: Spurline, write_config: WriteConfig, base_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Run, "_export_if_finished", lambda _: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(Session, "_export_if_finished", lambda *_: signal.raise_signal(signal.SIGINT))
     code, out, _ = spurline("train", write_config(base_config))
     assert (code, "Finished at step 6." in out) == (0, True)
 

@@ -239,7 +239,7 @@ def test_an_evaluation_without_held_out_data_says_what_to_set(base_config: dict[
 
 def test_swapped_weights_cannot_be_measured_by_engines_that_have_copies(evaluated_config: dict[str, Any]) -> None:
     def measure(run: Run) -> None:
-        run._components.data.evaluations[0].held_out.measures_copies = True
+        run._session.components.data.evaluations[0].held_out.measures_copies = True
         backend: Any = run.backend
         run.evaluate("plain")
         with backend.swapped("policy", {}):

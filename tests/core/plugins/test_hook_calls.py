@@ -165,17 +165,6 @@ def test_two_wrappers_that_give_one_metric_are_refused_with_the_outer_one_named(
         step(host)
 
 
-def test_a_metric_under_the_name_of_another_plugin_is_refused_with_the_one_that_took_it_named(
-    plugins: FakePlugins,
-) -> None:
-    plugins.add("inner", train_step=wrapping(lambda metrics: {**metrics, "outer/norm": 1.0}))
-    plugins.add("outer", train_step=wrapping(lambda metrics: {**metrics, "outer/norm": 2.0}))
-    host = PluginHost.load(["outer", "inner"], plugins.available)
-    host.attach(Core(), "core/update")
-    with pytest.raises(PluginError, match=r"^plugin 'inner'.*'outer/norm'.*for plugin 'outer'\. Call it 'inner/norm'"):
-        step(host)
-
-
 def test_a_metric_that_the_run_reports_later_in_the_step_is_refused_when_it_is_recorded(plugins: FakePlugins) -> None:
     host = host_of(plugins, "mine", train_step=wrapping(lambda metrics: {**metrics, "time/step": 1.0}))
     recorded = {**step(host), "time/step": 2.0}

@@ -132,7 +132,7 @@ def test_a_plugin_opens_a_hook_that_one_before_it_implements(plugins: FakePlugin
 
 def test_a_hook_of_a_plugin_that_is_left_out_may_be_marked_as_optional(plugins: FakePlugins) -> None:
     plugins.add("early", on_draft=hookimpl(on_draft, optionalhook=True))
-    assert "on_draft" in PluginHost.load(["early"], plugins.available).plugins["early"].hooks
+    assert "early" in PluginHost.load(["early"], plugins.available).plugins
 
 
 @pytest.mark.parametrize(

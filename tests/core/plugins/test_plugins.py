@@ -124,11 +124,8 @@ def test_an_error_in_register_components_has_the_plugins_file_and_line(plugins: 
             PluginHost.load(["clumsy"], available)
 
 
-@pytest.mark.parametrize("written", ["spurline-meter", "Spurline_Meter"])
-def test_the_name_of_a_package_in_the_place_of_its_plugin_is_told_the_plugin(
-    plugins: FakePlugins, written: str
-) -> None:
-    refused([written], plugins.add("meter"), f"'{written}' is the package of the plugin 'meter'")
+def test_the_name_of_a_package_in_the_place_of_its_plugin_is_told_the_plugin(plugins: FakePlugins) -> None:
+    refused(["spurline-meter"], plugins.add("meter"), "Did you mean 'meter'?")
 
 
 def test_a_missing_plugin_of_this_project_is_installed_from_the_checkout_that_core_is_from(
@@ -335,11 +332,10 @@ def test_default_of_a_plugin_holds_while_it_is_enabled(bare: None, plugins: Fake
     assert load_config(SETTINGS, available=available).resolved()["prefetch"]["name"] == "serial"
 
 
-def test_hooks_and_versions_of_a_plugin_are_listed(plugins: FakePlugins) -> None:
+def test_versions_of_plugins_are_listed(plugins: FakePlugins) -> None:
     def on_step_end(step: int) -> None: ...
 
     host = PluginHost.load(["a"], plugins.add("a", hooks=(on_step_end,), register=offer("loss", "fast")))
-    assert host.plugins["a"].hooks == ["on_step_end", "register_components"]
     assert host.versions() == {"spurline": importlib.metadata.version("spurline"), "spurline-a": "1.2.3"}
 
 

@@ -41,8 +41,6 @@ def register_components(registry: ComponentRegistrar) -> None:
 def on_run_start(run: RunView) -> None:
     """Called once before the first step, after a checkpoint (if any) was loaded.
 
-    Not called, nor is `on_run_end`, where a run has already finished: nothing is loaded then.
-
     run: the run with all components built; `run.state.step` is the last finished step (0 in a new run). This is the
         place for `run.keep_state`, which puts the state of a resumed run back at once.
     Errors: any exception ends the run before it trained.
@@ -125,9 +123,7 @@ def on_run_end(run: RunView, error: BaseException | None) -> None:
 def on_run_recorded(run: RunView) -> Mapping[str, Path]:  # type: ignore[empty-body]
     """Called when the record of a run that did not fail is complete, its status in summary.json included.
 
-    Also called where a run had already finished before it was started again.
-
-    run: the run; of one that had already finished only what is always there.
+    run: the run, which has ended.
     Returns the files that were made of the record, by what to call them on the terminal, such as `report`.
         No two hooks use one name.
     Errors: any exception is raised to the caller of `train`; what was trained and saved stands.

@@ -7,8 +7,9 @@ the step it is in; a second SIGINT or SIGTERM raises KeyboardInterrupt. `session
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from asyncio import events
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,6 @@ from spurline.run.checkpoints.resume import find_resume
 from spurline.run.directory import RunDirectory
 from spurline.run.endings.ending import RunResult, go_on
 from spurline.run.endings.stop_request import StopRequest
-from spurline.run.event_loop import own_event_loops
 from spurline.run.on_step import OnStep, OnStepHook
 from spurline.run.session import Session
 from spurline.run.state import RunState
@@ -259,3 +259,18 @@ class Run:
 
     def _words_on_stop(self) -> str:
         return self._session.words_on_stop() if self._session is not None else "Ending"
+
+
+@contextmanager
+def own_event_loops() -> Iterator[None]:
+    """Enter a context in which event loops may run on a thread whose loop is running, as that of a notebook is.
+
+    A cell runs inside a callback of the notebook's loop, which stands still until the cell ends. asyncio refuses to run
+    another loop there, although nothing is in its way.
+    """
+    outer = events._get_running_loop()
+    events._set_running_loop(None)
+    try:
+        yield
+    finally:
+        events._set_running_loop(outer)
