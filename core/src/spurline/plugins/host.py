@@ -76,6 +76,11 @@ class LoadedPlugin:
     distribution: str
     version: str
 
+    @property
+    def hooks(self) -> list[str]:
+        """Return the names of the hooks it implements."""
+        return [hook for _, hook, _ in _hookimpls(self.module)]
+
 
 def installed_plugins() -> dict[str, InstalledPlugin]:
     """Return every installed plugin by name, read from package metadata alone.
@@ -377,11 +382,6 @@ def _refuse_rival(what: str, first: str, second: InstalledPlugin | CommandEntry)
 def hooks_of(module: ModuleType) -> dict[str, Callable[..., Any]]:
     """Return the hooks that a module specifies, by name."""
     return {name: value for name, value in vars(module).items() if hasattr(value, f"{hookspecs.PROJECT}_spec")}
-
-
-def implemented_hooks(implementations: object) -> list[str]:
-    """Return the names of the hooks that a module or object implements."""
-    return [hook for _, hook, _ in _hookimpls(implementations)]
 
 
 def check_hookimpls(

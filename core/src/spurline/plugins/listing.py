@@ -7,14 +7,7 @@ from collections.abc import Iterable
 
 from spurline.config.loading import LoadedConfig, config_model
 from spurline.errors import SpurlineError
-from spurline.plugins.host import (
-    InstalledPlugin,
-    Plugin,
-    PluginHost,
-    implemented_hooks,
-    installed_commands,
-    installed_plugins,
-)
+from spurline.plugins.host import InstalledPlugin, Plugin, PluginHost, installed_commands, installed_plugins
 from spurline.plugins.official import DEFAULT_PLUGINS
 from spurline.plugins.registry import CORE, group_by_kind, resolve
 
@@ -42,7 +35,7 @@ def _describe(host: PluginHost, name: str) -> Iterable[str]:
     grouped = group_by_kind(host.registry.entries(name))
     panels = grouped.pop("report_panel", [])
     commands = [entry.name for entry in installed_commands().values() if entry.distribution == plugin.distribution]
-    hooks = [hook for hook in implemented_hooks(plugin.module) if hook != "register_components"]
+    hooks = [hook for hook in plugin.hooks if hook != "register_components"]
     yield f"{name}  {plugin.version}  ({plugin.distribution})"
     for kind, names in grouped.items():
         yield f"  {kind}: {', '.join(names)}"
