@@ -21,16 +21,6 @@ def test_the_collector_is_off_while_importing_and_on_again_also_after_an_error()
     assert gc.isenabled()
 
 
-def test_a_collector_that_was_off_stays_off() -> None:
-    gc.disable()
-    try:
-        with importing():
-            pass
-        assert not gc.isenabled()
-    finally:
-        gc.enable()
-
-
 def test_what_torchao_says_of_itself_is_left_out_while_importing_alone(caplog: pytest.LogCaptureFixture) -> None:
     talker = logging.getLogger("torchao")
     with importing():

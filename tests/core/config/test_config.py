@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -43,16 +42,6 @@ def test_anchors_aliases_and_merges_are_read(write: Callable[..., Path]) -> None
     assert document.lines["next.more"] == 2
 
 
-def test_a_config_may_come_through_a_pipe() -> None:
-    reading, writing = os.pipe()
-    os.write(writing, b"steps: 3\n")
-    os.close(writing)
-    try:
-        assert read_document(Path(f"/dev/fd/{reading}")).values == {"steps": 3}
-    finally:
-        os.close(reading)
-
-
 def test_numbers_without_a_dot_are_floats_as_in_yaml_1_2(write: Callable[..., Path]) -> None:
     config = load_config(write(MINIMAL + "optimizer: {learning_rate: 1e-5}\nrun_dir: on\n")).config
     assert config.optimizer.learning_rate == 1e-5
@@ -77,12 +66,6 @@ def test_a_mapping_is_accepted_and_left_untouched() -> None:
 def test_what_is_neither_a_path_nor_a_mapping_is_told_so(source: Any) -> None:
     with pytest.raises(UserError, match="takes the path of a config file or a mapping"):
         load_config(source)
-
-
-@pytest.mark.parametrize("overrides", ["steps=5", {"steps": 5}, [("steps", 5)], None])
-def test_overrides_that_are_no_list_of_texts_are_told_so(write: Callable[..., Path], overrides: Any) -> None:
-    with pytest.raises(UserError, match="text"):
-        load_config(write(MINIMAL), overrides)
 
 
 def test_what_the_file_leaves_out_gets_defaults(write: Callable[..., Path]) -> None:
@@ -114,13 +97,6 @@ def test_one_dataset_may_be_written_in_short(write: Callable[..., Path], train: 
     assert (dataset["name"], dataset["path"]) == ("lines", "a.jsonl")
 
 
-def test_anchors_and_aliases_keep_their_types(write: Callable[..., Path]) -> None:
-    text = MINIMAL.replace("{train: rows.jsonl}", "{train: &rows rows.jsonl, eval: *rows}")
-    config = load_config(write(text + "collator: {name: packed, pad_to_max: &flag true}\n"))
-    assert config.resolved()["data"]["eval"][0]["path"] == "rows.jsonl"
-    assert config.resolved()["collator"]["pad_to_max"] is True
-
-
 def test_a_plugins_section_is_typed_and_validated(plugins: FakePlugins) -> None:
     class Settings(Section):
         limit: int = 5
@@ -132,17 +108,6 @@ def test_a_plugins_section_is_typed_and_validated(plugins: FakePlugins) -> None:
     assert load_config(base, ["meter.limit=7"], available=available).resolved()["meter"] == {"limit": 7}
     with pytest.raises(ConfigError, match=r"meter\.limt is not a setting\. Did you mean 'limit'\?"):
         load_config({**base, "meter": {"limt": 7}}, available=available)
-
-
-def test_a_section_with_a_required_setting_must_be_in_the_file(plugins: FakePlugins) -> None:
-    class Settings(Section):
-        limit: int
-        """A number."""
-
-    available = plugins.add("meter", config=Settings)
-    base = {"plugins": ["meter"], "model": {"path": "m"}, "data": {"train": "a"}, "steps": 1}
-    with pytest.raises(ConfigError, match=r"meter\.limit is required\. A number\."):
-        load_config(base, available=available)
 
 
 def test_a_plugin_may_not_take_the_name_of_a_core_setting(plugins: FakePlugins) -> None:

@@ -11,7 +11,7 @@ from spurline import load_config
 from spurline.cli import main
 from spurline.errors import ConfigError
 from spurline.plugins import official
-from spurline.plugins.official import how_to_enable, install_command
+from spurline.plugins.official import how_to_enable
 
 INSTALL = re.compile(r"`pip install \S*?([a-z]\w*)(?: [^`]*)?`")
 
@@ -62,14 +62,6 @@ def test_a_component_of_a_plugin_that_is_missing_names_it(
     )
 
 
-@pytest.mark.parametrize(("backend", "plugin"), [("fsdp", "fsdp_backend"), ("megatron", "megatron_backend")])
-def test_one_of_a_plugin_that_is_not_loaded_by_default_is_also_told_to_be_listed(backend: str, plugin: str) -> None:
-    assert told(backend=backend)["backend"] == (
-        f"is '{backend}', which the plugin '{plugin}' has: install it with INSTALL {plugin}, and list it under "
-        f"plugins: [{plugin}]."
-    )
-
-
 @pytest.mark.parametrize(
     ("settings", "key", "plugin"),
     [
@@ -83,18 +75,6 @@ def test_a_section_of_a_plugin_that_is_missing_names_it(settings: dict[str, Any]
     assert told(**settings)[key] == (
         f"is of the plugin '{plugin}', which is not enabled: install it with INSTALL {plugin}."
     )
-
-
-@pytest.mark.parametrize(("command", "plugin"), [("plan", "planning"), ("report", "insight"), ("export", "models")])
-def test_a_command_of_a_plugin_that_is_missing_names_it(
-    command: str, plugin: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main([command, "run.yaml"])
-    assert ended.value.code == 2
-    said = capsys.readouterr().err
-    assert f"spurline has no command '{command}'. The plugin '{plugin}' has it: {install_command(plugin)}." in said
-    assert "Commands: plugins, schema, train." in said
 
 
 def test_the_list_of_plugins_says_that_there_are_none(capsys: pytest.CaptureFixture[str]) -> None:

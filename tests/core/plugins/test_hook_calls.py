@@ -112,19 +112,6 @@ def test_an_error_of_the_inner_wrapper_is_not_laid_to_the_outer_one(plugins: Fak
         step(host)
 
 
-def test_a_wrapper_that_turns_an_error_into_another_one_answers_for_that(plugins: FakePlugins) -> None:
-    @hookimpl(wrapper=True)
-    def train_step() -> Generator[None, Any, Any]:
-        try:
-            return (yield)
-        except NonFiniteLossError as error:
-            raise ValueError("gave up") from error
-
-    host = host_of(plugins, "guard", core=Core(NonFiniteLossError("loss is nan")), train_step=train_step)
-    with pytest.raises(HookFailedError, match=r"plugin 'guard', hook train_step: ValueError: gave up"):
-        step(host)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -188,15 +175,6 @@ def test_a_wrapper_that_yields_never_or_twice_is_told_so(plugins: FakePlugins) -
     for name, function, message in (("lazy", never, "this one did not"), ("eager", twice, "did so again")):
         with pytest.raises(PluginError, match=f"plugin '{name}', hook train_step: a wrapper yields once, .*{message}"):
             step(host_of(plugins, name, train_step=function))
-
-
-def test_the_other_kind_of_wrapper_is_refused_with_the_one_to_use(plugins: FakePlugins) -> None:
-    @hookimpl(hookwrapper=True)
-    def train_step() -> Generator[None, Any, None]:
-        yield
-
-    with pytest.raises(PluginError, match=r"'old' marks 'train_step' with hookwrapper=True.*hookimpl\(wrapper=True\)"):
-        host_of(plugins, "old", train_step=train_step)
 
 
 def test_a_name_that_is_attached_already_is_refused() -> None:

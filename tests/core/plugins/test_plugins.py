@@ -18,7 +18,7 @@ from spurline.cli import main
 from spurline.config.section import ComponentConfig
 from spurline.data.configs import PackedCollatorConfig
 from spurline.errors import PluginError
-from spurline.plugins import hookimpl, listing
+from spurline.plugins import hookimpl
 from spurline.plugins.host import (
     ENTRY_POINT_GROUP,
     CommandEntry,
@@ -78,14 +78,6 @@ def test_conflicting_plugins_cannot_be_enabled_together(plugins: FakePlugins) ->
     assert "one" in PluginHost.load(["one"], available).plugins
 
 
-def test_plugin_listed_twice_is_an_error(plugins: FakePlugins) -> None:
-    refused(["one", "one"], plugins.add("one"), "'one' is listed twice")
-
-
-def test_core_is_always_on_and_cannot_be_listed() -> None:
-    refused(["core"], {}, "'core' is always enabled. Remove it from the list.")
-
-
 def test_module_without_a_declaration_says_what_to_write(plugins: FakePlugins) -> None:
     refused(["bare"], plugins.add("bare", PLUGIN=None), "defines no `PLUGIN = Plugin(name, api=1, ...)`")
 
@@ -98,14 +90,6 @@ def test_declared_name_must_be_the_entry_points(plugins: FakePlugins) -> None:
 def test_plugin_that_cannot_be_imported_names_distribution_and_cause() -> None:
     available = {"broken": InstalledPlugin("broken", "no_such_module_at_all", "spurline-broken", "0.3")}
     refused(["broken"], available, "Plugin 'broken' (spurline-broken 0.3, module no_such_module_at_all) cannot be")
-
-
-def test_failure_while_registering_components_names_the_plugin(plugins: FakePlugins) -> None:
-    def register(registry: ComponentRegistrar) -> None:
-        raise KeyError("oops")
-
-    available = plugins.add("clumsy", register=register)
-    refused(["clumsy"], available, "Plugin 'clumsy' (spurline-clumsy 1.2.3) failed in register_components: KeyError")
 
 
 def test_an_error_in_register_components_has_the_plugins_file_and_line(plugins: FakePlugins) -> None:
@@ -196,16 +180,6 @@ def test_only_a_default_plugin_is_left_out(plugins: FakePlugins, listed: list[st
     refused(listed, plugins.available, told)
 
 
-def test_a_component_of_a_default_plugin_may_be_replaced_and_stays_reachable(plugins: FakePlugins) -> None:
-    plugins.add("models", register=offer("optimizer", "steady", default=True))
-    plugins.add("turbo", register=offer("optimizer", "steady", replaces_builtin=True))
-    registry = PluginHost.load(["turbo"], plugins.available).registry
-    assert registry.get("optimizer", "steady").plugin == "turbo"
-    assert registry.get("optimizer", "models/steady").plugin == "models"
-    assert "models/steady" in registry.names("optimizer")
-    assert registry.default("optimizer") == "steady"
-
-
 def test_what_a_plugin_replaces_may_be_of_one_that_is_listed_after_it(plugins: FakePlugins) -> None:
     plugins.add("models", register=offer("optimizer", "steady"))
     plugins.add("turbo", register=offer("optimizer", "steady", replaces_builtin=True))
@@ -230,12 +204,6 @@ def test_what_is_replaced_may_have_been_added_to_a_kind_of_another_plugin(
     registry = PluginHost.load(listed, plugins.available).registry
     assert registry.get("optimizer", "fast").plugin == "turbo"
     assert registry.get("optimizer", "models/fast").plugin == "models"
-
-
-def test_a_default_plugin_that_is_required_and_left_out_is_to_be_taken_back(plugins: FakePlugins) -> None:
-    plugins.add("rl")
-    available = plugins.add("extra", requires=("rl",))
-    refused(["-rl", "extra"], available, "Plugin 'extra' requires 'rl'. Take -rl out of plugins.")
 
 
 def fail(registry: ComponentRegistrar) -> None:
@@ -277,17 +245,6 @@ def test_one_broken_default_plugin_leaves_the_others_healthy(one_broken: FakePlu
         "rl: BROKEN",
         "text: works",
     ]
-
-
-def test_a_component_of_another_plugin_counts_when_it_is_checked_alone(
-    plugins: FakePlugins, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plugins.add("models", register=offer("optimizer", "steady"))
-    plugins.add("a_turbo", register=offer("optimizer", "steady", replaces_builtin=True))
-    monkeypatch.setattr(listing, "installed_plugins", lambda: plugins.available)
-    monkeypatch.setattr(listing, "resolve", lambda *_: None)
-    lines, healthy = diagnose()
-    assert healthy, lines
 
 
 def test_a_broken_plugin_does_not_hide_a_wrong_option(

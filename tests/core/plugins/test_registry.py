@@ -79,19 +79,9 @@ def test_malformed_factory_is_refused(registry: Registry, factory: str) -> None:
         plugin(registry).add(of_kind(Config, "loss"), factory, name="x")
 
 
-def test_plugin_may_not_register_under_the_core_prefix(registry: Registry) -> None:
-    with pytest.raises(PluginError, match="without a slash"):
-        plugin(registry).add(of_kind(Config, "collator"), FACTORY, name="core/packed")
-
-
 def test_a_config_without_a_kind_is_refused_with_the_base_class_to_take(registry: Registry) -> None:
     with pytest.raises(PluginError, match=r"registry.add\(Config, .* has no kind.*import LossConfig"):
         plugin(registry).add(Config, FACTORY)
-
-
-def test_name_and_kind_are_those_of_the_config_class(registry: Registry) -> None:
-    plugin(registry).add(of_kind(Config, "loss"), FACTORY)
-    assert registry.names("loss") == ["any"]
 
 
 def test_unknown_kind_gets_a_near_miss(registry: Registry) -> None:
@@ -153,11 +143,6 @@ def test_replaced_builtin_is_listed_under_its_alias(registry: Registry) -> None:
     assert registry.get("collator", "core/packed").distribution == "spurline"
 
 
-def test_every_builtin_has_its_alias_even_when_nothing_replaced_it(registry: Registry) -> None:
-    assert registry.all_names("collator") == ["core/packed", "core/padded", "packed", "padded"]
-    assert registry.get("collator", "core/padded") is registry.get("collator", "padded")
-
-
 def test_builtin_can_be_replaced_by_one_plugin_only(registry: Registry) -> None:
     plugin(registry).add(of_kind(Config, "collator"), FACTORY, name="packed", replaces_builtin=True)
     with pytest.raises(PluginError, match=r"spurline-fast \(plugin 'fast'\) and spurline-quick \(plugin 'quick'\)"):
@@ -182,11 +167,6 @@ def test_default_is_cores_until_a_plugin_claims_it(registry: Registry) -> None:
     assert registry.default("collator") == "packed"
     plugin(registry).add(of_kind(Config, "collator"), FACTORY, name="fast", default=True)
     assert registry.default("collator") == "fast"
-
-
-def test_kind_without_components_has_no_default(registry: Registry) -> None:
-    assert registry.default("reward") is None
-    assert registry.names("reward") == []
 
 
 @pytest.mark.parametrize("second", ["fast", "quick"])

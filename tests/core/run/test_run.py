@@ -16,7 +16,7 @@ import bare_components
 import numpy as np
 import pytest
 import torch
-from bare_components import HeldOut, Noted, Table
+from bare_components import Noted, Table
 from fake_plugins import FakePlugins
 from safetensors.torch import load_file
 
@@ -28,7 +28,6 @@ from spurline.errors import (
     ConfigError,
     HookFailedError,
     NonFiniteLossError,
-    PluginError,
     RunDirectoryError,
     UserError,
 )
@@ -395,14 +394,6 @@ class PlainConfig(EvaluationConfig):
     name: str = "plain"
 
 
-class WithoutSamples(HeldOut):
-    """Measures, and does not say what."""
-
-    def __init__(self, config: Any, context: Any) -> None:
-        super().__init__(config, context)
-        del self.samples
-
-
 def with_plain_evaluation(config: Config, plugins: FakePlugins, factory: str) -> LoadedConfig:
     def register(registry: ComponentRegistrar) -> None:
         registry.add(PlainConfig, factory, default=True)
@@ -415,11 +406,6 @@ def test_the_default_evaluation_may_be_one_without_batches(config: Config, plugi
     config = {**config, "run_dir": config["run_dir"] + "2", "evaluation": {"batch_size": 2}}
     with pytest.raises(ConfigError, match=r"evaluation\.batch_size is given, and 'plain' has no such setting"):
         Run(with_plain_evaluation(config, plugins, "bare_components:HeldOut")).train()
-
-
-def test_a_default_evaluation_without_samples_is_refused(config: Config, plugins: FakePlugins) -> None:
-    with pytest.raises(PluginError, match="default evaluation 'plain' of spurline-plain has no attribute samples"):
-        Run(with_plain_evaluation(config, plugins, f"{__name__}:WithoutSamples")).train()
 
 
 def test_held_out_data_that_nothing_measures_names_a_plugin_that_is_left_out() -> None:

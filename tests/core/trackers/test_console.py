@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import re
@@ -48,17 +47,8 @@ def test_plain_lines_come_first_then_every_so_many_steps_and_last() -> None:
     assert [line.split()[1] for line in lines] == ["1/200", "60/200", "120/200", "180/200", "200/200"]
 
 
-def test_the_last_line_has_no_time_left() -> None:
-    assert "ETA" not in plain_lines(range(199, 201))[-1]
-
-
 def test_the_first_line_after_a_resume_is_that_of_the_first_new_step() -> None:
     assert plain_lines(range(105, 108), resume_step=104)[0].startswith("step 105/200")
-
-
-def test_each_evaluation_is_printed_even_between_lines() -> None:
-    lines = plain_lines(range(1, 6), step_4={"eval/loss": 1.0987, "eval/exact_match": 0.52, "eval/time": 9.0})
-    assert lines[1:] == ["eval at step 4/200  loss 1.099  exact_match 0.52"]
 
 
 def test_tokens_per_second_leave_evaluation_out() -> None:
@@ -92,11 +82,6 @@ def test_notes_on_the_start_come_before_the_first_step() -> None:
     assert output.getvalue() == "train: 20 samples [1 left out]\neval: 5 samples\n"
 
 
-def test_metric_names_are_not_read_as_markup() -> None:
-    lines = plain_lines(range(1, 2), step_1={"eval/[red]odd": 0.5})
-    assert lines[-1] == "eval at step 1/200  [red]odd 0.5"
-
-
 def test_metrics_without_loss_or_times_still_print_the_step() -> None:
     output = io.StringIO()
     tracker = ConsoleTracker(ConsoleTrackerConfig(), Console(file=output))
@@ -104,11 +89,6 @@ def test_metrics_without_loss_or_times_still_print_the_step() -> None:
     tracker.close()
     tracker.close()
     assert output.getvalue() == "step 1\n"
-
-
-def test_a_long_evaluation_line_is_not_wrapped() -> None:
-    many = {f"eval/score_number_{index}": 0.5 for index in range(20)}
-    assert len(plain_lines(range(1, 2), step_1=many)) == 2
 
 
 @pytest.mark.parametrize("width", [30, 60, 80, 140])
@@ -154,10 +134,6 @@ def test_a_step_of_rollouts_reads_reward_equal_groups_and_both_speeds_and_no_los
     )
 
 
-def test_equal_groups_are_not_mentioned_where_there_are_none() -> None:
-    assert "equal" not in rl_lines(rl_metrics(1, groups__zero_variance=0.0))[0]
-
-
 def test_a_line_of_an_asynchronous_step_tells_the_age_of_its_tokens_in_updates() -> None:
     assert "reward 0.410  age 1.5  equal groups" in rl_lines(rl_metrics(1, staleness__mean=1.5))[0]
     assert "age" not in rl_lines(rl_metrics(1))[0]
@@ -194,25 +170,6 @@ def test_a_warning_is_printed_when_it_first_appears_and_then_at_most_every_50_st
     ]
 
 
-def test_a_second_kind_of_warning_does_not_wait_for_the_first() -> None:
-    assert warned((1, "cut"), (2, "lost"), (3, "cut")) == [
-        "warning at step 1/200: Something is off: [cut].",
-        "warning at step 2/200: Something is off: [lost].",
-    ]
-
-
-def test_the_bar_of_a_narrow_terminal_keeps_the_reward() -> None:
-    terminal = Terminal()
-    console = Console(file=terminal, force_terminal=True, width=48, color_system=None, legacy_windows=False)
-    tracker = ConsoleTracker(ConsoleTrackerConfig(), console)
-    tracker.start(RunInfo(Path("runs/a"), 0, 3, {}))
-    tracker.log(1, rl_metrics(1))
-    tracker.close()
-    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.getvalue())
-    assert "reward 0.410" in shown
-    assert "gen" not in shown
-
-
 def test_the_cursor_comes_back_when_the_run_fails_and_the_tracker_is_closed() -> None:
     terminal = Terminal()
     tracker = ConsoleTracker(ConsoleTrackerConfig(), Console(file=terminal, force_terminal=True, width=80))
@@ -229,16 +186,6 @@ def test_the_cursor_comes_back_when_the_run_fails_and_the_tracker_is_closed() ->
     assert terminal.getvalue().count("\x1b[?25l") == terminal.getvalue().count("\x1b[?25h") == 1
 
 
-def test_forced_colours_in_a_log_file_do_not_bring_a_moving_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    output = io.StringIO()
-    tracker = ConsoleTracker(ConsoleTrackerConfig(), Console(file=output))
-    tracker.start(RunInfo(Path("runs/a"), 0, 3, {}))
-    tracker.log(1, metrics(1))
-    tracker.close()
-    assert "\x1b[?25l" not in output.getvalue()
-
-
 def test_training_goes_on_when_nobody_reads_what_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs, ours = os.pipe()
     os.close(theirs)
@@ -249,24 +196,3 @@ def test_training_goes_on_when_nobody_reads_what_is_shown(monkeypatch: pytest.Mo
         for step in range(1, 4):
             tracker.log(step, metrics(step))
         tracker.close()
-
-
-class FullDisk(io.StringIO):
-    """An output that is no file of the system."""
-
-    tried = 0
-
-    def write(self, text: str) -> int:
-        self.tried += 1
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-
-@pytest.mark.parametrize("stdout", [None, FullDisk()])
-def test_training_goes_on_without_an_output(stdout: FullDisk | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdout", stdout)
-    tracker = ConsoleTracker(ConsoleTrackerConfig(every_steps=1))
-    tracker.start(RunInfo(Path("runs/a"), 0, 200, {}))
-    for step in range(1, 4):
-        tracker.log(step, metrics(step))
-    tracker.close()
-    assert stdout is None or stdout.tried == 1, "an output that fails is left alone"

@@ -92,12 +92,6 @@ def test_resume_drops_what_was_logged_after_the_checkpoint(tmp_path: Path) -> No
     assert lines[-1]["loss"] == 50.0
 
 
-def test_a_new_run_starts_with_an_empty_file(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_bytes(encode_line(1, {"loss": 1.0}))
-    started(tmp_path).close()
-    assert (tmp_path / "metrics.jsonl").read_bytes() == b""
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     last=st.integers(0, 12),
@@ -113,16 +107,6 @@ def test_resume_keeps_exactly_the_complete_lines_up_to_its_step(last: int, resum
         started(Path(folder), resume_step).close()
         assert path.read_bytes() == b"".join(lines[:resume_step])
         assert [entry.name for entry in Path(folder).iterdir()] == ["metrics.jsonl"]
-
-
-def test_a_file_cut_at_any_byte_reads_as_its_complete_lines(tmp_path: Path) -> None:
-    content = b"".join(encode_line(step, {"loss": 1.5, "ü": 2.0}) for step in (1, 2, 3))
-    path = tmp_path / "metrics.jsonl"
-    for cut in range(len(content) + 1):
-        path.write_bytes(content[:cut])
-        # A line without its newline counts once its last brace is there.
-        complete = content[:cut].count(b"}")
-        assert steps_of(path) == list(range(1, complete + 1))
 
 
 def test_an_unreadable_line_in_the_middle_is_an_error_that_names_it(tmp_path: Path) -> None:
@@ -188,12 +172,6 @@ def test_a_full_disk_ends_the_run_with_the_file_named_and_earlier_steps_intact(t
     assert len(reported) > 3
     assert steps_of(tmp_path / "metrics.jsonl") == reported
     assert (tmp_path / "metrics.jsonl").stat().st_size == 500
-
-
-def test_a_run_directory_that_cannot_hold_the_file_is_reported(tmp_path: Path) -> None:
-    (tmp_path / "taken").write_text("a file where the folder should be")
-    with pytest.raises((RunFailedError, RunDirectoryError), match="taken"):
-        started(tmp_path / "taken")
 
 
 FOREIGN = ['{"step": 2, "loss": "low"}', '{"loss": 1.0}', '{"step": true}', "[2]", "step 2: loss 0.5"]

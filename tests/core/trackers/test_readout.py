@@ -54,11 +54,6 @@ def test_an_average_stays_between_the_lowest_and_the_highest_value(values: list[
     assert average.value == latest
 
 
-def test_the_first_value_is_its_own_average() -> None:
-    assert Smoothed(100).value is None
-    assert Smoothed(100).add(4.0) == pytest.approx(4.0)
-
-
 def test_training_time_is_the_step_without_evaluation() -> None:
     assert training_seconds({"time/step": 3.0, "time/evaluate": 2.0}) == 1.0
     assert training_seconds({"time/step": 3.0, "time/evaluate": 3.5}) == 3.0

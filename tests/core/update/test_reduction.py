@@ -182,11 +182,3 @@ def test_rejected_tokens_are_not_counted_and_other_factors_do_not_cancel_out() -
         reduced, normalizer = reduce_corrected(batch, factors, reduce)
         assert reduced.tokens["loss_weights"].tolist() == [weights]
         assert normalizer == divisor
-
-
-def test_a_factor_of_one_everywhere_changes_nothing() -> None:
-    for batch in batches([12, 9, 3], seed=2):
-        expected, divisor = sequence_mean(batch)
-        reduced, normalizer = reduce_corrected(batch, torch.ones_like(batch.tokens["loss_weights"]), sequence_mean)
-        assert normalizer == divisor
-        assert torch.equal(reduced.tokens["loss_weights"], expected.tokens["loss_weights"])

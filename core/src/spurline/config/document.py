@@ -66,7 +66,9 @@ def read_document(path: Path) -> Document:
     except FileNotFoundError:
         raise ConfigError([Problem("", _missing(path))], str(path)) from None
     except IsADirectoryError:
-        raise ConfigError([Problem("", _is_folder(path))], str(path)) from None
+        is_model = describes_a_model(path / "config.json")
+        problem = _NOT_OF_A_MODEL.format(path=path) if is_model else f"is a folder. Configs in it: {_configs_in(path)}."
+        raise ConfigError([Problem("", problem)], str(path)) from None
     except OSError as error:
         raise ConfigError([Problem("", f"cannot be read: {error}.")], str(path)) from error
     except UnicodeDecodeError as error:
@@ -177,15 +179,6 @@ def _missing(path: Path) -> str:
     if not path.parent.is_dir():
         return f"does not exist; neither does its folder '{path.parent}'. `spurline init` writes one."
     return f"does not exist. Config files in '{path.parent}': {_configs_in(path.parent)}. `spurline init` writes one."
-
-
-def _is_folder(path: Path) -> str:
-    recorded = path / "config.json"
-    if describes_a_model(recorded):
-        return _NOT_OF_A_MODEL.format(path=path)
-    if recorded.is_file():
-        return f"is the folder of a run. Give the config that the run was started with, or {recorded}, its record."
-    return f"is a folder. Give a config file; there: {_configs_in(path)}."
 
 
 _NOT_OF_A_MODEL = "is a model and no config. `spurline init --model {path}` writes one, with `model: {{path: {path}}}`."

@@ -250,7 +250,7 @@ class Run:
         Args:
             judge: Called once when the run ends, however it ends, with all its steps recorded.
         """
-        self._training("add_judge").ending.judges.append(judge)
+        self._training("add_judge").judges.append(judge)
 
     def _training(self, method: str) -> Session:
         if self._session is None:

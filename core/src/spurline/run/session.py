@@ -6,16 +6,17 @@ and how it all ended. `Run` is the face of it for programs and hooks; `loop` has
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from spurline.config.loading import LoadedConfig
 from spurline.data.configs import SerialPrefetchConfig
-from spurline.errors import RankFailedError
-from spurline.plugins.run_view import RunView
+from spurline.errors import RankFailedError, RunDirectoryError, RunDirectoryLostError, RunFailedError
+from spurline.plugins.run_view import RunView, Warned
 from spurline.progress import Progress
 from spurline.protocols.prefetch import Prefetch
 from spurline.protocols.tracker import RunInfo
@@ -26,7 +27,7 @@ from spurline.run.checkpoints.changes import ResumeRequest
 from spurline.run.checkpoints.resume import Course, Resume, restore
 from spurline.run.checkpoints.saving import Saving
 from spurline.run.directory import RunDirectory, RunRecordFiles
-from spurline.run.endings.ending import Ending, RunResult, Status
+from spurline.run.endings.ending import RunResult, Status, explained, go_on
 from spurline.run.endings.stop_request import StopRequest
 from spurline.run.evaluations.early_stop import EarlyStop
 from spurline.run.evaluations.step_scores import StepScores
@@ -96,7 +97,10 @@ class Session:
         self._saving = Saving(loaded, directory, components, self.state, self._course)
         # Whatever ended the run: nothing is renamed into a directory that another run may hold.
         stack.callback(self._saving.abandon)
-        self.ending = Ending(loaded, directory, self.source, self.state, self._saving, self._files, request.options())
+        self.judges: list[Callable[[], Sequence[Warned]]] = []
+        """Say what was off at any step, for the summary and the result."""
+        self._warnings: tuple[Warned, ...] = ()
+        self._options = request.options()
 
     def train(self, run: RunView) -> None:
         """Train from the first step to the end, and record how it ended, also after an error.
@@ -123,7 +127,8 @@ class Session:
         except BaseException as raised:
             # What ended the run stands, also where saving the rest of it fails in a way of its own.
             error = raised
-            error = self.ending.explained(raised)
+            self._saving.settle(raised)
+            error = explained(raised, self.state, self._go_on())
             if error is raised:
                 raise
             raise error from raised
@@ -141,9 +146,9 @@ class Session:
             self.state.checkpoint,
             self._stop.signal,
             self._stop_reason(),
-            self.ending.go_on(),
+            self._go_on(),
             self._best.facts(),
-            self.ending.lasting_warnings(),
+            tuple(warning.words for warning in self._warnings if warning.lasts),
             model,
             adapter,
             files,
@@ -316,7 +321,31 @@ class Session:
         except Exception as failure:
             if error is None:
                 # It makes a failed run of one that no error ended.
-                self.ending.record(failure, self._status(), None)
+                self._record_end(failure)
                 raise
             error.add_note(f"on_run_end failed too: {type(failure).__name__}: {failure}")
-        self.ending.record(error, self._status(), self._stop_reason())
+        self._record_end(error)
+
+    def _record_end(self, error: BaseException | None) -> None:
+        """Write how the run ended; a failure here never hides the error that ended it."""
+        status = self._status()
+        if error is not None:
+            status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        summary = self._directory.summary
+        try:
+            # Another folder may be in its place.
+            self._directory.check_present()
+            self._warnings = tuple(warning for judge in self.judges for warning in judge())
+            self._files.summary["warnings"] = [asdict(warning) for warning in self._warnings]
+            if error is None and (reason := self._stop_reason()) is not None:
+                self._files.summary["stop_reason"] = reason
+            self._files.finish(status, None if error is None else str(error), self.source.given_up())
+        except (OSError, RunDirectoryError, RunDirectoryLostError) as failure:
+            if error is None:
+                raise RunFailedError(f"{summary} cannot be written: {failure}.") from failure
+            if not isinstance(error, RunDirectoryLostError):
+                error.add_note(f"{summary} could not be written either: {failure}")
+
+    def _go_on(self) -> str:
+        """Say how to continue. Once a checkpoint of this run is there, it knows what the run was allowed to change."""
+        return go_on(self.loaded, () if self._saving.has_saved else self._options)

@@ -148,21 +148,6 @@ def test_what_is_abandoned_never_becomes_a_checkpoint(tmp_path: Path) -> None:
     assert writer.taken(wait=True) is None
 
 
-def test_times_are_told_once(tmp_path: Path) -> None:
-    store, writer, write = CheckpointStore(tmp_path / "checkpoints"), CheckpointWriter(), Write(3, "none")
-    with writer.copying():
-        contents = CheckpointContents(3, write, {"config": {}, "versions": {}}, None, keep_last=1)
-    writer.start(contents, store, write.check_present)
-    assert writer.taken(wait=False) is None
-    write.go_on.set()
-    taken = writer.taken(wait=True)
-    assert taken == (3, store.paths()[0])
-    times = writer.metrics()
-    assert times.keys() == {"time/checkpoint_copy", "time/checkpoint_wait"}
-    assert all(seconds >= 0 for seconds in times.values())
-    assert writer.metrics() == {}
-
-
 def test_an_error_is_raised_once_and_the_next_checkpoint_is_written(tmp_path: Path) -> None:
     store, writer = CheckpointStore(tmp_path / "checkpoints"), CheckpointWriter()
     for step, failure in ((1, "write"), (2, "none")):

@@ -36,7 +36,7 @@ class ResumeRequest:
 
 
 _REFUSAL = {
-    OnResume.REFUSED: "It would train on other data, for another aim or another model, so these cannot change",
+    OnResume.REFUSED: "These cannot change: a run keeps its data, its aim, its model and the backend that wrote its checkpoint",
     OnResume.BY_NAME: "These change how the run trains, and need permission",
 }
 _REMARK = {
@@ -105,16 +105,12 @@ def _refusal(
     ungranted: Sequence[Difference],
 ) -> str:
     lines = [f"{loaded.origin}: the config differs from that of {checkpoint.path}."]
-    own = [change for change in refused if change.key == "backend"]
-    others = [change for change in refused if change not in own]
     if any(isinstance(change.before, Mapping) for change in refused):
         # Plugins come and go with the components that they bring.
         with_them = [change for change in ungranted if change.key == "plugins"]
         ungranted = [change for change in ungranted if change not in with_them]
-        own, others = (own + with_them, others) if own else (own, others + with_them)
-    if own:
-        lines += ["A checkpoint is read by the backend that wrote it:", *(f"  {change}" for change in own)]
-    for mark, changes in ((OnResume.REFUSED, others), (OnResume.BY_NAME, ungranted)):
+        refused = [*refused, *with_them]
+    for mark, changes in ((OnResume.REFUSED, refused), (OnResume.BY_NAME, ungranted)):
         if changes:
             lines += [f"{_REFUSAL[mark]}:", *(f"  {change}" for change in changes)]
     if refused:

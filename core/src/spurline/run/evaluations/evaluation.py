@@ -72,12 +72,6 @@ class ScheduledEvaluation:
                 "metrics by name and a list of sample answers. End it with `return metrics, []` when it has no answers."
             )
         metrics, samples = measured
-        for name in metrics:
-            if name.startswith("eval/"):
-                raise PluginError(
-                    f"{type(self.held_out).__name__} calls a metric '{name}'. Leave eval/ out: the run puts "
-                    f"'{prefix}' in front of each."
-                )
         metrics = {f"{prefix}{name}": value for name, value in metrics.items()}
         mark = {"evaluation": self.name} if self.name else {}
         return {**metrics, f"{prefix}time": time.perf_counter() - begin}, [mark | sample for sample in samples]
@@ -100,11 +94,6 @@ class DataEvaluation(HeldOutEvaluation):
             raise ConfigError.at("evaluation.batch_size", f"is given, and '{name}' has no such setting. Remove it.")
         settings = chosen.config(**given)
         self._loss: MeasuresSamples = registry.create("evaluation", settings, context=context)
-        if not hasattr(self._loss, "samples"):
-            raise PluginError(
-                f"The default evaluation '{name}' of {chosen.distribution} has no attribute samples, of whose rows "
-                "others are made. Set it, as spurline.protocols.evaluation.MeasuresSamples says."
-            )
         self._parts: list[HeldOutEvaluation] = []
         for part in config.evaluation.parts:
             given = {name: getattr(part, name) for name in type(part).model_fields}
