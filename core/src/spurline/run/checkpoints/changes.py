@@ -36,7 +36,7 @@ class ResumeRequest:
 
 
 _REFUSAL = {
-    OnResume.REFUSED: "These cannot change: a run keeps its data, its aim, its model and the backend that wrote its checkpoint",
+    OnResume.REFUSED: "These cannot change: a run keeps its data, aim, model, and the backend of its checkpoint",
     OnResume.BY_NAME: "These change how the run trains, and need permission",
 }
 _REMARK = {
