@@ -208,17 +208,11 @@ def test_a_setting_known_elsewhere_is_pointed_to(
     assert hint in fails(base_config)
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["steps=5"], "--set KEY=VALUE"),
-        (["--steps", "5"], "--set steps=VALUE"),
-    ],
-)
-def test_a_setting_without_set_is_told_how_to_give_it(spurline: Spurline, words: list[str], told: str) -> None:
+@pytest.mark.parametrize("words", [["steps=5"], ["--steps", "5"]])
+def test_a_setting_without_set_is_told_how_to_give_it(spurline: Spurline, words: list[str]) -> None:
     code, _, err = spurline("train", "run.yaml", *words)
     assert code == 2
-    assert told in err
+    assert "--set KEY=VALUE" in err
 
 
 def test_a_misspelled_option_is_not_taken_for_a_setting(spurline: Spurline) -> None:

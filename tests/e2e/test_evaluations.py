@@ -178,12 +178,6 @@ def test_the_report_tells_losses_and_scores_of_every_evaluation_apart(sft: Confi
     assert evaluation_scores(record) == (["eval/few/right"], [])
 
 
-def test_held_out_sets_by_name_are_shown_their_place(sft: Config) -> None:
-    sft["data"]["eval"] = {"math": "a.jsonl", "web": {"path": "b.jsonl"}}
-    with pytest.raises(ConfigError, match=r"eval names datasets \(math, web\).* `evaluations`: \{math: \{name"):
-        load_config(sft)
-
-
 @pytest.mark.parametrize(
     ("evaluations", "message"),
     [
@@ -262,14 +256,6 @@ def test_a_third_party_adds_an_evaluation_with_a_config_class_and_a_factory(
     Run(third_party(sft)).train()
     lines = read_json_lines(Path(sft["run_dir"]) / "metrics.jsonl")
     assert [line.get("eval/theirs/steps") for line in lines] == [None, 4.0, None, 4.0]
-
-
-def test_a_metric_that_brings_its_own_prefix_is_refused_with_the_class_named(
-    sft: Config, third_party: Callable[[Config], LoadedConfig]
-) -> None:
-    sft["evaluations"] = {"theirs": {"name": "careful", "data": "unread.jsonl", "metric": "eval/steps"}}
-    with pytest.raises(PluginError, match=r"Careful calls a metric 'eval/steps'\. .* puts 'eval/theirs/' in front"):
-        Run(third_party(sft)).train()
 
 
 def test_an_evaluation_that_returns_its_metrics_alone_is_told_what_to_return(

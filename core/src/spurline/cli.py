@@ -33,11 +33,8 @@ def _how_to_set(error: Any) -> str:
     if set(getattr(error, "possibilities", None) or ()) - {"--help", "--set"}:
         # More likely one of the command's own options, misspelled, which click names.
         return ""
-    option = getattr(error, "option_name", "")
-    if not option and "unexpected extra argument" not in error.message:
-        return ""
-    key = option.removeprefix("--").replace("-", "_") or "KEY"
-    return f". A setting of the config is given as: --set {key}=VALUE"
+    is_meant = hasattr(error, "option_name") or "unexpected extra argument" in error.message
+    return ". A setting of the config is given as: --set KEY=VALUE" if is_meant else ""
 
 
 _HELP_WIDTH = 200

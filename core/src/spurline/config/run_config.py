@@ -14,10 +14,9 @@ import re
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field
-from pydantic_core import PydanticCustomError
 
 from spurline.config.objects import ObjectSetting, is_kept_model
 from spurline.config.paths import PathSetting
@@ -87,26 +86,12 @@ class ReductionConfig(NamedSection):
             )
 
 
-def _refuse_names(value: Any) -> Any:
-    """Datasets by name, as some trainers have them, would be read as the settings of one."""
-    given = cast("dict[str, Any]", value) if isinstance(value, dict) else {}
-    names_one = not given or bool({"path", "name"} & given.keys())
-    if not names_one and all(isinstance(each, (str, dict, list)) for each in given.values()):
-        entry = f"{{{next(iter(given))}: {{name: loss, data: ..., every_steps: 50}}}}"
-        problem = (
-            f"names datasets ({listing(given)}), and it is one set, measured as a whole. For numbers of each give each "
-            f"an entry of its own under `evaluations`: {entry}"
-        )
-        raise PydanticCustomError("path", "{problem}", {"problem": problem})
-    return cast("Any", value)
-
-
 class DataConfig(Section):
     """Rows to train and evaluate on, and those of their tokens that carry loss."""
 
     train: DatasetList = Field(min_length=1)
     """Training datasets; several are mixed by their weights."""
-    eval: Annotated[DatasetList, BeforeValidator(_refuse_names), OnResume.FREE] = ()
+    eval: Annotated[DatasetList, OnResume.FREE] = ()
     """Held-out datasets, never trained on."""
     train_on: Literal["last_assistant", "all_assistants"] = "last_assistant"
     """Chat rows: put loss on the last assistant turn, or on every one. The end-of-turn token is part of a turn."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from spurline.config.loading import LoadedConfig, as_loaded
 from spurline.config.section import as_list
 from spurline.errors import PluginError, RunFailedError, UserError, listing
+from spurline.plugins.hookspecs import hookimpl
 from spurline.plugins.run_view import Warned
 from spurline.progress import Progress, silent
 from spurline.protocols.backend import Backend
@@ -31,7 +32,6 @@ from spurline.run.checkpoints.resume import find_resume
 from spurline.run.directory import RunDirectory
 from spurline.run.endings.ending import RunResult, go_on
 from spurline.run.endings.stop_request import StopRequest
-from spurline.run.on_step import OnStep, OnStepHook
 from spurline.run.session import Session
 from spurline.run.state import RunState
 from spurline.trackers.frame import metrics_frame
@@ -39,6 +39,10 @@ from spurline.trackers.frame import metrics_frame
 if TYPE_CHECKING:
     import pandas
     from transformers import PreTrainedTokenizerBase
+
+
+OnStep = Callable[[int, Mapping[str, float]], object]
+"""Gets the number of the step, from 1, and its metrics, read-only."""
 
 
 class Run:
@@ -259,6 +263,30 @@ class Run:
 
     def _words_on_stop(self) -> str:
         return self._session.words_on_stop() if self._session is not None else "Ending"
+
+
+class OnStepHook:
+    """Calls them in order; one that has a method `close` is told of the end of the run, however it ended."""
+
+    def __init__(self, functions: OnStep | Sequence[OnStep]) -> None:
+        self._functions = list(functions) if isinstance(functions, Sequence) else [functions]
+        for function in self._functions:
+            if not callable(function):
+                raise UserError(f"Run(on_step=...): {function!r} is no function of a step and its metrics.")
+
+    @hookimpl
+    def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
+        for function in self._functions:
+            function(step, metrics)
+
+    @hookimpl
+    def on_run_end(self) -> None:
+        with ExitStack() as stack:
+            # Each is told, also where one before it fails.
+            for function in reversed(self._functions):
+                close = getattr(function, "close", None)
+                if callable(close):
+                    stack.callback(close)
 
 
 @contextmanager
