@@ -185,7 +185,7 @@ def test_the_end_says_how_to_go_on(
 
     train = loop.train
 
-    def interrupted(run: Run) -> None:
+    def interrupted(run: Session) -> None:
         run.loaded.host.attach(InterruptAt(2, 1), "interrupt")
         train(run)
 
