@@ -18,7 +18,6 @@ from spurline.errors import ConfigError, DataError, PluginError, RunFailedError
 from spurline_rl.concurrency import in_thread
 from spurline_rl.protocols.environment import AttemptFailedError
 from spurline_rl.protocols.reward import Answer
-from spurline_rl.rewards import killable
 from spurline_rl.rewards.configs import MathVerifyConfig
 from spurline_rl.rewards.killable import KillablePool, TookTooLong
 from spurline_rl.rewards.math_verify import MathVerify
@@ -147,33 +146,6 @@ def test_a_pool_serves_more_callers_than_it_has_workers():
         pool.close()
     with pytest.raises(RunFailedError, match="is closed"):
         pool.call()
-
-
-@pytest.mark.processes
-def test_a_call_that_gets_no_answer_takes_no_other_call_with_it(monkeypatch):
-    pool = KillablePool("reward_functions:sleeps", GENEROUS_S, workers=2)
-
-    async def stop_the_pool() -> tuple[BaseException | float, BaseException | float]:
-        assert await in_thread(pool.call, 0) == 0
-        os.kill(pool._child.pid, signal.SIGSTOP)
-        monkeypatch.setattr(killable, "_SECOND_LOOK_S", 0.1)
-        with monkeypatch.context() as patch:
-            # Importing takes as long as it may, so that a pool that is starting again is given that time too.
-            patch.setattr(pool, "_import_timeout_s", 1.0 - GENEROUS_S)
-            patch.setattr(killable, "ANSWER_TIMEOUT_S", 0.0)
-            unanswered = asyncio.ensure_future(in_thread(pool.call, 0))
-            await asyncio.sleep(0.2)
-        neighbour = asyncio.ensure_future(in_thread(pool.call, 0.001))
-        first, second = await asyncio.gather(unanswered, neighbour, return_exceptions=True)
-        return first, second
-
-    try:
-        failed, answered = run(stop_the_pool())
-    finally:
-        pool.close()
-    assert isinstance(failed, RunFailedError)
-    assert "answered in 1 s" in str(failed)
-    assert answered == 0.001
 
 
 @pytest.mark.processes

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -27,8 +26,7 @@ from spurline_rl.protocols.reward import Answer
 from spurline_rl.rewards import worker_processes
 from spurline_rl.rewards.configs import FunctionRewardConfig
 from spurline_rl.rewards.function import FunctionReward
-from spurline_rl.rewards.killable import SHOWN_BYTES
-from spurline_rl.rewards.sent_answers import pack_as_text, unpack
+from spurline_rl.rewards.sent_answers import pack, unpack
 from spurline_rl.scoring import reward_terms
 
 pytestmark = pytest.mark.processes
@@ -70,11 +68,8 @@ def quick() -> Iterator[FunctionReward]:
 
 @pytest.fixture(scope="module")
 def patient() -> Iterator[FunctionReward]:
-    with pytest.MonkeyPatch.context() as patch:
-        # Ray sets it in processes that have used it.
-        patch.delenv("PYTHONBREAKPOINT", raising=False)
-        # As who wants no limits may write it.
-        reward = make_reward(timeout_s=float("inf"), import_timeout_s=float("inf"), workers=1)
+    # Without limits, as users may write it.
+    reward = make_reward(timeout_s=float("inf"), import_timeout_s=float("inf"), workers=1)
     yield reward
     reward.close()
 
@@ -113,16 +108,14 @@ def test_a_call_that_takes_all_memory_fails(quick):
     assert scores(quick, answer("fine")) == [1.0]
 
 
-def test_calls_that_print_without_end_are_shown_for_a_while_and_go_on(capfd):
+def test_what_calls_print_is_shown_with_the_runs_messages(capfd):
     reward = make_reward(workers=2)
     try:
         assert scores(reward, *(answer("shout") for _ in range(4))) == [1.0] * 4
     finally:
         reward.close()
     shown = capfd.readouterr()
-    assert "first words\n" in shown.err
-    assert shown.err.endswith("\nrunaway_rewards:behaves has printed 1 MiB; what else it prints is not shown.\n")
-    assert len(shown.err) < 1.01 * SHOWN_BYTES
+    assert shown.err.count("first words\n") == 4
     assert not shown.out
 
 
@@ -137,11 +130,6 @@ def test_a_call_that_crashes_its_process_fails_and_leaves_its_neighbours_alone(q
     crashed, *others = scores(quick, answer("die"), *(answer("fine") for _ in range(8)))
     assert "worker process of runaway_rewards:behaves died: exit code -6" in str(crashed)
     assert others == [1.0] * 8
-
-
-def test_a_breakpoint_is_told_what_has_a_terminal(patient):
-    [stopped] = scores(patient, answer("breakpoint"))
-    assert "breakpoint() needs a terminal, which a reward function has with `in_process: true` alone" in str(stopped)
 
 
 def test_errors_of_the_function_have_their_kind_and_their_place(patient, tmp_path):
@@ -194,12 +182,10 @@ ROW: dict[str, Any] = {
 
 
 def test_a_row_arrives_as_it_is(patient):
-    # What looks like our mark of a type, but is somebody else's.
-    forged = {"text": {"\0bytes": "not base64"}}
     plain = {name: value for name, value in ROW.items() if name in ("text", "nested", "nan")}
-    for row in (plain, {**plain, "day": ROW["day"]}, forged, {**forged, "day": ROW["day"]}):
+    for row in (plain, {**plain, "day": ROW["day"]}):
         assert scores(patient, answer("row", **row)) == [fingerprint(row)]
-    arrived = dict(unpack(pack_as_text(answer("row", **ROW))).row)
+    arrived = dict(unpack(pack(answer("row", **ROW))).row)
     assert np.array_equal(arrived.pop("vector"), ROW["vector"])
     assert arrived == {name: value for name, value in ROW.items() if name != "vector"}
 
@@ -225,7 +211,7 @@ def test_an_async_function_waits_side_by_side_and_the_call_that_blocks_is_the_on
         blocked, late, exited, *fine = scores(reward, *answers)
         assert "did not return within 1 s" in str(blocked)
         assert "did not return within 1 s" in str(late)
-        assert "runaway_rewards:judges failed: SystemExit: 3" in str(exited)
+        assert "SystemExit: 3" in str(exited)
         assert fine == [1.0, 1.0]
         crashed, fine = scores(reward, answer("die"), answer("fine"))
         assert "exit code -6" in str(crashed)
@@ -308,18 +294,6 @@ def test_mistakes_are_found_at_the_start_and_told_as_in_the_runs_own_process(tmp
                 FunctionReward(FunctionRewardConfig(path=path, in_process=in_process))
             told.append((type(caught.value), str(caught.value)))
         assert told[0] == told[1]
-
-
-def test_nobody_looks_again_and_again_for_the_end_of_a_process_that_was_killed():
-    waiting = worker_processes._Workers.__new__(worker_processes._Workers)
-    ours, theirs = socket.socketpair()
-    late = worker_processes._Call(1, b"", deadline=time.monotonic() - 1.0)
-    process = worker_processes._Process(1, ours, memoryview(bytearray(8)), worker_processes._Lines(0), {1: late})
-    waiting._processes = {1: process}
-    with ours, theirs:
-        assert waiting._seconds_left() == 0.0
-        process.killed = "late"
-        assert waiting._seconds_left() is None
 
 
 def test_the_default_number_of_workers_is_that_of_the_processors_within_bounds(monkeypatch):

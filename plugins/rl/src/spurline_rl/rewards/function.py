@@ -20,7 +20,7 @@ from spurline_rl.protocols.reward import Answer
 from spurline_rl.rewards.configs import FunctionRewardConfig
 from spurline_rl.rewards.killable import KillablePool, OutOfMemory, TookTooLong
 from spurline_rl.rewards.references import missing_reference
-from spurline_rl.rewards.sent_answers import NOT_JSON, pack, pack_as_text, unpack
+from spurline_rl.rewards.sent_answers import pack, unpack
 
 _SHOWN_CHARACTERS = 300
 _HOPELESS_CALLS = 8
@@ -64,15 +64,17 @@ class FunctionReward:
             raise
 
     def score(self, answer: Answer) -> float:
-        """For callers without an event loop."""
+        """Score as `score_async` does, for callers without an event loop."""
         return asyncio.run(self.score_async(answer))
 
     async def score_async(self, answer: Answer) -> float:
-        """What the function returns.
+        """Return what the function returns.
 
-        Raises AttemptFailedError when it takes longer than `timeout_s` or more memory than `memory_gb`, or ends its
-        process; DataError for a row that cannot be sent there; RunFailedError when every call so far has taken longer.
-        In this process, what the function raises.
+        Raises:
+            AttemptFailedError: If it takes more than `timeout_s` or `memory_gb`, or ends its process.
+            DataError: If the row cannot be sent there.
+            RunFailedError: If every call so far has taken longer.
+            Exception: What the function raises, if it is called in this process.
         """
         try:
             value = await self._value(answer)
@@ -85,7 +87,7 @@ class FunctionReward:
                 self._has_ended_one = True
             raise
         self._has_ended_one = True
-        # Whoever checks scores says what it is instead of a number.
+        # The check of scores says what it is instead of a number.
         return _Shown(value["shown"]) if isinstance(value, dict) else value  # pyright: ignore[reportReturnType]
 
     async def _value(self, answer: Answer) -> Any:
@@ -93,10 +95,7 @@ class FunctionReward:
         if self._pool is None:
             return await within(limit_s, what, self._function, answer)
         try:
-            try:
-                return await self._pool.call_async(*pack(answer))
-            except NOT_JSON:
-                return await self._pool.call_async(*pack_as_text(answer))
+            return await self._pool.call_async(pack(answer))
         except OutOfMemory as error:
             raise AttemptFailedError(f"{what} took more than memory_gb: {self._config.memory_gb:g}.") from error
         except TookTooLong as error:
@@ -125,17 +124,19 @@ class FunctionReward:
 
 
 def in_worker(path: str) -> Callable[..., Any]:
-    """In a worker process: the function as it is called there, with what `pack` gives and numbers of JSON as results.
+    """Return the function as a worker process calls it: with what `pack` gives, and numbers of JSON as results.
 
-    Raises PluginError and ConfigError for a function that cannot be found or called.
+    Raises:
+        PluginError: If the function cannot be found.
+        ConfigError: If it cannot be called.
     """
     function = _load(path)
 
-    def call(*values: Any) -> Any:
-        return _sendable(function(unpack(values)))
+    def call(packed: str) -> Any:
+        return _sendable(function(unpack(packed)))
 
-    async def call_async(*values: Any) -> Any:
-        return _sendable(await function(unpack(values)))
+    async def call_async(packed: str) -> Any:
+        return _sendable(await function(unpack(packed)))
 
     return call_async if is_async(function) else call
 

@@ -26,7 +26,7 @@ class MathVerify:
         self._pool = KillablePool(f"{__name__}:equal", config.timeout_s, config.workers, imports=("math_verify",))
 
     def score(self, answer: Answer) -> float:
-        """For callers without an event loop."""
+        """Score as `score_async` does, for callers without an event loop."""
         return asyncio.run(self.score_async(answer))
 
     async def score_async(self, answer: Answer) -> float:
@@ -45,7 +45,7 @@ class MathVerify:
 
 
 def equal(reference: str, response: str) -> bool | None:
-    """Whether the response ends in what the reference says; None when the reference says nothing that can be parsed.
+    """Return whether the response ends in what the reference says; None if the reference cannot be parsed.
 
     Runs in a worker process, where the library and its sympy have been imported, which takes seconds.
     """
