@@ -66,12 +66,6 @@ def hangs(answer: Answer) -> float:
     return 1.0
 
 
-def computes(answer: Answer) -> float:
-    while not release.is_set():
-        pass
-    return 1.0
-
-
 async def hangs_later(answer: Answer) -> float:
     await asyncio.sleep(60)
     return 1.0

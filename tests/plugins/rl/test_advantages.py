@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,6 @@ from spurline_rl.advantages.reinforce_pp import ReinforcePlusPlus
 from spurline_rl.protocols.advantage import Advantage
 from spurline_rl.testing.advantage_contract import AdvantageContract
 from spurline_rl.trajectory import Group, Trajectory, Turn
-from spurline_text.configs import SftSourceConfig
 
 
 class TestGrpo(AdvantageContract):
@@ -258,13 +256,6 @@ def test_group_of_one_is_refused_with_the_reason_and_the_way_out(name: str) -> N
         component.advantages([alone])
 
 
-def test_a_group_of_one_is_enough_with_a_baseline_of_another_kind() -> None:
-    (group, *_) = AdvantageContract().groups()
-    alone = [replace(group, trajectories=group.trajectories[:1])]
-    assert Gae(GaeConfig()).advantages(alone)
-    assert ReinforcePlusPlus(ReinforcePlusPlusConfig(baseline="batch")).advantages(alone)
-
-
 def test_maxrl_refuses_negative_returns() -> None:
     (group, *_) = AdvantageContract().groups()
     last = group.trajectories[0].turns[-1]
@@ -299,8 +290,3 @@ def test_config_check_knows_how_many_samples_an_advantage_needs(config: Any, sam
     else:
         with pytest.raises(ConfigError, match=f"samples_per_prompt is {samples}. Set it to 2 or more"):
             load_config(complete)
-
-
-def test_runs_without_prompts_have_no_samples_to_check() -> None:
-    run: Any = SimpleNamespace(source=SftSourceConfig())
-    assert list(GrpoConfig().problems(run)) == []

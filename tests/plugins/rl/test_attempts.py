@@ -15,7 +15,7 @@ from scripted_groups import Behaviour, Prompt, Scripted, answer, one_token
 from spurline.errors import ConfigError, PluginError
 from spurline_rl.advantages.configs import GrpoConfig
 from spurline_rl.attempts import Attempts
-from spurline_rl.configs import HeldOutConfig, OverlongConfig, RolloutSourceConfig, SamplingConfig, SuccessConfig
+from spurline_rl.configs import HeldOutConfig, OverlongConfig, RolloutSourceConfig, SamplingConfig
 from spurline_rl.protocols.environment import EnvironmentConfig, PolicyHandle, Task
 from spurline_rl.protocols.rollout_engine import RolloutEngineConfig, Sampling
 from spurline_rl.testing.environment_contract import ScriptedEngine
@@ -86,15 +86,6 @@ def test_training_notices_at_once_that_nothing_says_what_a_held_out_success_is()
         run(attempts.training.run_groups(PROMPTS))
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"held_out_data": ["rows.jsonl"], "held_out": HeldOutConfig(success=SuccessConfig(reward="right"))}],
-)
-def test_several_terms_are_fine_without_held_out_data_and_with_a_named_success(settings: dict[str, Any]) -> None:
-    attempts, _ = make_attempts(gives_two_terms, **settings)
-    assert returns_of(run(attempts.training.run_groups(PROMPTS))) == pytest.approx([0.9] * 4)
-
-
 CHANGES = [{"temperature": 0.5}, {"top_p": 0.9}, {"top_k": 20}]
 
 
@@ -130,12 +121,6 @@ def test_a_term_named_overlong_cannot_stand_beside_the_one_of_the_source() -> No
     for attempt in (attempts.training.run_groups, evaluate):
         with pytest.raises(ConfigError, match=r"source\.overlong adds a reward term 'overlong', but the environment"):
             run(attempt(PROMPTS))
-
-
-def test_without_the_one_of_the_source_a_term_named_overlong_is_one_like_others() -> None:
-    attempts, _ = make_attempts(gives_overlong, reward_weights={"overlong": 4.0})
-    assert returns_of(run(attempts.training.run_groups(PROMPTS))) == 4 * [2.0]
-    assert returns_of(run(attempts.evaluate(PROMPTS, HeldOutConfig()))) == 2 * [2.0]
 
 
 def test_the_penalty_on_length_counts_in_training_with_its_weight_and_never_in_evaluation() -> None:

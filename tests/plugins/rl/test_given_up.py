@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import replace
 
 import pytest
-from scripted_groups import Prompt, answer, make_runner, one_token, run_and_leave_nothing
+from scripted_groups import Prompt, answer, make_runner, run_and_leave_nothing
 
 from spurline.errors import ConfigError, DataError, ModelError, PluginError, Problem, RunFailedError
 from spurline_rl.chat_front import PrefixError
@@ -93,12 +92,6 @@ def test_a_row_that_cannot_be_used_is_skipped_at_once_where_asked_for_and_costs_
     assert (runner.take_retries(skipped.uid), given_up.prompts) == (0, ())
 
 
-def test_a_prompt_without_room_for_a_response_cannot_be_used():
-    runner = make_runner(engine=ScriptedEngine(one_token, context=3))
-    with pytest.raises(DataError, match=r"rows\.jsonl:1: .*no room for a response: the prompt has 3 tokens"):
-        run_and_leave_nothing(runner, Prompt(0))
-
-
 def test_a_template_that_rewrites_history_is_not_the_rows_fault_and_is_given_up_without_a_retry():
     async def rewrites(task: Task, policy: PolicyHandle) -> Trajectory:
         raise PrefixError("rewritten", turn=0, token=1)
@@ -132,18 +125,6 @@ def test_errors_that_are_not_about_an_attempt_end_the_run_at_once(error):
 def test_a_weight_for_an_unknown_term_ends_the_run_at_once():
     with pytest.raises(ConfigError, match=r"source\.reward_weights\.lenght .* Did you mean 'length'"):
         run_and_leave_nothing(make_runner(weights={"lenght": 1.0}), Prompt(0))
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_reward_that_is_not_finite_is_a_failed_attempt(value):
-    async def broken(task: Task, policy: PolicyHandle) -> Trajectory:
-        return replace(await answer(task, policy), rewards={"length": value})
-
-    runner = make_runner(broken, max_groups=1, samples_per_prompt=1)
-    [group] = run_and_leave_nothing(runner, Prompt(0))
-    assert isinstance(group, GivenUpPrompt)
-    assert f"reward 'length' is {value}; it must be finite" in group.reason
-    assert runner.take_retries(group.uid) == 2
 
 
 def test_an_attempt_that_writes_nothing_is_a_failed_attempt():

@@ -130,12 +130,6 @@ def test_responses_that_all_stopped_are_said_to_and_the_token_limit_is_marked() 
     assert "limit 24" not in traces(fragment)
 
 
-def test_one_update_per_step_leaves_no_empty_plots_of_ratios_and_clipping() -> None:
-    fragment = shown("PolicyPanel", record_of(healthy()))
-    assert "No token was clipped; ratio per token to the policy before the update is 1 throughout" in fragment
-    assert set(traces(fragment)) == {"entropy", "smallest to largest", "standard deviation", "mean"}
-
-
 def test_several_updates_show_clipping_ratios_and_both_divergences() -> None:
     moved = {"policy__ratio__max": 3.0, "policy__ratio__min": 0.2, "policy__kl_old": 0.01, "policy__kl_reference": 0.02}
     lines = [rl_metrics(step, policy__clip_fraction_high=0.04, **moved) for step in STEPS]
@@ -175,13 +169,6 @@ def test_the_mismatch_of_steps_without_older_tokens_is_judged_apart() -> None:
     assert traces(fragment)["warning above 0.05 on average"]["x"] == [STEPS[0], STEPS[-2]]
 
 
-def test_corrections_add_their_shares_and_mean_factor() -> None:
-    lines = [rl_metrics(step, correction__truncated=0.03, correction__factor=0.98) for step in STEPS]
-    fragment = shown("MismatchPanel", record_of(lines))
-    assert "mean correction factor 0.9800" in fragment
-    assert traces(fragment)["truncated"]["y"] == [0.03] * 8
-
-
 def test_nothing_off_leaves_no_health_panel() -> None:
     assert rendered("HealthPanel", record_of(healthy())) is None
 
@@ -196,14 +183,6 @@ def test_troubles_are_listed_once_each_with_their_steps_the_most_frequent_first(
     assert "Steps 3 to 5, 21 (4 of 30)" in cut
     assert "2 prompts had to be given up" in given_up
     assert "Step 12 (1 of 30)" in given_up
-
-
-def test_a_trouble_that_comes_and_goes_is_listed_briefly() -> None:
-    lines = [rl_metrics(step, response__share_length=0.5 * (step % 2)) for step in range(1, 101)]
-    fragment = shown("HealthPanel", record_of(lines))
-    assert "Steps 1, 3, 5, 7, 9, 11, 13, 15 and later, last 99 (50 of 100)" in fragment
-    always = [rl_metrics(step, response__share_length=0.5) for step in STEPS]
-    assert "Every step" in shown("HealthPanel", record_of(always))
 
 
 def test_generation_and_training_speed_are_each_over_their_own_time() -> None:
@@ -225,14 +204,6 @@ def test_generating_and_looking_back_are_taken_out_of_the_batch_they_are_part_of
         "optimizer": [0.1],
     }
     assert "overlapping" not in fragment
-
-
-def test_the_updates_of_a_critic_are_parts_of_the_step_of_their_own() -> None:
-    line = rl_metrics(1, time__critic_forward_backward=0.5, time__critic_optimizer=0.125, time__step=3.0)
-    drawn = traces(shown("TimeSplitPanel", record_of([line])))
-    assert drawn["critic forward + backward"]["y"] == [0.5]
-    assert drawn["critic optimizer"]["y"] == [0.125]
-    assert drawn["other"]["y"] == [pytest.approx(0.375)]
 
 
 def test_generation_that_goes_on_during_the_update_is_not_stacked() -> None:
@@ -294,12 +265,6 @@ def test_attempts_show_their_verdict_and_each_reward_term(make_run_dir: Callable
     assert re.findall(r">(.*?)</span>", first) == ["✗ failed, reward 0.5", "exact match 1", "overlong -0.5"]
     assert re.findall(r">(.*?)</span>", latest) == ["✓ passed, reward 1", "exact match 1", "overlong 0"]
     assert first.count("mark bad") == latest.count("mark good") == 1
-
-
-def test_a_score_that_is_no_share_is_shown_without_a_verdict(make_run_dir: Callable[..., Path]) -> None:
-    line = {"step": 1, "prompt": "p", "response": "r", "scores": {"penalty": -0.25, "bonus": 2.5}}
-    fragment = shown("SamplesPanel", read_record(make_run_dir(samples=[line])))
-    assert re.findall(r'class="mark term">(.*?)</span>', fragment) == ["penalty -0.25", "bonus 2.5"]
 
 
 def test_a_conversation_reads_turn_by_turn(make_run_dir: Callable[..., Path]) -> None:

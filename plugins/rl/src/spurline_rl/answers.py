@@ -94,7 +94,7 @@ class AnswersEvaluation(HeldOutEvaluation):
         return self._rewards.keys()
 
     def evaluate(self, backend: Backend) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Mean of each reward by its name, and every answer with its scores. Raises RunFailedError."""
+        """Return the mean of each reward by its name, and every answer with its scores. Raises RunFailedError."""
         assert isinstance(backend, Generates), f"{type(backend).__name__} does not generate, whatever its config says"
         answers: list[Answer] = []
         scores: list[dict[str, float]] = []
@@ -128,7 +128,7 @@ class AnswersEvaluation(HeldOutEvaluation):
         return await terms_of_all(self._rewards, answers, retries=self._config.retries)
 
     def _scored(self, answers: Sequence[Answer]) -> list[dict[str, float]]:
-        # On a thread of its own: whoever trains in a notebook has an event loop on this one.
+        # On a thread of its own: a notebook has an event loop on this one.
         with ThreadPoolExecutor(1, "spurline-scoring") as scoring:
             try:
                 return scoring.submit(asyncio.run, self._terms(answers)).result()

@@ -59,7 +59,7 @@ class Attempts:
 
     @property
     def shows_prompts(self) -> bool:
-        """Whether the environment says beforehand what the model is first given."""
+        """Return whether the environment says beforehand what the model is first given."""
         return isinstance(self._environment, ShowsPrompt)
 
     async def evaluate(self, prompts: Sequence[Draw], held_out: HeldOutConfig) -> Sequence[Outcome]:
@@ -71,7 +71,8 @@ class Attempts:
     def first_prompt(self, draw: Draw) -> Sequence[int] | None:
         """Token ids of what the model is first given; None where the environment cannot say it beforehand.
 
-        Raises DataError for a row that cannot be used.
+        Raises:
+            DataError: For a row that cannot be used.
         """
         if not isinstance(self._environment, ShowsPrompt):
             return None
@@ -128,7 +129,7 @@ class Attempts:
     def _score(self, trajectory: Trajectory, *, punishes_length: bool) -> Trajectory:
         """The trajectory with the weighted sum of its terms on its tokens; `source.overlong` adds a term in training.
 
-        Raises ConfigError when the environment's terms leave no room for that term, or do not say what a success is,
+        Raises ConfigError when the environment's terms have that term already, or do not say what a success is,
         besides what `score` raises.
         """
         overlong, weights = self._config.overlong, self._config.reward_weights

@@ -40,7 +40,8 @@ class ByPrompt:
     def pairs(self, batch: TrainingBatch) -> list[tuple[int, int]]:
         """(first row, row after the last) of each mini-batch of one pass over the batch.
 
-        Raises RunFailedError naming the prompt when rows of a prompt are apart, or when there are too few or too many.
+        Raises:
+            RunFailedError: Names the prompt when rows of a prompt are apart, or when there are too few or too many.
         """
         try:
             prompts = prompt_boundaries(batch)

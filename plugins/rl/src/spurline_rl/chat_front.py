@@ -31,8 +31,9 @@ _SHOWN_TOKENS = 6
 class PrefixError(DataError):
     """The chat template rewrites what the model has seen or written.
 
-    turn: the model's turn that is rewritten, or None when it is the messages around it.
-    token: index of the first token that no longer stands, within that turn or those messages.
+    Args:
+        turn: The model's turn that is rewritten, or None when it is the messages around it.
+        token: Index of the first token that no longer stands, within that turn or those messages.
     """
 
     def __init__(self, message: str, turn: int | None, token: int) -> None:
@@ -83,9 +84,12 @@ def _render(renderer: ChatRenderer, messages: Sequence[Message], tools: list[dic
 class ChatFront:
     """One conversation.
 
-    messages: how it begins. tools: schemas for the template. where: names the row, for messages.
-    history: `exact` keeps tokens as described above; `retokenize` encodes the template's rendering anew for each turn,
-    so that a turn's prompt need not go on from the last one.
+    Args:
+        messages: How it begins.
+        tools: Schemas for the template.
+        where: Names the row, for messages.
+        history: `exact` keeps tokens as described above; `retokenize` encodes the template's rendering again for each
+            turn, so that a turn's prompt need not go on from the last one.
     """
 
     def __init__(

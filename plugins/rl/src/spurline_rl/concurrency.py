@@ -9,12 +9,10 @@ cancelled.
 from __future__ import annotations
 
 import asyncio
-import math
-import os
 import sysconfig
 import threading
-import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -28,22 +26,11 @@ T = TypeVar("T")
 
 CANCEL_TIMEOUT_S = 30.0
 """Seconds a cancelled attempt may take to end."""
-MAX_ABANDONED = 1024
-"""Threads on which one function may still run although nobody waits for it: each keeps its stack and what it holds.
-Beyond that its calls wait for some to end."""
-PATIENCE_S = 300.0
-"""Seconds that there may be so many: what a service that hangs, or attempts that run out of time together, leave behind
-is gone by then."""
-MAX_COMPUTING = 8
-"""Such threads that compute, which a run cannot wait for. Each holds the interpreter for 5 ms at a time, so that
-everything else gets its turn every 40 ms at best."""
-_COMPUTES_S = 0.25
-"""Least processor time, since it was left behind, of a thread that computes."""
-_SHARE = 4
-"""A thread that computes gets this part, at least, of what it would get if all that are left behind computed on one
-processor; one that only looks again and again whether something has happened does not."""
+MAX_ABANDONED = 64
+"""Threads on which one function may still run although nobody waits for it: each keeps its stack and what it holds, and
+one that computes holds the interpreter for 5 ms at a time. Beyond that its calls wait for some to end."""
 _LOOK_S = 1.0
-"""Seconds between two looks at those of one function; one at 1,024 of them takes tens of milliseconds."""
+"""Seconds between two looks at them."""
 
 _LIBRARIES = (
     "<frozen",
@@ -54,7 +41,7 @@ _LIBRARIES = (
 
 
 def located(error: BaseException) -> str:
-    """The exception and the innermost place it came through, outside of libraries where there is one:
+    """Return the exception and the innermost place it came through, outside of libraries where there is one:
     `KeyError: 'unit' (rewards.py:12 in grade)`."""
     every = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in every if not frame.filename.startswith(_LIBRARIES)] or every
@@ -68,14 +55,15 @@ def located(error: BaseException) -> str:
 
 
 async def in_thread(function: Callable[..., T], /, *arguments: Any, **keywords: Any) -> T:
-    """The function's result, or what it raises. Cancelling abandons the thread.
+    """Return the function's result, or raise what it raises. Cancelling abandons the thread.
 
-    Waits while too many threads of this function run on already. Raises RunFailedError when they compute, or do not
-    end either.
+    Waits, up to the caller's own time limit, while too many threads of this function run on already.
     """
-    name = _name_of(function)
-    while name in _abandoned and _abandoned[name].are_too_many():
-        await asyncio.sleep(_LOOK_S)
+    left = _abandoned[_name_of(function)]
+    while len(left) >= MAX_ABANDONED:
+        left[:] = [thread for thread in left if thread.is_alive()]
+        if len(left) >= MAX_ABANDONED:
+            await asyncio.sleep(_LOOK_S)
     loop = asyncio.get_running_loop()
     done = loop.create_future()
 
@@ -97,72 +85,15 @@ async def in_thread(function: Callable[..., T], /, *arguments: Any, **keywords: 
     try:
         value, error = await done
     except asyncio.CancelledError:
-        _abandoned.setdefault(name, _Abandoned(".".join(name))).add(thread)
+        left.append(thread)
         raise
     if error is not None:
         raise error
     return value
 
 
-class _Abandoned:
-    """The threads of one function that nobody waits for any more."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        # When each was left behind, and the processor time that it had used by then.
-        self._left: dict[threading.Thread, tuple[float, float]] = {}
-        self._looked_at = -math.inf
-        self._too_many_since: float | None = None
-
-    def add(self, thread: threading.Thread) -> None:
-        self._left[thread] = time.monotonic(), _processor_seconds(thread)
-
-    def are_too_many(self) -> bool:
-        """Whether to wait for some of them to end. Raises RunFailedError when more compute than a run can bear, or when
-        there have been too many for longer than PATIENCE_S."""
-        now = time.monotonic()
-        if len(self._left) >= min(MAX_ABANDONED, MAX_COMPUTING) and now - self._looked_at >= _LOOK_S:
-            self._looked_at = now
-            self._left = {thread: then for thread, then in self._left.items() if thread.is_alive()}
-            computing = self._num_computing(now)
-            if computing >= MAX_COMPUTING:
-                raise self._error(f"{computing} of them compute")
-        if len(self._left) < MAX_ABANDONED:
-            self._too_many_since = None
-            return False
-        if self._too_many_since is None:
-            self._too_many_since = now
-        if now - self._too_many_since > PATIENCE_S:
-            raise self._error(f"for more than {PATIENCE_S:g} s there have been {MAX_ABANDONED} or more")
-        return True
-
-    def _num_computing(self, now: float) -> int:
-        return sum(
-            _processor_seconds(thread) - before_s >= max(_COMPUTES_S, (now - left_at) / (_SHARE * len(self._left)))
-            for thread, (left_at, before_s) in self._left.items()
-        )
-
-    def _error(self, problem: str) -> RunFailedError:
-        return RunFailedError(
-            f"{self._name} still runs on {len(self._left)} threads that were left behind, because it took longer than "
-            f"its time limit or its attempt was ended; {problem}. Nothing can stop a thread. Let the function end by "
-            "itself, with time limits on what it waits for, or run it in a process: a reward function without "
-            "in_process: true, an agent as a command."
-        )
-
-
-_abandoned: dict[tuple[str, str], _Abandoned] = {}
-"""By module and name of the function."""
-
-
-def _processor_seconds(thread: threading.Thread) -> float:
-    """That the thread has used; 0 when it has ended, or where the system does not tell."""
-    try:
-        stat = Path(f"/proc/self/task/{thread.native_id}/stat").read_text()
-    except OSError:
-        return 0.0
-    user, system = stat.rpartition(")")[2].split()[11:13]
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+_abandoned: defaultdict[tuple[str, str], list[threading.Thread]] = defaultdict(list)
+"""Threads that nobody waits for any more, by module and name of their function."""
 
 
 def _name_of(function: Callable[..., Any]) -> tuple[str, str]:
@@ -174,7 +105,7 @@ def _name_of(function: Callable[..., Any]) -> tuple[str, str]:
 
 
 async def within(timeout_s: float, what: str, function: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> Any:
-    """The result of a plain or an async function. Raises AttemptFailedError naming `what` after `timeout_s`."""
+    """Return the result of a plain or an async function. Raises AttemptFailedError naming `what` after `timeout_s`."""
     try:
         async with asyncio.timeout(timeout_s) as limit:
             if is_async(function):
@@ -187,7 +118,7 @@ async def within(timeout_s: float, what: str, function: Callable[..., Any], /, *
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether calling it gives a coroutine; also for objects with an async `__call__`."""
+    """Return whether calling it gives a coroutine; also for objects with an async `__call__`."""
     return asyncio.iscoroutinefunction(function) or asyncio.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
@@ -197,9 +128,15 @@ def _deliver(done: asyncio.Future[Any], outcome: tuple[Any, Exception | None]) -
 
 
 async def end_tasks(tasks: Iterable[asyncio.Future[Any]], what: str, timeout_s: float | None = None) -> None:
-    """Cancel what still runs and wait for it. Raises RunFailedError naming `what` when something goes on.
+    """Cancel what still runs and wait for it.
 
-    timeout_s: CANCEL_TIMEOUT_S by default; tasks within an attempt want less, so that they are named, not the attempt.
+    Args:
+        tasks: The tasks, also those that have ended.
+        what: Their name in the error.
+        timeout_s: CANCEL_TIMEOUT_S by default; less for tasks within an attempt, so that they are named, not it.
+
+    Raises:
+        RunFailedError: If something goes on.
     """
     limit = CANCEL_TIMEOUT_S if timeout_s is None else timeout_s
     everything = list(tasks)
@@ -216,7 +153,7 @@ async def end_tasks(tasks: Iterable[asyncio.Future[Any]], what: str, timeout_s: 
 
 
 def still_runs(what: str, limit_s: float) -> RunFailedError:
-    """The error for something that goes on so many seconds after it was cancelled."""
+    """Return the error for something that goes on so many seconds after it was cancelled."""
     return RunFailedError(
         f"{what} was cancelled, but still runs {limit_s:g} s later. An environment must let "
         "asyncio.CancelledError pass."
@@ -226,7 +163,7 @@ def still_runs(what: str, limit_s: float) -> RunFailedError:
 async def all_or_none(
     coroutines: Sequence[Coroutine[Any, Any, T]], what: str, timeout_s: float | None = None
 ) -> list[T]:
-    """All results in order; or the first error, once everything else has been cancelled and has ended."""
+    """Return all results in order; or raise the first error, once everything else was cancelled and has ended."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return list(await asyncio.gather(*tasks))

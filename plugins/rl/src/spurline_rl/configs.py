@@ -93,7 +93,7 @@ class HeldOutConfig(Section):
     max_prompts: int | None = Field(default=200, gt=0)
     """Use the first prompts of the held-out data; null uses all."""
     success: SuccessConfig = SuccessConfig()
-    """Which attempts count as a pass: those whose named reward reaches a number, whatever the weighted sum is."""
+    """A rule for passes: attempts whose named reward reaches a number, whatever the weighted sum is."""
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if self.samples_per_prompt > 1 and self.temperature == 0:
@@ -105,9 +105,12 @@ class HeldOutConfig(Section):
 
 
 def success_problems(held_out: HeldOutConfig, terms: Collection[str] | None, prefix: str = "") -> Iterable[Problem]:
-    """What keeps attempts from being judged. terms: names of all reward terms, None where only attempts tell.
+    """Yield what keeps attempts from being judged.
 
-    prefix: of the keys, up to the settings of `held_out`.
+    Args:
+        held_out: The settings that say what a success is.
+        terms: Names of all reward terms; None where only attempts tell.
+        prefix: Begin of the keys, up to the settings of `held_out`.
     """
     reward = held_out.success.reward
     if terms is None or (reward is None and len(terms) < 2):
@@ -127,13 +130,13 @@ def several_terms(terms: Collection[str]) -> str:
 
 
 def unknown_term(reward: str, terms: Collection[str]) -> str:
-    """What is wrong with a name that no reward term has, for messages."""
+    """Say what is wrong with a name that no reward term has."""
     close = suggestion(reward, terms)
     return f"is '{reward}', which names no reward term of the environment.{close} Terms: {listing(terms)}."
 
 
 class FaultsConfig(Section):
-    """What happens when an environment or reward fails."""
+    """Limits and retries for environments and rewards that fail."""
 
     retries: Annotated[int, OnResume.BY_NAME] = Field(default=2, ge=0)
     """Further attempts at a rollout that failed or ran out of time."""
@@ -155,7 +158,7 @@ class PromptSourceConfig(SourceConfig):
     environment: Annotated[EnvironmentConfig, Component("environment")]
     """How a prompt becomes a rewarded trajectory."""
     engine: Annotated[RolloutEngineConfig, Component("rollout_engine"), OnResume.BY_NAME]
-    """What generates."""
+    """The engine that generates."""
     sampling: Annotated[SamplingConfig, OnResume.BY_NAME] = SamplingConfig()
     """How tokens are drawn."""
     reward_weights: Annotated[dict[str, float], OnResume.BY_NAME] = {}
@@ -163,7 +166,7 @@ class PromptSourceConfig(SourceConfig):
     advantage: Annotated[AdvantageConfig, Component("advantage")]
     """How rewards become advantages."""
     advantage_scope: Annotated[Literal["batch", "minibatch"], OnResume.BY_NAME] = "batch"
-    """What an advantage that normalises over more than a group normalises over."""
+    """The attempts that an advantage normalises over, if these are more than a group."""
     correction: Annotated[Annotated[CorrectionConfig, Component("correction")] | None, OnResume.BY_NAME] = None
     """Weights against a mismatch between the distributions that sampled and that train; null for none."""
     turns: Annotated[Literal["separate", "merged"], OnResume.BY_NAME] = "separate"

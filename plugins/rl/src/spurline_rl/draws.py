@@ -36,8 +36,10 @@ _ROWS_COMPARED = 10_000
 class Draw:
     """One drawn prompt.
 
-    number: position in the endless order, from 0. uid: `LABEL:ROW@NUMBER`, unique in the run.
-    location: where the row is, for messages.
+    Attributes:
+        number: Position in the endless order, from 0.
+        uid: `LABEL:ROW@NUMBER`, unique in the run.
+        location: Where the row is, for messages.
     """
 
     number: int
@@ -64,8 +66,10 @@ def row_of(uid: str) -> str:
 class PromptDraws:
     """The endless order of prompts over several datasets, mixed by their weights.
 
-    make_order: builds the order from what is known of the rows. per_step: prompts that one step trains on.
-    namespace: begins every uid, and keeps the seeds of one use apart from those of another.
+    Args:
+        make_order: Builds the order from what is known of the rows.
+        per_step: Prompts that one step trains on.
+        namespace: Begins every uid, and keeps the seeds of one use apart from those of another.
     """
 
     def __init__(
@@ -121,8 +125,10 @@ class PromptDraws:
     def take(self, start: int, count: int) -> list[Draw | SkippedRow]:
         """The draws number `start` to `start + count - 1`.
 
-        Rows under `on_bad_row: skip` that cannot be read, or were told to `skip`, stand there as SkippedRow. Raises
-        DataError for other rows that cannot be read, and when no row is left.
+        Rows under `on_bad_row: skip` that cannot be read, or were told to `skip`, stand there as SkippedRow.
+
+        Raises:
+            DataError: For other rows that cannot be read, and when no row is left.
         """
         if len(self._skipped) == sum(self._sizes):
             raise DataError(

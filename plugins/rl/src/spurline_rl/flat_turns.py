@@ -30,7 +30,7 @@ RESPONSE_FIELDS: Mapping[str, np.dtype[Any]] = {
 
 
 class Attempt(Protocol):
-    """What is laid end to end: `spurline_rl.trajectory.Trajectory`, whose turns are `Turn`."""
+    """An attempt whose turns are laid end to end: `spurline_rl.trajectory.Trajectory`."""
 
     @property
     def uid(self) -> str: ...
@@ -46,11 +46,15 @@ class Attempt(Protocol):
 class FlatTurns:
     """The n turns of m attempts, one after another.
 
-    uids, samples, numbers, finish_reasons: of each turn the prompt's uid, the attempt, the turn's place in it, how it
-    ended. attempt_turns: int64 [m], turns of each attempt. num_prompt, num_response: int64 [n], tokens of each turn.
-    tokens: int32 [T], each turn's prompt and then its response. columns: name of a field of Turn -> its values for all
-    response tokens [A]; a field that some turn lacks is left out. routed_experts: int16 [T, layers, top_k], or None
-    where some turn lacks them. All token arrays are read-only.
+    Attributes:
+        uids, samples, numbers, finish_reasons: Of each turn the prompt's uid, the attempt, the turn's place in it, how
+            it ended.
+        attempt_turns: int64 [m], turns of each attempt.
+        num_prompt, num_response: int64 [n], tokens of each turn.
+        tokens: int32 [T], each turn's prompt and then its response.
+        columns: Name of a field of Turn -> its values for all response tokens [A]; a field that some turn lacks is left
+            out.
+        routed_experts: int16 [T, layers, top_k], or None where some turn lacks them. All token arrays are read-only.
     """
 
     uids: Sequence[str]

@@ -29,8 +29,9 @@ FUNCTION_PATH = r"^(.*/)?[^/:]+:\w+$"
 def load_function(path: str, what: str) -> Callable[..., Any]:
     """The function. what: names the setting in messages, such as `reward function`.
 
-    Raises PluginError for a function that was given as an object in another process, and when module or file cannot be
-    found or imported, or has no such name.
+    Raises:
+        PluginError: For a function that was given as an object in another process, and when module or file cannot be
+            found or imported, or has no such name.
     """
     if is_reference(path):
         given = function_of(path)

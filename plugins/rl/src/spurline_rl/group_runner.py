@@ -41,13 +41,14 @@ class GivenUpPrompt:
 
 
 Outcome = Group | GivenUpPrompt | SkippedRow
-"""What becomes of a drawn prompt."""
+"""The fates of a drawn prompt."""
 
 
 class GivenUpPrompts:
     """Counts the prompts that were given up; with its state in the checkpoint, over the whole run.
 
-    limit: how many the run may lose. A row that fails again in a later epoch is the same loss, counted once.
+    Args:
+        limit: How many the run may lose. A row that fails again in a later epoch is the same loss, counted once.
     """
 
     def __init__(self, limit: int) -> None:
@@ -95,16 +96,20 @@ class _GiveUp(Exception):  # noqa: N818 - how an attempt tells its group
 class GroupRunner:
     """Runs groups on one event loop.
 
-    make_policy: a handle for a task and the number of its earlier failures. score: applied to every trajectory within
-    its attempt, so that what it raises counts as a failure of the attempt. retries: further attempts after a failure.
-    max_concurrent: attempts under way at the same time. seconds_down: as of `MayBeDown`. carry: columns of the row that
-    the group takes along.
-
     DataError is about the row, which another attempt would meet again: `on_bad_row` says whether it ends the run or the
     row is skipped. Every other SpurlineError but AttemptFailedError ends the run, as it is about the configuration, a
     component or the engine. Whatever else an attempt raises, and its time-out, is retried with other seeds; then the
     prompt is given up with all its attempts: those that are left would be compared with a smaller group than others.
     After a PrefixError it is given up at once: that depends on what the model wrote as well as on the row.
+
+    Attributes:
+        make_policy: A handle for a task and the number of its earlier failures.
+        score: Applied to every trajectory within its attempt, so that what it raises counts as a failure of the
+            attempt.
+        retries: Further attempts after a failure.
+        max_concurrent: Attempts under way at the same time.
+        seconds_down: As of `MayBeDown`.
+        carry: Columns of the row that the group takes along.
     """
 
     environment: Environment
@@ -133,8 +138,9 @@ class GroupRunner:
     async def run_group(self, prompt: Draw) -> Outcome:
         """All attempts at one prompt.
 
-        Raises RunFailedError when it is given up beyond the run's limit, and DataError for a row that cannot be used
-        unless `on_bad_row: skip`.
+        Raises:
+            RunFailedError: If it is given up beyond the run's limit.
+            DataError: For a row that cannot be used unless `on_bad_row: skip`.
         """
         try:
             # Before the attempts: a row without the numbers must not cost a generation.

@@ -42,7 +42,9 @@ def mean_terms(groups: Sequence[Group]) -> dict[str, float]:
 def kl_reward_metrics(groups: Sequence[Group], kl: Sequence[NDArray[np.float64]]) -> dict[str, float]:
     """`kl_reward/mean`: KL per trained token, before its coefficient; `reward/after_kl`: mean return, its KL charged.
 
-    groups: after the charge. kl: per response token, for each of their turns.
+    Args:
+        groups: After the charge.
+        kl: Per response token, for each of their turns.
     """
     trained = [of_turn[turn.loss_mask != 0] for turn, of_turn in zip(turns_of(groups), kl, strict=True)]
     values = np.concatenate([np.empty(0), *trained])

@@ -35,7 +35,7 @@ class MakesAttempts(Protocol):
     """A source that makes attempts at any prompts; the facts of its settings say that it `makes_attempts`."""
 
     generates_with_copies: bool
-    """Whether its engines have weights of their own, which do not follow what is swapped in the backend."""
+    """Return whether its engines have weights of their own, which do not follow what is swapped in the backend."""
 
     def make_attempts(self, prompts: Sequence[Draw], held_out: HeldOutConfig) -> Sequence[Outcome]:
         """Attempts with the weights as they are; returns when all have ended."""
@@ -44,7 +44,8 @@ class MakesAttempts(Protocol):
     def longest_held_out(self, prompts: PromptDraws) -> Longest | None:
         """Return the longest of the prompts with a whole response; None where only the environment knows them.
 
-        Raises DataError naming a row that cannot be used.
+        Raises:
+            DataError: Names a row that cannot be used.
         """
         ...
 
@@ -52,7 +53,8 @@ class MakesAttempts(Protocol):
 class AttemptsEvaluation(HeldOutEvaluation):
     """Evaluates by attempts at held-out prompts. where: the settings' place in the config, for messages.
 
-    terms: names of the reward terms of every attempt; None where only the attempts tell.
+    Args:
+        terms: Names of the reward terms of every attempt; None where only the attempts tell.
     """
 
     def __init__(
@@ -149,9 +151,10 @@ class RolloutsEvaluation(AttemptsEvaluation):
 
 
 def has_passed(trajectory: Trajectory, success: SuccessConfig, where: str = OF_SOURCE) -> bool:
-    """Whether the reward that decides reaches its number. trajectory: scored. where: of the settings, for messages.
+    """Return whether the deciding reward of a scored trajectory reaches its number.
 
-    Raises ConfigError when its terms leave open which one that is.
+    Raises:
+        ConfigError: If its terms leave open which one that is.
     """
     name = deciding_term(trajectory.rewards, success, where)
     value = trajectory_return(trajectory) if name is None else trajectory.rewards[name]
@@ -161,7 +164,8 @@ def has_passed(trajectory: Trajectory, success: SuccessConfig, where: str = OF_S
 def deciding_term(terms: Collection[str], success: SuccessConfig, where: str = OF_SOURCE) -> str | None:
     """Name of the reward term that decides about success; None where an attempt has rewards of turns alone.
 
-    Raises ConfigError when it is not among the terms of an attempt, or when there are several and none is named.
+    Raises:
+        ConfigError: If it is not among the terms of an attempt, or when there are several and none is named.
     """
     if success.reward is None and len(terms) > 1:
         raise ConfigError.at(f"{where}success", several_terms(terms))

@@ -22,7 +22,7 @@ _TICK_S = 0.1
 
 
 class Job(ABC, Generic[T]):
-    """What is run as a task. task: None before it has a place."""
+    """A piece of work that is run as a task. `task` is None before it has a place."""
 
     __slots__ = ("began", "task")
 
@@ -33,7 +33,7 @@ class Job(ABC, Generic[T]):
     @property
     @abstractmethod
     def is_wanted(self) -> bool:
-        """Whether anybody waits for it; one that nobody waits for does not begin."""
+        """Return whether anybody waits for it; one that nobody waits for does not begin."""
 
     @property
     @abstractmethod
@@ -48,17 +48,21 @@ class Job(ABC, Generic[T]):
     def ended(self, result: T | None, error: BaseException | None) -> None:
         """Called on the event loop when the task has ended, or goes on although it was cancelled at its time limit.
 
-        error: None where there is a result; AttemptFailedError after the time limit and when its own code cancelled it,
-        RunFailedError when it goes on. It is not raised on the way: its traceback would hold what it passes through.
-        Must not raise.
+        Args:
+            error: None where there is a result; AttemptFailedError after the time limit and when its own code cancelled
+                it, RunFailedError when it goes on. It is not raised on the way: its traceback would hold what it passes
+                through. Must not raise.
         """
 
 
 class LimitedTasks(Generic[T]):
     """Runs jobs in the order in which they were submitted.
 
-    max_running: jobs under way at the same time. timeout_s: of each, from when it has a place. seconds_down: so far, as
-    of `MayBeDown`; they do not count. setting: where the time limit is set, for messages.
+    Args:
+        max_running: Jobs under way at the same time.
+        timeout_s: Of each, from when it has a place.
+        seconds_down: So far, as of `MayBeDown`; they do not count.
+        setting: Where the time limit is set, for messages.
     """
 
     def __init__(self, max_running: int, timeout_s: float, seconds_down: Callable[[], float], setting: str) -> None:

@@ -23,8 +23,9 @@ from spurline_rl.trajectory import Trajectory, Turn
 def derive_seed(run_seed: int, uid: str, sample: int, turn: int, attempt: int = 0) -> int:
     """A seed in [0, 2**63) for one model call.
 
-    uid: names the draw of the prompt, and with it the epoch. attempt: counts retries of a failed attempt, so that a
-    retry does not repeat what failed.
+    Args:
+        uid: Names the draw of the prompt, and with it the epoch.
+        attempt: Counts retries of a failed attempt, so that a retry does not repeat what failed.
     """
     name = f"{run_seed}\0{uid}\0{sample}\0{turn}\0{attempt}"
     return xxhash.xxh3_64_intdigest(name.encode()) >> 1
@@ -69,10 +70,12 @@ class SharedPrompts:
 class EnginePolicy:
     """A PolicyHandle on a rollout engine.
 
-    sampling: of turns that the environment samples in no way of its own. attempt: how often this task has failed
-    before; part of every seed. any_distribution: turns may be sampled with another temperature, top_p or top_k than
-    `sampling` has, which must not be where they are trained on: the trainer computes all logprobs for those of the run.
-    prompts: shared with other attempts whose first turn may have the same prompt.
+    Attributes:
+        sampling: Of turns that the environment samples in no way of its own.
+        attempt: How often this task has failed before; part of every seed.
+        any_distribution: Turns may be sampled with another temperature, top_p or top_k than `sampling` has, which must
+            not be where they are trained on: the trainer computes all logprobs for those of the run.
+        prompts: Shared with other attempts whose first turn may have the same prompt.
     """
 
     engine: RolloutEngine
@@ -91,10 +94,10 @@ class EnginePolicy:
         return tuple(self._finished[number] for number in sorted(self._finished))
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling | None = None) -> GenerationResult:
-        """As of PolicyHandle. Raises PluginError for a sampling that cannot be trained on, and what the engine does."""
+        """Generate a turn. Raises PluginError for a sampling that cannot be trained on, and what the engine does."""
         if sampling is not None and not self.any_distribution:
             self._check_distribution(sampling)
-        # Counted before waiting: turns that an environment asks for together keep their numbers, whoever ends first.
+        # Counted before waiting: turns that an environment asks for together keep their numbers, whichever ends first.
         number = self._num_asked
         self._num_asked += 1
         task = self.task
@@ -134,7 +137,7 @@ class EnginePolicy:
         turn_rewards: Sequence[float] | None = None,
         info: Mapping[str, Any] | None = None,
     ) -> Trajectory:
-        """As of PolicyHandle. Raises ValueError when there is not one reward for each turn."""
+        """Make the trajectory. Raises ValueError when there is not one reward for each turn."""
         turns = self.turns
         if turn_rewards is not None:
             if len(turn_rewards) != len(turns):

@@ -35,11 +35,12 @@ from spurline_text.tokenizer import pad_token_id
 
 
 class TurnColumns:
-    """Where the responses of turns lie in a batch without padding rows, one segment per row.
+    """The places of the responses of turns in a batch without padding rows, one segment per row.
 
-    num_prompt, num_response: int64 [n], tokens of each turn. rows: int64 [n], the row that holds each, be it the turn's
-    own or shared by all turns of an attempt. A turn's prompt is the whole context it saw, so its response begins that
-    many tokens after the row's first one.
+    Args:
+        num_prompt, num_response: int64 [n], tokens of each turn.
+        rows: int64 [n], the row that holds each, be it the turn's own or shared by all turns of an attempt. A turn's
+            prompt is the whole context it saw, so its response begins that many tokens after the row's first one.
     """
 
     def __init__(
@@ -176,7 +177,7 @@ class Preparation:
         return batch
 
     def turn_columns(self, batch: TrainingBatch, groups: Sequence[Group]) -> TurnColumns:
-        """Where the responses of all turns lie; those of a merged attempt share its row."""
+        """Return where the responses of all turns lie; those of a merged attempt share its row."""
         turns = _joined(group.flat.attempt_turns for group in groups)
         rows = _joined(self._rows_of(group).flat.attempt_turns for group in groups)
         first_rows = np.repeat(np.cumsum(rows) - rows, turns)

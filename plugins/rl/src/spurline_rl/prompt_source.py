@@ -46,9 +46,12 @@ TakeDraws = Callable[[int, int], Sequence[Draw | SkippedRow]]
 class Collected:
     """groups: exactly as many as asked for, in draw order. next_draw: the first prompt not drawn.
 
-    every: all groups that were scored, those filtered included. given_up: prompts given up. skipped: draws of rows that
-    cannot be used. refill_missing: groups with equal rewards that are trained on, as the limit of draws was reached.
-    lost: the prompts given up, as far as this process has seen them.
+    Attributes:
+        every: All groups that were scored, those filtered included.
+        given_up: Prompts given up.
+        skipped: Draws of rows that cannot be used.
+        refill_missing: Groups with equal rewards that are trained on, as the limit of draws was reached.
+        lost: The prompts given up, as far as this process has seen them.
     """
 
     groups: tuple[Group, ...]
@@ -70,7 +73,9 @@ async def collect_groups(
     (dynamic sampling, DAPO, Yu et al. 2025, arXiv:2503.14476); once `draw_limit` prompts are drawn, the earliest of
     them are used after all, since a batch has a fixed number of prompts. Rows that cannot be used are no part of that
     limit: `take` raises DataError when nothing but such rows is left.
-    Raises RunFailedError when so many prompts were given up that `count` cannot be reached.
+
+    Raises:
+        RunFailedError: If so many prompts were given up that `count` cannot be reached.
     """
     kept: list[Group] = []
     filtered: list[Group] = []
@@ -280,7 +285,7 @@ class PromptSource(BatchSource):
         refuse_other_data(
             state,
             self._prompts.fingerprint(),
-            "The prompts are not those the checkpoint was trained on: a file changed. Restore it, or start anew with "
+            "The prompts are not those the checkpoint was trained on: a file changed. Restore it, or start again with "
             "another run_dir.",
         )
         given_up, prompts = state["quarantine"], state["prompts"]

@@ -50,7 +50,8 @@ async def _terms_at_last(rewards: Mapping[str, Reward], answer: Answer, retries:
 def checked_score(name: str, value: Any, answer: Answer) -> float:
     """The value of a Python or numpy number, or of an array or tensor of no dimension, as a finite float.
 
-    Raises AttemptFailedError for anything else.
+    Raises:
+        AttemptFailedError: For anything else.
     """
     number = value
     if not isinstance(value, _NUMBERS) and getattr(value, "shape", None) == ():
@@ -136,9 +137,13 @@ def score(trajectory: Trajectory, weights: Mapping[str, float]) -> Trajectory:
     """The trajectory with rewards on every turn: those its environment set, plus the sum of weight x term on the last
     token the model wrote.
 
-    weights: of reward terms; 1 where none is given. The last token is that of the last turn that has any.
-    Raises ConfigError for the weight of a term that the environment does not give, AttemptFailedError for a reward that
-    is not finite and for an attempt without a single response token, whose reward would be lost.
+    Args:
+        weights: Of reward terms; 1 where none is given. The last token is that of the last turn that has any.
+
+    Raises:
+        ConfigError: For the weight of a term that the environment does not give.
+        AttemptFailedError: For a reward that is not finite and for an attempt without a single response token, whose
+            reward would be lost.
     """
     terms = trajectory.rewards
     if not weights.keys() <= terms.keys():

@@ -26,13 +26,17 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 class Turn:
     """One call of the model: the tokens it saw and the tokens it wrote.
 
-    prompt_ids: int32 [P], the whole context. response_ids: int32 [A], what the model produced, stop token included.
-    Lists, arrays and tensors are accepted and converted once, here; tensors are detached and moved to the CPU.
-    logprobs: float32 [A], of the distribution sampled from, or None.
-    versions: int32 [A], weight version per token, or None.
-    loss_mask: uint8 [A], 0 where a response token is not trained. rewards, advantages: float32 [A] or None.
-    values, returns: float32 [A] or None; a critic's estimate before each token is written, and what it is trained on.
-    routed_experts: int16 [P + A, layers, top_k] for mixture-of-experts replay, or None.
+    Attributes:
+        prompt_ids: int32 [P], the whole context.
+        response_ids: int32 [A], what the model produced, stop token included. Lists, arrays and tensors are accepted
+            and converted once, here; tensors are detached and moved to the CPU.
+        logprobs: float32 [A], of the distribution sampled from, or None.
+        versions: int32 [A], weight version per token, or None.
+        loss_mask: uint8 [A], 0 where a response token is not trained.
+        rewards, advantages: float32 [A] or None.
+        values, returns: float32 [A] or None; a critic's estimate before each token is written, and what it is trained
+            on.
+        routed_experts: int16 [P + A, layers, top_k] for mixture-of-experts replay, or None.
     """
 
     prompt_ids: NDArray[np.int32]
@@ -51,7 +55,7 @@ class Turn:
         fields = self.__dict__
         for name, dtype in _DTYPES.items():
             values = fields[name]
-            # Each stage makes the record anew, mostly from arrays that are right already: those must cost nothing.
+            # Each stage makes the record again, mostly from arrays that are right already: those must cost nothing.
             if values is None or (type(values) is np.ndarray and values.dtype is dtype):
                 continue
             object.__setattr__(self, name, as_array(values, dtype))
@@ -68,9 +72,12 @@ _DTYPES: dict[str, np.dtype[Any]] = {
 class Trajectory:
     """One attempt at a prompt: its turns in order and its reward terms.
 
-    uid: the prompt's uid. sample: which of the group's attempts this is, from 0.
-    rewards: named terms, before weights. info: anything the environment wants to log. retries: attempts that failed
-    before this one.
+    Attributes:
+        uid: The prompt's uid.
+        sample: Which of the group's attempts this is, from 0.
+        rewards: Named terms, before weights.
+        info: Anything the environment wants to log.
+        retries: Attempts that failed before this one.
     """
 
     uid: str
@@ -95,9 +102,11 @@ def made_anew(record: Record, **fields: Any) -> Record:
 class Group:
     """All attempts at one prompt.
 
-    draw: position of the prompt in the endless data order. columns: numbers of the prompt's row, by `source.carry`.
-    tags: short values of that row, for people to look at.
-    What is computed from the attempts is computed once: a group and its arrays are never changed, only made anew.
+    Attributes:
+        draw: Position of the prompt in the endless data order.
+        columns: Numbers of the prompt's row, by `source.carry`.
+        tags: Short values of that row, for people to look at. What is computed from the attempts is computed once: a
+            group and its arrays are never changed, only replaced.
     """
 
     uid: str
@@ -199,7 +208,7 @@ def group_returns(group: Group) -> NDArray[np.float64]:
 
 
 def are_equal(returns: NDArray[np.float64]) -> bool:
-    """Whether all returns are the same, up to the rounding of float32 rewards."""
+    """Return whether all returns are the same, up to the rounding of float32 rewards."""
     if len(returns) == 0:
         return True
     # Rewards that differ only in the order of their terms differ in the last bits; dividing those bits by their own
@@ -208,7 +217,7 @@ def are_equal(returns: NDArray[np.float64]) -> bool:
 
 
 def has_equal_returns(group: Group) -> bool:
-    """Whether comparing the group's samples teaches nothing, because all did equally well.
+    """Return whether comparing the group's samples teaches nothing, because all did equally well.
 
     The filter and the group-relative advantages both ask `are_equal`: what is filtered has advantages of exactly 0.
     """

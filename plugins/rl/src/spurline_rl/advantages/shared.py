@@ -37,7 +37,11 @@ def center(returns: Returns) -> Returns:
 def relative_to_group(group: Group, name: str, rule: Callable[[Returns], Returns]) -> Returns:
     """`rule` applied to the group's returns, both float64 [n]; exactly 0 where all returns are equal.
 
-    name: the algorithm's, for the message. Raises DataError for a group of one, which has nothing to compare with.
+    Args:
+        name: The algorithm's, for the message.
+
+    Raises:
+        DataError: For a group of one, which has nothing to compare with.
     """
     returns = group_returns(group)
     if len(returns) < 2:

@@ -33,14 +33,14 @@ class InProcessEngineConfig(RolloutEngineConfig):
     """Tokens the KV cache may hold: responses decoded together, times the longest of them with its prompt. A request
     that exceeds this alone is decoded alone."""
     timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0)
-    """Seconds that one decode step, or loading the model, may take; whole responses are limited by whoever asks."""
+    """Seconds that one decode step, or loading the model, may take; whole responses have the limit of their caller."""
     device: Annotated[Literal["auto", "cpu", "cuda"], OnResume.TO_ROUNDING] = "auto"
-    """Where the engine's own copy of the model is; a model shared with the backend stays where it is. `auto` takes the
-    first GPU, unless a rank of the backend has it."""
+    """The device of the engine's own copy of the model; a model shared with the backend stays where it is. `auto` takes
+    the first GPU, unless a rank of the backend has it."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Of the engine's own copy; `bf16` keeps fp32 weights and computes under autocast."""
+    """The dtype of the engine's own copy; `bf16` keeps fp32 weights and computes under autocast."""
     kv_cache: Literal["recompute", "keep"] = "recompute"
-    """After new weights, compute keys and values of responses in flight anew, which is exact, or keep those of the old
+    """After new weights, compute keys and values of responses in flight again, which is exact, or keep those of the old
     weights: faster, and approximate, as later tokens then come from neither version."""
 
     @property
@@ -48,7 +48,7 @@ class InProcessEngineConfig(RolloutEngineConfig):
         return True
 
     def copy_device(self, run: RunConfig) -> Literal["auto", "cpu", "cuda"]:
-        """Where its own copy is: never on a GPU that a rank of the backend fills."""
+        """Return the device of its own copy: never a GPU that a rank of the backend fills."""
         if self.device == "auto" and not first_gpu_is_free(run.backend.rank_request()):
             return "cpu"
         return self.device

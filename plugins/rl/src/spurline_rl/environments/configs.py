@@ -70,7 +70,7 @@ class ToolsConfig(RewardedEnvironmentConfig):
     """Reward of each turn with a call that fails: malformed, of an unknown tool, or an error of the tool."""
     history: Literal["exact", "retokenize"] = "exact"
     """`exact`: each turn's prompt goes on from the tokens of the last; a chat template that rewrites history is an
-    error. `retokenize`: each prompt is rendered and encoded anew, as it would be at inference."""
+    error. `retokenize`: each prompt is rendered and encoded again, as it would be at inference."""
 
     @property
     def most_turns(self) -> int:

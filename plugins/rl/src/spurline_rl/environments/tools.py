@@ -69,7 +69,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What the model is told."""
+    """Return what the model is told."""
 
     name: str
     text: str
@@ -100,8 +100,9 @@ def parse_calls(text: str, limit: int | None = None) -> list[ToolCall]:
 class Toolbox:
     """Functions by the names that the model calls them with.
 
-    paths: name -> what `load_function` takes, or the name of a built-in tool. A function gets the call's arguments by
-    name; what it returns is told as text. It may be async; it may run several times at once.
+    Args:
+        paths: Name -> what `load_function` takes, or the name of a built-in tool. A function gets the call's arguments
+            by name; what it returns is told as text. It may be async; it may run several times at once.
     """
 
     def __init__(self, paths: Mapping[str, str], timeout_s: float) -> None:

@@ -70,7 +70,9 @@ SCHEMA = pa.schema([*SEARCHED.items(), *DETAILS.items()])
 class ScoredGroup(NamedTuple):
     """A group with the values of its response tokens, float32 [A] each; None for a group that was filtered.
 
-    old_logprobs: of the trained model before the update. advantages: as the loss has them.
+    Attributes:
+        old_logprobs: Of the trained model before the update.
+        advantages: As the loss has them.
     """
 
     group: Group

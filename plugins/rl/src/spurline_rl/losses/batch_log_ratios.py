@@ -20,7 +20,7 @@ from spurline_rl.losses.log_ratios import LogRatios
 from spurline_rl.protocols.correction import Correction
 
 COLUMNS = ("old_logprobs", "rollout_logprobs")
-"""What log ratios are made of: the trainer's logprobs before the update, and the engine's."""
+"""The parts of log ratios: the trainer's logprobs before the update, and the engine's."""
 
 BLOCK_TOKENS = 1 << 16
 """Tokens of a block, whose float64 values are half a MiB."""
@@ -45,12 +45,14 @@ class BatchLogRatios:
     """The log ratios of a whole batch, computed once.
 
     values: float64 [N], those of all tokens with loss, row after row; valid until the scratch serves another batch.
-    Raises DataError when the batch lacks a column that they are made of.
+
+    Raises:
+        DataError: If the batch lacks a column that they are made of.
     """
 
     @staticmethod
     def can_be_made_of(batch: TrainingBatch) -> bool:
-        """Whether the batch has the columns."""
+        """Return whether the batch has the columns."""
         return all(name in batch.tokens for name in COLUMNS)
 
     def __init__(self, batch: TrainingBatch, scratch: Scratch | None = None) -> None:

@@ -20,8 +20,8 @@ class KlConfig(Section):
     coefficient: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Weight of the penalty; with 0 no reference model is loaded."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Of the KL divergence per token: `k3` is GRPO's; the gradient of `k2` is that of the true KL; that of `k1` is zero
-    on average, so in a loss it holds nothing back."""
+    """Estimator of the KL divergence per token: `k3` is GRPO's; the gradient of `k2` is that of the true KL; that of
+    `k1` is zero on average, so in a loss it holds nothing back."""
 
 
 class PolicyLossConfig(LossConfig):

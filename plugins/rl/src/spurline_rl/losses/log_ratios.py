@@ -19,9 +19,10 @@ from torch import Tensor
 class LogRatios:
     """Log ratios of the tokens with loss of some rows; every sequence that has such tokens is there as a whole.
 
-    values: float64 [N], in nats, token after token.
-    rows, where: rows of the batch, and bool [r, L]: which of their tokens the values are of.
-    columns: the token columns of the batch, each [R, L].
+    Args:
+        values: float64 [N], in nats, token after token.
+        rows, where: Rows of the batch, and bool [r, L]: which of their tokens the values are of.
+        columns: The token columns of the batch, each [R, L].
     """
 
     def __init__(self, values: Tensor, rows: slice, where: NDArray[np.bool_], columns: Mapping[str, Tensor]) -> None:

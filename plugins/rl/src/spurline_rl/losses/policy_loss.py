@@ -55,7 +55,7 @@ class PolicyLoss:
             self.needs |= {"entropy"}
 
     def surrogate_needs(self) -> frozenset[str]:
-        """What the surrogate itself reads."""
+        """The columns that the surrogate itself reads."""
         return frozenset({"advantages", "old_logprobs"})
 
     def surrogate(self, inputs: TokenLossInputs) -> Tensor:

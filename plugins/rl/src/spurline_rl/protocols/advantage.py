@@ -19,8 +19,9 @@ class Advantage(Protocol):
 
     Factory: `Class(config)`. Pure; numpy only.
 
-    needs: fields of a turn that must be set besides `rewards`: `values` for algorithms with a critic, else
-    `frozenset()`.
+    Attributes:
+        needs: Fields of a turn that must be set besides `rewards`: `values` for algorithms with a critic, else
+            `frozenset()`.
     """
 
     needs: frozenset[str]
@@ -29,9 +30,11 @@ class Advantage(Protocol):
         """The same groups, in the same order, with `advantages` float32 per response token.
 
         Algorithms with a critic also set `returns`, what the critic is trained on. The groups given are not changed.
-        Statistics that span groups are those of the groups passed: the caller decides whether these are the whole
-        batch or one mini-batch.
-        Raises DataError naming the prompt when a group is too small or its rewards cannot be used.
+        Statistics that span groups are those of the groups passed: the caller decides whether these are the whole batch
+        or one mini-batch.
+
+        Raises:
+            DataError: Names the prompt when a group is too small or its rewards cannot be used.
         """
         ...
 
@@ -61,7 +64,7 @@ class AdvantageConfig(ComponentConfig):
 
     kind: ClassVar[str] = "advantage"
     uses_critic: ClassVar[bool] = False
-    """Whether the algorithm reads a critic's values, so that the run needs the section `critic`."""
+    """If true, the algorithm reads a critic's values, so that the run needs the section `critic`."""
 
     @property
     def smallest_group(self) -> int:
@@ -70,6 +73,6 @@ class AdvantageConfig(ComponentConfig):
 
     @property
     def divides_by_spread(self) -> bool:
-        """Whether a group's returns are compared in units of their own spread or mean, so that differences that are
-        small in every group weigh as much as large ones."""
+        """Return whether a group's returns are compared in units of their own spread or mean, so that differences
+        that are small in every group weigh as much as large ones."""
         return False

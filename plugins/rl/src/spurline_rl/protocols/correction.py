@@ -22,10 +22,12 @@ class CorrectionConfig(ComponentConfig):
 
 @dataclass(frozen=True)
 class Corrected:
-    """What a correction says about tokens, N of them.
+    """The result of a correction for N tokens.
 
-    factors: float [N] for `loss_weights`, without gradient; exactly 0 where a token is rejected.
-    metrics: named [N] values; their means over the tokens with loss of the batch are reported. Booleans give shares.
+    Attributes:
+        factors: Float [N] for `loss_weights`, without gradient; exactly 0 where a token is rejected.
+        metrics: Named [N] values; their means over the tokens with loss of the batch are reported. Booleans give
+            shares.
     """
 
     factors: Tensor

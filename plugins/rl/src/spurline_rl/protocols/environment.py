@@ -44,8 +44,12 @@ class AttemptFailedError(SpurlineError):
 class Task:
     """One attempt at one prompt.
 
-    row: the dataset row. dataset: the settings it is read with. uid: names the draw of the prompt, unique in the run.
-    sample: which of the group's attempts this is, from 0. location: where the row is, for messages.
+    Attributes:
+        row: The dataset row.
+        dataset: The settings it is read with.
+        uid: Names the draw of the prompt, unique in the run.
+        sample: Which of the group's attempts this is, from 0.
+        location: Where the row is, for messages.
     """
 
     row: Mapping[str, Any]
@@ -56,10 +60,12 @@ class Task:
 
 
 class PolicyHandle(Protocol):
-    """What an environment talks to: tokens in, tokens out. One handle per attempt; it remembers every turn.
+    """The model as an environment talks to it: tokens in, tokens out. One handle per attempt; it remembers every turn.
 
-    sampling: what the run's config says; change limits and stops with `dataclasses.replace`. In training, temperature,
-    top_p and top_k must stay: the trainer recomputes logprobs of the configured distribution (PluginError otherwise).
+    Attributes:
+        sampling: What the run's config says; change limits and stops with `dataclasses.replace`. In training,
+            temperature, top_p and top_k must stay: the trainer recomputes logprobs of the configured distribution
+            (PluginError otherwise).
     """
 
     sampling: Sampling
@@ -72,7 +78,8 @@ class PolicyHandle(Protocol):
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling | None = None) -> GenerationResult:
         """The model's next turn after `prompt_ids`, the whole context. The handle counts turns and derives the seed.
 
-        Raises DataError when the prompt is empty or leaves no room in the model's context.
+        Raises:
+            DataError: If the prompt is empty or fills the model's context.
         """
         ...
 
@@ -85,9 +92,10 @@ class PolicyHandle(Protocol):
     ) -> Trajectory:
         """All turns as the attempt's trajectory.
 
-        rewards: named terms of the whole attempt, before weights; the same names in every attempt.
-        turn_rewards: one number per turn, as it is, for the last token of each.
-        info: JSON-able facts for the log and the report, such as `prompt` and `response`.
+        Args:
+            rewards: Named terms of the whole attempt, before weights; the same names in every attempt.
+            turn_rewards: One number per turn, as it is, for the last token of each.
+            info: JSON-able facts for the log and the report, such as `prompt` and `response`.
         """
         ...
 

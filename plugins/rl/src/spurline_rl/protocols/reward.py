@@ -30,16 +30,19 @@ class RewardConfig(ComponentConfig):
 
     kind: ClassVar[str] = "reward"
     needs_reference: ClassVar[bool] = False
-    """Whether it cannot score an answer to a row that has no reference; such rows are found before training."""
+    """If true, it cannot score an answer to a row that has no reference; such rows are found before training."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What is scored.
+    """An answer that is scored.
 
-    prompt: the prompt's text as the model saw it. response: the generated text, special tokens removed; in a
-    conversation the model's last turn. reference: the expected text where the data has one. row: the dataset row.
-    messages: the whole conversation, the model's turns included, where the environment holds one.
+    Attributes:
+        prompt: The prompt's text as the model saw it.
+        response: The generated text, special tokens removed; in a conversation the model's last turn.
+        reference: The expected text where the data has one.
+        row: The dataset row.
+        messages: The whole conversation, the model's turns included, where the environment holds one.
     """
 
     prompt: str

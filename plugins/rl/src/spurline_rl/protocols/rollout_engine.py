@@ -24,25 +24,25 @@ class RolloutEngineConfig(ComponentConfig):
 
     kind: ClassVar[str] = "rollout_engine"
     borrows_model: ClassVar[bool] = False
-    """Whether its `share` takes the model itself from the backend, which must then be one that `LendsModel`."""
+    """If true, its `share` takes the model itself from the backend, which must then be one that `LendsModel`."""
     holds_copy: ClassVar[bool] = False
-    """Whether it can generate with a copy in this process too, and takes tensors for it (transport `in_process`)."""
+    """If true, it can generate with a copy in this process too, and takes tensors for it (transport `in_process`)."""
     takes_less: ClassVar[str] = ""
     """Sentences on the settings with which a colocated engine leaves a trainer more of the device."""
 
     @property
     def notes_experts(self) -> bool:
-        """Whether its results have `routed_experts` where the run's source asks for router replay."""
+        """Return whether its results have `routed_experts` where the run's source asks for router replay."""
         return False
 
     @property
     def is_colocated(self) -> bool:
-        """Whether its engines, which then are such as `MaySleep`, and the backend have the same devices by turns."""
+        """Return whether its engines, each a `MaySleep`, and the backend have the same devices by turns."""
         return False
 
     @property
     def offloads_trainer(self) -> bool:
-        """Whether the backend's weights too leave the devices while colocated engines generate."""
+        """Return whether the backend's weights too leave the devices while colocated engines generate."""
         return False
 
     @property
@@ -62,7 +62,7 @@ class RolloutEngineConfig(ComponentConfig):
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether it may be on another machine than this process."""
+        """Return whether it may be on another machine than this process."""
         return False
 
     @property
@@ -82,7 +82,8 @@ class RolloutEngineConfig(ComponentConfig):
     ) -> dict[EngineMemory, int]:
         """Bytes on the fullest device of what a colocated engine wakes there; {} where it is not known.
 
-        device_bytes: memory of the device. Responses as above.
+        Args:
+            device_bytes: Memory of the device. Responses as above.
         """
         return {}
 
@@ -99,10 +100,13 @@ EngineMemory = Literal["weights", "cache"]
 class Sampling:
     """How to sample.
 
-    temperature: 0 is greedy. top_p: 1.0 keeps all tokens. top_k: 0 keeps all tokens.
-    max_new_tokens: longest response, end token included.
-    stop_token_ids: besides the model's own end tokens; they end the response and belong to it.
-    stop: texts that end the response; the tokens up to the one that completes a text belong to it.
+    Attributes:
+        temperature: 0 is greedy.
+        top_p: 1.0 keeps all tokens.
+        top_k: 0 keeps all tokens.
+        max_new_tokens: Longest response, end token included.
+        stop_token_ids: Besides the model's own end tokens; they end the response and belong to it.
+        stop: Texts that end the response; the tokens up to the one that completes a text belong to it.
     """
 
     temperature: float = 1.0
@@ -117,8 +121,9 @@ class Sampling:
 class GenerationRequest:
     """One continuation to generate.
 
-    seed: derived from (run, epoch, uid, sample, turn); the same request and weights give the same tokens.
-    name: who asks, for messages: `train:17@40 sample 3 turn 0`.
+    Attributes:
+        seed: Derived from (run, epoch, uid, sample, turn); the same request and weights give the same tokens.
+        name: Who asks, for messages: `train:17@40 sample 3 turn 0`.
     """
 
     prompt_ids: Sequence[int]
@@ -129,17 +134,18 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """What was generated.
+    """The result of one request.
 
-    token_ids: int32 [A], the end token included.
-    logprobs: float32 [A], of the distribution sampled from (after temperature, top-p and top-k).
-    raw_logprobs: float32 [A], of the model's own distribution (temperature 1, all tokens); None from an engine that
-    does not know them.
-    versions: int32 [A], the version of the weights each token came from.
-    finish_reason: `stop` at an end token or stop text, `length` at the limit of tokens or context.
-    routed_experts: int16 [P + A, layers, top_k], the experts that were chosen while prompt and response were computed:
-    for each token those of the first time it was, and -1 where it never was, as for the last one. None from an engine
-    that was not asked to note them.
+    Attributes:
+        token_ids: int32 [A], the end token included.
+        logprobs: float32 [A], of the distribution sampled from (after temperature, top-p and top-k).
+        raw_logprobs: float32 [A], of the model's own distribution (temperature 1, all tokens); None from an engine that
+            does not know them.
+        versions: int32 [A], the version of the weights each token came from.
+        finish_reason: `stop` at an end token or stop text, `length` at the limit of tokens or context.
+        routed_experts: int16 [P + A, layers, top_k], the experts that were chosen while prompt and response were
+            computed: for each token those of the first time it was, and -1 where it never was, as for the last one.
+            None from an engine that was not asked to note them.
     """
 
     token_ids: NDArray[np.int32]
@@ -160,7 +166,9 @@ class RolloutEngine(Protocol):
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         """One continuation; concurrent calls are batched.
 
-        Raises DataError when the prompt leaves no room in the model's context, RunFailedError when the engine died.
+        Raises:
+            DataError: If the prompt fills the model's context.
+            RunFailedError: If the engine died.
         """
         ...
 
@@ -195,7 +203,7 @@ class MaySleep(Protocol):
     """An engine that can give the memory of its device to others between two tokens.
 
     Between `sleep` and the last `wake` it generates nothing; requests in flight wait, and go on afterwards: their keys
-    and values are computed anew. A failure raises RunFailedError and leaves an engine that generates nothing more.
+    and values are computed again. A failure raises RunFailedError and leaves an engine that generates nothing more.
     """
 
     async def sleep(self, *, keep_weights: bool) -> None:
@@ -223,13 +231,14 @@ class TakesWeights(ABC):
     `begin_update`, then `load_bucket` until every weight has come, then `finish_update`; one update at a time. A
     failure on the way raises RunFailedError and leaves an engine that generates no further token.
 
-    What has a default here is for an engine that takes long to start, consists of several, or starts some anew.
+    What has a default here is for an engine that takes long to start, consists of several, or starts some again.
 
-    transports: those whose buckets it reads, the best one first.
-    takes_adapters: whether `begin_adapter_update` works, so that adapters alone need be sent.
-    longest_start_s: seconds that `start` and `wait_for_one` may take by the engine's own limits.
-    on_awaiting_weights: called on the event loop when a member has been started and awaits weights; then look at
-    `awaiting_weights`, and publish to them from the thread that owns the backend.
+    Attributes:
+        transports: Those whose buckets it reads, the best one first.
+        takes_adapters: Whether `begin_adapter_update` works, so that adapters alone need be sent.
+        longest_start_s: Seconds that `start` and `wait_for_one` may take by the engine's own limits.
+        on_awaiting_weights: Called on the event loop when a member has been started and awaits weights; then look at
+            `awaiting_weights`, and publish to them from the thread that owns the backend.
     """
 
     transports: Sequence[str]
@@ -244,15 +253,15 @@ class TakesWeights(ABC):
 
     @property
     def weights_dtype(self) -> str | None:
-        """What it keeps weights in once it has started, as torch writes it without `torch.`; None when it takes them as
-        they come."""
+        """Return the dtype of its weights once it has started, as torch writes it without `torch.`; None if it takes
+        them as they come."""
         return None
 
     @property
     def receivers(self) -> Mapping[str, int]:
         """Who takes part in the update under way: name of each member -> its processes that hold weights.
 
-        A member that is started anew has another name. A `BucketLostError` of some of them leaves those that are left.
+        A member that is started again has another name. A `BucketLostError` of some of them leaves those that are left.
         """
         return {"the engine": 1}
 
@@ -273,11 +282,12 @@ class TakesWeights(ABC):
         """Stop between two tokens; requests in flight wait."""
 
     async def begin_adapter_update(self, version: int, adapter: Mapping[str, Any]) -> None:
-        """As `begin_update`, for buckets with the tensors of an adapter alone, on the weights the engine was started
+        """Begin an update, for buckets with the tensors of an adapter alone, on the weights the engine was started
         with. Only called where `takes_adapters`.
 
-        adapter: its settings as PEFT writes them to `adapter_config.json`. Tensors have the names of
-        `adapter_model.safetensors`, such as `base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight`.
+        Args:
+            adapter: Its settings as PEFT writes them to `adapter_config.json`. Tensors have the names of
+                `adapter_model.safetensors`, such as `base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight`.
         """
         raise NotImplementedError
 
@@ -285,13 +295,17 @@ class TakesWeights(ABC):
     async def load_bucket(self, bucket: WeightBucket) -> None:
         """Take these weights over. When it returns, the transport may use the bucket's memory for the next one.
 
-        Raises BucketLostError when it did not come and nothing was taken, so that it may be sent again.
+        Raises:
+            BucketLostError: If it did not come and nothing was taken, so that it may be sent again.
         """
 
     @abstractmethod
     async def finish_update(self, version: int) -> None:
         """Go on with the new weights; tokens generated from now on carry this version.
 
-        Nothing computed with the old weights is used any more: keys and values of requests in flight are computed anew,
-        unless the engine's config says otherwise. Raises RunFailedError when weights are missing.
+        Nothing computed with the old weights is used any more: keys and values of requests in flight are computed
+        again, unless the engine's config says otherwise.
+
+        Raises:
+            RunFailedError: If weights are missing.
         """

@@ -18,7 +18,7 @@ class WeightSyncConfig(ComponentConfig):
 
     kind: ClassVar[str] = "weight_sync"
     needs_gpu: ClassVar[bool] = False
-    """Whether it works between GPUs only, so that it is not chosen by default where there is none."""
+    """If true, it works between GPUs only, so that it is not chosen by default where there is none."""
 
     @property
     def transport(self) -> str:
@@ -32,7 +32,7 @@ class WeightSyncConfig(ComponentConfig):
 
     @property
     def sends_adapters(self) -> bool | None:
-        """Whether adapters are to be sent alone; None leaves it to what engines can take."""
+        """Return whether adapters are to be sent alone; None leaves it to what engines can take."""
         return None
 
 
@@ -51,9 +51,10 @@ class WeightSync(Protocol):
 
     Factory: `Class(config, run=RunConfig)`.
 
-    transport: name of the buckets it makes; every engine's `transports` must have it.
-    timeout_s: seconds that one publish may take.
-    waits_for: what a publish under way waits for, in words. May be read on any thread.
+    Attributes:
+        transport: Name of the buckets it makes; every engine's `transports` must have it.
+        timeout_s: Seconds that one publish may take.
+        waits_for: What a publish under way waits for, in words. May be read on any thread.
     """
 
     transport: str

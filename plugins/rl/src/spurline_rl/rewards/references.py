@@ -35,7 +35,7 @@ def _without_reference(name: str, row: Mapping[str, Any]) -> DataError:
 
 
 def missing_reference(answer: Answer) -> str:
-    """What to add to the failure of a function that may have asked for a reference; empty where that is unlikely."""
+    """Return a hint for the failure of a function that may have asked for a reference; empty where that is unlikely."""
     column = guessed_reference(answer.row).get("reference")
     if answer.reference is not None or column is None:
         return ""

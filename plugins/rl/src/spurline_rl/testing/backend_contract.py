@@ -591,7 +591,7 @@ class BackendContract:
         assert got["lr"] == wanted["lr"]
 
     def assert_same_sums(self, got: LossSums, wanted: LossSums) -> None:
-        """What two evaluations of one batch found."""
+        """The results of two evaluations of one batch."""
         assert (got.tokens, got.metrics.keys()) == (wanted.tokens, wanted.metrics.keys())
         assert got.weight == pytest.approx(wanted.weight, rel=1e-6)
         assert got.loss == pytest.approx(wanted.loss, rel=self.step_tolerance)

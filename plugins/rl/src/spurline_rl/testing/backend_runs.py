@@ -1,4 +1,4 @@
-"""Open the backend of a run without data, anew or once for many tests."""
+"""Open the backend of a run without data, each time or once for many tests."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def opened(loaded: LoadedConfig) -> Iterator[tuple[Backend, ParallelLayout]]:
 class KeptBackend:
     """One open backend, lent to a test after the other, for backends that take seconds to start.
 
-    Whoever borrows it gets it as it was when it was opened: it loads what it saved then. A run with another config
+    A test that borrows it gets it as it was when it was opened: it loads what it saved then. A run with another config
     takes its place, and so does a new one after a test that failed.
     """
 

@@ -33,9 +33,10 @@ class ModelPair:
 
 
 class WeightsOf:
-    """As much of a backend as a publish needs: the weights of a model folder, tied ones once.
+    """The part of a backend that a publish needs: the weights of a model folder, tied ones once.
 
-    change: applied to the mapping before it is published.
+    Args:
+        change: Applied to the mapping before it is published.
     """
 
     def __init__(self, model: Path, change: Callable[[dict[str, Tensor]], object] | None = None) -> None:
@@ -81,7 +82,7 @@ class EngineUpdateContract(EngineContract):
 
     @pytest.fixture(params=["untied", "tied"])
     def models(self, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelPair:
-        """With and without a head of its own."""
+        """Give models with and without a head of their own."""
         return _model_pair(tmp_path_factory.getbasetemp(), request.param)
 
     @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -222,7 +223,7 @@ class EngineUpdateContract(EngineContract):
             sync.close()
 
     def run_updated(self, models: ModelPair, use: Callable[[Any], Awaitable[Result]]) -> Result:
-        """What `use` does with an engine that has the old model's weights as version 1; it is closed afterwards."""
+        """Return what `use` does with an engine that has the old weights as version 1; it is closed afterwards."""
 
         async def publish_first(engine: Any) -> Result:
             await self.publish(engine, 1, models.old)

@@ -19,7 +19,8 @@ def make_trajectories(
 ) -> list[Trajectory]:
     """One trajectory per entry; each turn is given by its (prompt, response) token counts.
 
-    routed_experts: whether turns also have expert indices, of 2 layers and 3 experts a token.
+    Args:
+        routed_experts: Whether turns also have expert indices, of 2 layers and 3 experts a token.
     """
     random = np.random.default_rng(seed)
     return [

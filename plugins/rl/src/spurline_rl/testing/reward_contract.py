@@ -34,7 +34,7 @@ class RewardContract:
         raise NotImplementedError("subclass RewardContract with make_reward(self)")
 
     def answers(self) -> Sequence[Answer]:
-        """What is scored: good, bad, empty and very long responses to one prompt, with a reference."""
+        """Return answers to score: good, bad, empty and very long responses to one prompt, with a reference."""
         return [Answer("user: 2 + 2?", response, "4", _ROW, _ROW["messages"]) for response in _RESPONSES]
 
     @pytest.fixture

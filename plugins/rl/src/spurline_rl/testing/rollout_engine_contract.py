@@ -27,7 +27,7 @@ PROMPTS = ([40, 41, 42, 43, 44, 45, 46], [50], [60, 61, 62], [70, 71, 72, 73, 74
 
 
 class EngineContract:
-    """What the suites of engines share: an engine on an event loop of its own.
+    """The part that the suites of engines share: an engine on an event loop of its own.
 
     logprob_tolerance: allowed difference from the model's own fp32 logprobs. limit_s: seconds one test may wait for the
     engine.
@@ -41,7 +41,7 @@ class EngineContract:
         raise NotImplementedError("subclass the contract of engines with make_engine(self, model)")
 
     def run(self, model: Path, use: Callable[[RolloutEngine], Awaitable[Result]]) -> Result:
-        """What `use` does with an engine on an event loop of its own; the engine is closed afterwards."""
+        """Return what `use` does with an engine on an event loop of its own; the engine is closed afterwards."""
 
         async def main() -> Result:
             engine = self.make_engine(model)
@@ -209,7 +209,7 @@ def request(
 def model_logprobs(
     model: Path, prompt: Sequence[int], response: Sequence[int], temperature: float
 ) -> NDArray[np.float32]:
-    """Of each response token, by a forward pass over everything and a softmax over all tokens."""
+    """Return the logprob of each response token, by a forward pass over everything and a softmax over all tokens."""
     tokens = torch.tensor([[*prompt, *response]])
     with torch.no_grad():
         logits = _load(model)(input_ids=tokens, use_cache=False).logits[0, len(prompt) - 1 : -1]

@@ -88,7 +88,7 @@ CACHED_ATTENTION = "spurline_cached"
 
 
 class KvPass(Protocol):
-    """What attention does in one forward pass of the model; handed through it as the keyword `kv_pass`."""
+    """The work of attention in one forward pass of the model, which hands it on as the keyword `kv_pass`."""
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         """query [B, H, T, D], key and value [B, K, T, D] -> [B, T, H, D]."""
@@ -125,7 +125,7 @@ AttentionInterface.register(CACHED_ATTENTION, cached_attention)
 def generating(causal: PreTrainedModel, attention: str = CACHED_ATTENTION) -> Iterator[None]:
     """The model in evaluation mode with the attention of this name; as its owner left it afterwards.
 
-    Gradients are not its business: that switch belongs to a thread, and this context to whoever starts the threads.
+    Gradients are not its business: that switch belongs to a thread, and this context to the code that starts threads.
     """
     before: Any = causal.config._attn_implementation
     was_training = causal.training
@@ -142,8 +142,9 @@ def generating(causal: PreTrainedModel, attention: str = CACHED_ATTENTION) -> It
 class PromptPass:
     """Read whole prompts, laid one after another in a stream.
 
-    source: int64 [rows, longest], the stream position of each token of each row; the same prompt may serve several.
-    start: slot of the first row.
+    Attributes:
+        source: int64 [rows, longest], the stream position of each token of each row; the same prompt may serve several.
+        start: Slot of the first row.
     """
 
     cache: KvCache
@@ -163,9 +164,11 @@ class PromptPass:
 class AttentionPart:
     """Rows of a pass that one attention call computes.
 
-    members: which rows, counted from the first of the pass. width: tokens to look at, the new one included.
-    lengths: int64 [members], how many of these are the row's own; None when all are.
-    masks: made so far, by sliding window.
+    Attributes:
+        members: Which rows, counted from the first of the pass.
+        width: Tokens to look at, the new one included.
+        lengths: int64 [members], how many of these are the row's own; None when all are.
+        masks: Made so far, by sliding window.
     """
 
     members: slice
@@ -195,8 +198,10 @@ _NOT_CACHED = ("softcap", "s_aux", "position_bias")
 class TokenPass:
     """Read the next token of some rows.
 
-    start: slot of the first row. lengths: int64 [rows], tokens cached before this one, on the device.
-    parts: cover these rows. Further rows of the pass are filling, and their output is 0.
+    Attributes:
+        start: Slot of the first row.
+        lengths: int64 [rows], tokens cached before this one, on the device.
+        parts: Cover these rows. Further rows of the pass are filling, and their output is 0.
     """
 
     cache: KvCache

@@ -138,7 +138,7 @@ class Decoder:
         self._is_outdated = True
 
     def free_cache(self) -> None:
-        """Give back the memory of keys and values; those of responses under way are computed anew."""
+        """Give back the memory of keys and values; those of responses under way are computed again."""
         self._cache.clear()
         self.outdate()
 
@@ -301,7 +301,8 @@ def probed_decoder(
     """A decoder that has been tried. make_decoder: makes an empty one for so many rows per pass, None for any number.
     make_slow: makes one that takes over where that cannot decode the model.
 
-    Raises ModelError for a model that neither can.
+    Raises:
+        ModelError: For a model that neither can.
     """
     decoder = make_decoder(_ROWS if deterministic else None)
     causal = decoder.model.causal

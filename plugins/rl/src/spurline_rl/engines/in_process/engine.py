@@ -47,7 +47,8 @@ _Result = TypeVar("_Result")
 class ModelThread:
     """The one thread on which an engine's model is loaded, computed and changed, one piece of work after another.
 
-    timeout_s: seconds a piece of work may take.
+    Args:
+        timeout_s: Seconds a piece of work may take.
     """
 
     def __init__(self, timeout_s: float):
@@ -260,7 +261,7 @@ class InProcessEngine(TakesWeights):
             with generating(decoder.model.causal, decoder.attention):
                 while self._goes_on(ended):
                     self._deliver(ended)
-                    # Whoever got a response and asks again at once joins the very next step, so that what a step
+                    # A caller that got a response and asks again at once joins the very next step, so that what a step
                     # decodes does not depend on timing.
                     await asyncio.sleep(0)
                     more, ended = decoder.take(self._waiting)
@@ -273,7 +274,7 @@ class InProcessEngine(TakesWeights):
             self._fail(error)
         finally:
             self._burst = None
-        # Not before: whoever gets the last of them may train the model at once, and now it is ours no longer.
+        # Not before: the caller that gets the last of them may train the model at once, and now it is ours no longer.
         self._deliver(ended)
         self._start_burst()
 

@@ -22,7 +22,8 @@ from spurline_text.stop_texts import StopTexts
 class Written(NamedTuple):
     """The next tokens of a response; fields as of GenerationResult. finish_reason: None as long as more will come.
 
-    routed_experts: [tokens, layers, top_k] of the next tokens that were computed, from the prompt's first on.
+    Attributes:
+        routed_experts: [tokens, layers, top_k] of the next tokens that were computed, from the prompt's first on.
     """
 
     token_ids: list[int]
@@ -60,7 +61,7 @@ class ExpertRecord:
         """The choices from this token on; None where nothing was noted."""
         if not self._parts:
             return None
-        # From the end: whoever follows a response asks for the last token's after every step.
+        # From the end: a caller that follows a response asks for the last token's after every step.
         found: list[NDArray[np.int16]] = [self._parts[0][:0]]
         begin = self._length
         for part in reversed(self._parts):
@@ -84,10 +85,13 @@ class ExpertRecord:
 class Response:
     """A request in flight.
 
-    prompt: its tokens as plain numbers. max_tokens: longest response, set when the model is known. experts: nothing is
-    noted there unless the decoder was made so.
-    on_tokens: called by `tell`. refused: why the model cannot answer. abandoned: nobody waits for the response any
-    more.
+    Attributes:
+        prompt: Its tokens as plain numbers.
+        max_tokens: Longest response, set when the model is known.
+        experts: Nothing is noted there unless the decoder was made so.
+        on_tokens: Called by `tell`.
+        refused: Why the model cannot answer.
+        abandoned: Nobody waits for the response any more.
     """
 
     request: GenerationRequest
@@ -147,7 +151,7 @@ class Response:
             self.on_tokens(Written(tokens, logprobs, raw_logprobs, versions, self.finish_reason, experts))
 
     def result(self) -> GenerationResult:
-        """What was written. Raises DataError when the request was refused."""
+        """Return what was written. Raises DataError if the request was refused."""
         if self.refused is not None:
             raise self.refused
         assert self.finish_reason is not None, f"{self.request.name} has not ended"

@@ -21,8 +21,10 @@ from spurline_rl.protocols.rollout_engine import Sampling
 class Sampled:
     """One entry per row.
 
-    logprobs: of the distribution sampled from; for greedy rows, which have none, the raw ones (as vLLM reports them).
-    raw_logprobs: of the model's own distribution.
+    Attributes:
+        logprobs: Of the distribution sampled from; for greedy rows, which have none, the raw ones (as vLLM reports
+            them).
+        raw_logprobs: Of the model's own distribution.
     """
 
     tokens: list[int]
@@ -94,5 +96,5 @@ def _draw(logprobs: Tensor, uniforms: Sequence[float]) -> Tensor:
     """Invert the cumulative distribution of each row at its random number."""
     cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
     points = torch.tensor(uniforms, dtype=torch.float64).to(logprobs.device).unsqueeze(-1) * cumulative[:, -1:]
-    # `right`: never a token of probability zero. Rows with NaN find no place; whoever reads their logprobs sees it.
+    # `right`: never a token of probability zero. Rows with NaN find no place; their logprobs show it.
     return torch.searchsorted(cumulative, points, right=True).squeeze(-1).clamp_(max=logprobs.shape[-1] - 1)
