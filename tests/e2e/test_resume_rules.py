@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +12,7 @@ from spurline import load_config
 from spurline.config.compare import Difference, differences
 from spurline.config.run_config import RunConfig
 from spurline.config.section import OnResume, Section
-from spurline.errors import CheckpointError
 from spurline.plugins.host import PluginHost
-from spurline.run.checkpoints.changes import PermittedChanges, ResumeRequest
-from spurline.run.checkpoints.checkpoint import Checkpoint
 
 BASE: dict[str, Any] = {
     "model": {"path": "some/model"},
@@ -185,18 +181,6 @@ def test_settings_that_a_resume_refuses_are_those_that_somebody_thought_of() -> 
         # the backend
         "lora",
     }
-
-
-def test_plugins_that_go_with_a_refused_component_are_to_be_set_back_with_it() -> None:
-    fsdp = {**BASE, "plugins": ["fsdp_backend"], "backend": "fsdp"}
-    for before, now in ((fsdp, BASE), (BASE, fsdp)):
-        checkpoint = Checkpoint(Path("c"), {"step": 40, "config": load_config(before).resolved()})
-        with pytest.raises(CheckpointError, match=r"backend: .*\n  plugins: .*\nSet these back") as raised:
-            PermittedChanges(checkpoint, load_config(now), ResumeRequest())
-        assert "allow" not in str(raised.value)
-    # A change beside them may still be allowed.
-    with pytest.raises(CheckpointError, match=r"allow_change=\['optimizer.learning_rate'\]"):
-        PermittedChanges(checkpoint, load_config(fsdp, ["optimizer.learning_rate=0.5"]), ResumeRequest())
 
 
 @pytest.mark.parametrize(
