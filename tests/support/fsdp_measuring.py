@@ -15,17 +15,18 @@ from spurline_fsdp_backend.rank import FsdpRank
 from spurline_fsdp_backend.sharded_model import sharded_modules
 from spurline_models.dealing import RankShare
 from spurline_models.placement import activation_offloading
+from spurline_ranks.messages import read_objective
 
 
 class MeasuringRank(FsdpRank):
     def allocated(self, wire: Mapping[str, Any], objective: Mapping[str, Any]) -> dict[str, int]:
         """Bytes by part, measured where each is at its largest: gradients before the optimizer's step."""
         trained = self._policy
-        self._accumulate(trained, RankShare.from_wire(wire), objective, "policy")
+        self._accumulate("policy", RankShare.from_wire(wire), read_objective(objective, self._registry))
         gradients = [value.grad for value in trained.parameters.values()]
         parts = {"gradients": _bytes(value for value in gradients if value is not None)}
         trained.step(grad_norm=1.0)
-        trained.drop_gradients()
+        self._drop_gradients("policy")
         states = trained.optimization.optimizer.state.values()
         parts["optimizer"] = _bytes(value for state in states for value in state.values() if isinstance(value, Tensor))
         # On CPU they may lie in a mapped file, of whose storage a rank has touched no more than its share.

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from spurline_megatron_backend.architecture import Architecture
+from spurline_megatron_backend.architecture import Architecture, read_architecture
 from spurline_megatron_backend.grid import Grid
 from spurline_megatron_backend.parts import held_parameters
 from spurline_megatron_backend.weight_gathering import Held, WeightsOfRanks
@@ -28,27 +28,6 @@ from spurline_ranks.weight_gathering import WeightGathering
 
 Message = tuple[str, int, int]
 """What a rank did (isend, irecv), with which other one, and bytes."""
-
-
-def architecture_of(config: PretrainedConfig) -> Architecture:
-    """Of a tiny Qwen."""
-    return Architecture(
-        model_type=config.model_type,
-        num_layers=config.num_hidden_layers,
-        hidden=config.hidden_size,
-        ffn=config.intermediate_size,
-        heads=config.num_attention_heads,
-        key_value_heads=config.num_key_value_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        vocabulary=config.vocab_size,
-        tied=config.tie_word_embeddings,
-        norm_epsilon=config.rms_norm_eps,
-        qkv_bias=config.model_type == "qwen2",
-        qk_norm=config.model_type.startswith("qwen3"),
-        num_experts=getattr(config, "num_experts", 0),
-        experts_per_token=getattr(config, "num_experts_per_tok", 0),
-        expert_ffn=getattr(config, "moe_intermediate_size", 0),
-    )
 
 
 def whole_tensors(model: Path, *, critic: bool) -> dict[str, Tensor]:
@@ -119,7 +98,7 @@ class GatheringWorker:
 
     def hold(self, model: str, plain_grid: Mapping[str, int], critic: bool, max_bytes: int) -> None:
         config, grid = AutoConfig.from_pretrained(model), Grid(**plain_grid)
-        architecture = architecture_of(config)
+        architecture = read_architecture(config)
         tensors = whole_tensors(Path(model), critic=critic)
         held = held_by(architecture, grid, self._place.rank, tensors, critic=critic)
         self._held = [values for _, values in held]

@@ -11,6 +11,7 @@ from torch import Tensor
 from spurline_megatron_backend.open_rank import open_rank
 from spurline_models.dealing import RankShare
 from spurline_ranks.group import Place
+from spurline_ranks.messages import read_objective
 
 if TYPE_CHECKING:
     from spurline_megatron_backend.rank import MegatronRank
@@ -25,10 +26,14 @@ class MeasuringRank:
     def build(self) -> None:
         self._rank.build()
 
+    def _accumulate(self, wire: Mapping[str, Any], objective: Mapping[str, Any]) -> None:
+        read = read_objective(objective, self._rank._registry)
+        self._rank._accumulate("policy", RankShare.from_wire(wire), read)
+
     def allocated(self, wire: Mapping[str, Any], objective: Mapping[str, Any]) -> dict[str, int]:
         """Bytes by part, once an optimizer has stepped."""
         trained = self._rank._policy
-        self._rank._accumulate(trained, RankShare.from_wire(wire), objective)
+        self._accumulate(wire, objective)
         trained.step(grad_norm=1.0)
         weights = _storages(parameter for _, parameter in trained.model.parameters())
         wrapped: list[Any] = trained._wrapped
@@ -63,7 +68,7 @@ class MeasuringRank:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, give):
-            self._rank._accumulate(trained, RankShare.from_wire(wire), objective)
+            self._accumulate(wire, objective)
         return sum(size for at, size in kept.items() if at not in weights)
 
     def operators(self, wire: Mapping[str, Any], objective: Mapping[str, Any]) -> list[str]:

@@ -128,3 +128,32 @@ def grids(draw: st.DrawFn, architecture: Architecture) -> Grid:
         widths = [t for t in (1, 2) if architecture.expert_ffn % t == 0 and room % (expert * t) == 0]
         expert_tensor = draw(st.sampled_from(widths))
     return Grid(tensor * context * data * pipeline, tensor, pipeline, virtual, context, expert, expert_tensor)
+
+
+@st.composite
+def architectures(draw: st.DrawFn) -> Architecture:
+    groups = draw(st.sampled_from([1, 2, 4]))
+    experts = draw(st.sampled_from([0, 0, 2, 4, 8]))
+    return Architecture(
+        model_type="any",
+        num_layers=draw(st.integers(1, 7)),
+        hidden=draw(st.integers(1, 5)),
+        ffn=4 * draw(st.integers(1, 3)),
+        heads=groups * draw(st.integers(1, 3)),
+        key_value_heads=groups,
+        head_dim=2 * draw(st.integers(1, 3)),
+        vocabulary=draw(st.integers(2, 11)),
+        tied=draw(st.booleans()),
+        norm_epsilon=1e-6,
+        qkv_bias=draw(st.booleans()),
+        qk_norm=draw(st.booleans()),
+        num_experts=experts,
+        experts_per_token=min(experts, 2),
+        expert_ffn=2 * draw(st.integers(1, 3)) if experts else 0,
+    )
+
+
+@st.composite
+def divided(draw: st.DrawFn) -> tuple[Architecture, Grid]:
+    architecture = draw(architectures())
+    return architecture, draw(grids(architecture))

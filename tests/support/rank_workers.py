@@ -25,7 +25,6 @@ class TwoPartError(SpurlineError):
     def __init__(self, part: str, other: str) -> None:
         super().__init__(f"{part} and {other}")
         self.part = part
-        self.lock = threading.Lock()
 
 
 class Worker:
@@ -78,12 +77,6 @@ class Worker:
             raise ValueError("broken on purpose")
         if how == "two_parts":
             raise TwoPartError("this", "that")
-        if how == "local_class":
-
-            class NobodyFindsError(DataError):
-                pass
-
-            raise NobodyFindsError("of a class that only this rank has")
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "abort":

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -16,6 +19,7 @@ from spurline.protocols.collator import ParallelLayout
 from spurline_async_rl.weights.configs import DiskSyncConfig, SharedMemorySyncConfig
 from spurline_async_rl.weights.disk import DiskSync, read_file
 from spurline_async_rl.weights.shared_memory import MemoryReader, SharedMemorySync
+from spurline_models.machine import this_machine
 from spurline_models.weight_buckets import WeightBucket
 from spurline_rl.protocols.rollout_engine import TakesWeights
 from spurline_rl.testing.backend_cases import assert_weights_equal, minibatch, weights_of
@@ -93,3 +97,24 @@ def update_and_publish(
         report = asyncio.run(sync.publish(version, backend, [taker]))
     assert_weights_equal(taker.taken, expected)
     assert report.bytes_sent == sum(value.nbytes for value in expected.values())
+
+
+def assert_published_again_and_again(
+    ranks: tuple[Any, ParallelLayout], transport: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines get the weights of now in buckets from one rank, and nothing is left of them."""
+    backend, layout = ranks
+    sync, taker = make_sync(transport, folder), Taker()
+    with closing(sync):
+        for version in (1, 2):
+            update_and_publish(backend, layout, sync, taker, version, monkeypatch)
+    sizes = [[math.prod(place.shape) * 4 for place in bucket.places] for bucket in taker.buckets]
+    assert len(sizes) > 4
+    assert all(sum(size) <= sync.max_bucket_bytes or len(size) == 1 for size in sizes)
+    if transport == "disk":
+        assert list((folder / "weights").iterdir()) == []
+        return
+    assert {bucket.machine for bucket in taker.buckets} == {this_machine()}
+    owners = {int(bucket.where["path"].split("/")[2]) for bucket in taker.buckets}
+    assert len(owners) == 1
+    assert owners <= {process.pid for process in psutil.Process().children(recursive=True)}

@@ -123,9 +123,7 @@ class ChildProcess:
     def kill(self) -> None:
         """The process and what it has started; harmless when it has ended."""
         if self.exit_code is None:
-            # The group is gone, or, on some systems, made of processes that have ended but are not waited for yet.
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            kill_group(self._process.pid)
 
     def end(self, patience_s: float = 0.0) -> None:
         """Returns when it has ended, killed unless it ends by itself within `patience_s`. May be called again, but not
@@ -207,6 +205,19 @@ def end_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit("the parent was gone before this process began")
+
+
+def kill_group(leader: int) -> None:
+    """Kill a process that leads a group of its own, and all that it has started there; harmless when they are gone.
+
+    Call it before the leader is waited for: until then the number of the group cannot be another's.
+    """
+    try:
+        os.killpg(leader, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        # It has been forked only now and leads no group yet, or has ended, which some systems answer in this way.
+        with suppress(ProcessLookupError):
+            os.kill(leader, signal.SIGKILL)
 
 
 def _encode(message: Message) -> bytes:

@@ -8,8 +8,9 @@ one of these.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 class SpurlineError(Exception):
@@ -24,6 +25,17 @@ class SpurlineError(Exception):
         if self.where is None:
             self.where = where
             self.args = (f"{where}: {self}",)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let pickle carry every error of ours, with its notes, between processes of one run."""
+        # Not by calling the class, which may want other arguments than its text.
+        return _restored, (type(self), self.args, vars(self))
+
+
+def _restored(kind: type[SpurlineError], args: tuple[Any, ...], attributes: Mapping[str, Any]) -> SpurlineError:
+    error = kind.__new__(kind, *args)
+    vars(error).update(attributes)
+    return error
 
 
 class UserError(SpurlineError):

@@ -59,18 +59,10 @@ def test_ranks_meet_in_every_group_of_the_layout_and_leave_nothing_behind(
     assert [finding for finding in findings.values() if finding.fix] == []
     assert findings["ranks"].value.startswith("4 met each other in ")
     assert "ranks 0 to 3" in findings["ranks"].value
-    assert findings["run_dir of the ranks"].value.endswith("is one folder for all of them")
     for group in ("all ranks", *groups):
         for kind in ("all-reduce", "all-to-all"):
             assert findings[f"{kind} of 64 MB, {group}"].value.endswith("GB/s from each rank")
     assert not (tmp_path / "run").exists()
-
-
-def test_a_run_dir_that_ranks_cannot_use_is_named_with_its_fix(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way", encoding="utf-8")
-    finding = found(run_on(tmp_path / "file"))["run_dir of the ranks"]
-    assert "Not a directory" in finding.value
-    assert finding.fix == "choose a folder that all machines share, and that their ranks may write to"
 
 
 def test_ranks_that_cannot_start_are_a_finding_with_what_to_do(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from fsdp_layouts import on
 
 from spurline.config.loading import LoadedConfig
-from spurline_fsdp_backend.checkpoint_reader import read_weights
+from spurline_fsdp_backend.checkpoint import read_weights
 from spurline_rl.testing.backend_cases import assert_gradients_close, minibatch, weights_of
 from spurline_rl.testing.backend_runs import backend_run, opened
 

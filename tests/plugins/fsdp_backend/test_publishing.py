@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import signal
 from collections.abc import Iterator
@@ -11,12 +10,11 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
 
-import psutil
 import pytest
 from file_gpus import FileGpu
 from recording_makers import choice_of, record
 from torch import Tensor
-from weight_takers import Taker, make_sync, update_and_publish
+from weight_takers import Taker, assert_published_again_and_again, make_sync
 
 from spurline.config.loading import LoadedConfig
 from spurline.errors import ModelError, RankFailedError, RunFailedError
@@ -57,22 +55,7 @@ def ranks(spurline_tiny_model: Path) -> Iterator[Opened]:
 def test_engines_get_the_weights_of_now_again_and_again_and_the_controller_none_of_them(
     ranks: Opened, transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend, layout = ranks
-    sync, taker = make_sync(transport, tmp_path), Taker()
-    with closing(sync):
-        for version in (1, 2):
-            update_and_publish(backend, layout, sync, taker, version, monkeypatch)
-    sizes = [[math.prod(place.shape) * 4 for place in bucket.places] for bucket in taker.buckets]
-    assert len(sizes) > 4
-    assert all(sum(size) <= sync.max_bucket_bytes or len(size) == 1 for size in sizes)
-    if transport == "disk":
-        assert list((tmp_path / "weights").iterdir()) == []
-    else:
-        assert {bucket.machine for bucket in taker.buckets} == {this_machine()}
-        children = {process.pid for process in psutil.Process().children(recursive=True)}
-        owners = {int(bucket.where["path"].split("/")[2]) for bucket in taker.buckets}
-        assert len(owners) == 1
-        assert owners <= children
+    assert_published_again_and_again(ranks, transport, tmp_path, monkeypatch)
 
 
 def test_a_publish_that_stops_in_the_middle_leaves_the_ranks_ready_for_the_next_call(ranks: Opened) -> None:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spurline.config.loading import load_config
+from spurline.config.run_config import RunConfig
 from spurline.errors import ConfigError
 from spurline_megatron_backend.backend import MegatronBackend
 from spurline_megatron_backend.configs import MegatronBackendConfig
@@ -17,7 +18,7 @@ from spurline_megatron_backend.configs import MegatronBackendConfig
 SIZES = ("tensor", "pipeline", "context", "expert", "expert_tensor")
 
 
-def loaded(run: dict[str, Any] | None = None, **backend: Any) -> MegatronBackendConfig:
+def loaded_run(run: dict[str, Any] | None = None, **backend: Any) -> RunConfig:
     settings = {"name": "megatron", "device": "cpu", "ranks": 8, **backend}
     plain = {
         "plugins": ["megatron_backend"],
@@ -27,7 +28,11 @@ def loaded(run: dict[str, Any] | None = None, **backend: Any) -> MegatronBackend
         "steps": 1,
         "backend": settings,
     }
-    config = load_config(plain | (run or {})).config.backend
+    return load_config(plain | (run or {})).config
+
+
+def loaded(run: dict[str, Any] | None = None, **backend: Any) -> MegatronBackendConfig:
+    config = loaded_run(run, **backend).backend
     assert isinstance(config, MegatronBackendConfig)
     return config
 
@@ -35,29 +40,12 @@ def loaded(run: dict[str, Any] | None = None, **backend: Any) -> MegatronBackend
 @pytest.mark.parametrize(
     ("backend", "said"),
     [
-        ({"tensor": 3}, "backend.tensor is 3, which does not divide the 8 ranks. Choose one of 1, 2, 4, 8, or change"),
+        ({"tensor": 3}, "backend.tensor is 3, and the 8 ranks are no multiple of tensor 3. Set backend.ranks: 9,"),
         (
             {"tensor": 2, "pipeline": 8},
-            "backend.pipeline is 8, and tensor 2 x pipeline 8 do not divide the 8 ranks. Choose one of 1, 2, 4, or",
+            "the 8 ranks are no multiple of tensor 2 x pipeline 8",
         ),
-        (
-            {"tensor": 3, "pipeline": 5},
-            "backend.pipeline is 5, and tensor 3 x pipeline 5 need 15 ranks or a multiple: there are 8. Set "
-            "backend.ranks: 15, or smaller sizes.",
-        ),
-        (
-            {"pipeline": 4, "expert": 4},
-            "backend.expert is 4, and pipeline 4 x expert 4 do not divide the 8 ranks. Choose one of 1, 2, or change",
-        ),
-        (
-            {"tensor": 2, "context": 2, "ranks": 2},
-            "backend.context is 2, and tensor 2 x context 2 need 4 ranks or a multiple: there are 2. Set "
-            "backend.ranks: 4, or context to 1.",
-        ),
-        (
-            {"tensor": 2, "ranks": 1},
-            "backend.tensor is 2, which needs 2 ranks or a multiple: there is 1. Set backend.ranks: 2, or tensor to 1.",
-        ),
+        ({"pipeline": 4, "expert": 4}, "backend.expert is 4, and the 8 ranks are no multiple of pipeline 4 x expert 4"),
         ({"virtual_stages": 2}, "backend.virtual_stages is 2, and there is one stage. Set pipeline to more than 1"),
         ({"sequence_parallel": True}, "backend.sequence_parallel divides tokens among the ranks that divide layers"),
         (
@@ -76,37 +64,18 @@ def test_settings_that_do_not_go_together_are_refused_with_what_would(backend: d
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "said"),
-    [
-        ("lora", {}, "backend.lora is not a setting of 'megatron'. Megatron-core has no adapters"),
-        ("lora", {}, "Set backend.name: fsdp"),
-        ("activation_checkpointing", True, "Its name here is recompute: none, selective or full."),
-        ("cpu_offload", True, "Divide the model further"),
-        ("tensor_model_parallel_size", 2, "Its name here is tensor."),
-        ("vpp", 2, "Its name here is virtual_stages."),
-        ("use_distributed_optimizer", True, "The optimizer is always divided"),
-        ("tensors", 2, "Did you mean 'tensor'?"),
-    ],
+    ("key", "said"), [("lora", "no adapters"), ("activation_checkpointing", "recompute"), ("tensors", "'tensor'")]
 )
-def test_settings_of_other_backends_are_refused_with_what_to_do_instead(key: str, value: Any, said: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        loaded(**{key: value})
-    assert said in str(refused.value)
+def test_settings_of_other_backends_are_refused_with_what_to_do_instead(key: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=rf"backend\.{key} is not a setting of 'megatron'.*{said}"):
+        loaded(**{key: 2})
 
 
 def test_a_run_without_megatron_core_is_refused_where_it_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     def not_found(name: str) -> None:
         raise ModuleNotFoundError(name)
 
-    plain = {
-        "plugins": ["megatron_backend"],
-        "run_dir": "run",
-        "model": {"path": "nowhere"},
-        "data": {"train": "rows.jsonl"},
-        "steps": 1,
-        "backend": {"name": "megatron", "device": "cpu", "ranks": 2, "tensor": 2},
-    }
-    run = load_config(plain).config
+    run = loaded_run(ranks=2, tensor=2)
     monkeypatch.setattr("spurline_megatron_backend.configs.find_spec", not_found)
     with pytest.raises(ConfigError, match=r"backend.name is megatron, which needs megatron-core. Run `pip install"):
         run.backend.check_model(run)
@@ -137,25 +106,16 @@ def test_tokens_are_divided_where_layers_are_unless_it_is_said() -> None:
 
 
 @given(ranks=st.integers(1, 16), sizes=st.fixed_dictionaries({name: st.integers(1, 4) for name in SIZES}))
-def test_what_is_not_refused_is_a_grid_and_a_proposed_value_is_not_refused(ranks: int, sizes: dict[str, Any]) -> None:
+def test_what_is_not_refused_is_a_grid_and_proposed_ranks_are_not_refused(ranks: int, sizes: dict[str, Any]) -> None:
     """Every rank has a place of its own, each share of rows goes to as many ranks, and one of them answers."""
     config = MegatronBackendConfig(device="cpu", ranks=ranks, **sizes)
     problems = list(config.division_problems(ranks))
     for problem in problems:
-        if "Choose one of " in problem.message:
-            proposed = problem.message.partition("Choose one of ")[2].partition(", or ")[0]
-            for value in proposed.split(", "):
-                changed = MegatronBackendConfig(device="cpu", ranks=ranks, **{**sizes, problem.key: int(value)})
-                assert problem not in list(changed.division_problems(ranks))
-                assert not any(other.key == problem.key for other in changed.division_problems(ranks))
         if "Set backend.ranks: " in problem.message:
             more = int(problem.message.partition("Set backend.ranks: ")[2].partition(",")[0])
             assert more > ranks
             changed = MegatronBackendConfig(device="cpu", ranks=more, **sizes)
             assert problem.key not in [other.key for other in changed.division_problems(more)]
-        if problem.message.endswith(f"or {problem.key} to 1."):
-            changed = MegatronBackendConfig(device="cpu", ranks=ranks, **{**sizes, problem.key: 1})
-            assert not any(other.key == problem.key for other in changed.division_problems(ranks))
     if problems:
         return
     grid = config.grid

@@ -2,21 +2,22 @@
 
 Two ranks that divide each layer pass the whole contract in every run of the tests, and so do, in what stages have of
 their own, two that divide the layers among them. All other layouts pass it in long runs (SPURLINE_SOAK=1), where a
-tested layer of the way is theirs alone; `in_every_run` of a class has what its tests' names contain.
+tested layer of the way is theirs alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fast_collators import WithFastCollators
 from megatron_layouts import on, write_llama3, write_qwen3, write_qwen3_moe, write_qwen25
 
 from spurline.testing import PluginContract
-
-ONE = ("gradients_equal",)
-NONE = ()
 
 
 class TestPlugin(PluginContract):
@@ -50,186 +51,60 @@ class TestPipeline(MegatronContract):
     )
 
 
-@pytest.mark.slow
-class TestTensorWithoutSequence(MegatronContract):
-    backend_settings = on(2, tensor=2, sequence_parallel=False, recompute="full")
-    in_every_run = NONE
+@dataclass(frozen=True)
+class Case:
+    """A layout, the writer of its model, and what the names of the tests contain that every run makes."""
+
+    settings: dict[str, Any]
+    write: Callable[[Path], Path] = write_qwen3
+    in_every_run: tuple[str, ...] = ()
 
 
-@pytest.mark.slow
-class TestOneRank(MegatronContract):
-    backend_settings = on(1, logits_chunk_tokens=16)
-    in_every_run = NONE
+GRADIENTS = ("gradients_equal",)
+tied, four_layers = partial(write_qwen3, tie_word_embeddings=True), partial(write_qwen3, num_hidden_layers=4)
+
+CASES = {
+    "TensorWithoutSequence": Case(on(2, tensor=2, sequence_parallel=False, recompute="full")),
+    "OneRank": Case(on(1, logits_chunk_tokens=16)),
+    "Data": Case(on(2, max_tokens_per_microbatch=40)),
+    "Context": Case(on(2, context=2, logits_chunk_tokens=16), in_every_run=GRADIENTS),
+    "TensorAndPipeline": Case(on(4, tensor=2, pipeline=2, max_tokens_per_microbatch=40)),
+    "TensorAndData": Case(on(4, tensor=2)),
+    "TensorAndContext": Case(on(4, tensor=2, context=2)),
+    "PipelineAndDataThatRecompute": Case(on(4, pipeline=2, recompute="selective", max_tokens_per_microbatch=40)),
+    "InterleavedPipeline": Case(on(2, pipeline=2, virtual_stages=2, max_tokens_per_microbatch=40), four_layers),
+    "InterleavedPipelineAndTensor": Case(
+        on(4, tensor=2, pipeline=2, virtual_stages=2, max_tokens_per_microbatch=40), four_layers
+    ),
+    "StagesOfUnequalSize": Case(on(2, pipeline=2), partial(write_qwen3, num_hidden_layers=3)),
+    "TiedWeightsOfOneStage": Case(on(2, tensor=2), tied),
+    "TiedWeightsOfTwoStages": Case(on(2, pipeline=2), tied, (*GRADIENTS, "loss_and_gradient_norm")),
+    "TiedWeightsOfTwoDividedStages": Case(on(4, tensor=2, pipeline=2), tied),
+    "Biases": Case(on(2, tensor=2), write_qwen25, (*GRADIENTS, "hugging_face_names")),
+    "ScaledRotaryEmbeddings": Case(on(2, tensor=2), write_llama3, GRADIENTS),
+    "Experts": Case(on(2, expert=2), write_qwen3_moe, (*GRADIENTS, "loss_and_gradient_norm", "hugging_face_names")),
+    "ExpertsThatTensorRanksHoldAlike": Case(on(2, tensor=2), write_qwen3_moe, GRADIENTS),
+    "ExpertsAndTensor": Case(on(2, tensor=2, expert=2), write_qwen3_moe),
+    "DividedExperts": Case(on(2, tensor=2, expert_tensor=2), write_qwen3_moe),
+    "ExpertsOfRanksThatTrainOnDifferentRows": Case(on(4, expert=2, max_tokens_per_microbatch=40), write_qwen3_moe),
+    "ExpertsAndContext": Case(on(4, context=2, expert=2), write_qwen3_moe),
+    "ExpertsOfTwoStages": Case(on(4, pipeline=2, expert=2, tensor=2), write_qwen3_moe),
+    "ExpertsWhoseWeightsDoNotSumToOne": Case(on(2, expert=2), partial(write_qwen3_moe, norm_topk_prob=False)),
+}
 
 
-@pytest.mark.slow
-class TestData(MegatronContract):
-    backend_settings = on(2, max_tokens_per_microbatch=40)
-    in_every_run = NONE
+def contract_of(name: str, case: Case) -> type[MegatronContract]:
+    def tiny_model(cls: type, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return case.write(tmp_path_factory.mktemp("model"))
+
+    members = {
+        "backend_settings": case.settings,
+        "in_every_run": case.in_every_run,
+        "tiny_model": pytest.fixture(scope="class")(classmethod(tiny_model)),
+        "__module__": __name__,
+    }
+    return pytest.mark.slow(type(f"Test{name}", (MegatronContract,), members))
 
 
-@pytest.mark.slow
-class TestContext(MegatronContract):
-    backend_settings = on(2, context=2, logits_chunk_tokens=16)
-    in_every_run = ONE
-
-
-@pytest.mark.slow
-class TestTensorAndPipeline(MegatronContract):
-    backend_settings = on(4, tensor=2, pipeline=2, max_tokens_per_microbatch=40)
-    in_every_run = NONE
-
-
-@pytest.mark.slow
-class TestTensorAndData(MegatronContract):
-    backend_settings = on(4, tensor=2)
-    in_every_run = NONE
-
-
-@pytest.mark.slow
-class TestTensorAndContext(MegatronContract):
-    backend_settings = on(4, tensor=2, context=2)
-    in_every_run = NONE
-
-
-@pytest.mark.slow
-class TestPipelineAndDataThatRecompute(MegatronContract):
-    backend_settings = on(4, pipeline=2, recompute="selective", max_tokens_per_microbatch=40)
-    in_every_run = NONE
-
-
-class OfFourLayers(MegatronContract):
-    @pytest.fixture(scope="class")
-    @classmethod
-    def tiny_model(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        return write_qwen3(tmp_path_factory.mktemp("four-layers"), num_hidden_layers=4)
-
-
-@pytest.mark.slow
-class TestInterleavedPipeline(OfFourLayers):
-    backend_settings = on(2, pipeline=2, virtual_stages=2, max_tokens_per_microbatch=40)
-    in_every_run = NONE
-
-
-@pytest.mark.slow
-class TestInterleavedPipelineAndTensor(OfFourLayers):
-    backend_settings = on(4, tensor=2, pipeline=2, virtual_stages=2, max_tokens_per_microbatch=40)
-    in_every_run = NONE
-
-
-@pytest.mark.slow
-class TestStagesOfUnequalSize(MegatronContract):
-    backend_settings = on(2, pipeline=2)
-    in_every_run = NONE
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def tiny_model(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        return write_qwen3(tmp_path_factory.mktemp("three-layers"), num_hidden_layers=3)
-
-
-class Tied(MegatronContract):
-    @pytest.fixture(scope="class")
-    @classmethod
-    def tiny_model(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        return write_qwen3(tmp_path_factory.mktemp("tied"), tie_word_embeddings=True)
-
-
-@pytest.mark.slow
-class TestTiedWeightsOfOneStage(Tied):
-    backend_settings = on(2, tensor=2)
-    in_every_run = NONE
-
-
-@pytest.mark.slow
-class TestTiedWeightsOfTwoStages(Tied):
-    backend_settings = on(2, pipeline=2)
-    in_every_run = ("gradients_equal", "loss_and_gradient_norm")
-
-
-@pytest.mark.slow
-class TestTiedWeightsOfTwoDividedStages(Tied):
-    backend_settings = on(4, tensor=2, pipeline=2)
-    in_every_run = NONE
-
-
-@pytest.mark.slow
-class TestBiases(MegatronContract):
-    backend_settings = on(2, tensor=2)
-    in_every_run = ("gradients_equal", "hugging_face_names")
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def tiny_model(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        return write_qwen25(tmp_path_factory.mktemp("qwen25"))
-
-
-@pytest.mark.slow
-class TestScaledRotaryEmbeddings(MegatronContract):
-    backend_settings = on(2, tensor=2)
-    in_every_run = ONE
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def tiny_model(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        return write_llama3(tmp_path_factory.mktemp("llama3"))
-
-
-class WithExperts(MegatronContract):
-    @pytest.fixture(scope="class")
-    @classmethod
-    def tiny_model(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        return write_qwen3_moe(tmp_path_factory.mktemp("experts"))
-
-
-@pytest.mark.slow
-class TestExperts(WithExperts):
-    backend_settings = on(2, expert=2)
-    in_every_run = ("gradients_equal", "loss_and_gradient_norm", "hugging_face_names")
-
-
-@pytest.mark.slow
-class TestExpertsThatTensorRanksHoldAlike(WithExperts):
-    backend_settings = on(2, tensor=2)
-    in_every_run = ONE
-
-
-@pytest.mark.slow
-class TestExpertsAndTensor(WithExperts):
-    backend_settings = on(2, tensor=2, expert=2)
-    in_every_run = NONE
-
-
-@pytest.mark.slow
-class TestDividedExperts(WithExperts):
-    backend_settings = on(2, tensor=2, expert_tensor=2)
-    in_every_run = NONE
-
-
-@pytest.mark.slow
-class TestExpertsOfRanksThatTrainOnDifferentRows(WithExperts):
-    backend_settings = on(4, expert=2, max_tokens_per_microbatch=40)
-    in_every_run = NONE
-
-
-@pytest.mark.slow
-class TestExpertsAndContext(WithExperts):
-    backend_settings = on(4, context=2, expert=2)
-    in_every_run = NONE
-
-
-@pytest.mark.slow
-class TestExpertsOfTwoStages(WithExperts):
-    backend_settings = on(4, pipeline=2, expert=2, tensor=2)
-    in_every_run = NONE
-
-
-@pytest.mark.slow
-class TestExpertsWhoseWeightsDoNotSumToOne(WithExperts):
-    backend_settings = on(2, expert=2)
-    in_every_run = NONE
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def tiny_model(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        return write_qwen3_moe(tmp_path_factory.mktemp("plain-experts"), norm_topk_prob=False)
+for _name, _case in CASES.items():
+    globals()[f"Test{_name}"] = contract_of(_name, _case)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from weight_takers import Taker, make_sync, update_and_publish
+from weight_takers import Taker, assert_published_again_and_again, make_sync, update_and_publish
 
-from spurline_models.machine import this_machine
 from spurline_models.testing.inputs import write_tiny_model, write_tiny_moe_model
 from spurline_rl.testing.backend_cases import assert_weights_equal, minibatch, weights_of
 from spurline_rl.testing.backend_runs import backend_run, opened
@@ -37,19 +34,7 @@ def ranks(spurline_tiny_model: Path) -> Iterator[Opened]:
 def test_engines_get_the_weights_of_now_again_and_again_and_the_controller_none_of_them(
     ranks: Opened, transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend, layout = ranks
-    sync, taker = make_sync(transport, tmp_path), Taker()
-    with closing(sync):
-        for version in (1, 2):
-            update_and_publish(backend, layout, sync, taker, version, monkeypatch)
-    sizes = [[math.prod(place.shape) * 4 for place in bucket.places] for bucket in taker.buckets]
-    assert len(sizes) > 4
-    assert all(sum(size) <= sync.max_bucket_bytes or len(size) == 1 for size in sizes)
-    if transport == "shared_memory":
-        assert {bucket.machine for bucket in taker.buckets} == {this_machine()}
-        owners = {int(bucket.where["path"].split("/")[2]) for bucket in taker.buckets}
-        assert len(owners) == 1
-        assert owners <= {process.pid for process in psutil.Process().children(recursive=True)}
+    assert_published_again_and_again(ranks, transport, tmp_path, monkeypatch)
 
 
 def test_ranks_write_the_files_of_the_weights_in_turn(ranks: Opened, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from megatron_gathering import bits, whole_tensors
+from megatron_models import divided
 from safetensors.torch import load_file
 
 from spurline.protocols.ranks import RankRequest
@@ -188,38 +189,7 @@ def test_files_take_the_memory_of_the_weights_that_leave_together_and_what_is_ma
     assert max(peaks) <= largest + in_flight < sum(value.nbytes for value in expected.values()) / 2
 
 
-@st.composite
-def layouts(draw: st.DrawFn) -> tuple[Architecture, Grid]:
-    """A small architecture and a grid that divides it."""
-    tensor, context, pipeline, virtual, expert, expert_tensor = (draw(st.integers(1, 3)) for _ in range(6))
-    has_experts = draw(st.booleans())
-    if not has_experts:
-        expert = expert_tensor = 1
-    # Ranks of a stage hold whole groups of both kinds.
-    stage = np.lcm(tensor * context, expert * expert_tensor) * draw(st.integers(1, 2))
-    grid = Grid(int(stage) * pipeline, tensor, pipeline, virtual, context, expert, expert_tensor)
-    groups = tensor * draw(st.integers(1, 2))
-    architecture = Architecture(
-        model_type="qwen3_moe" if has_experts else "qwen3",
-        num_layers=pipeline * virtual + draw(st.integers(0, 3)),
-        hidden=3,
-        ffn=2 * tensor,
-        heads=groups * draw(st.integers(1, 2)),
-        key_value_heads=groups,
-        head_dim=2,
-        vocabulary=draw(st.integers(3, 11)),
-        tied=draw(st.booleans()),
-        norm_epsilon=1e-6,
-        qkv_bias=draw(st.booleans()),
-        qk_norm=draw(st.booleans()),
-        num_experts=2 * expert if has_experts else 0,
-        experts_per_token=1 if has_experts else 0,
-        expert_ffn=2 * expert_tensor,
-    )
-    return architecture, grid
-
-
-@given(layouts(), st.booleans())
+@given(divided(), st.booleans())
 def test_the_first_rank_that_holds_a_value_owns_it(layout: tuple[Architecture, Grid], critic: bool) -> None:
     architecture, grid = layout
     owners = box_owners(architecture, grid, critic=critic)
@@ -238,7 +208,7 @@ def test_the_first_rank_that_holds_a_value_owns_it(layout: tuple[Architecture, G
     assert all((count == 1).all() for count in claimed.values())
 
 
-@given(layouts())
+@given(divided())
 def test_a_tensor_is_brought_most_cheaply_to_who_holds_most_of_it_which_is_in_its_stage(
     layout: tuple[Architecture, Grid],
 ) -> None:
@@ -251,7 +221,7 @@ def test_a_tensor_is_brought_most_cheaply_to_who_holds_most_of_it_which_is_in_it
         assert {grid.place(part.owner).pipeline for part in boxes} == {grid.place(owner).pipeline}
 
 
-@given(layouts(), st.integers(1, 400))
+@given(divided(), st.integers(1, 400))
 def test_rounds_hold_every_part_once_and_no_more_than_they_may(
     layout: tuple[Architecture, Grid], max_bytes: int
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import re
 import signal
 import socket
@@ -13,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +22,10 @@ from listening import listening, reachable
 from rank_workers import TwoPartError
 from run_helpers import wait_for
 
-from spurline.errors import ConfigError, DataError, RankFailedError, RunFailedError, UserError
+from spurline.errors import ConfigError, DataError, RankFailedError, RunFailedError
 from spurline.protocols.ranks import RankRequest
 from spurline_models import machine
-from spurline_ranks import calls, devices, network, processes
+from spurline_ranks import calls, devices, processes
 from spurline_ranks.group import TimeLimits
 from spurline_ranks.launch import open_ranks
 from spurline_ranks.processes import LocalRanks
@@ -108,39 +106,6 @@ def test_interfaces_are_left_to_whoever_has_set_them_and_nccl_s_to_ranks_that_se
     assert beyond == {"CUDA_VISIBLE_DEVICES": ""}
 
 
-def test_an_interface_that_does_not_exist_is_named_with_its_variable_and_those_that_do(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth77")
-    with pytest.raises(UserError, match=r"variable GLOO_SOCKET_IFNAME is 'eth77'.* It has lo\b") as raised:
-        open_ranks(RankRequest(1), "rank_workers:Worker", (), TimeLimits(60, 60, 60))
-    assert "rank 0 of 1" in raised.value.__notes__[0]
-
-
-@pytest.mark.parametrize(
-    ("library", "chosen", "is_wrong"),
-    [
-        ("gloo", "lo", False),
-        ("gloo", "l", True),
-        ("gloo", "lo,eth77", True),
-        ("gloo", "lo:1", False),
-        ("nccl", "l", False),
-        ("nccl", "eth77,lo", False),
-        ("nccl", "=lo", False),
-        ("nccl", "=l", True),
-        ("nccl", "^eth77", False),
-        ("nccl", "eth77", True),
-    ],
-)
-def test_names_of_interfaces_are_read_as_each_library_reads_them(
-    library: str, chosen: str, is_wrong: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", chosen)
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", chosen)
-    with pytest.raises(UserError, match=f"{library.upper()}_SOCKET_IFNAME") if is_wrong else nullcontext():
-        network.check_interfaces(library)
-
-
 def test_calls_of_several_threads_take_turns(start: Start) -> None:
     ranks = start(2)
     answers: dict[int, list[Any]] = {}
@@ -208,12 +173,6 @@ def test_an_error_of_a_class_that_wants_other_arguments_comes_back_with_its_attr
     with pytest.raises(TwoPartError, match="this and that") as raised:
         start(2).call("fails", 0, "two_parts")
     assert raised.value.part == "this"
-    assert "lock" in raised.value.lock, "what cannot be pickled is its text"
-
-
-def test_an_error_of_a_class_that_is_not_found_here_comes_back_as_its_nearest_base(start: Start) -> None:
-    with pytest.raises(DataError, match="of a class that only this rank has"):
-        start(2).call("fails", 0, "local_class")
 
 
 def test_another_error_names_rank_process_call_and_traceback(start: Start) -> None:
@@ -376,26 +335,6 @@ def test_ranks_that_do_not_take_a_large_call_end_it_once_and_not_one_after_the_o
     _assert_all_gone(pids)
 
 
-def test_asking_ranks_that_do_not_read_takes_seconds_and_leaves_them_alone(start: Start) -> None:
-    ranks = start(2)
-    pids = ranks.call("pid")
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    stopped = psutil.STATUS_STOPPED
-    wait_for(lambda: {psutil.Process(pid).status() for pid in pids} == {stopped}, "ranks to stop", 30)
-    for process in ranks._ranks:
-        # Until no further question fits.
-        process._limit(socket.SO_SNDTIMEO, 0.1)
-        with pytest.raises(BlockingIOError):
-            _ask_without_end(process)
-    began = time.monotonic()
-    assert ranks._doing([0, 1]) == {}
-    assert time.monotonic() - began < CALL_S
-    for pid in pids:
-        os.kill(pid, signal.SIGCONT)
-    assert ranks.call("pid") == pids
-
-
 def test_a_long_wait_says_who_is_missing(
     start: Start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -527,11 +466,6 @@ def test_each_rank_sees_one_gpu_and_too_few_are_refused(
     else:
         environments = devices.local_environments(request)
         assert [environment["CUDA_VISIBLE_DEVICES"] for environment in environments] == expected
-
-
-def _ask_without_end(process: Any) -> None:
-    while True:
-        process.connection.send_bytes(pickle.dumps((None, None)))
 
 
 def _assert_all_gone(pids: Sequence[int], within_s: float = 5.0) -> None:

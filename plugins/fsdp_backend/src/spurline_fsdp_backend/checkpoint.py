@@ -8,17 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from spurline.config.run_config import RunConfig
 from spurline.digests import FileDigest
 from spurline.errors import CheckpointWriteError
 from spurline.protocols.backend import Role
+from spurline_fsdp_backend.configs import FsdpBackendConfig
 from spurline_fsdp_backend.trained_model import ShardedTrainedModel
+from spurline_models.adapters.adapter_weights import AdapterStream
 from spurline_models.optimizers.state import OptimizerState, describe
+from spurline_models.placement.narrow_weights import base_dtype
 from spurline_models.saved_state import write_facts
+from spurline_models.weight_files import WeightStream
 from spurline_ranks.checkpoint import StoredModel
 from spurline_ranks.pieces import PieceIndex, held_pieces, write_pieces
 
@@ -28,10 +34,16 @@ Models = Mapping[Role, ShardedTrainedModel]
 def save(
     path: Path, models: Models, layout: Mapping[str, int], read: Callable[[Tensor], Tensor]
 ) -> dict[str, FileDigest]:
-    """Write this rank's part into the folder; returns digests by path in it. layout: how the ranks are divided.
-    read: gives the tensor that has the values of one of the models' or optimizers' own.
+    """Write this rank's part into the folder; returns digests by path in it. Nothing is exchanged.
 
-    Nothing is exchanged. Raises CheckpointWriteError.
+    Args:
+        path: The folder.
+        models: The trained models.
+        layout: How the ranks are divided.
+        read: Gives the tensor that has the values of one of the models' or optimizers' own.
+
+    Raises:
+        CheckpointWriteError: If it cannot be written.
     """
     rank = dist.get_rank()
     digests: dict[str, FileDigest] = {}
@@ -51,24 +63,12 @@ def save(
     return digests
 
 
-def read_fitting(path: Path, models: Models) -> Mapping[Role, SavedModel]:
-    """What was saved of the models, from headers alone; nothing is changed. A collective.
-
-    Raises CheckpointError, on all ranks alike, unless all of it fits.
-    """
-    saved = SavedModel.read_together(path, models.keys())
-    for role, trained in models.items():
-        saved[role].check(trained)
-    return saved
-
-
 class SavedModel(StoredModel):
-    """What the folder of a model of this backend holds."""
+    """A model in a checkpoint of this backend."""
 
     backend = "fsdp"
 
     def check(self, trained: ShardedTrainedModel) -> None:
-        """Raises CheckpointError unless it fits this model and its optimizer; changes nothing."""
         weights = {name: describe(value) for name, value in _model_tensors(trained).items()}
         self.check_fits(weights, trained.frozen_weights, trained.optimization.check)
 
@@ -109,3 +109,17 @@ def _model_tensors(trained: ShardedTrainedModel) -> dict[str, Tensor]:
             if name not in module._non_persistent_buffers_set:
                 buffers[f"{prefix}.{name}" if prefix else name] = buffer
     return {name: parameter.detach() for name, parameter in trained.parameters.items()} | buffers
+
+
+def read_weights(run: RunConfig, folder: Path, digests: Mapping[str, FileDigest]) -> WeightStream:
+    """Read the policy in one process, without ranks. See `BackendFacts.checkpoint_reader`."""
+    lora = cast(FsdpBackendConfig, run.backend).lora
+    dtype = torch.float32 if lora is None else base_dtype(lora, run.model)
+    return SavedModel.read_policy(run, folder, digests, lora, dtype)
+
+
+def read_adapter(run: RunConfig, folder: Path, digests: Mapping[str, FileDigest]) -> AdapterStream:
+    """Read the adapter in one process, without ranks. See `BackendFacts.adapter_reader`."""
+    lora = cast(FsdpBackendConfig, run.backend).lora
+    assert lora is not None
+    return SavedModel.read_adapter(run, folder, digests, lora)

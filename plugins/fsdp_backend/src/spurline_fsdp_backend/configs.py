@@ -108,8 +108,8 @@ class FsdpBackendConfig(RankBackendConfig):
             super().facts,
             generates=True,
             freezes=True,
-            checkpoint_reader="spurline_fsdp_backend.checkpoint_reader:read_weights",
-            adapter_reader="spurline_fsdp_backend.checkpoint_reader:read_adapter",
+            checkpoint_reader="spurline_fsdp_backend.checkpoint:read_weights",
+            adapter_reader="spurline_fsdp_backend.checkpoint:read_adapter",
             optimizes_on_host=self.cpu_offload,
             # A router's choice is replaced by a hook, for which compiled layers would be compiled anew.
             replays_experts=not self.compile,

@@ -14,12 +14,12 @@ from spurline_ranks.pieces import held_box
 
 
 def frozen_digest(module: nn.Module) -> str:
-    """Digest of the parameters that need no gradient. A collective."""
+    """Return the digest of the parameters that need no gradient. A collective."""
     return _digest({name: value for name, value in module.named_parameters() if not value.requires_grad})
 
 
 def weights_digest(module: nn.Module) -> str:
-    """Digest of all parameters, whether they need gradients or not. A collective."""
+    """Return the digest of all parameters, whether they need gradients or not. A collective."""
     return _digest(dict(module.named_parameters()))
 
 

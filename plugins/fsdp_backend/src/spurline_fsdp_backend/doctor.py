@@ -1,4 +1,4 @@
-"""What `spurline doctor` finds with the ranks of a run: the groups of FSDP, and how long weights and gradients travel.
+"""Find with the ranks of a run, for `spurline doctor`: the groups of FSDP, and how long weights and gradients travel.
 
 The ranks are started without a model by `spurline_ranks.doctor`; a `FsdpDoctorRank` answers in each of them.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def doctor(config: FsdpBackendConfig, run: RunConfig) -> Iterator[Finding]:
-    """Findings of the real ranks; see `RankBackendConfig.doctor`."""
+    """Start the ranks and yield what they find; see `RankBackendConfig.doctor`."""
 
     def follows(measured: Exchange) -> Iterator[Finding]:
         try:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def describe_layout(config: FsdpBackendConfig) -> Iterator[str]:
-    """Sentences on ranks, machines and groups."""
+    """Yield sentences on ranks, machines and groups."""
     ranks, local = config.num_ranks, ranks_of_machine(config)
     yield from describe_ranks(config, _product(config))
     shards = ranks // config.replicas
@@ -91,7 +91,7 @@ def _heads(model: Any) -> int | None:
 
 
 def savings(config: FsdpBackendConfig, run: RunConfig, row_length: int, tokens: int) -> Iterator[Mapping[str, Any]]:
-    """Settings that need less memory, the cheapest in time first: see `ModelBackendConfig.savings`."""
+    """Yield settings that need less memory, the cheapest in time first."""
     if not config.activation_checkpointing:
         yield {"activation_checkpointing": True}
     if not (config.offload_activations or config.compile) and config.on == "cuda":

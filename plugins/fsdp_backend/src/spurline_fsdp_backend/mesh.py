@@ -36,7 +36,7 @@ class Meshes:
 
 
 def make_meshes(config: FsdpBackendConfig, place: Place) -> Meshes:
-    """A collective: every rank calls it."""
+    """Make the groups. A collective: every rank calls it."""
     device, context = config.on, config.context
     if config.replicas > 1:
         shape, names = (config.replicas, place.world // config.replicas), (REPLICA, SHARD)

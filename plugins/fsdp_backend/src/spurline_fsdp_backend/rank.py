@@ -9,8 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -22,11 +21,10 @@ from numpy.typing import NDArray
 from torch.distributed.fsdp import FSDPModule
 
 from spurline.digests import FileDigest
-from spurline.errors import CheckpointError
 from spurline.files import private_folder
 from spurline.protocols.backend import Role
-from spurline.protocols.loss import ENTROPY
-from spurline_fsdp_backend.checkpoint import read_fitting, save
+from spurline.protocols.loss import ENTROPY, Objective
+from spurline_fsdp_backend.checkpoint import SavedModel, save
 from spurline_fsdp_backend.configs import FsdpBackendConfig
 from spurline_fsdp_backend.mesh import make_meshes
 from spurline_fsdp_backend.sharded_model import (
@@ -58,7 +56,7 @@ from spurline_ranks.messages import read_objective, read_run
 from spurline_ranks.publishing import Publishing
 from spurline_ranks.sequence_sharing import check_sharing
 from spurline_ranks.weight_gathering import Bucket, WeightGathering, as_arrays
-from spurline_ranks.worker import RankWorker
+from spurline_ranks.worker import RankWorker, TrainedPart
 
 _PUBLISHED = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Engines get weights as forward passes here use them."""
@@ -82,6 +80,8 @@ class FsdpRank(RankWorker):
             # Ranks compile the same at the same time, and in one folder they load what another is still writing.
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_compile_cache(self._run.run_dir, place.local_rank))
         self._meshes = make_meshes(self._config, place)
+        # Ranks that share sequences compute the same loss: the first of them counts it.
+        self._counts = self._meshes.context_rank == 0
 
     def build(self) -> None:
         """Load the models; the first call."""
@@ -117,42 +117,15 @@ class FsdpRank(RankWorker):
             critic.read_as(self._policy.model.reading)
             self._critic = ShardedTrainedModel(critic, critic_optimization(self._run.trained_critic, self._registry))
 
-    def update(self, wire: Wire, plain_objective: Mapping[str, Any], role: Role) -> dict[str, Any]:
-        """One optimizer step, unless loss or gradient norm are not `finite`; what came of it, by name."""
-        trained, share = self._trained[role], RankShare.from_wire(wire)
-        started = time.perf_counter()
-        try:
-            part = self._accumulate(trained, share, plain_objective, role)
-            self._place.doing("joining the gradient norm of all ranks")
-            totals = trained.totals(part.loss if self._counts else 0.0)
-            differentiated = time.perf_counter()
-            self._place.doing("the optimizer's step")
-            rates = trained.step(totals.grad_norm) if totals.is_finite else {}
-            self._profile.synchronize()
-        finally:
-            trained.drop_gradients()
-        return {
-            "grad_norm": totals.grad_norm,
-            "loss": totals.loss,
-            "finite": totals.is_finite,
-            "updates": trained.updates,
-            "rates": rates,
-            "part": part if self._counts else None,
-            "expert_loads": part.expert_loads,
-            "time/forward_backward": differentiated - started,
-            "time/optimizer": time.perf_counter() - differentiated,
-        }
-
     def gradients(
         self, wire: Wire, plain_objective: Mapping[str, Any], role: Role
     ) -> list[tuple[str, NDArray[Any]]] | None:
-        """(name, whole gradient) of each parameter, from the first rank; nothing is changed."""
-        trained = self._trained[role]
+        """Compute (name, whole gradient) of each parameter, for the first rank; nothing is changed."""
         try:
-            self._accumulate(trained, RankShare.from_wire(wire), plain_objective, role)
-            whole = gather_gradients(trained.parameters)
+            self._accumulate(role, RankShare.from_wire(wire), read_objective(plain_objective, self._registry))
+            whole = gather_gradients(self._trained[role].parameters)
         finally:
-            trained.drop_gradients()
+            self._drop_gradients(role)
         return as_arrays(whole) if self._place.rank == 0 else None
 
     def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
@@ -162,7 +135,7 @@ class FsdpRank(RankWorker):
             return generate_greedily(model, prompts, max_new_tokens, self._stop_tokens) if prompts else []
 
     def evaluate(self, wire: Wire, plain_objective: Mapping[str, Any]) -> SumsPart | None:
-        """The part of the sums that this rank counts."""
+        """Compute the part of the sums that this rank counts."""
         objective = read_objective(plain_objective, self._registry)
         model, share = self._policy.model, RankShare.from_wire(wire)
         part = evaluation_sums(model, self._streams(model, share, objective.loss.needs), objective, self._profile)
@@ -170,27 +143,13 @@ class FsdpRank(RankWorker):
         return part if self._counts else None
 
     def logprobs(self, wire: Wire, role: Role, temperature: float) -> NDArray[np.float32] | None:
-        """Of the rows of the share; None of a rank whose rows another one answers for."""
+        """Score the rows of the share; None from a rank whose rows another one answers for."""
         share = RankShare.from_wire(wire)
         with self._playing(role) as model:
             result = logprobs_of(model, self._streams(model, share, ()), share.batch, temperature, self._profile)
             # Before adapters are switched on again: that marks as trained what is in the model then.
             give_back(model.causal)
         return result.numpy() if self._counts else None
-
-    def load(self, path: str) -> CheckpointError | None:
-        """Take a checkpoint over; what does not fit, if anything does not, and then nothing has changed.
-
-        Raises CheckpointError for files that fail only while values are read: the models are half the old ones then.
-        """
-        self._place.doing("reading a checkpoint")
-        try:
-            saved = read_fitting(Path(path), self._trained)
-        except CheckpointError as error:
-            return error
-        for role, trained in self._trained.items():
-            saved[role].put_into(trained)
-        return None
 
     def adapter_settings(self) -> dict[str, Any] | None:
         """See `TrainsAdapters`."""
@@ -201,11 +160,11 @@ class FsdpRank(RankWorker):
         return adapter_settings(self._policy.model.causal, self._run.model)
 
     def adapter_plan(self) -> list[Bucket]:
-        """As `gathering_plan`, of the policy's adapter; empty without one."""
+        """Plan as `gathering_plan` does, for the policy's adapter; empty without one."""
         return [] if self._adapter is None else list(self._adapter.buckets())
 
     def adapter_weights(self, bucket: Bucket) -> list[tuple[str, NDArray[Any]]] | None:
-        """(name as PEFT has it in files, whole tensor) of this part of the adapter, from the first rank."""
+        """Gather (name as PEFT has it in files, whole tensor) of this part of the adapter, on the first rank."""
         assert self._adapter is not None
         whole = self._adapter.gather(bucket)
         return as_arrays(whole.items()) if self._place.rank == 0 else None
@@ -234,16 +193,24 @@ class FsdpRank(RankWorker):
     def _trained(self) -> dict[Role, ShardedTrainedModel]:
         return {"policy": self._policy, **({"critic": self._critic} if self._critic is not None else {})}
 
-    @property
-    def _counts(self) -> bool:
-        """Ranks that share sequences compute the same loss: the first of them counts it."""
-        return self._meshes.context_rank == 0
+    def _trained_part(self, role: Role) -> TrainedPart:
+        return self._trained[role]
 
-    def _accumulate(
-        self, trained: ShardedTrainedModel, share: RankShare, plain_objective: Mapping[str, Any], role: Role
-    ) -> SumsPart:
-        """The gradient of this rank's rows, summed over all ranks by FSDP2; sums of its own rows, fetched."""
-        objective = read_objective(plain_objective, self._registry)
+    def _drop_gradients(self, role: Role) -> None:
+        for value in self._trained[role].parameters.values():
+            value.grad = None
+
+    def _read_fitting(self, path: Path) -> Callable[[], None]:
+        saved = SavedModel.read_fitting(path, self._trained)
+
+        def take_over() -> None:
+            for role, trained in self._trained.items():
+                saved[role].put_into(trained)
+
+        return take_over
+
+    def _accumulate(self, role: Role, share: RankShare, objective: Objective) -> SumsPart:
+        trained = self._trained[role]
         # Dropout is a function of the step, so that no generator's state belongs to a checkpoint.
         seed_generators(_seed(self._run.seed, role, trained.updates, self._place.rank))
         streams = self._streams(trained.model, share, objective.loss.needs)

@@ -96,7 +96,7 @@ class ShardedValueModel(_ThroughRoot, ValueModel):
 
 
 def build_policy(model: ModelConfig, config: FsdpBackendConfig, meshes: Meshes, seed: int) -> ShardedStreamModel:
-    """The model of the config, sharded and loaded, in training mode. A collective. Raises ModelError."""
+    """Build the model of the config, sharded and loaded, in training mode. A collective. Raises ModelError."""
     built = ShardedStreamModel(_build_trained(model, config, meshes, seed, _no_change), config.logits_chunk_tokens)
     built.sharing = sharing_of(config, meshes)
     if config.offload_activations:
@@ -105,7 +105,7 @@ def build_policy(model: ModelConfig, config: FsdpBackendConfig, meshes: Meshes, 
 
 
 def build_critic(model: ModelConfig, config: FsdpBackendConfig, meshes: Meshes, seed: int) -> ShardedValueModel:
-    """The same with a value head in the place of the output layer."""
+    """Build the same with a value head in the place of the output layer."""
     built = ShardedValueModel(_build_trained(model, config, meshes, seed, _put_exact_head))
     built.sharing = sharing_of(config, meshes)
     if config.offload_activations:
@@ -116,9 +116,10 @@ def build_critic(model: ModelConfig, config: FsdpBackendConfig, meshes: Meshes, 
 def build_reference(
     model: ModelConfig, config: FsdpBackendConfig, meshes: Meshes, seed: int, initial_weights: str
 ) -> ShardedStreamModel:
-    """The model that the run started from, sharded, frozen and in the dtype that is computed in. A collective.
+    """Build the model that the run started from, sharded, frozen and in the dtype that is computed in. A collective.
 
-    Raises CheckpointError unless its weights have the digest `initial_weights`.
+    Raises:
+        CheckpointError: Unless its weights have the digest `initial_weights`.
     """
     causal = _build(model, config, meshes, seed, _no_change, torch.float32)
     check_initial_weights(weights_digest(causal), initial_weights, model.path)
@@ -131,12 +132,12 @@ def build_reference(
 
 
 def sharing_of(config: FsdpBackendConfig, meshes: Meshes) -> SequenceSharing | None:
-    """How this rank shares its sequences with others; None where it does not."""
+    """Return how this rank shares its sequences with others; None where it does not."""
     return None if meshes.context is None else SequenceSharing(meshes.context, device_profile(config.on))
 
 
 Change = Callable[[PreTrainedModel], object]
-"""What is done to the model while it has no values yet."""
+"""Changes the model while it has no values yet."""
 
 
 def _no_change(causal: PreTrainedModel) -> None:
@@ -144,14 +145,14 @@ def _no_change(causal: PreTrainedModel) -> None:
 
 
 def _put_exact_head(causal: PreTrainedModel) -> None:
-    """A value head in fp32, whatever dtype the decoder has: it is trained, and its values are subtracted."""
+    """Put a value head in fp32, whatever dtype the decoder has: it is trained, and its values are subtracted."""
     put_value_head(causal, torch.float32)
 
 
 def _build_trained(
     model: ModelConfig, config: FsdpBackendConfig, meshes: Meshes, seed: int, change: Change
 ) -> PreTrainedModel:
-    """With weights in fp32, all trained or some frozen, or adapters beside frozen weights in `base_dtype`."""
+    """Build with weights in fp32, all trained or some frozen, or adapters beside frozen weights in `base_dtype`."""
     if config.lora is None:
 
         def freeze_and_change(causal: PreTrainedModel) -> None:
@@ -233,7 +234,7 @@ def shard(causal: PreTrainedModel, config: FsdpBackendConfig, meshes: Meshes) ->
 
 
 def sharded_modules(causal: nn.Module) -> list[FSDPModule]:
-    """All groups of parameters, the outermost first."""
+    """Return all groups of parameters, the outermost first."""
     return [module for module in causal.modules() if isinstance(module, FSDPModule)]
 
 
@@ -246,8 +247,10 @@ def check_sharded(
     replays: bool = False,
     balances: bool = False,
 ) -> None:
-    """See `check_exactness`, of which `probe: false` leaves the choice, and `check_routers`. A collective; ranks check
-    the same tokens."""
+    """Run `check_exactness`, or with `probe: false` its choice of a reading alone, and `check_routers`.
+
+    A collective; ranks check the same tokens.
+    """
     # The probe calls decoder and output layer apart, where FSDP2 gathers what they have in common for neither.
     cast(FSDPModule, model.causal).unshard()
     try:
@@ -269,7 +272,7 @@ def check_sharded(
 
 
 def cast_parameters(causal: nn.Module, dtype: torch.dtype) -> None:
-    """Buffers stay as they are: positions times rotary frequencies that were rounded to bf16 are other angles."""
+    """Cast parameters, and no buffers: rotary frequencies that were rounded to bf16 would give other angles."""
     buffers = [(module, dict(module._buffers)) for module in causal.modules()]
     nn.Module.to(causal, dtype=dtype)
     for module, own in buffers:
@@ -292,14 +295,14 @@ def give_back(causal: nn.Module) -> None:
 
 
 def model_tensors(causal: nn.Module) -> list[Tensor]:
-    """Shards and buffers. Gathered weights are given back first."""
+    """Return shards and buffers, after gathered weights were given back."""
     give_back(causal)
     return [*causal.parameters(), *causal.buffers()]
 
 
 @contextmanager
 def gathered(causal: nn.Module, config: FsdpBackendConfig) -> Iterator[None]:
-    """A context in which every rank holds all parameters, in the dtype that is computed in. A collective.
+    """Let every rank hold all parameters in the context, in the dtype that is computed in. A collective.
 
     Takes the memory of a whole copy. Nothing is communicated inside, so that ranks may do different things.
     """

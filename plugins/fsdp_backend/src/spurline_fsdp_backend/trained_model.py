@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -20,21 +19,7 @@ from spurline_fsdp_backend.sharded_model import model_tensors
 from spurline_models.optimizers.optimization import MakeOptimization
 from spurline_models.placement.offloading import DeviceTensors, tensors_in
 from spurline_models.streams.stream_model import StreamModel
-
-_CLIP_EPSILON = 1e-6
-"""As in torch.nn.utils.clip_grad_norm_, which the local backend uses."""
-
-
-@dataclass(frozen=True)
-class StepTotals:
-    """Over all ranks: the gradient norm, and the sum of weight * loss."""
-
-    grad_norm: float
-    loss: float
-
-    @property
-    def is_finite(self) -> bool:
-        return math.isfinite(self.grad_norm) and math.isfinite(self.loss)
+from spurline_ranks.steps import StepTotals, clip_factor
 
 
 class ShardedTrainedModel:
@@ -56,39 +41,29 @@ class ShardedTrainedModel:
         self.optimization = make_optimization(self.parameters)
 
     def totals(self, loss: float) -> StepTotals:
-        """What all ranks come to, in the one exchange of a step that is not FSDP2's. A collective.
-
-        loss: sum of weight * loss of the tokens that this rank counts.
-        """
+        """Join the norm and the loss, in the one exchange of a step that is not FSDP2's. See `StepTotals.of`."""
         squares = torch.zeros((), dtype=torch.float64, device=self.model.causal.device)
         for value in self.parameters.values():
             if value.grad is not None:
                 local = _local(value.grad)
                 squares += local.to(squares.device).double().pow(2).sum() / _copies(value)
-        sums = torch.stack([squares, squares.new_tensor(loss)])
-        dist.all_reduce(sums)
-        total, loss = sums.tolist()
-        return StepTotals(math.sqrt(total), loss)
+        return StepTotals.of(squares, loss)
 
     def step(self, grad_norm: float) -> dict[str, float]:
         """Clip, and update the weights; returns the learning rates that were used, as metrics."""
-        limit = self.optimization.max_grad_norm
-        if limit is not None and grad_norm > limit:
+        factor = clip_factor(grad_norm, self.optimization.max_grad_norm)
+        if factor is not None:
             for value in self.parameters.values():
                 if value.grad is not None:
                     # On the shards: a factor is the same for all, and expert groups have meshes of their own.
-                    _local(value.grad).mul_(limit / (grad_norm + _CLIP_EPSILON))
+                    _local(value.grad).mul_(factor)
         rates = self.optimization.step(self.updates + 1)
         self.updates += 1
         return rates
 
     def tensors(self) -> DeviceTensors:
-        """What lies on the device between two updates."""
+        """Return what lies on the device between two updates."""
         return DeviceTensors(model_tensors(self.model.causal), list(tensors_in(self.optimization.optimizer.state)))
-
-    def drop_gradients(self) -> None:
-        for value in self.parameters.values():
-            value.grad = None
 
 
 def _local(value: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ class ShardGathering:
         self._causal, self._read = causal, read
 
     def gather(self, wanted: Mapping[int, Sequence[str]], dtype: torch.dtype | None) -> dict[str, Tensor]:
-        # Asked for anew: what a forward pass has gathered is given back by this.
+        # Asked for each time: what a forward pass has gathered is given back by this.
         state = self._causal.state_dict(keep_vars=True)
         mine = set(wanted.get(dist.get_rank(), ()))
         whole: dict[str, Tensor] = {}
@@ -34,17 +34,17 @@ class ShardGathering:
         return whole
 
     def owner_of(self, names: Sequence[str]) -> int:
-        """The first rank: all have an equal part, and all are sent the others'."""
+        """Return the first rank: all have an equal part, and all are sent the others'."""
         return 0
 
 
 def gather(value: Tensor) -> Tensor:
-    """The whole tensor. A collective for a shard."""
+    """Return the whole tensor. A collective for a shard."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def gather_gradients(parameters: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
-    """(name, whole gradient) of each parameter, on every rank. A collective."""
+    """Return (name, whole gradient) of each parameter, on every rank. A collective."""
     return [
         (name, gather(torch.zeros_like(value) if value.grad is None else value.grad).detach())
         for name, value in parameters.items()

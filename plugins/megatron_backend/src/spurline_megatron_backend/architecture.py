@@ -1,4 +1,4 @@
-"""What Megatron-core has to know of a Hugging Face model, read from its config: sizes and switches, nothing else.
+"""Read from the config of a Hugging Face model what Megatron-core has to know: sizes and switches, nothing else.
 
 A model whose config says something that is not in this table is refused by the name of the field: what is not known
 would be left out of the computation.
@@ -49,7 +49,7 @@ class Architecture:
 
 @dataclass(frozen=True)
 class _Family:
-    """What the configs of one class can say.
+    """The fields that configs of one class may have.
 
     switches: values of the fields of `Architecture` that the class itself decides. required: fields with the one value
     that can be computed; a config may leave them out. unused: fields that change nothing that is computed.
@@ -153,13 +153,14 @@ _ROPE_SETTINGS = frozenset(
 """What these types read, from transformers' own functions, which ignore those that belong to another type."""
 
 MODEL_TYPES = tuple(sorted(config.model_type for config in _FAMILIES))
-"""What can be trained, by the names of transformers."""
+"""Models that can be trained, by the names of transformers."""
 
 
 def read_architecture(config: PretrainedConfig) -> Architecture:
-    """The architecture that this config describes.
+    """Read the architecture that this config describes.
 
-    Raises ModelError for another kind of model, and for any field that asks for what is not computed here.
+    Raises:
+        ModelError: For another kind of model, and for any field that asks for what is not computed here.
     """
     family = _FAMILIES.get(type(config))
     if family is None:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from spurline.config.run_config import RunConfig
 from spurline.digests import FileDigest
 from spurline.errors import CheckpointError, CheckpointWriteError
 from spurline.protocols.backend import Role
@@ -33,6 +34,7 @@ from spurline_models.optimizers.state import (
     unsaveable,
 )
 from spurline_models.saved_state import write_facts
+from spurline_models.weight_files import WeightStream
 from spurline_models.weights import digest_of_samples
 from spurline_ranks.checkpoint import StoredModel
 from spurline_ranks.pieces import Box, Piece, PieceIndex, Shape, write_pieces
@@ -55,7 +57,7 @@ class Owned:
 
 
 class TrainedParts(Protocol):
-    """What a checkpoint asks of a rank's part of a model that is trained.
+    """A rank's part of a model that is trained, as a checkpoint sees it.
 
     updates: optimizer steps so far. initial_weights: digest of the weights that the run started from. shapes: of every
     tensor of the whole model, by name. optimizer_name: in the config. made: `group_values` of when the optimizer was
@@ -75,7 +77,7 @@ class TrainedParts(Protocol):
     def made(self) -> Groups: ...
 
     def owned(self) -> Sequence[Owned]:
-        """What this rank's optimizer holds, every parameter of which it has a range."""
+        """Return what this rank's optimizer holds: every parameter of which it has a range."""
         ...
 
     def fill_from_owned(self) -> None:
@@ -114,34 +116,12 @@ def save(path: Path, models: Models, grid: Grid) -> dict[str, FileDigest]:
     return digests
 
 
-def read_fitting(path: Path, models: Models) -> Mapping[Role, SavedModel]:
-    """What was saved of the models, from headers alone; nothing is changed. A collective.
-
-    Raises CheckpointError, on all ranks alike, unless all of it fits.
-    """
-    saved = SavedModel.read_together(path, models.keys())
-    failure: CheckpointError | None = None
-    try:
-        for role, trained in models.items():
-            saved[role].check(trained)
-    except CheckpointError as error:
-        failure = error
-    # Stages have other parameters, and an optimizer may have other groups of them.
-    failures: list[CheckpointError | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, failure)
-    failure = next((one for one in failures if one is not None), None)
-    if failure is not None:
-        raise failure
-    return saved
-
-
 class SavedModel(StoredModel):
-    """What the folder of a model of this backend holds."""
+    """A model in a checkpoint of this backend."""
 
     backend = "megatron"
 
     def check(self, trained: TrainedParts) -> None:
-        """Raises CheckpointError unless it fits this model and its optimizer; changes nothing."""
         weights = {name: describe(torch.empty(shape, device="meta")) for name, shape in trained.shapes.items()}
 
         def check_optimizer(saved: OptimizerState) -> None:
@@ -170,7 +150,7 @@ class SavedModel(StoredModel):
 
 
 def pieces(own: Sequence[Owned]) -> Iterator[Piece]:
-    """What of these ranges is part of a Hugging Face tensor; values are those of the optimizer, not copies of them.
+    """Yield the parts of Hugging Face tensors in these ranges; values are the optimizer's own memory.
 
     What the optimizer keeps as one number of a parameter comes with the first value of each tensor in it.
     """
@@ -189,9 +169,14 @@ def pieces(own: Sequence[Owned]) -> Iterator[Piece]:
 
 
 def state_of(own: Sequence[Owned], name: str) -> OptimizerState:
-    """What a checkpoint keeps of these ranges beside their pieces: facts of each tensor from where its first value is.
+    """Collect the facts of each tensor whose first value is in these ranges, for the file beside the pieces.
 
-    name: the optimizer's in the config. Raises CheckpointWriteError for state that a checkpoint cannot hold.
+    Args:
+        own: The ranges.
+        name: The optimizer's in the config.
+
+    Raises:
+        CheckpointWriteError: For state that a checkpoint cannot hold.
     """
     shapes: dict[str, str] = {}
     values: dict[str, Any] = {}
@@ -271,7 +256,7 @@ def _is_vector(value: object, owned: Owned) -> bool:
 
 
 def is_written(held: HeldParameter, grid: Grid, rank: int) -> bool:
-    """Whether this rank writes what its optimizer holds of a parameter; it is the only one for these values."""
+    """Return whether this rank writes what its optimizer holds of a parameter; no other rank writes these values."""
     if held.is_copy:
         return False
     # The ranks of a tensor group keep a shard each of what they hold alike.
@@ -287,7 +272,7 @@ def _check_kept(name: str, key: object, value: object, owned: Owned) -> None:
 
 
 def _joined_states(own: Mapping[Role, Sequence[Owned]], models: Models) -> Mapping[Role, OptimizerState] | None:
-    """What a checkpoint keeps of each optimizer beside the pieces, on the first rank. A collective.
+    """Join the facts of each optimizer on the first rank. A collective.
 
     Raises CheckpointWriteError, of another rank's on the first one too.
     """
@@ -327,3 +312,8 @@ def join(states: Sequence[OptimizerState]) -> OptimizerState:
 def _layout(grid: Grid) -> dict[str, int]:
     names = ("ranks", "tensor", "pipeline", "virtual_stages", "context", "expert", "expert_tensor")
     return {name: getattr(grid, name) for name in names}
+
+
+def read_weights(run: RunConfig, folder: Path, digests: Mapping[str, FileDigest]) -> WeightStream:
+    """Read the policy in one process, without ranks. See `BackendFacts.checkpoint_reader`."""
+    return SavedModel.read_policy(run, folder, digests, lora=None, frozen_dtype=torch.float32)

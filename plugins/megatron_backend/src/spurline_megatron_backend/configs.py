@@ -21,24 +21,12 @@ from spurline_ranks.configs import RankBackendConfig
 
 _FSDP = "Set backend.name: fsdp (plugin fsdp_backend), which has it."
 
-_NAMES_OF_MEGATRON: Mapping[str, Sequence[str]] = {
-    "tensor": ("tensor_model_parallel_size", "tensor_parallel_size", "tp"),
-    "pipeline": ("pipeline_model_parallel_size", "pipeline_parallel_size", "pp"),
-    "virtual_stages": ("virtual_pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank", "vpp"),
-    "context": ("context_parallel_size", "cp"),
-    "expert": ("expert_model_parallel_size", "expert_parallel_size", "ep"),
-    "expert_tensor": ("expert_tensor_parallel_size", "etp"),
-    "sequence_parallel": ("sp",),
-    "recompute": ("recompute_granularity",),
-}
-"""By setting: what Megatron-LM and trainers on it call it."""
-
 INSTALL_CORE = "Run `pip install 'megatron-core>=0.16.1,<0.17'`."
-"""What to do where Megatron-core is missing."""
+"""The advice where Megatron-core is missing."""
 
 
 def has_megatron_core() -> bool:
-    """Whether Megatron-core can be imported by this process; imports none of its modules."""
+    """Return whether Megatron-core can be imported by this process; imports none of its modules."""
     try:
         return find_spec("megatron.core") is not None
     except ModuleNotFoundError:
@@ -53,14 +41,8 @@ class MegatronBackendConfig(RankBackendConfig):
     missing_settings: ClassVar[Mapping[str, str]] = {
         **RankBackendConfig.missing_settings,
         "lora": f"Megatron-core has no adapters: those of divided layers would need rules of their own. {_FSDP}",
-        "compile": f"Megatron-core's layers call each other's ranks, which torch.compile cannot see. {_FSDP}",
         "cpu_offload": f"Divide the model further (pipeline, tensor), which needs less memory too. {_FSDP}",
         "activation_checkpointing": "Its name here is recompute: none, selective or full.",
-        "replicas": "Ranks that are not needed for tensor, context and pipeline hold copies of the model.",
-        "use_distributed_optimizer": "The optimizer is always divided among ranks with the same weights. Remove it.",
-        "micro_batch_size": "Set max_tokens_per_microbatch: micro-batches are made by tokens.",
-        **{theirs: f"Its name here is {ours}." for ours, names in _NAMES_OF_MEGATRON.items() for theirs in names},
-        "reshard_after_forward": "Weights are never gathered here: each rank computes with the part that it holds.",
     }
 
     name: str = "megatron"
@@ -80,19 +62,19 @@ class MegatronBackendConfig(RankBackendConfig):
     expert_tensor: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
     """Ranks that divide each expert; few models have experts so large."""
     sequence_parallel: Annotated[bool | None, OnResume.TO_ROUNDING] = None
-    """Whether the ranks that divide layers also divide the tokens between them, which needs less memory; null does
+    """Let the ranks that divide layers also divide the tokens between them, which needs less memory; null does so
     where `tensor` is more than 1."""
     recompute: Annotated[Literal["none", "selective", "full"], OnResume.TO_ROUNDING] = "none"
-    """What the backward pass computes again instead of keeping it: nothing, attention (`selective`), or whole layers
+    """Compute again in the backward pass, instead of keeping it: nothing, attention (`selective`), or whole layers
     (`full`: least memory, about a third more time)."""
     reference: Annotated[Literal["device", "host"], OnResume.FREE] = "device"
-    """Where the reference model's weights lie while it is not used; `host` brings them to the device each time."""
+    """The memory that holds the reference model while it is not used; `host` brings it to the device each time."""
 
     @property
     def facts(self) -> BackendFacts:
         return replace(
             super().facts,
-            checkpoint_reader="spurline_megatron_backend.checkpoint_reader:read_weights",
+            checkpoint_reader="spurline_megatron_backend.checkpoint:read_weights",
             replays_experts=True,
         )
 
@@ -111,7 +93,7 @@ class MegatronBackendConfig(RankBackendConfig):
 
     @property
     def divides_tokens(self) -> bool:
-        """Whether ranks that divide layers divide the tokens between them."""
+        """True where ranks that divide layers divide the tokens between them."""
         return self.tensor > 1 if self.sequence_parallel is None else self.sequence_parallel
 
     def layout(self) -> ParallelLayout:
@@ -166,31 +148,18 @@ class MegatronBackendConfig(RankBackendConfig):
         return "does not change each value by itself (`is_elementwise`), as is needed for parts that have no shape"
 
     def _size_problem(self, ranks: int, keys: tuple[str, ...]) -> Problem | None:
-        """What is wrong where these sizes together do not divide the ranks."""
+        """Return the problem where these sizes together do not divide the ranks."""
         # A size of 1 was not meant to divide anything.
         sizes = {key: getattr(self, key) for key in keys if getattr(self, key) > 1}
         needed = math.prod(sizes.values())
         if ranks % needed == 0:
             return None
         product = " x ".join(f"{name} {size}" for name, size in sizes.items())
-        fitting = {
-            key: [other for other in range(1, ranks + 1) if ranks % (needed // size * other) == 0]
-            for key, size in sizes.items()
-        }
-        # The one that, changed alone, has most values to choose from; of equals the last, which is added to the others.
-        key = max(reversed(sizes), key=lambda key: len(fitting[key]))
-        if fitting[key] in ([], [1]):
-            more = -(-ranks // needed) * needed
-            need = f"and {product} need" if len(sizes) > 1 else "which needs"
-            there = f"there are {ranks}" if ranks > 1 else "there is 1"
-            smaller = f"{key} to 1" if fitting[key] else "smaller sizes"
-            return Problem(
-                key,
-                f"is {sizes[key]}, {need} {needed} ranks or a multiple: {there}. Set backend.ranks: {more}, or "
-                f"{smaller}.",
-            )
-        why = f"and {product} do not divide" if len(sizes) > 1 else "which does not divide"
-        values = ", ".join(map(str, fitting[key]))
+        more = math.ceil(ranks / needed) * needed
+        # The last one is added to the others.
+        key = next(reversed(sizes))
         return Problem(
-            key, f"is {sizes[key]}, {why} the {ranks} ranks. Choose one of {values}, or change backend.ranks."
+            key,
+            f"is {sizes[key]}, and the {ranks} ranks are no multiple of {product}. Set backend.ranks: {more}, or make "
+            f"{' or '.join(sizes)} smaller.",
         )

@@ -24,7 +24,7 @@ from spurline_models.streams.token_stream import SegmentPlan, TokenStream
 
 @dataclass(kw_only=True)
 class StreamParams(PackedSeqParams):
-    """What every layer has to know of a stream, of which this rank computes the whole or a part.
+    """A stream as every layer gets it; this rank computes the whole of it or a part.
 
     rotation, routed_experts, num_fill, num_tokens: of the rank's own tokens. plan: of all tokens of the stream.
     """
@@ -37,7 +37,7 @@ class StreamParams(PackedSeqParams):
 
 
 def packed_params(part: TokenStream, rotary: Rotary) -> StreamParams:
-    """For the stream, or the part of one, that the model runs on."""
+    """Describe the stream, or the part of one, that the model runs on."""
     plan = part.plan
     return StreamParams(
         # Of Megatron's own fields only this one is read: it makes queries, keys and values [T, heads, D].

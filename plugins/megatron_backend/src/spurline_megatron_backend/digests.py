@@ -23,7 +23,7 @@ def weights_digest(
     *,
     critic: bool = False,
 ) -> str:
-    """Digest of the model that all ranks hold together. A collective.
+    """Return the digest of the model that all ranks hold together. A collective.
 
     held: this rank's parameters, whose values count as float32, wherever they lie. device: which ranks exchange from.
     critic: whether the model has a value head.

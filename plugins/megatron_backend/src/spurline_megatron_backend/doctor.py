@@ -1,4 +1,4 @@
-"""What `spurline doctor` finds with the ranks of a run: every group of the grid, and what Megatron-core has here.
+"""Find with the ranks of a run, for `spurline doctor`: every group of the grid, and what Megatron-core has here.
 
 The ranks are started without a model by `spurline_ranks.doctor`; a `MegatronDoctorRank` answers in each of them.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from spurline_megatron_backend.configs import MegatronBackendConfig
 
 Coordinates = Callable[[Place], tuple[int, ...]]
-"""What all ranks of a group have in common."""
+"""Coordinates that all ranks of a group have in common."""
 
 _JOINT = (REDUCE, ALL_TO_ALL)
 
@@ -43,7 +43,7 @@ _OF_EXPERTS: Mapping[str, tuple[Coordinates, Sequence[str]]] = {
 
 
 def doctor(config: MegatronBackendConfig, run: RunConfig) -> Iterator[Finding]:
-    """Findings of the real ranks; see `RankBackendConfig.doctor`."""
+    """Start the ranks and yield what they find; see `RankBackendConfig.doctor`."""
     if has_megatron_core():
         # A fact, and no fault: it is not needed, and not used where it is there.
         engine = "is installed here, and is not used" if find_spec("transformer_engine") else "is not here, nor needed"
@@ -75,7 +75,7 @@ class MegatronDoctorRank(DoctorRank):
 
 
 def groups_of(grid: Grid) -> dict[str, tuple[list[list[int]], Sequence[str]]]:
-    """The groups of more than one rank by what they do: the ranks of each, in order, and their kinds of exchange."""
+    """Return the groups of more than one rank: by what they do, the ranks of each and their kinds of exchange."""
     wanted = {**_GROUPS, **(_OF_EXPERTS if grid.expert > 1 or grid.expert_tensor > 1 else {})}
     found = {name: (_members(grid, common), kinds) for name, (common, kinds) in wanted.items()}
     return {name: (members, kinds) for name, (members, kinds) in found.items() if len(members[0]) > 1}

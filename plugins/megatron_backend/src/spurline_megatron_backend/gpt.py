@@ -78,7 +78,7 @@ class HiddenGPT(GPTModel):
             self.score = VocabularyLogprobs(self._logits, groups.tensor, vocabulary, chunk_tokens)
 
     def _preprocess(self, input_ids: Tensor, position_ids: Any, decoder_input: Any = None, **others: Any) -> Any:
-        """What the layers begin with, on the first stage the embedding [tokens, 1, H] of this rank's tokens."""
+        """Return what the layers begin with, on the first stage the embedding [tokens, 1, H] of this rank's tokens."""
         if self.pre_process:
             decoder_input = self._embedded(input_ids)
         return super()._preprocess(input_ids, position_ids, decoder_input, **others)
@@ -110,7 +110,7 @@ class HiddenGPT(GPTModel):
         needs: Collection[str],
         temperature: float,
     ) -> TokenLossInputs:
-        """What a loss with these `needs` sees of the stream, on every rank of the tensor and context group.
+        """Compute what a loss with these `needs` sees of the stream, on every rank of the tensor and context group.
 
         hidden: [tokens, 1, H], of the part. part, mine: this rank's tokens, and which positions with loss are theirs.
         """

@@ -61,7 +61,7 @@ class Grid:
         return self.ranks // self.pipeline
 
     def place(self, rank: int) -> Place:
-        """Where this rank, counted from 0, stands."""
+        """Return the place of this rank, counted from 0."""
         stage, within = divmod(rank, self.ranks_of_stage)
         rest, tensor = divmod(within, self.tensor)
         data, context = divmod(rest, self.context)
@@ -70,16 +70,16 @@ class Grid:
         return Place(tensor, context, data, stage, expert, expert_tensor, expert_data)
 
     def speaks(self, rank: int) -> bool:
-        """Whether this rank answers for those that compute the same rows: it is where logprobs come out."""
+        """Return whether this rank answers for those that compute the same rows: logprobs come out there."""
         place = self.place(rank)
         return place.pipeline == self.pipeline - 1 and place.tensor == 0 and place.context == 0
 
     def rounded_up(self, microbatches: int) -> int:
-        """Micro-batches of a step: interleaved stages take them in rounds of as many as there are stages."""
+        """Round up the micro-batches of a step: interleaved stages take as many at a time as there are stages."""
         return microbatches if self.virtual_stages == 1 else -(-microbatches // self.pipeline) * self.pipeline
 
     def layers(self, num_layers: int, stage: int) -> tuple[range, ...]:
-        """Numbers of the layers of each model part of this stage.
+        """Return the numbers of the layers of each model part of this stage.
 
         Parts are as equal as can be; the first and the last, which have the embedding and the output layer too, are
         never larger than others.
@@ -91,7 +91,7 @@ class Grid:
 
 
 def part_sizes(num_layers: int, num_parts: int) -> list[int]:
-    """Layers of each part of the model, in order."""
+    """Return the number of layers of each part of the model, in order."""
     size, extra = divmod(num_layers, num_parts)
     # Parts in the middle take what is left over, the later ones first: these keep fewer activations.
     order = [*range(num_parts - 2, 0, -1), num_parts - 1, 0]

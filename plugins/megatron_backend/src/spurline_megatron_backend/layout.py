@@ -34,7 +34,7 @@ SHOWN = 5
 
 
 def describe_layout(config: MegatronBackendConfig, run: RunConfig) -> Iterator[str]:
-    """Sentences on ranks, machines and groups."""
+    """Yield sentences on ranks, machines and groups."""
     grid, local = config.grid, ranks_of_machine(config)
     layout = layout_of(config)
     yield from describe_ranks(config, _product(grid))

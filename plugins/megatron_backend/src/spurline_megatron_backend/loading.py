@@ -204,7 +204,7 @@ class WeightFiles:
                     assert part.name == HEAD, part
 
     def heads_differ(self, held: Held) -> bool:
-        """Whether the files of a tied model have another output layer than the embedding that these parameters hold."""
+        """Return whether the files of a tied model have another output layer than the embedding."""
         if self._second_embedding is None:
             return False
         parts = [part for parameter, _ in held for part in parameter.parts if part.name == EMBEDDING]

@@ -24,7 +24,7 @@ class Groups:
 
 
 def open_groups(grid: Grid, rank: int, timeout_s: float, seed: int) -> Groups:
-    """A collective: every rank calls it. timeout_s: of an exchange. seed: of Megatron's own generators."""
+    """Open the groups; a collective. timeout_s: of an exchange. seed: of Megatron's own generators."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=grid.tensor,
         pipeline_model_parallel_size=grid.pipeline,

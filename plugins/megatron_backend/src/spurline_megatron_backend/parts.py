@@ -1,4 +1,4 @@
-"""Of which boxes of which Hugging Face tensors every Megatron parameter of a rank is made.
+"""Say which boxes of which Hugging Face tensors make up each Megatron parameter of a rank.
 
 This one table loads weights, gathers them for engines and files, names the pieces of checkpoints and tells what a rank
 holds: nothing else knows how Megatron lays weights out. Tensors have the names and shapes that a transformers model
@@ -52,18 +52,21 @@ class HeldParameter:
 
 
 HeldParameters = Mapping[str, HeldParameter]
-"""By the names of Megatron, `decoder.layers.0.mlp.linear_fc1.weight`, layers counted from the first of the part."""
+"""Parameters by the names of Megatron, `decoder.layers.0.mlp.linear_fc1.weight`; 0 is the first layer of the part."""
 
 
 def padded_vocabulary(architecture: Architecture, grid: Grid) -> int:
-    """Rows of the embedding over all ranks of a tensor group: as many of the vocabulary as divide evenly."""
+    """Return the rows of the embedding over all ranks of a tensor group, which divide them evenly."""
     return math.ceil(architecture.vocabulary / grid.tensor) * grid.tensor
 
 
 def held_parameters(
     architecture: Architecture, grid: Grid, place: Place, *, critic: bool = False
 ) -> tuple[HeldParameters, ...]:
-    """What the rank at this place holds, for each model part of its stage. critic: with a value head at the end."""
+    """Return what the rank at this place holds, for each model part of its stage.
+
+    critic: whether the model has a value head at the end.
+    """
     layers = grid.layers(architecture.num_layers, place.pipeline)
     last = len(layers) - 1
     return tuple(
@@ -81,7 +84,7 @@ def held_parameters(
 
 
 def whole_shapes(architecture: Architecture, *, critic: bool = False) -> dict[str, Shape]:
-    """Shapes of all tensors of the model by name: tied ones once, in the order of the layers."""
+    """Return the shapes of all tensors of the model by name: tied ones once, in the order of the layers."""
     grid = Grid(1)
     (parameters,) = held_parameters(architecture, grid, grid.place(0), critic=critic)
     return {part.name: part.shape for parameter in parameters.values() for part in parameter.parts}

@@ -7,8 +7,7 @@ order, whatever rows they have.
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,12 +20,11 @@ from torch import Tensor, nn
 
 from spurline.config.run_config import RunConfig
 from spurline.digests import FileDigest
-from spurline.errors import CheckpointError
 from spurline.plugins.registry import Registry
 from spurline.protocols.backend import Role
-from spurline.protocols.loss import ENTROPY, TokenLossInputs
+from spurline.protocols.loss import ENTROPY, Objective, TokenLossInputs
 from spurline_megatron_backend.architecture import read_architecture
-from spurline_megatron_backend.checkpoint import read_fitting, save
+from spurline_megatron_backend.checkpoint import SavedModel, save
 from spurline_megatron_backend.configs import MegatronBackendConfig
 from spurline_megatron_backend.digests import weights_digest
 from spurline_megatron_backend.loading import load_weights
@@ -54,7 +52,7 @@ from spurline_ranks.messages import read_objective
 from spurline_ranks.publishing import Publishing
 from spurline_ranks.sequence_sharing import SequenceSharing
 from spurline_ranks.weight_gathering import WeightGathering, as_arrays
-from spurline_ranks.worker import RankWorker
+from spurline_ranks.worker import RankWorker, TrainedPart
 
 Wire = Mapping[str, Any]
 """A `RankShare` as it travels."""
@@ -75,6 +73,8 @@ class MegatronRank(RankWorker):
         # The config counts GPUs where it is not told how many ranks there are, and a rank sees one.
         grid = replace(self._config.grid, ranks=place.world)
         self._groups = open_groups(grid, place.rank, timeout, self._run.seed)
+        # Ranks that compute the same rows come to the same loss, on the last stage: one of them counts it.
+        self._counts = grid.speaks(place.rank)
 
     def build(self) -> None:
         """Load the models; the first call."""
@@ -113,42 +113,19 @@ class MegatronRank(RankWorker):
         used = WeightsOfRanks(self._architecture, grid, held, read=self._memory.read)
         self._publishing = Publishing(self._place, WeightGathering(named, used), COMPUTED[self._config.computes_in])
 
-    def update(self, wire: Wire, plain_objective: Mapping[str, Any], role: Role) -> dict[str, Any]:
-        """One optimizer step, unless loss or gradient norm are not `finite`; what came of it, by name."""
-        trained, share = self._trained[role], RankShare.from_wire(wire)
-        started = time.perf_counter()
-        part = self._accumulate(trained, share, plain_objective)
-        self._place.doing("joining the gradient norm of all ranks")
-        totals = trained.totals(part.loss if self._counts else 0.0)
-        differentiated = time.perf_counter()
-        self._place.doing("the optimizer's step")
-        rates = trained.step(totals.grad_norm) if totals.is_finite else {}
-        self._profile.synchronize()
-        return {
-            "grad_norm": totals.grad_norm,
-            "loss": totals.loss,
-            "finite": totals.is_finite,
-            "updates": trained.updates,
-            "rates": rates,
-            "part": part if self._counts else None,
-            "expert_loads": part.expert_loads,
-            "time/forward_backward": differentiated - started,
-            "time/optimizer": time.perf_counter() - differentiated,
-        }
-
     def gradients(
         self, wire: Wire, plain_objective: Mapping[str, Any], role: Role
     ) -> list[tuple[str, NDArray[Any]]] | None:
-        """(name, whole gradient) of each parameter, from the first rank; nothing is changed."""
-        trained = self._trained[role]
-        self._accumulate(trained, RankShare.from_wire(wire), plain_objective, whole_gradients=True)
+        """Compute (name, whole gradient) of each parameter, for the first rank; nothing is changed."""
+        trained, objective = self._trained[role], read_objective(plain_objective, self._registry)
+        self._accumulate(role, RankShare.from_wire(wire), objective, whole_gradients=True)
         pairs = [(held, cast(Any, value).main_grad) for held, value in trained.model.parameters()]
         gathers = WeightsOfRanks(self._architecture, self._groups.grid, pairs, critic=role == "critic")
         whole = gathers.gather({0: gathers.names}, torch.float32)
         return as_arrays(whole.items()) if self._place.rank == 0 else None
 
     def evaluate(self, wire: Wire, plain_objective: Mapping[str, Any]) -> SumsPart | None:
-        """The part of the sums that this rank counts."""
+        """Compute the part of the sums that this rank counts."""
         objective = read_objective(plain_objective, self._registry)
         sums = StepSums()
 
@@ -162,7 +139,7 @@ class MegatronRank(RankWorker):
         return sums.fetch()[0] if self._counts else None
 
     def logprobs(self, wire: Wire, role: Role, temperature: float) -> NDArray[np.float32] | None:
-        """Of the rows of the share; None of a rank whose rows another one answers for."""
+        """Score the rows of the share; None from a rank whose rows another one answers for."""
         share = RankShare.from_wire(wire)
         batch = share.batch
         positions: list[Tensor] = []
@@ -183,20 +160,6 @@ class MegatronRank(RankWorker):
             # At once: a copy waits for the device, and with it the other stages.
             result[torch.cat(positions)] = torch.cat(values).to("cpu", torch.float32)
         return result.view(batch.num_rows, batch.length).numpy()
-
-    def load(self, path: str) -> CheckpointError | None:
-        """Take a checkpoint over; what does not fit, if anything does not, and then nothing has changed.
-
-        Raises CheckpointError for files that fail only while values are read: the models are half the old ones then.
-        """
-        self._place.doing("reading a checkpoint")
-        try:
-            saved = read_fitting(Path(path), self._trained)
-        except CheckpointError as error:
-            return error
-        for role, trained in self._trained.items():
-            saved[role].put_into(trained)
-        return None
 
     def facts(self) -> dict[str, int | str]:
         """See `Backend.facts`."""
@@ -222,21 +185,22 @@ class MegatronRank(RankWorker):
     def _trained(self) -> dict[Role, TrainedModel]:
         return {"policy": self._policy, **({"critic": self._critic} if self._critic is not None else {})}
 
-    @property
-    def _counts(self) -> bool:
-        """Ranks that compute the same rows come to the same loss, on the last stage: one of them counts it."""
-        return self._groups.grid.speaks(self._place.rank)
+    def _trained_part(self, role: Role) -> TrainedPart:
+        return self._trained[role]
+
+    def _read_fitting(self, path: Path) -> Callable[[], None]:
+        saved = SavedModel.read_fitting(path, self._trained)
+
+        def take_over() -> None:
+            for role, trained in self._trained.items():
+                saved[role].put_into(trained)
+
+        return take_over
 
     def _accumulate(
-        self,
-        trained: TrainedModel,
-        share: RankShare,
-        plain_objective: Mapping[str, Any],
-        *,
-        whole_gradients: bool = False,
+        self, role: Role, share: RankShare, objective: Objective, *, whole_gradients: bool = False
     ) -> SumsPart:
-        """The gradient of all rows, summed over all ranks; sums of this rank's rows, fetched."""
-        objective = read_objective(plain_objective, self._registry)
+        trained = self._trained[role]
         loads = ExpertLoads()
         sums = StepSums(loads)
 

@@ -32,7 +32,7 @@ from spurline_models.streams.token_stream import TokenStream
 from spurline_ranks.sequence_sharing import SequenceSharing
 
 Visit = Callable[[Rows, TokenStream, TokenLossInputs], Tensor]
-"""What becomes of a micro-batch on the last stage: the scalar whose gradient is taken."""
+"""Computes, on the last stage, the scalar whose gradient is taken."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class StagedModel:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """In evaluation mode meanwhile."""
+        """Compute in evaluation mode in the context."""
         for part in self.parts:
             part.eval()
         try:

@@ -8,7 +8,6 @@ run's own, and steps on flat ranges of parameters.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -27,14 +26,12 @@ from spurline_models.optimizers.optimization import OptimizationRecipe, set_rate
 from spurline_models.optimizers.state import PEAK, group_values
 from spurline_models.placement.offloading import DeviceMemory, DeviceTensors, tensors_in
 from spurline_ranks.pieces import Shape
-
-_CLIP_EPSILON = 1e-6
-"""As in torch.nn.utils.clip_grad_norm_, which the local backend uses."""
+from spurline_ranks.steps import StepTotals, clip_factor
 
 
 @dataclass(frozen=True)
 class Shard:
-    """What this rank optimizes of one parameter: values `span` of it, flattened.
+    """The range `span` of one flattened parameter, which this rank optimizes.
 
     main: fp32, the memory that the optimizer steps on. weights: the same values of the model, in its dtype; with fp32
     the very memory of `main`. gradient: their sum over all ranks, once a step's gradients are summed.
@@ -45,18 +42,6 @@ class Shard:
     main: Parameter
     weights: Tensor
     gradient: Tensor
-
-
-@dataclass(frozen=True)
-class StepTotals:
-    """Over all ranks: the gradient norm, and the sum of weight * loss."""
-
-    grad_norm: float
-    loss: float
-
-    @property
-    def is_finite(self) -> bool:
-        return math.isfinite(self.grad_norm) and math.isfinite(self.loss)
 
 
 class TrainedModel:
@@ -114,7 +99,7 @@ class TrainedModel:
         return self.recipe.config.name
 
     def owned(self) -> list[Owned]:
-        """What this rank's optimizer holds; its state is there from the first step on.
+        """Return what this rank's optimizer holds; its state is there from the first step on.
 
         While others have the device these are the copies on the host, to read and not to fill.
         """
@@ -132,7 +117,7 @@ class TrainedModel:
         ]
 
     def tensors(self) -> DeviceTensors:
-        """What lies on the device between two updates, in the flat buffers that parameters and shards are views of."""
+        """Return what lies on the device between two updates: the flat buffers of parameters and shards, and states."""
         self._shown_while_given = None
         buffers = [buffer for wrapped in self._wrapped for buffer in _buffers(wrapped)]
         weights = [*self.model.tensors(), *(buffer.param_data for buffer in buffers)]
@@ -140,20 +125,17 @@ class TrainedModel:
         return DeviceTensors(weights, state, [buffer.grad_data for buffer in buffers])
 
     def begin(self) -> None:
-        """Before the gradients of a step: they begin at 0."""
+        """Set the gradients to 0, before those of a step."""
         self._shown_while_given = None
         for wrapped in self._wrapped:
             wrapped.zero_grad_buffer()
 
     def totals(self, loss: float) -> StepTotals:
-        """What all ranks come to. A collective. loss: sum of weight * loss of the tokens that this rank counts."""
+        """Join norm and loss of all ranks; see `StepTotals.of`. A collective."""
         squares = [shard.gradient.double().square().sum() for shard in self.shards if self._counts(shard)]
         device = self.model.parameters()[0][1].device
         own = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
-        sums = torch.stack([own, own.new_tensor(loss)])
-        dist.all_reduce(sums)
-        total, loss = sums.tolist()
-        return StepTotals(math.sqrt(total), loss)
+        return StepTotals.of(own, loss)
 
     def _counts(self, shard: Shard) -> bool:
         """Whether no other rank has the same values: of those that are not divided, the first of its group counts."""
@@ -163,8 +145,7 @@ class TrainedModel:
 
     def step(self, grad_norm: float) -> dict[str, float]:
         """Clip, and update the weights; returns the learning rates that were used, as metrics. A collective."""
-        limit = self.recipe.config.max_grad_norm
-        factor = limit / (grad_norm + _CLIP_EPSILON) if limit is not None and grad_norm > limit else None
+        factor = clip_factor(grad_norm, self.recipe.config.max_grad_norm)
         for shard in self.shards:
             if factor is not None:
                 shard.gradient.mul_(factor)
@@ -188,7 +169,7 @@ class TrainedModel:
                 wrapped.start_param_sync(force_sync=True)
 
     def exact(self) -> list[tuple[HeldParameter, Tensor]]:
-        """Every parameter in fp32, good once `show_exact` was called and until a step or a load begins."""
+        """Return every parameter in fp32, good once `show_exact` was called and until a step or a load begins."""
         return [
             (held, value.detach() if value.dtype == torch.float32 else cast(Any, value).main_grad)
             for held, value in self.model.parameters()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from spurline_megatron_backend.trained_model import TrainedModel
 
 IN_FLIGHT_BYTES = 64 << 20
-"""What arrives at a time."""
+"""Bytes that arrive at a time."""
 
 Held = Sequence[tuple[HeldParameter, Tensor]]
 """A rank's parameters, or tensors of their shapes, such as gradients."""
@@ -53,7 +53,7 @@ class BoxOwners:
     boxes: Mapping[str, tuple[OwnedBox, ...]]
 
     def most_of(self, names: Collection[str]) -> int:
-        """The rank that owns most of the values of these tensors, the first of several."""
+        """Return the rank that owns most of the values of these tensors, the first of several."""
         values: dict[int, int] = {}
         for name in names:
             for part in self.boxes[name]:
@@ -81,7 +81,7 @@ class BoxOwners:
 
 @cache
 def box_owners(architecture: Architecture, grid: Grid, *, critic: bool = False) -> BoxOwners:
-    """Of a model on this grid. critic: with a value head."""
+    """Find the owners of a model on this grid. critic: with a value head."""
     shapes: dict[str, Shape] = {}
     boxes: dict[str, dict[Box, OwnedBox]] = {}
     for rank, part in _parts_by_rank(architecture, grid, critic=critic):
@@ -140,11 +140,11 @@ class WeightsOfRanks:
 
     @property
     def names(self) -> list[str]:
-        """Of all tensors, whoever holds them."""
+        """Names of all tensors, on whatever rank."""
         return [*self._owners.shapes]
 
     def gather(self, wanted: Mapping[int, Collection[str]], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """(name, whole tensor) of what this rank wants; see `Gathers`. A collective.
+        """Gather (name, whole tensor) of what this rank wants; see `Gathers`. A collective.
 
         wanted: names by rank, the same on all ranks. dtype: in which they are sent and arrive; None: as they are held.
         A rank needs memory for what it wants, and `max_bytes` for each rank that wants something else than the others.
@@ -163,7 +163,7 @@ class WeightsOfRanks:
         return whole
 
     def owner_of(self, names: Collection[str]) -> int:
-        """The rank that sends most of the values of these tensors; the first of several, which are of one stage."""
+        """Return the rank that sends most values of these tensors; the first of several, which are of one stage."""
         return self._owners.most_of(names)
 
     def _exchange(

@@ -14,16 +14,16 @@ from typing import Any, ClassVar
 
 from spurline.errors import RankFailedError, RunFailedError
 from spurline_ranks.group import TimeLimits
-from spurline_ranks.outcomes import Died, Identity, Outcome, Raised, Value, at_beginning, error_of, first_cause
+from spurline_ranks.outcomes import Died, Identity, Outcome, Raised, Value, error_of, first_cause
 
 START = "start"
-"""What the first call is named in texts: processes come up, join each other and make their workers."""
+"""The name of the first call in texts: processes come up, join each other and make their workers."""
 PATIENCE_S = 60.0
 """Seconds without an answer after which a line says who is missing, and again each time."""
 
 
 class RankCalls(ABC):
-    """Ranks, and calls that take turns. Raises out of a call end all ranks first, whatever it is."""
+    """Ranks, and calls that take turns. Whatever ends a call early, an interruption too, ends all ranks first."""
 
     _grace_s: ClassVar[float] = 0.3
     """Seconds that a failure of one rank waits for the failure that caused it."""
@@ -40,22 +40,21 @@ class RankCalls(ABC):
 
     @abstractmethod
     def _wait(self, missing: Sequence[int], timeout_s: float) -> dict[int, Outcome]:
-        """What came from those that are missing, in the order in which it came; empty when the time is over."""
+        """Return what comes first, from those that are missing or have died since; empty when the time is over."""
 
     @abstractmethod
     def _identity(self, rank: int) -> Identity: ...
 
     @abstractmethod
     def _doing(self, missing: Sequence[int]) -> Mapping[int, str]:
-        """What each says that it does, and since when; in few seconds, without those that do not say it."""
+        """Ask what each does, and since when, for a few seconds; ranks that do not say it are left out."""
 
     @abstractmethod
     def _stacks(self, missing: Sequence[int]) -> Mapping[int, str]:
-        """The stack of every thread of each, or why it has written none; in few seconds."""
+        """Return the stack of every thread of each, or why it has written none; takes a few seconds."""
 
     def _gone(self, ranks: Sequence[int]) -> Mapping[int, Died]:
-        """Those of them that are gone although nobody has told so yet, found by asking their machines; in few seconds,
-        and at once where all are there."""
+        """Ask the machines which of these ranks are gone although nobody has said so yet."""
         return {}
 
     @abstractmethod
@@ -64,7 +63,7 @@ class RankCalls(ABC):
 
     @abstractmethod
     def _release(self) -> None:
-        """After the last call: close what was open for the ranks. May be called again."""
+        """Close what was open for the ranks, after the last call. May be called again."""
 
     def call(self, method: str, *common: Any, per_rank: Sequence[Any] | None = None) -> list[Any]:
         assert per_rank is None or len(per_rank) == self.size, (method, self.size)
@@ -82,14 +81,14 @@ class RankCalls(ABC):
                 raise
 
     def close(self) -> None:
-        # Not under the lock: whoever waits for an answer is woken by the end of the ranks.
+        # Without the lock: the end of the ranks wakes a thread that waits for their answers.
         self._ended = self._ended or "the ranks were closed."
         self._end()
         with self._lock:
             self._release()
 
     def _start(self) -> None:
-        """The first call, for the constructor: wait until all are ready."""
+        """Wait in the constructor until all are ready."""
         try:
             with self._lock:
                 self._collect(START, self._limits.start_s, time.monotonic())
@@ -117,43 +116,45 @@ class RankCalls(ABC):
 
     def _fail(self, call: str, failures: dict[int, Raised | Died], missing: Sequence[int], began: float) -> None:
         until = time.monotonic() + self._grace_s
-        while all(isinstance(failure, Raised) and not failure.classes for failure in failures.values()):
-            others = [rank for rank in missing if rank not in failures]
-            more = self._wait(others, max(0.0, until - time.monotonic())) if others else {}
+        others = [rank for rank in missing if rank not in failures]
+        while others and all(map(_may_follow_from_another, failures.values())):
+            more = self._wait(others, max(0.0, until - time.monotonic()))
+            # Ranks in an exchange with one that is gone may say so long before its death is told.
+            failures |= _failures(more) if more else self._gone(others)
+            others = [rank for rank in others if rank not in failures and rank not in more]
             if not more:
-                # Ranks in an exchange with one that is gone may say so long before its death is told.
-                failures |= self._gone(others) if others else {}
                 break
-            missing = [rank for rank in missing if rank not in more]
-            failures |= _failures(more)
         if self._ended is not None:
             raise RunFailedError(f"`{call}` has no answer: {self._ended}")
         who, failure = first_cause([(self._identity(rank), failure) for rank, failure in failures.items()])
         error = error_of(who, call, failure)
-        others = [rank for rank in missing if rank not in failures]
         # Who fails so late has probably waited for one that stands still, until the exchange between them gave up.
-        if others and (waited_s := time.monotonic() - began) >= self._limits.collective_s:
-            where, silent = self._where_they_stand(others)
-            if silent is not None and isinstance(failure, Raised) and not failure.classes:
-                culprit = self._identity(silent)
-                limit = f"limit backend.collective_timeout_s: {self._limits.collective_s:g} s"
-                text = (
-                    f"{at_beginning(culprit)} has not answered `{call}` for {waited_s:.0f} s, and does not say what it "
-                    f"does; an exchange failed meanwhile ({limit}). {where}\n{error}"
-                )
-                error = RankFailedError(text, culprit.rank, culprit.node, culprit.pid, call, failure.traceback)
-            else:
-                error.add_note(where)
+        if others and time.monotonic() - began >= self._limits.collective_s:
+            error = self._blame_who_stands_still(call, error, failure, others, time.monotonic() - began)
         raise error
+
+    def _blame_who_stands_still(
+        self, call: str, error: Exception, failure: Raised | Died, others: Sequence[int], waited_s: float
+    ) -> Exception:
+        where, silent = self._where_they_stand(others)
+        if silent is None or not _may_follow_from_another(failure):
+            error.add_note(where)
+            return error
+        culprit = self._identity(silent)
+        limit = f"limit backend.collective_timeout_s: {self._limits.collective_s:g} s"
+        text = (
+            f"{culprit.at_beginning} has not answered `{call}` for {waited_s:.0f} s, and does not say what it does; an "
+            f"exchange failed meanwhile ({limit}). {where}\n{error}"
+        )
+        return culprit.failed(text, call, error.traceback if isinstance(error, RankFailedError) else "")
 
     def _give_up(self, call: str, missing: Sequence[int], limit_s: float) -> None:
         where, silent = self._where_they_stand(missing)
         who = self._identity(missing[0] if silent is None else silent)
-        text = f"`{call}` was not done within {limit_s:g} s, its limit by {_setting(call)}. {where}"
-        raise RankFailedError(text, who.rank, who.node, who.pid, call)
+        raise who.failed(f"`{call}` was not done within {limit_s:g} s, its limit by {_setting(call)}. {where}", call)
 
     def _where_they_stand(self, missing: Sequence[int]) -> tuple[str, int | None]:
-        """What each does, with its stack, in words; and the first that does not say it."""
+        """Return what each does, with its stack, in words; and the first that does not say it."""
         doing = self._doing(missing)
         stacks = [f"Stack of rank {rank}:\n{_of_worker(stack)}" for rank, stack in self._stacks(missing).items()]
         silent = next((rank for rank in missing if rank not in doing), None)
@@ -165,7 +166,7 @@ class RankCalls(ABC):
 
 
 def _setting(call: str) -> str:
-    """The setting with the limit of a call."""
+    """Return the setting with the limit of a call."""
     return "backend.start_timeout_s" if call == START else "backend.call_timeout_s"
 
 
@@ -173,8 +174,13 @@ def _failures(outcomes: Mapping[int, Outcome]) -> dict[int, Raised | Died]:
     return {rank: outcome for rank, outcome in outcomes.items() if not isinstance(outcome, Value)}
 
 
+def _may_follow_from_another(failure: Raised | Died) -> bool:
+    """Whether it may be an exchange that broke because another rank failed."""
+    return isinstance(failure, Raised) and failure.error is None
+
+
 def _of_worker(stack: str) -> str:
-    """What `faulthandler` wrote, without the thread that takes calls, and without what is below the worker."""
+    """Leave out of a stack the thread that takes calls, and what is below the worker."""
     threads = [thread for thread in stack.split("\n\n") if " in _listen" not in thread]
     lines: list[str] = []
     for thread in threads:

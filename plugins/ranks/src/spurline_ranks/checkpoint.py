@@ -1,10 +1,10 @@
-"""What the checkpoints of all backends with ranks have in common: pieces of tensors, and facts beside them.
+"""Checkpoints as all backends with ranks write them: pieces of tensors, and facts beside them.
 
 A folder for each model that is trained, `policy` and `critic`, has the pieces of all ranks (`spurline_ranks.pieces`):
 weights under their names in the Hugging Face model, the optimizer's tensors under NAME/KEY. `state.json`, of the first
 rank: the update count, the digests of the weights that are not here and of those the run started from, the names of the
 weights, the optimizer's name and numbers, and how the ranks were divided. Random generators have no state, as they are
-seeded anew in each step.
+seeded again in each step.
 
 Place on the way: the controller renames the folder into place, and has told ranks which files to verify before.
 """
@@ -37,7 +37,7 @@ _POLICY: Role = "policy"
 
 @dataclass(frozen=True)
 class StoredModel:
-    """What the folder of a model holds, from its headers; values are read when they are put into place.
+    """The content of a model's folder, from its headers; values are read when they are put into place.
 
     backend: the name of the one whose ranks wrote it, which a subclass sets.
     """
@@ -61,22 +61,41 @@ class StoredModel:
         return cls(index, facts)
 
     @classmethod
-    def read_together(cls, path: Path, roles: Collection[Role]) -> dict[Role, Self]:
-        """The models of a checkpoint: the first rank reads the headers, which are the same for all. A collective.
+    def read_fitting(cls, path: Path, models: Mapping[Role, Any]) -> dict[Role, Self]:
+        """Read the headers of a checkpoint, and check that all of it fits these models; nothing is changed.
 
-        Raises CheckpointError, on all ranks alike.
+        A collective: the first rank reads, as headers are the same for all.
+
+        Raises:
+            CheckpointError: Of the first rank that finds one, on all ranks alike.
         """
         found: list[Any] = [None]
         if dist.get_rank() == 0:
             try:
-                found = [{role: cls.of(path / role) for role in roles}]
+                found = [{role: cls.of(path / role) for role in models}]
             except CheckpointError as error:
                 found = [error]
         dist.broadcast_object_list(found, src=0)
-        (saved,) = found
-        if isinstance(saved, CheckpointError):
-            raise saved
+        if isinstance(found[0], CheckpointError):
+            raise found[0]
+        saved: dict[Role, Self] = found[0]
+        failure: CheckpointError | None = None
+        try:
+            for role, trained in models.items():
+                saved[role].check(trained)
+        except CheckpointError as error:
+            failure = error
+        # Ranks may hold other parameters, and an optimizer may have other groups of them.
+        failures: list[CheckpointError | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(failures, failure)
+        for failure in failures:
+            if failure is not None:
+                raise failure
         return saved
+
+    def check(self, trained: Any) -> None:
+        """Raise CheckpointError unless it fits a model of this rank and its optimizer; changes nothing."""
+        raise NotImplementedError
 
     @classmethod
     def facts_of(
@@ -88,7 +107,7 @@ class StoredModel:
         optimizer: Mapping[str, Any],
         layout: Mapping[str, int],
     ) -> dict[str, Any]:
-        """What the first rank writes with `write_facts`.
+        """Return what the first rank writes with `write_facts`.
 
         weights: names of those that pieces hold, so that a file that is lost is missed. layout: how ranks are divided.
         """
@@ -161,7 +180,7 @@ class StoredModel:
 
     @classmethod
     def _read_saved(cls, folder: Path, digests: Mapping[str, FileDigest], frozen_dtype: torch.dtype) -> SavedTensors:
-        """What the folder holds of the policy, each tensor read whole when it is asked for."""
+        """Open what the folder holds of the policy, each tensor read whole when it is asked for."""
         verify_files(folder, {name: digest for name, digest in digests.items() if name.startswith(f"{_POLICY}/")})
         stored = cls.of(folder / _POLICY)
         tensors = stored.index.tensors

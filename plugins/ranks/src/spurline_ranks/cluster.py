@@ -25,7 +25,7 @@ _HOST_AND_PORT = re.compile(r"(?:\[[^\s\[\]]+\]|[^\s:/\[\]]+):\d{1,5}")
 
 
 class RuntimeEnvConfig(Section):
-    """What the processes of a run on a Ray cluster get from this machine; everything else is their machine's own."""
+    """Environment that the processes of a run on a Ray cluster get from this machine; all else is their machine's."""
 
     env_vars: dict[str, str] = {}
     """Environment variables, such as `{NCCL_SOCKET_IFNAME: eth0}`: those of this process do not reach other
@@ -43,7 +43,7 @@ class ClusterConfig(Section):
     RAY_ADDRESS, or that of `ray start` on this machine, or one of this machine alone, which ends with the run.
     `HOST:PORT`: that of this head. Ranks and engines are then placed on the cluster where they do not say otherwise."""
     runtime_env: RuntimeEnvConfig = RuntimeEnvConfig()
-    """What the machines of the cluster get from this one."""
+    """The environment that the machines of the cluster get from this one."""
     room_timeout_s: float = Field(default=180.0, ge=0)
     """Seconds to wait for a cluster in which others hold what the run needs, or whose machines are still coming."""
 
@@ -54,7 +54,7 @@ class ClusterConfig(Section):
 
     @property
     def is_used(self) -> bool:
-        """Whether the run as a whole is placed on a cluster."""
+        """True where the run as a whole is placed on a cluster."""
         return self.address != "none"
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
@@ -85,15 +85,17 @@ class PlacedOnCluster(Protocol):
 
 
 def cluster_needs(run: RunConfig) -> Iterator[tuple[str, ClusterNeed]]:
-    """(key of the section, what it needs) of everything that this run places on its cluster, ranks first: those need
-    whole machines, which others would take pieces of."""
+    """Yield (key of the section, what it needs) of everything that this run places on its cluster.
+
+    Ranks come first: they need whole machines, which others would take pieces of.
+    """
     sections = [(path, section) for path, section in sections_within(run) if isinstance(section, PlacedOnCluster)]
     needs = [(path, need) for path, section in sections if (need := section.cluster_need(run)) is not None]
     yield from sorted(needs, key=lambda found: not found[1].together)
 
 
 def cluster_request(run: RunConfig) -> ClusterRequest:
-    """The cluster of this run, as plain data."""
+    """Return the cluster of this run, as plain data."""
     cluster = run.section(ClusterConfig)
     env = cluster.runtime_env
     return ClusterRequest(
@@ -135,7 +137,7 @@ def room_on_cluster(run: RunConfig) -> Iterator[None]:
 
 
 def names_cluster(values: Mapping[str, Any]) -> bool:
-    """Whether the settings of a file, before they are validated, place the run on a cluster."""
+    """Return whether the settings of a file, before they are validated, place the run on a cluster."""
     section: Any = expand_shorthand(values.get("cluster"), "address")
     settings: Mapping[str, Any] = cast("Mapping[str, Any]", section) if isinstance(section, Mapping) else {}
     return settings.get("address", "none") != "none"

@@ -1,8 +1,7 @@
 """Room on a Ray cluster for all that one run places there: reserved at once, before anything loads, and handed out.
 
-Place on the way: `ClusterNeed` of ranks and engines -> placement groups that are ready -> whoever starts actors there.
-Whoever finds nothing reserved for its need reserves it by itself, in the same way. Imported only where something is
-placed on Ray.
+`ClusterNeed` of ranks and engines -> placement groups that are ready -> the code that starts actors there, which
+reserves by itself what is not reserved yet. Imported only where something is placed on Ray.
 """
 
 from __future__ import annotations
@@ -22,19 +21,16 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 from spurline.errors import ConfigError, RunFailedError
 from spurline.protocols.ranks import ClusterNeed
 from spurline_ranks.calls import PATIENCE_S
-from spurline_ranks.cluster_checks import NodeChecks
-from spurline_ranks.group import ClusterRequest
-from spurline_ranks.outcomes import Outcome, Raised, Value
-from spurline_ranks.ray_cluster import Bundle, Node, RayCluster, amounts
-from spurline_ranks.ray_node import NodeActor, unpacked
+from spurline_ranks.cluster_checks import AskNodes, NodeChecks
+from spurline_ranks.group import ClusterRequest, TimeLimits
+from spurline_ranks.outcomes import Raised, unpacked
+from spurline_ranks.ray_cluster import Bundle, Node, RayCluster, amounts, free_of
+from spurline_ranks.ray_node import NodeActor
 
 Strategy = Literal["STRICT_PACK", "STRICT_SPREAD"]
 
 SLICE_S = 2.0
 """Seconds of one wait for Ray: an interruption is seen only in between."""
-_ANSWER_TIMEOUT_S = 600.0
-"""Seconds that a machine has for what is done as soon as it is there, the start of a process included."""
-_DOWNLOAD_TIMEOUT_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -47,6 +43,11 @@ class Place:
     nodes: Sequence[Node]
 
 
+_reserved: dict[ClusterNeed, list[Place]] = {}
+"""Room that a run of this process has reserved, and nobody has taken yet."""
+_reserved_lock = threading.Lock()
+
+
 class RunRoom:
     """All room of a run, from `reserve` to `close`; processes of this run take their parts with `room_for`."""
 
@@ -57,87 +58,65 @@ class RunRoom:
     def reserve(self, needs: Mapping[str, ClusterNeed], check: NodeChecks) -> None:
         """Wait for room for all of it, and check the machines on which no ranks are: ranks check their own.
 
-        needs: by the key of the section. Raises ConfigError with the numbers when there is no room in time, and what
-        `check` raises.
+        Args:
+            needs: By the key of the section.
+            check: Is given the machines to ask; what it raises is raised.
+
+        Raises:
+            ConfigError: If there is too little room in time, with the numbers.
         """
         self._cluster.open()
         found = _reserve(self._cluster, list(needs.values()), "cluster", self._request.room_timeout_s)
-        for need, places in zip(needs.values(), found, strict=True):
-            _RESERVED.put(need, places)
+        with _reserved_lock:
+            for need, places in zip(needs.values(), found, strict=True):
+                _reserved.setdefault(need, []).extend(places)
         of_ranks = [places for need, places in zip(needs.values(), found, strict=True) if need.together]
         ranks = {node.id for places in of_ranks for place in places for node in place.nodes}
         others = {place.nodes[0].id: place for places in found for place in places if place.nodes[0].id not in ranks}
         if others:
-            self._check(others, check)
+            self._check(list(others.values()), check)
 
     def close(self) -> None:
         """Give back what nobody has taken. May be called again."""
-        for place in _RESERVED.clear():
+        with _reserved_lock:
+            left = [place for places in _reserved.values() for place in places]
+            _reserved.clear()
+        for place in left:
             self._cluster.release(place.group)
         self._cluster.close()
 
-    def _check(self, places: Mapping[str, Place], check: NodeChecks) -> None:
+    def _check(self, places: Sequence[Place], check: NodeChecks) -> None:
         kind = ray.remote(NodeActor)
         watchers: dict[str, Any] = {}
         try:
-            for place in places.values():
+            for place in places:
                 options: dict[str, Any] = self._cluster.actor_options(place.group, 0, {})
                 watchers[place.nodes[0].name] = kind.options(**options).remote()
-
-            def ask(function: str, *arguments: Any, doing: str | None = None) -> Mapping[str, Any]:
-                limit_s = _ANSWER_TIMEOUT_S if doing is None else _DOWNLOAD_TIMEOUT_S
-                what = doing or f"answer `{function}`"
-                answers: dict[str, Any] = {}
-                for name, outcome in outcomes_of(watchers, function, arguments, what, limit_s).items():
-                    if isinstance(outcome, Raised):
-                        error = outcome.error() or RunFailedError(f"`{function}` failed: {outcome.traceback}")
-                        error.add_note(f"This is from {name}, where engines are placed.")
-                        raise error
-                    assert isinstance(outcome, Value), outcome
-                    answers[name] = outcome.value
-                return answers
-
-            check(ask)
+            check(asking(watchers, TimeLimits()))
         finally:
             for watcher in watchers.values():
                 ray.kill(watcher)
 
 
-class _Reserved:
-    """What a run of this process has reserved, and nobody has taken yet."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._places: dict[ClusterNeed, list[Place]] = {}
-
-    def put(self, need: ClusterNeed, places: Sequence[Place]) -> None:
-        with self._lock:
-            self._places.setdefault(need, []).extend(places)
-
-    def take(self, need: ClusterNeed) -> list[Place]:
-        with self._lock:
-            return self._places.pop(need, [])
-
-    def clear(self) -> list[Place]:
-        with self._lock:
-            left = [place for places in self._places.values() for place in places]
-            self._places = {}
-            return left
-
-
-_RESERVED = _Reserved()
-
-
 def room_for(
     cluster: RayCluster, need: ClusterNeed, setting: str, timeout_s: float, given_up: Callable[[], bool] = lambda: False
 ) -> list[Place]:
-    """The room that this run has reserved for this need, or else room that is reserved now: one place for all processes
-    that are `together`, or one for each.
+    """Return the room that this run has reserved for a need, or else reserve it now.
 
-    setting: the section to name. given_up: whether nobody wants it any more. Raises ConfigError with the numbers when
-    there is no room within the limit, RunFailedError when it was given up.
+    Args:
+        cluster: Where the room is.
+        need: One place is for all of its processes that are `together`, otherwise one for each.
+        setting: The section that an error names.
+        timeout_s: Seconds to wait for room.
+        given_up: Whether the room is not wanted any more.
+
+    Raises:
+        ConfigError: If there is too little room in time, with the numbers.
+        RunFailedError: If it was given up.
     """
-    return _RESERVED.take(need) or _reserve(cluster, [need], setting, timeout_s, given_up)[0]
+    with _reserved_lock:
+        places = _reserved.pop(need, [])
+    return places or _reserve(cluster, [need], setting, timeout_s, given_up)[0]
 
 
 def _reserve(
@@ -147,10 +126,11 @@ def _reserve(
     timeout_s: float,
     given_up: Callable[[], bool] = lambda: False,
 ) -> list[list[Place]]:
-    """Room for each of these, in this order."""
+    """Reserve room for each of these, in this order."""
     before = cluster.nodes()
     plans = [_plan(need, before) for need in needs]
-    lacks = _in_words(needs, plans, before)
+    wishes = "; ".join(_wish(need, plan, before) for need, plan in zip(needs, plans, strict=True))
+    lack = f"the run wants {wishes}. Free are {free_of(before)}"
     # Nobody else uses an own cluster, and no machine will be added to it.
     limit_s = 0.0 if cluster.is_own and not all(_could_fit(plan, before) for plan in plans) else timeout_s
     until, told = time.monotonic() + limit_s, False
@@ -162,15 +142,15 @@ def _reserve(
             for group in groups[-1]:
                 while not group.wait(SLICE_S):
                     if not told:
-                        print(f"Waiting for room, {limit_s:g} s at most: {lacks}.", file=sys.stderr, flush=True)
+                        print(f"Waiting for room, {limit_s:g} s at most: {lack}.", file=sys.stderr, flush=True)
                         told = True
                     if given_up():
                         raise RunFailedError("The wait for room on the cluster was given up.")
                     if time.monotonic() >= until:
                         raise ConfigError.at(
                             setting,
-                            f"finds no room: {lacks}. Ask for fewer, add machines with `ray start --address=...`, or "
-                            "wait for those who use them.",
+                            f"does not fit on the cluster: {lack}. Ask for fewer, add machines with `ray start "
+                            "--address=...`, or wait until others have done.",
                         )
         machines = cluster.nodes()
         return [
@@ -184,7 +164,7 @@ def _reserve(
 
 
 def placed(group: PlacementGroup, bundles: Sequence[Bundle], machines: Sequence[Node]) -> Place:
-    """A placement group that is ready, of these bundles, and where it is. machines: of the cluster."""
+    """Say where a placement group of these bundles is, which is ready. machines: of the cluster."""
     place_of_bundle = placement_group_table(group)["bundles_to_node_id"]
     by_id = {node.id: node for node in machines}
     return Place(group, bundles, [by_id[place_of_bundle[number]] for number in range(len(bundles))])
@@ -195,7 +175,7 @@ _Plan = Sequence[tuple[Sequence[Bundle], Strategy]]
 
 
 def each_needs(need: ClusterNeed, nodes: Sequence[Node]) -> dict[str, float]:
-    """Resources of one process on such a cluster; 0 GPUs where it does without."""
+    """Return the resources of one process on such a cluster; no GPUs where it does without."""
     has_gpus = any(node.has("GPU") for node in nodes)
     gpus = need.gpus if has_gpus or not need.gpus_if_any else 0
     return {**({"GPU": float(gpus)} if gpus else {}), "CPU": float(need.cpus)}
@@ -214,10 +194,11 @@ def _plan(need: ClusterNeed, nodes: Sequence[Node]) -> _Plan:
 
 
 def ranks_per_machine(need: ClusterNeed, nodes: Sequence[Node]) -> int:
-    """Processes of each machine: as many as are asked for, else all where one machine has room, else as many as each
-    has.
+    """Return how many processes each machine gets: as many as are asked for, else all where one machine has room, else
+    as many as each has.
 
-    Raises ConfigError for machines that are not equal, and for a number of processes that does not fill them.
+    Raises:
+        ConfigError: If the machines are not equal, or the processes do not fill them.
     """
     resource, each = ("GPU", need.gpus) if need.gpus else ("CPU", need.cpus)
     room = {node.name: int(node.has(resource) // each) for node in nodes if node.has(resource) >= each}
@@ -247,61 +228,49 @@ def _fitting(bundle: Bundle, nodes: Sequence[Node]) -> list[Node]:
     return [node for node in nodes if all(node.has(resource) >= amount for resource, amount in bundle.items())]
 
 
-def _in_words(needs: Sequence[ClusterNeed], plans: Sequence[_Plan], nodes: Sequence[Node]) -> str:
-    """What is wanted, and what there is: `the run wants 16 GPUs (8 ranks + 4 engines of 2), the cluster has 8 free of
-    12: node1 4, node2 4`, and the same of CPUs."""
-    each = [each_needs(need, nodes) for need in needs]
-    parts: list[str] = []
-    for resource in ("GPU", "CPU"):
-        wanted = [(need, of_one.get(resource, 0.0)) for need, of_one in zip(needs, each, strict=True)]
-        total = sum(need.count * amount for need, amount in wanted)
-        if not total:
-            continue
-        who = " + ".join(
-            f"{_counted(need)}{f' of {amount:g}' if amount != 1 else ''}" for need, amount in wanted if amount
-        )
-        free = sum(node.free.get(resource, 0.0) for node in nodes)
-        there = sum(node.has(resource) for node in nodes)
-        by_node = ", ".join(f"{node.name} {node.free.get(resource, 0.0):g}" for node in nodes)
-        kind = f"{resource}{'' if total == 1 else 's'}"
-        parts.append(f"wants {total:g} {kind} ({who}), the cluster has {free:g} free of {there:g}: {by_node}")
-    shapes: list[str] = []
-    for need, plan in zip(needs, plans, strict=True):
-        bundles, _ = plan[0]
-        fitting = len(_fitting(bundles[0], nodes))
-        if need.together:
-            whole = f"{len(bundles)} machine{'s' if len(bundles) > 1 else ''} with {amounts(bundles[0])}"
-            shapes.append(
-                f"{_counted(need)} need{'s' if need.count == 1 else ''} {whole}{' each' * (len(bundles) > 1)}, and "
-                f"{fitting} of its machines can have that much"
-            )
-        elif not fitting:
-            shapes.append(f"each of the {need.kind} needs {amounts(bundles[0])} of one machine, and none has that much")
-    return "; ".join(["the run " + "; and ".join(parts), *shapes])
+def _wish(need: ClusterNeed, plan: _Plan, nodes: Sequence[Node]) -> str:
+    """Such as `8 ranks on 1 machine with 8 GPU, 8 CPU, which 2 machines have`."""
+    bundles, _ = plan[0]
+    machines = f" on {_counted(len(bundles), 'machines')}" if need.together else ""
+    fitting = _counted(len(_fitting(bundles[0], nodes)), "machines")
+    each = " each" if need.together or need.count > 1 else ""
+    return f"{_counted(need.count, need.kind)}{machines} with {amounts(bundles[0])}{each}, which {fitting} can have"
 
 
-def _counted(need: ClusterNeed) -> str:
-    return f"{need.count} {need.kind if need.count != 1 else need.kind.removesuffix('s')}"
+def _counted(count: int, plural: str) -> str:
+    return f"{count} {plural if count != 1 else plural.removesuffix('s')}"
 
 
-def outcomes_of(
-    watchers: Mapping[str, Any], function: str, arguments: tuple[Any, ...], what: str, limit_s: float, setting: str = ""
-) -> dict[str, Outcome]:
-    """What came of `module:function` on each machine, by its name, from the `NodeActor` there.
+def asking(watchers: Mapping[str, Any], limits: TimeLimits) -> AskNodes:
+    """Return the function that asks machines.
 
-    what: a verb first. setting: of the limit. Raises RunFailedError naming machines that have not answered in time.
+    Args:
+        watchers: The `NodeActor` of each machine, by the machine's name.
+        limits: Machines have the time of a start to answer, and that of a call for what takes long.
     """
-    asked = {name: watcher.run.remote(function, arguments) for name, watcher in watchers.items()}
-    _wait_for_nodes(asked, what, limit_s)
-    answers = {name: unpacked(wire) for name, wire in what_comes(asked, SLICE_S).items()}
-    if silent := [name for name in watchers if name not in answers]:
-        limit = f"within {limit_s:g} s{f' ({setting})' if setting else ''}"
-        raise RunFailedError(f"{', '.join(silent)} did not {what} {limit}. Look at `ray status`.")
-    return answers
+
+    def ask(function: str, *arguments: Any, doing: str | None = None) -> Mapping[str, Any]:
+        limit_s, setting = (limits.start_s, "start_timeout_s") if doing is None else (limits.call_s, "call_timeout_s")
+        what = doing or f"answer `{function}`"
+        asked = {name: watcher.run.remote(function, arguments) for name, watcher in watchers.items()}
+        _wait_for_nodes(asked, what, limit_s)
+        outcomes = {name: unpacked(wire) for name, wire in what_comes(asked, SLICE_S).items()}
+        if silent := [name for name in watchers if name not in outcomes]:
+            raise RunFailedError(
+                f"{', '.join(silent)} did not {what} within {limit_s:g} s (backend.{setting}). Look at `ray status`."
+            )
+        for name, outcome in outcomes.items():
+            if isinstance(outcome, Raised):
+                error = outcome.error or RunFailedError(f"`{function}` failed: {outcome.traceback}")
+                error.add_note(f"This is from {name}.")
+                raise error
+        return {name: outcome.value for name, outcome in outcomes.items()}
+
+    return ask
 
 
 def _wait_for_nodes(asked: Mapping[str, Any], what: str, limit_s: float) -> None:
-    """Until each machine has answered or the limit is over; says now and then who has not. what: a verb first."""
+    """Wait until each machine has answered or the limit is over; says now and then who has not. what: a verb first."""
     began = told = time.monotonic()
     waiting = dict(asked)
     while waiting and (left := began + limit_s - time.monotonic()) > 0:
@@ -314,7 +283,7 @@ def _wait_for_nodes(asked: Mapping[str, Any], what: str, limit_s: float) -> None
 
 
 def what_comes(asked: Mapping[Any, Any], limit_s: float) -> dict[Any, Any]:
-    """key -> answer, of those that answer within the limit; dead ones do not."""
+    """Return the answers that come within the limit, by their keys; dead actors give none."""
     ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=limit_s) if asked else ([], [])
     answers: dict[Any, Any] = {}
     for key, answer in asked.items():

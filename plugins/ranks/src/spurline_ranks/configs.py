@@ -38,7 +38,7 @@ class RankBackendConfig(ModelBackendConfig):
         "runtime_env": "It is that of all that the run places on a cluster: write it in the section `cluster`.",
     }
     package: ClassVar[str] = ""
-    """Where the modules are: `spurline_fsdp_backend`."""
+    """The package of the modules: `spurline_fsdp_backend`."""
 
     ranks: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
     """Processes, each with one GPU; null takes all GPUs of the machine, and 2 processes on CPU. With `launch: ray` it
@@ -111,7 +111,7 @@ class RankBackendConfig(ModelBackendConfig):
                 )
 
     def optimizer_refusal(self, optimizer: OptimizerConfig) -> str | None:
-        """Why this optimizer cannot be given parameters as the ranks have them, as a verb and what follows it."""
+        """Say why this optimizer cannot step on parameters as the ranks have them, beginning with a verb."""
         reason = optimizer.needs_whole_parameters
         return None if reason is None else f"needs whole ones: {reason}"
 
@@ -174,7 +174,7 @@ class RankBackendConfig(ModelBackendConfig):
 
     @property
     def num_ranks(self) -> int:
-        """As many as the machine has GPUs, where none are asked for."""
+        """The number of ranks: that of the machine's GPUs, where none is asked for."""
         if self.ranks is not None:
             return self.ranks
         if self.on == "cpu":
@@ -238,9 +238,9 @@ class RankBackendConfig(ModelBackendConfig):
         return self._part("memory:estimate_memory")(self, run, row_length, tokens)
 
     def doctor(self, run: RunConfig) -> Iterator[Finding]:
-        """What `spurline doctor` finds by starting what a run would start, all but the model.
+        """Start what a run would start, all but the model, and yield findings for `spurline doctor`.
 
-        Yields as it finds. What fails is a Finding with its fix, and not an error.
+        A failure is a Finding with its fix, and not an error.
         """
         return self._part("doctor:doctor")(self, run)
 

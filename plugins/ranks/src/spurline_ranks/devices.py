@@ -9,7 +9,7 @@ from spurline_ranks.network import variables_of_one_machine
 
 
 def local_environments(request: RankRequest) -> list[dict[str, str]]:
-    """Environment variables of each rank of this machine: with `cuda` it sees one GPU, which is its own, else none.
+    """Return the environment variables of each rank here: with `cuda` it sees one GPU, which is its own, else none.
 
     Raises ConfigError when there are too few GPUs.
     """
@@ -19,7 +19,7 @@ def local_environments(request: RankRequest) -> list[dict[str, str]]:
 
 
 def gpus_of_ranks(request: RankRequest) -> tuple[str, ...]:
-    """GPUs of ranks on this machine, by rank, as CUDA_VISIBLE_DEVICES names them.
+    """Return the GPUs of ranks on this machine, by rank, as CUDA_VISIBLE_DEVICES names them.
 
     Raises ConfigError when there are too few.
     """
@@ -40,7 +40,7 @@ def gpus_of_ranks(request: RankRequest) -> tuple[str, ...]:
 
 
 def gpus_beside_ranks(request: RankRequest | None) -> tuple[str, ...] | None:
-    """GPUs of this machine that no rank has, as CUDA_VISIBLE_DEVICES names them.
+    """Return the GPUs of this machine that no rank has, as CUDA_VISIBLE_DEVICES names them.
 
     None where no rank has a GPU of this machine, or the cluster gives them out: then nothing is to be kept apart here.
     """
@@ -51,5 +51,5 @@ def gpus_beside_ranks(request: RankRequest | None) -> tuple[str, ...] | None:
 
 
 def num_threads(request: RankRequest, local_ranks: int) -> int:
-    """CPU threads of a rank, of `local_ranks` on this machine."""
+    """Return the CPU threads of a rank, of `local_ranks` on this machine."""
     return request.num_threads or max(1, num_cores() // local_ranks)

@@ -16,10 +16,11 @@ from spurline_models.weights import digest_of_samples
 
 
 def digest_of_ranks(tensors: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> str:
-    """As `digest_of_samples` of the whole tensors. A collective.
+    """Return the `digest_of_samples` of the whole tensors. A collective.
 
-    tensors: whole ones by name, for shape and dtype only; the same on all ranks, in the same order. held: of each the
-    sampled values, 0 where this rank does not hold them, on the device that ranks exchange from.
+    Args:
+        tensors: Whole ones by name, for shape and dtype only; the same on all ranks, in the same order.
+        held: The sampled values of each, 0 where this rank does not hold them, on the device that ranks exchange from.
     """
     if not tensors:
         return digest_of_samples([])

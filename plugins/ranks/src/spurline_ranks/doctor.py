@@ -1,4 +1,4 @@
-"""Start the ranks of a run without a model, and let them try what a run needs: each other, their devices, the folders.
+"""Start the ranks of a run without a model, and let them try what a run needs: each other and their devices.
 
 In: a config. Out: findings for `spurline doctor`. The controller's side asks; a `DoctorRank` answers in every rank. A
 backend adds its groups of ranks, and what follows from the measured rate.
@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
@@ -21,7 +20,6 @@ from torch.distributed import ProcessGroup
 
 from spurline.config.run_config import RunConfig
 from spurline.errors import SpurlineError
-from spurline.files import scratch_inside
 from spurline_models.device_profile import device_profile
 from spurline_models.finding import Finding
 from spurline_ranks.cluster import cluster_request
@@ -32,14 +30,12 @@ from spurline_ranks.launch import open_ranks
 from spurline_ranks.messages import plain_run, read_run
 
 EXCHANGED_BYTES = 64 * 2**20
-"""Of each rank in one exchange."""
+"""Bytes of each rank in one exchange."""
 
 LIMIT_S = 120.0
 """Seconds for an exchange, and for a call: who needs longer for 64 MB will not train."""
 
 _REPEATS = 3
-
-_TOKEN = "token"
 
 ALL_RANKS = "all ranks"
 REDUCE, ALL_TO_ALL, NEXT = "all-reduce", "all-to-all", "sending to the next"
@@ -51,7 +47,8 @@ Group = tuple[ProcessGroup | None, Sequence[str]]
 
 @dataclass(frozen=True)
 class Exchange:
-    """What came of an exchange. seconds: of the fastest of a few. sent: bytes that a rank sent. right: the values."""
+    """The result of an exchange. seconds: of the fastest of a few. sent: bytes that a rank sent. right: whether the
+    values are."""
 
     seconds: float
     sent: float
@@ -64,13 +61,20 @@ class Exchange:
 
 
 Follows = Callable[[Exchange], Iterable[Finding]]
-"""What a backend finds in the slowest rank's all-reduce of all ranks."""
+"""Finds what follows from the slowest rank's all-reduce of all ranks."""
 
 
 def examine(
     config: RankBackendConfig, run: RunConfig, worker: str, follows: Follows | None = None
 ) -> Iterator[Finding]:
-    """Findings of the real ranks; see `RankBackendConfig.doctor`. worker: `module:Class` of the `DoctorRank`."""
+    """Start the ranks and yield what they find; see `RankBackendConfig.doctor`.
+
+    Args:
+        config: The backend's section.
+        run: The run's settings.
+        worker: `module:Class` of the `DoctorRank`.
+        follows: Finds more, from how fast ranks exchange.
+    """
     limits = replace(config.limits, call_s=LIMIT_S, collective_s=min(LIMIT_S, config.collective_timeout_s))
     began = time.monotonic()
     # It leaves nothing in the run directory, which may be that of no run yet.
@@ -82,7 +86,7 @@ def examine(
         yield Finding("ranks", f"{config.num_ranks} were asked for, and did not start", _words(error))
         return
     try:
-        yield from _ask(ranks, time.monotonic() - began, run, follows)
+        yield from _ask(ranks, time.monotonic() - began, follows)
         if request.launch == "ray":
             yield access_to(cluster)
     except SpurlineError as error:
@@ -91,12 +95,11 @@ def examine(
         ranks.close()
 
 
-def _ask(ranks: RankGroup, seconds: float, run: RunConfig, follows: Follows | None) -> Iterator[Finding]:
+def _ask(ranks: RankGroup, seconds: float, follows: Follows | None) -> Iterator[Finding]:
     found: list[dict[str, Any]] = ranks.call("look")
     yield from _placement(found, seconds)
     yield from _versions(found)
     yield from _devices(found)
-    yield from _folder(ranks, Path(run.run_dir).absolute())
     for group, kinds in found[0]["groups"].items():
         for kind in kinds:
             outcomes: list[Exchange] = ranks.call("exchange", group, kind, EXCHANGED_BYTES)
@@ -106,7 +109,7 @@ def _ask(ranks: RankGroup, seconds: float, run: RunConfig, follows: Follows | No
 
 
 def access_to(request: ClusterRequest) -> Finding:
-    """Who may use the cluster, which is there. What is open is not wrong where nobody else reaches the machines."""
+    """Find who may use the cluster. An open one is not wrong where nobody else reaches the machines."""
     from spurline_ranks.ray_cluster import RayCluster
 
     cluster = RayCluster(request)
@@ -116,8 +119,9 @@ def access_to(request: ClusterRequest) -> Finding:
     finally:
         cluster.close()
     who = (
-        "whoever reaches its ports runs code on its machines, as it asks for no token: set RAY_AUTH_MODE=token and one "
-        "RAY_AUTH_TOKEN where `ray start` and `spurline` run, or keep others out of its network"
+        "everybody who reaches its ports, as it asks for no token: they can run code on its machines. Set "
+        "RAY_AUTH_MODE=token and one RAY_AUTH_TOKEN where `ray start` and `spurline` run, or keep others out of its "
+        "network"
     )
     return Finding("who may use the cluster", who if is_open else "those who have its token")
 
@@ -166,26 +170,6 @@ def _devices(found: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
         yield Finding("devices", f"{names.pop()}, {' or '.join(map(str, threads))} threads for each rank")
 
 
-def _folder(ranks: RankGroup, folder: Path) -> Iterator[Finding]:
-    """Do the ranks see what this process writes into the folder of the run, and the other way round?"""
-    what, fix = "run_dir of the ranks", "choose a folder that all machines share, and that their ranks may write to"
-    try:
-        with scratch_inside(folder) as scratch:
-            (scratch / _TOKEN).write_text(scratch.name, encoding="utf-8")
-            problems = ranks.call("answer_token", str(scratch))
-            unseen = [rank for rank in range(ranks.size) if not (scratch / f"{_TOKEN}-{rank}").is_file()]
-    except OSError as error:
-        yield Finding(what, f"{folder}: {error.strerror or error}", fix)
-        return
-    blind = [rank for rank, problem in enumerate(problems) if problem]
-    if blind:
-        yield Finding(what, f"rank {blind[0]}: {problems[blind[0]]}", fix)
-    elif unseen:
-        yield Finding(what, f"what rank {unseen[0]} writes there is not seen here", fix)
-    else:
-        yield Finding(what, f"{folder} is one folder for all of them")
-
-
 def _exchanged(group: str, kind: str, outcomes: Sequence[Exchange]) -> Finding:
     what = f"{kind} of 64 MB, {group}"
     wrong = [rank for rank, outcome in enumerate(outcomes) if not outcome.right]
@@ -219,11 +203,11 @@ class DoctorRank:
         }
 
     def groups(self, config: Any, place: Place) -> Mapping[str, Group]:
-        """The groups of this rank but that of all, by what they do, as many on every rank; a collective."""
+        """Make the groups of this rank but that of all, by what they do, as many on every rank; a collective."""
         return {}
 
     def look(self) -> dict[str, Any]:
-        """What this rank finds around it."""
+        """Say what this rank finds around it."""
         libraries = (f"{library} {version(library)}" for library in self.libraries)
         return {
             "node": self._place.node,
@@ -233,16 +217,6 @@ class DoctorRank:
             "threads": torch.get_num_threads(),
             "groups": {name: list(kinds) for name, (_, kinds) in self._groups.items()},
         }
-
-    def answer_token(self, folder: str) -> str:
-        """Read what the controller wrote, and write an answer beside it; returns what is wrong, if anything."""
-        try:
-            if (Path(folder) / _TOKEN).read_text(encoding="utf-8") != Path(folder).name:
-                return f"{folder} has another content than was written"
-            (Path(folder) / f"{_TOKEN}-{self._place.rank}").touch()
-        except OSError as error:
-            return f"{folder}: {error.strerror or error}"
-        return ""
 
     def exchange(self, group: str, kind: str, num_bytes: int) -> Exchange:
         """Send so many bytes a few times within a group of ranks."""

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class RuntimeEnv:
-    """What the processes of a Ray cluster get from this one, besides what is on their machines.
+    """The environment that processes of a Ray cluster get from this one, besides what is on their machines.
 
     env_vars: variables of their environment. working_dir: a folder of this machine that they see, in `sys.path` too, or
     the URI of one, as Ray takes it; None for none. Nothing in it is installed.
@@ -38,7 +38,7 @@ class ClusterRequest:
 
 
 ANY_CLUSTER = ClusterRequest()
-"""The one there is, with nothing said of it."""
+"""The cluster that Ray finds, with default settings."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ class TimeLimits:
 
 @dataclass(frozen=True)
 class Place:
-    """What a rank knows of itself.
+    """A rank's place among the others.
 
     rank, world: its number and how many there are. local_rank: its number on its machine. node: the machine's name.
-    doing: tells what it does, in words such as `micro-batch 5 of 8, forward`, for whoever waits for it; costs nothing.
+    doing: tells what it does, in words such as `micro-batch 5 of 8, forward`, for a message about a long wait.
     """
 
     rank: int
@@ -66,7 +66,7 @@ class Place:
 
 
 class Worker(Protocol):
-    """What runs in every rank: an object whose public methods a `RankGroup` calls.
+    """The object in every rank whose public methods a `RankGroup` calls.
 
     Factory: `Class(place, *arguments)`, with torch's default process group ready, and the device chosen. Arguments and
     answers are plain data and numpy arrays. Methods are called one at a time, in the same order on all ranks. Ranks are
@@ -80,12 +80,21 @@ class RankGroup(Protocol):
     size: int
 
     def call(self, method: str, *common: Any, per_rank: Sequence[Any] | None = None) -> list[Any]:
-        """Call a method of the worker on all ranks; returns their answers by rank, when all have answered.
+        """Call a method of the worker on all ranks, and wait for all answers.
 
-        common: arguments that all get. per_rank: one more argument, the first, for each rank.
-        May be called on any thread; calls take turns. A SpurlineError that a rank raises is raised here as what it is,
-        with a note that names rank, node, process and call. Raises RankFailedError for every other end of a rank, and
-        for one that does not answer within the limit. After an error no rank is left.
+        May be called on any thread; calls take turns. After an error no rank is left.
+
+        Args:
+            method: Its name.
+            common: Arguments that all get.
+            per_rank: One more argument, the first, for each rank.
+
+        Returns:
+            The answers by rank.
+
+        Raises:
+            SpurlineError: What a rank raises, with a note that names rank, node, process and call.
+            RankFailedError: For every other end of a rank, and one that does not answer within the limit.
         """
         ...
 

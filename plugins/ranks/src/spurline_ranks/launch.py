@@ -18,13 +18,20 @@ def open_ranks(
     on_nodes: NodeChecks | None = None,
     cluster: ClusterRequest = ANY_CLUSTER,
 ) -> RankGroup:
-    """Processes that have joined each other and made their workers.
+    """Start processes that have joined each other and made their workers.
 
-    worker: `module:Class`, a `spurline_ranks.group.Worker`; importing its module must be enough to have imported
-    what is slow to import, and must not touch a GPU. arguments: of the class, after its place; plain data.
-    on_nodes: is called on a cluster, where all machines can be asked, before any worker is made.
-    cluster: which one.
-    Raises what a rank raises meanwhile, ConfigError for a request that this machine cannot meet, and RankFailedError.
+    Args:
+        request: How many ranks, and where.
+        worker: `module:Class`, a `spurline_ranks.group.Worker`. Its module imports what is slow to import, and does not
+            touch a GPU.
+        arguments: Of the class, after its place; plain data.
+        limits: Of the start and of calls.
+        on_nodes: Is called on a cluster, where all machines can be asked, before any worker is made.
+        cluster: The cluster, with `launch: ray`.
+
+    Raises:
+        SpurlineError: What a rank raises meanwhile.
+        ConfigError: If this machine cannot meet the request.
     """
     if request.launch == "ray":
         check_ray()

@@ -57,5 +57,5 @@ def counted(count: int, noun: str) -> str:
 
 
 def divisors(number: int) -> list[int]:
-    """In order. Of 0, which everything divides, none."""
+    """Return the divisors of a number in order; none of 0."""
     return [size for size in range(1, number + 1) if number % size == 0]

@@ -1,7 +1,7 @@
-"""What ranks are told of a run and of an objective, as plain data, and what they answer of a checkpoint.
+"""Turn a run's settings and an objective into plain data for ranks, and back.
 
-A rank reads the run's settings anew and makes the loss of every call from its config, through a registry of its own: no
-config, loss or plugin is ever pickled.
+A rank reads the run's settings again and makes the loss of every call from its config, through a registry of its own:
+no config, loss or plugin is ever pickled.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from spurline_models.trainable import refuse_stateful
 
 
 def plain_run(run: RunConfig) -> dict[str, Any]:
-    """The settings as JSON values that mean the same in another working directory."""
+    """Return the settings as JSON values that mean the same in another working directory."""
     # Every section by the class it has, also where the run was built by hand and not by loading.
     plain = run.model_dump(mode="json", serialize_as_any=True)
     return plain | {"run_dir": str(Path(run.run_dir).absolute())}
 
 
 def read_run(plain: Mapping[str, Any]) -> tuple[RunConfig, Registry]:
-    """The inverse of `plain_run`, with the run's plugins loaded in this process.
+    """Read what `plain_run` made, with the run's plugins loaded in this process.
 
     Rules between sections are not checked again: they held where the run began. Raises PluginError or ConfigError where
     this process has other plugins, or other versions of them.
@@ -38,7 +38,11 @@ def read_run(plain: Mapping[str, Any]) -> tuple[RunConfig, Registry]:
 
 
 def plain_objective(objective: Objective) -> dict[str, Any]:
-    """The objective of a call. Raises ConfigError or PluginError for a loss that ranks cannot make again."""
+    """Return the objective of a call as plain data.
+
+    Raises:
+        PluginError: For a loss that ranks cannot make again. ConfigError: For one that keeps a state.
+    """
     loss = objective.loss
     refuse_stateful(loss)
     config: Any = getattr(loss, "config", None)
@@ -55,7 +59,7 @@ def plain_objective(objective: Objective) -> dict[str, Any]:
 
 
 def read_objective(plain: Mapping[str, Any], registry: Registry) -> Objective:
-    """The inverse of `plain_objective`."""
+    """Read what `plain_objective` made."""
     settings = plain["loss"]
     config = registry.get("loss", settings["name"]).config.model_validate(settings)
     return Objective(registry.create("loss", config), plain["normalizer"], plain["temperature"])
@@ -63,7 +67,7 @@ def read_objective(plain: Mapping[str, Any], registry: Registry) -> Objective:
 
 @dataclass(frozen=True)
 class SavedPart:
-    """What one rank has written of a checkpoint: digests by path in its folder, or why it could not."""
+    """The files that one rank has written of a checkpoint, digests by path in its folder, or why it could not."""
 
     digests: Mapping[str, FileDigest]
     failure: str | None = None

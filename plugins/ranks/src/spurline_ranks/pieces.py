@@ -2,8 +2,8 @@
 
 A *piece* is a part of one tensor: a box of it, or a range of the values of a box, counted row by row. Every process
 writes its pieces into files of its own, `rank-00003.part-001.safetensors`, whose headers say which pieces they are, and
-hashes them while it writes. Whoever reads makes an index of all headers, finds out whether the pieces are each tensor
-once and whole, and then reads the boxes that he holds himself: on another number of processes those are others.
+hashes them while it writes. A reader makes an index of all headers, checks that the pieces are each tensor once and
+whole, and then reads the boxes that it needs itself: on another number of processes those are others.
 
 It knows no model and no optimizer. Naming the folder and renaming it into place are the caller's work. No pickle.
 """
@@ -47,7 +47,7 @@ class Box:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Self:
-        """All of a tensor."""
+        """Return the box of all of a tensor."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
@@ -60,7 +60,7 @@ class Box:
         return tuple(map(sum, zip(self.offset, self.shape, strict=True)))
 
     def common(self, other: Box) -> Box | None:
-        """What is in both, if anything is."""
+        """Return the box that is in both, if any is."""
         begin = tuple(map(max, zip(self.offset, other.offset, strict=True)))
         end = tuple(map(min, zip(self.end, other.end, strict=True)))
         if any(low >= high for low, high in zip(begin, end, strict=True)):
@@ -68,7 +68,7 @@ class Box:
         return Box(begin, tuple(high - low for low, high in zip(begin, end, strict=True)))
 
     def slices_in(self, outer: Box) -> tuple[slice, ...]:
-        """How to cut this box out of a tensor that holds the outer one."""
+        """Return the slices that cut this box out of a tensor that holds the outer one."""
         begin = [here - there for here, there in zip(self.offset, outer.offset, strict=True)]
         return tuple(slice(low, low + size) for low, size in zip(begin, self.shape, strict=True))
 
@@ -93,7 +93,7 @@ class Piece:
 
 
 def held_box(tensor: Tensor) -> Box:
-    """The part of a tensor that this process holds: all of it, or the local part of a DTensor."""
+    """Return the part of a tensor that this process holds: all of it, or the local part of a DTensor."""
     if not isinstance(tensor, DTensor):
         return Box.whole(tensor.shape)
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -102,12 +102,12 @@ def held_box(tensor: Tensor) -> Box:
 
 
 def held_values(tensor: Tensor) -> Tensor:
-    """The values of `held_box`: the very memory of the tensor."""
+    """Return the values of `held_box`: the very memory of the tensor."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def held_pieces(tensors: Mapping[str, Tensor], *, first: bool) -> Iterator[Piece]:
-    """The pieces that this process is to write of tensors that all processes hold parts of, each once over all.
+    """Yield the pieces that this process is to write, so that all processes together write each value once.
 
     first: whether it is the one that writes what all processes hold alike.
     """
@@ -185,7 +185,7 @@ def _named(pieces: list[Piece]) -> tuple[dict[str, Values], dict[str, Any]]:
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """Where a piece lies. span: of the box's values, counted row by row. begin: its first byte in the file."""
+    """A piece in a file. span: of the box's values, counted row by row. begin: its first byte in the file."""
 
     file: str
     begin: int
@@ -202,7 +202,7 @@ class StoredTensor:
     pieces: tuple[StoredPiece, ...]
 
     def describe(self) -> str:
-        """As `describe` says it of a tensor."""
+        """Say what `describe` says of a tensor."""
         return describe(torch.empty(self.shape, dtype=self.dtype, device="meta"))
 
 
@@ -215,9 +215,10 @@ class PieceIndex:
 
     @classmethod
     def of(cls, folder: Path) -> Self:
-        """Reads the headers, and checks that the pieces are every tensor once and whole.
+        """Read the headers, and check that the pieces are every tensor once and whole.
 
-        Raises DamagedCheckpointError naming file and key.
+        Raises:
+            DamagedCheckpointError: Naming file and key.
         """
         found: dict[str, list[tuple[Shape, torch.dtype, StoredPiece]]] = {}
         for path in sorted(folder.glob("rank-*.safetensors")):
@@ -237,13 +238,13 @@ class PieceIndex:
         return cls(folder, tensors)
 
     def read(self, key: str, box: Box) -> Tensor:
-        """A box of a tensor, on CPU, out of the files that hold parts of it. Reads no more than these parts."""
+        """Read a box of a tensor, on CPU, out of the files that hold parts of it, and no more than these parts."""
         result = torch.empty(box.shape, dtype=self.tensors[key].dtype)
         self._read_into(result, key, box)
         return result
 
     def read_span(self, key: str, box: Box, begin: int, end: int) -> Tensor:
-        """The values `begin` to `end` of a box, counted row by row, as a vector on CPU. Reads no more than these."""
+        """Read the values `begin` to `end` of a box, counted row by row, as a vector on CPU."""
         result = torch.empty(end - begin, dtype=self.tensors[key].dtype)
         filled = 0
         for inner in _boxes_of_span(box.shape, begin, end):
@@ -282,7 +283,7 @@ class PieceIndex:
         assert missing == 0, (key, box, missing)
 
     def read_like(self, key: str, like: Tensor) -> Tensor:
-        """What this process holds of a tensor, in the same parts as another one of its shape, and whole beside others.
+        """Read what this process holds of a tensor: the same parts as of `like`, or all where that has another shape.
 
         On the device of `like` where it has its shape, else on CPU.
         """

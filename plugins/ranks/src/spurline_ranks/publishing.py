@@ -21,8 +21,10 @@ from spurline_ranks.weight_gathering import Bucket, WeightGathering
 
 
 def buckets_of_ranks(ranks: RankGroup, version: int, choice: MakerChoice, first: int = 1) -> Iterator[WeightBucket]:
-    """In the controller: see `MakesBuckets`. Ranks are told that the last bucket has been taken when the one after it
-    is asked for."""
+    """Ask the ranks for one bucket after the other; see `MakesBuckets`.
+
+    They are told that the last bucket has been taken when the one after it is asked for.
+    """
     plain = asdict(choice)
     for number in range(first, ranks.call("num_buckets", plain)[0] + 1):
         made = [answer for answer in ranks.call("make_bucket", plain, version, number) if answer is not None]
@@ -31,8 +33,10 @@ def buckets_of_ranks(ranks: RankGroup, version: int, choice: MakerChoice, first:
 
 
 def join_buckets(buckets: Sequence[WeightBucket]) -> WeightBucket:
-    """One description of the same weights in several processes, whose own ones may say different things only within a
-    mapping of `where`: these are joined, and of equal keys the first is kept."""
+    """Join the descriptions of the same weights in several processes.
+
+    They may differ only within a mapping of `where`: mappings are joined, and the first of equal keys is kept.
+    """
     first, *others = buckets
     where = dict(first.where)
     for other in others:
@@ -53,7 +57,7 @@ def join_buckets(buckets: Sequence[WeightBucket]) -> WeightBucket:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What a `MakerChoice` comes to in these ranks, the same in each.
+    """The plan that follows from a `MakerChoice`, the same in all ranks.
 
     gathering: of the part that is published. dtype: what weights are gathered in; None: as they are. buckets: in order.
     makers: the ranks that make each bucket.
@@ -71,11 +75,10 @@ class _Plan:
 
 
 class Publishing:
-    """In a rank.
+    """Makes buckets in a rank.
 
-    dtype: what the model's weights are cast to before they are gathered, unless a choice says otherwise. adapter: of
-    the adapters' tensors alone; None: this backend has none. These are gathered as they are, unless a choice says
-    otherwise.
+    dtype: what the model's weights are cast to before they are gathered, unless a choice says otherwise. adapter:
+    gathers the adapters' tensors alone, as they are unless a choice says otherwise; None where this backend has none.
     """
 
     def __init__(
@@ -87,11 +90,11 @@ class Publishing:
         self._plan: _Plan | None = None
 
     def num_buckets(self, choice: Mapping[str, Any]) -> int:
-        """How many a publish takes with a maker of this `MakerChoice`; until another is chosen, it is kept."""
+        """Return how many a publish takes with a maker of this `MakerChoice`, which is kept until another is chosen."""
         return len(self._planned(choice).buckets)
 
     def make(self, choice: Mapping[str, Any], version: int, number: int) -> dict[str, Any] | None:
-        """The bucket of this number, from 1, from each rank that makes it. A collective."""
+        """Make the bucket of this number, from 1; None in ranks that do not make it. A collective."""
         plan = self._planned(choice)
         bucket, makers, count = plan.buckets[number - 1], plan.makers[number - 1], len(plan.buckets)
         self._place.doing(f"gathering weights for engines, bucket {number} of {count}")
@@ -103,7 +106,7 @@ class Publishing:
         return self._maker.make(version, number, _given_up(weights)).to_plain()
 
     def taken(self) -> None:
-        """Every engine has the last bucket."""
+        """Tell the maker that every engine has the last bucket."""
         if self._maker is not None:
             self._maker.taken()
 

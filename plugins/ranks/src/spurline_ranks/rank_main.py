@@ -1,13 +1,8 @@
-"""Inside a rank: choose its device, join the others, make the worker, and do what it is called for.
-
-Whoever starts the process makes one `RankMain` there, and hands it the calls.
-"""
+"""Inside a rank: choose its device, join the others, make the worker, and do what it is called for."""
 
 from __future__ import annotations
 
-import faulthandler
 import os
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,13 +16,12 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from spurline_models.device_profile import device_profile
 from spurline_ranks.group import Place, TimeLimits
-from spurline_ranks.network import check_interfaces
-from spurline_ranks.outcomes import Outcome, Raised, Value
+from spurline_ranks.outcomes import Raised, Value, pack
 
 
 @dataclass(frozen=True)
 class RankOrder:
-    """What a rank is to be; plain data.
+    """A rank that is to be made, as plain data.
 
     worker: `module:Class`. arguments: of the worker, after its place. node: the machine's name, as texts say it.
     device: with `cuda`, the first GPU that this process sees. num_threads: CPU threads of torch.
@@ -48,15 +42,15 @@ class RankOrder:
 
 
 class RankMain:
-    """One rank. Its methods are called one at a time, but `doing` and `stacks`, which any thread may call."""
+    """One rank. Its methods are called one at a time, but `doing`, which any thread may call."""
 
     def __init__(self, order: RankOrder) -> None:
         self._order = order
         self._doing = ("starting", time.monotonic())
         self._worker: Any = None
 
-    def start(self) -> Outcome:
-        """Join the others and make the worker. Returns when all ranks have joined."""
+    def start(self) -> bytes:
+        """Join the others and make the worker; returns the packed outcome when all ranks have joined."""
         try:
             os.environ.update(self._order.environment)
             self._join()
@@ -64,17 +58,17 @@ class RankMain:
             place = Place(self._order.rank, self._order.world, self._order.local_rank, self._order.node, self.say)
             self._worker = resolve_name(self._order.worker)(place, *self._order.arguments)
         except BaseException as error:  # noqa: BLE001 - raised where the ranks were asked for
-            return Raised.of(error)
+            return pack(Raised.of(error))
         self.say("waiting for a call")
-        return Value(None)
+        return pack(Value(None))
 
-    def call(self, method: str, arguments: Sequence[Any]) -> Outcome:
-        """What came of one method of the worker."""
+    def call(self, method: str, arguments: Sequence[Any]) -> bytes:
+        """Call a method of the worker; returns the packed outcome."""
         self.say(f"in `{method}`")
         try:
-            return Value(getattr(self._worker, method)(*arguments))
+            return pack(Value(getattr(self._worker, method)(*arguments)))
         except BaseException as error:  # noqa: BLE001 - raised where the call was made
-            return Raised.of(error)
+            return pack(Raised.of(error))
         finally:
             self.say(f"waiting for a call, `{method}` is done")
 
@@ -82,22 +76,14 @@ class RankMain:
         self._doing = (text, time.monotonic())
 
     def doing(self) -> str:
-        """What the rank does, and since when."""
+        """Say what the rank does, and since when."""
         text, since = self._doing
         return f"{text}, for {time.monotonic() - since:.0f} s"
-
-    def stacks(self) -> str:
-        """Where each thread of this process stands."""
-        with tempfile.TemporaryFile("w+") as file:
-            faulthandler.dump_traceback(file)
-            file.seek(0)
-            return file.read().strip()
 
     def _join(self) -> None:
         order = self._order
         torch.set_num_threads(order.num_threads)
         profile = device_profile(order.device)
-        check_interfaces(profile.process_group)
         host, port = order.store
         self.say(f"joining the other ranks at {host}:{port}")
         # The group has a limit for each exchange; the store for each rank that is late at the start.

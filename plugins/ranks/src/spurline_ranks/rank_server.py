@@ -1,8 +1,8 @@
 """The process that ranks of this machine are forked from; it has imported what is slow to import, nothing else.
 
-The controller hands it a connection and a log for each rank over a socket, and gets told its process and how it has
-ended. Every rank has a session of its own, so that Ctrl-C stays the controller's to handle, and is killed by Linux when
-this process dies, which is killed when the controller dies.
+The controller hands it a connection and a log for each rank over a socket, gets the id of the new process back, and is
+told how that has ended. Every rank has a session of its own, so that Ctrl-C stays the controller's to handle. Linux
+kills the ranks when this process dies, and this process when the controller dies.
 """
 
 from __future__ import annotations
@@ -10,29 +10,22 @@ from __future__ import annotations
 import faulthandler
 import importlib
 import os
-import pickle
 import selectors
 import signal
 import socket
-import struct
 import sys
 import threading
 import traceback
 from collections.abc import Mapping
-from contextlib import suppress
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
 
-from spurline.child import Parent, end_with
-from spurline_ranks.outcomes import Raised
+from spurline.child import Parent, end_with, kill_group
+from spurline_ranks.outcomes import packed
 from spurline_ranks.rank_main import RankMain
 
-COMMAND = struct.Struct("<cI")
-"""One command of the controller: what, and the number of a rank. Ranks are numbered in the order of their start."""
-FORK, KILL, STACKS = b"f", b"k", b"t"
-"""FORK comes with two open files, the rank's connection and its log."""
-
+PID_BYTES = 8
 _PRELOADED = ("torch", "transformers")
 
 
@@ -41,93 +34,61 @@ def main(parent: Parent) -> None:
     for module in (*_PRELOADED, *modules):
         importlib.import_module(module)
     parent.send({"ready": True})
-    files = _Server(parent, socket.socket(fileno=int(control))).serve()
+    files = _serve(parent, socket.socket(fileno=int(control)))
     # Only in a fork: here ends the server, and a rank begins.
     if files is not None:
         _be_a_rank(*files)
 
 
-class _Server:
-    def __init__(self, parent: Parent, control: socket.socket) -> None:
-        self._parent, self._control = parent, control
-        self._num_started = 0
-        self._pids: dict[int, int] = {}
-        # What systems send to all processes when they stop a job is the controller's to handle.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        self._woken, self._wake = os.pipe()
-        os.set_blocking(self._wake, False)
-        os.set_blocking(self._woken, False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(self._wake)
-
-    def serve(self) -> tuple[int, int] | None:
-        """Obey until the controller is gone. Returns a second time in each rank: its connection and log."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._control, selectors.EVENT_READ)
-            selector.register(self._woken, selectors.EVENT_READ)
-            while True:
-                ready = {key.fileobj for key, _ in selector.select()}
-                if self._woken in ready:
-                    os.read(self._woken, 1 << 16)
-                    self._reap()
-                if self._control in ready:
-                    command, files, _, _ = socket.recv_fds(self._control, COMMAND.size, 2)
-                    if not command:
-                        return None
-                    if (mine := self._obey(command, files)) is not None:
-                        return mine
-
-    def _obey(self, command: bytes, files: list[int]) -> tuple[int, int] | None:
-        what, number = COMMAND.unpack(command)
-        if what == FORK:
-            return self._start(*files)
-        if (pid := self._pids.get(number)) is not None:
-            if what == KILL:
-                _kill(pid)
-            else:
-                os.kill(pid, signal.SIGUSR1)
-        return None
-
-    def _start(self, connection: int, log: int) -> tuple[int, int] | None:
-        server = os.getpid()
-        pid = os.fork()
-        if pid:
-            self._pids[self._num_started] = pid
-            self._parent.send({"started": self._num_started, "pid": pid})
-            self._num_started += 1
-            os.close(connection)
-            os.close(log)
-            return None
-        os.setsid()
-        end_with(server)
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for file in (self._woken, self._wake):
-            os.close(file)
-        self._control.close()
-        self._parent.close()
-        return connection, log
-
-    def _reap(self) -> None:
-        for number, pid in list(self._pids.items()):
-            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+def _serve(parent: Parent, control: socket.socket) -> tuple[int, int] | None:
+    """Fork ranks until the controller is gone. Returns a second time in each rank: its connection and log."""
+    # What systems send to all processes when they stop a job is the controller's to handle.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    woken, wake = socket.socketpair()
+    for end in (woken, wake):
+        end.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake.fileno())
+    server, ranks = os.getpid(), set[int]()
+    with selectors.DefaultSelector() as selector:
+        selector.register(control, selectors.EVENT_READ)
+        selector.register(woken, selectors.EVENT_READ)
+        while True:
+            ready = {key.fileobj for key, _ in selector.select()}
+            if woken in ready:
+                woken.recv(1 << 16)
+                _reap(ranks, parent)
+            if control not in ready:
                 continue
-            # What the rank has started; its group cannot be another's as long as the rank is not waited for.
-            _kill(pid)
-            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            del self._pids[number]
-            self._parent.send({"ended": number, "code": code})
+            asked, files, _, _ = socket.recv_fds(control, 1, 2)
+            if not asked:
+                return None
+            if (pid := os.fork()) == 0:
+                break
+            ranks.add(pid)
+            control.send(pid.to_bytes(PID_BYTES))
+            for file in files:
+                os.close(file)
+    os.setsid()
+    end_with(server)
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for end in (woken, wake, control, parent):
+        end.close()
+    connection, log = files
+    return connection, log
 
 
-def _kill(pid: int) -> None:
-    """A rank and what it has started."""
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        # It has been forked only now and has no group yet, or is over.
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+def _reap(ranks: set[int], parent: Parent) -> None:
+    for pid in list(ranks):
+        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            continue
+        # What the rank has started.
+        kill_group(pid)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        ranks.remove(pid)
+        parent.send({"pid": pid, "code": code})
 
 
 def _be_a_rank(connection: int, log: int) -> None:
@@ -156,16 +117,9 @@ class _Rank:
 
     def serve(self) -> None:
         threading.Thread(target=self._listen, name="connection", daemon=True).start()
-        self._say(("outcome", self._main.start()))
+        self._say(self._main.start())
         while True:
-            method, arguments = self._calls.get()
-            outcome = self._main.call(method, arguments)
-            try:
-                self._say(("outcome", outcome))
-            except (TypeError, AttributeError, pickle.PicklingError) as error:
-                # Nothing was sent: a message is pickled first.
-                error.add_note(f"The answer of `{method}` is no plain data.")
-                self._say(("outcome", Raised.of(error)))
+            self._say(self._main.call(*self._calls.get()))
 
     def _listen(self) -> None:
         """Take calls and questions. A controller that is gone leaves nobody to work for, whatever the rank does."""
@@ -173,7 +127,7 @@ class _Rank:
             while True:
                 method, common = self._connection.recv()
                 if method is None:
-                    self._say(("doing", self._main.doing()))
+                    self._say(packed(self._main.doing()))
                 else:
                     own = self._connection.recv()
                     self._calls.put((method, (*own, *common)))
@@ -183,6 +137,6 @@ class _Rank:
             traceback.print_exc()
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def _say(self, message: tuple[str, Any]) -> None:
+    def _say(self, message: bytes) -> None:
         with self._lock:
-            self._connection.send(message)
+            self._connection.send_bytes(message)

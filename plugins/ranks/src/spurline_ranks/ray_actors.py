@@ -27,13 +27,13 @@ from spurline.errors import RunFailedError
 from spurline.protocols.ranks import RankRequest
 from spurline_ranks.calls import START, RankCalls
 from spurline_ranks.cluster_checks import NodeChecks
-from spurline_ranks.cluster_room import each_needs, outcomes_of, room_for, what_comes
+from spurline_ranks.cluster_room import asking, each_needs, room_for, what_comes
 from spurline_ranks.group import ANY_CLUSTER, ClusterRequest, TimeLimits
 from spurline_ranks.network import variables_of_one_machine
-from spurline_ranks.outcomes import Died, Identity, Outcome, Raised, Value, error_of
+from spurline_ranks.outcomes import Died, Identity, Outcome, Raised, Value, packed, unpacked
 from spurline_ranks.rank_main import RankMain, RankOrder
 from spurline_ranks.ray_cluster import Node, RayCluster
-from spurline_ranks.ray_node import NodeActor, packed, unpacked, write_into
+from spurline_ranks.ray_node import NodeActor, write_into
 from spurline_ranks.store import open_store
 
 _END_TIMEOUT_S = 30.0
@@ -46,8 +46,6 @@ _TELLING_S = 10.0
 """Seconds that Ray has to tell of the end of a process that is not there any more."""
 _WATCH = "watch"
 """The thread of an actor that answers while another one computes."""
-
-
 _LOST = Died("was lost with its machine, which does not answer any more,")
 
 
@@ -64,7 +62,7 @@ class RankActor:
         self._main: RankMain | None = None
 
     def meet(self, hosts_store: bool) -> bytes:
-        """Outcome: what the controller must know of this process, with the place of its store where it hosts one."""
+        """Return the outcome: this process's id and output, and the place of its store where it hosts one."""
         store = None
         if hosts_store:
             self._store = open_store(address := get_node_ip_address())
@@ -72,20 +70,16 @@ class RankActor:
         return packed(Value((os.getpid(), os.readlink("/proc/self/fd/2"), store)))
 
     def start(self, order: RankOrder, log: str | None) -> bytes:
-        """Outcome of joining the others and making the worker. log: of this rank from now on."""
+        """Join the others and make the worker; returns the outcome. log: of this rank from now on."""
         if log is not None:
             write_into(log)
         self._main = RankMain(order)
-        return packed(self._main.start())
+        return self._main.start()
 
     def call(self, method: str, arguments: bytes) -> bytes:
-        """Outcome of a method of the worker. arguments: a packed tuple."""
+        """Call a method of the worker; returns the outcome. arguments: a packed tuple."""
         assert self._main is not None
-        outcome = self._main.call(method, unpacked(arguments))
-        try:
-            return packed(outcome)
-        except Exception as error:  # noqa: BLE001 - raised where the call was made
-            return packed(Raised.of(error))
+        return self._main.call(method, unpacked(arguments))
 
     @ray.method(concurrency_group=_WATCH)
     def doing(self) -> str:
@@ -115,7 +109,7 @@ class RayRanks(RankCalls):
         on_nodes: NodeChecks | None = None,
         cluster: ClusterRequest = ANY_CLUSTER,
     ) -> None:
-        """on_nodes: is called when there is a process on each machine, before any worker is made."""
+        """See `open_ranks`."""
         super().__init__(request.count, limits)
         self._cluster_request = cluster
         self._cluster = RayCluster(cluster)
@@ -130,7 +124,8 @@ class RayRanks(RankCalls):
             self._place_ranks(request)
             stores = self._meet()
             if on_nodes is not None:
-                on_nodes(self._ask_nodes)
+                names = {rank.node.id: rank.node.name for rank in self._ranks}
+                on_nodes(asking({names[node]: watcher for node, watcher in self._watchers.items()}, limits))
             self._order(request, worker, arguments, stores[0])
         except BaseException:
             self.close()
@@ -144,7 +139,7 @@ class RayRanks(RankCalls):
 
     def _wait(self, missing: Sequence[int], timeout_s: float) -> dict[int, Outcome]:
         waiting = [answer for answer, rank in self._answers.items() if rank in missing]
-        # Whatever comes first: a list of answers would only be there when the last one is.
+        # One at a time: a list of answers would only be there when the last one is.
         ready, _ = ray.wait(waiting, num_returns=1, timeout=timeout_s)
         return {(rank := self._answers.pop(answer)): self._outcome(rank, answer) for answer in ready}
 
@@ -163,31 +158,37 @@ class RayRanks(RankCalls):
         return what_comes({rank: self._ranks[rank].actor.doing.remote() for rank in missing}, _ANSWER_TIMEOUT_S)
 
     def _stacks(self, missing: Sequence[int]) -> Mapping[int, str]:
-        asked: dict[int, Any] = {}
-        for number in missing:
-            rank = self._ranks[number]
-            if not rank.pid:
-                # It has never answered, so nobody knows which process it is.
-                continue
-            asked[number] = self._watchers[rank.node.id].stacks.remote(rank.pid, rank.log, _ANSWER_TIMEOUT_S)
+        # The process of a rank that has never answered is not known.
+        known = [(number, self._ranks[number]) for number in missing if self._ranks[number].pid]
+        asked = {
+            number: self._watchers[rank.node.id].stacks.remote(rank.pid, rank.log, _ANSWER_TIMEOUT_S)
+            for number, rank in known
+        }
         return what_comes(asked, 2 * _ANSWER_TIMEOUT_S)
 
     def _gone(self, ranks: Sequence[int]) -> Mapping[int, Died]:
-        by_node: dict[str, list[int]] = {}
-        for number in ranks:
-            by_node.setdefault(self._ranks[number].node.id, []).append(number)
-        pids = {node: [self._ranks[number].pid for number in numbers] for node, numbers in by_node.items()}
-        asked = {node: self._watchers[node].missing.remote(pids[node]) for node in by_node}
-        answers = what_comes(asked, _PING_TIMEOUT_S)
+        pids = self._pids_by_node(ranks)
+        answers = what_comes(
+            {node: self._watchers[node].missing.remote(list(of_node)) for node, of_node in pids.items()},
+            _PING_TIMEOUT_S,
+        )
         gone: dict[int, Died] = {}
-        for node, numbers in by_node.items():
+        for node, of_node in pids.items():
             if (missing := answers.get(node)) is None:
                 self._lost.add(node)
-                gone |= dict.fromkeys(numbers, _LOST)
-            elif died := [number for number in numbers if self._ranks[number].pid in missing]:
-                told = self._wait(died, _TELLING_S)
+                gone |= dict.fromkeys(of_node.values(), _LOST)
+            elif missing:
+                told = self._wait([of_node[pid] for pid in missing], _TELLING_S)
                 gone |= {number: outcome for number, outcome in told.items() if isinstance(outcome, Died)}
         return gone
+
+    def _pids_by_node(self, ranks: Sequence[int]) -> dict[str, dict[int, int]]:
+        """Return the ranks of each machine by their process ids."""
+        found: dict[str, dict[int, int]] = {}
+        for number in ranks:
+            rank = self._ranks[number]
+            found.setdefault(rank.node.id, {})[rank.pid] = number
+        return found
 
     def _end(self) -> None:
         with self._ending:
@@ -222,7 +223,7 @@ class RayRanks(RankCalls):
             self._ranks += [_Rank(kind.options(**options).remote(), node, local) for local in range(per_node)]
 
     def _meet(self) -> list[Any]:
-        """Wait until every actor is there; returns what each says of a store."""
+        """Wait until every actor is there; returns the place of the store that each hosts, or None."""
         self._answers = {rank.actor.meet.remote(not number): number for number, rank in enumerate(self._ranks)}
         with self._lock:
             met = self._collect(START, self._limits.start_s, time.monotonic())
@@ -254,27 +255,10 @@ class RayRanks(RankCalls):
                 # What the user has set for the machines, the processes have already.
                 environment={name: value for name, value in variables.items() if name not in chosen},
             )
-            log = (
-                None if self._cluster_request.log_dir is None else f"{self._cluster_request.log_dir}/rank-{number}.log"
-            )
+            folder = self._cluster_request.log_dir
+            log = None if folder is None else f"{folder}/rank-{number}.log"
             self._answers[rank.actor.start.remote(order, log)] = number
-            if log is not None:
-                rank.log = log
-
-    def _ask_nodes(self, function: str, *arguments: Any, doing: str | None = None) -> Mapping[str, Any]:
-        limits = self._limits
-        limit_s, setting = (limits.start_s, "start_timeout_s") if doing is None else (limits.call_s, "call_timeout_s")
-        names = {rank.node.id: rank.node.name for rank in self._ranks}
-        watchers = {names[node]: watcher for node, watcher in self._watchers.items()}
-        what = doing or f"answer `{function}`"
-        answers: dict[str, Any] = {}
-        for name, outcome in outcomes_of(watchers, function, arguments, what, limit_s, f"backend.{setting}").items():
-            if isinstance(outcome, Raised):
-                first = next(number for number, rank in enumerate(self._ranks) if rank.node.name == name)
-                raise error_of(self._identity(first), function, outcome)
-            assert isinstance(outcome, Value), outcome
-            answers[name] = outcome.value
-        return answers
+            rank.log = log or rank.log
 
     def _death(self, rank: _Rank, error: RayActorError) -> Died:
         if not rank.log:
@@ -287,23 +271,19 @@ class RayRanks(RankCalls):
         return _LOST
 
     def _left(self) -> list[str]:
-        """Ranks that are still there although they were killed. A lost machine cannot be asked, and has none."""
-        asked: dict[str, Any] = {}
-        for node, watcher in self._watchers.items():
-            if node in self._lost:
-                continue
-            pids = [rank.pid for rank in self._ranks if rank.node.id == node and rank.pid]
-            asked[node] = watcher.end.remote(pids, _END_TIMEOUT_S)
+        """Name ranks that are still there although they were killed. A lost machine cannot be asked, and has none."""
+        pids = self._pids_by_node([number for number, rank in enumerate(self._ranks) if rank.pid])
+        asked = {
+            node: watcher.end.remote(list(pids.get(node, ())), _END_TIMEOUT_S)
+            for node, watcher in self._watchers.items()
+            if node not in self._lost
+        }
         left = what_comes(asked, _END_TIMEOUT_S + _ANSWER_TIMEOUT_S)
-        return [
-            str(self._identity(number))
-            for number, rank in enumerate(self._ranks)
-            if rank.pid in left.get(rank.node.id, ())
-        ]
+        return [str(self._identity(pids[node][pid])) for node, of_node in left.items() for pid in of_node]
 
 
 def _how_it_died(error: RayActorError) -> str:
-    """What Ray knows of it, as the predicate of a sentence."""
+    """Say what Ray knows of it, as the predicate of a sentence."""
     text = str(error).strip()
     if (code := re.search(r"exit code (\d+)", text)) is not None:
         return f"ended with exit code {code[1]}"

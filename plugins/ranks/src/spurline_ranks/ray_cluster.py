@@ -30,7 +30,7 @@ from spurline_ranks.group import ClusterRequest, RuntimeEnv
 from spurline_ranks.ray_protection import folder_of_ours, obeys_strangers, read_authentication, starting_for_us_alone
 
 Bundle = Mapping[str, float]
-"""What one machine has to give, such as `{"GPU": 2, "CPU": 2}`."""
+"""Resources of one machine, such as `{"GPU": 2, "CPU": 2}`."""
 
 _OWN_CPUS = 1024
 """Of a cluster started here, which nobody else uses: its CPUs are only counted, and must never be what is missing."""
@@ -66,7 +66,6 @@ class RayCluster:
     """One user's hold on the cluster, from `open` to `close`."""
 
     def __init__(self, request: ClusterRequest) -> None:
-        """request: that of all that this process places on Ray, which is one job to it."""
         self._request = request
         self._lock = threading.Lock()
         self._is_open = False
@@ -74,8 +73,8 @@ class RayCluster:
     def open(self) -> None:
         """Join the cluster, or start one where it may be any and there is none. May be called again.
 
-        Raises UserError for a cluster that does not answer, and where another one, or one with another `runtime_env`,
-        is open already.
+        Raises:
+            UserError: If the cluster does not answer, or this process has opened another one.
         """
         with self._lock:
             if not self._is_open:
@@ -91,16 +90,15 @@ class RayCluster:
 
     @property
     def is_own(self) -> bool:
-        """Whether it was started here, so that no machine will be added to it."""
+        """True where it was started here, so that no machine will be added to it."""
         return _CONNECTION.is_own
 
     def obeys_strangers(self) -> bool:
-        """Whether whoever reaches it can run code on it, without a token. Raises RunFailedError when that is not to be
-        found out."""
+        """Return whether a process without a token can run code on it."""
         return obeys_strangers(ray.get_runtime_context().gcs_address)
 
     def nodes(self) -> list[Node]:
-        """Those that are alive, in an order that stays."""
+        """Return those that are alive, in an order that stays."""
         alive = [node for node in ray.nodes() if node["Alive"]]
         there = Counter(node["NodeManagerHostname"] for node in alive)
         free = available_resources_per_node()
@@ -112,21 +110,8 @@ class RayCluster:
             nodes.append(Node(identity, told, node["Resources"], free.get(identity, {})))
         return sorted(nodes, key=lambda node: (node.name, node.id))
 
-    def total(self, resource: str) -> float:
-        """What all machines have together, free or not."""
-        return sum(node.has(resource) for node in self.nodes())
-
-    def describe(self) -> str:
-        """Its machines and what is free of them, in words."""
-        nodes, free = self.nodes(), ray.available_resources()
-        kinds = [kind for kind in ("GPU", "CPU") if kind == "CPU" or self.total(kind)]
-        total = amounts({kind: self.total(kind) for kind in kinds})
-        left = amounts({kind: free.get(kind, 0.0) for kind in kinds})
-        each = "; ".join(f"{node.name}: {amounts({kind: node.has(kind) for kind in kinds})}" for node in nodes)
-        return f"{len(nodes)} node{'s' if len(nodes) != 1 else ''} with {total}, of which {left} are free ({each})"
-
     def reserve(self, bundles: Sequence[Bundle], strategy: Literal["STRICT_PACK", "STRICT_SPREAD"]) -> PlacementGroup:
-        """A placement group, which may not be ready: wait for `group.ready()`. Each bundle is of one machine."""
+        """Ask for a placement group, each bundle on one machine; wait for its `ready()`."""
         return placement_group([dict(bundle) for bundle in bundles], strategy=strategy)
 
     def release(self, group: PlacementGroup) -> None:
@@ -135,7 +120,7 @@ class RayCluster:
             remove_placement_group(group)
 
     def actor_options(self, group: PlacementGroup, bundle: int, needs: Bundle) -> dict[str, Any]:
-        """Options of an actor in that bundle, which is never started a second time. needs: 0 where it has none."""
+        """Return the options of an actor in that bundle, which is never started a second time."""
         return {
             "num_cpus": needs.get("CPU", 0),
             "num_gpus": needs.get("GPU", 0),
@@ -148,6 +133,17 @@ class RayCluster:
 def amounts(resources: Mapping[str, float]) -> str:
     """Such as `2 GPU, 8 CPU`."""
     return ", ".join(f"{count:g} {resource}" for resource, count in resources.items())
+
+
+def free_of(nodes: Sequence[Node]) -> str:
+    """Such as `2 of 4 GPU, 8 of 8 CPU on node1; 0 of 4 GPU, 8 of 8 CPU on node2`."""
+    return "; ".join(
+        ", ".join(
+            f"{node.free.get(kind, 0.0):g} of {node.has(kind):g} {kind}" for kind in ("GPU", "CPU") if node.has(kind)
+        )
+        + f" on {node.name}"
+        for node in nodes
+    )
 
 
 class _Connection:
@@ -165,7 +161,7 @@ class _Connection:
         with self._lock:
             if not self._users:
                 self._request = request
-                # Otherwise whoever has initialized Ray in this process also ends it.
+                # Otherwise the code that has initialized Ray in this process also ends it.
                 if not ray.is_initialized():
                     self._start()
             elif (self._request.address, self._request.runtime_env) != (request.address, request.runtime_env):
@@ -213,8 +209,10 @@ _CONNECTION = _Connection()
 
 
 def _forget_protection(before: Collection[str]) -> None:
-    """What Ray has taken over of how a cluster is protected: with that, processes of ours could not join another one.
-    before: names of the variables of the environment that there were."""
+    """Take back how Ray protected a cluster, or processes of ours could not join another one.
+
+    before: names of the variables of the environment that there were.
+    """
     for name in set(os.environ) - set(before):
         if name.startswith("RAY_"):
             del os.environ[name]

@@ -1,4 +1,4 @@
-"""What runs once on each machine of a Ray cluster where ranks are: it answers for the machine, and for its dead.
+"""The process that runs once on each machine of a Ray cluster: it answers for the machine, and for its dead.
 
 A rank that hangs or has died says nothing itself; this process reads what it wrote, lets it write its stacks, and sees
 it gone. Imports no torch.
@@ -7,7 +7,6 @@ it gone. Imports no torch.
 from __future__ import annotations
 
 import os
-import pickle
 import platform
 import signal
 import time
@@ -20,7 +19,7 @@ from typing import Any
 
 from spurline.files import own_file
 from spurline_models.machine import num_cores, why_silent
-from spurline_ranks.outcomes import Outcome, Raised, Value
+from spurline_ranks.outcomes import Raised, Value, pack
 
 _LAST_WORDS_BYTES = 3000
 _STACKS_BYTES = 100_000
@@ -31,16 +30,6 @@ _RAYS_TIME_S = 2.0
 _BEGIN = "The output of process "
 _RAYS_OWN = (":job_id:", ":actor_name:", ":task_name:")
 """Lines that Ray writes into a process's output for its own use begin so."""
-
-
-def packed(value: object) -> bytes:
-    """Pickled here and not by Ray, which would hand arrays on as memory that cannot be written to."""
-    return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
-
-
-def unpacked(wire: bytes) -> Any:
-    """What this run has packed in another of its processes."""
-    return pickle.loads(wire)  # noqa: S301
 
 
 def write_into(log: str) -> None:
@@ -76,35 +65,27 @@ class NodeActor:
         self._raylet = os.getppid()
 
     def missing(self, pids: Sequence[int]) -> list[int] | None:
-        """Those of these processes that are not there; None where Ray itself has ended on this machine, so that all it
-        has started here is about to end, this process too."""
+        """Return those of these processes that are gone; None where Ray has ended on this machine, and so soon do all
+        processes that it has started here."""
         return None if os.getppid() != self._raylet else [pid for pid in pids if not _is_there(pid)]
 
     def cores(self) -> int:
-        """CPU cores that processes may use here."""
+        """Return the number of CPU cores that processes may use here."""
         return num_cores()
 
     def run(self, function: str, arguments: tuple[Any, ...]) -> bytes:
-        """The packed Outcome of `module:function`."""
+        """Call `module:function`; returns the packed outcome."""
         try:
-            outcome: Outcome = Value(resolve_name(function)(*arguments))
+            return pack(Value(resolve_name(function)(*arguments)))
         except Exception as error:  # noqa: BLE001 - raised where it was asked for
-            outcome = Raised.of(error)
-        return packed(outcome)
+            return pack(Raised.of(error))
 
     def last_words(self, log: str) -> str | None:
-        """The end of what a rank wrote; None where Ray itself has ended on this machine."""
-        if os.getppid() != self._raylet:
-            return None
-        return last_words(log)
+        """Return the end of what a rank wrote; None where Ray has ended on this machine."""
+        return last_words(log) if os.getppid() == self._raylet else None
 
     def stacks(self, pid: int, log: str, limit_s: float) -> str:
-        """Where each thread of a rank stands, or why it does not tell; it writes that to its log at SIGUSR1.
-
-        Nothing for a rank whose process is not known: 0 would be this process and its group.
-        """
-        if not pid:
-            return ""
+        """Return the stack of each thread of a rank, or why it writes none; it does so to its log at SIGUSR1."""
         path = Path(log)
         begin = size = path.stat().st_size
         os.kill(pid, signal.SIGUSR1)
@@ -127,7 +108,7 @@ class NodeActor:
 
 
 def _left(pids: Sequence[int], limit_s: float) -> list[int]:
-    """Those that are still there when the time is over; returns as soon as none is."""
+    """Wait for their end; returns those that are still there when the time is over."""
     until = time.monotonic() + limit_s
     while (left := [pid for pid in pids if _is_there(pid)]) and time.monotonic() < until:
         time.sleep(0.02)

@@ -1,7 +1,7 @@
 """Keep a Ray cluster of this machine alone to those who started it.
 
-Whoever can talk to a Ray cluster can run code in it. By itself Ray listens on all interfaces, and shares one token
-among all clusters of a user, in a file that others of the machine may be able to read.
+A process that can talk to a Ray cluster can run code in it. By itself Ray listens on all interfaces, and shares one
+token among all clusters of a user, in a file that others of the machine may be able to read.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ _SHORT_BASE = "/tmp"
 
 @contextmanager
 def starting_for_us_alone() -> Iterator[None]:
-    """While a cluster is started here: its processes listen on the loopback, and answer only who has a token that is
-    made for it. This process, and those that the cluster starts, have it; nobody else, and no file."""
+    """Let a cluster that is started in the context listen on the loopback, and answer only with a token made for it.
+
+    This process and those that the cluster starts have the token; it is in no file.
+    """
     before = {name: os.environ.pop(name, None) for name in _OWN_VARIABLES}
     everywhere = ray_constants.ENABLE_RAY_CLUSTER
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
@@ -60,9 +62,11 @@ def starting_for_us_alone() -> Iterator[None]:
 
 @contextmanager
 def folder_of_ours() -> Iterator[str]:
-    """A folder for such a cluster's sockets, logs and copies of code, gone afterwards, or with the next one where this
-    process is killed. Ray lets all users of a machine write to its folders, where they could put other code: this is in
-    one that nobody else may enter."""
+    """Make a folder for such a cluster's sockets, logs and copies of code, which no other user may enter.
+
+    Ray lets all users of a machine write to its folders, where they could put other code. It is removed afterwards, or
+    with the next one where this process is killed.
+    """
     base = os.environ.get("RAY_TMPDIR") or gettempdir()
     if len(os.fsencode(base)) > _LONGEST_BASE:
         base = _SHORT_BASE
@@ -75,8 +79,10 @@ def folder_of_ours() -> Iterator[str]:
 
 
 def read_authentication() -> None:
-    """Have Ray look anew how this process proves who it is, as the environment says: it does so once by itself, and
-    could join no cluster with another token, or with none, after that."""
+    """Let Ray read again from the environment how this process proves who it is.
+
+    It does so once by itself, and could join no cluster with another token, or with none, after that.
+    """
     _COMPILED.Config.initialize("")
     # Older releases of Ray have no tokens, and their own cluster is protected by where it listens alone.
     if hasattr(_COMPILED, "AuthenticationTokenLoader"):
@@ -84,8 +90,11 @@ def read_authentication() -> None:
 
 
 def obeys_strangers(address: str) -> bool:
-    """Whether the head of a cluster that is there answers a process that has no token; another process asks, which
-    takes a second. Raises RunFailedError when that is not to be found out."""
+    """Return whether the head of a running cluster answers a process that has no token.
+
+    Raises:
+        RunFailedError: If it cannot be asked.
+    """
     environment = {name: value for name, value in os.environ.items() if name not in _OWN_VARIABLES}
     command = [sys.executable, "-c", _STRANGER, address]
     try:

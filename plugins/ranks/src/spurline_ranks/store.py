@@ -1,6 +1,6 @@
 """The key-value store where processes of a run meet, before they exchange tensors.
 
-It asks nobody who they are: whoever reaches it can write what the others read there, such as where to connect to.
+It asks nobody who they are: a process that reaches it can write what the others read, such as where to connect to.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ _TIMEOUT = timedelta(minutes=5)
 
 
 def open_store(host: str, timeout: timedelta = _TIMEOUT) -> TCPStore:
-    """A store of this process, at a free port of this address alone, where `TCPStore` by itself listens on all
-    interfaces; on all of them where none has the address, as behind a translation of addresses.
+    """Open a store at a free port of this address alone, where `TCPStore` by itself listens on all interfaces.
 
-    timeout: of each operation. Raises torch's DistError where this machine does not reach itself there.
+    Where no interface has the address, as behind a translation of addresses, it listens on all of them.
+
+    Args:
+        host: The address.
+        timeout: Of each operation.
     """
     try:
         family, _, _, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]

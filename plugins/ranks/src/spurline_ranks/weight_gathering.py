@@ -22,7 +22,7 @@ from spurline_models.weight_files import FilePlan, WeightFile
 from spurline_models.weights import GroupedWeights, WeightGroup
 
 BUCKET_BYTES = 64 << 20
-"""How much is gathered at a time."""
+"""Bytes that are gathered at a time."""
 
 Bucket = tuple[int, int]
 """Groups of tensors that leave the model together: number of the first, and of the one after the last."""
@@ -32,15 +32,19 @@ class Gathers(Protocol):
     """Brings the parts of tensors together, on the ranks that want them whole."""
 
     def gather(self, wanted: Mapping[int, Sequence[str]], dtype: torch.dtype | None) -> dict[str, Tensor]:
-        """The whole tensors that this rank wants, by their names in the model, on the device.
+        """Bring whole tensors to the ranks that want them. A collective.
 
-        wanted: rank -> names, the same on all ranks; ranks that want nothing may be left out, and get {}. dtype: what
-        floating point values are cast to before they are sent; None: sent as they are. A collective.
+        Args:
+            wanted: Names by rank, the same on all ranks; ranks that want nothing may be left out.
+            dtype: What floating point values are cast to before they are sent; None sends them as they are.
+
+        Returns:
+            The tensors that this rank wants, by their names in the model, on the device.
         """
         ...
 
     def owner_of(self, names: Sequence[str]) -> int:
-        """The rank to which these tensors are brought with the fewest bytes sent, the same on all ranks."""
+        """Return the rank to which these tensors are brought with the fewest bytes sent, the same on all ranks."""
         ...
 
 
@@ -59,16 +63,18 @@ class WeightGathering:
         return [self._gathers.owner_of(group.sources) for group in self._named.groups]
 
     def owner_of(self, bucket: Bucket) -> int:
-        """The rank to which the first weights of a bucket are brought with the fewest bytes sent."""
+        """Return the rank to which the first weights of a bucket are brought with the fewest bytes sent."""
         return self._owners[bucket[0]]
 
     def buckets(
         self, max_bytes: int = BUCKET_BYTES, dtype: torch.dtype | None = None, *, by_owner: bool = False
     ) -> Iterator[Bucket]:
-        """All weights in order, in buckets of at most so many bytes; a larger group of tensors has one of its own.
+        """Yield all weights in order, in buckets of at most so many bytes; a larger group of tensors has its own.
 
-        dtype: in which weights of floating point are gathered; None: in that of the model. by_owner: whether one owner
-        has all weights of a bucket.
+        Args:
+            max_bytes: Bytes of a bucket.
+            dtype: Of weights of floating point while they are gathered; None leaves that of the model.
+            by_owner: Whether one owner has all weights of a bucket.
         """
         first, used = 0, 0
         for number, group in enumerate(self._named.groups):
@@ -83,7 +89,7 @@ class WeightGathering:
     def gather(
         self, bucket: Bucket, dtype: torch.dtype | None = None, destinations: Collection[int] = (0,)
     ) -> dict[str, Tensor]:
-        """(hf_name, whole tensor) of a bucket, on the device of each of these ranks; {} elsewhere. A collective."""
+        """Gather (hf_name, whole tensor) of a bucket, on the device of these ranks; {} elsewhere. A collective."""
         return self._gather(self._named.groups[slice(*bucket)], dtype, destinations)
 
     def write(
@@ -155,10 +161,10 @@ def _nbytes(weight: Tensor, dtype: torch.dtype | None) -> int:
 
 
 def as_arrays(tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, NDArray[Any]]]:
-    """As they travel between processes; numpy has no bf16, and fp32 holds it exactly."""
+    """Return tensors as they travel between processes; numpy has no bf16, and fp32 holds it exactly."""
     return [(name, value.float().cpu().numpy()) for name, value in tensors]
 
 
 def cast(value: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """The tensor in this dtype, if it is of floating point; None: as it is."""
+    """Return the tensor in this dtype, if it is of floating point; None leaves it."""
     return value.to(dtype) if dtype is not None and value.is_floating_point() else value

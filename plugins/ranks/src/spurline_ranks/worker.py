@@ -6,57 +6,121 @@ all ranks run it with the same common arguments, and make the same exchanges in 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from numpy.typing import NDArray
 
 from spurline.digests import FileDigest, verify_files
 from spurline.errors import CheckpointError, CheckpointWriteError
+from spurline.plugins.registry import Registry
+from spurline.protocols.backend import Role
+from spurline.protocols.loss import Objective
+from spurline_models.accumulate import SumsPart
+from spurline_models.dealing import RankShare
+from spurline_models.device_profile import DeviceProfile
 from spurline_models.placement.offloading import DeviceMemory, DeviceTensors
 from spurline_ranks.group import Place
-from spurline_ranks.messages import SavedPart
+from spurline_ranks.messages import SavedPart, read_objective
 from spurline_ranks.publishing import Publishing
+from spurline_ranks.steps import StepTotals
 from spurline_ranks.weight_gathering import Bucket, WeightGathering, as_arrays
 
 
+class TrainedPart(Protocol):
+    """This rank's part of a model that is trained, with its optimizer. Every method is a collective."""
+
+    updates: int
+
+    def totals(self, loss: float) -> StepTotals: ...
+
+    def step(self, grad_norm: float) -> dict[str, float]: ...
+
+
 class RankWorker:
-    """A base of a `Worker`, which sets the attributes `_memory`, and once its models are built `_gathering` and
-    `_publishing`.
+    """A base of a `Worker`, which sets the attributes below; `_gathering` and `_publishing` once its models are built.
 
     It is made with (place, plain run, total updates), and adds these calls, in which a wire is a `RankShare.to_wire`:
 
     - build(): loads the models. Errors of a user are raised on all ranks alike.
-    - update(wire, plain objective, role): a dict of `loss` (sum of weight * loss of all ranks), `grad_norm`, `finite`
-      (whether both are; without, nothing has changed), `updates` so far, `rates` as of `Optimization.step`, `part` (the
-      `SumsPart` of a rank that counts, else anything), `expert_loads` of the rank, and the seconds
-      `time/forward_backward` and `time/optimizer`. Of all but the last four, the first rank's are used.
     - gradients(wire, plain objective, role): (name, whole gradient) of each trained parameter, from the first rank.
     - evaluate(wire, plain objective): a `SumsPart` of a rank that counts.
     - logprobs(wire, role, temperature): float32 values of the share, from a rank that counts; see `Dealing.gather`.
-    - load(path): takes over a checkpoint. A CheckpointError of what does not fit is returned, on all ranks, with
-      nothing changed; None when it was taken.
     - facts(): see `Backend.facts`; from the first rank.
     """
 
     _place: Place
+    _profile: DeviceProfile
+    _registry: Registry
     _gathering: WeightGathering
     _publishing: Publishing
     _memory: DeviceMemory
+    _counts: bool
+    """Whether this rank counts for those that compute the same rows."""
+
+    def update(self, wire: Mapping[str, Any], plain_objective: Mapping[str, Any], role: Role) -> dict[str, Any]:
+        """Take one optimizer step, unless loss or gradient norm are not finite: then nothing changes.
+
+        Returns:
+            `loss` (sum of weight * loss of all ranks), `grad_norm`, `finite`, `updates` so far, `rates` as of
+            `Optimization.step`, `part` (the `SumsPart` of a rank that counts), `expert_loads` of the rank, and the
+            seconds `time/forward_backward` and `time/optimizer`.
+        """
+        trained = self._trained_part(role)
+        started = time.perf_counter()
+        try:
+            part = self._accumulate(role, RankShare.from_wire(wire), read_objective(plain_objective, self._registry))
+            self._place.doing("joining the gradient norm of all ranks")
+            totals = trained.totals(part.loss if self._counts else 0.0)
+            differentiated = time.perf_counter()
+            self._place.doing("the optimizer's step")
+            rates = trained.step(totals.grad_norm) if totals.is_finite else {}
+            self._profile.synchronize()
+        finally:
+            self._drop_gradients(role)
+        return {
+            "grad_norm": totals.grad_norm,
+            "loss": totals.loss,
+            "finite": totals.is_finite,
+            "updates": trained.updates,
+            "rates": rates,
+            "part": part if self._counts else None,
+            "expert_loads": part.expert_loads,
+            "time/forward_backward": differentiated - started,
+            "time/optimizer": time.perf_counter() - differentiated,
+        }
+
+    def load(self, path: str) -> CheckpointError | None:
+        """Take a checkpoint over; returns, on all ranks, what does not fit, and then nothing has changed.
+
+        Raises:
+            CheckpointError: If files fail only while values are read: the models are half the old ones then.
+        """
+        self._place.doing("reading a checkpoint")
+        try:
+            take_over = self._read_fitting(Path(path))
+        except CheckpointError as error:
+            return error
+        take_over()
+        return None
 
     def gathering_plan(self) -> list[Bucket]:
         """See `WeightGathering.buckets`."""
         return list(self._gathering.buckets())
 
     def weights(self, bucket: Bucket) -> list[tuple[str, NDArray[Any]]] | None:
-        """(hf_name, whole tensor) of these weights of the policy, from the first rank."""
+        """Gather (hf_name, whole tensor) of these weights of the policy, on the first rank."""
         whole = self._gathering.gather(bucket)
         return as_arrays(whole.items()) if self._place.rank == 0 else None
 
     def write_weights(self, folder: str, dtype: str, max_file_bytes: int) -> str | None:
-        """See `Backend.write_weights`; why this rank could not write, if it could not. dtype: its name in torch."""
+        """See `Backend.write_weights`; returns why this rank could not write, if it could not.
+
+        dtype: its name in torch.
+        """
         failure = self._gathering.write(Path(folder), getattr(torch, dtype), max_file_bytes, self._place.doing)
         return None if failure is None else self._named(failure)
 
@@ -91,7 +155,7 @@ class RankWorker:
             return SavedPart({}, self._named(error))
 
     def verify(self, digests: Mapping[str, FileDigest], path: str) -> CheckpointError | None:
-        """What is wrong with these files, if anything is."""
+        """Check these files; returns what is wrong, if anything is."""
         self._place.doing(f"verifying {len(digests)} files of a checkpoint")
         try:
             verify_files(Path(path), digests)
@@ -99,12 +163,26 @@ class RankWorker:
             return error
         return None
 
+    def _trained_part(self, role: Role) -> TrainedPart:
+        raise NotImplementedError
+
+    def _accumulate(self, role: Role, share: RankShare, objective: Objective) -> SumsPart:
+        """Compute the gradient of all rows, summed over all ranks; returns the sums of this rank's own rows."""
+        raise NotImplementedError
+
+    def _drop_gradients(self, role: Role) -> None:
+        """Give the memory of gradients back after an update, where they have memory of their own."""
+
+    def _read_fitting(self, path: Path) -> Callable[[], None]:
+        """Check a checkpoint from its headers; returns what reads its values into place. Raises CheckpointError."""
+        raise NotImplementedError
+
     def _save(self, path: Path) -> Mapping[str, FileDigest]:
         """Write what this rank holds into the folder; digests by path in it. Raises CheckpointWriteError."""
         raise NotImplementedError
 
     def _device_tensors(self) -> DeviceTensors:
-        """What this rank has on its device between two updates. Exchanges nothing."""
+        """Return what this rank has on its device between two updates. Exchanges nothing."""
         raise NotImplementedError
 
     def _named(self, failure: Exception) -> str:
