@@ -91,6 +91,7 @@ check: $(VENV)/.vllm
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+	$(BIN)/python docs/check_docstrings.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir $(VENV)/site
 
 soak: $(VENV)/.vllm

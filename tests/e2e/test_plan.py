@@ -150,11 +150,9 @@ def test_a_plan_sizes_a_run_whose_weights_are_not_there_yet(
     assert "Copy or download its weights into it" in err
 
 
-def test_a_plan_says_that_a_schedule_is_cut_and_a_template_does_not_fit(base_config: dict[str, Any]) -> None:
-    base_config["schedule"] = {"name": "wsd", "decay_steps": 60}
+def test_a_plan_says_that_a_template_does_not_fit(base_config: dict[str, Any]) -> None:
     base_config["model"]["chat_template"] = "llama3"
     plan = make_plan(load_config(base_config))
-    assert any("decay_steps is 60, but of 6 optimizer steps" in line for line in plan.sections["steps"])
     assert any(line.startswith("model.chat_template: llama3 writes") for line in plan.sections["data"])
 
 
