@@ -70,6 +70,8 @@ def test_without_staleness_a_run_with_worker_processes_equals_the_synchronous_on
     rl_config: dict[str, Any], tmp_path: Path
 ) -> None:
     config = config_of(rl_config, tmp_path / "odd.py", {"name": "async_rollouts", "max_staleness": 0}, "spins")
+    # A call that a busy machine holds up longer would be made again, with another response.
+    config["source"]["environment"]["rewards"]["odd"]["timeout_s"] = 4.0
     twin = {**config, "run_dir": f"{config['run_dir']}-synchronous"}
     twin["source"] = {name: value for name, value in config["source"].items() if name != "max_staleness"}
     twin["source"]["name"] = "rollouts"
