@@ -27,6 +27,11 @@ class TwoPartError(SpurlineError):
         self.part = part
 
 
+class Unreadable:
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
 class Worker:
     def __init__(self, place: Place, *arguments: Any) -> None:
         self.place, self.arguments = place, arguments
@@ -89,6 +94,9 @@ class Worker:
 
     def answers_with_a_lock(self) -> Any:
         return threading.Lock()
+
+    def answers_what_cannot_be_read(self) -> Any:
+        return Unreadable()
 
     def waits(self, how: str) -> None:
         """For ever: in an exchange that rank 0 alone takes part in, for what the other rank never sends, in torch, in

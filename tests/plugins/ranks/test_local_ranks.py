@@ -250,6 +250,11 @@ def test_an_answer_that_is_no_plain_data_is_an_error_and_not_silence(start: Star
         start(2).call("answers_with_a_lock")
 
 
+def test_an_answer_that_cannot_be_read_is_an_error_and_not_silence(start: Start) -> None:
+    with pytest.raises(RankFailedError, match=r"Rank 0 .* during `answers_what_cannot_be_read`: ValueError"):
+        start(1).call("answers_what_cannot_be_read")
+
+
 def test_a_rank_that_stands_still_is_named_with_what_it_does_and_its_stack(start: Start) -> None:
     ranks = start(2, call_s=3.0)
     pids = ranks.call("pid")

@@ -32,7 +32,7 @@ from spurline_ranks.calls import RankCalls
 from spurline_ranks.devices import local_environments, num_threads
 from spurline_ranks.group import TimeLimits
 from spurline_ranks.network import LOOPBACK
-from spurline_ranks.outcomes import Died, Identity, Outcome, packed, unpacked
+from spurline_ranks.outcomes import Died, Identity, Outcome, Raised, packed, unpacked
 from spurline_ranks.rank_main import RankOrder
 from spurline_ranks.rank_server import PID_BYTES
 from spurline_ranks.store import open_store
@@ -222,6 +222,8 @@ class _Process:
                     self._outcomes.put((self.order.rank, said))
         except (EOFError, OSError):
             self._outcomes.put((self.order.rank, self._death()))
+        except Exception as error:  # noqa: BLE001 - raised where the call was made, which would wait for its limit
+            self._outcomes.put((self.order.rank, Raised.of(error)))
 
     def _death(self) -> Died:
         self.ended.wait(_ANSWER_TIMEOUT_S)
@@ -232,7 +234,9 @@ class _Process:
         if self.code >= 0:
             return Died(f"ended with exit code {self.code}", words)
         by_memory = ", as the system does when memory runs out," if self.code == -signal.SIGKILL else ""
-        return Died(f"was killed by {signal.Signals(-self.code).name}{by_memory}", words)
+        # Those for real time have no names.
+        name = signal.Signals(-self.code).name if -self.code in [*signal.Signals] else f"signal {-self.code}"
+        return Died(f"was killed by {name}{by_memory}", words)
 
 
 class _Server:
@@ -281,6 +285,9 @@ class _Server:
             except OSError:
                 answer = b""
             if not answer:
+                # An answer that came later would be taken for that of the next rank.
+                self.has_ended = True
+                self._child.kill()
                 raise RunFailedError(f"The process that ranks are forked from forks none: {self._child.how_it_ended}")
             pid = int.from_bytes(answer)
             self._ranks[pid] = rank
