@@ -453,6 +453,55 @@ def test_a_session_keeps_few_bodies_in_memory_and_waits_for_itself() -> None:
     together(hostile, other)
 
 
+def test_a_session_has_few_requests_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_MOST_CALLS", 2)
+
+    async def agent(session: Session) -> float:
+        unfinished = [await dial(session) for _ in range(2)]
+        for _, writer in unfinished:
+            writer.write(head(session, "Content-Length: 5000") + b"x")
+        await asyncio.sleep(0.1)
+        reader, writer = await dial(session)
+        writer.write(head(session, "Content-Length: 2") + b"{}")
+        assert b'"too_many_requests"' in await asyncio.wait_for(reader.readuntil(b"}}"), LIMIT_S)
+        for _, writer in unfinished:
+            writer.close()
+        await asyncio.sleep(0.1)
+        await good(session)
+        return 1.0
+
+    attempt(agent, hello())
+
+
+def test_the_bytes_of_a_request_are_gone_while_the_model_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[int] = []
+
+    async def agent(session: Session) -> float:
+        await good(session)
+        return 1.0
+
+    class Raw(bytes):
+        def __del__(self) -> None:
+            alive.remove(1)
+
+    receive = server._receive
+
+    async def received(request: Any, limit: int) -> bytes:
+        raw = Raw(await receive(request, limit))
+        assert request._read_bytes is None, "aiohttp keeps a copy"
+        alive.append(1)
+        return raw
+
+    def reply(request: Any) -> Any:
+        seen.append(len(alive))
+        return says(TOKENIZER, "hello")(request)
+
+    seen: list[int] = []
+    monkeypatch.setattr(server, "_receive", received)
+    attempt(agent, ScriptedEngine(reply))
+    assert seen == [0]
+
+
 def test_idle_connections_and_slow_heads_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_IDLE_TIMEOUT_S", 0.3)
 
@@ -472,7 +521,7 @@ def test_idle_connections_and_slow_heads_are_closed(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(("most", "most_files"), [(2, 1000), (1000, 4)])
-def test_connections_beyond_the_limit_are_refused_and_leave_the_process_half_of_its_files(
+def test_connections_beyond_the_limit_replace_idle_ones_and_leave_the_process_half_of_its_files(
     most: int, most_files: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "_MOST_CONNECTIONS", most)
@@ -480,8 +529,13 @@ def test_connections_beyond_the_limit_are_refused_and_leave_the_process_half_of_
 
     async def agent(session: Session) -> float:
         opened = [await dial(session) for _ in range(3)]
-        assert (await answer(opened[2][0])).startswith(b"HTTP/1.1 503 ")
-        opened[0][1].close()
+        assert await is_closed(opened[0][0]), "it was idle longest"
+        for _, writer in opened[1:]:
+            writer.write(head(session, "Content-Length: 5000") + b"x")
+        await asyncio.sleep(0.05)
+        refused, _ = await dial(session)
+        assert (await answer(refused)).startswith(b"HTTP/1.1 503 ")
+        opened[1][1].close()
         await asyncio.sleep(0.05)
         await good(session)
         return 1.0

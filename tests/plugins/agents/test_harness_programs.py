@@ -170,6 +170,8 @@ if os.fork() == 0:
     os.rename(sys.argv[1] + "~", sys.argv[1])
     os._exit(0)
 os.wait()
+if len(sys.argv) > 2:
+    os.kill(os.getppid(), 9)
 time.sleep(600)
 """
 
@@ -188,6 +190,15 @@ def test_a_run_that_is_killed_leaves_nothing_of_its_programs(tmp_path: Path) -> 
     wait_for(file.exists, "the program's start")
     process.send_signal(signal.SIGKILL)
     process.wait(30)
+    assert_gone(json.loads(file.read_text()))
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+def test_what_a_killed_supervisor_leaves_is_found_and_ended(tmp_path: Path) -> None:
+    file = tmp_path / "pids"
+    said = said_by(sys.executable, "-I", "-S", "-c", LEAVES, str(file), "kill")
+    assert "ended with its supervisor, which was killed by SIGKILL" in said
     assert_gone(json.loads(file.read_text()))
 
 

@@ -119,7 +119,7 @@ async def _run_program(
         try:
             code = await process.wait()
         finally:
-            await _end(process)
+            await _end(process, session.base_url)
         last_words = _text_of(complaints)
         if code != 0:
             hint = held_back_hint(last_words, environment)
@@ -172,18 +172,51 @@ def _ending(code: int) -> str:
     return f"exit code {code}"
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
+async def _end(process: asyncio.subprocess.Process, base_url: str) -> None:
     """End the program and all that it has started: asked first, then killed by its supervisor."""
-    if process.returncode is not None:
-        return
-    for number in (signal.SIGTERM, signal.SIGCONT):
-        with suppress(ProcessLookupError):
-            process.send_signal(number)
+    if process.returncode is None:
+        for number in (signal.SIGTERM, signal.SIGCONT):
+            with suppress(ProcessLookupError):
+                process.send_signal(number)
+        try:
+            async with asyncio.timeout(TERM_TIMEOUT_S + _KILL_TIMEOUT_S):
+                await process.wait()
+        except TimeoutError as error:
+            raise RunFailedError(
+                f"The agent's program was killed, but something of it still runs {_KILL_TIMEOUT_S:g} s later: see the "
+                f"children of process {process.pid}, which goes on trying."
+            ) from error
+    if process.returncode is not None and process.returncode < 0:
+        mark = f"OPENAI_BASE_URL={base_url}"
+        try:
+            async with asyncio.timeout(_KILL_TIMEOUT_S):
+                await _end_unsupervised(mark.encode())
+        except TimeoutError as error:
+            raise RunFailedError(
+                f"The supervisor of the agent's program was killed, and something of the program still runs "
+                f"{_KILL_TIMEOUT_S:g} s later: see the processes that have {mark} in their environment."
+            ) from error
+
+
+async def _end_unsupervised(mark: bytes) -> None:
+    """Kill what a supervisor that was killed has left behind, known by the variable that only this attempt has.
+
+    What has given itself another environment is not found.
+    """
+    while left := [pid for pid in _process_ids() if _has_variable(pid, mark)]:
+        for pid in left:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        await asyncio.sleep(0.01)
+
+
+def _process_ids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdecimal()] if sys.platform == "linux" else []
+
+
+def _has_variable(pid: int, variable: bytes) -> bool:
     try:
-        async with asyncio.timeout(TERM_TIMEOUT_S + _KILL_TIMEOUT_S):
-            await process.wait()
-    except TimeoutError as error:
-        raise RunFailedError(
-            f"The agent's program was killed, but something of it still runs {_KILL_TIMEOUT_S:g} s later: see the "
-            f"children of process {process.pid}, which goes on trying."
-        ) from error
+        return variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        # It has ended, or belongs to somebody else.
+        return False

@@ -11,6 +11,7 @@ import base64
 import hmac
 import json
 import logging
+import math
 import resource
 import secrets
 from collections.abc import Awaitable, Callable
@@ -44,6 +45,8 @@ _STOP_TIMEOUT_S = 10.0
 """Seconds that open connections may take to end."""
 _MOST_CONNECTIONS = 4096
 _BACKLOG = 1024
+_MOST_CALLS = 64
+"""Requests of one session that may be under way. Each keeps its connection, of which all sessions together have few."""
 _BYTES_PER_TOKEN = 32
 """Writing a token of an answer takes about as long as reading so many bytes of a request."""
 
@@ -75,11 +78,13 @@ class HarnessServer:
         self._listener: asyncio.Server | None = None
         self._runner: web.AppRunner | None = None
         self._url = ""
+        # When the last request of a connection ended, or it was opened; inf while it has a request under way.
+        self._idle_since: dict[web.RequestHandler, float] = {}
 
     async def start(self) -> None:
         """Listen. Raises ConfigError when the address is taken or not this machine's."""
         config = self._config
-        app = web.Application(middlewares=[self._answer_errors], client_max_size=config.max_body_bytes)
+        app = web.Application(middlewares=[self._answer_errors])
         app.router.add_get("/sessions/{session}/v1/models", self._models)
         app.router.add_post("/sessions/{session}/v1/chat/completions", self._chat)
         app.router.add_post("/sessions/{session}/v1/completions", self._complete)
@@ -110,12 +115,35 @@ class HarnessServer:
         self._url = (config.public_url or f"http://{shown_host}:{port}").rstrip("/")
 
     def _accept(self) -> asyncio.Protocol:
-        """Return the protocol of a new connection. The run keeps half of the files that it may open for itself."""
+        """Return the protocol of a new connection.
+
+        The run keeps half of the files that it may open for itself. Beyond that, a new connection takes the place of
+        the one that has been idle longest, so that no agent can lock the others out with connections that ask nothing.
+        """
         server = self._runner and self._runner.server
         assert server is not None
         most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         most = _MOST_CONNECTIONS if most_files == resource.RLIM_INFINITY else min(_MOST_CONNECTIONS, most_files // 2)
-        return server() if len(server.connections) < most else _Refusal()
+        now = asyncio.get_running_loop().time()
+        connections = server.connections
+        is_full = len(connections) >= most
+        if is_full or len(self._idle_since) > 2 * len(connections) + _BACKLOG:
+            # Nothing tells of those that have closed.
+            self._idle_since = {connection: self._idle_since.get(connection, now) for connection in connections}
+        if is_full:
+            idle = [
+                (self._idle_since[connection], transport)
+                for connection in connections
+                if (transport := connection.transport) is not None and not transport.is_closing()
+            ]
+            since, transport = min(idle, key=lambda entry: entry[0], default=(math.inf, None))
+            if transport is None or since == math.inf:
+                return _Refusal()
+            # A client that does not read would hold up an orderly end.
+            transport.abort()
+        protocol = server()
+        self._idle_since[protocol] = now
+        return protocol
 
     def open(self, policy: PolicyHandle, where: str) -> tuple[LiveSession, str, str, str]:
         """Serve a new session; returns it with its name, and the base URL and the key for its agent."""
@@ -148,6 +176,7 @@ class HarnessServer:
 
     @web.middleware
     async def _answer_errors(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        self._idle_since[request.protocol] = math.inf
         try:
             self._authorize(request)
             return await handler(request)
@@ -168,6 +197,8 @@ class HarnessServer:
             if session is None:
                 raise
             return _fail(session, error).response()
+        finally:
+            self._idle_since[request.protocol] = asyncio.get_running_loop().time()
 
     def _authorize(self, request: web.Request) -> None:
         """Raise ApiError for a wrong key, whether the session exists or not."""
@@ -207,11 +238,21 @@ class HarnessServer:
     ) -> web.StreamResponse:
         """Send the model's answer. Once it is sent, its turns count as received."""
         session = self._session(request)
+        if len(session.calls) >= _MOST_CALLS:
+            raise ApiError(
+                429,
+                f"{session.where}: {_MOST_CALLS} requests of the attempt are under way. Wait for some to end.",
+                code="too_many_requests",
+            )
 
-        async def work() -> tuple[Body, list[Choice], list[bytes]]:
+        async def prepare() -> tuple[BodyT, Generate]:
+            # A function of its own, so that the bytes are gone while the model writes.
             async with session.bodies:
                 raw = await _receive(request, self._config.max_body_bytes)
-                body, generate = await session.work(len(raw), lambda: read(session, raw))
+                return await session.work(len(raw), lambda: read(session, raw))
+
+        async def work() -> tuple[Body, list[Choice], list[bytes]]:
+            body, generate = await prepare()
             choices = await generate()
             size = sum(len(choice.result.token_ids) for choice in choices) * _BYTES_PER_TOKEN
             return body, choices, await session.work(size, lambda: _parts(body, write(body, choices)))
@@ -267,7 +308,7 @@ class _Refusal(asyncio.Protocol):
 
 
 async def _receive(request: web.Request, limit: int) -> bytes:
-    """Read the body. Raises ApiError when it is compressed, too large or too slow."""
+    """Read the body, of which aiohttp keeps no copy. Raises ApiError when it is compressed, too large or too slow."""
     if request.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise ApiError(415, "Compressed requests are not read. Send it as it is.", code="unsupported_encoding")
     too_large = ApiError(
@@ -275,13 +316,17 @@ async def _receive(request: web.Request, limit: int) -> bytes:
     )
     if (request.content_length or 0) > limit:
         raise too_large
+    data = bytearray()
     try:
         async with asyncio.timeout(_READ_TIMEOUT_S):
-            return await request.read()
-    except web.HTTPRequestEntityTooLarge as error:
-        raise too_large from error
+            # `request.read` would keep the body for as long as the request.
+            while chunk := await request.content.readany():
+                data += chunk
+                if len(data) > limit:
+                    raise too_large
     except TimeoutError as error:
         raise ApiError(408, f"The request did not arrive within {_READ_TIMEOUT_S:g} s.") from error
+    return bytes(data)
 
 
 def _parts(body: Body, answer: dict[str, Any]) -> list[bytes]:

@@ -171,8 +171,8 @@ class LiveSession:
         self.last_chat: ChatFront | None = None
         """The conversation that the model took its last turn in."""
         self.bodies = asyncio.Semaphore(_MOST_BODIES)
-        """Held by a request from when its body is read until its prompt is laid out, which bounds the memory that one
-        session takes."""
+        """Held by a request from when its body is read until its prompt is laid out and the bytes are let go. What was
+        parsed stays with its turns, which `take_turns` bounds."""
         self.calls: set[asyncio.Future[Any]] = set()
         """The requests that are under way."""
         self.failed = asyncio.Event()

@@ -3,8 +3,8 @@
 `python -I -S supervisor.py RUN GRACE MEMORY PROGRAM ...`, see `main`. One such process stands between the run and the
 program of an attempt. On Linux it is the subreaper of all descendants of the program, including those that leave its
 session or lose their parent. It ends them all when the program has ended, when it gets SIGTERM, and when the run has
-died (PR_SET_PDEATHSIG). If the supervisor itself is killed, the program dies with it, but not what the program has
-started. On other systems it ends the program's process group.
+died (PR_SET_PDEATHSIG). If the supervisor itself is killed, the program dies with it, and the run kills what else has
+the attempt's address in its environment (`agents`). On other systems it ends the program's process group.
 
 The supervisor keeps only the end of what the program prints, so that no amount of output fills memory or disk. It exits
 with the program's exit code, or 128 + the number of its signal. It uses the standard library alone, as it starts
