@@ -80,6 +80,11 @@ def data_config(*sources: DatasetToTokenize, **settings: Any) -> DataConfig:
     return DataConfig(train=tuple(item.config for item in sources), **settings)
 
 
+def large_block(_: object) -> bytes:
+    """Return more than a pipe holds, in place of a block."""
+    return bytes(50_000_000)
+
+
 def is_alive(process_id: int) -> bool:
     try:
         os.kill(process_id, 0)

@@ -13,6 +13,7 @@ import pytest
 from cache_entries import assert_same_store, in_memory, make_chunks, make_key, write
 
 from spurline.errors import DataError
+from spurline_collation_fast.cache import upkeep
 from spurline_collation_fast.cache import writer as cache_writer
 from spurline_collation_fast.cache.folder import NoHomeError, TokenCache, default_cache_folder
 
@@ -163,6 +164,37 @@ def refuse_paths(patch: pytest.MonkeyPatch, path: Path, code: int) -> None:
 
     for name in ("open", "stat", "read_bytes"):
         patch.setattr(Path, name, refusing(getattr(Path, name)))
+
+
+def test_another_users_entry_in_a_shared_folder_is_known_to_stay_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(TokenCache(tmp_path), KEY, make_chunks())
+    tmp_path.chmod(0o1777)
+    assert TokenCache(tmp_path).write_problem(KEY) is None
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    problem = TokenCache(tmp_path).write_problem(KEY)
+    assert problem is not None
+    assert f"{tmp_path / KEY.digest} is another user's" in problem
+    assert TokenCache(tmp_path).write_problem() is None
+    assert TokenCache(tmp_path).write_problem(make_key("absent")) is None
+
+
+def test_an_entry_whose_files_stay_while_a_reader_has_them_is_replaced_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(TokenCache(tmp_path), KEY, make_chunks(seed=1))
+
+    def refuse(path: Path) -> None:
+        raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(upkeep, "remove_path", refuse)
+        made = write(TokenCache(tmp_path), KEY, make_chunks(seed=2), replace=True)
+    assert_same_store(made.store, in_memory(make_chunks(seed=2)))
+    assert len(list(tmp_path.iterdir())) == 2
+    upkeep.sweep(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [KEY.digest]
 
 
 def test_without_a_home_the_error_names_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:

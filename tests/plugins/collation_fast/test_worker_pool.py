@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 from run_helpers import wait_for
-from worker_rows import TrappedRows, chat_rows, data_config, is_alive, source
+from worker_rows import TrappedRows, chat_rows, data_config, is_alive, large_block, source
 
 from spurline.errors import DataError, RunFailedError
+from spurline_collation_fast.tokenization import worker_pool
 from spurline_collation_fast.tokenization.chunks import RowLine
 from spurline_collation_fast.tokenization.worker_pool import TokenizationTask, UnsharableDataError, WorkerPool
 from spurline_text.testing.inputs import tiny_tokenizer
@@ -91,6 +97,45 @@ def test_an_exception_of_the_caller_ends_the_workers(error: type[BaseException])
     assert_ended(pool)
 
 
+def on_first_part(pool: WorkerPool, act: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Act when a part of a block is in the pipe. The rest is not taken before a worker is dead."""
+    monkeypatch.setattr(worker_pool, "_encode", large_block)
+    executor: Any = pool._executor
+    reader = executor._result_queue._reader
+    receive = reader.recv
+
+    def receive_late() -> Any:
+        act()
+        connection.wait([process.sentinel for process in executor._processes.values()])
+        return receive()
+
+    monkeypatch.setattr(reader, "recv", receive_late)
+
+
+@pytest.mark.timeout(120)
+def test_leaving_ends_workers_that_are_in_the_middle_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = pool_on(TrappedRows(chat_rows(60)))
+    has_begun = threading.Event()
+    with pool:
+        on_first_part(pool, has_begun.set, monkeypatch)
+        for chunk in RowLine([60]).chunks(range(60), lambda: 20):
+            pool._submit(chunk)
+        assert has_begun.wait(60)
+        begin = time.monotonic()
+    assert time.monotonic() - begin < 10
+    assert_ended(pool)
+
+
+@pytest.mark.timeout(120)
+def test_a_worker_killed_in_the_middle_of_a_block_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = pool_on(TrappedRows(chat_rows(60)), num_workers=1, stall_timeout_s=600)
+    with pool:
+        on_first_part(pool, lambda: os.kill(pool.process_ids[0], signal.SIGKILL), monkeypatch)
+        with pytest.raises(RunFailedError, match=r"memory ran out.*tokenization\.workers"):
+            list(pool.blocks(RowLine([60]).chunks(range(60), lambda: 20)))
+    assert not is_alive(pool.process_ids[0])
+
+
 def test_killing_the_parent_ends_its_workers(tmp_path: Path) -> None:
     parent = subprocess.Popen(
         [sys.executable, "-c", "import worker_rows; worker_rows.start_and_wait()"],
@@ -107,7 +152,8 @@ def test_killing_the_parent_ends_its_workers(tmp_path: Path) -> None:
     wait_for(lambda: not any(map(is_alive, ids)), "the end of the workers")
 
 
-def test_a_script_without_a_main_guard_is_not_run_again_in_workers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_idle", [0, 1])
+def test_a_script_without_a_main_guard_is_not_run_again_in_workers(tmp_path: Path, num_idle: int) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "from worker_rows import *\n"
@@ -116,12 +162,14 @@ def test_a_script_without_a_main_guard_is_not_run_again_in_workers(tmp_path: Pat
         "from spurline_text.testing.inputs import tiny_tokenizer\n"
         "item = source(TrappedRows(chat_rows(40)))\n"
         "with WorkerPool(TokenizationTask([item], tiny_tokenizer(), data_config(item)), 2, 120) as pool:\n"
+        # The executor starts no process for a chunk while it counts an idle one: the last worker comes later then.
+        f"    for _ in range({num_idle}): pool._executor._idle_worker_semaphore.release()\n"
         "    blocks = pool.blocks(RowLine([40]).chunks(range(40), lambda: 10))\n"
-        "    print('rows', sum(block.num_rows for block in blocks))\n"
+        "    print('rows', sum(block.num_rows for block in blocks), 'workers', len(pool.process_ids))\n"
     )
     environment = {"TMPDIR": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=120)
-    assert done.stdout == "rows 40\n", done.stderr
+    assert done.stdout == "rows 40 workers 2\n", done.stderr
 
 
 def test_data_of_a_module_that_a_worker_cannot_import_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:

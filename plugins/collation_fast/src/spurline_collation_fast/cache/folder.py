@@ -18,7 +18,7 @@ from spurline.data.token_store import Tokenized
 from spurline.errors import DataError
 from spurline.files import sync_file
 from spurline_collation_fast.cache.entry import MANIFEST, CacheKey, DamagedEntry, open_entry
-from spurline_collation_fast.cache.upkeep import WRITING, remove, sweep
+from spurline_collation_fast.cache.upkeep import WRITING, may_remove, remove, sweep
 from spurline_collation_fast.cache.writer import CacheWriter, disk_errors
 from spurline_text.own_folder import OwnFolder
 
@@ -79,11 +79,19 @@ class TokenCache:
             os.utime(entry / MANIFEST)
         return replace(found, notes=tuple(self.notes))
 
-    def write_problem(self) -> str | None:
-        """Return None when an entry can be written, otherwise a line for the user that says why not."""
+    def write_problem(self, replaced: CacheKey | None = None) -> str | None:
+        """Return None when an entry can be written, otherwise a line for the user that says why not.
+
+        replaced: The key of an entry that has to give way if there is one.
+        """
         if self._stuck is not None:
             return self._stuck
         try:
+            if replaced is not None and not may_remove(self.folder / replaced.digest):
+                return (
+                    f"token cache: {self.folder / replaced.digest} is another user's and cannot be replaced, so the "
+                    "tokens stay in memory for this run. Set tokenization.cache_dir to another folder."
+                )
             self.folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.folder):
                 return None

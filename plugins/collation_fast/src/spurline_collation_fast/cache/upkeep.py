@@ -8,8 +8,10 @@ have it mapped keep reading it.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import secrets
+import stat
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,11 +72,27 @@ def damage(path: Path) -> str | None:
 
 
 def remove(entry: Path) -> None:
-    """Remove an entry; it disappears under its name at once. Does nothing when another process was faster."""
+    """Remove an entry; it disappears under its name at once. Does nothing when another process was faster.
+
+    Raises OSError when it cannot be renamed.
+    """
     aside = entry.with_name(f"{_REMOVED}{entry.name}-{secrets.token_hex(4)}")
-    with contextlib.suppress(FileNotFoundError):
+    try:
         entry.rename(aside)
+    except FileNotFoundError:
+        return
+    # Nobody finds it any more. Files that a reader has mapped over NFS keep the folder there: a later sweep takes it.
+    with contextlib.suppress(OSError):
         remove_path(aside)
+
+
+def may_remove(entry: Path) -> bool:
+    """Tell whether this process may rename what is there: in a folder like /tmp only its owner may. Raises OSError."""
+    try:
+        folder, found = entry.parent.stat(), entry.stat()
+    except FileNotFoundError:
+        return True
+    return not folder.st_mode & stat.S_ISVTX or os.geteuid() in (0, folder.st_uid, found.st_uid)
 
 
 def sweep(folder: Path) -> None:

@@ -83,7 +83,7 @@ class ParallelTokenization:
             found = cache.open(key)
             if found is not None:
                 return replace(found, notes=(*found.notes, f"tokens read from the cache: {cache.folder / key.digest}"))
-        problem = cache.write_problem()
+        problem = cache.write_problem(key if self._config.force_recache else None)
         if problem is None:
             return self._fill(cache, key, datasets, today)
         return self._in_memory(datasets, (*cache.notes, problem))

@@ -12,12 +12,13 @@ import pickle
 import signal
 import sys
 import threading
+import time
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from multiprocessing import connection
@@ -37,6 +38,8 @@ from spurline_text.own_folder import OwnFolder
 
 _WAITING = 2
 """Chunks that are handed out for each worker: one that it encodes, and one that it finds when it is done."""
+_LOOK_S = 1.0
+"""Seconds between two looks at whether all workers are alive."""
 
 
 class UnsharableDataError(Exception):
@@ -82,7 +85,8 @@ class WorkerPool:
     def __init__(self, task: TokenizationTask, num_workers: int, stall_timeout_s: float) -> None:
         self._num_workers, self._stall_timeout_s = num_workers, stall_timeout_s
         self._task = task
-        self._processes: list[Any] = []
+        # Process id -> worker. The executor's own, which it fills.
+        self._processes: Any = {}
 
     def __enter__(self) -> WorkerPool:
         self._folder = OwnFolder("spurline-tokenize-")
@@ -94,19 +98,24 @@ class WorkerPool:
             raise
         spawn = multiprocessing.get_context("spawn")
         self._executor = ProcessPoolExecutor(self._num_workers, spawn, initializer=_begin, initargs=(path,))
+        self._processes = self._executor._processes
         return self
 
     def __exit__(self, *_: object) -> None:
         # Whatever they are doing is not needed any more.
-        for process in self._processes:
+        for process in list(self._processes.values()):
             process.kill()
+        # The executor's thread may be reading a block that a killed worker has sent half of. It sees the end of the
+        # pipe, and `shutdown` returns, when nobody can write any more; this process holds a writing end for workers.
+        executor: Any = self._executor
+        executor._result_queue._writer.close()
         self._executor.shutdown(cancel_futures=True)
         self._folder.remove()
 
     @property
     def process_ids(self) -> list[int]:
         """Return the ids of the workers, once they are started."""
-        return [process.pid for process in self._processes]
+        return list(self._processes)
 
     def blocks(self, chunks: Iterable[Chunk]) -> Iterator[SampleBlock]:
         """Yield the block of each chunk, in order. Memory holds a few chunks of each worker.
@@ -116,19 +125,11 @@ class WorkerPool:
         """
         rest = iter(chunks)
         waiting: deque[Future[SampleBlock]] = deque()
-        before = set(multiprocessing.active_children())
         try:
-            try:
-                with _without_main_module():
-                    # A process is started for each chunk until there are enough.
-                    waiting.extend(self._executor.submit(_encode, chunk) for chunk in islice(rest, self._num_workers))
-            finally:
-                self._processes = list(set(multiprocessing.active_children()) - before)
-            ahead = self._num_workers * (_WAITING - 1)
-            waiting.extend(self._executor.submit(_encode, chunk) for chunk in islice(rest, ahead))
+            waiting.extend(self._submit(chunk) for chunk in islice(rest, self._num_workers * _WAITING))
             while waiting:
-                yield waiting.popleft().result(timeout=self._stall_timeout_s)
-                waiting.extend(self._executor.submit(_encode, chunk) for chunk in islice(rest, 1))
+                yield self._result(waiting.popleft())
+                waiting.extend(self._submit(chunk) for chunk in islice(rest, 1))
         except TimeoutError:
             raise RunFailedError(
                 f"tokenization: no worker has finished the next rows within {self._stall_timeout_s:g} s. Raise "
@@ -139,6 +140,23 @@ class WorkerPool:
                 "tokenization: a worker process died, which often means that memory ran out. Use fewer workers "
                 "(tokenization.workers; 0 uses none)."
             ) from error
+
+    def _submit(self, chunk: Chunk) -> Future[SampleBlock]:
+        # Any submit may start a process until there are enough: the executor starts none while a worker is idle.
+        starts = len(self._processes) < self._num_workers
+        with _without_main_module() if starts else nullcontext():
+            return self._executor.submit(_encode, chunk)
+
+    def _result(self, future: Future[SampleBlock]) -> SampleBlock:
+        """Wait for a block. Raises what `blocks` makes of it: TimeoutError, BrokenProcessPool."""
+        deadline = time.monotonic() + self._stall_timeout_s
+        while not wait([future], timeout=min(_LOOK_S, self._stall_timeout_s)).done:
+            # The executor does not see the end of a worker while it waits for the rest of a block from it.
+            if connection.wait([process.sentinel for process in list(self._processes.values())], timeout=0):
+                raise BrokenProcessPool("a worker ended")
+            if time.monotonic() > deadline:
+                raise TimeoutError
+        return future.result()
 
 
 @contextmanager
