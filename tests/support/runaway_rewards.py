@@ -49,6 +49,10 @@ def behaves(answer: Answer) -> Any:
             if answer.row.get("dies"):
                 os.abort()
             time.sleep(600)
+        case "leave orphans":
+            for _ in range(3):
+                subprocess.run(["sh", "-c", "sleep 0.01 &"], check=True)
+            return os.getppid()
         case "shout":
             print("first words")
             print("x" * 3_000_000, file=sys.stderr)
@@ -88,6 +92,12 @@ async def judges(answer: Answer) -> float:
                     continue
         case "wait":
             await asyncio.sleep(600)
+        case "compute":
+            # In steps that let the others run.
+            end = time.monotonic() + 0.6
+            while time.monotonic() < end:
+                time.sleep(0.02)
+                await asyncio.sleep(0)
         case "exit":
             sys.exit(3)
         case "die":

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from datetime import date, datetime, timedelta
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -126,6 +127,21 @@ def test_what_a_killed_call_has_started_is_killed_too(patient, tmp_path):
     wait_until_dead(*map(int, report.read_text().split()))
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere orphans are not the supervisor's")
+def test_what_calls_have_left_does_not_stay_as_zombies():
+    reward = make_reward(workers=1)
+    try:
+        [supervisor] = map(int, scores(reward, answer("leave orphans")))
+        [worker] = map(int, scores(reward, answer("process")))
+        deadline = time.monotonic() + GENEROUS_S
+        children = Path(f"/proc/{supervisor}/task/{supervisor}/children")
+        while (left := children.read_text().split()) != [str(worker)]:
+            assert time.monotonic() < deadline, left
+            time.sleep(0.01)
+    finally:
+        reward.close()
+
+
 def test_a_call_that_crashes_its_process_fails_and_leaves_its_neighbours_alone(quick):
     crashed, *others = scores(quick, answer("die"), *(answer("fine") for _ in range(8)))
     assert "worker process of runaway_rewards:behaves died: exit code -6" in str(crashed)
@@ -229,6 +245,25 @@ def test_an_async_function_that_does_not_let_itself_be_cancelled_loses_its_proce
         assert scores(reward, answer("fine")) == [1.0]
     finally:
         reward.close()
+
+
+def test_a_call_that_computes_is_not_blamed_for_one_that_does_not_let_itself_be_cancelled():
+    reward = make_reward("judges", timeout_s=1.0)
+
+    async def compute_when_it_is_late() -> list[Any]:
+        refused = asyncio.ensure_future(reward_terms({"mine": reward}, answer("refuse")))
+        # The worker is killed after 2 s.
+        await asyncio.sleep(1.7)
+        computed = reward_terms({"mine": reward}, answer("compute"))
+        return await asyncio.gather(refused, computed, return_exceptions=True)
+
+    try:
+        assert scores(reward, answer("fine")) == [1.0]
+        refused, computed = run(compute_when_it_is_late())
+    finally:
+        reward.close()
+    assert "did not return within 1 s" in str(refused)
+    assert computed == {"mine": 1.0}
 
 
 def test_nothing_is_left_when_the_reward_is_closed_in_the_middle_of_a_call(tmp_path):

@@ -45,7 +45,11 @@ _GRACE_S = 5.0
 """Seconds beyond the time limit after which an async call that was not answered blocks its event loop, or does not let
 itself be cancelled; no longer than the limit itself."""
 _LOOK_S = 0.5
-"""Seconds between two looks at calls that are under way, at most."""
+"""Seconds between two looks at workers and what they have started, at most."""
+_DYING_LOOK_S = 0.01
+"""The same as long as something that was killed has not ended."""
+_END_S = 5.0
+"""Seconds to see everything gone at the end."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -140,7 +144,8 @@ class _Call:
 class _Worker:
     """A worker as the supervisor sees it.
 
-    `running` is memory shared with it: the call whose code runs, from 1. `status` is what it ended with.
+    `running` is memory shared with it: the call whose code runs, from 1, and since when, in nanoseconds of the
+    monotonic clock. `status` is what it ended with.
     """
 
     pid: int
@@ -160,9 +165,12 @@ class _Supervisor:
     ) -> None:
         self._parent, self._settings, self._function, self._problem = parent, settings, function, problem
         self._is_async = function is not None and is_async(function)
-        self._limit_s = settings.timeout_s + (min(_GRACE_S, settings.timeout_s) if self._is_async else 0.0)
+        self._grace_s = min(_GRACE_S, settings.timeout_s) if self._is_async else 0.0
         self._most = settings.workers or (1 if self._is_async else default_workers())
         self._workers: dict[int, _Worker] = {}
+        # Killed, but not ended, which takes its time where one waits for a disk or gives back much memory. With calls
+        # to be answered when it is known how it ended.
+        self._dying: dict[int, list[_Call]] = {}
         self._waiting: deque[_Call] = deque()
         self._answers: list[Mapping[str, Any]] = []
         self._selector = selectors.DefaultSelector()
@@ -182,20 +190,32 @@ class _Supervisor:
                 if key.data is not None and key.data.pid in self._workers:
                     self._serve(key.data)
             self._look_at_workers()
+            self._reap()
             self._hand_out()
             if self._answers:
                 self._parent.send(*self._answers)
                 self._answers.clear()
 
     def end(self) -> None:
-        """Kill every worker with all that it has started."""
+        """Kill every worker with all that it has started, and what the import has started."""
         for worker in list(self._workers.values()):
             self._end(worker, "died")
-        self._kill_left(but=set())
+        self._kept = set()
+        deadline = time.monotonic() + _END_S
+        while (left := _children() | self._dying.keys()) and time.monotonic() < deadline:
+            for pid in left:
+                _kill(pid)
+            self._reap()
+            time.sleep(0.001)
 
     def _seconds_left(self) -> float | None:
+        if self._dying:
+            return _DYING_LOOK_S
+        if not self._workers:
+            return None
         deadlines = [call.deadline for worker in self._workers.values() for call in [*worker.calls.values()][:1]]
-        return min(_LOOK_S, max(0.0, min(deadlines) - time.monotonic())) if deadlines else None
+        # Also while nothing is called: what calls have left may end at any time.
+        return min(_LOOK_S, max(0.0, min(deadlines) - time.monotonic())) if deadlines else _LOOK_S
 
     def _take_calls(self) -> bool:
         """Take what the pool sends; False at the end."""
@@ -228,7 +248,7 @@ class _Supervisor:
             if worker.calls and not self._is_async:
                 return
             call = self._waiting.popleft()
-            call.deadline = time.monotonic() + self._limit_s
+            call.deadline = time.monotonic() + self._settings.timeout_s + self._grace_s
             worker.calls[call.number] = call
             worker.unsent += call.line
             self._send(worker)
@@ -255,7 +275,7 @@ class _Supervisor:
 
     def _fork(self) -> _Worker:
         ours, theirs = socket.socketpair()
-        running = memoryview(mmap.mmap(-1, 8)).cast("q")
+        running = memoryview(mmap.mmap(-1, 16)).cast("q")
         supervisor = os.getpid()
         pid = os.fork()
         if pid == 0:
@@ -289,6 +309,9 @@ class _Supervisor:
         if isinstance(sys.stdout, io.TextIOWrapper):
             # A process that may be killed at any time leaves nothing in a buffer.
             sys.stdout.reconfigure(line_buffering=True)
+        # Where memory runs out, Linux ends this process before the run's; other systems have no such file.
+        with suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text("1000")
 
     def _look_at_workers(self) -> None:
         """End workers whose calls are late, and see to those that have ended although something holds their channel."""
@@ -310,32 +333,56 @@ class _Supervisor:
     def _end(self, worker: _Worker, why: str) -> None:
         """Kill a worker with what it has started, and answer for its calls. `why` is `late` or `died`."""
         _kill(worker.pid)
-        if worker.status is None:
-            worker.status = os.waitpid(worker.pid, 0)[1]
         del self._workers[worker.pid]
         self._selector.unregister(worker.channel)
         worker.channel.close()
-        self._kill_left(but=self._kept)
         now, running = time.monotonic(), worker.running[0] - 1
+        # Then the loop is not only between two steps of calls that wait. Half, as the worker got the call a bit later.
+        is_blocked = now - worker.running[1] / 1e9 >= self._grace_s / 2
         guilty = set(worker.calls)
-        if running in worker.calls:
+        if running in worker.calls and (why == "died" or is_blocked):
             guilty = {running}
         elif why == "late":
             guilty = {number for number, call in worker.calls.items() if call.deadline <= now}
-        for number in guilty:
-            self._answer(
-                number, ("late", None) if why == "late" else ("died", os.waitstatus_to_exitcode(worker.status))
-            )
         # The others only shared the process: they are made again.
         self._waiting.extendleft(reversed([call for call in worker.calls.values() if call.number not in guilty]))
+        unanswered = [call for call in worker.calls.values() if call.number in guilty]
+        if why == "late":
+            for call in unanswered:
+                self._answer(call.number, ("late", None))
+            unanswered = []
+        if worker.status is None:
+            self._dying[worker.pid] = unanswered
+        else:
+            self._clear(unanswered, worker.status)
 
-    def _kill_left(self, but: set[int]) -> None:
-        """Kill what ended workers have left, which is this process's now."""
-        while left := _children() - self._workers.keys() - but:
-            for pid in left:
-                _kill(pid)
-                with suppress(ChildProcessError):
-                    os.waitpid(pid, 0)
+    def _reap(self) -> None:
+        """See to what has ended, without waiting for it: nobody else would be served meanwhile."""
+        now = time.monotonic()
+        for pid, calls in list(self._dying.items()):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                del self._dying[pid]
+                self._clear(calls, status)
+            elif calls and calls[0].deadline <= now:
+                self._answer_died(calls, signal.SIGKILL)
+                self._dying[pid] = []
+        # What calls of living workers have left is this process's too, and nobody else waits for it.
+        for pid in _children() - self._workers.keys() - self._dying.keys() - self._kept:
+            with suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+
+    def _clear(self, calls: list[_Call], status: int) -> None:
+        """Answer for the calls of a process that was killed and has ended, and kill what it has left, which is this
+        process's now."""
+        self._answer_died(calls, status)
+        for pid in _children() - self._workers.keys() - self._dying.keys() - self._kept:
+            _kill(pid)
+            self._dying[pid] = []
+
+    def _answer_died(self, calls: list[_Call], status: int) -> None:
+        for call in calls:
+            self._answer(call.number, ("died", os.waitstatus_to_exitcode(status)))
 
     def _answer(self, number: int, outcome: Outcome) -> None:
         self._answers.append({"id": number, "outcome": outcome})
@@ -430,10 +477,11 @@ async def _noting(function: Callable[..., Any], arguments: list[Any], running: m
 
 @coroutine
 def _steps(called: Coroutine[Any, Any, Any], running: memoryview, number: int) -> Generator[Any, Any, Any]:
-    """Return the coroutine's result. `running` holds `number` while its code runs, so that it is known which of many
-    calls blocks the event loop."""
+    """Return the coroutine's result. `running` holds `number` while its code runs, and since when, so that it is known
+    which of many calls blocks the event loop."""
     step = partial(called.send, None)
     while True:
+        running[1] = time.monotonic_ns()
         running[0] = number
         try:
             awaited = step()
