@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,20 @@ if TYPE_CHECKING:
     from config_files import Failing
     from fake_plugins import FakePlugins
     from warm_children import WarmChildren
+
+if sys.version_info < (3, 12):
+    # Under coverage a thread begins by setting its trace function, and Python 3.11 refuses that while another thread is
+    # at it: the thread would never run.
+    set_trace = sys.settrace
+
+    def set_trace_in_turn(function: Any) -> None:
+        while True:
+            try:
+                return set_trace(function)
+            except RuntimeError:
+                time.sleep(0)
+
+    sys.settrace = set_trace_in_turn
 
 SOAK = bool(os.environ.get("SPURLINE_SOAK"))
 

@@ -46,7 +46,6 @@ UNSAFE = {
 
 ALLOWED = {
     ("plugins/ranks/src/spurline_ranks/outcomes.py", "pickle.loads"): "what this process has pickled a line before",
-    ("plugins/ranks/src/spurline_ranks/ray_node.py", "pickle.loads"): "between the run's own processes, over Ray",
     (
         "plugins/collation_fast/src/spurline_collation_fast/tokenization/worker_pool.py",
         "pickle.load",

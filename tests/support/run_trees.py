@@ -97,7 +97,7 @@ class RunTree:
         found: list[psutil.Process] = []
         for process in self.processes():
             with suppress(psutil.Error):
-                if child.__name__ in process.cmdline():
+                if {child.__name__, "--multiprocessing-fork"} & {*process.cmdline()}:
                     found.append(process)
         return found
 

@@ -108,6 +108,8 @@ def _marks(sections: Mapping[str, Section]) -> Iterator[tuple[str, OnResume]]:
             mark = next((item for item in field.metadata if isinstance(item, OnResume)), None)
             if mark is not None:
                 yield f"{path}.{name}" if path else name, mark
+        for name in type(section).retired:
+            yield f"{path}.{name}" if path else name, OnResume.FREE
 
 
 def _paths(value: Any, key: str) -> Iterator[tuple[str, Any]]:

@@ -67,6 +67,8 @@ class Section(BaseModel):
     """One mapping in the config file: unknown keys are errors, values cannot change after loading."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
+    retired: ClassVar[tuple[str, ...]] = ()
+    """Settings that earlier versions had and that never changed the training: a resume goes on without them."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

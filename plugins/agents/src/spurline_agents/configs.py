@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -24,6 +24,13 @@ _EVERY_ADDRESS = ("", "0.0.0.0", "::")
 
 class HarnessConfig(EnvironmentConfig):
     """Any agent that takes the base URL of an OpenAI-compatible endpoint."""
+
+    retired: ClassVar[tuple[str, ...]] = (
+        "max_buffered_bytes",
+        "max_prompt_tokens",
+        "max_connections",
+        "max_concurrent_requests",
+    )
 
     name: str = "harness"
     agent: Annotated[str | None, FunctionSetting(), OnResume.BY_NAME] = Field(default=None, pattern=FUNCTION_PATH)

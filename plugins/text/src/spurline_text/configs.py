@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import Field
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 class HfDatasetConfig(DatasetConfig):
     """Rows that Hugging Face `datasets` can load: local files and folders, or a hub name."""
+
+    retired: ClassVar[tuple[str, ...]] = ("max_row_mb", "max_expansion")
 
     name: str = "hf"
     path: Annotated[str, OnResume.FREE, PathSetting(reads=True), ObjectSetting("rows")] = Field(min_length=1)

@@ -98,6 +98,8 @@ class AdamW8BitConfig(AdamWConfig):
     needs_whole_parameters: ClassVar[str | None] = "the kernels of bitsandbytes take no DTensors"
     is_elementwise: ClassVar[bool] = False
 
+    retired: ClassVar[tuple[str, ...]] = ("paged",)
+
     name: str = "adamw_8bit"
     smallest: int = Field(default=4096, ge=1)
     """Values that a parameter must have for moments of 8 bits."""
