@@ -102,7 +102,8 @@ class RunTree:
         return found
 
     def kill(self, order: Order, chance: random.Random) -> None:
-        tree = self.processes()
+        # Python's tracker of semaphores removes them once the others are gone; killed too, it leaves 32 bytes of each.
+        tree = [process for process in self.processes() if not _is_tracker(process)]
         self._note_holdings(tree)
         controller, others, children = tree[:1], tree[1:], self.children()
         chance.shuffle(others)
@@ -142,6 +143,12 @@ class RunTree:
     def _last_step(self) -> int:
         # Cut back in the beginning, when the steps after the last checkpoint are trained again.
         return num_lines(self.metrics)
+
+
+def _is_tracker(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return any("resource_tracker" in argument for argument in process.cmdline())
+    return False
 
 
 def _processes_in(folder: Path) -> Iterator[psutil.Process]:
