@@ -1,7 +1,7 @@
 """Encode chunks of rows in a pool of processes, and take their blocks in order.
 
 Rows do not travel: a dataset says with its pickled form how to find them again, and a tokenizer with its own JSON. They
-are pickled into a file in a folder that only this user can enter, and that goes with the pool.
+are pickled into a file without a name, which workers find among the open files of this process: it goes with it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import pickle
 import signal
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from itertools import islice
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -34,7 +35,6 @@ from spurline.errors import RunFailedError
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline_collation_fast.tokenization.block_encoder import BlockEncoder
 from spurline_collation_fast.tokenization.chunks import Chunk
-from spurline_text.own_folder import OwnFolder
 
 _WAITING = 2
 """Chunks that are handed out for each worker: one that it encodes, and one that it finds when it is done."""
@@ -54,22 +54,22 @@ class TokenizationTask:
     tokenizer: PreTrainedTokenizerBase
     data: DataConfig
 
-    def save(self, path: Path) -> None:
-        """Raises UnsharableDataError when something in it cannot be pickled."""
-        with path.open("wb") as file:
-            try:
-                _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(self)
-            except OSError:
-                raise
-            except Exception as error:  # a foreign class may raise anything while it is taken apart
-                raise UnsharableDataError(f"{type(error).__name__}: {error}") from error
+    def save(self, file: IO[bytes]) -> None:
+        """Write the task. Raises UnsharableDataError when something in it cannot be pickled."""
+        try:
+            _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(self)
+            file.flush()
+        except OSError:
+            raise
+        except Exception as error:  # a foreign class may raise anything while it is taken apart
+            raise UnsharableDataError(f"{type(error).__name__}: {error}") from error
 
     @classmethod
     def load(cls, path: Path) -> TokenizationTask:
         """Raises UnsharableDataError when a class in it is not found by its module and name, say in `__main__`."""
         with path.open("rb") as file:
             try:
-                task = pickle.load(file)  # noqa: S301 - the parent's own file, in a folder of this user alone
+                task = pickle.load(file)  # noqa: S301 - the parent's own open file
             except Exception as error:  # noqa: BLE001 - a class that is not found, or whatever it raises
                 raise UnsharableDataError(f"{type(error).__name__}: {error}") from None
         assert isinstance(task, cls), type(task)
@@ -89,12 +89,12 @@ class WorkerPool:
         self._processes: Any = {}
 
     def __enter__(self) -> WorkerPool:
-        self._folder = OwnFolder("spurline-tokenize-")
-        path = self._folder.path / "task.pickle"
+        self._file = tempfile.TemporaryFile()
+        path = Path(f"/proc/{os.getpid()}/fd/{self._file.fileno()}")
         try:
-            self._task.save(path)
+            self._task.save(self._file)
         except BaseException:
-            self._folder.remove()
+            self._file.close()
             raise
         spawn = multiprocessing.get_context("spawn")
         self._executor = ProcessPoolExecutor(self._num_workers, spawn, initializer=_begin, initargs=(path,))
@@ -110,7 +110,7 @@ class WorkerPool:
         executor: Any = self._executor
         executor._result_queue._writer.close()
         self._executor.shutdown(cancel_futures=True)
-        self._folder.remove()
+        self._file.close()
 
     @property
     def process_ids(self) -> list[int]:
