@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -162,10 +161,10 @@ def test_prune_all_empties_the_cache_under_a_reader(capsys: pytest.CaptureFixtur
 def test_what_cannot_be_removed_is_named(
     capsys: pytest.CaptureFixture[str], cache_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(path: Path) -> None:
+    def refuse(path: Path, _: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(shutil, "rmtree", refuse)
+    monkeypatch.setattr(Path, "rename", refuse)
     code, output = cache(capsys, cache_folder, "prune", "--all")
     assert code == 1
     assert output.count("cannot be removed: Permission denied") == 2
