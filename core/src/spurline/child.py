@@ -63,7 +63,7 @@ class ChildProcess:
         pass_fds: Sequence[int] = (),
     ) -> None:
         self.exit_code: int | None = None
-        """None as long as it runs; negative when a signal killed it."""
+        """Exit code of the process: None as long as it runs, negative if a signal killed it."""
         self._take, self._on_end = take, on_end
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._log = tempfile.TemporaryFile() if log is None else open(log, "ab+", opener=own_file)  # noqa: SIM115 - closed by `last_words`

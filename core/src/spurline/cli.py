@@ -1,6 +1,6 @@
-"""The `spurline` command: the commands there are, and how each ends, also by an error.
+"""The `spurline` command: its group of subcommands, and the messages and exit codes with which they end.
 
-Commands with work of their own stand beside it. Heavy libraries are imported inside the commands that need them, so
+Longer subcommands live in modules of their own. Heavy libraries are imported inside the commands that need them, so
 that `--help` and config errors answer at once.
 """
 
@@ -22,23 +22,23 @@ from spurline.run.commands import train
 from spurline.terminal import printable
 
 _UsageError: Any = typer.BadParameter.__base__
-"""The error of a wrong command line; typer brings its own click, or takes that which is installed."""
+"""click's UsageError. It is found through typer, which either bundles click or uses the installed one."""
 
 
 def _how_to_set(error: Any) -> str:
-    """Say how a setting of the config is given, where an unknown option or argument may be meant as one."""
+    """Return a hint at `--set`, if the unknown option or argument may be meant as a setting of the config."""
     command = error.ctx.command if error.ctx is not None else None
     if command is None or all("--set" not in parameter.opts for parameter in command.params):
         return ""
     if set(getattr(error, "possibilities", None) or ()) - {"--help", "--set"}:
-        # More likely one of the command's own options, misspelled, which click names.
+        # It is more likely a misspelled option of the command, and click suggests that option.
         return ""
     is_meant = hasattr(error, "option_name") or "unexpected extra argument" in error.message
     return ". A setting of the config is given as: --set KEY=VALUE" if is_meant else ""
 
 
 _HELP_WIDTH = 200
-"""Characters of a command's line in `spurline --help`, which is wrapped."""
+"""Characters of a command's summary in `spurline --help`; the formatter wraps it."""
 
 
 class CommandGroup(typer.core.TyperGroup):
@@ -92,7 +92,7 @@ class CommandGroup(typer.core.TyperGroup):
 
 
 class InterruptedRunError(Exception):
-    """An interruption by Ctrl-C, with a sentence on what is saved."""
+    """An interruption by Ctrl-C, with a sentence that says what is saved."""
 
 
 app = typer.Typer(
@@ -173,7 +173,7 @@ def main(arguments: list[str] | None = None) -> None:
     # `--debug` is accepted anywhere, since one adds it to the command that just failed.
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
-    # Downloads would otherwise tell what they are for; read when the library is imported, here and in child processes.
+    # Downloads would otherwise report what they are for. The library reads this on import, in child processes too.
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     try:
         app(words, standalone_mode=True)

@@ -181,7 +181,7 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 def misspelling(word: str, known: Iterable[str]) -> str:
     """Suggest a word as `suggestion` does, but only for a slip of the pen.
 
-    For names of which similar ones mean different things: `gspo` is no correction of `grpo`, nor `bf16` of `fp16`.
+    Use this for names where similar ones mean different things: `gspo` does not correct `grpo`, nor `bf16` `fp16`.
     """
     others = sorted(set(known) - {word})
     letters = _letters(word)

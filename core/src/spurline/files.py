@@ -21,7 +21,7 @@ from typing import Any
 from spurline.errors import RunFailedError, UserError
 
 _TEMPORARY = re.compile(r"\..+\.(?P<process>\d{1,9})\.tmp", re.DOTALL)
-"""What `write_text` calls a file that is not finished."""
+"""Name of a temporary file that `write_text` has not finished."""
 
 
 def sync_file(path: Path) -> None:

@@ -1,8 +1,8 @@
-"""What a start says while it works: one seam, handed down from whoever begins a run.
+"""Report what a run is doing while it starts, through a callable that its caller passes down.
 
 A `Progress` takes a short text in the present tense, without an end mark: `tokenizing 1,200 rows`. It is called between
-pieces of work, on the thread that does them, and by `waiting` beside it. From Python a run is silent unless it is given
-one.
+pieces of work, on the thread that does them, and by `waiting` on a thread of its own. A run that is started from Python
+is silent unless the program passes a `Progress`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 Progress = Callable[[str], None]
 
 REPEAT_S = 15.0
-"""Seconds after which `waiting` says once more what it waits for."""
+"""Seconds after which `waiting` repeats what it waits for."""
 
 
 def silent(text: str) -> None:
@@ -24,10 +24,10 @@ def silent(text: str) -> None:
 
 @contextmanager
 def waiting(progress: Progress, text: str, limit: str = "") -> Iterator[None]:
-    """Say what begins, and every 15 s that it is not done yet, until the block ends.
+    """Report what begins, and every 15 s that it is still under way, until the block ends.
 
-    For what computes in other processes, or in libraries that say nothing of their own.
-    limit: how long it may take, in words, for people who wait already.
+    Use this around work in other processes, or in libraries that report nothing themselves.
+    limit: how long the work may take, in words; the repeated texts include it.
     """
     progress(text)
     began, ended = time.monotonic(), threading.Event()

@@ -112,7 +112,7 @@ class _Builder:
         return copy
 
     def rebuilt(self, field: FieldInfo) -> FieldInfo:
-        """The same field for a specialised type, its default made anew."""
+        """Return the field for a specialised type, with its default rebuilt from that type."""
         return self._with_default(field, None)
 
     def replaced(self, annotation: Any) -> Any:
@@ -194,7 +194,7 @@ def _written_in_short(mark: Component) -> BeforeValidator:
 
 
 def _refuse_component(value: object, *, mark: Component) -> object:
-    """Refuse whatever is written for a component of which there is none."""
+    """Refuse any value for a kind that has no registered component."""
     raise PydanticCustomError(_UNKNOWN, "{kind} {shorthand}", {"kind": mark.kind, "shorthand": mark.shorthand})
 
 

@@ -2,7 +2,7 @@
 
 Place on the way: file -> Document -> `config.loading` -> RunConfig. Nothing here knows what a setting means. Values of
 `--set key.path=value` are YAML, so `a=1e-5` is a float and `a=[1]` a list; a path may go through lists by index, and
-through settings that the file writes in short: `collator: packed` or `data.train: rows.jsonl`.
+through settings that the file writes in their short form: `collator: packed` or `data.train: rows.jsonl`.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Document:
     overridden: dict[str, str] = field(default_factory=dict[str, str])
 
     def forget_lines(self, key: str) -> None:
-        """Drop the lines of `key` and everything under it: what they say is no longer what counts."""
+        """Drop the line numbers of `key` and of everything under it, since an override replaced their values."""
         for path in [path for path in self.lines if path == key or path.startswith(f"{key}.")]:
             del self.lines[path]
 
     def override_of(self, key: str) -> str | None:
-        """Return the `--set` text that decided the value at this key path, or made it, if one did."""
+        """Return the `--set` text that set the value at this key path or created the mapping there, or None."""
         if key and key not in self.lines:
             made = next((text for path, text in self.overridden.items() if path.startswith(f"{key}.")), None)
             if made is not None:
@@ -97,12 +97,12 @@ def _parse_toml(text: str, place: str) -> dict[str, Any]:
 
 
 def parse_value(text: str) -> Any:
-    """One value as YAML reads it, so `1e-5` is a float and `[1]` a list. Raises ValueError in sentences."""
+    """Parse one value as YAML, so `1e-5` is a float and `[1]` a list. Raises ValueError with a readable message."""
     return plain(_parse_yaml(text))
 
 
 class _BadYamlError(ValueError):
-    """Says in sentences what is wrong. line: 1-based, None where the parser names none."""
+    """A YAML syntax error, described in sentences. line: 1-based; None if the parser names none."""
 
     def __init__(self, message: str, line: int | None) -> None:
         super().__init__(message)
@@ -118,12 +118,12 @@ def _parse_yaml(text: str) -> Any:
     try:
         return parser.load(text)
     except Exception as error:
-        # Errors of more kinds than the parser's own: a date that does not exist is a ValueError.
+        # Not only the parser's own errors come here: a date that does not exist is a ValueError.
         mark: Any = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         line = None if mark is None else mark.line + 1
         position: Any = getattr(error, "position", None)
         if position is not None:
-            # A character that YAML does not take.
+            # The error is a character that YAML does not allow.
             line = text.count("\n", 0, position) + 1
         problem = str(getattr(error, "problem", None) or str(error).strip().partition("\n")[0]).rstrip(".")
         fix = _fix(f"{problem} {getattr(error, 'context', '')}")
@@ -131,7 +131,7 @@ def _parse_yaml(text: str) -> Any:
 
 
 def _fix(problem: str) -> str:
-    """What is usually wrong behind an error of the parser."""
+    """Return what usually fixes this error of the parser; empty if nothing is known."""
     if "alias" in problem:
         return " Text that begins with `*` or `&` needs quotes."
     if "'\\t'" in problem:
@@ -200,7 +200,7 @@ def _configs_in(folder: Path) -> str:
 
 
 def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
-    """Change `document` in place. Raises ConfigError for text that is no override or goes nowhere."""
+    """Apply `--set` texts to `document` in place. Raises ConfigError if one is malformed or its path does not exist."""
     for override in overrides:
         key, separator, text = override.partition("=")
         key = key.strip()
@@ -229,11 +229,11 @@ def _put(node: dict[str, Any] | list[Any], part: str, value: Any, override: str)
 
 
 def _opened(node: dict[str, Any] | list[Any], part: str, following: str, override: str) -> Any:
-    """What is under `part`, as a mapping or list that the next part of the path can go into."""
+    """Return the value under `part` as a mapping or list, so that the next part of the path can go into it."""
     child: Any = node[_index(node, part, override)] if isinstance(node, list) else node.get(part)
     if child is None:
         return {}
-    # One value may stand for a list of one; of a mapping, a number other than 0 may be one of its keys.
+    # A single value may stand for a list of one, so `0` selects it, unless it is a mapping that has `0` as a key.
     is_one = following == "0" and not (isinstance(child, dict) and following in child)
     if is_one or (isinstance(child, str) and following.isdecimal()):
         child = as_list(child)

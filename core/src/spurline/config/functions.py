@@ -24,7 +24,7 @@ def name_of(function: Callable[..., Any]) -> str:
 def reference_to(function: Callable[..., Any]) -> str:
     """Return a reference that `function_of` understands in this process until `forget`.
 
-    Each call gives another one: a cell that defines `reward` anew changes nothing in configs that were loaded before.
+    Each call returns a new one, so a notebook cell that redefines `reward` does not change configs loaded before.
     """
     reference = f"in-memory.{next(_numbers)}:{name_of(function)}"
     _functions[reference] = function

@@ -103,7 +103,7 @@ def load_config(
     takes_objects = isinstance(source, Mapping) and not recorded and host.registry.keeper is not None
     stand_in = StandIn(_run_dir(document.values)) if takes_objects else None
     place = ConfigPlace(folder, recorded, None if recorded else document.values, stand_in)
-    # A closure may hold a model: it goes with the last copy of this config, all of which have the host.
+    # A closure may hold a model. It is forgotten with the last copy of this config, since every copy holds the host.
     weakref.finalize(host, forget, place.functions)
     try:
         config = model.model_validate(values, context=place)

@@ -48,10 +48,10 @@ class ConfigPlace:
 class PathSetting:
     """Mark of a setting that holds a path: `~`, `$VAR` and `${VAR}` are expanded; an unknown variable is an error.
 
-    reads: it names something that is there already. A relative path then begins at the config file's folder, or else
-    at the working directory, and becomes absolute; found in both, it is an error. What is in neither stays as written:
-    it may be a hub name. Without `reads` a relative path begins at the working directory.
-    names: words that are no paths here, such as those of bundled templates; a file called so is an error.
+    reads: the path names something that exists already. A relative path is then looked for in the config file's folder
+    and in the working directory, and becomes absolute; it is an error if both have it. If neither has it, it stays as
+    written, since it may be a hub name. Without `reads` a relative path begins at the working directory.
+    names: words that are not paths here, such as names of bundled templates; a file with such a name is an error.
     """
 
     reads: bool = False

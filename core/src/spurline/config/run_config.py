@@ -102,8 +102,8 @@ class DataConfig(Section):
     the run; null splits raw text (format `text`) and truncates everything else. Prompts to generate from are no
     samples: they are used whole, except that with `error` one over `max_length` stops the run."""
     on_ignored: Literal["error", "warn"] = "error"
-    """How to treat a row of which the chat template leaves out tools, tool calls, reasoning or a whole message, so
-    that other text would be trained than the row says: stop the run, or train on what is left and count it."""
+    """How to treat a row if the chat template leaves out its tools, tool calls, reasoning or a whole message, so that
+    the model would be trained on less than the row says: stop the run, or train on what is left and count the row."""
     order: Annotated[OrderConfig, Component("order")] = OrderConfig(name="uniform")
     """The order of the samples: shuffled in each epoch (`uniform`), in file order (`sequential`), by length, by
     difficulty or by reward."""
@@ -228,10 +228,10 @@ class KeepBestConfig(WatchedMetricConfig):
 
 
 class StopWhenConfig(WatchedMetricConfig):
-    """When a run ends before its last step, in good order and finished: judged after each evaluation of the metric."""
+    """Conditions that end a run before its last step, checked after each evaluation of the metric."""
 
     patience: int | None = Field(default=None, ge=1)
-    """End after so many evaluations in a row of which none was better than the best before them; null does not."""
+    """End after this many evaluations in a row without a new best value; null does not."""
     min_delta: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """How much better than the best a value must be to count as better for `patience`."""
     reaches: float | None = Field(default=None, allow_inf_nan=False)
@@ -356,7 +356,7 @@ class RunConfig(Section):
     steps: Annotated[int | None, OnResume.MAY_GROW] = Field(default=None, gt=0)
     """Training steps; give this or `epochs`."""
     epochs: Annotated[float | None, OnResume.MAY_GROW] = Field(default=None, gt=0, allow_inf_nan=False)
-    """Passes over the mixed training data; rounded up to whole batches, the last of which wraps into the next epoch."""
+    """Passes over the mixed training data, rounded up to whole batches; the last batch wraps into the next epoch."""
     source: Annotated[SourceConfig, Component("source")]
     """The supply of batches."""
     tokenization: Annotated[TokenizationConfig, Component("tokenization"), OnResume.FREE]

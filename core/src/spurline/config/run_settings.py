@@ -1,7 +1,7 @@
-"""What a section of the config may read of the run that it is part of.
+"""Define the settings of a run that a section of its config may read.
 
-`RunConfig` is the one implementation. The base classes of sections and of the kinds of components stand below it, as
-it is made of them, so they are given this; a plugin's own sections stand above it and say `run: RunConfig`.
+`RunConfig` is the only implementation. Base classes of sections and components cannot import it, since it is made of
+them, so they annotate `run: RunSettings`; a plugin's own sections annotate `run: RunConfig`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Base classes of every config section, the marks a field can carry, and the short ways to write a setting.
 
-A bare string may stand for a component or a named section, one item for a list of one: `collator: packed` is
+A bare string may stand for a component or a named section, and a single item for a list of one: `collator: packed` is
 `{name: packed}`, `data.train: rows.jsonl` is `[{path: rows.jsonl}]`. Which setting the string stands for is known only
-once the model is built, so an override that goes into a bare string keeps it under `BARE`. The JSON schema accepts the
-short ways as loading does. Light on purpose: pydantic and the standard library only.
+once the model is built, so an override below a bare string keeps the string under `BARE`. The JSON schema accepts the
+same short forms. This module imports only pydantic and the standard library.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _no_boolean(value: object) -> object:
 def _refuse_booleans(schema: Any, section: type[BaseModel]) -> None:
     """Refuse true and false for every number in the schema of a section, as pydantic takes them for 1 and 0.
 
-    Sections inside it have done so themselves, and so has a schema that pydantic uses again.
+    Nested sections are skipped, since each has had its own call, and so are schemas that were changed before.
     """
     if isinstance(schema, list):
         for item in cast("list[Any]", schema):
@@ -77,14 +77,14 @@ class Section(BaseModel):
         return schema
 
     def problems(self, run: RunSettings) -> Iterable[Problem]:
-        """Yield problems that other sections decide. Keys are relative to this section."""
+        """Yield the problems that this section has with other sections. Their keys are relative to this section."""
         return ()
 
     def await_services(self, progress: Progress) -> None:
-        """Return when what the section names and the run does not start, such as servers, answers.
+        """Wait until the services that this section names, such as servers, answer. By default there are none.
 
-        Called as a run starts, when its data is read and before its model loads. progress: told what is waited for.
-        Raises UserError for what does not answer within a limit.
+        Called at the start of a run, after its data is read and before its model loads. progress: called with what this
+        waits for. Raises UserError if a service does not answer in time.
         """
 
 
@@ -94,7 +94,7 @@ def summary_of(section: type[BaseModel]) -> str:
 
 
 def sections_within(value: Any, path: str = "") -> Iterator[tuple[str, Section]]:
-    """(key path, section) of this section, if it is one, and of every section inside it, outer ones first."""
+    """Yield (key path, section) for the value, if it is a section, and for all sections inside it, outer ones first."""
     items: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, Section):
         yield path, value
@@ -111,21 +111,21 @@ class ComponentConfig(Section):
     """Settings of one component; `name` says which implementation the registry builds."""
 
     kind: ClassVar[str] = ""
-    """Kind of the component that this configures. The kind's own base class in `spurline.protocols` says it."""
+    """Kind of the component that this configures, set by the base class of the kind."""
     goes_with: ClassVar[str] = ""
-    """Settings of the run beside it that its usual recipe has, as they are written: `loss: ppo`; for messages."""
+    """Other settings that are usually set together with this component, for messages: `loss: ppo`."""
     missing_settings: ClassVar[Mapping[str, str]] = {}
-    """Settings that others of its kind have: key -> why it has none, and what to do instead, as sentences."""
+    """Key of a setting that this component lacks and others of its kind have -> why, and what to do instead."""
 
     name: str = Field(min_length=1)
     """The component to use."""
 
     @classmethod
     def defaults_beside(cls, given: Mapping[str, Any], file: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return settings that it takes by what other sections say, where they are not said.
+        """Return defaults that depend on other sections of the file; settings that are given override them.
 
         Args:
-            given: Its settings as they are written.
+            given: Settings of this section as they are written.
             file: All settings of the file as they are written.
         """
         return {}
@@ -155,19 +155,19 @@ class Component:
 class OnResume(Enum):
     """Mark of a field: whether a run that continues a checkpoint may change it, as in `Annotated[int, OnResume.FREE]`.
 
-    A mark also holds for what is below the field, down to one with a mark of its own; below FREE all is free. A field
-    without any is REFUSED: only its author knows that a change would still train the same model on the same data.
+    A mark also holds for the fields below, unless they have a mark of their own; everything below FREE is free. A field
+    without a mark is REFUSED: only its author can know that a change still trains the same model on the same data.
     """
 
     FREE = "free"
     """Training does not depend on it: paths, logging, evaluation, memory, time-outs."""
     TO_ROUNDING = "to rounding"
-    """It changes the order of a sum, not what is summed: micro-batches, layout, kernels. Without dropout, whose random
-    numbers depend on the layout, the run goes on equal to rounding, and not bit for bit."""
+    """It changes the order of a sum, not what is summed: micro-batches, layout, kernels. The run continues equal up to
+    rounding, unless it uses dropout, whose random numbers depend on the layout."""
     MAY_GROW = "may grow"
-    """Step and epoch counts: a longer run may continue a shorter one; any other change is one BY_NAME."""
+    """Step and epoch counts: a longer run may continue a shorter one; any other change is treated as BY_NAME."""
     BY_NAME = "by name"
-    """A hyper-parameter: the same model and data, trained otherwise from here on. Needs `--allow-change KEY`."""
+    """A hyper-parameter: the same model and data, trained differently from here on. Needs `--allow-change KEY`."""
     REFUSED = "refused"
     """It decides what is trained on, or which model it is."""
 
@@ -194,7 +194,7 @@ def as_list(value: Any) -> Any:
 
 
 class NamedSection(Section):
-    """A section with a field `name` of fixed choices, which a bare string is short for, in the JSON schema too."""
+    """A section with a field `name` of fixed choices, for which a bare string may stand, also in the JSON schema."""
 
     @model_validator(mode="before")
     @classmethod
@@ -208,7 +208,7 @@ class NamedSection(Section):
 
 
 class SchemaOfShorthand:
-    """Mark of a component's union: a bare string is valid too, any or one of `names`."""
+    """Mark of a component's union: a bare string is valid too. It must be one of `names`, unless that is None."""
 
     def __init__(self, names: Sequence[str] | None) -> None:
         self._names = names
@@ -224,7 +224,7 @@ class SchemaOfShorthand:
 
 
 class SchemaOfOneOrMany:
-    """Mark of a list that may be written as its only item."""
+    """Mark of a list that may be written as a single item."""
 
     def __get_pydantic_json_schema__(self, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         many = handler(core_schema)

@@ -2,8 +2,8 @@
 
 Place on the way: collator -> TrainingBatch -> mini-batches -> backend. SFT and RL use the same columns; a padded batch
 is a packed batch with one segment per row. Everything that belongs to a row is selected, padded and joined by the
-methods here and nowhere else, so columns cannot go out of line. A segment is one sequence also where several share a
-row: whoever needs sums by sequence takes them from here and never sums rows.
+methods here and nowhere else, so columns cannot go out of line. A segment is one sequence, even if several share a row,
+so sums by sequence come from the methods here and never from sums over rows.
 """
 
 from __future__ import annotations

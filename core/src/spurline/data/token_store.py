@@ -230,7 +230,7 @@ def joined(parts: list[NDArray[Any]], dtype: DTypeLike) -> NDArray[Any]:
 
 
 IGNORED = "ignored"
-"""Begins the key in `Tokenized.examples` for the first row of which the chat template leaves something out."""
+"""Prefix of the key in `Tokenized.examples` for the first row whose content the chat template leaves out in part."""
 
 EMPTY_ANSWER = "empty_answer"
 """Counted as what a template leaves out is: the row is a sample, and trains an answer of nothing but its end."""

@@ -1,4 +1,4 @@
-"""What a plugin needs to be one: `PLUGIN = Plugin(...)`, the marks of hooks, and the registrar of its components."""
+"""Declare a plugin: `PLUGIN = Plugin(...)`, the decorators of its hooks, and the registrar of its components."""
 
 from spurline.plugins.hookspecs import hookimpl, hookspec
 from spurline.plugins.host import API_VERSION, Plugin

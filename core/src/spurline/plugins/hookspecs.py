@@ -1,9 +1,9 @@
-"""The hooks of core: every point of a run at which several plugins may be told something.
+"""The hooks of core: the points of a run at which every plugin is called.
 
 A plugin opens hooks of its own with `registry.add_hookspecs`. All hooks run on the loop's thread of the controller
 process, in the order of the config's `plugins` list. Anything that exactly one plugin must answer is a component
-instead. Hookimpls take any subset of the arguments and give them no defaults. What one raises reaches the user with the
-plugin's and the hook's name: a `SpurlineError` as it is, anything else as the cause of a `HookFailedError`.
+instead. Hookimpls take any subset of the arguments and give them no defaults. An error in a hookimpl reaches the user
+with the names of plugin and hook: a `SpurlineError` as it is, any other as the cause of a `HookFailedError`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def train_step(step: int, batch: TrainingBatch) -> Mapping[str, float] | None:  
     step: 1-based. batch: read-only, valid until the step ends.
     Returns the step's metrics: `loss` in nats per loss token, `grad_norm`, `lr`, `tokens`, ... A wrapper returns all of
         them unchanged and may add finite numbers under names that are not taken.
-    Errors: any exception ends the run; no checkpoint is written after it. So does a wrapper that returns anything else.
+    Errors: any exception ends the run, and so does a wrapper that returns anything else. No checkpoint is written then.
     """
 
 
@@ -81,11 +81,11 @@ def on_optimizer_step(update: int, role: Role) -> None:
 def on_step_end(step: int, metrics: Mapping[str, float]) -> None:
     """Called after the optimizer step, any weight publish, evaluation and record of this step, before its checkpoint.
 
-    What hooks keep with `run.keep_state` is thus saved as it is after the whole step.
+    The state that hooks keep with `run.keep_state` is thus saved as it is after the whole step.
     step: 1-based number of the finished step.
     metrics: what was recorded for it, already reduced; `loss` in nats per token, `time/step` in seconds,
-        evaluation (`time/evaluate`) included. Read-only. A step whose evaluation failed and was made up for by a resume
-        has no `time/...` of the loop.
+        evaluation (`time/evaluate`) included. Read-only. If the evaluation of a step failed and a resume repeats it,
+        the `time/...` of the loop are missing.
     Errors: any exception ends the run; the last checkpoint stands.
     """
 
@@ -103,7 +103,7 @@ def on_eval_end(step: int, metrics: Mapping[str, float]) -> None:
 def on_checkpoint_saved(step: int, path: Path) -> None:
     """Called when a checkpoint is complete, durable and marked as the latest.
 
-    With `checkpoint.async` that is when a later step has ended, after its `on_step_end`; or when the run does.
+    With `checkpoint.async`, this is called after the `on_step_end` of a later step, or at the end of the run.
     step: the last step it covers. path: its folder.
     Errors: any exception ends the run; this checkpoint stands.
     """
@@ -124,7 +124,7 @@ def on_run_recorded(run: RunView) -> Mapping[str, Path]:  # type: ignore[empty-b
     """Called when the record of a run that did not fail is complete, its status in summary.json included.
 
     run: the run, which has ended.
-    Returns the files that were made of the record, by what to call them on the terminal, such as `report`.
-        No two hooks use one name.
+    Returns the files that were made of the record, by the name that the terminal shows, such as `report`.
+        No two hooks may use the same name.
     Errors: any exception is raised to the caller of `train`; what was trained and saved stands.
     """

@@ -149,7 +149,7 @@ class PluginHost:
         if self._manager.has_plugin(name):
             raise PluginError(
                 f"'{name}' is attached already. Give each object a name of its own, detach the first one, or load the "
-                "config anew for another run."
+                "config again for another run."
             )
         check_hookimpls(implementations, name, self._hookspecs, may_replace_train_step=name.startswith(f"{CORE}/"))
         self._manager.register(self._named(implementations, self.calls.plugin or name.partition("/")[0]), name)
@@ -337,9 +337,9 @@ class CommandEntry:
     load: Any = field(repr=False)
 
     def summary(self) -> str:
-        """Return the first line of its function's docstring, or else of its module's; neither is imported.
+        """Return the first line of its function's docstring, or of its module's if it has none, without an import.
 
-        A package that is broken says so in its line, as the help of all others must stand.
+        For a broken package the line says that it is broken, so that help still lists all other commands.
         """
         name, _, attribute = self.target.partition(":")
         try:

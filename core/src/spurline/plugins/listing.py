@@ -13,12 +13,12 @@ from spurline.plugins.registry import CORE, group_by_kind, resolve
 
 
 def installed_lines() -> list[str]:
-    """Return one line per installed plugin; nothing is imported."""
+    """Return one line per installed plugin, without importing any."""
     found = installed_plugins()
     if not found:
         return ["No plugins are installed."]
     lines = [f"{name}  {plugin.version}  ({_origin(plugin)})" for name, plugin in sorted(found.items())]
-    return [*lines, "Enable one with `plugins: [NAME]` in the config; leave one of those by default out with -NAME."]
+    return [*lines, "Enable one with `plugins: [NAME]` in the config; leave a default one out with -NAME."]
 
 
 def _origin(plugin: InstalledPlugin) -> str:
@@ -45,7 +45,7 @@ def _describe(host: PluginHost, name: str) -> Iterable[str]:
 
 
 def diagnose() -> tuple[list[str], bool]:
-    """Load each installed plugin with the default ones that work and build its config model; True when all work."""
+    """Load each installed plugin beside the default ones that work; return a line for each, and whether all work."""
     lines: list[str] = []
     healthy = True
     installed = installed_plugins()
@@ -68,7 +68,7 @@ def diagnose() -> tuple[list[str], bool]:
 
 
 def _requirements(plugin: InstalledPlugin) -> tuple[str, ...]:
-    """Return the plugins that must be listed before this one, as far as they can be known without an error."""
+    """Return the plugins that must be listed before this one; none if its module cannot be imported."""
     try:
         declaration = getattr(importlib.import_module(plugin.module), "PLUGIN", None)
     except Exception:  # noqa: BLE001 - loading it properly reports this in full

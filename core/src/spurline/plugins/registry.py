@@ -20,16 +20,16 @@ from spurline.errors import PluginError, SpurlineError, listing, misspelling, su
 from spurline.plugins.official import DEFAULT_PLUGINS, OFFICIAL_KINDS
 
 CORE = "core"
-"""Core's name among plugins, and the prefix under which what is core's stays reachable when another replaces it."""
+"""Name of core among the plugins. A component of core that a plugin replaces stays reachable as `core/NAME`."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of component, owned by the plugin whose idea it is.
+    """A kind of component, owned by the plugin that defines it.
 
     Attributes:
         name: The `kind` of its config classes.
-        config: Base class of these.
+        config: Base class of its config classes.
         protocol: `"module:Class"`, the Protocol or base class that its implementations satisfy.
         plugin: The owner.
         distribution: The pip distribution that the owner came from.
@@ -70,9 +70,9 @@ class TopLevelSection:
 
     Attributes:
         annotation: Its type, marks included.
-        optional: Whether it is None where the file leaves it out, instead of a section of defaults.
+        optional: If True, the section is None when the file leaves it out; otherwise it then has its defaults.
         plugin: The owner.
-        held: `"module:function"` of a context that a run is in, or None.
+        held: `"module:function"` of a context manager that a run holds open until it ends, or None.
     """
 
     annotation: Any
@@ -83,12 +83,12 @@ class TopLevelSection:
 
 @dataclass(frozen=True)
 class OtherNames:
-    """Names that other trainers have for settings and components, for the nearest fix of an error.
+    """Other trainers' names for settings and components, with which errors suggest a fix.
 
     Attributes:
-        settings: Their name -> our key path, or the whole `key: value` where one value says the same.
-        replaced: A setting without a like here -> a sentence on what to do instead.
-        components: KIND/NAME of what is no component of its own here -> a sentence on how it is written.
+        settings: Their name -> our key path, or `key: value` if one value of ours means the same.
+        replaced: Name of a setting that has no equivalent here -> a sentence that says what to do instead.
+        components: `KIND/NAME` of a component that does not exist here -> a sentence that says how to write it.
     """
 
     settings: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -96,7 +96,7 @@ class OtherNames:
     components: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def path_of(self, name: str) -> str:
-        """Return our key path for their name of a setting; the name itself where there is none."""
+        """Return our key path for their name of a setting, or the name itself if it has none."""
         return self.settings.get(name, name).partition(":")[0]
 
 
@@ -122,7 +122,7 @@ class Registry:
             )
 
     def insert(self, entry: Registration) -> None:
-        """Add one component. Raises PluginError on an unknown kind, a config of another or a name that is taken."""
+        """Add one component. Raises PluginError for an unknown kind, a config class of another kind or a taken name."""
         kind = self.kinds.get(entry.kind)
         if kind is None:
             raise PluginError(
@@ -205,7 +205,7 @@ class Registry:
                 yield entry
 
     def factory(self, kind: str, config: ComponentConfig) -> Callable[..., Any]:
-        """Import what makes the component that `config.name` selects."""
+        """Import and return the factory of the component that `config.name` selects."""
         entry = self.get(kind, config.name)
         return resolve(entry.factory, f"{kind} '{entry.name}' of {entry.distribution}")
 
@@ -241,9 +241,9 @@ class ComponentRegistrar:
         return self._hookspecs
 
     def add_kind(self, config: type[ComponentConfig], protocol: str) -> None:
-        """Open a kind of component, which every plugin may then add to, also one that the config lists earlier.
+        """Open a kind of component, to which every plugin may add, even one that the config lists earlier.
 
-        A setting that chooses one is marked with it: `critic_of_style: Annotated[StyleConfig, Component("style")]`.
+        Mark each setting that chooses such a component: `critic_of_style: Annotated[StyleConfig, Component("style")]`.
 
         Args:
             config: Base class of the configs of its components; the ClassVar `kind` says the kind's name. Its module
@@ -252,7 +252,7 @@ class ComponentRegistrar:
                 under Factory what `registry.create` passes besides the config.
 
         Raises:
-            PluginError: Another plugin has a kind of that name, or the class says none.
+            PluginError: If another plugin has a kind of that name, or the class sets no `kind`.
         """
         call = f"{self._distribution}: registry.add_kind({config.__name__}, {protocol!r})"
         if not config.kind:
@@ -262,7 +262,7 @@ class ComponentRegistrar:
         self._registry.insert_kind(Kind(config.kind, config, protocol, self._plugin, self._distribution))
 
     def add_section(self, name: str, annotation: Any, *, optional: bool = False, held: str | None = None) -> None:
-        """Give the config a top-level section under a name of choice; that of `Plugin.config` has the plugin's name.
+        """Add a top-level section to the config under a name of your choice; `Plugin.config` uses the plugin's name.
 
         `run.config.section(ClusterConfig)` reads it.
 
@@ -270,13 +270,13 @@ class ComponentRegistrar:
             name: The key in the file; `evaluation.generate` for a key within a section of core.
             annotation: A Section, or `Annotated[Section, OnResume.FREE]` with its marks. Its module must not import
                 torch.
-            optional: Make it None where the file leaves it out, so that its presence says something; otherwise it has
-                its defaults then.
-            held: `"module:function"`, called with the run's config once its data is read, before any weight loads. The
-                run is in the context that it returns until all that was started has ended.
+            optional: If True, the section is None when the file leaves it out, so that its presence is a choice;
+                otherwise it then has its defaults.
+            held: `"module:function"`, called with the run's config after its data is read and before any weights load.
+                The run enters the context manager that it returns, and leaves it after all components are closed.
 
         Raises:
-            PluginError: A plugin has a section of that name already, or it is no name.
+            PluginError: If a plugin already has a section of that name, or the name is not an identifier.
         """
         adds = f"{self._distribution} adds the config section '{name}'"
         if not all(part.isidentifier() for part in name.split(".")):
@@ -289,14 +289,14 @@ class ComponentRegistrar:
             raise PluginError(f"{adds}{how}")
 
     def add_other_names(self, names: OtherNames) -> None:
-        """Let errors understand what other trainers call things. The last plugin to say so has it."""
+        """Let errors suggest a fix for other trainers' names. The names of the last plugin that calls this count."""
         self._registry.other_names = names
 
     def add_keeper(self, factory: str) -> None:
-        """Say what keeps rows, models and tokenizers that a Python program writes in the place of paths.
+        """Set the class that saves the rows, models and tokenizers that a Python program passes instead of paths.
 
         Args:
-            factory: `"module:Class"` of a `spurline.config.objects.KeepsObjects`. The last plugin to say so has it.
+            factory: `"module:Class"` of a `spurline.config.objects.KeepsObjects`. The last plugin's call counts.
         """
         self._registry.keeper = factory
 
@@ -328,7 +328,7 @@ class ComponentRegistrar:
             default: Use this one when the config names none.
 
         Raises:
-            PluginError: Another plugin holds the name, or the class has no kind or name.
+            PluginError: If another plugin holds the name, or the class has no kind or name.
         """
         name = name or config.model_fields["name"].default
         call = f"{self._distribution}: registry.add({config.__name__}, {factory!r})"
@@ -346,7 +346,7 @@ class ComponentRegistrar:
         entry = Registration(
             config.kind, name, config, factory, self._plugin, self._distribution, replaces_builtin, default
         )
-        # What it replaces may be of a plugin that is listed later.
+        # The plugin whose component it replaces may be listed later.
         waits = replaces_builtin and name not in self._registry.all_names(entry.kind)
         if entry.kind in self._registry.kinds and not waits:
             self._registry.insert(entry)
@@ -365,12 +365,12 @@ class ComponentRegistrar:
             name: As for `add`.
 
         Raises:
-            PluginError: The config class is not there, another plugin holds the name, or the kind is misspelled.
+            PluginError: If the config class does not exist, another plugin holds the name, or the kind is misspelled.
         """
         self._of_optional_kinds.append((kind, config, factory, name))
 
     def finish(self, *, replacing: bool = True) -> None:
-        """Insert what waits for other plugins; what replaces theirs only where `replacing`. Raises PluginError."""
+        """Insert components that waited for other plugins, replacing ones only if `replacing`. Raises PluginError."""
         waiting = [entry for entry in self._waiting if replacing or not entry.replaces_builtin]
         self._waiting = [entry for entry in self._waiting if entry not in waiting]
         for entry in waiting:
@@ -386,7 +386,7 @@ class ComponentRegistrar:
 
 @functools.cache
 def _attributes(protocol: Callable[..., Any]) -> list[str]:
-    """Return the attributes that a Protocol or base class asks for and gives no value."""
+    """Return the attributes that a Protocol or base class annotates without giving them a value."""
     names = {name for base in inspect.getmro(cast("type", protocol)) for name in inspect.get_annotations(base)}
     return sorted(name for name in names if not hasattr(protocol, name))
 

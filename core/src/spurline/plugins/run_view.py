@@ -1,4 +1,4 @@
-"""What a hook may do with the run that it is given."""
+"""Define the view of a run that hooks are given."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def check_trained(role: Role, *, has_critic: bool) -> None:
 
 @dataclass(frozen=True)
 class LossSums:
-    """Sums over loss tokens, to be divided by whoever joins several batches.
+    """Sums over loss tokens; the caller adds those of several batches and then divides.
 
     loss: sum of weight * loss, in nats. weight: sum of weights. tokens: number of loss tokens.
     metrics: sums of weight * value of the loss's own metrics, without those that are a largest or smallest value.
@@ -278,15 +278,15 @@ class BackendFacts:
     takes_snapshots: bool = False
     """True if its backend `TakesSnapshots`, as `checkpoint.async` needs."""
     verifies_files: bool = True
-    """True if its backend's `load` and readers compare the files that it has hashed with their digests, as ranks do
-    that divide them; otherwise whoever opens the checkpoint does."""
+    """If True, the backend's `load` and readers compare the files that the backend hashed with their digests, so that
+    ranks can divide that work; otherwise all files are compared when the checkpoint is opened."""
     freezes: bool = False
     """True if its backend leaves out of training what `model.freeze` names."""
     checkpoint_reader: str | None = None
     """`"module:function"` that reads the policy's weights out of a checkpoint in one process, so that a model can be
     exported where it cannot be trained: `function(run: RunConfig, folder: Path, digests) -> WeightStream` of
     `spurline_models.weight_files`; `folder` is what `save` filled, and `digests` as in `load`. Raises CheckpointError.
-    None: the backend is built and loads the checkpoint."""
+    If None, the backend is built and loads the checkpoint."""
     adapter_reader: str | None = None
     """`"module:function"` that reads the policy's adapter out of a checkpoint of a run with `trains_adapters`, in the
     same way: `function(run: RunConfig, folder: Path, digests) -> AdapterStream` of

@@ -1,6 +1,6 @@
-"""What measures a backend on held-out data.
+"""Define how held-out data measures a backend.
 
-One of a source's own, made of `data.eval`, or a component (`spurline.protocols.evaluation`).
+An implementation is either a source's own, made of `data.eval`, or a component (`spurline.protocols.evaluation`).
 """
 
 from __future__ import annotations

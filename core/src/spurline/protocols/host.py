@@ -1,4 +1,4 @@
-"""What the components and hooks of a run may ask of its plugin host, and of the config that enabled the plugins."""
+"""Define the parts of the plugin host and of the loaded config that the components and hooks of a run may use."""
 
 from __future__ import annotations
 

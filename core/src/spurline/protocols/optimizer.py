@@ -62,21 +62,21 @@ class OptimizerConfig(ComponentConfig):
     needs_whole_parameters: ClassVar[str | None] = (
         "its config does not set `needs_whole_parameters = None`, as that of an optimizer does that takes DTensors"
     )
-    """Why its optimizer cannot be given parameters of which each rank holds a part, as a clause; None when it can.
+    """A clause that says why the optimizer cannot step parameters that are divided between ranks; None if it can.
 
-    Such parameters are DTensors. An optimizer takes them whose steps are torch operations that know them, and that
-    changes each value by that value's own gradient and state, or gathers what it needs."""
+    Such parameters are DTensors. An optimizer can step them if it uses torch operations that support DTensors, and
+    either changes each value by that value's own gradient and state, or gathers what it needs."""
 
     is_elementwise: ClassVar[bool] = False
-    """True if its steps change each value by that value's own gradient and state alone, whatever the shape, so that it
-    may be given any flat piece of a parameter. A class that derives from one that sets it, such as `AdamWConfig`, and
-    steps otherwise has to set it anew: it would be trained wrongly, and `OptimizerContract` finds that."""
+    """If True, steps change each value by that value's own gradient and state alone, whatever the shape, so that the
+    optimizer may be given any flat piece of a parameter. A subclass of a config that sets this, such as `AdamWConfig`,
+    must set it to False if its steps differ; otherwise training would be wrong, which `OptimizerContract` detects."""
 
     steps_apart: ClassVar[bool] = False
-    """True if one step may be taken by several calls of `step`, each with the gradients of some parameters: a parameter
-    changes by its own gradient and state alone, and nothing is counted by call. Where it may not, backends that hold
-    weights in half precision need memory for all of them in full precision while a step is taken. Inherited as
-    `is_elementwise` is, and checked by `OptimizerContract`."""
+    """If True, one step may be taken by several calls of `step`, each with the gradients of some parameters: a
+    parameter changes by its own gradient and state alone, and no state counts calls. If False, backends that hold
+    weights in half precision need memory for all of them in full precision during a step. Subclasses inherit this like
+    `is_elementwise`, and `OptimizerContract` checks it."""
 
     learning_rate: Annotated[float, OnResume.BY_NAME] = Field(default=2e-5, ge=0, allow_inf_nan=False)
     """Peak learning rate; `schedule` says how much of it each step gets."""

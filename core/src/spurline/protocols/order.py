@@ -22,12 +22,12 @@ class OrderConfig(ComponentConfig):
 
     kind: ClassVar[str] = "order"
     adaptive: ClassVar[bool] = False
-    """True if it learns from the rewards of what was drawn: its component is an `AdaptiveOrder`."""
+    """If True, the order learns from the rewards of drawn samples, and its component is an `AdaptiveOrder`."""
     reads_lengths: ClassVar[bool] = False
-    """True if it asks for the tokens of samples, which nobody knows of prompts before they are generated from."""
+    """If True, the order needs the token count of each sample, which is unknown before a prompt has its responses."""
 
     def problems(self, run: RunSettings) -> Iterable[Problem]:
-        """Refuse an order that learns from rewards where there are none, or asks for lengths that are not known."""
+        """Refuse an order that learns from rewards if the source has none, or needs lengths that are not known."""
         generates = run.source.facts.supplies == "rollouts"
         if self.adaptive and not generates:
             yield Problem(
@@ -45,7 +45,7 @@ class OrderConfig(ComponentConfig):
 
 
 def epoch_shares(sizes: Sequence[int], weights: Sequence[float]) -> tuple[int, ...]:
-    """Samples of each dataset in one epoch: size x weight, rounded, at least one."""
+    """Return the samples of each dataset in one epoch: size x weight, rounded, at least one."""
     return tuple(max(1, round(n * w)) if n else 0 for n, w in zip(sizes, weights, strict=True))
 
 
@@ -55,29 +55,29 @@ class SampleColumns(Protocol):
     def values(self, name: str) -> Sequence[Any]:
         """Return the value of a column for each sample; dots in `name` lead into objects (`meta.difficulty`).
 
-        None for a row that cannot be read and that `on_bad_row: skip` leaves out. Raises DataError naming the first
-        other row without such a value, and the columns that it has.
+        The value is None for a row that cannot be read and that `on_bad_row: skip` leaves out. If any other row lacks
+        the column, this raises DataError naming the first such row and the columns that it has.
         """
         ...
 
     def numbers(self, name: str) -> NDArray[np.float64]:
-        """The same as numbers, float64 [N]; NaN for None. Numbers in text count as such, since CSV knows nothing else.
+        """Return the same values as numbers, float64 [N], NaN for None. Text is parsed, since CSV holds nothing else.
 
         Raises DataError naming the first row whose value is no finite number.
         """
         ...
 
     def location(self, sample: int) -> str:
-        """Return where a sample's row is, for messages: `train.jsonl:12`."""
+        """Return the place of a sample's row, for messages: `train.jsonl:12`."""
         ...
 
 
 @dataclass(frozen=True)
 class SampleFacts:
-    """Facts that an order may know of the samples, which lie dataset after dataset and are counted from 0.
+    """Facts about the samples that an order may use. Samples are numbered from 0, dataset after dataset.
 
     sizes: samples of each dataset. weights: passes over each dataset in one epoch. per_step: samples that one step
-    takes. columns: what the rows say. count_tokens: tokens of each sample, int64 [N]; None where that is not known.
+    takes. columns: those of the rows. count_tokens: returns the tokens of each sample, int64 [N]; None if unknown.
     """
 
     sizes: tuple[int, ...]
@@ -97,7 +97,7 @@ class SampleFacts:
         return sum(self.shares)
 
     def lengths(self) -> NDArray[np.int64]:
-        """Tokens of each sample, int64 [N]. Raises ConfigError where they are not known."""
+        """Return the tokens of each sample, int64 [N]. Raises ConfigError if they cannot be known."""
         if self.count_tokens is None:
             raise ConfigError.at(
                 "data.order",
@@ -108,28 +108,28 @@ class SampleFacts:
 
 
 class Order(Protocol):
-    """One endless order of the samples; a step takes the next `per_step` positions of it.
+    """An endless sequence of samples; each step takes the next `per_step` positions of it.
 
-    Factory: `Class(config, samples=SampleFacts, seed=int)`. Raises DataError or ConfigError there for facts that it
+    Factory: `Class(config, samples=SampleFacts, seed=int)`. It raises DataError or ConfigError for facts that the order
     cannot work with, so that `spurline plan` finds them.
 
     A static order is a pure function of the config, the facts and the seed: any position may be asked for at any time,
     on any thread, before or after a resume. Epoch e is the positions [e * samples_per_epoch, (e + 1) *
-    samples_per_epoch), and holds `shares` samples of each dataset; over several epochs each sample of a dataset comes
-    equally often, up to one. `spurline.data.orders.epochs.EpochOrder` sees to all that. No global random state.
+    samples_per_epoch), and holds `shares` samples of each dataset. Over several epochs the samples of a dataset come
+    equally often, give or take one. `spurline.data.orders.epochs.EpochOrder` does all that. Use no global random state.
     """
 
     def positions(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Samples at the positions [start, stop), from 0; int64 [stop - start]. Do not write to it."""
+        """Return the samples at the positions [start, stop), from 0; int64 [stop - start]. Do not write to them."""
         ...
 
 
 @dataclass(frozen=True)
 class ScoredDraw:
-    """The result of one drawn sample.
+    """The rewards of one drawn sample.
 
-    position: in the order. sample: which one it is. returns: weighted sum of the rewards of each attempt. terms: the
-    rewards by name, one value for each attempt that has it.
+    position: its position in the order. sample: its number. returns: weighted sum of the rewards of each attempt.
+    terms: the rewards by name, one value for each attempt that has it.
     """
 
     position: int
@@ -142,9 +142,9 @@ class ScoredDraw:
 class AdaptiveOrder(Stateful, Protocol):
     """An order that learns from what was drawn; its config says `adaptive = True`.
 
-    What it decides may depend on what it has observed, but a position that was asked for once keeps its sample, also
-    after a resume: drawn prompts whose attempts were interrupted are drawn again by their position. Nothing else is
-    asked for at the same time. Its state is part of the source's.
+    The samples that it chooses may depend on what it has observed, but a position that was asked for once keeps its
+    sample, even after a resume: prompts whose attempts were interrupted are drawn again by their position. Calls never
+    overlap. The state of the order is saved with that of the source.
     """
 
     def positions(self, start: int, stop: int) -> NDArray[np.int64]:

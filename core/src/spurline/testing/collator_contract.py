@@ -1,4 +1,4 @@
-"""What every collator must satisfy, and equality with core's readable reference."""
+"""Check that a collator keeps its contract and equals core's readable reference."""
 
 from __future__ import annotations
 

@@ -6,5 +6,8 @@ from hypothesis import HealthCheck, settings
 
 
 def fuzzing(max_examples: int) -> settings:
-    """Settings for a test in a suite that several classes inherit, each of which counts as another executor."""
+    """Return settings for a property test that several test classes inherit.
+
+    hypothesis counts each of these classes as a different executor and would otherwise fail its health check.
+    """
     return settings(max_examples=max_examples, deadline=None, suppress_health_check=[HealthCheck.differing_executors])

@@ -1,4 +1,4 @@
-"""What every token loss, every correction and every mini-batch cutter must satisfy."""
+"""Check that token losses, corrections and mini-batch cutters keep their contracts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every order must satisfy: epochs that cover the mixture, purity where it is static, memory where it adapts."""
+"""Check that epochs of an order cover the mixture, that a static order is pure and that an adaptive one keeps state."""
 
 from __future__ import annotations
 

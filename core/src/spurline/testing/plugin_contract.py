@@ -1,7 +1,4 @@
-"""What every plugin must satisfy, and every tracker.
-
-A plugin is light to import and well declared, and its components resolve.
-"""
+"""Check that a plugin is light to import and well declared, that its components resolve, and that trackers work."""
 
 from __future__ import annotations
 

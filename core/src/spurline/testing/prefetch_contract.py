@@ -1,4 +1,4 @@
-"""What every prefetch must satisfy: the right batch for each step, errors where they belong, no thread left."""
+"""Check that a prefetch gives each step its batch, raises errors at the right step and leaves no thread behind."""
 
 from __future__ import annotations
 

@@ -184,8 +184,8 @@ class _WhileItCanBeWritten:
 
 
 def _progress_fields(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-    """What tells whether the model gets better: the reward where there is one, else the loss, with what it
-    comes to for pairs."""
+    """Return the fields that show whether the model improves: the reward if there is one, else the loss, and for
+    preference pairs their accuracy and margin too."""
     if "reward/mean" in metrics:
         fields = [("reward", f"reward {metrics['reward/mean']:.3f}")]
         equal = metrics.get("groups/zero_variance", 0.0)

@@ -1,6 +1,6 @@
-"""What a start writes to stderr before there is anything to measure: what is about to run, and what takes time.
+"""Write the lines with which a run starts to stderr: a banner of its settings, and what takes time.
 
-The banner is made of settings alone, so that it is out before torch is imported. Imports nothing heavy.
+The banner is made of settings alone, so that it appears before torch is imported. This module imports nothing heavy.
 """
 
 from __future__ import annotations

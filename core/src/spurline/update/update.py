@@ -85,7 +85,7 @@ class Update:
     def _update(self, role: Role, recipe: Recipe, minibatch: TrainingBatch) -> Mapping[str, float]:
         factors = minibatch.tokens.get("correction_factors")
         if factors is None or role == "critic":
-            # Returns are what they are, whoever sampled the tokens: corrections are for the policy's gradient.
+            # Corrections are for the policy's gradient only: returns do not depend on which policy sampled the tokens.
             weighted, normalizer = recipe.reduce(minibatch)
         else:
             weighted, normalizer = reduce_corrected(minibatch, factors, recipe.reduce)

@@ -1,7 +1,7 @@
-"""What is to be laid out, in flat arrays: the one form that the kernels read.
+"""Hold the segments to lay out as flat arrays, the only form that the kernels read.
 
-Place on the way: TokenView or FlatTurns -> FlatSegments -> rows -> TrainingBatch. Both are flat already; what is added
-here are the bounds of each segment.
+Place on the way: TokenView or FlatTurns -> FlatSegments -> rows -> TrainingBatch. Both inputs are flat already; this
+adds the bounds of each segment.
 """
 
 from __future__ import annotations

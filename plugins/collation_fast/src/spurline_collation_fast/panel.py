@@ -24,7 +24,7 @@ class CollationPanel:
         self._config = config
 
     def render(self, record: RunRecord) -> str | None:
-        """None for a run whose batches were not built ahead."""
+        """Return the panel, or None for a run that did not build batches ahead."""
         lines = [metrics for metrics in record.metrics if all(name in metrics for name in _NAMES)]
         if not lines:
             return None

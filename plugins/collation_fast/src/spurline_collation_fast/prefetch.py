@@ -122,7 +122,7 @@ class BuildAhead(Generic[Built]):
         self._thread = None
 
     def _limit_s(self) -> float:
-        """What has overrun once is hardly waited for again, or a failing run would take several limits to end."""
+        """Return how long to wait: only briefly after an overrun, or a failing run would take several limits to end."""
         return min(_OVERRUN_GRACE_S, self._timeout_s) if self._has_overrun else self._timeout_s
 
     def _overrun(self, what: str) -> RunFailedError:
@@ -133,7 +133,7 @@ class BuildAhead(Generic[Built]):
         )
 
     def _activity(self) -> str:
-        """What the thread does right now, and in which line."""
+        """Say what the thread is doing now, and in which line of code."""
         step, thread = self._building, self._thread
         frame = sys._current_frames().get(thread.ident or 0) if thread is not None else None
         if step is None or frame is None:
@@ -156,7 +156,7 @@ class BuildAhead(Generic[Built]):
         self._building = step
         try:
             built = self._build(step)
-        except BaseException as error:  # noqa: BLE001 - not handled here: `get` raises it to whoever needed the step
+        except BaseException as error:  # noqa: BLE001 - not handled here: `get` raises it to its caller
             self._building = None
             future.set_exception(error)
         else:

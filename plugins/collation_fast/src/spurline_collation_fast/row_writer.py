@@ -125,7 +125,7 @@ def columns_of(segments: FlatSegments) -> dict[str, tuple[int, ...]]:
 
 
 def _part(place: Placement, rows: slice) -> Placement:
-    """What a placement says of these rows, when rows hold segments in order, one each: those of a piece begin at 0."""
+    """Return the placement of these rows alone, its segments counted from 0; each row holds one segment, in order."""
     first = rows.start
     stop = None if rows.stop is None else rows.stop + 1
     offsets = place.row_offsets[first:stop]
@@ -179,7 +179,7 @@ class RowWriter:
         names: SegmentNames,
         place: Placement,
     ) -> TrainingBatch:
-        """The same for segments that come piece after piece, of which only one is held at a time.
+        """Write a batch from segments that come piece after piece, holding only one piece at a time.
 
         columns: as of `columns_of`; every piece has these. lengths, names, place: of the segments of all pieces; rows
         hold them in order, one each, and those without a segment come last.

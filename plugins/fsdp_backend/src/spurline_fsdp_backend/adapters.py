@@ -70,7 +70,7 @@ def measure_lengths(adapted: PreTrainedModel) -> None:
 
 
 def _places(adapted: PreTrainedModel) -> dict[str, tuple[nn.Module, str]]:
-    """By names without adapters: the module that holds a parameter or buffer, and its name there."""
+    """Return the module that holds each parameter or buffer and its name there, by the name without adapters."""
     places: dict[str, tuple[nn.Module, str]] = {}
     for path, module in adapted.named_modules():
         for leaf in (*module._parameters, *module._buffers):

@@ -111,7 +111,7 @@ class FsdpBackendConfig(RankBackendConfig):
             checkpoint_reader="spurline_fsdp_backend.checkpoint:read_weights",
             adapter_reader="spurline_fsdp_backend.checkpoint:read_adapter",
             optimizes_on_host=self.cpu_offload,
-            # A router's choice is replaced by a hook, for which compiled layers would be compiled anew.
+            # A hook replaces a router's choice, and compiled layers would be compiled again for it.
             replays_experts=not self.compile,
             # Hooks, as above; and a rank that shares sequences sees a part of each.
             balances_experts=not self.compile and self.context == 1,

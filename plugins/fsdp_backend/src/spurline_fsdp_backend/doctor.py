@@ -32,7 +32,7 @@ def doctor(config: FsdpBackendConfig, run: RunConfig) -> Iterator[Finding]:
         yield Finding(
             "weights and gradients",
             f"{sent / 1e6:,.1f} MB from each rank for a micro-batch: an estimated {1e3 * sent / measured.rate:,.1f} ms "
-            "at that rate, of which computing hides a part",
+            "at that rate, partly hidden by computing",
         )
 
     return examine(config, run, f"{__name__}:FsdpDoctorRank", follows)

@@ -79,7 +79,7 @@ class _ThroughRoot(StreamModel):
         return self.sharing.joined(inputs.logprobs, mine, stream), entropy
 
     def _row_passes(self, plan: SegmentPlan, device: torch.device) -> Sequence[RowPass]:
-        """As many on every rank: they gather each layer together. A collective, of tensors on the host."""
+        """Return equally many passes on all ranks, since ranks gather each layer together. A collective on the host."""
         passes = super()._row_passes(plan, device)
         most = torch.tensor(len(passes))
         dist.all_reduce(most, dist.ReduceOp.MAX)
@@ -319,5 +319,5 @@ def gathered(causal: nn.Module, config: FsdpBackendConfig) -> Iterator[None]:
 
 
 def _reshards(module: nn.Module | FSDPModule, causal: nn.Module, config: FsdpBackendConfig) -> bool:
-    """Whether the group is given back after its forward: what comes last in it comes first in the backward pass."""
+    """Return whether the gathered weights are freed after the forward pass; the last ones are needed again at once."""
     return config.reshard_after_forward and module is not causal and not isinstance(module, ValueHead)

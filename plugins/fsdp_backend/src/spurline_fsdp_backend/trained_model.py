@@ -23,9 +23,9 @@ from spurline_ranks.steps import StepTotals, clip_factor
 
 
 class ShardedTrainedModel:
-    """`model`, of which the parameters that ask for gradients are trained.
+    """A model with the optimizer of its parameters that require gradients.
 
-    make_optimization: for its trained parameters, DTensors by the names of the model. Making one is a collective.
+    make_optimization: makes the optimizer of DTensors, given by the names of the model. Making one is a collective.
     """
 
     def __init__(self, model: StreamModel, make_optimization: MakeOptimization) -> None:

@@ -150,7 +150,7 @@ _ROPE_SETTINGS = frozenset(
         "original_max_position_embeddings",
     }
 )
-"""What these types read, from transformers' own functions, which ignore those that belong to another type."""
+"""All settings that these types read in transformers, which ignores settings of another type."""
 
 MODEL_TYPES = tuple(sorted(config.model_type for config in _FAMILIES))
 """Models that can be trained, by the names of transformers."""
@@ -257,12 +257,12 @@ def _unknown_rope(settings: Any) -> Iterator[tuple[str, Any, str]]:
 
 
 def _default(kind: type[PretrainedConfig], field: str) -> Any:
-    """What a config has that does not mention the field; None for a field that the class does not know."""
+    """Return the default of a field of the config class, or None if the class does not have the field."""
     return next((known.default for known in dataclasses.fields(kind) if known.name == field), None)
 
 
 def _is_off(value: Any) -> bool:
-    """Whether a value is nothing, no, none of something, or an empty list."""
+    """Return whether a value turns a feature off: None, False, 0, or an empty string, list or mapping."""
     return value is None or (isinstance(value, (bool, int, float, str, list, dict)) and not value)
 
 

@@ -1,7 +1,8 @@
 """Write what this rank's optimizer holds, and read it on any number of ranks, divided in any way.
 
 The form is that of all backends with ranks (`spurline_ranks.checkpoint`): tensors have their names and shapes in the
-Hugging Face model. Of these a rank's optimizer holds ranges of flattened parameters, and `parts` says of which boxes.
+Hugging Face model. A rank's optimizer holds ranges of flattened parameters, and `parts` maps them to boxes of these
+tensors.
 
 Place on the way: shards of the optimizer -> pieces; pieces -> shards, from which the ranks fill the model again.
 """
@@ -77,7 +78,7 @@ class TrainedParts(Protocol):
     def made(self) -> Groups: ...
 
     def owned(self) -> Sequence[Owned]:
-        """Return what this rank's optimizer holds: every parameter of which it has a range."""
+        """Return the parameters that this rank's optimizer holds, whole or a range of their values."""
         ...
 
     def fill_from_owned(self) -> None:
@@ -246,12 +247,12 @@ def _common(owned: Owned) -> Iterator[tuple[Part, int, int]]:
 
 
 def _is_first(part: Part, begin: int) -> bool:
-    """Whether the value of a flattened parameter at `begin`, which is in this part, is the first of its tensor."""
+    """Return whether the value at `begin` of a flattened parameter, a value of `part`, is the first of its tensor."""
     return begin == part.begin and not any(part.box.offset)
 
 
 def _is_vector(value: object, owned: Owned) -> bool:
-    """Whether the optimizer keeps it of each value of the range."""
+    """Return whether the optimizer keeps one such value for each value of the range."""
     return isinstance(value, Tensor) and value.shape == owned.values.shape
 
 

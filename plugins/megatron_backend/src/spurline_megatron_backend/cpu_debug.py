@@ -1,7 +1,7 @@
-"""What Megatron-core 0.16 needs to run in a process without a GPU. Only ranks on the CPU import this.
+"""Let Megatron-core 0.16 run in a process without a GPU. Only ranks on the CPU import this.
 
-It asks CUDA for a device, for generators and for streams without looking whether there are any. Here each of these
-names stands for the CPU's, in this process and in no other.
+Megatron-core asks CUDA for a device, generators and streams without checking whether there is a GPU. This replaces each
+of these names by its CPU counterpart, in this process only.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _gathered(
     output_split_sizes: list[int] | None = None,
     use_global_buffer: bool = False,
 ) -> Tensor:
-    """Megatron's gathering by rows, also of unequally many, which gloo does not exchange. A collective."""
+    """Gather rows as Megatron does, even unequally many per rank, which gloo does not support. A collective."""
     if output_split_sizes is None or group.size() == 1:
         return gather(values, group, None, use_global_buffer)
     longest = max(output_split_sizes)
@@ -112,7 +112,7 @@ def _scattered(
     input_split_sizes: list[int] | None = None,
     use_global_buffer: bool = False,
 ) -> Tensor:
-    """Megatron's summing, of which each rank gets some rows; see `_gathered`. A collective."""
+    """Sum over ranks as Megatron does and give each rank some rows of the sum; see `_gathered`. A collective."""
     if input_split_sizes is None or group.size() == 1:
         return scatter(values, group, None, use_global_buffer)
     total = values.clone()

@@ -59,7 +59,7 @@ def find_layouts(
 
     Args:
         architecture: The model.
-        ranks: Number of ranks, all of which are used.
+        ranks: Number of ranks. Every layout uses all of them.
         step: The largest step.
         kept: What is in memory beside the model.
         usable_bytes: Memory of a device that can be counted on.

@@ -34,7 +34,7 @@ EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 
 _BASE = "model."
-"""What names begin with, but in files that were written by the model without its output layer."""
+"""Prefix of tensor names, which files lack if they were written by the model without its output layer."""
 _IGNORED = "rotary_emb.inv_freq"
 """Tables in old files, which follow from the config."""
 
@@ -125,7 +125,7 @@ class _OfExperts:
         return dict.fromkeys(keys, (self._rows, self.shape[2]))
 
     def find(self, box: Box) -> tuple[str, tuple[slice, ...]]:
-        """As `_Whole.find`, of a box within one projection of one expert."""
+        """Find a box as `_Whole.find` does; it lies within one projection of one expert."""
         expert, row, _ = box.offset
         kind = row // self._rows
         own = Box((expert, kind * self._rows, 0), (1, self._rows, self.shape[2]))
@@ -137,7 +137,7 @@ _Form = _Whole | _OfExperts
 
 
 def _forms(name: str, shape: Shape) -> Iterator[_Form]:
-    """In which forms files may hold a tensor."""
+    """Yield the forms in which files may hold a tensor."""
     short = name.removeprefix(_BASE)
     names = (name, short if short != name else f"{_BASE}{name}")
     for known in names:

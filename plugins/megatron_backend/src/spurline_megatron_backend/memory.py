@@ -187,7 +187,7 @@ def kept_values(architecture: Architecture, layout: Layout, expert_load: float =
 def _kept_of_attention(a: Architecture, layout: Layout) -> float:
     grid = layout.grid
     queries, keys = a.heads // grid.tensor, a.key_value_heads // grid.tensor
-    # One tensor, of which keys and values are views that keep it whole; queries are copied out of it.
+    # The projection is one tensor. Keys and values are views that keep all of it; queries are copied out of it.
     projected = queries + 2 * keys
     # Copied queries are what a norm reads, which makes new queries and keys.
     normed = queries + keys if a.qk_norm else 0

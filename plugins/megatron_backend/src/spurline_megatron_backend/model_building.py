@@ -149,7 +149,7 @@ def transformer_config(architecture: Architecture, config: MegatronBackendConfig
 
 
 def _pipeline_layout(architecture: Architecture, grid: Grid) -> list[list[str]]:
-    """What each part of the model holds, in order."""
+    """Return the names of the layers that each part of the model holds, in order."""
     by_stage = [grid.layers(architecture.num_layers, stage) for stage in range(grid.pipeline)]
     parts = [["decoder"] * len(layers[index]) for index in range(grid.virtual_stages) for layers in by_stage]
     parts[0].insert(0, "embedding")

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 def _import_rank() -> type[MegatronRank]:
     import megatron.core.jit
 
-    # Modules that are imported from here on would have torch compile functions of a few operations, such as one that
-    # every router calls: anew for each of many numbers of tokens.
+    # Modules imported from here on would otherwise have torch compile small functions, such as one that every router
+    # calls, again for each new number of tokens.
     megatron.core.jit.disable_jit_fuser()
     from spurline_megatron_backend.rank import MegatronRank
 

@@ -144,7 +144,7 @@ class _Rules:
         return HeldParameter(shape, (Part(name, shape, Box.whole(shape), 0),), is_divided=False)
 
     def vocabulary(self, name: str, *, is_copy: bool = False) -> HeldParameter:
-        """Divided by rows, of which the last rank may have fewer than the parameter."""
+        """Divide a parameter by rows. With padding, the last ranks may hold fewer rows of the tensor than others."""
         a, rank = self.architecture, self.place.tensor
         rows = padded_vocabulary(a, self.grid) // self.grid.tensor
         real = max(0, min(rows, a.vocabulary - rank * rows))

@@ -31,7 +31,7 @@ _FINDINGS = (
     ("when ranks share a sequence than alone", f"Set backend.context: 1, or {_OTHER_LAYERS}."),
     ("when its logits are computed in chunks than at once", f"{_OTHER_LAYERS.capitalize()}."),
 )
-"""What differed, and what to do; in the order in which it is looked for."""
+"""A difference, as the end of a sentence, and what to do about it, in the order of the checks."""
 
 
 def check_exactness(
@@ -79,7 +79,7 @@ def check_exactness(
 def _logprobs(
     model: StagedModel, streams: Sequence[TokenStream], grid: Grid, doing: Callable[[str], None]
 ) -> list[Tensor]:
-    """Those of each stream, on the last stage; none of its tokens elsewhere."""
+    """Return the logprobs of each stream on the last stage, and empty tensors on all others."""
     found = [torch.zeros(0) for _ in streams]
 
     def visit(rows: Rows, stream: TokenStream, inputs: TokenLossInputs) -> Tensor:
@@ -94,8 +94,11 @@ def _logprobs(
 
 
 def _distance(values: Tensor, reference: Tensor, half_precision: bool) -> Tensor:
-    """Of the token that differs most, in standard deviations; of all on average in half precision, where a router may
-    choose another expert for one of them. 0 on ranks without values, and infinite for what is no number."""
+    """Return the largest difference of a token, in standard deviations of the reference.
+
+    In half precision it is the mean difference, since a router may choose another expert for a single token. The result
+    is 0 on ranks without values, and infinite if it is not a number.
+    """
     if not len(reference):
         return torch.zeros(())
     difference = (values - reference).abs()

@@ -247,7 +247,7 @@ class MegatronRank(RankWorker):
         return TrainedModel(model, recipe, shapes, self._groups.place.tensor, exact, digest, self._memory)
 
     def _digest(self, model: StagedModel, exact: Sequence[Tensor], *, critic: bool = False) -> str:
-        """Of the fp32 values: the same in every precision."""
+        """Return the digest of the fp32 values, which is the same in every precision."""
         held = [(entry, values) for (entry, _), values in zip(model.parameters(), exact, strict=True)]
         return weights_digest(self._architecture, held, self._profile.device, critic=critic)
 

@@ -23,9 +23,9 @@ from spurline_models.experts.expert_loads import ExpertLoads
 class RouterChoice:
     """The choice of one router: the given experts of a token where there are any, else its own.
 
-    It stands in the router's place for an object with the method `get_replay_topk`. layer: from 0, of the whole model.
-    group: the ranks of which each routes its part of the tokens, one after another; None where this rank routes all.
-    replays: whether it uses what is given.
+    It takes the place in the router of an object with the method `get_replay_topk`. layer: its number in the whole
+    model, from 0. group: ranks that each route a consecutive part of the tokens; None if this rank routes all tokens.
+    replays: whether it uses the given experts.
     """
 
     def __init__(self, layer: int, group: ProcessGroup | None, *, replays: bool) -> None:

@@ -68,7 +68,7 @@ class StagedModel:
         self._rotary = rotary
         self._held = held
         self.runs: Sequence[torch.nn.Module] = self.parts
-        """What the schedules call: the parts, or what is wrapped around them to sum gradients."""
+        """The modules that the schedules call: the parts, or the wrappers around them that sum gradients."""
 
     @property
     def config(self) -> TransformerConfig:
@@ -142,7 +142,7 @@ class StagedModel:
     def _visited(
         self, visit: Visit, microbatch: _MicroBatch, needs: Collection[str], temperature: float, hidden: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """What the schedules want of a loss: the scalar, a number of tokens that nobody reads, and nothing else."""
+        """Return what the schedules expect of a loss: the scalar, an unused number of tokens, and no metrics."""
         last = self.parts[-1]
         inputs = last.loss_inputs(
             hidden, microbatch.part, microbatch.mine, microbatch.stream, self._sharing, needs, temperature

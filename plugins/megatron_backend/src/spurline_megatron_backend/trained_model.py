@@ -92,7 +92,7 @@ class TrainedModel:
         """The settings of the optimizer's groups when it was new."""
         self.updates = 0
         self._shown_while_given: bool | None = None
-        """Whether others had the device when the memory of gradients got the fp32 values; None where it has none."""
+        """True if the gradients' memory got the fp32 values while the device was given away; None if it holds none."""
 
     @property
     def optimizer_name(self) -> str:
@@ -138,7 +138,7 @@ class TrainedModel:
         return StepTotals.of(own, loss)
 
     def _counts(self, shard: Shard) -> bool:
-        """Whether no other rank has the same values: of those that are not divided, the first of its group counts."""
+        """Return whether this rank counts for a shard: the only rank that has its values, or the first of several."""
         if shard.held.is_copy:
             return False
         return shard.held.is_divided or self._tensor_rank == 0
@@ -207,7 +207,7 @@ def _sum_gradients(model: list[Any], num_tokens: Any = None, **options: Any) -> 
 
 
 def _buffers(wrapped: DistributedDataParallel) -> list[Any]:
-    """Those of dense parameters, then those of experts, whose data-parallel groups are other ones."""
+    """Return the buffers of dense parameters, then those of experts, which have other data-parallel groups."""
     # They hide the method of torch's modules of the same name.
     owner: Any = wrapped
     return [*owner.buffers, *owner.expert_parallel_buffers]

@@ -206,7 +206,7 @@ class WeightsOfRanks:
         return torch.empty(sum(part.box.num_values for part in parts), dtype=dtype, device=self._device)
 
     def _values(self, part: OwnedBox) -> Tensor:
-        """As a vector: the very memory of the parameter, or of its copy on the host."""
+        """Return the values of a part as a vector that is a view of the parameter, or of its copy on the host."""
         tensor, here = self._held[part.name, part.box]
         if self._read is not None:
             tensor = self._read(tensor)

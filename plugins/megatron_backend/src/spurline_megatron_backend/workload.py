@@ -1,4 +1,4 @@
-"""A layout and a step of training, as far as memory and what ranks send depend on them. Imports no torch."""
+"""Describe a layout and a training step by the numbers that decide memory and communication. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from spurline_megatron_backend.parts import held_parameters
 Recompute = Literal["none", "selective", "full"]
 
 UNEVEN_EXPERTS = 1.2
-"""Tokens of the busiest rank of those that divide experts, over an even share: an assumption, as no router is even."""
+"""Assumed load of the busiest rank of an expert-parallel group, relative to an even share; no router is even."""
 
 
 @dataclass(frozen=True)
 class Layout:
     """How ranks divide a model, and how each computes its part.
 
-    A micro-batch is filled up to `microbatch` tokens; None takes the rows of a rank at once.
+    A micro-batch is filled up to `microbatch` tokens; if None, a rank computes all its rows at once.
     """
 
     grid: Grid
@@ -31,12 +31,12 @@ class Layout:
 
     @property
     def sequence_share(self) -> int:
-        """The ranks that divide the tokens of what tensor parallelism itself does not divide."""
+        """The number of ranks that divide the tokens in the layers that tensor parallelism does not divide."""
         return self.grid.tensor if self.sequence_parallel else 1
 
     @property
     def expert_load(self) -> float:
-        """The copies of tokens that the busiest rank's experts get, over an even share."""
+        """The tokens that are routed to the busiest rank's experts, relative to an even share."""
         return UNEVEN_EXPERTS if self.grid.expert > 1 else 1.0
 
 
@@ -51,7 +51,7 @@ class Step:
         """Return the tokens that one copy of the model computes at once, before context parallelism divides them."""
         share = math.ceil(self.tokens / layout.grid.data)
         bound = share if layout.microbatch is None else min(share, layout.microbatch)
-        # Rows are dealt whole.
+        # A row is never divided between micro-batches.
         return max(bound, min(self.row_length, self.tokens))
 
     def num_microbatches(self, layout: Layout) -> int:
@@ -84,7 +84,7 @@ class Values:
 
 @dataclass(frozen=True)
 class _Held:
-    """The values that a rank holds for one layer, and beside layers in the first, the last and an only stage."""
+    """The values that a rank holds for one layer, and outside layers in the first, the last or the only stage."""
 
     layer: Values
     first: Values
@@ -128,7 +128,7 @@ def _layers(num_layers: int, pipeline: int, virtual_stages: int) -> tuple[tuple[
 
 @lru_cache(maxsize=1024)
 def _held(architecture: Architecture, tensor: int, expert: int, expert_tensor: int, critic: bool) -> _Held:
-    # All layers are alike: a model of three tells what any number of them holds.
+    # All layers are alike, so a model of three layers shows what any number of layers holds.
     cut = replace(architecture, num_layers=3)
 
     def values(pipeline: int, stage: int) -> Values:

@@ -1,1 +1,1 @@
-"""What any backend needs of a Hugging Face model, however many ranks share it."""
+"""Load and change Hugging Face models for any backend, however many ranks share a model."""

@@ -1,4 +1,4 @@
-"""Which machine this is, and what it has to compute on, found without loading torch."""
+"""Identify this machine, and count its GPUs, CPU cores and memory, without importing torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def num_gpus() -> int:
 
 @cache
 def visible_gpus() -> tuple[str, ...]:
-    """Return those GPUs as CUDA_VISIBLE_DEVICES names them, in CUDA's order."""
+    """Return the GPUs that `num_gpus` counts as CUDA_VISIBLE_DEVICES names them, in CUDA's order."""
     present = sum(_GPU_DEVICE.fullmatch(entry.name) is not None for entry in Path("/dev").iterdir())
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
@@ -37,7 +37,7 @@ def visible_gpus() -> tuple[str, ...]:
 
 @cache
 def gpu_names() -> tuple[str, ...]:
-    """Return the models of this machine's GPUs, such as `NVIDIA H200`, that the driver tells without being started."""
+    """Return the models of this machine's GPUs, such as `NVIDIA H200`, read from the driver's files without CUDA."""
     found = (path.read_text(encoding="utf-8") for path in sorted(_GPUS_OF_DRIVER.glob("*/information")))
     return tuple(name.group(1) for text in found if (name := _GPU_NAME.search(text)))
 
@@ -48,7 +48,7 @@ def num_cores() -> int:
 
 
 def memory_bytes() -> int:
-    """Return the memory of this machine, or what its container leaves to this process."""
+    """Return the memory of this machine in bytes, or the limit of its container if that is less."""
     installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text(encoding="ascii").strip() if limit.is_file() else "max"
@@ -57,13 +57,13 @@ def memory_bytes() -> int:
 
 @cache
 def this_machine() -> str:
-    """Return a name that processes share if each can reach the other's memory: one machine, no container between."""
+    """Return a name that two processes share if they run on one machine and in one container, if in any."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot}-{Path('/proc/self/ns/pid').stat().st_ino}"
 
 
 def why_silent(pid: int) -> str:
-    """Return why a process of this machine writes no stack, as a sentence."""
+    """Return a sentence that stands in place of a process's stack and says why there is none."""
     with suppress(OSError):
         state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(") ")[2][:1]
         if state in "Tt":
@@ -72,7 +72,7 @@ def why_silent(pid: int) -> str:
 
 
 def check_ray() -> None:
-    """Raise ConfigError where the library is missing that starts processes on a cluster."""
+    """Raise ConfigError if Ray is not installed."""
     if find_spec("ray") is None:
         raise ConfigError.at(
             "backend.launch",

@@ -1,6 +1,6 @@
-"""What is known of a model's training before its weights are there: refused here, and not once they have been loaded.
+"""Refuse settings with which a model cannot be trained, before its weights are loaded.
 
-In: the settings of a run. The model is built without memory, and changed as backends change it.
+In: the settings of a run. The model is built without memory for weights, and changed as backends change it.
 """
 
 from __future__ import annotations

@@ -37,13 +37,13 @@ class WeightBucket:
     """Some of a model's weights on their way to an engine; a tensor is never divided between buckets.
 
     Attributes:
-        transport: The way they take, such as `shared_memory`; says how to read `where`.
-        places: The tensors in it.
-        where: JSON values, such as `{"path": "..."}`.
+        transport: How the weights travel, such as `shared_memory`; this decides the content of `where`.
+        places: The tensors in the bucket.
+        where: JSON values that say where the memory or file is, such as `{"path": "..."}`.
         tensors: The tensors themselves, in the order of `places`, for transports within this process; else empty.
-        machine: The machine whose processes alone can read it, as `spurline_models.machine.this_machine` names it;
-            empty if others can too.
-        receiver: The one of an engine's `receivers` that reads this copy of the description; set on the way to it.
+        machine: Name of the only machine whose processes can read the bucket, from
+            `spurline_models.machine.this_machine`; empty if others can too.
+        receiver: The one of an engine's `receivers` that reads this copy of the description; set when it is sent.
     """
 
     transport: str
@@ -77,7 +77,7 @@ PublishedPart = Literal["model", "adapter"]
 
 @dataclass(frozen=True)
 class MakerChoice:
-    """The choice of a `BucketMaker`, as plain data for the processes where the weights are.
+    """A `BucketMaker` and its settings, as plain data that is sent to the processes that hold the weights.
 
     Attributes:
         maker: The maker as "module:Class".
@@ -86,9 +86,10 @@ class MakerChoice:
         dtype: Dtype that weights of floating point are cast to, as torch writes it without `torch.`; None for that of
             the backend.
         part: The whole model with adapters merged into it, or the tensors of its adapters alone.
-        made_by: The process, of several with weights, that makes a bucket: the `first`; the one among its `owners` that
-            has most of it already; or `all`, each a copy of its own, whose `where` are joined into one. Unless it is
-            `first`, makers get two arguments more: `sender`, their number, and `senders`, how many there are.
+        made_by: Which of the processes with weights make a bucket. With `first`, the first process makes all of them.
+            With `owners`, the process that already holds most of a bucket makes it. With `all`, each makes a copy, and
+            their `where` are joined into one. Unless this is `first`, a maker also gets the arguments `sender`, its
+            number, and `senders`, the number of makers.
     """
 
     maker: str
@@ -100,17 +101,17 @@ class MakerChoice:
 
 
 class BucketMaker(Protocol):
-    """Makes the buckets of a transport in the process where the weights are; what engines are told is elsewhere.
+    """Makes the buckets of a transport in a process that holds weights; the transport's `WeightSync` tells engines.
 
-    Factory: `Class(**settings)`, of a `MakerChoice`. One bucket is out at a time, or being made while engines take the
-    last one over, where its `WeightSync` asks for that.
+    Factory: `Class(**settings)`, with the settings of a `MakerChoice`. A bucket is made after engines have taken the
+    last one over, or meanwhile if the `WeightSync` makes buckets ahead.
     """
 
     def make(self, version: int, number: int, weights: Iterable[tuple[str, Tensor]]) -> WeightBucket:
         """Make the bucket of this number, from 1, with these weights: (hf_name, tensor), each taken once, in order.
 
-        Frees what the last bucket held. All weights must be taken, also after an error; the bucket has no `tensors`.
-        The same number comes again when engines did not get the bucket.
+        Frees what the last bucket held. All weights must be taken, even after an error; the bucket has no `tensors`.
+        The same number is asked for again if engines did not get the bucket.
         """
         ...
 
@@ -125,13 +126,18 @@ class BucketMaker(Protocol):
 
 @runtime_checkable
 class MakesBuckets(Protocol):
-    """A backend whose weights are in other processes, and are made into buckets there, so that they never come here."""
+    """A backend that holds its weights in other processes and makes buckets there, so that no weights come here."""
 
     def weight_buckets(self, version: int, choice: MakerChoice, first: int = 1) -> Iterator[WeightBucket]:
-        """Yield all weights, as `named_weights` has them, in buckets that a maker of this choice makes where they are.
+        """Yield all weights of `named_weights` in buckets, which makers of this choice make in the weights' processes.
 
-        The next bucket is asked for when every engine has taken the last one over, or before, where the maker can. The
-        maker is kept, with what it holds, until another choice is made or the backend is closed; its memory and files
-        go with its process. `first` is the number of the first bucket, from 1; those before have been taken over.
+        The caller asks for the next bucket when every engine has taken the last one over, or earlier if the maker can
+        work ahead. The maker is kept, with what it holds, until another choice is made or the backend is closed; its
+        memory and files end with its process.
+
+        Args:
+            version: Version of the weights.
+            choice: The maker to use.
+            first: Number of the first bucket, from 1; engines have taken the ones before over.
         """
         ...

@@ -1,1 +1,1 @@
-"""What can be said of a run before it is started."""
+"""Plan a run before it starts: its memory, steps and data."""

@@ -134,7 +134,7 @@ OTHER_NAMES: Mapping[str, str] = {
     "vllm_mode": "source.engine.mode",
     "vllm_gpu_memory_utilization": "source.engine.gpu_memory_utilization",
 }
-"""Their name -> our key path, or the whole `key: value` where one value says the same."""
+"""Their name -> our key path, or `key: value` if one value of ours means the same."""
 
 REPLACED: Mapping[str, str] = {
     "shuffle": (
@@ -157,10 +157,11 @@ REPLACED: Mapping[str, str] = {
     "resume_from_checkpoint": " The same command goes on from the last checkpoint; `--resume PATH` takes another one.",
     "deepspeed": " `plugins: [fsdp_backend]` with `backend: fsdp` divides weights, gradients and optimizer (ZeRO 3).",
 }
-"""A setting that has no like here, of other trainers or earlier versions -> a sentence of what to do instead."""
+"""Name of a setting of other trainers or earlier versions that has no equivalent -> what to do instead, in a sentence.
+"""
 
 _FSDP = " Several ranks train together with `plugins: [fsdp_backend]` and `backend: {name: fsdp, ranks: N}`."
-_DEVICE = " Where the backend computes is its setting device: `backend: {device: cuda}`, or cpu."
+_DEVICE = " The setting `device` says where the backend computes: `backend: {device: cuda}`, or cpu."
 
 RECIPES: Mapping[str, str] = {
     "loss/dapo": (
@@ -175,8 +176,8 @@ RECIPES: Mapping[str, str] = {
     "backend/cpu": _DEVICE,
     "backend/cuda": _DEVICE,
     "backend/gpu": _DEVICE,
-    "rollout_engine/sglang": " Engines that serve a model are of vLLM: `plugins: [async_rl]` with `engine: vllm`.",
+    "rollout_engine/sglang": " The engine for serving is vLLM: `plugins: [async_rl]` with `engine: vllm`.",
 }
-"""KIND/NAME of what is no component of its own here -> a sentence of how it is written."""
+"""`KIND/NAME` of a component that does not exist here -> a sentence that says how to write it."""
 
 NAMES = OtherNames(settings=OTHER_NAMES, replaced=REPLACED, components=RECIPES)

@@ -151,10 +151,10 @@ def _add_sizes(plan: Plan, loaded: LoadedConfig, data: DataComponents, model: _M
 
 @dataclass(frozen=True)
 class _Model:
-    """What the model's files tell without its weights.
+    """Facts about a model from its files, without its weights.
 
-    `context` is the number of tokens it can see, None without a limit; `vocabulary` the tokens it has an embedding of,
-    None if its config does not say.
+    `context` is the number of tokens that the model can see, None without a limit. `vocabulary` is the number of its
+    embeddings, None if its config does not say.
     """
 
     parameters: int

@@ -194,16 +194,16 @@ class RankBackend:
         return rank
 
     def _counts(self, rank: int) -> bool:
-        """Whether this rank answers for those that have the same share; by share, in the order of the ranks."""
+        """Return whether this rank answers for all ranks with the same share; in rank order these follow the shares."""
         return True
 
     def _wires(self, dealing: Dealing) -> Sequence[Mapping[str, Any]]:
-        """By rank."""
+        """Return the wire form of each rank's share."""
         wires = [share.to_wire() for share in dealing.shares]
         return [wires[self._share_of(rank)] for rank in range(self._ranks.size)]
 
     def _counting(self, answers: Sequence[Any]) -> Sequence[Any]:
-        """One of each share."""
+        """Return one answer for each share."""
         return [answer for rank, answer in enumerate(answers) if self._counts(rank)]
 
     def _check_device_here(self, what: str) -> None:

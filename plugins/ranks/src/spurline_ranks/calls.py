@@ -175,7 +175,7 @@ def _failures(outcomes: Mapping[int, Outcome]) -> dict[int, Raised | Died]:
 
 
 def _may_follow_from_another(failure: Raised | Died) -> bool:
-    """Whether it may be an exchange that broke because another rank failed."""
+    """Return whether the failure may be an exchange that broke because another rank failed."""
     return isinstance(failure, Raised) and failure.error is None
 
 

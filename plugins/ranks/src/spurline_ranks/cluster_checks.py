@@ -212,7 +212,7 @@ def _version_of_module(name: str) -> str:
 
 
 def _appears(path: Path, limit_s: float) -> bool:
-    """Whether the file is there in time."""
+    """Return whether the file appears in time."""
     until = time.monotonic() + limit_s
     # A network file system looks again for what was not there when the folder is listed.
     while not (path.parent.is_dir() and path.name in os.listdir(path.parent)):

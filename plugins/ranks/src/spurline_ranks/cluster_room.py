@@ -101,7 +101,7 @@ class RunRoom:
 def room_for(
     cluster: RayCluster, need: ClusterNeed, setting: str, timeout_s: float, given_up: Callable[[], bool] = lambda: False
 ) -> list[Place]:
-    """Return the room that this run has reserved for a need, or else reserve it now.
+    """Return the room that this run has reserved for a need, and reserve it first if it has not.
 
     Args:
         cluster: Where the room is.
@@ -220,7 +220,7 @@ def ranks_per_machine(need: ClusterNeed, nodes: Sequence[Node]) -> int:
 
 
 def _could_fit(plan: _Plan, nodes: Sequence[Node]) -> bool:
-    """Whether the machines could have this, were they empty and all else elsewhere."""
+    """Return whether the plan would fit on the machines if nothing else ran there."""
     return all(len(bundles) <= len(_fitting(bundles[0], nodes)) for bundles, _ in plan)
 
 

@@ -197,7 +197,7 @@ class RankBackendConfig(ModelBackendConfig):
         """Environment variables that its ranks need from the start."""
         if not self.deterministic:
             return {}
-        # Products of matrices on a GPU are deterministic with a workspace of their own only; whoever set one keeps it.
+        # Matrix products on a GPU are deterministic only with a fixed workspace. A value that the user set is kept.
         name = "CUBLAS_WORKSPACE_CONFIG"
         return {name: os.environ.get(name, ":4096:8")}
 

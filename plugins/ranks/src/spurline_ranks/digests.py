@@ -24,7 +24,7 @@ def digest_of_ranks(tensors: Mapping[str, Tensor], held: Mapping[str, Tensor]) -
     """
     if not tensors:
         return digest_of_samples([])
-    # As bytes, of which the largest is that of a rank that has the value: all others put in zeros.
+    # The largest byte over all ranks is that of the rank that has the value, since all others put in zeros.
     found = [held[name] for name in tensors]
     joined = torch.cat([values.view(torch.uint8) for values in found])
     dist.all_reduce(joined, dist.ReduceOp.MAX)

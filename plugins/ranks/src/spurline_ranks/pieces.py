@@ -255,7 +255,7 @@ class PieceIndex:
         return result
 
     def fill(self, target: Tensor, key: str) -> None:
-        """Give a tensor of the same shape and dtype its values, of which this process holds some or all."""
+        """Fill a tensor of the same shape and dtype; this process may hold all of it or a part."""
         local, box = held_values(target), held_box(target)
         if local.device.type == "cpu":
             self._read_into(local, key, box)

@@ -1,4 +1,4 @@
-"""What `ranks` registers. Light: imports neither torch nor transformers."""
+"""Register the parts of `ranks`. This module imports neither torch nor transformers."""
 
 from __future__ import annotations
 

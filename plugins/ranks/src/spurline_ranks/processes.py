@@ -1,8 +1,8 @@
-"""Ranks as processes of this machine.
+"""Run ranks as processes of this machine.
 
 The controller keeps one process per worker module that has imported torch, transformers and that module, and forks
-ranks from it (`rank_server`): a group of ranks is up in seconds, where importing takes ten times as long. Each rank has
-one connection for its calls; the controller hosts the store where they meet, which only this machine can reach.
+ranks from it (`rank_server`), which starts a group of ranks in a tenth of the time that the imports would take. Each
+rank has one connection for its calls. The controller hosts the store where ranks meet; only this machine can reach it.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from spurline_ranks.rank_server import PID_BYTES
 from spurline_ranks.store import open_store
 
 _END_TIMEOUT_S = 30.0
-"""Seconds that a process may take to be gone after it was killed."""
+"""Seconds within which a killed process must have ended."""
 _ANSWER_TIMEOUT_S = 2.0
-"""Seconds that a rank has to say what it does, and to write its stacks."""
+"""Seconds that a rank has to say what it is doing, and to write its stacks."""
 _FORK_TIMEOUT_S = 60.0
 _STOPPED_S = 60.0
-"""Seconds in which a rank takes nothing of what it is sent, after which it counts as dead."""
+"""Seconds without reading what it is sent after which a rank counts as dead."""
 _WRITING_S = 0.1
 _LAST_WORDS_BYTES = 3000
 _STACKS_BYTES = 20000
@@ -87,7 +87,7 @@ class LocalRanks(RankCalls):
         for rank, process in enumerate(self._ranks):
             own = packed(() if per_rank is None else (per_rank[rank],))
             if not process.send(message, own):
-                # The call is over for all.
+                # The call has failed for all ranks.
                 break
 
     def _wait(self, missing: Sequence[int], timeout_s: float) -> dict[int, Outcome]:
@@ -127,17 +127,17 @@ class LocalRanks(RankCalls):
     def _release(self) -> None:
         for process in self._ranks:
             process.release()
-        # Its port is closed with it.
+        # This closes its port.
         self._store = None
 
 
 class _Process:
-    """One rank, as the controller sees it; a thread takes what it says."""
+    """The controller's handle of one rank. A thread receives what the rank sends."""
 
     def __init__(self, server: _Server, order: RankOrder, outcomes: SimpleQueue[tuple[int, Outcome]]) -> None:
         self.order = order
         self.code: int | None = None
-        """How it ended, negative for a signal; None as long as it runs."""
+        """Exit code of the process, negative for a signal; None as long as it runs."""
         self.ended = threading.Event()
         self._outcomes = outcomes
         self._answers: SimpleQueue[str] = SimpleQueue()
@@ -160,7 +160,7 @@ class _Process:
         self.send(packed(process))
 
     def send(self, *messages: bytes) -> bool:
-        """Send what one call consists of; False where the rank reads nothing, which is its outcome then."""
+        """Send the messages of one call. Returns False if the rank reads nothing; its outcome is then `Died`."""
         try:
             for message in messages:
                 self._connection.send_bytes(message)
@@ -169,18 +169,18 @@ class _Process:
             self._outcomes.put((self.order.rank, Died(how)))
             return False
         except OSError:
-            # It is dead, as its reader finds.
+            # The rank is dead; the reader thread reports that.
             pass
         return True
 
     def ask(self) -> None:
-        """Ask what it does; the answer comes by `said`."""
+        """Ask the rank what it is doing; `said` returns the answer."""
         self._answers = SimpleQueue()
         with suppress(OSError):
             self._connection.send_bytes(packed((None, None)))
 
     def said(self, until: float) -> str | None:
-        """Return what it answers to `ask` until then, on the monotonic clock."""
+        """Return the answer to `ask`, or None if it does not come until this time of the monotonic clock."""
         try:
             return self._answers.get(timeout=max(0.0, until - time.monotonic()))
         except Empty:
@@ -190,7 +190,7 @@ class _Process:
         return os.fstat(self._log.fileno()).st_size
 
     def written_since(self, start: int, until: float) -> str:
-        """Return what it writes from `start` on, once it has not written for a moment; waits until then at most."""
+        """Return what the rank has written to its log since `start`. Waits for a pause in it, at most until `until`."""
         size = start
         while time.monotonic() < until and (self.log_size() == start or self.log_size() > size):
             size = self.log_size()
@@ -202,12 +202,12 @@ class _Process:
             kill_group(self.pid)
 
     def wait_for_end(self, until: float) -> None:
-        """Raises RunFailedError when it cannot be killed."""
+        """Wait until the killed process has ended. Raises RunFailedError if it has not by then."""
         if not self.ended.wait(max(0.0, until - time.monotonic())):
             raise RunFailedError(f"Process {self.pid} was killed, but has not ended {_END_TIMEOUT_S:g} s later.")
 
     def release(self) -> None:
-        # It has ended, and with it the reader.
+        # The process has ended, so its reader ends too.
         self._reader.join(_ANSWER_TIMEOUT_S)
         self._connection.close()
         self._log.close()
@@ -240,7 +240,7 @@ class _Process:
 
 
 class _Server:
-    """The process that ranks are forked from, at the controller's end."""
+    """The controller's handle of the process that ranks are forked from."""
 
     def __init__(self, module: str) -> None:
         self._module = module
@@ -257,12 +257,12 @@ class _Server:
                 take=self._take,
                 on_end=self._note_end,
                 pass_fds=[theirs.fileno()],
-                # A library that looks for GPUs when it is imported must not make those useless to the forks.
+                # A library that looks for GPUs on import would otherwise initialize CUDA, which forks cannot use then.
                 environment={"PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
             )
 
     def wait_until_ready(self, limit_s: float) -> None:
-        """Raises RunFailedError when it has not imported everything within the limit."""
+        """Wait for the imports. Raises RunFailedError if they fail or take longer than the limit."""
         self._ready.wait(limit_s)
         if self.has_ended:
             raise RunFailedError(
@@ -288,7 +288,7 @@ class _Server:
                 # An answer that came later would be taken for that of the next rank.
                 self.has_ended = True
                 self._child.kill()
-                raise RunFailedError(f"The process that ranks are forked from forks none: {self._child.how_it_ended}")
+                raise RunFailedError(f"The process that ranks are forked from did not fork: {self._child.how_it_ended}")
             pid = int.from_bytes(answer)
             self._ranks[pid] = rank
             return pid
@@ -319,7 +319,7 @@ _servers_lock = threading.Lock()
 
 
 def _server_for(module: str, limit_s: float) -> _Server:
-    """Return the server of a worker's module; it stays as long as this process, for the next ranks."""
+    """Return the server of a worker's module. It lives as long as this process, so that later ranks use it too."""
     with _servers_lock:
         server = _servers.get(module)
         if server is None or server.has_ended:

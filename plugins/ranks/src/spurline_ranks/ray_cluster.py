@@ -1,7 +1,7 @@
 """The Ray cluster that this process works with: one that it joins, or one of this machine alone that it starts.
 
-All that this process places on Ray shares one connection, from the first `RayCluster.open` to the last `close`. Ray is
-imported here and in `ray_actors`, both of which are imported only where something is placed on Ray.
+All that this process places on Ray shares one connection, from the first `RayCluster.open` to the last `close`. Only
+this module and `ray_actors` import Ray, and they are imported only if something is placed on Ray.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Bundle = Mapping[str, float]
 """Resources of one machine, such as `{"GPU": 2, "CPU": 2}`."""
 
 _OWN_CPUS = 1024
-"""Of a cluster started here, which nobody else uses: its CPUs are only counted, and must never be what is missing."""
+"""CPUs of a cluster that is started here. They are only counted, and are so many that no placement lacks one."""
 _OWN_SETTINGS = {
     # It would start a process for each of the counted CPUs.
     "prestart_worker_first_driver": False,
@@ -147,7 +147,7 @@ def free_of(nodes: Sequence[Node]) -> str:
 
 
 class _Connection:
-    """Of this process to a cluster. There is one."""
+    """The one connection of this process to a cluster."""
 
     def __init__(self) -> None:
         self.is_own = False

@@ -31,9 +31,9 @@ from spurline_models.streams.token_stream import TokenStream, plan_segments
 
 
 class SequenceSharing:
-    """The ranks that share each of their sequences, of which this is one.
+    """A group of ranks, this one included, that share each of their sequences.
 
-    group: None for a rank that shares with no other. Then only the length of streams is changed, and nothing is a
+    group: None for a rank that shares with no other. Then only the length of streams is changed, and no method is a
     collective.
     """
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 _CLIP_EPSILON = 1e-6
-"""As in torch.nn.utils.clip_grad_norm_, which the local backend uses."""
+"""The epsilon of torch.nn.utils.clip_grad_norm_, which the local backend uses."""
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ class RankWorker:
     _publishing: Publishing
     _memory: DeviceMemory
     _counts: bool
-    """Whether this rank counts for those that compute the same rows."""
+    """True for one of the ranks that compute the same rows; only its sums count."""
 
     def update(self, wire: Mapping[str, Any], plain_objective: Mapping[str, Any], role: Role) -> dict[str, Any]:
         """Take one optimizer step, unless loss or gradient norm are not finite: then nothing changes.

@@ -245,7 +245,7 @@ class PromptSourceConfig(SourceConfig):
             )
 
     def _replay_problems(self, run: RunConfig) -> Iterable[Problem]:
-        """What keeps the engine from noting experts, and the backend from using them."""
+        """Yield what keeps the engine from noting experts, or the backend from using them."""
         if not self.router_replay:
             return
         if not self.engine.notes_experts:
@@ -262,7 +262,7 @@ class PromptSourceConfig(SourceConfig):
             )
 
     def _advantage_problems(self, run: RunConfig) -> Iterable[Problem]:
-        """What the advantage needs of the groups, the reward and the critic."""
+        """Yield what the advantage needs of the groups, the reward and the critic, and does not get."""
         advantage = self.advantage
         if self.samples_per_prompt < advantage.smallest_group:
             yield Problem(

@@ -269,7 +269,7 @@ class _GroupAttempts:
             self._done.set_result(None)
 
     def _last_word(self, job: _Attempt, error: BaseException) -> BaseException:
-        """What the group ends with after this failure, as of `run`."""
+        """Return the error with which the group ends after this failure, one of those that `run` raises."""
         final: Exception
         if isinstance(error, DataError) and not isinstance(error, PrefixError):
             final = explain_bad_row(job.asked.location, error)
@@ -308,8 +308,8 @@ class _Attempt(Job[Trajectory]):
 
 
 def _may_succeed(error: BaseException) -> TypeGuard[Exception]:
-    """Whether it is about the attempt, so that another one may succeed: not about its row, the configuration, a
-    component or the engine."""
+    """Return whether another attempt may succeed: the error is not about the row, the configuration, a component or
+    the engine."""
     is_ours = isinstance(error, SpurlineError) and not isinstance(error, AttemptFailedError)
     return isinstance(error, Exception) and not is_ours
 

@@ -1,4 +1,4 @@
-"""What `rl` registers. Light: imports neither torch nor transformers."""
+"""Register the parts of `rl`. This module imports neither torch nor transformers."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ class Preparation:
         )
 
     def _score_tokens(self, laid_out: TrainingBatch, columns: TurnColumns, backend: Backend) -> dict[str, Tensor]:
-        """What the models say about these tokens before the update, each `[rows, length]` without padding rows."""
+        """Score the tokens with each model before the update; the columns are `[rows, length]`, no padding rows."""
         # Collators have filled the ranks; what comes back has the real rows, in their order.
         padded = laid_out.pad_rows(self._layout.data)
         roles: list[tuple[str, Role]] = [("old_logprobs", "policy")]
@@ -268,7 +268,7 @@ class Preparation:
 
 
 def _speaks_for(component: object, shortcut: str, method: str) -> bool:
-    """Whether the shortcut is as derived as the method: a subclass that overrides the method alone means its own."""
+    """Return whether the shortcut may be used: not if a subclass overrides only the method that it stands for."""
     classes = type(component).__mro__
     first = next((cls for cls in classes if shortcut in vars(cls) or method in vars(cls)), None)
     return first is None or shortcut in vars(first)

@@ -1,4 +1,4 @@
-"""What every source of rollouts shares: prompts in order, attempts at them, and batches made of their groups.
+"""Share the work of all sources of rollouts: prompts in order, attempts at them, and batches made of their groups.
 
 Place on the way: draws -> attempts -> groups -> Preparation -> TrainingBatch. A source derives from `PromptSource` and
 says when groups are generated and which of them make a batch; nothing here generates by itself.
@@ -213,7 +213,7 @@ class PromptSource(BatchSource):
         return survey(prompts.rows(limit), first_prompt)
 
     def _first_prompt(self, draw: Draw) -> Sequence[int] | None:
-        """As that of the attempts, of a row that is trained on. Raises DataError also for one that lacks a column."""
+        """Return the first prompt of a row that is trained on. Raises DataError if the row lacks a carried column."""
         for name in self._settings.carry:
             carried(draw, name)
         return self._attempts.first_prompt(draw)
@@ -273,7 +273,7 @@ class PromptSource(BatchSource):
         self._kept.close()
 
     def _prompts_state(self) -> dict[str, object]:
-        """What a checkpoint holds of the prompts and of those given up."""
+        """Return the state of the prompts and of those given up, for a checkpoint."""
         return {
             "data": self._prompts.fingerprint(),
             "prompts": self._prompts.state_dict(),
@@ -296,7 +296,7 @@ class PromptSource(BatchSource):
 
 
 def _collection_metrics(collected: Collected, retries: int, seconds: float) -> dict[str, float]:
-    """What generating cost, and what became of the prompts that were drawn."""
+    """Return metrics of the cost of generating and of the fate of the prompts that were drawn."""
     tokens = sum(int(group.flat.num_response.sum()) for group in collected.every)
     return {
         "time/generate": seconds,

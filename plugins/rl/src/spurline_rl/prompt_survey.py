@@ -55,7 +55,11 @@ class PromptSurvey:
 def survey(
     draws: Iterable[Draw | SkippedRow], first_prompt: Callable[[Draw], Sequence[int] | None]
 ) -> PromptSurvey | None:
-    """None where the environment cannot say its prompts beforehand. Raises DataError for a row that cannot be used."""
+    """Count the first prompts and their tokens, or return None if the environment does not know them beforehand.
+
+    Raises:
+        DataError: For a row that cannot be used.
+    """
     count = tokens = longest = left_out = 0
     where = first_where = ""
     first: Sequence[int] = ()

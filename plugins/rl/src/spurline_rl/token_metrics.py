@@ -32,7 +32,7 @@ def mismatch_metrics(log_ratios: _Floats, scratch: Scratch | None = None) -> dic
     largest: list[np.float64] = []
 
     def sums(start: int, stop: int) -> _Floats:
-        """Of |difference|, and of the k3 estimate."""
+        """Return the sums of |difference| and of the k3 estimate."""
         # Logprobs are float32, and so is their difference; rounding it gives what subtracting them in float32 gives.
         difference = log_ratios[start:stop].astype(np.float32).astype(np.float64)
         of_block = ratio[start:stop]
@@ -93,7 +93,7 @@ _SAMPLES = 1 << 16
 
 
 def _percentiles(values: _Floats, percents: Sequence[float]) -> list[float]:
-    """`np.percentile(values, percents)`, of which only the values near each percentile are sorted."""
+    """Return `np.percentile(values, percents)`, but sort only the values near each percentile."""
     if len(values) <= 8 * _SAMPLES or np.isnan(values.max()):
         return np.percentile(values, percents).tolist()
     # An odd stride, so that the sample does not meet the same few places of rows with a round length.
@@ -102,7 +102,7 @@ def _percentiles(values: _Floats, percents: Sequence[float]) -> list[float]:
 
 
 def _percentile(values: _Floats, share: float, sample: _Floats) -> float:
-    """As numpy's: on the line between the two values around rank share * (N - 1), from 0."""
+    """Return one percentile as numpy does: interpolated between the two values around rank share * (N - 1), from 0."""
     place = share * (len(values) - 1)
     lower = int(place)
     # Eight standard deviations of a rank in a sample: a bracket that misses costs a sort, and is as good as impossible.

@@ -134,7 +134,10 @@ class Group:
 
     @cached_property
     def _with_merged_turns(self) -> Group | None:
-        """None where none can be merged: a group that held itself would wait for the garbage collector."""
+        """The group with merged turns, or None if no turns can be merged.
+
+        It is not `self` then, since a reference cycle would keep the group until garbage collection.
+        """
         merged = tuple(merge_turns(trajectory) for trajectory in self.trajectories)
         is_changed = any(new is not old for new, old in zip(merged, self.trajectories, strict=True))
         return replace(self, trajectories=merged) if is_changed else None
@@ -250,13 +253,13 @@ def merge_turns(trajectory: Trajectory) -> Trajectory:
 
 
 def _goes_on(before: Turn, after: Turn) -> bool:
-    """Whether the later turn's prompt begins with everything the model had seen and written."""
+    """Return whether the later turn's prompt begins with everything that the model had seen and written."""
     seen = np.concatenate([before.prompt_ids, before.response_ids])
     return np.array_equal(after.prompt_ids[: len(seen)], seen)
 
 
 def _first_experts(turns: Sequence[Turn]) -> NDArray[np.int16] | None:
-    """Of every token the experts of the first turn that has some; None where a turn notes none."""
+    """Return each token's experts from the first turn that has them, or None if a turn recorded none."""
     columns = [turn.routed_experts for turn in turns if turn.routed_experts is not None]
     if len(columns) < len(turns):
         return None

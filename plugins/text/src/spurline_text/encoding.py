@@ -259,7 +259,7 @@ class RowEncoder:
 
 
 def _has_empty_answer(conversation: Conversation, train_on: str) -> bool:
-    """Whether a turn that is trained says nothing, so that its end alone is learned."""
+    """Return whether a trained turn is empty, so that only its end would be learned."""
     turns = assistant_turns(conversation.messages, conversation.first_trained or 0)
     if conversation.first_trained is None and train_on == "last_assistant":
         turns = turns[-1:]

@@ -159,7 +159,10 @@ def _is_nan(value: Any) -> bool:
 
 
 def _digest_of_synced(folder: Path) -> str:
-    """Of names and contents, which are forced to disk: what bears a digest as its name is taken for whole."""
+    """Force a folder to disk and return the digest of its names and contents.
+
+    A folder that has its digest as its name counts as complete, so it must be on disk before it is renamed.
+    """
     digest = xxhash.xxh3_128()
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         digest.update(f"{path.relative_to(folder)}\0{path.stat().st_size}\0".encode())

@@ -1,6 +1,7 @@
-"""A folder for the files of one process, which the next one removes when that was killed before it could.
+"""Make a folder for the files of one process; a later process removes it if its owner was killed before it could.
 
-A lock on the folder says that its owner lives: it ends with the process, whatever its id is and whoever can see that.
+A lock on the folder shows that its owner lives. It ends with the owner, unlike a process id, which may be used again
+or belong to another container.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ class OwnFolder:
         sweep(place, prefix)
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=place))
-            # Who sweeps just now may have taken it for abandoned before it was locked.
+            # A process that sweeps right now may have taken the folder for abandoned before it was locked.
             with suppress(FileNotFoundError):
                 self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-                # A file system without locks has none that say otherwise.
+                # On a file system without locks, the folder stays unlocked.
                 with suppress(OSError):
                     fcntl.flock(self._lock, fcntl.LOCK_SH)
                 if self.path.exists():

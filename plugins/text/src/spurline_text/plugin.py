@@ -1,4 +1,4 @@
-"""What `text` registers. Light: imports neither torch nor transformers."""
+"""Register the parts of `text`. This module imports neither torch nor transformers."""
 
 from __future__ import annotations
 

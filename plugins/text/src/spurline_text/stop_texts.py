@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 _INCOMPLETE = "\ufffd"
-"""What tokenizers decode the first bytes of a character to."""
+"""The character to which tokenizers decode the first bytes of an incomplete character."""
 
 
 class StopTexts:

@@ -1,7 +1,7 @@
-"""What single tokens stand for: the bytes of each.
+"""Return the bytes that each single token stands for.
 
 A token need not be whole characters: byte-level vocabularies cut an emoji into several. `tokenizer.decode` of one such
-token gives a replacement sign; here it is its bytes, of which `shown_pieces` makes texts.
+token gives a replacement sign. Here it gives the token's bytes, and `shown_pieces` turns bytes into texts.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def _check_columns(dataset: Dataset, config: DatasetConfig) -> None:
 
 
 def _first_rows(dataset: Dataset, config: DatasetConfig) -> Iterator[Mapping[str, Any]]:
-    """Rows that can be read; the others are left to whoever reads them all."""
+    """Yield the first rows that can be read; later code that reads all rows handles the others."""
     for row in range(min(len(dataset), _ROWS_WITH_COLUMNS)):
         try:
             yield dataset[row]
@@ -280,7 +280,7 @@ def store_labels(sources: Sequence[DatasetToTokenize]) -> list[str]:
 
 
 def distinct_labels(labels: Sequence[str]) -> list[str]:
-    """Labels of which no two are equal: a repeated one gets `#2`, `#3`, ..."""
+    """Return the labels, each made unique: a repeated one gets `#2`, `#3`, ..."""
     result: list[str] = []
     for label in labels:
         number, candidate = 2, label

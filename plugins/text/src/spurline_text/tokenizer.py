@@ -20,8 +20,8 @@ _MARKERS = {
     "gemma": ("<start_of_turn>", "<end_of_turn>"),
     "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
 }
-"""What a bundled template writes around turns; the last one ends a turn. `zephyr` ends them with the tokenizer's own
-end-of-sequence token."""
+"""The tokens that a bundled template writes around turns; the last one ends a turn. `zephyr` ends turns with the
+tokenizer's own end-of-sequence token."""
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:

@@ -4,7 +4,7 @@ A checkpoint is one folder `step-00000123` under RUN_DIR/checkpoints:
 
     manifest.json       format, version, step, config, distribution versions, the history of changed settings, the best
                         evaluation so far, a fingerprint of the held-out data, size and XXH3 digest of every other file,
-                        and whether whoever reads it verifies that
+                        and whether the backend verifies that digest itself when it reads the file
     backend/            what the backend wrote: model, optimizer, scheduler, RNG states
     components/         state of the source, mini-batches, loss and trackers that keep some
     hooks/              state that plugins keep, by plugin and name
@@ -36,7 +36,7 @@ _READABLE = (1, VERSION)
 """Version 1 is from before states had parts."""
 MANIFEST = "manifest.json"
 _BY_WRITER = "digest_by_writer"
-"""Key of a file's entry in the manifest, where whoever reads it, a backend's ranks, verifies it."""
+"""Key in a file's entry in the manifest if the backend's ranks verify the file themselves when they read it."""
 LATEST = "latest"
 """File that names the newest checkpoint."""
 BACKEND = "backend"
@@ -56,7 +56,7 @@ _attempts = count(1)
 class Written:
     """Files that their writers have hashed while they wrote them, and forced to disk.
 
-    digests: by path in the checkpoint's folder. by_reader: paths of those that whoever reads them verifies.
+    digests: by path in the checkpoint's folder. by_reader: paths of the files that their reader verifies itself.
     """
 
     digests: Mapping[str, FileDigest]
@@ -85,7 +85,7 @@ class Checkpoint:
         return self.manifest["config"]
 
     def unverified(self, folder: str) -> dict[str, FileDigest]:
-        """Digests that are still to be compared, by path in this folder: of files that whoever reads them verifies."""
+        """Return the digests of files in this folder that their reader must verify itself, by path in it."""
         if self.verify == "sizes":
             return {}
         prefix = f"{folder}/"

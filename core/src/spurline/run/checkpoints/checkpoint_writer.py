@@ -120,7 +120,7 @@ class _Writing:
             self.done.set()
 
     def result(self) -> tuple[int, Path]:
-        """Of a write that is done."""
+        """Return step and path of a write that is done, or raise its error."""
         if self._error is not None:
             raise self._error
         assert self.path is not None, f"step {self.step} was abandoned"

@@ -77,7 +77,7 @@ class HookStates:
         except Exception as error:
             raise CheckpointError(
                 f"{self._checkpoint.path}: the state {_described(key)} cannot be restored: "
-                f"{type(error).__name__}: {error}. Resume with the version of the plugin that saved it, or start anew "
+                f"{type(error).__name__}: {error}. Resume with the version of the plugin that saved it, or start again "
                 "with another run_dir."
             ) from error
 

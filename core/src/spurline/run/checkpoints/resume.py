@@ -81,8 +81,8 @@ def find_resume(directory: RunDirectory, loaded: LoadedConfig, request: ResumeRe
     store.clean()
     if request.choice == "never" and store.paths():
         raise RunDirectoryError(
-            f"run_dir {directory.path} already has checkpoints up to {store.paths()[-1].name}, and --resume never "
-            "starts anew. Choose another run_dir, or move this one away."
+            f"run_dir {directory.path} already has checkpoints up to {store.paths()[-1].name}, and `--resume never` "
+            "begins a new run. Choose another run_dir, or move this one away."
         )
     checkpoint = None
     if request.choice != "never":
@@ -231,7 +231,7 @@ def _refuse_shorter(checkpoint: Checkpoint, components: Components, loaded: Load
         key = "steps" if loaded.config.steps is not None else "epochs"
         text = (
             f"makes {steps:,} steps, but the checkpoint is at step {checkpoint.step:,}. Give at least that many, or "
-            "choose an earlier checkpoint with --resume PATH; what came after it is then trained anew."
+            "choose an earlier checkpoint with --resume PATH; the steps after it are then trained again."
         )
         raise ConfigError([Problem(key, text)], loaded.origin)
 
@@ -260,7 +260,7 @@ def restore(
         except (LookupError, TypeError, ValueError, AttributeError, AssertionError) as error:
             raise CheckpointError(
                 f"Checkpoint {checkpoint.path}: the state of {name} cannot be restored ({type(error).__name__}: "
-                f"{error}). Resume with the version that saved it, or start anew with another run_dir."
+                f"{error}). Resume with the version that saved it, or start again with another run_dir."
             ) from error
     _load_backend(checkpoint, components, loaded)
     components.hook_states.restore(checkpoint)

@@ -1,7 +1,7 @@
-"""The checkpoints that a run makes as it goes, at once or beside training, and what becomes of each.
+"""Save the checkpoints of a run, either during the step or beside training, and report each.
 
-In: a step, and how the run has gone. Out: a checkpoint in the run directory, of which `RunState` and the hooks are
-told. Whether a step calls for one is the run's matter; `checkpoint_writer` is the thread that writes beside training.
+In: a step and the state of the run. Out: a checkpoint in the run directory, which is reported to `RunState` and the
+hooks. The run decides which steps have one; `checkpoint_writer` is the thread that writes beside training.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ _PARTS = "__parts__"
 """Key of what stands for `StateParts`; its value is their number in the state, and the name of their folder."""
 _STANDS_FOR = {_REFERENCE: "an array", _PARTS: "parts"}
 _RESERVED_NAMES = ("", "__metadata__")
-"""What safetensors keeps for itself, or would be no name."""
+"""Names that an array cannot have: safetensors reserves one, and the other is empty."""
 
 _PLAIN = (str, int, float, bool, type(None))
 
@@ -139,7 +139,7 @@ def _part_path(folder: Path, number: int) -> Path:
 
 @dataclass(frozen=True)
 class _TakenOut:
-    """What is not written into the structure of a state: arrays by name, and parts with the way to them."""
+    """Takes out of a state what its JSON cannot hold: arrays, by name, and parts, each with its keys in the state."""
 
     arrays: dict[str, NDArray[Any]]
     parts: list[tuple[StateParts, tuple[str, ...]]]

@@ -91,7 +91,7 @@ def _is_ignored(number: signal.Signals) -> bool:
 
 
 def _leave_closed_terminal() -> None:
-    """What is written to a terminal that is gone would fail, and with it the step that is to be saved."""
+    """Discard output to a terminal that is gone: a failing write would also fail the step that is to be saved."""
     for output in (1, 2):
         with suppress(OSError):
             if stat.S_ISCHR(os.fstat(output).st_mode) and not os.isatty(output):

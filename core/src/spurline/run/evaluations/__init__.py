@@ -1,1 +1,1 @@
-"""What held-out data say of a run, and what follows."""
+"""Evaluate a run on held-out data, and act on the results."""

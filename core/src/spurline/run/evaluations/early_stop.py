@@ -82,5 +82,5 @@ class EarlyStop:
 
 
 def _measure(config: StopWhenConfig) -> dict[str, Any]:
-    """What makes values comparable; patience and the value to reach may change on a resume."""
+    """Return the settings that make values comparable; patience and the value to reach may change on a resume."""
     return {"metric": config.metric, "lower_is_better": config.lower_is_better, "min_delta": config.min_delta}

@@ -1,7 +1,7 @@
-"""What held-out data say at a step: the evaluations that are due, and those that hooks ask for by `run.evaluate`.
+"""Evaluate held-out data at a step: the evaluations that are due, and those that hooks ask for by `run.evaluate`.
 
-In: the evaluations of the run, and the weights that the backend has. Out: metrics under names that nothing else in the
-step has; `keep_best` and `stop_when` see them. Which are due, and who is told, is the run's matter.
+In: the evaluations of the run, and the weights that the backend has. Out: metrics under names that no other metric of
+the step has; `keep_best` and `stop_when` see them. The run decides which evaluations are due and reports the results.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class StepScores:
         self._best = best
         self._early_stop = early_stop
         self._asked: dict[str, float] | None = None
-        """What hooks have evaluated in the step under way; None between the record of a step and the next one."""
+        """Metrics of the evaluations that hooks asked for in the current step; None between two steps."""
 
     def open(self) -> None:
-        """A step begins: what hooks evaluate from here on is recorded with it."""
+        """Begin a step; what hooks evaluate from here on is recorded with it."""
         self._asked = {}
 
     def close(self) -> None:
-        """The step is recorded."""
+        """End the step after it is recorded."""
         self._asked = None
 
     @property

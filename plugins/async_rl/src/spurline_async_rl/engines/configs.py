@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class PoolConfig(RolloutEngineConfig):
-    """Base of engines of which there may be several."""
+    """Base of the configs of engines that may be several."""
 
     placement: Annotated[Literal["local", "ray", "colocated"], OnResume.FREE] = "local"
     """`local`: on this machine, beside the trainer. `ray`: as actors of a Ray cluster, the default with

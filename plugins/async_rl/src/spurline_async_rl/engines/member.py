@@ -117,9 +117,9 @@ class PooledEngine(ControlledEngine):
         self.has_begun = False
         self.has_started = False
         self.has_ended = False
-        """Whether its processes are gone."""
+        """True once its processes have ended."""
         self.has_refused = False
-        """Whether it is dead because it did not do what it was asked to, or not in time."""
+        """True if it is dead because it failed to do what it was asked to, or was too slow."""
         self.transports = transports
         self._member = member
         self._config = config

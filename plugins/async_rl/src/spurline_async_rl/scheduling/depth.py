@@ -32,7 +32,7 @@ _LACKING = 1e-3
 _RISE_PER_WAIT = 2.0
 """Batches by which D rises for a trainer that did nothing but wait."""
 _FALL = 1 / 128
-"""Of a batch."""
+"""Batches by which D falls with each batch that lacked no group."""
 _MEMORY = 8
 """Batches for which a group that was held back may be the one that is lacking: a buffer empties slowly."""
 
@@ -65,7 +65,10 @@ class AdmissionDepth:
         self._held_back_ago = 0
 
     def adapt(self, lacked_s: float, seconds: float) -> None:
-        """Adapt to a batch taken after so many seconds, for lacked_s of which too few groups were there."""
+        """Adapt D after a batch is taken.
+
+        seconds: time since the batch before. lacked_s: how much of it the trainer lacked groups.
+        """
         held_back = self._held_back_ago <= _MEMORY
         self._held_back_ago += held_back
         if not self._adapts:

@@ -222,7 +222,7 @@ class Scheduler:
     def take(self, wait_s: float = 0.0, seconds: float = 0.0) -> list[int]:
         """Take the next batch, which must be there. Its draws are trained in step `taken`, as counted afterwards.
 
-        seconds: since the batch before was taken, for wait_s of which training waited for this one.
+        seconds: time since the batch before was taken. wait_s: how much of it training waited for this one.
         """
         self.check()
         chosen = self.next_batch()
@@ -311,7 +311,7 @@ class Scheduler:
         self._pending.popleft()
 
     def _has_room(self) -> bool:
-        """Whether places, bound and draws allow one more group."""
+        """Return whether places, bound and draws allow one more group."""
         limits = self.limits
         room = limits.most_untrained(self.version, self.taken)
         beyond_this_batch = room - limits.batch_size
@@ -322,7 +322,7 @@ class Scheduler:
         )
 
     def _exceeds_depth(self) -> bool:
-        """Whether there are untrained groups enough for training that is busy."""
+        """Return whether there are enough untrained groups while training is busy."""
         return not self._is_awaited and self.num_untrained >= self.depth.groups
 
     def _note_depth(self) -> None:
@@ -334,7 +334,7 @@ class Scheduler:
         return len(self._filtered) + self._num_given_up
 
     def _draws_used_up(self) -> bool:
-        """Whether nothing runs and nothing more may be drawn for the next batch."""
+        """Return whether no group runs and none may be drawn for the next batch any more."""
         return self.num_running == 0 and not self._has_room() and self._num_used_up() > 0
 
     def _candidates(self) -> list[int]:
@@ -345,9 +345,10 @@ class Scheduler:
         return [draw for draw in sorted(self._buffered) if draw < first_missing]
 
     def _lacks_due_group(self) -> bool:
-        """Whether a group under way can be in no later batch than the next one, which then has to wait for it.
+        """Return whether a running group would be too old after the next batch, which then has to wait for it.
 
-        `_keeps_deadlines` says so too, but looks at every group; and while training waits, each that ends asks again.
+        `_keeps_deadlines` finds that too, but looks at every group, and this is called for every group that ends while
+        training waits.
         """
         if self.limits.at_bound == "mask" or not self._running:
             return False
@@ -356,12 +357,12 @@ class Scheduler:
         return oldest + self.limits.max_staleness <= self.taken
 
     def _keeps_deadlines(self, chosen: set[int]) -> bool:
-        """Whether the groups that are left can all be trained in time when these are taken now: (1) of the module."""
+        """Return whether taking these groups now leaves all others trainable in time: (1) of the module."""
         if self.limits.at_bound == "mask":
             return True
         untrained = self._running | self._buffered
         left = sorted(version for draw, version in untrained.items() if draw not in chosen)
-        # Of deadline v + S, so that (1) for the batch after this one counts those up to it.
+        # A group of version v has the deadline v + S, so (1) for a later batch counts the groups up to its version.
         bound, size = self.limits.max_staleness - self.taken, self.limits.batch_size
         return all(count <= (version + bound) * size for count, version in enumerate(left, start=1))
 

@@ -73,7 +73,7 @@ def measured_workload(run_dir: Path) -> Workload:
             f"{len(groups):,} groups of {run_dir}, {fmean(group_s):.3g} s each on average, the longest "
             f"{max(group_s):.3g} s; {filtered:.1%} were left out, {quarantined:.1%} given up",
             f"{len(train_s):,} steps of {fmean(train_s):.3g} s beside waiting and publishing; publishing took "
-            f"{publish_s:.3g} s, during {pause_s:.3g} s of which engines stood still",
+            f"{publish_s:.3g} s, and engines stood still for {pause_s:.3g} s of that",
             f"a group is as fast as measured with up to {most} groups on its engine, the most there were; more of them "
             "share what these get done (--saturation says otherwise)",
         ],

@@ -30,7 +30,7 @@ from spurline_async_rl.timeline.records import (
 
 _STATES = {name: state for state, name in STATE_NAMES.items()}
 _Phase = Literal["wait", "train", "transfer", "pause"]
-"""Of the trainer. transfer: weights are on their way while engines go on; pause: engines stand still."""
+"""Phase of the trainer. transfer: weights travel while engines generate; pause: engines stand still."""
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ class Model:
         self.scheduler.end(draw, _STATES[outcome])
 
     def _note_work(self, draw: int) -> None:
-        """What this group got done since the last note was with the weights that are published now."""
+        """Count what this group got done since the last call as work with the weights that are published now."""
         group, work, version = self._running[draw], self.work[draw], self.scheduler.version
         done = self._engines.done[group.engine]
         if done > group.done:

@@ -77,9 +77,9 @@ class Producer:
         self._admit()
 
     def take(self, step: int, wait_s: float = 0.0, seconds: float = 0.0) -> tuple[Collected, int] | None:
-        """Return the groups of this step and the retries they took, or None while they are not there.
+        """Return the groups of this step and the retries they took, or None while they are not ready.
 
-        seconds: since the groups of the step before were taken, for wait_s of which these were not there.
+        seconds: time since the groups of the step before were taken. wait_s: how much of it these were not ready.
         Raises the error that ended generation, and RunFailedError if the step cannot be filled.
         """
         scheduler = self.scheduler

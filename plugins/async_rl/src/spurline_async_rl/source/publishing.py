@@ -137,7 +137,7 @@ def choose_sync(
             if on_gpu or not config.needs_gpu:
                 return config
             wanting.append(name)
-    without = f", of which {listing(wanting)} would need the weights on a GPU" if wanting else ""
+    without = f" ({listing(wanting)} only with weights on a GPU)" if wanting else ""
     raise ConfigError.at(
         "source.engine.name",
         f"chooses an engine, which reads {reads}{without}; this run has {listing(registered)}. Choose another engine, "

@@ -1,1 +1,1 @@
-"""What an asynchronous run did when: written beside its metrics, drawn in the report, read by `spurline simulate`."""
+"""Record what an asynchronous run does at which time, for its report and for `spurline simulate`."""

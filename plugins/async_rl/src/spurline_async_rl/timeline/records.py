@@ -1,7 +1,7 @@
-"""What a run did when, and the file that says so: one line of JSON per step in RUN_DIR/timeline.jsonl.
+"""Record what a run did at which time, as one line of JSON per step in RUN_DIR/timeline.jsonl.
 
 Place on the way: recorder of a run -> these records -> figure, and `spurline simulate --from`.
-Times are in seconds since the run began; over a kill and resume the clock goes on where the last kept line ended.
+Times are in seconds since the run began. After a kill and a resume the clock continues at the last kept line.
 """
 
 from __future__ import annotations

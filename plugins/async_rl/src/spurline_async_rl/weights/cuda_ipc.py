@@ -135,19 +135,19 @@ class CurrentGpu:
 
     def open(self, handle: Handle) -> Tensor:
         parts = [_from_text(handle[name]) for name in _PARTS]
-        # Of the other process's numbers of GPUs nothing is known.
+        # The other process may number the GPUs differently.
         storage = torch.UntypedStorage._new_shared_cuda(self.device.index, *parts)  # pyright: ignore[reportPrivateUsage]
         return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
     def release(self, handle: Handle) -> None:
-        # torch keeps the memory of what nobody has opened, such as on a GPU without an engine, for ever.
+        # torch would keep the memory of a storage that no process has opened, as on a GPU without an engine, forever.
         counter, offset = (_from_text(handle[name]) for name in ("counter", "counter_offset"))
         torch.UntypedStorage._release_ipc_counter(counter, offset, device=self.device)  # pyright: ignore[reportPrivateUsage]
         torch.cuda.ipc_collect()
 
 
 _PARTS = ("memory", "bytes", "offset", "counter", "counter_offset", "event", "has_event")
-"""The values of which torch makes a storage of another process, in its order, behind the number of the GPU."""
+"""Names for the values with which torch opens the storage of another process, in its order, after the GPU's number."""
 
 
 @contextmanager

@@ -1,8 +1,8 @@
-"""What identifies tokens: two runs with equal keys would make the same tokens, so one may use the other's.
+"""Make the key that identifies tokens: runs with equal keys make the same tokens, so one may use the other's.
 
-In: datasets, tokenizer and data settings. Out: a CacheKey. Content counts, names do not: renaming or touching a file
-changes nothing, one changed row, template or library version changes the key. Reads no rows beyond what the dataset's
-own fingerprint needs.
+In: datasets, tokenizer and data settings. Out: a CacheKey. The key depends on content and not on names: renaming or
+touching a file does not change it, while one changed row, template or library version does. No rows are read beyond
+those that the dataset's own fingerprint needs.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _dataset_part(source: DatasetToTokenize) -> dict[str, Any]:
 
 def _tokenizer_part(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     backend = json.loads(tokenizer.backend_tokenizer.to_str())  # type: ignore[attr-defined]
-    # Truncation and padding are set anew by each call, so they hold whatever the last one used.
+    # Each call sets truncation and padding, so here they are only those of the last call.
     del backend["truncation"], backend["padding"]
     kind = type(tokenizer)
     source = inspect.getsourcefile(kind)

@@ -1,4 +1,4 @@
-"""What `memory.py` means in compiled code: the LLVM instructions behind its hints. Importing it tells numba."""
+"""Compile the hints of `memory.py` to LLVM instructions. Importing this module registers them with numba."""
 
 from __future__ import annotations
 

@@ -60,8 +60,11 @@ def _rounded(num_rows: int, num_ranks: int) -> int:
 
 
 def _most_rows(lengths: Table, capacity: int) -> int:
-    """As many as first fit can open: any two rows hold more than `capacity` together, else the later one's first sample
-    had gone into the earlier."""
+    """Return the most rows that first fit can open.
+
+    Any two rows together hold more than `capacity`: otherwise the first sample of the later row would have fitted into
+    the earlier one.
+    """
     return min(len(lengths), 2 * int(lengths.sum()) // capacity + 1)
 
 

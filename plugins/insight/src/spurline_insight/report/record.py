@@ -78,10 +78,10 @@ def evaluation_losses(record: RunRecord) -> list[str]:
 
 
 def evaluation_scores(record: RunRecord) -> tuple[list[str], list[str]]:
-    """Return the names of all other evaluation metrics: shares, of which more is better, and the others.
+    """Return the names of all other evaluation metrics: first those that are shares, then the rest.
 
-    A score of answers is a share if it stays within 0..1. A metric that training has too is a share if its name says
-    so: a margin of 0.4 is no 40 %.
+    More is better for a share. A score of answers is a share if it stays within 0..1. A metric that training has too is
+    a share if its name says so: a margin of 0.4 is not 40 %.
     """
     shares, others = list[str](), list[str]()
     metrics = _evaluation_metrics(record)

@@ -18,7 +18,7 @@ Series = Mapping[str, tuple[Sequence[int], Sequence[float]]]
 _WIDTH, _HEIGHT = 460, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 30, 34
 _COLORS = ("#2a78d6", "#d9772b", "#2c9d62", "#b8479a", "#8a6fd1", "#b3891d", "#1c9bb0", "#d0504d")
-"""As different as eight can be, on light pages and dark ones."""
+"""Eight colors that are easy to tell apart on light and on dark pages."""
 _ROUNDING = 1e-12
 """Ticks of a range that is a smaller part of its values would fall on each other."""
 _SMALLEST, _LARGEST = 1e-300, 1e300

@@ -30,13 +30,13 @@ _RESET = "/reset"
 
 
 def opened(target: str, load_run: Any, checkpoint: str, progress: Progress) -> Target:
-    """Open a run, whose config `load_run` reads, or a model."""
+    """Open a run, with `load_run` to read its config, or a model."""
     path = Path(target)
     if is_run(path):
         loaded: LoadedConfig = load_run(path)
         return open_run(loaded, checkpoint, progress)
     if not path.exists() and (path.is_absolute() or (path.parent != Path() and path.parent.is_dir())):
-        # `org/name` is a name on the hub only where no folder is called so.
+        # `org/name` is a name on the hub only if there is no folder `org`.
         there = sorted(entry.name for entry in path.parent.iterdir() if entry.is_dir()) if path.parent.is_dir() else []
         raise UserError(f"{path}: there is no such folder.{suggestion(path.name, there)}")
     if checkpoint != "latest":
@@ -84,7 +84,10 @@ def text_of_input() -> str:
 
 
 class Prompts:
-    """Makes prompts out of what a person wrote. system: text of a system message. raw: no chat template."""
+    """Makes prompts out of what a person wrote.
+
+    system: text of a system message. raw: whether prompts are plain text, without the chat template.
+    """
 
     def __init__(self, target: Target, system: str | None, *, raw: bool) -> None:
         if raw and system is not None:
@@ -98,7 +101,7 @@ class Prompts:
         return chat_prompt(self._target, [*self.begin, {"role": "user", "content": text}])
 
     def of_rows(self, given: DatasetToTokenize) -> Iterator[tuple[str, list[int]]]:
-        """Yield (what was asked, prompt) of each row, in any format with text; answers in the rows are not read.
+        """Yield (question, prompt) for each row, in any format that has text. Answers in the rows are not read.
 
         Raises:
             UserError: If a row cannot be asked; names the row.
@@ -138,10 +141,14 @@ def answer_all(
     seed: int,
     as_json: bool,
 ) -> None:
-    """Print the answers. A terminal sees a single one grow; --json prints an object a line, text as it is."""
+    """Print the answers.
+
+    A terminal shows the text of a single answer as it is generated. With `as_json`, each answer is a JSON object on a
+    line, its text as the model wrote it.
+    """
     watches = not as_json and count == 1 and sys.stdout.isatty()
     for number, (asked, prompt) in enumerate(prompts):
-        # Seeded for each prompt: the same one gets the same answer, whatever stands before it.
+        # Seeded for each prompt, so that a prompt gets the same answer whatever prompts come before it.
         torch.manual_seed(seed)
         if not as_json and len(prompts) > 1:
             typer.echo(f"{chr(10) if number else ''}> {printable(asked)}")
@@ -173,7 +180,7 @@ def talk(target: Target, prompts: Prompts, sampling: Sampling, seed: int) -> Non
             try:
                 found = _shown(target, chat_prompt(target, asked), sampling)
             except UserError as error:
-                # Too long by now, most often; what was said so far stays.
+                # Most often the conversation has become too long. It stays as it was before this question.
                 typer.echo(printable(f"Error: {error} {_RESET} starts over."), err=True)
                 continue
             _say_cut_off(found, as_json=False)
@@ -181,7 +188,7 @@ def talk(target: Target, prompts: Prompts, sampling: Sampling, seed: int) -> Non
 
 
 def _shown(target: Target, prompt: Sequence[int], sampling: Sampling) -> Answer:
-    """Answer while the terminal sees the text grow; its line is ended, also by Ctrl-C."""
+    """Print the text of an answer as it is generated, and end its line, even after Ctrl-C."""
     try:
         [found] = answer(target, prompt, sampling, seen=lambda text: typer.echo(printable(text), nl=False))
     except KeyboardInterrupt:

@@ -117,7 +117,7 @@ class ExpertRouting:
         return args, {name: value for name, value in kwargs.items() if name != ROUTED_EXPERTS}
 
     def _run(self, number: int, router: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """In the place of the router's own `forward`."""
+        """Run in place of the router's own `forward`."""
         if self._test is not None:
             self._test.try_out(router, forward, args, kwargs)
         given = self._given.pop(number, None)

@@ -21,7 +21,7 @@ _HALF_BYTES = 2
 
 
 def estimate_memory(config: LocalBackendConfig, run: RunConfig, row_length: int, tokens: int) -> MemoryEstimate:
-    """Estimate an update of so many tokens, all of which are taken to carry loss. See `ModelBackendConfig`."""
+    """Estimate the memory of an update of so many tokens, as if all of them had loss. See `ModelBackendConfig`."""
     shapes = model_shapes(run.model, config.lora)
     check_groups(run.optimizer, shapes.trained)
     wide, computed = _WEIGHT_BYTES[config.precision], COMPUTED_BYTES[config.precision]

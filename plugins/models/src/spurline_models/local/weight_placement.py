@@ -1,7 +1,7 @@
 """Load the models of a run and place their weights as the settings of the local backend ask.
 
 Matrices may be held in half precision, with fp32 masters or without; weights under adapters may be rounded or
-quantized; the optimizer may step in the memory of the host. The reference is placed as the policy was before training,
+quantized; the optimizer may step on the CPU, in host memory. The reference is placed as the policy was before training,
 so that both compute the same at first.
 """
 
@@ -38,7 +38,7 @@ Masters = dict[str, Tensor]
 
 
 class WeightPlacement:
-    """Loads models with their weights where, and in the form in which, this run wants them."""
+    """Loads models, with their weights on the devices and in the dtypes that the config asks for."""
 
     def __init__(self, config: LocalBackendConfig, run: RunConfig, profile: DeviceProfile) -> None:
         self._config = config
@@ -75,7 +75,7 @@ class WeightPlacement:
         return StreamModel(causal.requires_grad_(False).eval(), self._config.logits_chunk_tokens)
 
     def train(self, model: StreamModel, optimization: OptimizationRecipe, masters: Masters) -> TrainedModel:
-        """Join a model that `load_trainable` gave with its optimizer."""
+        """Join a model that `load_trainable` returned with its optimizer."""
         config = self._config
         if config.activation_checkpointing:
             model.checkpoint_activations(self._profile.checkpoint_options())
@@ -99,7 +99,7 @@ class WeightPlacement:
         return None if dtype is None else partial(narrow_dtypes, dtype=dtype)
 
     def _base_dtype(self) -> torch.dtype | None:
-        """The dtype of the weights under adapters, where it has fewer bytes than what is computed with."""
+        """Return the dtype of the weights under adapters, or None unless it is narrower than that of computation."""
         if self._config.lora is None:
             return None
         dtype = base_dtype(self._config.lora, self._run.model)
@@ -117,10 +117,10 @@ class WeightPlacement:
 
         dtype = self._base_dtype()
         if dtype is not None:
-            # Before adapters: DoRA's lengths begin as those of the rounded weights.
+            # Before adapters are added, since DoRA initializes its magnitudes from the rounded weights.
             round_weights(causal, dtype)
         if lora.is_quantized:
-            # Before adapters too: quantizing twice does not give the same values.
+            # Before adapters are added as well, since quantizing twice does not give the same values.
             quantize_weights(causal, wide)
         add_adapters(causal, lora, self._run.seed)
         if dtype is not None:

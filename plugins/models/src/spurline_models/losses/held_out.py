@@ -1,6 +1,6 @@
-"""Evaluate the mean negative log-likelihood of held-out tokens, whatever loss trains on tokens.
+"""Evaluate the mean negative log-likelihood of held-out tokens, whichever loss on tokens the run trains with.
 
-Runs with different losses can be compared by it. The value of the loss that trains, and its own metrics, come with it.
+Runs with different losses can be compared by it. The value and the metrics of the training loss are reported too.
 
 Place on the way: datasets -> tokens -> batches (same collator and prefetch as training) -> backend -> metrics.
 """
@@ -30,7 +30,7 @@ _NLL = CrossEntropy(CrossEntropyConfig())
 
 
 class LossEvaluation(MeasuresSamples):
-    """The evaluation `loss`, on samples as the source reads them; pairs are measured by the run's own loss."""
+    """The evaluation `loss`, on samples as the source reads them; preference pairs are measured by the run's loss."""
 
     def __init__(self, config: LossEvaluationConfig, context: EvaluationContext) -> None:
         run = context.run.config
@@ -53,13 +53,16 @@ class LossEvaluation(MeasuresSamples):
     def metrics(self) -> Collection[str] | None:
         loss = self._context.loss
         if loss.needs:
-            # The loss can be asked only with columns that the source makes.
+            # The loss can be evaluated only with columns that the source makes.
             return None
         nothing = TokenLossInputs(torch.zeros(1), torch.zeros(1, dtype=torch.int64), 1, {}, None)
         return {"loss", *([] if self._trains_as_measured else ["objective"]), *loss.metrics(nothing)}
 
     def evaluate(self, backend: Backend) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Return means by loss weight: `loss`, `objective` of the loss that trains if that is another, its metrics."""
+        """Return means weighted by the loss weights of tokens, and no rows.
+
+        The means are `loss`, `objective` if the training loss is a different one, and the metrics of that loss.
+        """
         count, loss = sum(self.samples.sizes()), self._context.loss
         num_batches = math.ceil(count / self._size)
 

@@ -125,7 +125,7 @@ class _Pass:
         self._is_worth_it = is_worth_it
         self._layers = [_Layer()]
         self._known: dict[int, tuple[StorageWeakRef, int, _Moved]] = {}
-        """What was moved of a storage, with the version of its values."""
+        """Moved storages by id: a reference to the storage, the version of its values, and where they were moved."""
 
     def begin_layer(self) -> None:
         """Begin the next layer of the forward pass, which saves what comes."""

@@ -280,7 +280,7 @@ def _train(optimization: Optimization, parameters: Mapping[str, Parameter], step
 
 
 def _through_bytes(state: OptimizerState) -> OptimizerState:
-    """What a checkpoint gives back."""
+    """Return the state as it comes back from a checkpoint."""
     tensors = {name: tensor.contiguous().clone() for name, tensor in state.tensors.items()}
     return OptimizerState.read(load(save(tensors)), json.loads(json.dumps(state.facts())))
 

@@ -23,12 +23,12 @@ _LEARNING_RATES: dict[tuple[Task, bool], str] = {
     ("rl", False): "1.0e-6",
     ("rl", True): "2.0e-5",
 }
-"""By task and whether adapters are trained."""
+"""Learning rates, by task and by whether adapters are trained."""
 _ROUNDED_TO = 64
 """`data.max_length` is rounded up to a multiple of this."""
 _MAX_NEW_TOKENS = 1_024
 _COMMENTS_AT = 33
-"""Column."""
+"""Column in which comments begin."""
 
 
 @dataclass(frozen=True)

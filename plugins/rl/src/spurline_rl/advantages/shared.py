@@ -1,4 +1,4 @@
-"""What advantages share: comparing the samples of a prompt, and walking along the tokens of a trajectory.
+"""Share code of advantages: compare the samples of a prompt, and walk along the tokens of a trajectory.
 
 An algorithm that compares samples has one number per trajectory, the same for all its tokens:
 

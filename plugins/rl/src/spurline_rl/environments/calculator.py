@@ -11,10 +11,10 @@ Number = int | float
 
 _LONGEST_FORMULA = 1000
 _DEEPEST_FORMULA = 500
-"""Operations within one another: as many as a formula of this length can have between numbers."""
+"""Most levels of nested operations; a formula of this length has fewer binary ones."""
 _SHOWN_CHARACTERS = 80
 _LARGEST_BITS = 4096
-"""Bits of the largest whole number; more is an error, so that no formula can keep the machine busy."""
+"""Bits of the largest whole number. A larger one is an error, so that no formula can keep the machine busy."""
 
 _BINARY: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
     ast.Add: operator.add,
@@ -42,7 +42,7 @@ def calculator(expression: str) -> str:
 
 
 def _evaluate(node: ast.expr, levels: int = _DEEPEST_FORMULA) -> Number:
-    """levels: how deep this part may be, whatever the interpreter's own limit is at the moment."""
+    """Compute a part of the formula that nests at most `levels` deep, independent of Python's recursion limit."""
     if not levels:
         raise RecursionError
     # bool is an int to Python, but True is no number in a formula.

@@ -45,9 +45,9 @@ _EXCHANGE: list[Message] = [
     {"role": "assistant", "content": '<tool_call>{"name": "a_tool", "arguments": {}}</tool_call>'},
     {"role": "tool", "name": "a_tool", "content": "a result"},
 ]
-"""What a conversation with a tool looks like, to learn whether the chat template shows it."""
+"""A conversation with a tool, to test whether the chat template renders tools."""
 _SHOWN_NAME = 80
-"""Characters of a name that is no tool's."""
+"""Characters that a message shows of a name that no tool has."""
 _JSON_TYPES = {
     "str": "string",
     "int": "integer",

@@ -27,11 +27,11 @@ from spurline_rl.trajectory import Group
 from spurline_text.token_pieces import TokenPieces
 
 _TABLE_TOKENS = 1_000_000
-"""Tokens of one table: what is there a second and a third time while it is made."""
+"""Tokens of one table; up to two copies of them are in memory while it is made."""
 _BYTES_PER_TOKEN = 10
-"""What a file takes for each token, texts included, at most as a rule."""
+"""Upper estimate of what a file takes for each token, texts included."""
 _LARGEST_SHARE = 4
-"""No step takes more than about this part of the folder; of larger ones prompts are left out, evenly."""
+"""A step takes at most about 1 / this of the folder; prompts of a larger one are left out evenly."""
 _PATIENCE_S = 600.0
 """More than any disk that still answers takes to write one step."""
 

@@ -1,4 +1,4 @@
-"""What policy losses share: a surrogate, plus a KL penalty, minus an entropy bonus.
+"""Compute the common form of policy losses: a surrogate, plus a KL penalty, minus an entropy bonus.
 
     l = surrogate + kl.coefficient * KL(p || p_ref) - entropy_coefficient * H(p)
 

@@ -5,8 +5,8 @@ With r = p / p_old per token, and sigma the logistic function:
     l = -A * 4 / tau * sigma(tau (r - 1)),      tau = tau_positive where A > 0, else tau_negative
 
 The gradient is that of -A r times a gate 4 sigma (1 - sigma), which is 1 at r = 1 and closes smoothly on both sides
-instead of being cut off. A higher temperature for A <= 0 closes it earlier there, where raising the probability of all
-other tokens makes training unstable.
+instead of being cut off. A higher tau for A <= 0 closes the gate earlier there: lowering the probability of one token
+raises that of all others, which makes training unstable.
 """
 
 from __future__ import annotations

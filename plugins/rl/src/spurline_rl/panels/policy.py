@@ -38,7 +38,7 @@ class PolicyPanel(Panel):
     order = 220
 
     def render(self, record: RunRecord) -> str | None:
-        """None when no loss of a policy was recorded."""
+        """Return the panel, or None if no policy loss was recorded."""
         notes: list[str] = []
         plots = [
             _entropy(record),
@@ -63,7 +63,7 @@ class MismatchPanel(Panel):
     order = 230
 
     def render(self, record: RunRecord) -> str | None:
-        """None when no mismatch was recorded."""
+        """Return the panel, or None if no mismatch was recorded."""
         steps, differences = record.series("mismatch/logprob_diff")
         if not steps:
             return None

@@ -1,4 +1,4 @@
-"""What rollouts brought in: rewards, what became of the groups, and how long responses were. For RL runs alone."""
+"""Draw the rewards, the fate of the groups and the lengths of responses. Only RL runs record these."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RewardPanel(Panel):
     order = 100
 
     def render(self, record: RunRecord) -> str | None:
-        """None when no rewards were recorded."""
+        """Return the panel, or None if no rewards were recorded."""
         if not record.series(REWARD)[0]:
             return None
         head = caption("Mean return of the step's attempts: the weighted sum of their reward terms")
@@ -50,7 +50,7 @@ class GroupsPanel(Panel):
     order = 200
 
     def render(self, record: RunRecord) -> str | None:
-        """None when no groups were recorded."""
+        """Return the panel, or None if no groups were recorded."""
         steps, equal = record.series("groups/zero_variance")
         if not steps:
             return None
@@ -74,7 +74,7 @@ class ResponsesPanel(Panel):
     order = 210
 
     def render(self, record: RunRecord) -> str | None:
-        """None when no response lengths were recorded."""
+        """Return the panel, or None if no response lengths were recorded."""
         steps, lengths = record.series("response/length")
         if not steps:
             return None
@@ -129,12 +129,12 @@ def _term_plot(record: RunRecord, terms: Sequence[str]) -> str:
 
 
 def _of(prefix: str) -> str:
-    """What an evaluation is called in a legend."""
+    """Return the name of an evaluation in a legend."""
     return prefix.removeprefix("eval/").rstrip("/") or "held-out"
 
 
 def _fates(record: RunRecord) -> str:
-    """What became of all prompts that were drawn."""
+    """Describe the fate of all prompts that were drawn."""
     totals = {
         name: sum(record.series(f"groups/{name}")[1])
         for name in ("drawn", "filtered", "quarantined", "retries", "refill_missing")

@@ -1,4 +1,4 @@
-"""What a collator of rollouts may be able to do besides `RolloutCollator`."""
+"""Define an optional ability of collators of rollouts: to read flat arrays."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spurline_rl.flat_turns import FlatTurns
 class CollatesFlat(RolloutCollator, Protocol):
     """A rollout collator that reads flat arrays, which sources of rollouts have made when a batch is due.
 
-    A subclass that overrides `collate_rollouts` alone is asked for that.
+    If a subclass overrides only `collate_rollouts`, sources call that method.
     """
 
     def collate_flat(self, blocks: Sequence[FlatTurns]) -> TrainingBatch:

@@ -100,7 +100,7 @@ def _expand_function(reward: Any) -> Any:
 
 
 def _term(reward: Any) -> str:
-    """What a single reward is called: the function, or else the component."""
+    """Return the name of a single reward: that of its function if it has one, else that of its component."""
     settings = expand_shorthand(reward, "name")
     path = settings.get("path")
     if callable(path):

@@ -1,4 +1,4 @@
-"""What an answer is compared with, and what to say where its row has none: most often another column holds it."""
+"""Require a reference to compare answers with, and suggest the column that holds it if a row has none."""
 
 from __future__ import annotations
 

@@ -292,8 +292,8 @@ class _Supervisor:
         return worker
 
     def _leave(self, supervisor: int) -> None:
-        """In a fork: let go of what is the supervisor's, and be one that can be ended."""
-        # A group of its own: what it starts is killed with it.
+        """Close the supervisor's files in a fork, and make the fork end with the supervisor."""
+        # The fork has a process group of its own, so that the processes it starts are killed with it.
         os.setpgid(0, 0)
         end_with(supervisor)
         self._selector.close()

@@ -1,6 +1,6 @@
-"""What every backend that trains adapters must satisfy: its adapter is one of PEFT's, which computes what it computes.
+"""Check that the adapter of a backend is a PEFT adapter, with which PEFT computes the same.
 
-PEFT is the oracle: it is given the settings and tensors that leave the backend, and the model that the run began with.
+PEFT is the oracle: it gets the settings and tensors that leave the backend, and the model that the run began with.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every advantage must satisfy."""
+"""Check that an advantage keeps its contract."""
 
 from __future__ import annotations
 

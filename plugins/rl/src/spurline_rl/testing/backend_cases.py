@@ -1,4 +1,4 @@
-"""What the backend contract feeds to a backend, and how it compares what two of them computed."""
+"""Make the batches of the backend contract, and compare the results of two backends."""
 
 from __future__ import annotations
 
@@ -29,19 +29,25 @@ from spurline_rl.losses.configs import ValueLossConfig
 from spurline_rl.losses.value import ValueLoss
 
 GRADIENT_ROUNDINGS = 8
-"""Roundings of the largest terms that a gradient whose terms cancel may keep."""
+"""Rounding errors of its largest terms that may remain in a gradient whose terms cancel."""
 
 LENGTHS = (5, 17, 9, 30, 3, 12, 8, 21, 14, 6, 11, 2)
 TEMPERATURE = 0.7
 
 
 def assert_gradients_close(got: Any, wanted: Any, tolerance: float, *, cancels_below: float = 0.0) -> None:
-    """Judge each parameter by the norm of the difference over the norm of the expected gradient.
+    """Assert for each parameter that the difference is small relative to the norm of the expected gradient.
 
-    Takes (name, tensor) pairs. A gradient is a sum of terms up to the size of the model's largest gradient. Where they
-    cancel (queries and keys of a token that attends to one token have no gradient), only their rounding errors are
-    left, and these bound the difference instead. cancels_below: share of the largest gradient below which this is taken
-    to be so, for random batches in which terms may nearly cancel.
+    A gradient is a sum of terms up to the size of the model's largest gradient. If they cancel (queries and keys of a
+    token that attends to one token have no gradient), only their rounding errors are left, and these bound the
+    difference instead.
+
+    Args:
+        got: (name, tensor) pairs, or a mapping.
+        wanted: The expected gradients, likewise.
+        tolerance: Largest norm of a difference, relative to the norm of the expected gradient.
+        cancels_below: Terms count as cancelling if the gradient is below this share of the largest one, for random
+            batches in which they may nearly cancel.
     """
     left, right = dict(got), dict(wanted)
     assert left.keys() == right.keys()
@@ -56,19 +62,19 @@ def assert_gradients_close(got: Any, wanted: Any, tolerance: float, *, cancels_b
 
 
 def assert_weights_equal(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Same names, same bits."""
+    """Assert that both have the same names and the same bits."""
     assert got.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(got[name], tensor), f"weight {name} differs"
 
 
 def weights_of(backend: Backend) -> dict[str, Tensor]:
-    """A copy of the policy's weights."""
+    """Return a copy of the policy's weights."""
     return {name: tensor.detach().cpu().clone() for name, tensor in backend.named_weights()}
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
-    """Every tensor in the safetensors files of a folder and those in it, by file and name."""
+    """Return every tensor in the safetensors files of a folder and its subfolders, by file and name."""
     return {
         f"{path.relative_to(folder)} {name}": tensor
         for path in sorted(folder.rglob("*.safetensors"))
@@ -77,12 +83,12 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 
 
 def without_times(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics that two equal runs share."""
+    """Return the metrics that are equal in two equal runs: all but times."""
     return {name: value for name, value in metrics.items() if not name.startswith("time/")}
 
 
 def with_dropout(model: Path, folder: Path, dropout: float) -> Path:
-    """A copy of the model that drops attention weights in training; the model itself where dropout is 0."""
+    """Return a copy of the model that drops attention weights in training, or the model itself if dropout is 0."""
     if not dropout:
         return model
     shutil.copytree(model, folder)
@@ -92,18 +98,18 @@ def with_dropout(model: Path, folder: Path, dropout: float) -> Path:
 
 
 def alternate_units(batch: TrainingBatch, layout: ParallelLayout) -> TrainingBatch:
-    """Two units per rank, each with every other row of the rank; padding rows keep units of their own."""
+    """Return the batch with two units per rank, each with every other row; padding rows keep units of their own."""
     rows = torch.arange(batch.num_rows)
     units = 2 * (rows // (batch.num_rows // layout.data)) + rows % 2
     return replace(batch, unit_ids=torch.where(batch.is_padding_row, batch.num_rows * 2 + rows, units))
 
 
 UNEVEN = ("one row", "a long and a short row", "one large unit", "loss in one row", "no loss")
-"""Batches that leave ranks with little or nothing to do, by what they consist of."""
+"""Names of batches that leave some ranks with little or nothing to do."""
 
 
 def uneven_batch(name: str, layout: ParallelLayout) -> tuple[TrainingBatch, Objective]:
-    """One of `UNEVEN`, and the mean of its cross-entropy."""
+    """Return one of the batches `UNEVEN`, with an objective: its mean cross-entropy."""
     lengths = {"one row": (17,), "a long and a short row": (58, 3)}.get(name, LENGTHS)
     batch, objective = minibatch("padded", layout, 3, lengths)
     rows = torch.arange(batch.num_rows)
@@ -119,7 +125,7 @@ def uneven_batch(name: str, layout: ParallelLayout) -> tuple[TrainingBatch, Obje
 def minibatch(
     layout_name: str, layout: ParallelLayout, seed: int = 0, lengths: tuple[int, ...] = LENGTHS
 ) -> tuple[TrainingBatch, Objective]:
-    """Random samples of these lengths, `packed` or `padded`, and the mean of their cross-entropy."""
+    """Return random samples of these lengths, `packed` or `padded`, with an objective: their mean cross-entropy."""
     samples = make_view(lengths, seed)
     collator = (
         PackedCollator(PackedCollatorConfig(max_tokens=64), PAD, layout)
@@ -132,7 +138,7 @@ def minibatch(
 
 
 def own_logprobs(model: Any, batch: TrainingBatch, temperature: float = 1.0) -> Iterator[tuple[Tensor, Tensor]]:
-    """Per real row of a padded batch: the model's logprobs of all tokens but the first, and their loss weights."""
+    """Yield the model's logprobs of all tokens but the first, and their loss weights, for each row but padding rows."""
     real = batch.without_padding_rows()
     for row in range(real.num_rows):
         count = int(real.segments["length"][row][0])
@@ -152,7 +158,7 @@ def with_noisy_columns(batch: TrainingBatch) -> TrainingBatch:
 
 
 def values_batch(layout: ParallelLayout, seed: int = 0) -> tuple[TrainingBatch, Objective]:
-    """Random returns, and what a critic does with them."""
+    """Return a batch with random returns, with an objective: the value loss of a critic."""
     batch, objective = minibatch("packed", layout, seed)
     generator = torch.Generator().manual_seed(seed)
     shape = (batch.num_rows, batch.length)

@@ -1,8 +1,8 @@
-"""What every backend must satisfy: it computes what the local backend computes.
+"""Check that a backend computes what the local backend computes.
 
-First the policy: updates, gradients, weights, checkpoints, evaluation. Then batches that leave parts of a backend with
-little or nothing to do. Last what reinforcement learning asks: temperatures, and models in other roles than the
-policy's.
+The first tests are of the policy: updates, gradients, weights, checkpoints, evaluation. The next ones use batches that
+leave parts of a backend with little or nothing to do. The last ones are of reinforcement learning: temperatures, and
+models in other roles than the policy's.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class BackendContract:
             assert_gradients_close(backend.gradients(alternating, objective), wanted, self.gradient_tolerance)
 
     def collators(self, layout: ParallelLayout) -> list[Collator]:
-        """Those of core; override to train on what others make, too."""
+        """Return the collators whose batches are trained on: those of core. Override this to add others."""
         return [
             PackedCollator(PackedCollatorConfig(max_tokens=64), PAD, layout),
             PaddedCollator(PaddedCollatorConfig(), PAD, layout),

@@ -1,4 +1,4 @@
-"""What every collator of rollouts must satisfy, and equality with the readable reference."""
+"""Check that a collator of rollouts keeps its contract and equals the readable reference."""
 
 from __future__ import annotations
 

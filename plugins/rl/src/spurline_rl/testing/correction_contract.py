@@ -1,4 +1,4 @@
-"""What every correction must satisfy."""
+"""Check that a correction keeps its contract."""
 
 from __future__ import annotations
 

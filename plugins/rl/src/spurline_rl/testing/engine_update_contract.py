@@ -1,4 +1,4 @@
-"""What every rollout engine with weights of its own must satisfy: each token comes from the version it carries."""
+"""Check that each token of a rollout engine with weights of its own comes from the version that is noted for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every environment must satisfy, checked with an engine that writes random tokens, or tokens by a rule."""
+"""Check that an environment keeps its contract, with an engine that writes random tokens, or tokens by a rule."""
 
 from __future__ import annotations
 

@@ -17,10 +17,13 @@ def make_trajectories(
     optional_columns: bool = True,
     routed_experts: bool = False,
 ) -> list[Trajectory]:
-    """One trajectory per entry; each turn is given by its (prompt, response) token counts.
+    """Return one trajectory per entry; each turn is given by its (prompt, response) token counts.
 
     Args:
-        routed_experts: Whether turns also have expert indices, of 2 layers and 3 experts a token.
+        turns: The turns of each trajectory.
+        seed: Seed of the random numbers.
+        optional_columns: Whether turns have the columns that may be None.
+        routed_experts: Whether turns also have expert indices, of 2 layers and 3 experts per token.
     """
     random = np.random.default_rng(seed)
     return [

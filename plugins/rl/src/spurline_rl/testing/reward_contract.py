@@ -1,4 +1,4 @@
-"""What every reward must satisfy."""
+"""Check that a reward keeps its contract."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every rollout engine must satisfy: its tokens, logprobs and ends are those of the model."""
+"""Check that the tokens, logprobs and ends of a rollout engine are those of the model."""
 
 from __future__ import annotations
 

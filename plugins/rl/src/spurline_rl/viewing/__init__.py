@@ -1,1 +1,1 @@
-"""What `spurline view` shows of kept rollouts: lists of attempts, one attempt token by token, and differences."""
+"""Show kept rollouts in `spurline view`: lists of attempts, one attempt token by token, and differences."""

@@ -24,7 +24,7 @@ INDEXING_S = 0.3
 
 @dataclass(frozen=True)
 class _ListQuery:
-    """What a list of attempts is asked with, beside the filter. limit: at most so many in an answer."""
+    """The query of a list of attempts, without its filter. limit: the most attempts in an answer."""
 
     run: int
     sort: SortKey = "step"

@@ -233,7 +233,7 @@ def _expression(wanted: RolloutFilter, table: pa.Table) -> Any:
 
 
 def _has_tag(values: str, wanted: str) -> bool:
-    """Whether one of these values, as JSON, is `name=value` or has it as a part."""
+    """Return whether one of these values, given as JSON, matches: equals `name=value`, or contains other text."""
     tags = [f"{name}={value}".lower() for name, value in json.loads(values).items()]
     return any(tag == wanted if "=" in wanted else wanted in tag for tag in tags)
 

@@ -58,7 +58,7 @@ def _token_range(encoding: Encoding, start: int, stop: int) -> tuple[int, int]:
 
 
 def _covers(encoding: Encoding, token: int, start: int, stop: int) -> bool:
-    """Whether a token next to the known range belongs to the span as well."""
+    """Return whether a token next to the known range belongs to the span as well."""
     if not 0 <= token < len(encoding):
         return False
     chars = encoding.token_to_chars(token)
@@ -200,9 +200,9 @@ class ChatRenderer:
         return _search_turn_end(text, message, start, end_of_turn)
 
     def _learn_end_of_turn(self, tools: list[dict[str, Any]] | None) -> str:
-        """What the template writes after an answer wherever the answer stands, learnt once from a short conversation.
+        """Return the text that the template writes after every answer, learnt once from a short conversation.
 
-        Empty when the template has no such text; turns are then placed by renderings and by their content.
+        It is empty if the template has no such text; turns are then located by renderings and by their content.
         """
         source = self._source(tools)
         if source not in self._end_of_turn:

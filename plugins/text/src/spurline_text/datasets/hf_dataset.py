@@ -3,7 +3,7 @@
 Place on the way: config -> files (local_files) and their rows (json_rows, arrow_rows) -> the rows of the split. Split
 strings such as `train`, `train[:100]`, `train[10%:20%]` or `train[:50]+test` have the grammar and the rounding of
 Hugging Face `datasets`, for local files as for hub names. That library takes a second to import, and pyarrow a quarter
-of one, so whoever needs them imports them when it does; a run on a file of JSON lines does not.
+of one, so functions that need them import them; a run on a file of JSON lines needs neither.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class HfDataset:
 
 
 def _split_opener(config: HfDatasetConfig) -> Callable[[str], _SplitRows]:
-    """What opens a split by its name: of a hub dataset, of a `save_to_disk` folder, or of files."""
+    """Return a function that opens a split by its name: of a hub dataset, a `save_to_disk` folder, or files."""
     path = config.path
     if not looks_local(path):
         from spurline_text.datasets.arrow_rows import load_hub

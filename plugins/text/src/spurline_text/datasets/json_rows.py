@@ -18,9 +18,9 @@ from spurline.errors import DataError
 from spurline_text.rows.rows import describe
 
 _BEGINNING_BYTES = 1 << 16
-"""Of a file, in which its first mark is looked for."""
+"""Bytes at the beginning of a file within which its first character other than space is looked for."""
 _AHEAD_BYTES = 1 << 14
-"""Read at once where rows are asked for in order: opening the file for each takes most of the time."""
+"""Bytes to read at once if rows are asked for in order, since opening the file for each would take most of the time."""
 
 
 class JsonRows:
@@ -31,7 +31,7 @@ class JsonRows:
         self._starts, self._sizes = array("q"), array("q")
         self._expected = 0
         self._ahead: tuple[int, bytes] = (0, b"")
-        """What was read beyond the last row, and its first byte in the file."""
+        """Position in the file of what was read last, and those bytes; they may hold the next rows too."""
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -166,7 +166,7 @@ def read_json_line(line: bytes, location: str) -> Mapping[str, Any]:
 
 
 def _needs_more(error: json.JSONDecodeError) -> bool:
-    """Whether the text was well formed up to its end."""
+    """Return whether the text was well formed up to its end."""
     return error.msg.startswith("Unterminated string") or error.pos >= len(error.doc.rstrip())
 
 

@@ -1,8 +1,7 @@
-"""What a row says: find out its format and read it into one of three plain forms.
+"""Find out the format of a row and read the row into one of three plain forms.
 
-Place on the way: Dataset row -> Conversation, TextPair or TokenRow -> encoding. Knows column names and types; knows
-nothing of templates or tokenizers. Token ids of a TokenRow are checked against the vocabulary by the encoder, which
-knows it.
+Place on the way: Dataset row -> Conversation, TextPair or TokenRow -> encoding. This module knows column names and
+types, but no templates or tokenizers. The encoder, which knows the vocabulary, checks the token ids of a TokenRow.
 """
 
 from __future__ import annotations
@@ -159,7 +158,7 @@ class Conversation:
 class TextPair:
     """Plain text: loss on the completion and, with `ends`, on an end-of-sequence token after it.
 
-    Without a prompt it is raw text, of which every token has loss.
+    Without a prompt it is raw text, and every token has loss.
     """
 
     prompt: str

@@ -60,7 +60,7 @@ _BESIDE: Mapping[tuple[str, ...], tuple[str, ...]] = {
     ("messages",): ("system",),
     ("instruction", "output"): ("input", "system"),
 }
-"""What such a row may have besides, and would miss."""
+"""Further columns that a row of such a format may have, and that must then be named too."""
 
 
 def guessed_columns(row: Mapping[str, Any]) -> dict[str, str]:

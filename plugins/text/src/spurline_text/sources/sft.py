@@ -103,12 +103,12 @@ class SampleSet:
         return self._tokenized.store.lengths()
 
     def _to_tokenize(self, opened: Sequence[DatasetToTokenize]) -> Sequence[DatasetToTokenize]:
-        """What is handed to the tokenization; rows that hold several texts become several datasets."""
+        """Return the datasets to tokenize; rows that hold several texts become several datasets."""
         return opened
 
 
 def shared_note(held_out: Samples, source: BatchSource) -> list[str]:
-    """Say how many held-out samples are also training samples; nothing where none are, or nobody knows."""
+    """Return a note on how many held-out samples are also training samples; empty if none are, or that is unknown."""
     trained = source.sample_keys()
     return [] if trained is None else note_of_shared(held_out.keys(), trained, held_out.location)
 
@@ -188,5 +188,5 @@ class SftSource(BatchSource):
             state,
             self._samples.fingerprint(),
             "The training data is not what the checkpoint was trained on: tokens or loss masks differ (a changed file, "
-            "tokenizer or chat template). Restore them, or start anew with another run_dir.",
+            "tokenizer or chat template). Restore them, or start again with another run_dir.",
         )

@@ -250,7 +250,7 @@ class StreamSource(BatchSource):
             state,
             self._block.store.fingerprint,
             "The data where the stream is to go on is not what the checkpoint was trained on: tokens or loss masks "
-            "differ (a changed file, tokenizer or chat template). Restore them, or start anew with another run_dir.",
+            "differ (a changed file, tokenizer or chat template). Restore them, or start again with another run_dir.",
         )
         self._taken, self._step = cast("int", state["taken"]), cast("int", state["step"])
 

@@ -1,4 +1,4 @@
-"""What every dataset must satisfy: rows by number, a place for each, and a fingerprint of the content."""
+"""Check that a dataset has rows by number, a place for each, and a fingerprint of the content."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every tokenization must satisfy: the same store as core's sequential one."""
+"""Check that a tokenization makes the same store as core's sequential one."""
 
 from __future__ import annotations
 

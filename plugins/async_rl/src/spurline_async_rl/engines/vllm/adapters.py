@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from spurline_models.configs import LoraConfig
 
 _ID = 1
-"""What vLLM calls the one adapter of an engine. Every publish replaces it, and every request names it."""
+"""vLLM's id of the one adapter of an engine. Every publish replaces the adapter, and every request names it."""
 _NAME = "spurline"
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks that vLLM may be asked to have room for."""
+"""The values that vLLM accepts for the largest rank of adapters."""
 
 
 @dataclass(frozen=True)

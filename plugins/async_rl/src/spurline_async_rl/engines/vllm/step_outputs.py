@@ -152,7 +152,7 @@ class TokenStreams:
         self._llm._run_output_handler()
 
     async def _next(self) -> EngineCoreOutputs:
-        """What AsyncLLM's output handler asks for next; it has handed on everything before that."""
+        """Return the next outputs for AsyncLLM's output handler, which has by then handed on all earlier ones."""
         marks, self._marks = self._marks, []
         for mark in marks:
             mark.set()

@@ -354,7 +354,7 @@ def _check_cache(decoder: Decoder) -> None:
 
 
 def _computes_rows_alike(decoder: Decoder, seed: int) -> bool:
-    """Whether a request gets the same bits alone and in every place of a full pass."""
+    """Return whether a request gets the same bits alone as in every row of a full pass."""
     prompt = _random_prompt(decoder, 1 + 3 * seed, seed)
     alone, *full = [_probe(prompt, _TOKENS, temperature=1.0, seed=seed) for _ in range(1 + _ROWS)]
     _write(decoder, [alone])

@@ -128,7 +128,7 @@ class InProcessEngine(TakesWeights):
         self._open_memory = lambda: OwnMemory(_own_profile(config, run))
         self._memory: OwnMemory | None = None
         self._lacks_weights = False
-        """Whether it has slept without them, and no update has brought all since."""
+        """True from a sleep without weights until an update has brought all of them."""
         self._decoder: Decoder | None = None
         self._version = 0
         self._shares = False
@@ -279,7 +279,7 @@ class InProcessEngine(TakesWeights):
         self._start_burst()
 
     def _goes_on(self, ended: list[Response]) -> bool:
-        """Whether there is more to write than these, and nothing else to do first."""
+        """Return whether requests other than these are in flight, and nothing else has to come first."""
         held = self._holds or self._failure is not None
         return not held and len(self._in_flight) > sum(response in self._in_flight for response in ended)
 

@@ -21,7 +21,7 @@ from spurline_rl.engines.in_process.decoder import Decoder
 from spurline_rl.engines.in_process.response import Response
 
 _CACHES = ("past_key_values", "cache_params")
-"""What models call their cache, in what they take and in what they return."""
+"""Names of the cache among the arguments and outputs of models."""
 
 
 class OwnCacheDecoder(Decoder):
@@ -68,7 +68,7 @@ class OwnCacheDecoder(Decoder):
         return removed
 
     def _read(self, response: Response, tokens: Sequence[int], cache: dict[str, Any], before: int) -> Tensor:
-        """The last hidden state [1, H] after these tokens, of which `before` came earlier. Changes the cache."""
+        """Return the last hidden state [1, H] after these tokens, given `before` cached ones. Changes the cache."""
         noting = nullcontext() if self._routing is None else self._routing.noting()
         with self.model.computing(), noting as noted:
             output = self._run_decoder(input_ids=self._send(np.array(tokens))[None], use_cache=True, **cache)

@@ -50,7 +50,7 @@ class ExpertRecord:
         return self._length
 
     def add(self, start: int, experts: NDArray[np.int16]) -> None:
-        """Take the choices [tokens, layers, top_k] for consecutive tokens, the first of which has index `start`."""
+        """Take the choices [tokens, layers, top_k] for consecutive tokens from index `start` on."""
         assert start <= self._length, f"tokens {self._length} to {start - 1} were never computed"
         new = experts[self._length - start :]
         if len(new):
