@@ -92,7 +92,7 @@ def test_a_call_that_never_returns_fails_in_time_and_the_others_go_on(quick, run
 
 
 def test_many_workers_may_be_killed_at_the_same_time():
-    reward = make_reward(timeout_s=0.2, workers=16)
+    reward = make_reward(timeout_s=1.0, workers=16)
     try:
         # One that has never returned would end the run.
         assert scores(reward, answer("fine")) == [1.0]
@@ -100,7 +100,7 @@ def test_many_workers_may_be_killed_at_the_same_time():
     finally:
         reward.close()
     assert {str(one) for one in failed} == {
-        "Reward 'mine' on the response 'deadlock': The function runaway_rewards:behaves did not return within 0.2 s."
+        "Reward 'mine' on the response 'deadlock': The function runaway_rewards:behaves did not return within 1 s."
     }
 
 
@@ -116,7 +116,8 @@ def test_what_calls_print_is_shown_with_the_runs_messages(capfd):
     finally:
         reward.close()
     shown = capfd.readouterr()
-    assert shown.err.count("first words\n") == 4
+    # Two workers may write at the same time, so that lines run together.
+    assert shown.err.count("first words") == 4
     assert not shown.out
 
 
