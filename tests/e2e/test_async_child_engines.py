@@ -117,6 +117,8 @@ def test_a_stalled_run_names_the_engine_that_holds_a_request(
     # With more, finished groups would be trained on first, and it is the next publish that would wait.
     child_config["source"] |= {"max_staleness": 0, "watchdog_s": 1.0, "stall_timeout_s": 3.0}
     child_config["source"]["engine"] |= {"engines": 1, "close_timeout_s": 2.0}
+    # Long answers, so that the engine still makes them when it is stopped, on a busy machine too.
+    child_config["source"]["sampling"]["max_new_tokens"] = 60
     stopped: list[psutil.Process] = []
 
     def stop_engines(*_: object) -> None:
