@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -56,7 +56,7 @@ from spurline_ranks.messages import read_objective, read_run
 from spurline_ranks.publishing import Publishing
 from spurline_ranks.sequence_sharing import check_sharing
 from spurline_ranks.weight_gathering import Bucket, WeightGathering, as_arrays
-from spurline_ranks.worker import RankWorker, TrainedPart
+from spurline_ranks.worker import RankWorker
 
 _PUBLISHED = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Engines get weights as forward passes here use them."""
@@ -67,6 +67,8 @@ Wire = Mapping[str, Any]
 
 class FsdpRank(RankWorker):
     """A `Worker`."""
+
+    _saved_model = SavedModel
 
     def __init__(self, place: Place, plain_run: Mapping[str, Any], total_updates: int) -> None:
         self._place, self._total = place, total_updates
@@ -193,21 +195,9 @@ class FsdpRank(RankWorker):
     def _trained(self) -> dict[Role, ShardedTrainedModel]:
         return {"policy": self._policy, **({"critic": self._critic} if self._critic is not None else {})}
 
-    def _trained_part(self, role: Role) -> TrainedPart:
-        return self._trained[role]
-
     def _drop_gradients(self, role: Role) -> None:
         for value in self._trained[role].parameters.values():
             value.grad = None
-
-    def _read_fitting(self, path: Path) -> Callable[[], None]:
-        saved = SavedModel.read_fitting(path, self._trained)
-
-        def take_over() -> None:
-            for role, trained in self._trained.items():
-                saved[role].put_into(trained)
-
-        return take_over
 
     def _accumulate(self, role: Role, share: RankShare, objective: Objective) -> SumsPart:
         trained = self._trained[role]

@@ -7,7 +7,7 @@ order, whatever rows they have.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -52,7 +52,7 @@ from spurline_ranks.messages import read_objective
 from spurline_ranks.publishing import Publishing
 from spurline_ranks.sequence_sharing import SequenceSharing
 from spurline_ranks.weight_gathering import WeightGathering, as_arrays
-from spurline_ranks.worker import RankWorker, TrainedPart
+from spurline_ranks.worker import RankWorker
 
 Wire = Mapping[str, Any]
 """A `RankShare` as it travels."""
@@ -60,6 +60,8 @@ Wire = Mapping[str, Any]
 
 class MegatronRank(RankWorker):
     """A `Worker`."""
+
+    _saved_model = SavedModel
 
     def __init__(self, place: Place, run: RunConfig, registry: Registry, total_updates: int) -> None:
         self._place, self._total = place, total_updates
@@ -184,18 +186,6 @@ class MegatronRank(RankWorker):
     @property
     def _trained(self) -> dict[Role, TrainedModel]:
         return {"policy": self._policy, **({"critic": self._critic} if self._critic is not None else {})}
-
-    def _trained_part(self, role: Role) -> TrainedPart:
-        return self._trained[role]
-
-    def _read_fitting(self, path: Path) -> Callable[[], None]:
-        saved = SavedModel.read_fitting(path, self._trained)
-
-        def take_over() -> None:
-            for role, trained in self._trained.items():
-                saved[role].put_into(trained)
-
-        return take_over
 
     def _accumulate(
         self, role: Role, share: RankShare, objective: Objective, *, whole_gradients: bool = False

@@ -13,8 +13,6 @@ from pathlib import Path
 from spurline.errors import ConfigError
 
 _GPU_DEVICE = re.compile(r"nvidia\d+")
-_GPUS_OF_DRIVER = Path("/proc/driver/nvidia/gpus")
-_GPU_NAME = re.compile(r"^Model:\s*(.*\S)", re.M)
 
 
 def num_gpus() -> int:
@@ -33,13 +31,6 @@ def visible_gpus() -> tuple[str, ...]:
     # CUDA ends the list at the first entry that is not a device.
     named = next((place for place, name in enumerate(chosen) if name in ("", "-1")), len(chosen))
     return tuple(chosen[: min(named, present)])
-
-
-@cache
-def gpu_names() -> tuple[str, ...]:
-    """Return the models of this machine's GPUs, such as `NVIDIA H200`, read from the driver's files without CUDA."""
-    found = (path.read_text(encoding="utf-8") for path in sorted(_GPUS_OF_DRIVER.glob("*/information")))
-    return tuple(name.group(1) for text in found if (name := _GPU_NAME.search(text)))
 
 
 def num_cores() -> int:

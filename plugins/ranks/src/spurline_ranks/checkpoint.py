@@ -97,6 +97,10 @@ class StoredModel:
         """Raise CheckpointError unless it fits a model of this rank and its optimizer; changes nothing."""
         raise NotImplementedError
 
+    def put_into(self, trained: Any) -> None:
+        """Read the values into a model of this rank and its optimizer, which it fits."""
+        raise NotImplementedError
+
     @classmethod
     def facts_of(
         cls,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ from spurline_models.accumulate import SumsPart
 from spurline_models.dealing import RankShare
 from spurline_models.device_profile import DeviceProfile
 from spurline_models.placement.offloading import DeviceMemory, DeviceTensors
+from spurline_ranks.checkpoint import StoredModel
 from spurline_ranks.group import Place
 from spurline_ranks.messages import SavedPart, read_objective
 from spurline_ranks.publishing import Publishing
@@ -52,6 +53,8 @@ class RankWorker:
     - facts(): see `Backend.facts`; from the first rank.
     """
 
+    _saved_model: ClassVar[type[StoredModel]]
+    """How this backend reads a checkpoint of its ranks."""
     _place: Place
     _profile: DeviceProfile
     _registry: Registry
@@ -69,7 +72,7 @@ class RankWorker:
             `Optimization.step`, `part` (the `SumsPart` of a rank that counts), `expert_loads` of the rank, and the
             seconds `time/forward_backward` and `time/optimizer`.
         """
-        trained = self._trained_part(role)
+        trained = self._trained[role]
         started = time.perf_counter()
         try:
             part = self._accumulate(role, RankShare.from_wire(wire), read_objective(plain_objective, self._registry))
@@ -163,7 +166,8 @@ class RankWorker:
             return error
         return None
 
-    def _trained_part(self, role: Role) -> TrainedPart:
+    @property
+    def _trained(self) -> Mapping[Role, TrainedPart]:
         raise NotImplementedError
 
     def _accumulate(self, role: Role, share: RankShare, objective: Objective) -> SumsPart:
@@ -175,7 +179,13 @@ class RankWorker:
 
     def _read_fitting(self, path: Path) -> Callable[[], None]:
         """Check a checkpoint from its headers; returns what reads its values into place. Raises CheckpointError."""
-        raise NotImplementedError
+        saved = self._saved_model.read_fitting(path, self._trained)
+
+        def take_over() -> None:
+            for role, trained in self._trained.items():
+                saved[role].put_into(trained)
+
+        return take_over
 
     def _save(self, path: Path) -> Mapping[str, FileDigest]:
         """Write what this rank holds into the folder; digests by path in it. Raises CheckpointWriteError."""

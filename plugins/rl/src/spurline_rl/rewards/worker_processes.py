@@ -368,7 +368,7 @@ class _Supervisor:
                 self._answer_died(calls, signal.SIGKILL)
                 self._dying[pid] = []
         # What calls of living workers have left is this process's too, and nobody else waits for it.
-        for pid in _children() - self._workers.keys() - self._dying.keys() - self._kept:
+        for pid in self._orphans():
             with suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
 
@@ -376,9 +376,13 @@ class _Supervisor:
         """Answer for the calls of a process that was killed and has ended, and kill what it has left, which is this
         process's now."""
         self._answer_died(calls, status)
-        for pid in _children() - self._workers.keys() - self._dying.keys() - self._kept:
+        for pid in self._orphans():
             _kill(pid)
             self._dying[pid] = []
+
+    def _orphans(self) -> set[int]:
+        """Return the processes that calls have started and left, which are this process's children now."""
+        return _children() - self._workers.keys() - self._dying.keys() - self._kept
 
     def _answer_died(self, calls: list[_Call], status: int) -> None:
         for call in calls:
