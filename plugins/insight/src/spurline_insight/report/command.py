@@ -19,8 +19,8 @@ def report(
 ) -> None:
     """Write RUN_DIR/report.html from the metrics so far, also while the run is going on. Several runs are compared."""
     from spurline.run.directory import RunDirectory
+    from spurline.run.record_files import check_run_directory
     from spurline_insight.report.page import write_run_report
-    from spurline_insight.report.record import check_run_directory
 
     if len(run_dirs) > 1:
         from spurline_insight.report.comparison import COMPARISON_FILE, write_comparison

@@ -8,10 +8,10 @@ from threading import Lock
 from typing import Any
 
 from spurline.run.directory import RunDirectory
-from spurline.run.record_files import CONFIG_FILE, SUMMARY_FILE, read_mapping
+from spurline.run.record_files import CONFIG_FILE, SUMMARY_FILE, check_run_directory, read_mapping
 from spurline.trackers.jsonl import METRICS_FILE, read_metrics
 from spurline_insight.report.figure import thinned
-from spurline_insight.report.record import check_run_directory, distinct_names, evaluations_of, setting
+from spurline_insight.report.record import distinct_names, evaluations_of, setting
 from spurline_insight.report_panel import RunRecord
 
 MAX_POINTS = 2000
