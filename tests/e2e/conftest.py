@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from reward_functions import in_process
 from ruamel.yaml import YAML
+from run_helpers import Config, Spurline, WriteConfig
 from warm_runs import WarmRuns
 
 from spurline.cli import main
@@ -48,7 +48,7 @@ def warm_runs() -> Iterator[WarmRuns]:
 
 
 @pytest.fixture
-def base_config(spurline_tiny_model: Path, spurline_chat_file: Path, tmp_path: Path) -> dict[str, Any]:
+def base_config(spurline_tiny_model: Path, spurline_chat_file: Path, tmp_path: Path) -> Config:
     """A valid config of a six-step run."""
     return {
         "run_dir": str(tmp_path / "run"),
@@ -64,7 +64,7 @@ def base_config(spurline_tiny_model: Path, spurline_chat_file: Path, tmp_path: P
 
 
 @pytest.fixture
-def rl_config(base_config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def rl_config(base_config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     """Four prompts of four samples per step; two optimizer steps."""
     module = tmp_path / "modules" / "run_rewards.py"
     module.parent.mkdir()
@@ -93,10 +93,10 @@ def rl_config(base_config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.fixture
-def write_config(tmp_path: Path) -> Callable[[dict[str, Any]], Path]:
+def write_config(tmp_path: Path) -> WriteConfig:
     """Write a config as YAML; returns its path."""
 
-    def write(config: dict[str, Any]) -> Path:
+    def write(config: Config) -> Path:
         path = tmp_path / "run.yaml"
         YAML(typ="safe", pure=True).dump(config, path)
         return path
@@ -105,13 +105,16 @@ def write_config(tmp_path: Path) -> Callable[[dict[str, Any]], Path]:
 
 
 @pytest.fixture
-def spurline(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Run the command line in this process: (exit code, stdout, stderr without the lines of the start)."""
+def spurline(capsys: pytest.CaptureFixture[str], write_config: WriteConfig) -> Spurline:
+    """Run the command line in this process: (exit code, stdout, stderr without the lines of the start).
+
+    A mapping among the words is written as YAML, and its path takes its place.
+    """
 
     def run(*arguments: object) -> tuple[int, str, str]:
         capsys.readouterr()
         with pytest.raises(SystemExit) as raised:
-            main([str(argument) for argument in arguments])
+            main([str(write_config(word) if isinstance(word, dict) else word) for word in arguments])
         output = capsys.readouterr()
         return int(raised.value.code or 0), output.out, START_LINES.sub("", output.err)
 

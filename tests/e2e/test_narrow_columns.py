@@ -9,14 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from run_helpers import read_metrics
+from run_helpers import Config, read_metrics, train
 from safetensors.torch import load_file
 
-from spurline import Run, load_config
 from spurline.data.batch import MAY_BE_WIDE
 from spurline_models.local.backend import LocalBackend
-
-Config = dict[str, Any]
 
 
 @pytest.fixture
@@ -50,7 +47,7 @@ def test_narrow_and_wide_columns_train_the_same_bits(
             for name in ("update", "logprobs"):
                 patch.setattr(LocalBackend, name, widened(getattr(LocalBackend, name), wide=wide))
             seen.clear()
-            result = Run(load_config(config | {"run_dir": str(tmp_path / str(wide))})).train()
+            result = train(config | {"run_dir": str(tmp_path / str(wide))})
         assert seen == {torch.int64 if wide else torch.int32}
         assert result.checkpoint is not None
         losses = [(line["loss"], line["grad_norm"]) for line in read_metrics(tmp_path / str(wide))]

@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from run_helpers import deterministic, read_metrics
+from run_helpers import Config, deterministic, read_metrics, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spurline import Run, load_config
 from spurline.errors import CheckpointError, ConfigError, HookFailedError, UserError
-from spurline.run.run import OnStepHook
 from spurline_insight import notebook
 from spurline_insight.notebook import LivePlot, metrics_frame
 from spurline_rl.chat_front import ChatFront
@@ -27,21 +26,21 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
-def rl(config: dict[str, Any], reward: object) -> dict[str, Any]:
+def rl(config: Config, reward: object) -> Config:
     environment = {**config["source"]["environment"], "rewards": reward}
     return config | {"source": {**config["source"], "environment": environment}}
 
 
 def test_rows_and_a_model_in_memory_train_as_their_files_do_and_a_resume_goes_on_from_them(
-    base_config: dict[str, Any], spurline_chat_file: Path, spurline_tiny_model: Path, tmp_path: Path
+    base_config: Config, spurline_chat_file: Path, spurline_tiny_model: Path, tmp_path: Path
 ) -> None:
     base_config["steps"] = 4
-    Run(load_config(base_config | {"run_dir": str(tmp_path / "files")})).train()
+    train(base_config | {"run_dir": str(tmp_path / "files")})
     model = AutoModelForCausalLM.from_pretrained(spurline_tiny_model)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     tokenizer = AutoTokenizer.from_pretrained(spurline_tiny_model)
 
-    def config() -> dict[str, Any]:
+    def config() -> Config:
         data = base_config["data"] | {"train": rows_of(spurline_chat_file)}
         return base_config | {"data": data, "model": {"path": model, "tokenizer": tokenizer}}
 
@@ -51,7 +50,7 @@ def test_rows_and_a_model_in_memory_train_as_their_files_do_and_a_resume_goes_on
 
     run = Run(load_config(config()), on_step=stop)
     assert run.train().status == "stopped"
-    assert Run(load_config(config())).train().status == "finished"
+    assert train(config()).status == "finished"
     assert deterministic(read_metrics(base_config["run_dir"])) == deterministic(read_metrics(tmp_path / "files"))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     # The record alone is enough to open the run again, from any folder.
@@ -59,11 +58,11 @@ def test_rows_and_a_model_in_memory_train_as_their_files_do_and_a_resume_goes_on
     assert Path(recorded.config.data.train[0].place).is_file()
     changed = base_config["data"] | {"train": rows_of(spurline_chat_file)[:-1]}
     with pytest.raises(CheckpointError, match="data"):
-        Run(load_config(config() | {"data": changed, "steps": 6})).train()
+        train(config() | {"data": changed, "steps": 6})
 
 
 def test_a_model_that_is_an_object_needs_a_tokenizer_and_must_be_one(
-    base_config: dict[str, Any], spurline_tiny_model: Path
+    base_config: Config, spurline_tiny_model: Path
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(spurline_tiny_model)
     with pytest.raises(ConfigError, match=r"model\.tokenizer is required with a model that is an object"):
@@ -75,9 +74,7 @@ def test_a_model_that_is_an_object_needs_a_tokenizer_and_must_be_one(
         load_config(base_config | {"model": {"path": model, "tokenizer": "t"}})
 
 
-def test_rl_with_a_closure_runs_inside_an_event_loop_and_resumes_with_the_function_again(
-    rl_config: dict[str, Any],
-) -> None:
+def test_rl_with_a_closure_runs_inside_an_event_loop_and_resumes_with_the_function_again(rl_config: Config) -> None:
     seen: list[str] = []
 
     def brevity(answer: Any) -> float:
@@ -86,7 +83,7 @@ def test_rl_with_a_closure_runs_inside_an_event_loop_and_resumes_with_the_functi
 
     async def cell(steps: int) -> Any:
         # As in a notebook, whose cells are callbacks of a loop.
-        result = Run(load_config(rl(rl_config, brevity) | {"steps": steps})).train()
+        result = train(rl(rl_config, brevity) | {"steps": steps})
         await asyncio.sleep(0)
         return result
 
@@ -100,7 +97,7 @@ def test_rl_with_a_closure_runs_inside_an_event_loop_and_resumes_with_the_functi
     assert metrics[0]["reward/mean"] < 0
 
 
-def test_rl_trains_in_an_environment_of_a_cell(rl_config: dict[str, Any], spurline_tiny_model: Path) -> None:
+def test_rl_trains_in_an_environment_of_a_cell(rl_config: Config, spurline_tiny_model: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(spurline_tiny_model)
     asked: list[str] = []
 
@@ -111,14 +108,14 @@ def test_rl_trains_in_an_environment_of_a_cell(rl_config: dict[str, Any], spurli
         return policy.finish({"brief": -float(len(reply.text))}, info={"messages": list(chat.messages)})
 
     source = {**rl_config["source"], "environment": attempt, "reward_weights": {}}
-    assert Run(load_config(rl_config | {"source": source, "steps": 1})).train().status == "finished"
+    assert train(rl_config | {"source": source, "steps": 1}).status == "finished"
     assert len(set(asked)) == 4
     assert read_metrics(rl_config["run_dir"])[0]["reward/mean"] < 0
     recorded = json.loads((Path(rl_config["run_dir"]) / "config.json").read_text())
     assert recorded["source"]["environment"]["path"] == "in-memory:attempt"
 
 
-def test_on_step_gets_every_step_and_an_error_in_it_ends_the_run(base_config: dict[str, Any]) -> None:
+def test_on_step_gets_every_step_and_an_error_in_it_ends_the_run(base_config: Config) -> None:
     got: list[tuple[int, float]] = []
 
     class Closing:
@@ -134,40 +131,15 @@ def test_on_step_gets_every_step_and_an_error_in_it_ends_the_run(base_config: di
     closing = Closing()
     functions = [lambda step, metrics: got.append((step, metrics["loss"])), closing]
     with pytest.raises(HookFailedError, match=r"on_step.*ValueError: not good"):
-        Run(load_config(base_config), on_step=functions).train()
+        train(base_config, on_step=functions)
     assert [step for step, _ in got] == [1, 2, 3, 4]
     assert closing.closed == 1
     frame = metrics_frame(base_config["run_dir"])
     assert list(frame["loss"]) == [loss for _, loss in got]
 
 
-def test_each_is_told_of_the_end_also_where_one_before_it_fails() -> None:
-    closed: list[int] = []
-
-    class Closing:
-        def __init__(self, number: int) -> None:
-            self.number = number
-
-        def __call__(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-        def close(self) -> None:
-            closed.append(self.number)
-            if self.number == 1:
-                raise ValueError("no disk")
-
-    with pytest.raises(ValueError, match="no disk"):
-        OnStepHook([Closing(1), Closing(2)]).on_run_end()
-    assert closed == [1, 2]
-
-
-def test_what_cannot_be_called_is_refused_at_once(base_config: dict[str, Any]) -> None:
-    wrong: Any = 3
-    with pytest.raises(UserError, match="on_step"):
-        Run(load_config(base_config), on_step=wrong)
-
-
 def test_the_frame_has_a_row_for_each_step_before_during_and_after_a_run(
-    base_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    base_config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lengths: list[int] = []
     run = Run(load_config(base_config), on_step=lambda step, metrics: lengths.append(len(run.metrics_frame())))
@@ -193,9 +165,9 @@ def test_the_frame_has_a_row_for_each_step_before_during_and_after_a_run(
         run.metrics_frame()
 
 
-def test_outside_of_a_notebook_a_plot_collects_and_draws_only_when_asked(base_config: dict[str, Any]) -> None:
+def test_outside_of_a_notebook_a_plot_collects_and_draws_only_when_asked(base_config: Config) -> None:
     plot = LivePlot(["loss", "time/*", "no<such"])
-    Run(load_config(base_config), on_step=plot).train()
+    train(base_config, on_step=plot)
     html = plot._repr_html_()
     assert html.count("<svg") == 2
     assert "No step has a metric no&lt;such yet" in html
@@ -222,7 +194,7 @@ def test_a_plot_is_replaced_in_place_and_the_last_picture_has_all_steps(monkeypa
     assert shown[0][1] != shown[2][1], "a second run gets its own picture"
 
 
-def test_an_interrupt_stops_and_saves_and_gives_the_handler_back(base_config: dict[str, Any]) -> None:
+def test_an_interrupt_stops_and_saves_and_gives_the_handler_back(base_config: Config) -> None:
     before = signal.getsignal(signal.SIGINT)
 
     def interrupt(step: int, metrics: Mapping[str, float]) -> None:
@@ -230,7 +202,7 @@ def test_an_interrupt_stops_and_saves_and_gives_the_handler_back(base_config: di
             signal.raise_signal(signal.SIGINT)
 
     async def cell(**more: Any) -> Any:
-        return Run(load_config(base_config), **more).train()
+        return train(base_config, **more)
 
     stopped = asyncio.run(cell(on_step=interrupt))
     assert (stopped.status, stopped.step) == ("stopped", 2)

@@ -9,40 +9,34 @@ from typing import Any
 import pytest
 import torch
 from fake_plugins import FakePlugins
-from run_helpers import assert_same_weights, deterministic, read_metrics
+from run_helpers import Config, assert_same_run, assert_same_weights, deterministic, read_metrics, train
 from torch.nn import Parameter
 
-from spurline import Run, load_config
-from spurline.errors import CheckpointError, CheckpointWriteError, ConfigError
+from spurline.errors import CheckpointWriteError
 from spurline.plugins.registry import ComponentRegistrar
 from spurline.protocols.optimizer import OptimizerConfig
 from spurline.protocols.schedule import ScheduleConfig
 from spurline_models.optimizers.groups import parameter_groups
 from spurline_models.optimizers.schedules import WarmedUp
-from spurline_planning.plan import make_plan
 
 GROUPS = [{"match": "*embed*", "learning_rate_scale": 0.1}, {"match": "*norm*", "weight_decay": 0.2}]
 
 
-def in_pieces(config: dict[str, Any], tmp_path: Path, available: Any = None) -> None:
+def in_pieces(config: Config, tmp_path: Path, available: Any = None) -> None:
     """Train at once, and again from the checkpoints of steps 2 and 4 in run directories of their own."""
     whole = {**config, "run_dir": str(tmp_path / "whole"), "checkpoint": {"every_steps": 2, "keep_last": 9}}
-    Run(load_config(whole, available=available)).train()
+    train(whole, available=available)
     for start in (2, 4):
-        piece = {**whole, "run_dir": str(tmp_path / f"from-{start}")}
-        result = Run(
-            load_config(piece, available=available), resume=str(tmp_path / f"whole/checkpoints/step-{start:08d}")
-        ).train()
-        assert result.status == "finished"
-        lines = deterministic(read_metrics(piece["run_dir"]))
-        expected = deterministic(read_metrics(whole["run_dir"]))[start:]
-        assert lines == expected
-        assert_same_weights(tmp_path / f"from-{start}", tmp_path / "whole")
+        piece = tmp_path / f"from-{start}"
+        checkpoint = str(tmp_path / f"whole/checkpoints/step-{start:08d}")
+        assert train(whole | {"run_dir": str(piece)}, available=available, resume=checkpoint).status == "finished"
+        assert deterministic(read_metrics(piece)) == deterministic(read_metrics(tmp_path / "whole"))[start:]
+        assert_same_weights(piece, tmp_path / "whole")
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "muon", "sgd"])
 def test_a_run_with_each_optimizer_cut_in_pieces_equals_the_whole(
-    base_config: dict[str, Any], tmp_path: Path, name: str
+    base_config: Config, tmp_path: Path, name: str
 ) -> None:
     if name == "adamw_8bit":
         pytest.importorskip("bitsandbytes", reason="the extra optim-8bit is not installed")
@@ -56,7 +50,7 @@ def test_a_run_with_each_optimizer_cut_in_pieces_equals_the_whole(
 
 @pytest.mark.parametrize("name", ["constant", "linear", "wsd"])
 def test_a_run_with_each_schedule_cut_in_pieces_equals_the_whole(
-    base_config: dict[str, Any], tmp_path: Path, name: str
+    base_config: Config, tmp_path: Path, name: str
 ) -> None:
     decay = {"decay_ratio": 0.5} if name == "wsd" else {}
     in_pieces({**base_config, "schedule": {"name": name, "warmup_steps": 2, **decay}}, tmp_path)
@@ -69,29 +63,15 @@ def test_a_run_with_each_schedule_cut_in_pieces_equals_the_whole(
     assert rates == pytest.approx([1e-3 * factor for factor in expected[name]])
 
 
-def test_a_run_extended_before_its_decay_equals_the_longer_run(base_config: dict[str, Any], tmp_path: Path) -> None:
+def test_a_run_extended_before_its_decay_equals_the_longer_run(base_config: Config, tmp_path: Path) -> None:
     longer = {**base_config, "schedule": {"name": "wsd", "decay_steps": 2}, "run_dir": str(tmp_path / "longer")}
-    Run(load_config({**longer, "steps": 8})).train()
+    train({**longer, "steps": 8})
     extended = {**longer, "run_dir": str(tmp_path / "extended")}
     # The shorter run of 6 steps begins to decay after its fourth.
-    Run(load_config({**extended, "checkpoint": {"every_steps": 4, "keep_last": 9}})).train()
+    train({**extended, "checkpoint": {"every_steps": 4, "keep_last": 9}})
     checkpoint = tmp_path / "extended/checkpoints/step-00000004"
-    Run(load_config({**extended, "steps": 8}), resume=str(checkpoint)).train()
-    assert deterministic(read_metrics(tmp_path / "extended")) == deterministic(read_metrics(tmp_path / "longer"))
-    assert_same_weights(tmp_path / "extended", tmp_path / "longer")
-
-
-def test_plan_finds_a_pattern_that_fits_no_parameter(base_config: dict[str, Any]) -> None:
-    groups = [{"match": "*lm_haed*", "learning_rate": 1e-4}]
-    problems = make_plan(load_config({**base_config, "optimizer": {"groups": groups}})).problems
-    assert [type(problem) for problem in problems] == [ConfigError]
-    assert "optimizer.groups.0.match is '*lm_haed*', and no trained parameter has such a name." in str(problems[0])
-
-
-def test_another_optimizer_is_not_resumed(base_config: dict[str, Any]) -> None:
-    Run(load_config({**base_config, "steps": 2})).train()
-    with pytest.raises(CheckpointError, match=r"optimizer\S*: '?adamw'? -> '?sgd'?"):
-        Run(load_config({**base_config, "optimizer": {"name": "sgd"}})).train()
+    train({**extended, "steps": 8}, resume=str(checkpoint))
+    assert_same_run(tmp_path / "extended", tmp_path / "longer")
 
 
 class HalvingConfig(OptimizerConfig):
@@ -152,7 +132,7 @@ def third_party() -> Iterator[FakePlugins]:
 
 
 def test_an_optimizer_and_a_schedule_of_a_third_party_run_and_resume_exactly(
-    base_config: dict[str, Any], tmp_path: Path, third_party: FakePlugins
+    base_config: Config, tmp_path: Path, third_party: FakePlugins
 ) -> None:
     optimizer = {"name": "halving", "learning_rate": 0.5, "groups": GROUPS}
     schedule = {"name": "every_other", "warmup_steps": 1}
@@ -163,9 +143,9 @@ def test_an_optimizer_and_a_schedule_of_a_third_party_run_and_resume_exactly(
 
 
 def test_an_optimizer_whose_state_cannot_be_saved_is_named_at_the_first_checkpoint(
-    base_config: dict[str, Any], third_party: FakePlugins
+    base_config: Config, third_party: FakePlugins
 ) -> None:
     config = {**base_config, "plugins": ["own"], "optimizer": "keeping"}
     with pytest.raises(CheckpointWriteError, match=r"optimizer 'keeping' keeps `history` of \S+ as list"):
-        Run(load_config(config, available=third_party.available)).train()
+        train(config, available=third_party.available)
     assert [line["step"] for line in read_metrics(base_config["run_dir"])] == [1, 2]

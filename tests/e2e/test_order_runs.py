@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,18 +12,23 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from run_helpers import StopAfter, assert_same_weights, deterministic, read_metrics
+from run_helpers import (
+    Config,
+    Spurline,
+    assert_pieces_equal_the_whole,
+    assert_same_weights,
+    deterministic,
+    read_metrics,
+    train,
+)
 
-from spurline import Run, load_config
+from spurline import load_config
 from spurline.errors import ConfigError
 from spurline.protocols.order import ScoredDraw
 from spurline.run.build import build_data
 from spurline.run.checkpoints.checkpoint import CheckpointStore
 from spurline.run.checkpoints.state_files import read_state
 from spurline_rl.reward_adaptive import RewardAdaptiveOrder
-
-Spurline = Callable[..., tuple[int, str, str]]
-WriteConfig = Callable[[dict[str, Any]], Path]
 
 CURRICULUM = {"name": "curriculum", "column": "meta.difficulty"}
 STATIC = ["uniform", "sequential", CURRICULUM, {**CURRICULUM, "direction": "descending", "stages": 4}]
@@ -70,21 +75,21 @@ def pair_rows() -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def sft_config(base_config: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
+def sft_config(base_config: Config, tmp_path: Path) -> Config:
     """Nine samples a step of 32 usable ones, so that epochs end within batches."""
     base_config["data"] |= {"train": write_rows(tmp_path / "graded.jsonl", chat_rows()), "too_long": "drop"}
     return base_config | {"batch_size": 9, "collator": "padded"}
 
 
 @pytest.fixture
-def graded_rl_config(rl_config: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
+def graded_rl_config(rl_config: Config, tmp_path: Path) -> Config:
     rows = [row for number, row in enumerate(chat_rows()) if number % 5 != 3][:10]
     rl_config["data"]["train"] = write_rows(tmp_path / "graded.jsonl", rows)
     rl_config["source"]["sampling"] = {"max_new_tokens": 3}
     return rl_config
 
 
-def rows_by_step(config: dict[str, Any], steps: int) -> list[list[int]]:
+def rows_by_step(config: Config, steps: int) -> list[list[int]]:
     """The rows of each batch, in order, as the run's source builds them."""
     with ExitStack() as stack:
         source = build_data(load_config(config), stack).source
@@ -104,7 +109,7 @@ def joined(steps: list[list[int]]) -> list[int]:
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_a_curriculum_rises_through_each_epoch_although_rows_were_dropped_and_tokens_cached(
-    sft_config: dict[str, Any], tmp_path: Path, suffix: str
+    sft_config: Config, tmp_path: Path, suffix: str
 ) -> None:
     sft_config["data"] |= {"train": write_rows(tmp_path / f"rows.{suffix}", chat_rows()), "order": CURRICULUM}
     usable = [number for number in range(40) if number % 5 != 3]
@@ -118,7 +123,7 @@ def test_a_curriculum_rises_through_each_epoch_although_rows_were_dropped_and_to
     assert [rows_by_step(fast, 8) for _ in range(2)] == [plain, plain]
 
 
-def test_a_curriculum_of_pairs_rises_and_leaves_out_what_is_no_pair(sft_config: dict[str, Any], tmp_path: Path) -> None:
+def test_a_curriculum_of_pairs_rises_and_leaves_out_what_is_no_pair(sft_config: Config, tmp_path: Path) -> None:
     sft_config["data"] |= {"train": write_rows(tmp_path / "pairs.jsonl", pair_rows()), "order": CURRICULUM}
     config = sft_config | {"source": "preference", "batch_size": 8}
     rows = joined(rows_by_step(config, 4))
@@ -129,7 +134,7 @@ def test_a_curriculum_of_pairs_rises_and_leaves_out_what_is_no_pair(sft_config: 
     ]
 
 
-def test_length_grouping_pads_less(sft_config: dict[str, Any], tmp_path: Path) -> None:
+def test_length_grouping_pads_less(sft_config: Config, tmp_path: Path) -> None:
     rows = chat_rows(90)
     for number, row in enumerate(rows):
         row["messages"][1]["content"] = "x" * (1 + 37 * number % 60)
@@ -145,34 +150,19 @@ def test_length_grouping_pads_less(sft_config: dict[str, Any], tmp_path: Path) -
     assert fill("length_grouped") > 0.9 > 0.8 > fill("uniform")
 
 
-def assert_pieces_equal_the_whole(config: dict[str, Any], tmp_path: Path, stops: list[int]) -> None:
-    whole = config | {"run_dir": str(tmp_path / "whole")}
-    Run(load_config(whole)).train()
-    pieces = config | {"run_dir": str(tmp_path / "pieces")}
-    for stop in (*stops, 99):
-        loaded = load_config(pieces)
-        loaded.host.attach(StopAfter(stop), "stop-after")
-        result = Run(loaded).train()
-    assert result.status == "finished"
-    assert deterministic(read_metrics(pieces["run_dir"])) == deterministic(read_metrics(whole["run_dir"]))
-    assert_same_weights(tmp_path / "pieces", tmp_path / "whole")
-
-
 def name_of(order: str | Mapping[str, Any]) -> str:
     return order if isinstance(order, str) else "-".join(map(str, order.values()))
 
 
 @pytest.mark.parametrize("order", [*STATIC[1:], {"name": "length_grouped", "pool_batches": 2}], ids=name_of)
-def test_fine_tuning_cut_in_pieces_equals_the_uninterrupted_run(
-    sft_config: dict[str, Any], tmp_path: Path, order: Any
-) -> None:
+def test_fine_tuning_cut_in_pieces_equals_the_uninterrupted_run(sft_config: Config, tmp_path: Path, order: Any) -> None:
     sft_config["data"]["order"] = order
     assert_pieces_equal_the_whole(sft_config, tmp_path, [2, 4])
 
 
 @pytest.mark.parametrize("order", [*STATIC[1:], ADAPTIVE], ids=name_of)
 def test_reinforcement_learning_cut_in_pieces_equals_the_uninterrupted_run(
-    graded_rl_config: dict[str, Any], tmp_path: Path, order: Any
+    graded_rl_config: Config, tmp_path: Path, order: Any
 ) -> None:
     graded_rl_config["data"]["order"] = order
     assert_pieces_equal_the_whole(graded_rl_config, tmp_path, [2, 4])
@@ -181,14 +171,14 @@ def test_reinforcement_learning_cut_in_pieces_equals_the_uninterrupted_run(
 # The adaptive one too: without staleness, what it decides for a step depends on the steps before it alone.
 @pytest.mark.parametrize("order", [*STATIC[1:], ADAPTIVE], ids=name_of)
 def test_zero_staleness_equals_the_synchronous_run_with_every_order(
-    graded_rl_config: dict[str, Any], tmp_path: Path, order: Any
+    graded_rl_config: Config, tmp_path: Path, order: Any
 ) -> None:
     graded_rl_config["data"]["order"] = order
     synchronous = graded_rl_config | {"run_dir": str(tmp_path / "synchronous")}
     source = {**graded_rl_config["source"], "name": "async_rollouts", "max_staleness": 0}
     ahead = graded_rl_config | {"run_dir": str(tmp_path / "ahead"), "plugins": ["async_rl"], "source": source}
     for config in (synchronous, ahead):
-        Run(load_config(config)).train()
+        train(config)
     lines = [deterministic(read_metrics(config["run_dir"])) for config in (synchronous, ahead)]
     assert [[line[name] for name in ("loss", "reward/mean", "epoch")] for line in lines[0]] == [
         [line[name] for name in ("loss", "reward/mean", "epoch")] for line in lines[1]
@@ -197,7 +187,7 @@ def test_zero_staleness_equals_the_synchronous_run_with_every_order(
 
 
 def test_an_adaptive_order_hears_of_every_group_also_while_groups_run_ahead(
-    graded_rl_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    graded_rl_config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard: dict[int, list[int]] = {}
     observe = RewardAdaptiveOrder.observe
@@ -212,9 +202,9 @@ def test_an_adaptive_order_hears_of_every_group_also_while_groups_run_ahead(
     source = {"name": "async_rollouts", "max_staleness": 2, "correction": "tis"}
     graded_rl_config |= {"plugins": ["async_rl"], "steps": 3}
     graded_rl_config["source"] |= source
-    Run(load_config(graded_rl_config)).train()
+    train(graded_rl_config)
     graded_rl_config["steps"] = 8
-    Run(load_config(graded_rl_config)).train()
+    train(graded_rl_config)
     checkpoint = CheckpointStore(Path(graded_rl_config["run_dir"]) / "checkpoints").latest()
     assert checkpoint is not None
     state: Any = read_state(checkpoint.path / "components" / "source" / "async_rollouts")
@@ -224,13 +214,13 @@ def test_an_adaptive_order_hears_of_every_group_also_while_groups_run_ahead(
 
 @pytest.mark.parametrize("source", ["sft", "rollouts"])
 def test_a_plan_names_row_and_column_where_the_difficulty_is_missing(
-    spurline: Spurline, write_config: WriteConfig, request: pytest.FixtureRequest, tmp_path: Path, source: str
+    spurline: Spurline, request: pytest.FixtureRequest, tmp_path: Path, source: str
 ) -> None:
     config = request.getfixturevalue("sft_config" if source == "sft" else "graded_rl_config")
     rows = chat_rows(8)
     rows[2]["meta"] = {"dificulty": 3}
     config["data"] |= {"train": write_rows(tmp_path / "rows.jsonl", rows), "order": CURRICULUM}
-    code, out, err = spurline("plan", write_config(config))
+    code, out, err = spurline("plan", config)
     assert code == 2
     told = " ".join((out + err).split())
     assert "rows.jsonl:3: meta.difficulty is missing or null" in told
@@ -255,30 +245,16 @@ def test_a_plan_names_row_and_column_where_the_difficulty_is_missing(
         ("shuffled", r"data\.order is 'shuffled', but no order has that name.*Available: curriculum, length_grouped"),
     ],
 )
-def test_an_order_that_does_not_fit_is_refused_with_the_fix(
-    sft_config: dict[str, Any], order: Any, message: str
-) -> None:
+def test_an_order_that_does_not_fit_is_refused_with_the_fix(sft_config: Config, order: Any, message: str) -> None:
     sft_config["data"]["order"] = order
     with pytest.raises(ConfigError, match=message):
         load_config(sft_config)
 
 
-def test_orders_that_rollouts_cannot_have_are_refused(graded_rl_config: dict[str, Any]) -> None:
+def test_orders_that_rollouts_cannot_have_are_refused(graded_rl_config: Config) -> None:
     graded_rl_config["data"]["order"] = "length_grouped"
     with pytest.raises(ConfigError, match=r"data\.order\.name is length_grouped, which needs the tokens .*rollouts"):
         load_config(graded_rl_config)
     graded_rl_config["data"]["order"] = {**ADAPTIVE, "solved": -1}
     with pytest.raises(ConfigError, match=r"data\.order\.solved is -1, which is not above failed: 0"):
         load_config(graded_rl_config)
-
-
-def test_a_reward_that_nobody_gives_is_named_with_those_there_are(graded_rl_config: dict[str, Any]) -> None:
-    graded_rl_config["data"]["order"] = {**ADAPTIVE, "reward": "erly"}
-    with pytest.raises(ConfigError, match=r"data\.order\.reward is 'erly'.*mean 'early'\? Rewards: brevity, early"):
-        Run(load_config(graded_rl_config)).train()
-
-
-def test_who_writes_shuffle_is_told_of_the_order(sft_config: dict[str, Any]) -> None:
-    sft_config["data"]["shuffle"] = False
-    with pytest.raises(ConfigError, match=r"data\.shuffle is not a setting.*`order: sequential` for file order"):
-        load_config(sft_config)

@@ -3,55 +3,41 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-
-WriteConfig = Callable[[dict[str, Any]], Path]
-Command = Callable[..., tuple[int, str, str]]
+from run_helpers import Config, Spurline, WriteConfig
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 ROW = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}], "tools": [TOOL]}
 
 
 def test_plan_names_the_row_whose_tools_the_template_leaves_out(
-    base_config: dict[str, Any], write_config: WriteConfig, spurline: Command, tmp_path: Path
+    base_config: Config, spurline: Spurline, tmp_path: Path
 ) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps(ROW), encoding="utf-8")
     base_config["data"] = {"train": "rows.jsonl"}
     base_config["collator"]["max_tokens"] = 4096
-    code, _, problems = spurline("plan", write_config(base_config))
+    code, _, problems = spurline("plan", base_config)
     assert code == 2
     assert f"{tmp_path}/rows.jsonl:1: tools: the chat template of the tokenizer" in problems
     base_config["model"]["chat_template"] = "chatml"
-    assert spurline("plan", write_config(base_config))[0] == 0
+    assert spurline("plan", base_config)[0] == 0
 
 
 def test_plan_names_the_tools_environment_whose_template_mentions_no_tools(
-    rl_config: dict[str, Any], write_config: WriteConfig, spurline: Command
+    rl_config: Config, spurline: Spurline
 ) -> None:
     rl_config["source"]["environment"] |= {"name": "tools"}
-    code, _, problems = spurline("plan", write_config(rl_config))
+    code, _, problems = spurline("plan", rl_config)
     assert code == 2
     assert "environment tools: tools: the chat template" in problems
 
 
-@pytest.mark.parametrize("path", ["$NOT_SET_ANYWHERE/rows.jsonl", "~/not_there_at_all.jsonl", "gone.jsonl"])
-def test_plan_names_a_path_that_leads_nowhere(
-    base_config: dict[str, Any], write_config: WriteConfig, spurline: Command, path: str
-) -> None:
-    base_config["data"]["train"] = path
-    code, _, problems = spurline("plan", write_config(base_config))
-    assert code == 2
-    assert "NOT_SET_ANYWHERE is not set" in problems or "no such file or folder" in problems
-
-
 def test_a_run_with_relative_paths_is_reported_exported_and_resumed_from_another_folder(
-    base_config: dict[str, Any],
+    base_config: Config,
     write_config: WriteConfig,
-    spurline: Command,
+    spurline: Spurline,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from run_helpers import Config, Spurline, WriteConfig
 
 from spurline.config.loading import load_config
 from spurline_models.testing.inputs import write_tiny_moe_model
 from spurline_planning.plan import make_plan
 from spurline_planning.protocols import planned
 
-Spurline = Callable[..., tuple[int, str, str]]
-WriteConfig = Callable[[dict[str, Any]], Path]
 
-
-def test_a_plan_begins_with_what_the_run_will_do_and_ends_with_plugins(base_config: dict[str, Any]) -> None:
+def test_a_plan_begins_with_what_the_run_will_do_and_ends_with_plugins(base_config: Config) -> None:
     plan = make_plan(load_config(base_config))
     assert plan.problems == []
     headings = list(plan.sections)
@@ -29,7 +26,7 @@ def test_a_plan_begins_with_what_the_run_will_do_and_ends_with_plugins(base_conf
     assert sentence.endswith(f"go to {base_config['run_dir']}.")
 
 
-def test_a_plan_of_unreadable_data_still_begins_with_the_run(base_config: dict[str, Any]) -> None:
+def test_a_plan_of_unreadable_data_still_begins_with_the_run(base_config: Config) -> None:
     base_config["data"]["train"] = "./gone.jsonl"
     plan = make_plan(load_config(base_config))
     assert next(iter(plan.sections)) == "this run"
@@ -37,13 +34,13 @@ def test_a_plan_of_unreadable_data_still_begins_with_the_run(base_config: dict[s
     assert len(plan.problems) == 1
 
 
-def test_a_plan_shows_the_first_prompt_as_the_model_gets_it(rl_config: dict[str, Any]) -> None:
+def test_a_plan_shows_the_first_prompt_as_the_model_gets_it(rl_config: Config) -> None:
     said = make_plan(load_config(rl_config)).sections["prompts"]
     assert said[0].startswith("64 looked at, 25 tokens on average, longest 25 (")
     assert said[2:] == ["  | <|im_start|>user", "  | say 0<|im_end|>", "  | <|im_start|>assistant"]
 
 
-def test_a_plan_shows_tools_in_the_prompt_of_an_environment_that_has_some(rl_config: dict[str, Any]) -> None:
+def test_a_plan_shows_tools_in_the_prompt_of_an_environment_that_has_some(rl_config: Config) -> None:
     rewards = rl_config["source"]["environment"]["rewards"]
     rl_config["source"]["environment"] = {"name": "tools", "tools": ["calculator"], "rewards": rewards}
     template = Path(rl_config["run_dir"]).parent / "tools.jinja"
@@ -54,7 +51,7 @@ def test_a_plan_shows_tools_in_the_prompt_of_an_environment_that_has_some(rl_con
     assert plan.sections["prompts"][2] == "  | calculator for user: say 0"
 
 
-def test_a_long_prompt_is_shown_shortened(rl_config: dict[str, Any], tmp_path: Path) -> None:
+def test_a_long_prompt_is_shown_shortened(rl_config: Config, tmp_path: Path) -> None:
     rows = tmp_path / "long.jsonl"
     rows.write_text(json.dumps({"messages": [{"role": "user", "content": "x" * 2000}]}), encoding="utf-8")
     rl_config["data"]["train"] = str(rows)
@@ -64,7 +61,7 @@ def test_a_long_prompt_is_shown_shortened(rl_config: dict[str, Any], tmp_path: P
     assert len(shown) < 1200
 
 
-def test_a_plan_sizes_generation_and_updates_by_the_settings(rl_config: dict[str, Any]) -> None:
+def test_a_plan_sizes_generation_and_updates_by_the_settings(rl_config: Config) -> None:
     rl_config["minibatches"] = {"name": "by_prompt", "prompts_per_minibatch": 2}
     plan = make_plan(load_config(rl_config))
     # 2 prompts x 4 samples of 25 + 6 tokens.
@@ -75,7 +72,7 @@ def test_a_plan_sizes_generation_and_updates_by_the_settings(rl_config: dict[str
         assert part in memory
 
 
-def test_microbatches_bound_the_activations_of_rollouts(rl_config: dict[str, Any]) -> None:
+def test_microbatches_bound_the_activations_of_rollouts(rl_config: Config) -> None:
     rl_config["source"]["sampling"] = {"max_new_tokens": 400}
 
     def activations(**backend: int) -> int:
@@ -94,12 +91,7 @@ def test_microbatches_bound_the_activations_of_rollouts(rl_config: dict[str, Any
 @pytest.mark.parametrize("command", ["plan", "train"])
 @pytest.mark.parametrize("held_out", [False, True])
 def test_a_row_that_is_no_prompt_is_found_before_anything_is_generated(
-    spurline: Spurline,
-    write_config: WriteConfig,
-    rl_config: dict[str, Any],
-    tmp_path: Path,
-    command: str,
-    held_out: bool,
+    spurline: Spurline, rl_config: Config, tmp_path: Path, command: str, held_out: bool
 ) -> None:
     rows = [{"messages": [{"role": "user", "content": f"say {number}"}]} for number in range(40)]
     rows[30] = {"messages": [{"role": "user"}]}
@@ -108,32 +100,30 @@ def test_a_row_that_is_no_prompt_is_found_before_anything_is_generated(
     if held_out:
         rl_config["source"]["held_out"] = {"success": {"reward": "early"}}
     rl_config["data"] |= {"eval" if held_out else "train": str(path)}
-    code, _, err = spurline(command, write_config(rl_config))
+    code, _, err = spurline(command, rl_config)
     assert code == 2
     assert f"{path}:31: messages[0] has no 'content'" in err
     assert err.count("has no 'content'") == 1
     assert not (Path(rl_config["run_dir"]) / "metrics.jsonl").exists()
     entry = {"path": str(path), "on_bad_row": "skip"}
     rl_config["data"] |= {"eval" if held_out else "train": entry}
-    code, out, err = spurline("plan", write_config(rl_config))
+    code, out, err = spurline("plan", rl_config)
     assert (code, err) == (0, "")
     assert held_out or "; 1 rows will be left out" in out
 
 
-def test_a_plan_finds_broken_weights(
-    spurline: Spurline, write_config: WriteConfig, base_config: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_plan_finds_broken_weights(spurline: Spurline, base_config: Config, tmp_path: Path) -> None:
     from spurline_models.testing.inputs import write_tiny_model
 
     folder = write_tiny_model(tmp_path / "broken")
     (folder / "model.safetensors").write_bytes(b"")
-    code, _, err = spurline("plan", write_config(base_config | {"model": {"path": str(folder)}}))
+    code, _, err = spurline("plan", base_config | {"model": {"path": str(folder)}})
     assert code == 2
     assert "model.safetensors is truncated or not a safetensors file" in err
 
 
 def test_a_plan_sizes_a_run_whose_weights_are_not_there_yet(
-    spurline: Spurline, write_config: WriteConfig, base_config: dict[str, Any], tmp_path: Path
+    spurline: Spurline, write_config: WriteConfig, base_config: Config, tmp_path: Path
 ) -> None:
     from spurline_models.testing.inputs import write_tiny_model
 
@@ -150,14 +140,14 @@ def test_a_plan_sizes_a_run_whose_weights_are_not_there_yet(
     assert "Copy or download its weights into it" in err
 
 
-def test_a_plan_says_that_a_template_does_not_fit(base_config: dict[str, Any]) -> None:
+def test_a_plan_says_that_a_template_does_not_fit(base_config: Config) -> None:
     base_config["model"]["chat_template"] = "llama3"
     plan = make_plan(load_config(base_config))
     assert any(line.startswith("model.chat_template: llama3 writes") for line in plan.sections["data"])
 
 
 def test_a_plan_names_the_file_of_a_pattern_that_fits_no_parameter(
-    base_config: dict[str, Any], write_config: WriteConfig
+    base_config: Config, write_config: WriteConfig
 ) -> None:
     base_config["optimizer"]["groups"] = [{"match": "*nothing*", "learning_rate_scale": 0.1}]
     path = write_config(base_config)
@@ -174,7 +164,7 @@ def test_a_plan_names_the_file_of_a_pattern_that_fits_no_parameter(
     ],
 )
 def test_a_library_that_the_backend_lacks_is_a_problem_of_the_plan(
-    base_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, library: str, backend: dict[str, Any], fix: str
+    base_config: Config, monkeypatch: pytest.MonkeyPatch, library: str, backend: dict[str, Any], fix: str
 ) -> None:
     for module in ("spurline_models.configs", "spurline_models.machine"):
         monkeypatch.setattr(f"{module}.find_spec", lambda name: None if name == library else name)
@@ -182,9 +172,7 @@ def test_a_library_that_the_backend_lacks_is_a_problem_of_the_plan(
     assert any(fix in str(problem) for problem in plan.problems)
 
 
-def test_a_plan_refuses_what_training_refuses_by_the_config_of_the_model(
-    base_config: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_plan_refuses_what_training_refuses_by_the_config_of_the_model(base_config: Config, tmp_path: Path) -> None:
     dense = base_config["model"]
     base_config["model"] = dense | {"router_aux_loss": 0.1}
     [problem] = make_plan(load_config(base_config)).problems

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from run_helpers import Config, train
 from safetensors.torch import load_file, save_file
 
 from spurline import Run, load_config
@@ -16,7 +17,6 @@ from spurline_models import configs, loading
 from spurline_models.testing.inputs import write_tiny_model
 from spurline_planning.plan import make_plan
 
-Config = dict[str, Any]
 NOWHERE = [{"match": "*nope*", "learning_rate": 1e-4}]
 PLUGINS = {"plugins": ["fsdp_backend", "megatron_backend", "async_rl"]}
 EVALUATED = {"evaluation": {"every_steps": 1}}
@@ -36,7 +36,7 @@ def refusals(config: Config) -> tuple[list[str], str]:
     """What a plan finds, and what training raises."""
     found = [str(problem) for problem in make_plan(load_config(config)).problems]
     with pytest.raises(UserError) as raised:
-        Run(load_config(config)).train()
+        train(config)
     return found, str(raised.value)
 
 

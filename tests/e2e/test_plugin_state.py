@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from run_helpers import assert_same_weights, config_to_kill, deterministic, read_metrics, train_and_kill
+from run_helpers import (
+    Config,
+    WriteConfig,
+    assert_same_weights,
+    config_to_kill,
+    deterministic,
+    read_metrics,
+    train,
+    train_and_kill,
+)
 from safetensors.torch import load_file
 from warm_runs import WarmRuns
-
-from spurline import Run, load_config
 
 SOURCE = Path(__file__).parents[2] / "examples" / "plugin_ema" / "src"
 KILLS = 5
@@ -42,8 +48,8 @@ def average_of(run_dir: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.processes
 @pytest.mark.usefixtures("ema_installed")
 def test_the_average_of_the_tutorial_is_that_of_the_uninterrupted_run_after_five_kills(
-    base_config: dict[str, Any],
-    write_config: Callable[[dict[str, Any]], Path],
+    base_config: Config,
+    write_config: WriteConfig,
     spurline_chat_file: Path,
     warm_runs: WarmRuns,
     tmp_path: Path,
@@ -51,14 +57,14 @@ def test_the_average_of_the_tutorial_is_that_of_the_uninterrupted_run_after_five
     ema = {"plugins": ["ema"], "ema": {"decay": 0.9, "export": False}}
     config = config_to_kill(base_config | ema, spurline_chat_file, 12 * KILLS)
     whole = config | {"run_dir": str(tmp_path / "whole")}
-    Run(load_config(whole)).train()
+    train(whole)
     path = write_config(config)
     run_dir = Path(config["run_dir"])
     random_instants = random.Random(11)
     for _ in range(KILLS):
         steps, wait_s = random_instants.randint(1, 8), random_instants.uniform(0, 0.03)
         train_and_kill(warm_runs, path, run_dir / "metrics.jsonl", steps=steps, wait_s=wait_s)
-    assert Run(load_config(path)).train().status == "finished"
+    assert train(path).status == "finished"
     one, other = average_of(run_dir), average_of(tmp_path / "whole")
     assert one.keys() == other.keys()
     assert all(name.startswith("weights/") for name in one)

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from run_helpers import StopAfter, assert_same_weights, deterministic, read_metrics, write_pairs
+from run_helpers import Config, assert_pieces_equal_the_whole, read_metrics, train, write_pairs
 
-from spurline import Run, load_config
+from spurline import load_config
 from spurline.errors import CheckpointError, ConfigError, DataError
-
-WriteConfig = Callable[[dict[str, Any]], Path]
 
 
 @pytest.fixture
-def preference_config(base_config: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
+def preference_config(base_config: Config, tmp_path: Path) -> Config:
     return {
         **base_config,
         "source": "preference",
@@ -31,13 +28,13 @@ def preference_config(base_config: dict[str, Any], tmp_path: Path) -> dict[str, 
     }
 
 
-def test_training_tells_chosen_from_rejected_answers_it_has_not_seen(preference_config: dict[str, Any]) -> None:
+def test_training_tells_chosen_from_rejected_answers_it_has_not_seen(preference_config: Config) -> None:
     preference_config["evaluation"]["generate"] = {
         "rewards": {"exact": "exact_match"},
         "max_new_tokens": 4,
         "max_samples": 3,
     }
-    Run(load_config(preference_config)).train()
+    train(preference_config)
     metrics = read_metrics(preference_config["run_dir"])
     # Before the first update the model is its own reference.
     assert metrics[0]["loss"] == pytest.approx(0.6931, abs=1e-3)
@@ -53,21 +50,12 @@ def test_training_tells_chosen_from_rejected_answers_it_has_not_seen(preference_
     assert sorted(json.loads(samples[0])["reference"]) == list(json.loads(samples[0])["reference"])
 
 
-def test_a_run_cut_in_pieces_equals_the_uninterrupted_run(preference_config: dict[str, Any], tmp_path: Path) -> None:
-    whole = {**preference_config, "run_dir": str(tmp_path / "whole")}
-    Run(load_config(whole)).train()
-    pieces = {**whole, "run_dir": str(tmp_path / "pieces")}
-    for stop_after in (3, 99):
-        loaded = load_config(pieces)
-        loaded.host.attach(StopAfter(stop_after), "stop-after")
-        result = Run(loaded).train()
-    assert result.status == "finished"
-    assert deterministic(read_metrics(pieces["run_dir"])) == deterministic(read_metrics(whole["run_dir"]))
-    assert_same_weights(tmp_path / "pieces", tmp_path / "whole")
+def test_a_run_cut_in_pieces_equals_the_uninterrupted_run(preference_config: Config, tmp_path: Path) -> None:
+    assert_pieces_equal_the_whole(preference_config, tmp_path, [3])
 
 
 def test_padded_rows_micro_batches_and_the_fast_plugin_learn_what_packed_rows_learn(
-    preference_config: dict[str, Any], tmp_path: Path
+    preference_config: Config, tmp_path: Path
 ) -> None:
     variants: dict[str, dict[str, Any]] = {
         "packed": {},
@@ -77,7 +65,7 @@ def test_padded_rows_micro_batches_and_the_fast_plugin_learn_what_packed_rows_le
     }
     losses = {}
     for name, changes in variants.items():
-        Run(load_config({**preference_config, **changes, "run_dir": str(tmp_path / name)})).train()
+        train({**preference_config, **changes, "run_dir": str(tmp_path / name)})
         metrics = read_metrics(tmp_path / name)
         losses[name] = [line["loss"] for line in metrics] + [metrics[-1]["eval/loss"]]
     for name in ("padded", "microbatches"):
@@ -85,7 +73,7 @@ def test_padded_rows_micro_batches_and_the_fast_plugin_learn_what_packed_rows_le
     assert losses["fast"] == losses["packed"]
 
 
-def test_a_plan_says_what_is_counted_and_compared(preference_config: dict[str, Any]) -> None:
+def test_a_plan_says_what_is_counted_and_compared(preference_config: Config) -> None:
     from spurline_planning.plan import make_plan
 
     plan = make_plan(load_config(preference_config))
@@ -96,31 +84,29 @@ def test_a_plan_says_what_is_counted_and_compared(preference_config: dict[str, A
     assert "6 steps of 8 pairs" in said["steps"]
 
 
-def test_other_pairs_than_the_checkpoint_was_trained_on_are_refused(
-    preference_config: dict[str, Any], tmp_path: Path
-) -> None:
-    Run(load_config(preference_config)).train()
+def test_other_pairs_than_the_checkpoint_was_trained_on_are_refused(preference_config: Config, tmp_path: Path) -> None:
+    train(preference_config)
     write_pairs(tmp_path / "pairs.jsonl", 30, seed=5)
     with pytest.raises(CheckpointError, match="training data is not what the checkpoint"):
-        Run(load_config({**preference_config, "steps": 8})).train()
+        train({**preference_config, "steps": 8})
 
 
 def test_a_row_of_which_one_answer_is_unusable_is_left_out_and_counted(
-    preference_config: dict[str, Any], tmp_path: Path
+    preference_config: Config, tmp_path: Path
 ) -> None:
     long = {"prompt": "a", "chosen": "b", "rejected": "c" * 100}
     short = {"prompt": "a", "chosen": "b", "rejected": "c"}
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (long, short)))
     data = {"train": str(tmp_path / "pairs.jsonl"), "max_length": 64, "too_long": "drop"}
     config = {**preference_config, "data": data, "evaluation": {}, "steps": 1}
-    Run(load_config(config)).train()
+    train(config)
     facts = json.loads((Path(config["run_dir"]) / "summary.json").read_text())["data"]["train"]
     assert (facts["pairs"], facts["dropped"]) == (1, {"too_long": 1, "other_answer_left_out": 1})
 
 
-def test_pairs_given_to_the_sft_source_are_recognised(preference_config: dict[str, Any]) -> None:
+def test_pairs_given_to_the_sft_source_are_recognised(preference_config: Config) -> None:
     with pytest.raises(DataError, match="Set `source: preference`"):
-        Run(load_config({**preference_config, "source": "sft"})).train()
+        train({**preference_config, "source": "sft"})
 
 
 @pytest.mark.parametrize(
@@ -137,7 +123,7 @@ def test_pairs_given_to_the_sft_source_are_recognised(preference_config: dict[st
     ids=lambda value: str(value)[:50],
 )
 def test_settings_that_do_not_fit_pairs_are_refused_with_the_fix(
-    preference_config: dict[str, Any], changes: dict[str, Any], message: str
+    preference_config: Config, changes: Config, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config({**preference_config, **changes})

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,12 @@ import psutil
 import pytest
 from every_run import SOAK
 from failing_losses import installed
-from run_helpers import num_lines, on_ranks, read_metrics, train_command, wait_for
+from run_helpers import Config, Spurline, WriteConfig, num_lines, on_ranks, read_metrics, train, train_command, wait_for
 
-from spurline import Run, load_config
 from spurline.errors import CheckpointError
 
 pytestmark = pytest.mark.processes
 
-Spurline = Callable[..., tuple[int, str, str]]
-WriteConfig = Callable[[dict[str, Any]], Path]
 
 PIPELINE = {"backend": "megatron", "pipeline": 2}
 LAYOUTS = [
@@ -56,7 +53,7 @@ def started(config: Path, log: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def assert_the_step_is_finished_and_saved(
-    changes: dict[str, Any], write_config: WriteConfig, spurline: Spurline, folder: Path
+    changes: Config, write_config: WriteConfig, spurline: Spurline, folder: Path
 ) -> None:
     """Interrupt a long run of this config after its first step; none of its processes is left, and it goes on."""
     run_dir, log = Path(changes["run_dir"]), folder / "log"
@@ -76,7 +73,7 @@ def assert_the_step_is_finished_and_saved(
     assert len(read_metrics(run_dir)) == done + 1
 
 
-def assert_a_second_one_ends_it_at_once(changes: dict[str, Any], write_config: WriteConfig, folder: Path) -> None:
+def assert_a_second_one_ends_it_at_once(changes: Config, write_config: WriteConfig, folder: Path) -> None:
     """Interrupt twice a run of this config, whose third step stands still."""
     config, log = write_config(changes), folder / "log"
     with started(config, log) as process:
@@ -96,11 +93,11 @@ def assert_a_second_one_ends_it_at_once(changes: dict[str, Any], write_config: W
 
 
 @pytest.fixture
-def failing(base_config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def failing(base_config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A config of a run whose rank 1 fails in its third step, after a checkpoint. Called with how, the layout, and
     settings of the backend."""
 
-    def make(how: str, layout: dict[str, Any] | None = None, **backend: Any) -> dict[str, Any]:
+    def make(how: str, layout: dict[str, Any] | None = None, **backend: Any) -> Config:
         changed = base_config | {"plugins": ["failing_losses"], "loss": {"name": "fails", "how": how}}
         # Of a pipeline only the last stage computes a loss, once per step.
         bound = {"max_tokens_per_microbatch": 2048} if layout else {}
@@ -138,10 +135,8 @@ def test_the_rank_that_failed_is_named_and_how_to_go_on(
     assert len(left) <= 1
 
 
-def test_a_rank_that_stands_still_is_named_with_its_stack(
-    spurline: Spurline, write_config: WriteConfig, failing: Any
-) -> None:
-    code, _, err = spurline("train", write_config(failing("sleep", call_timeout_s=3)))
+def test_a_rank_that_stands_still_is_named_with_its_stack(spurline: Spurline, failing: Any) -> None:
+    code, _, err = spurline("train", failing("sleep", call_timeout_s=3))
     assert code == 1
     assert "`update` was not done within 3 s, its limit by backend.call_timeout_s" in err
     assert "rank 1 of 2" in err
@@ -151,7 +146,7 @@ def test_a_rank_that_stands_still_is_named_with_its_stack(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ctrl_c_in_a_terminal_finishes_the_step_and_saves_it(
-    base_config: dict[str, Any],
+    base_config: Config,
     write_config: WriteConfig,
     spurline: Spurline,
     tmp_path: Path,
@@ -183,28 +178,26 @@ def test_a_killed_stage_is_named_and_how_to_go_on(
     assert len(read_metrics(changes["run_dir"])) == 2
 
 
-def test_a_damaged_piece_is_named_with_the_newest_good_checkpoint(base_config: dict[str, Any]) -> None:
+def test_a_damaged_piece_is_named_with_the_newest_good_checkpoint(base_config: Config) -> None:
     config = on_ranks(base_config | {"steps": 4})
-    Run(load_config(config)).train()
+    train(config)
     checkpoints = Path(config["run_dir"]) / "checkpoints"
     piece = checkpoints / "step-00000004" / "backend" / "policy" / "rank-00001.part-000.safetensors"
     content = piece.read_bytes()
     piece.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     good = re.escape(str(checkpoints / "step-00000002"))
     with pytest.raises(CheckpointError, match=rf"rank-00001.*content has changed.*step 2: use `--resume {good}`"):
-        Run(load_config(config | {"steps": 6})).train()
+        train(config | {"steps": 6})
     # No time is spent on reading where the settings say that sizes are enough.
     trusting = config | {"steps": 6, "checkpoint": {"every_steps": 2, "verify": "sizes"}}
-    assert Run(load_config(trusting)).train().status == "finished"
+    assert train(trusting).status == "finished"
 
 
-def test_a_checkpoint_of_ranks_is_not_read_by_another_backend_and_the_way_out_is_named(
-    base_config: dict[str, Any],
-) -> None:
+def test_a_checkpoint_of_ranks_is_not_read_by_another_backend_and_the_way_out_is_named(base_config: Config) -> None:
     config = on_ranks(base_config | {"steps": 2})
-    Run(load_config(config)).train()
+    train(config)
     with pytest.raises(CheckpointError) as refused:
-        Run(load_config(config | {"backend": {"name": "local", "device": "cpu"}})).train()
+        train(config | {"backend": {"name": "local", "device": "cpu"}})
     text = str(refused.value)
     assert "backend: " in text
     assert "`spurline export`, then model.path" in text

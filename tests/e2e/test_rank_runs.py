@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 from every_run import SOAK
-from run_helpers import deterministic, on_ranks, read_metrics, write_pairs
-
-from spurline import Run, load_config
+from run_helpers import Config, deterministic, on_ranks, read_metrics, write_pairs
 
 pytestmark = pytest.mark.processes
 
@@ -41,17 +39,17 @@ AROUND_ZERO = ("loss", "policy/kl_old", "mismatch/")
 def train_in(folder: Path) -> Train:
     """Trains a config in a new folder of this name; returns its metrics without times."""
 
-    def train(config: dict[str, Any], name: str) -> Metrics:
+    def train(config: Config, name: str) -> Metrics:
         run_dir = folder / name
-        assert Run(load_config(config | {"run_dir": str(run_dir)})).train().status == "finished"
+        assert train(config | {"run_dir": str(run_dir)}).status == "finished"
         return deterministic(read_metrics(run_dir))
 
     return train
 
 
-def ten_steps_of(method: str, request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
+def ten_steps_of(method: str, request: pytest.FixtureRequest, folder: Path) -> Config:
     """A config of one of `METHODS`, with evaluations where it has some. folder: for the files of its data."""
-    changes: dict[str, Any] = {"steps": 10, "checkpoint": {}}
+    changes: Config = {"steps": 10, "checkpoint": {}}
     if method == "rl":
         return request.getfixturevalue("rl_config") | changes
     config = request.getfixturevalue("base_config")
@@ -79,7 +77,7 @@ def assert_close(left: Metrics, right: Metrics) -> None:
                 assert one[name] == value, (other["step"], name)
 
 
-def _trained(line: dict[str, Any]) -> dict[str, Any]:
+def _trained(line: dict[str, Any]) -> Config:
     """Without what differs by intent: rows are laid out for the number of ranks, and some of them are padding; an
     engine gets the weights where it does not share the model."""
     return {name: value for name, value in line.items() if not name.startswith(("packing/", "sync/"))}
@@ -106,7 +104,7 @@ def test_ten_steps_have_the_metrics_of_one_process(
         ),
     ],
 )
-def test_a_repeated_run_is_equal_bit_for_bit(base_config: dict[str, Any], tmp_path: Path, layout: str) -> None:
+def test_a_repeated_run_is_equal_bit_for_bit(base_config: Config, tmp_path: Path, layout: str) -> None:
     if layout == "fsdp":
         base_config["model"]["config_overrides"] = {"attention_dropout": 0.1}
     config = on_ranks(base_config | {"checkpoint": {}}, max_tokens_per_microbatch=64, **LAYOUTS[layout])

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from run_helpers import StopAfter, assert_same_weights, deterministic, read_metrics
+from run_helpers import Config, Spurline, WriteConfig, assert_same_weights, deterministic, read_metrics, train
 
 from spurline import Run, load_config
 from spurline.errors import CheckpointError
@@ -16,17 +15,12 @@ from spurline.plugins.hookspecs import hookimpl
 from spurline.run.directory import RunDirectory
 from spurline_insight.report.page import write_run_report
 
-Spurline = Callable[..., tuple[int, str, str]]
-WriteConfig = Callable[[dict[str, Any]], Path]
+
+def train_until(config: Config, step: int) -> None:
+    assert train(config, stop_after=step).step == step
 
 
-def train_until(config: dict[str, Any], step: int) -> None:
-    loaded = load_config(config)
-    loaded.host.attach(StopAfter(step), "stop")
-    assert Run(loaded).train().step == step
-
-
-def changed(config: dict[str, Any], **sections: dict[str, Any]) -> dict[str, Any]:
+def changed(config: Config, **sections: Config) -> Config:
     """The config with settings of some sections replaced."""
     return {**config, **{name: {**config.get(name, {}), **settings} for name, settings in sections.items()}}
 
@@ -41,38 +35,24 @@ def changed(config: dict[str, Any], **sections: dict[str, Any]) -> dict[str, Any
     ],
 )
 def test_a_run_goes_on_with_less_memory_and_learns_the_same(
-    base_config: dict[str, Any], tmp_path: Path, sections: dict[str, Any]
+    base_config: Config, tmp_path: Path, sections: Config
 ) -> None:
     whole = {**base_config, "run_dir": str(tmp_path / "whole")}
-    Run(load_config(whole)).train()
+    train(whole)
     train_until(base_config, 3)
-    Run(load_config(changed(base_config, **sections))).train()
+    train(changed(base_config, **sections))
     losses, expected = ([line["loss"] for line in read_metrics(config["run_dir"])] for config in (base_config, whole))
     assert losses == pytest.approx(expected, rel=1e-5)
 
 
-def test_after_running_out_of_memory_the_run_goes_on_and_says_what_that_means(
-    spurline: Spurline, write_config: WriteConfig, base_config: dict[str, Any]
-) -> None:
-    train_until(base_config, 3)
-    code, out, _ = spurline("train", write_config(base_config), "--set", "backend.max_tokens_per_microbatch=256")
-    assert code == 0
-    assert "backend.max_tokens_per_microbatch: None -> 256 (equal to rounding, not bit for bit" in out
-
-
-def test_padded_rows_may_become_packed_ones(base_config: dict[str, Any]) -> None:
-    train_until(base_config, 3)
-    assert Run(load_config({**base_config, "collator": "padded"})).train().step == 6
-
-
-def test_a_faster_prefetch_changes_nothing(base_config: dict[str, Any], tmp_path: Path) -> None:
+def test_a_faster_prefetch_changes_nothing(base_config: Config, tmp_path: Path) -> None:
     whole = {**base_config, "run_dir": str(tmp_path / "whole"), "plugins": ["collation_fast"]}
     whole |= {"prefetch": "serial", "tokenization": "sequential"}
-    Run(load_config(whole)).train()
+    train(whole)
     pieces = {**whole, "run_dir": str(tmp_path / "pieces")}
     train_until(pieces, 3)
     faster = {"prefetch": "async", "tokenization": {"name": "parallel", "workers": 0, "disable_cache": True}}
-    Run(load_config({**pieces, **faster})).train()
+    train({**pieces, **faster})
     fields = ("step", "loss", "grad_norm", "lr")
     assert [[line[name] for name in fields] for line in read_metrics(pieces["run_dir"])] == [
         [line[name] for name in fields] for line in read_metrics(whole["run_dir"])
@@ -81,27 +61,27 @@ def test_a_faster_prefetch_changes_nothing(base_config: dict[str, Any], tmp_path
 
 
 def test_other_held_out_data_is_a_note(
-    base_config: dict[str, Any], spurline_chat_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    base_config: Config, spurline_chat_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = tmp_path / "other.jsonl"
     other.write_text("".join(spurline_chat_file.read_text().splitlines(keepends=True)[:9]))
     base_config["data"]["eval"] = str(spurline_chat_file)
     base_config["evaluation"] = {"every_steps": 2}
     train_until(base_config, 3)
-    Run(load_config(changed(base_config, data={"eval": str(other)}, evaluation={"every_steps": 1}))).train()
+    train(changed(base_config, data={"eval": str(other)}, evaluation={"every_steps": 1}))
     out = capsys.readouterr().out
     assert "The held-out data of eval is not that of the checkpoint: scores before and after do not compare." in out
     assert "evaluation.every_steps: 2 -> 1." in out
 
 
-def test_held_out_data_may_be_added(base_config: dict[str, Any], spurline_chat_file: Path) -> None:
+def test_held_out_data_may_be_added(base_config: Config, spurline_chat_file: Path) -> None:
     train_until(base_config, 3)
-    Run(load_config(changed(base_config, data={"eval": str(spurline_chat_file)}))).train()
+    train(changed(base_config, data={"eval": str(spurline_chat_file)}))
     assert "eval/loss" in read_metrics(base_config["run_dir"])[-1]
 
 
 def test_an_allowed_change_counts_from_the_checkpoint_on_and_stays_in_the_history(
-    spurline: Spurline, write_config: WriteConfig, base_config: dict[str, Any]
+    spurline: Spurline, write_config: WriteConfig, base_config: Config
 ) -> None:
     base_config["schedule"] = "constant"
     train_until(base_config, 3)
@@ -130,7 +110,7 @@ def test_an_allowed_change_counts_from_the_checkpoint_on_and_stays_in_the_histor
 
 
 def test_a_change_that_nobody_made_cannot_be_allowed(
-    spurline: Spurline, write_config: WriteConfig, base_config: dict[str, Any]
+    spurline: Spurline, write_config: WriteConfig, base_config: Config
 ) -> None:
     path = write_config(base_config)
     code, _, err = spurline("train", path, "--allow-change", "seed")
@@ -142,17 +122,17 @@ def test_a_change_that_nobody_made_cannot_be_allowed(
     assert "optimizer.eps: it is what it was in the checkpoint" in err
 
 
-def test_the_python_interface_allows_changes_as_well(base_config: dict[str, Any]) -> None:
+def test_the_python_interface_allows_changes_as_well(base_config: Config) -> None:
     train_until(base_config, 3)
     other = changed(base_config, optimizer={"weight_decay": 0.1})
     with pytest.raises(CheckpointError, match=r"allow_change=\['optimizer.weight_decay'\]"):
-        Run(load_config(other)).train()
+        train(other)
     # A single name need not be in a list.
     assert Run(other, allow_change="optimizer.weight_decay").train().step == 6
 
 
 def test_rollouts_go_on_with_another_temperature_and_held_out_settings(
-    rl_config: dict[str, Any], spurline_chat_file: Path
+    rl_config: Config, spurline_chat_file: Path
 ) -> None:
     rl_config |= {"steps": 2}
     rl_config["data"]["eval"] = str(spurline_chat_file)
@@ -160,14 +140,12 @@ def test_rollouts_go_on_with_another_temperature_and_held_out_settings(
     train_until(rl_config, 1)
     source = {**rl_config["source"], "sampling": {"max_new_tokens": 6, "temperature": 0.8}}
     other = changed(rl_config, source={**source, "held_out": {"max_prompts": 3, "success": {"reward": "early"}}})
-    assert Run(load_config(other), allow_change=["source.sampling"]).train().step == 2
+    assert train(other, allow_change=["source.sampling"]).step == 2
     assert len(deterministic(read_metrics(rl_config["run_dir"]))) == 2
 
 
 @pytest.mark.parametrize("sampling", [{"max_new_tokens": 6}, {"max_new_tokens": 6, "temperature": 0.8}])
-def test_a_lower_bound_of_staleness_makes_finished_groups_again(
-    rl_config: dict[str, Any], sampling: dict[str, Any]
-) -> None:
+def test_a_lower_bound_of_staleness_makes_finished_groups_again(rl_config: Config, sampling: dict[str, Any]) -> None:
     rl_config["plugins"] = ["async_rl"]
     rl_config |= {"steps": 4}
     rl_config["source"] |= {"name": "async_rollouts", "max_staleness": 3, "correction": "tis", "stall_timeout_s": 20}
@@ -176,12 +154,12 @@ def test_a_lower_bound_of_staleness_makes_finished_groups_again(
     source = {**rl_config["source"], "max_staleness": 0 if "temperature" not in sampling else 3, "sampling": sampling}
     other = changed(rl_config, source=source)
     names = ["source.max_staleness"] if "temperature" not in sampling else ["source.sampling"]
-    assert Run(load_config(other), allow_change=names).train().step == 4
+    assert train(other, allow_change=names).step == 4
     oldest = [line["staleness/max"] for line in read_metrics(rl_config["run_dir"])]
     assert max(oldest[2:]) <= source["max_staleness"]
 
 
-def test_other_minibatches_count_on_from_the_optimizer_steps_done(rl_config: dict[str, Any]) -> None:
+def test_other_minibatches_count_on_from_the_optimizer_steps_done(rl_config: Config) -> None:
     """The learning rate goes on along the rest of its schedule, and hooks are told no number twice."""
     told: list[int] = []
 
@@ -190,15 +168,9 @@ def test_other_minibatches_count_on_from_the_optimizer_steps_done(rl_config: dic
         def on_optimizer_step(self, update: int) -> None:
             told.append(update)
 
-    def train(config: dict[str, Any], stop_at: int, **options: Any) -> None:
-        loaded = load_config(config)
-        loaded.host.attach(Updates(), "updates")
-        loaded.host.attach(StopAfter(stop_at), "stop")
-        Run(loaded, **options).train()
-
     rl_config |= {"steps": 6, "schedule": "cosine"}
-    train(rl_config, 4)
-    train(changed(rl_config, minibatches={"prompts_per_minibatch": 4}), 6, allow_change=["minibatches"])
+    train(rl_config, Updates(), stop_after=4)
+    train(changed(rl_config, minibatches={"prompts_per_minibatch": 4}), Updates(), allow_change=["minibatches"])
     assert told == [*range(1, 9), 9, 10]
     rates = [line["lr"] for line in read_metrics(rl_config["run_dir"])]
     assert rates == sorted(rates, reverse=True)
@@ -206,7 +178,7 @@ def test_other_minibatches_count_on_from_the_optimizer_steps_done(rl_config: dic
 
 
 def test_a_run_cannot_be_shortened_to_before_its_checkpoint(
-    spurline: Spurline, write_config: WriteConfig, base_config: dict[str, Any]
+    spurline: Spurline, write_config: WriteConfig, base_config: Config
 ) -> None:
     base_config["schedule"] = "constant"
     path = write_config(base_config)

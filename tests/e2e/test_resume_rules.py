@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from run_helpers import Config
 
 from spurline import load_config
 from spurline.config.compare import Difference, differences
@@ -37,7 +38,7 @@ ASYNC: dict[str, Any] = {
 FREE, TO_ROUNDING, BY_NAME, REFUSED = OnResume.FREE, OnResume.TO_ROUNDING, OnResume.BY_NAME, OnResume.REFUSED
 
 
-def merged(base: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+def merged(base: Config, path: str, value: Any) -> Config:
     """The config with the setting at a dotted path replaced."""
     first, _, rest = path.partition(".")
     if not rest:
@@ -46,7 +47,7 @@ def merged(base: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     return {**base, first: merged({"name": inner} if isinstance(inner, str) else inner, rest, value)}
 
 
-def found(base: dict[str, Any], **changes: Any) -> list[Difference]:
+def found(base: Config, **changes: Any) -> list[Difference]:
     changed = base
     for path, value in changes.items():
         changed = merged(changed, path.replace("__", "."), value)

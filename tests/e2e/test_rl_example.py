@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import runpy
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from every_run import SOAK
-from run_helpers import read_metrics
+from run_helpers import Spurline, read_metrics
 
 ROOT = Path(__file__).parents[2]
 SEEDS = (0, 1, 2) if SOAK else (0,)
@@ -26,11 +25,7 @@ ON_RANKS = {"plugins": "[collation_fast,fsdp_backend]", "backend.name": "fsdp", 
 # That ranks learn what one process learns is in `test_rank_runs.py`, step by step.
 @pytest.mark.parametrize("backend", [{}, ON_RANKS] if SOAK else [{}], ids=["local", "fsdp"] if SOAK else ["local"])
 def test_grpo_makes_a_weak_sorter_a_good_one(
-    spurline: Callable[..., tuple[int, str, str]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    backend: dict[str, object],
-    seed: int,
+    spurline: Spurline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: dict[str, object], seed: int
 ) -> None:
     def train(example: str, overrides: dict[str, object]) -> None:
         settings = {**overrides, **backend, "seed": seed, "evaluation.every_steps": "null"}

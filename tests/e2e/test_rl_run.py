@@ -6,7 +6,6 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,18 @@ from typing import Any
 import pytest
 from fake_plugins import FakePlugins
 from reward_functions import in_process
-from run_helpers import assert_same_weights, deterministic, read_metrics, train_and_kill
+from run_helpers import (
+    Config,
+    Spurline,
+    WriteConfig,
+    assert_pieces_equal_the_whole,
+    assert_same_run,
+    assert_same_weights,
+    deterministic,
+    read_metrics,
+    train,
+    train_and_kill,
+)
 from safetensors.torch import load_file, save_file
 from warm_runs import WarmRuns
 
@@ -22,24 +32,20 @@ from spurline import Run, load_config
 from spurline.errors import CheckpointError, ConfigError, DataError, RunFailedError
 from spurline.plugins.registry import ComponentRegistrar
 from spurline.protocols.backend import BackendFacts
-from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.source import MODEL_DROPOUT
 from spurline_models.local.configs import LocalBackendConfig
 from spurline_rl.kept_rollouts import KeptRollouts
-
-Spurline = Callable[..., tuple[int, str, str]]
-WriteConfig = Callable[[dict[str, Any]], Path]
 
 HELD_OUT = {"max_prompts": 3, "samples_per_prompt": 2, "temperature": 1.0, "success": {"reward": "early"}}
 
 
 def test_training_writes_health_metrics_evaluation_and_report(
-    spurline: Spurline, write_config: WriteConfig, rl_config: dict[str, Any], spurline_chat_file: Path
+    spurline: Spurline, rl_config: Config, spurline_chat_file: Path
 ) -> None:
     rl_config["data"]["eval"] = str(spurline_chat_file)
     rl_config["source"]["held_out"] = HELD_OUT
     rl_config["evaluation"] = {"every_steps": 3}
-    code, out, err = spurline("train", write_config(rl_config))
+    code, out, err = spurline("train", rl_config)
     assert (code, err) == (0, "")
     assert "Finished at step 6" in out
     assert "64 prompts" in out
@@ -62,47 +68,42 @@ def test_training_writes_health_metrics_evaluation_and_report(
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
-def test_the_trainer_sees_the_logprobs_that_were_sampled_with(rl_config: dict[str, Any], temperature: float) -> None:
+def test_the_trainer_sees_the_logprobs_that_were_sampled_with(rl_config: Config, temperature: float) -> None:
     rl_config["source"]["sampling"]["temperature"] = temperature
     rl_config["steps"] = 2
-    Run(load_config(rl_config)).train()
+    train(rl_config)
     for line in read_metrics(rl_config["run_dir"]):
         assert line["mismatch/logprob_diff/max"] < 1e-5
 
 
-def test_training_raises_the_reward(rl_config: dict[str, Any]) -> None:
+def test_training_raises_the_reward(rl_config: Config) -> None:
     rl_config["steps"] = 30
     rl_config["optimizer"] = {"learning_rate": 5e-3}
     rl_config["source"]["samples_per_prompt"] = 8
     rl_config["source"]["environment"]["rewards"] = {"early": in_process("run_rewards:early_letters")}
     del rl_config["source"]["reward_weights"]
-    Run(load_config(rl_config)).train()
+    train(rl_config)
     rewards = [line["reward/mean"] for line in read_metrics(rl_config["run_dir"])]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2, rewards
 
 
-def test_a_resumed_run_is_the_uninterrupted_one(rl_config: dict[str, Any], tmp_path: Path) -> None:
-    whole = rl_config | {"run_dir": str(tmp_path / "whole")}
-    Run(load_config(whole)).train()
-    Run(load_config(rl_config | {"steps": 3})).train()
-    Run(load_config(rl_config)).train()
-    assert deterministic(read_metrics(rl_config["run_dir"])) == deterministic(read_metrics(tmp_path / "whole"))
-    assert_same_weights(tmp_path / "run", tmp_path / "whole")
+def test_a_resumed_run_is_the_uninterrupted_one(rl_config: Config, tmp_path: Path) -> None:
+    assert_pieces_equal_the_whole(rl_config, tmp_path, [3])
 
 
 def test_evaluating_does_not_change_what_is_trained(
-    rl_config: dict[str, Any], spurline_chat_file: Path, tmp_path: Path
+    rl_config: Config, spurline_chat_file: Path, tmp_path: Path
 ) -> None:
-    Run(load_config(rl_config)).train()
+    train(rl_config)
     rl_config["data"]["eval"] = str(spurline_chat_file)
     rl_config["source"]["held_out"] = HELD_OUT
     other = rl_config | {"run_dir": str(tmp_path / "other"), "evaluation": {"every_steps": 1}}
-    Run(load_config(other)).train()
+    train(other)
     assert_same_weights(tmp_path / "run", tmp_path / "other")
 
 
 def test_right_answers_pass_whatever_a_penalty_beside_them_takes_from_their_return(
-    rl_config: dict[str, Any], spurline_chat_file: Path
+    rl_config: Config, spurline_chat_file: Path
 ) -> None:
     rl_config["data"]["eval"] = str(spurline_chat_file)
     rl_config["source"]["environment"]["rewards"] = {
@@ -110,7 +111,7 @@ def test_right_answers_pass_whatever_a_penalty_beside_them_takes_from_their_retu
         "brevity": in_process("run_rewards:brevity"),
     }
     rl_config["source"]["held_out"] = {"max_prompts": 3, "success": {"reward": "right", "at_least": 1}}
-    Run(load_config(rl_config | {"steps": 1})).train()
+    train(rl_config | {"steps": 1})
     [line] = read_metrics(rl_config["run_dir"])
     assert line["eval/reward"] < 1, "the penalty must be felt, or this test says nothing"
     assert line["eval/pass@1"] == 1
@@ -130,7 +131,7 @@ def test_right_answers_pass_whatever_a_penalty_beside_them_takes_from_their_retu
     ],
 )
 def test_what_a_success_is_must_be_said_where_there_are_several_rewards(
-    rl_config: dict[str, Any], spurline_chat_file: Path, held_out: dict[str, Any], message: str
+    rl_config: Config, spurline_chat_file: Path, held_out: dict[str, Any], message: str
 ) -> None:
     rl_config["data"]["eval"] = str(spurline_chat_file)
     rl_config["source"]["held_out"] = held_out
@@ -138,31 +139,31 @@ def test_what_a_success_is_must_be_said_where_there_are_several_rewards(
         load_config(rl_config)
 
 
-def test_a_resume_on_other_prompts_is_refused(rl_config: dict[str, Any], spurline_chat_file: Path) -> None:
-    Run(load_config(rl_config | {"steps": 2})).train()
+def test_a_resume_on_other_prompts_is_refused(rl_config: Config, spurline_chat_file: Path) -> None:
+    train(rl_config | {"steps": 2})
     with spurline_chat_file.open("a") as file:
         file.write(json.dumps({"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}))
     with pytest.raises(CheckpointError, match="prompts are not those"):
-        Run(load_config(rl_config)).train()
+        train(rl_config)
 
 
-def test_dynamic_sampling_is_bounded_and_reported(rl_config: dict[str, Any]) -> None:
+def test_dynamic_sampling_is_bounded_and_reported(rl_config: Config) -> None:
     rl_config["steps"] = 1
     rl_config["source"] |= {"zero_variance": "refill", "max_draws_per_step": 9}
     rl_config["source"]["environment"]["rewards"] = {"same": in_process("run_rewards:always_one")}
     del rl_config["source"]["reward_weights"]
-    Run(load_config(rl_config)).train()
+    train(rl_config)
     [line] = read_metrics(rl_config["run_dir"])
     assert (line["groups/drawn"], line["groups/filtered"], line["groups/refill_missing"]) == (9, 5, 4)
     assert line["grad_norm"] == 0
 
 
-def test_prompts_whose_reward_fails_are_given_up_within_a_budget(rl_config: dict[str, Any]) -> None:
+def test_prompts_whose_reward_fails_are_given_up_within_a_budget(rl_config: Config) -> None:
     rl_config["source"]["environment"]["rewards"] = {"some": in_process("run_rewards:fails_on_some_rows")}
     rl_config["source"]["faults"] = {"retries": 1}
     del rl_config["source"]["reward_weights"]
     rl_config["steps"] = 16
-    Run(load_config(rl_config)).train()
+    train(rl_config)
     metrics = read_metrics(rl_config["run_dir"])
     lost = sum(line["groups/quarantined"] for line in metrics)
     assert lost > 0
@@ -176,7 +177,7 @@ def test_prompts_whose_reward_fails_are_given_up_within_a_budget(rl_config: dict
     rl_config["run_dir"] += "-strict"
     rl_config["source"]["faults"]["max_quarantined"] = 0
     with pytest.raises(RunFailedError, match=r"max_quarantined: 0(.|\n)*KeyError"):
-        Run(load_config(rl_config)).train()
+        train(rl_config)
 
 
 BAD_LINES = {"malformed": '{"messages": []}\n', "unreadable": '{"messages": \n'}
@@ -192,17 +193,17 @@ def write_rows(path: Path, rows: list[str], **bad: int) -> None:
 
 @pytest.mark.parametrize("kind", BAD_LINES)
 def test_a_row_that_cannot_be_used_ends_the_run_with_its_location(
-    rl_config: dict[str, Any], spurline_chat_file: Path, tmp_path: Path, kind: str
+    rl_config: Config, spurline_chat_file: Path, tmp_path: Path, kind: str
 ) -> None:
     rows = spurline_chat_file.read_text(encoding="utf-8").splitlines(keepends=True)[:7]
     write_rows(tmp_path / "rows.jsonl", rows, **{kind: 4})
     rl_config["data"]["train"] = str(tmp_path / "rows.jsonl")
     with pytest.raises(DataError, match=r"rows\.jsonl:5: "):
-        Run(load_config(rl_config)).train()
+        train(rl_config)
 
 
 def test_rows_that_cannot_be_used_are_skipped_and_replaced_and_a_resume_is_exact(
-    rl_config: dict[str, Any], spurline_chat_file: Path, tmp_path: Path
+    rl_config: Config, spurline_chat_file: Path, tmp_path: Path
 ) -> None:
     rows = spurline_chat_file.read_text(encoding="utf-8").splitlines(keepends=True)[:7]
     write_rows(tmp_path / "rows.jsonl", rows, malformed=2, unreadable=5)
@@ -213,7 +214,7 @@ def test_rows_that_cannot_be_used_are_skipped_and_replaced_and_a_resume_is_exact
     rl_config["source"]["held_out"] = {"success": {"reward": "early"}}
     rl_config["source"]["faults"] = {"max_quarantined": 0}
     whole = rl_config | {"run_dir": str(tmp_path / "whole")}
-    Run(load_config(whole)).train()
+    train(whole)
     metrics = read_metrics(tmp_path / "whole")
     assert all((line["groups/drawn"], line["groups/quarantined"]) == (4, 0) for line in metrics)
     skipped = sum(line["groups/skipped_rows"] for line in metrics)
@@ -222,7 +223,7 @@ def test_rows_that_cannot_be_used_are_skipped_and_replaced_and_a_resume_is_exact
     assert metrics[-1]["eval/skipped_rows"] == 1
     assert "eval/failed" not in metrics[-1]
     for steps in (2, 4, 6):
-        Run(load_config(rl_config | {"steps": steps})).train()
+        train(rl_config | {"steps": steps})
     # Each piece evaluates at its own end.
     ours, theirs = (
         [{name: value for name, value in line.items() if not name.startswith("eval/")} for line in deterministic(run)]
@@ -233,19 +234,19 @@ def test_rows_that_cannot_be_used_are_skipped_and_replaced_and_a_resume_is_exact
 
 
 def test_a_resume_whose_reference_model_was_overwritten_is_refused(
-    rl_config: dict[str, Any], spurline_tiny_model: Path, tmp_path: Path
+    rl_config: Config, spurline_tiny_model: Path, tmp_path: Path
 ) -> None:
     model = Path(shutil.copytree(spurline_tiny_model, tmp_path / "own-model"))
     rl_config["model"]["path"] = str(model)
     rl_config["loss"] = {"name": "ppo", "kl": {"coefficient": 0.1}}
-    Run(load_config(rl_config | {"steps": 2})).train()
+    train(rl_config | {"steps": 2})
     weights = load_file(model / "model.safetensors")
     noise = {name: value + 0.1 for name, value in weights.items()}
     save_file(noise, model / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"own-model are not those this run started from"):
-        Run(load_config(rl_config)).train()
+        train(rl_config)
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    assert Run(load_config(rl_config)).train().step == 6
+    assert train(rl_config).step == 6
 
 
 @pytest.mark.parametrize(
@@ -279,52 +280,21 @@ def test_a_resume_whose_reference_model_was_overwritten_is_refused(
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(
-    spurline: Spurline, write_config: WriteConfig, rl_config: dict[str, Any], changes: dict[str, Any], message: str
+    spurline: Spurline, rl_config: Config, changes: Config, message: str
 ) -> None:
     source = rl_config["source"] | changes.get("source", {})
-    code, _, err = spurline("plan", write_config(rl_config | changes | {"source": source}))
+    code, _, err = spurline("plan", rl_config | changes | {"source": source})
     assert code != 0
     assert message in err
 
 
 @pytest.mark.parametrize("setting", MODEL_DROPOUT)
-def test_dropout_is_refused_where_logprobs_are_compared(rl_config: dict[str, Any], setting: str) -> None:
+def test_dropout_is_refused_where_logprobs_are_compared(rl_config: Config, setting: str) -> None:
     rl_config["model"]["config_overrides"] = {setting: 0.1}
     with pytest.raises(ConfigError, match=rf"model\.config_overrides\.{setting} is 0\.1.*Set it to 0"):
         load_config(rl_config)
     rl_config["model"]["config_overrides"] = {setting: 0.0}
     load_config(rl_config)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"max_draws_per_step": 8},
-        {"zero_variance": "refill", "max_draws_per_step": 8},
-        {"overlong": {"buffer_tokens": 2}, "reward_weights": {"overlong": 0.5, "early": 2.0}},
-        {"correction": "tis"},
-    ],
-)
-def test_settings_that_go_together_are_accepted(rl_config: dict[str, Any], changes: dict[str, Any]) -> None:
-    source = load_config(rl_config | {"source": rl_config["source"] | changes}).config.source
-    assert changes.keys() <= source.model_fields_set
-
-
-def test_a_plan_gives_no_advice_on_the_batch_size_that_rollouts_do_not_have(
-    spurline: Spurline, write_config: WriteConfig, rl_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(LocalBackendConfig, "layout", lambda _: ParallelLayout(data=64))
-    assert "batch_size" not in str(spurline("plan", write_config(rl_config)))
-
-
-def test_a_plan_says_what_is_optimised(
-    spurline: Spurline, write_config: WriteConfig, rl_config: dict[str, Any]
-) -> None:
-    code, out, err = spurline("plan", write_config(rl_config))
-    assert (code, err) == (0, "")
-    assert "6 steps of 4 prompts x 4 attempts, 12 optimizer steps" in out
-    assert "GRPO" in out
-    assert "64 prompts" in out
 
 
 class ElsewhereConfig(LocalBackendConfig):
@@ -337,21 +307,28 @@ class ElsewhereConfig(LocalBackendConfig):
         return replace(super().facts, lends_model=False, lends_parameters=False)
 
 
+@pytest.mark.parametrize("narrow", [False, True])
 def test_an_engine_with_a_copy_of_the_weights_trains_what_one_that_shares_them_does(
-    rl_config: dict[str, Any], spurline_chat_file: Path, tmp_path: Path
+    rl_config: Config, spurline_chat_file: Path, tmp_path: Path, narrow: bool
 ) -> None:
     def register(registry: ComponentRegistrar) -> None:
         registry.add(ElsewhereConfig, "spurline_models.local.backend:LocalBackend")
 
-    rl_config["data"]["eval"] = str(spurline_chat_file)
-    rl_config["source"]["held_out"] = HELD_OUT
-    rl_config["evaluation"] = {"every_steps": 3}
+    shared = rl_config | {"run_dir": str(tmp_path / "shared")}
+    if narrow:
+        # The engine samples from what the master parameters are rounded to.
+        shared |= {"steps": 2, "report": {"enabled": False}}
+        shared["source"]["engine"]["precision"] = "bf16"
+        shared["backend"] |= {"precision": "bf16", "weights": "bf16_masters", "offload_optimizer": True}
+    else:
+        shared["data"]["eval"] = str(spurline_chat_file)
+        shared["source"]["held_out"] = HELD_OUT
+        shared["evaluation"] = {"every_steps": 3}
     with FakePlugins() as plugins:
         available = plugins.add("ranks", register=register)
-        shared = rl_config | {"run_dir": str(tmp_path / "shared")}
-        backend = {**rl_config["backend"], "name": "elsewhere"}
-        copied = {**rl_config, "run_dir": str(tmp_path / "copied"), "plugins": ["ranks"], "backend": backend}
-        Run(load_config(shared)).train()
+        backend = {**shared["backend"], "name": "elsewhere"}
+        copied = {**shared, "run_dir": str(tmp_path / "copied"), "plugins": ["ranks"], "backend": backend}
+        train(shared)
         loaded = load_config(copied, available=available)
         [line] = [line for line in loaded.config.source.engine.describe(loaded.config, 16, 100) if "copy" in line]
         assert "backend 'elsewhere' has its model in other processes" in line
@@ -359,30 +336,7 @@ def test_an_engine_with_a_copy_of_the_weights_trains_what_one_that_shares_them_d
     lines, expected = (deterministic(read_metrics(tmp_path / name)) for name in ("copied", "shared"))
     for line in lines:
         assert line.pop("sync/bytes") > 0
-    assert lines == expected
-    assert_same_weights(tmp_path / "copied", tmp_path / "shared")
-
-
-def test_an_engine_with_a_copy_of_narrow_weights_samples_from_what_masters_are_rounded_to(
-    rl_config: dict[str, Any], tmp_path: Path
-) -> None:
-    def register(registry: ComponentRegistrar) -> None:
-        registry.add(ElsewhereConfig, "spurline_models.local.backend:LocalBackend")
-
-    rl_config |= {"steps": 2, "report": {"enabled": False}}
-    rl_config["source"]["engine"]["precision"] = "bf16"
-    backend = {**rl_config["backend"], "precision": "bf16", "weights": "bf16_masters", "offload_optimizer": True}
-    with FakePlugins() as plugins:
-        available = plugins.add("ranks", register=register)
-        shared = {**rl_config, "run_dir": str(tmp_path / "shared"), "backend": backend}
-        copied = {**shared, "run_dir": str(tmp_path / "copied"), "plugins": ["ranks"]}
-        copied["backend"] = {**backend, "name": "elsewhere"}
-        Run(load_config(shared)).train()
-        Run(load_config(copied, available=available)).train()
-    lines, expected = (deterministic(read_metrics(tmp_path / name)) for name in ("copied", "shared"))
-    for line in lines:
-        assert line.pop("sync/bytes") > 0
-        assert line["mismatch/logprob_diff/max"] < 0.1
+        assert line["mismatch/logprob_diff/max"] < (0.1 if narrow else 1e-5)
     assert lines == expected
     assert_same_weights(tmp_path / "copied", tmp_path / "shared")
 
@@ -390,22 +344,21 @@ def test_an_engine_with_a_copy_of_narrow_weights_samples_from_what_masters_are_r
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_killed_runs_end_with_the_metrics_of_the_uninterrupted_run(
-    rl_config: dict[str, Any], write_config: WriteConfig, warm_runs: WarmRuns, tmp_path: Path
+    rl_config: Config, write_config: WriteConfig, warm_runs: WarmRuns, tmp_path: Path
 ) -> None:
     kills = 100 if os.environ.get("SPURLINE_SOAK") else 4
     rl_config["source"] |= {"prompts_per_step": 2, "samples_per_prompt": 2}
     rl_config["minibatches"]["prompts_per_minibatch"] = 1
     config = rl_config | {"steps": 7 * kills, "checkpoint": {"every_steps": 2}, "report": {"enabled": False}}
     whole = config | {"run_dir": str(tmp_path / "whole")}
-    Run(load_config(whole)).train()
+    train(whole)
     path = write_config(config)
     instants = random.Random(11)
     metrics = Path(config["run_dir"]) / "metrics.jsonl"
     for _ in range(kills):
         train_and_kill(warm_runs, path, metrics, steps=instants.randint(1, 3), wait_s=instants.uniform(0, 0.1))
-    assert Run(load_config(path)).train().status == "finished"
-    assert deterministic(read_metrics(config["run_dir"])) == deterministic(read_metrics(tmp_path / "whole"))
-    assert_same_weights(tmp_path / "run", tmp_path / "whole")
+    assert train(path).status == "finished"
+    assert_same_run(config["run_dir"], tmp_path / "whole")
     killed, through = (KeptRollouts(tmp_path / name).attempts() for name in ("run", "whole"))
     for attempt, expected in zip(killed, through, strict=True):
         assert (attempt.step, attempt.uid, attempt.sample) == (expected.step, expected.uid, expected.sample)

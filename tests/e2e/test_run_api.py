@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import pydoc
-import re
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from run_helpers import deterministic, read_metrics
+from run_helpers import Config, deterministic, read_metrics, train
 from transformers import AutoModelForCausalLM
 
 from spurline import Run, load_config
-from spurline.errors import HookFailedError, PluginError, RunFailedError, UserError
+from spurline.errors import RunFailedError, UserError
 from spurline.plugins import hookimpl
 
 
@@ -49,22 +47,15 @@ class Acting:
         self._do("on_step_end", step)
 
 
-def train(config: dict[str, Any], *hooks: object) -> Any:
-    loaded = load_config(config)
-    for number, hook in enumerate(hooks):
-        loaded.host.attach(hook, f"mine/{number}")
-    return Run(loaded).train()
-
-
 @pytest.fixture
-def evaluated_config(base_config: dict[str, Any], spurline_chat_file: Path) -> dict[str, Any]:
+def evaluated_config(base_config: Config, spurline_chat_file: Path) -> Config:
     base_config["data"]["eval"] = str(spurline_chat_file)
     base_config["evaluation"] = {"every_steps": 3}
     return base_config
 
 
 def test_a_requested_stop_ends_the_run_after_the_step_with_its_reason_and_the_rest_follows(
-    base_config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    base_config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = base_config | {"run_dir": str(tmp_path / "whole")}
     train(whole)
@@ -87,14 +78,6 @@ def test_a_requested_stop_ends_the_run_after_the_step_with_its_reason_and_the_re
         assert deterministic(read_metrics(tmp_path / hook)) == deterministic(read_metrics(tmp_path / "whole"))
 
 
-def test_the_command_line_prints_why_a_run_was_stopped(capsys: pytest.CaptureFixture[str]) -> None:
-    from spurline.run.commands import print_result
-    from spurline.run.endings.ending import RunResult
-
-    print_result(RunResult("stopped", 3, {"loss": 1.0}, None, None, stop_reason="the loss is good enough"))
-    assert "Stopped on request at step 3: the loss is good enough" in capsys.readouterr().out
-
-
 def test_the_command_line_says_where_the_model_is_and_that_its_weights_are_not_the_best(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -113,7 +96,7 @@ def test_the_command_line_says_where_the_model_is_and_that_its_weights_are_not_t
 
 
 def test_an_evaluation_by_a_hook_is_recorded_under_its_prefix_with_the_step_it_belongs_to(
-    evaluated_config: dict[str, Any],
+    evaluated_config: Config,
 ) -> None:
     returned: list[dict[str, float]] = []
     train(
@@ -132,7 +115,7 @@ def test_an_evaluation_by_a_hook_is_recorded_under_its_prefix_with_the_step_it_b
 
 
 def test_an_evaluation_of_swapped_parameters_measures_those_and_leaves_the_run_as_it_was(
-    evaluated_config: dict[str, Any], tmp_path: Path
+    evaluated_config: Config, tmp_path: Path
 ) -> None:
     whole = evaluated_config | {"run_dir": str(tmp_path / "whole")}
     train(whole)
@@ -155,7 +138,7 @@ def test_an_evaluation_of_swapped_parameters_measures_those_and_leaves_the_run_a
 
 
 def test_rollouts_of_swapped_parameters_are_theirs_and_training_goes_on_as_without_them(
-    rl_config: dict[str, Any], spurline_chat_file: Path, tmp_path: Path
+    rl_config: Config, spurline_chat_file: Path, tmp_path: Path
 ) -> None:
     rl_config["data"]["eval"] = str(spurline_chat_file)
     rl_config["evaluation"] = {"every_steps": 2}
@@ -205,13 +188,13 @@ def test_rollouts_of_swapped_parameters_are_theirs_and_training_goes_on_as_witho
     ],
 )
 def test_an_evaluation_at_the_wrong_time_or_under_a_wrong_prefix_is_refused(
-    evaluated_config: dict[str, Any], hook: str, prefix: str, message: str
+    evaluated_config: Config, hook: str, prefix: str, message: str
 ) -> None:
     with pytest.raises((UserError, RunFailedError), match=rf"plugin 'mine', hook {hook}: run\.evaluate.*{message}"):
         train(evaluated_config, Acting(hook, lambda run: run.evaluate(prefix)))
 
 
-def test_two_evaluations_of_a_step_under_one_prefix_are_refused(evaluated_config: dict[str, Any]) -> None:
+def test_two_evaluations_of_a_step_under_one_prefix_are_refused(evaluated_config: Config) -> None:
     def twice(run: Run) -> None:
         run.evaluate("ema")
         run.evaluate("ema")
@@ -220,9 +203,7 @@ def test_two_evaluations_of_a_step_under_one_prefix_are_refused(evaluated_config
         train(evaluated_config, Acting("on_eval_end", twice))
 
 
-def test_an_evaluation_under_the_prefix_of_other_metrics_does_not_replace_them(
-    evaluated_config: dict[str, Any],
-) -> None:
+def test_an_evaluation_under_the_prefix_of_other_metrics_does_not_replace_them(evaluated_config: Config) -> None:
     class Adds:
         @hookimpl(wrapper=True)
         def train_step(self) -> Generator[None, dict[str, float], dict[str, float]]:
@@ -232,12 +213,12 @@ def test_an_evaluation_under_the_prefix_of_other_metrics_does_not_replace_them(
         train(evaluated_config, Adds(), Acting("on_step_start", lambda run: run.evaluate("mine")))
 
 
-def test_an_evaluation_without_held_out_data_says_what_to_set(base_config: dict[str, Any]) -> None:
+def test_an_evaluation_without_held_out_data_says_what_to_set(base_config: Config) -> None:
     with pytest.raises(UserError, match=r"data\.eval is empty, and run\.evaluate\('ema'\) needs held-out data"):
         train(base_config, Acting("on_step_start", lambda run: run.evaluate("ema")))
 
 
-def test_swapped_weights_cannot_be_measured_by_engines_that_have_copies(evaluated_config: dict[str, Any]) -> None:
+def test_swapped_weights_cannot_be_measured_by_engines_that_have_copies(evaluated_config: Config) -> None:
     def measure(run: Run) -> None:
         run._session.components.data.evaluations[0].held_out.measures_copies = True
         backend: Any = run.backend
@@ -249,9 +230,7 @@ def test_swapped_weights_cannot_be_measured_by_engines_that_have_copies(evaluate
         train(evaluated_config, Acting("on_step_start", measure))
 
 
-def test_a_hook_exports_the_weights_of_the_moment_into_a_free_folder(
-    base_config: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_hook_exports_the_weights_of_the_moment_into_a_free_folder(base_config: Config, tmp_path: Path) -> None:
     weights: list[dict[str, torch.Tensor]] = []
 
     def export(run: Run) -> None:
@@ -296,18 +275,8 @@ class Counter:
             self._run.request_stop("for a test")
 
 
-def test_what_hooks_saw_of_every_step_is_kept_once_over_resumes(base_config: dict[str, Any]) -> None:
-    for expected in ("stopped", "stopped", "finished"):
-        counter = Counter()
-        assert train(base_config, counter).status == expected
-    assert counter.steps == [1, 2, 3, 4, 5, 6]
-    assert counter.updates == [1, 2, 3, 4, 5, 6]
-    newest = sorted((Path(base_config["run_dir"]) / "checkpoints").glob("step-*"))[-1]
-    assert (newest / "hooks/mine/seen.safetensors").is_file()
-
-
 def test_a_step_whose_evaluation_failed_reaches_hooks_once_all_the_same(
-    evaluated_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    evaluated_config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from spurline.run.evaluations.evaluation import DataEvaluation
 
@@ -331,7 +300,7 @@ class SeesSteps(Counter):
 
 
 def test_a_program_may_keep_state_before_it_trains_and_notes_say_what_is_new_or_left(
-    base_config: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    base_config: Config, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base_config["steps"] = 2
     run = Run(load_config(base_config))
@@ -352,36 +321,7 @@ def test_a_program_may_keep_state_before_it_trains_and_notes_say_what_is_new_or_
     assert "The state 'own' in the checkpoint is left out" in capsys.readouterr().out
 
 
-def test_state_that_cannot_be_kept_names_plugin_hook_and_name(base_config: dict[str, Any]) -> None:
-    nothing: Any = {"a": 1}
-    with pytest.raises(PluginError, match=r"^plugin 'mine', hook on_run_start: keep_state\('x'\) was given"):
-        train(base_config, Acting("on_run_start", lambda run: run.keep_state("x", nothing)))
-    with pytest.raises(PluginError, match=r"^plugin 'mine', hook on_step_end: keep_state\('x'\) came after training"):
-        train(base_config, Acting("on_step_end", lambda run: run.keep_state("x", Counter())))
-
-
-class Overwrites:
-    def __init__(self, metrics: dict[str, Any]) -> None:
-        self._metrics = metrics
-
-    @hookimpl(wrapper=True)
-    def train_step(self) -> Generator[None, dict[str, float], dict[str, float]]:
-        return {**(yield), **self._metrics}
-
-
-@pytest.mark.parametrize("name", ["time/step", "eval/loss", "loss", "packing/fill", "epoch", "time/evaluate"])
-def test_a_wrapper_that_takes_the_name_of_any_metric_of_the_step_is_refused(
-    evaluated_config: dict[str, Any], name: str
-) -> None:
-    evaluated_config["evaluation"] = {"every_steps": 1}
-    with pytest.raises(PluginError, match=rf"^plugin 'mine', hook train_step: .*'{re.escape(name)}'"):
-        train(evaluated_config, Overwrites({name: -1.0}))
-    assert read_metrics(evaluated_config["run_dir"]) == []
-
-
-def test_a_run_takes_a_path_or_a_mapping_in_place_of_a_loaded_config(
-    base_config: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_run_takes_a_path_or_a_mapping_in_place_of_a_loaded_config(base_config: Config, tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(json.dumps(base_config), encoding="utf-8")
     expected = load_config(base_config).resolved()
@@ -391,27 +331,10 @@ def test_a_run_takes_a_path_or_a_mapping_in_place_of_a_loaded_config(
         Run(load_config(base_config).config)  # pyright: ignore[reportArgumentType]
 
 
-def test_what_exists_only_while_a_run_trains_says_so_before(base_config: dict[str, Any]) -> None:
+def test_what_exists_only_while_a_run_trains_says_so_before(base_config: Config) -> None:
     run = Run(load_config(base_config))
     for name in ("backend", "source", "tokenizer", "batches"):
         with pytest.raises(AttributeError, match=f"Run.{name} exists while the run trains"):
             getattr(run, name)
     with pytest.raises(AttributeError, match="'Run' object has no attribute 'trainer'"):
         run.trainer  # noqa: B018
-
-
-def test_an_error_of_the_python_api_keeps_the_hooks_own_error_as_its_cause(base_config: dict[str, Any]) -> None:
-    def divide(run: Run) -> float:
-        return 1 / 0
-
-    with pytest.raises(HookFailedError, match="plugin 'mine', hook on_step_start: ZeroDivisionError") as raised:
-        train(base_config, Acting("on_step_start", divide))
-    assert isinstance(raised.value.__cause__, ZeroDivisionError)
-
-
-def test_help_of_run_tells_every_attribute_and_method() -> None:
-    text = pydoc.plain(pydoc.render_doc(Run))
-    for name in ("config:", "directory:", "state:", "tokenizer:", "backend:", "source:", "hooks:"):
-        assert f" {name} " in text, name
-    for method in ("evaluate(", "export(", "request_stop(", "keep_state(", "train("):
-        assert method in text, method

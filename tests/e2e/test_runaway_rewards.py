@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_helpers import assert_same_weights, read_metrics
-
-from spurline import Run, load_config
+from run_helpers import Config, assert_same_weights, read_metrics, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
@@ -32,7 +30,7 @@ async def blocks(answer):
 """
 
 
-def config_of(rl_config: dict[str, Any], module: Path, source: dict[str, Any], function: str) -> dict[str, Any]:
+def config_of(rl_config: Config, module: Path, source: dict[str, Any], function: str) -> Config:
     module.write_text(REWARDS, encoding="utf-8")
     reward = {"name": "function", "path": f"{module}:{function}", "timeout_s": 0.4}
     faults = {"retries": 8, "max_quarantined": 64}
@@ -53,10 +51,10 @@ def config_of(rl_config: dict[str, Any], module: Path, source: dict[str, Any], f
     ids=["synchronous", "asynchronous"],
 )
 def test_a_reward_that_never_returns_on_some_responses_holds_up_no_step(
-    rl_config: dict[str, Any], tmp_path: Path, source: dict[str, Any], function: str
+    rl_config: Config, tmp_path: Path, source: dict[str, Any], function: str
 ) -> None:
     config = config_of(rl_config, tmp_path / "odd.py", source, function)
-    Run(load_config(config)).train()
+    train(config)
     metrics = read_metrics(Path(config["run_dir"]))
     assert [line["step"] for line in metrics] == [1, 2, 3, 4, 5, 6]
     workers = set(map(int, (tmp_path / "pids").read_text().split()))
@@ -67,7 +65,7 @@ def test_a_reward_that_never_returns_on_some_responses_holds_up_no_step(
 
 
 def test_without_staleness_a_run_with_worker_processes_equals_the_synchronous_one_bit_for_bit(
-    rl_config: dict[str, Any], tmp_path: Path
+    rl_config: Config, tmp_path: Path
 ) -> None:
     config = config_of(rl_config, tmp_path / "odd.py", {"name": "async_rollouts", "max_staleness": 0}, "spins")
     # A call that a busy machine holds up longer would be made again, with another response.
@@ -76,5 +74,5 @@ def test_without_staleness_a_run_with_worker_processes_equals_the_synchronous_on
     twin["source"] = {name: value for name, value in config["source"].items() if name != "max_staleness"}
     twin["source"]["name"] = "rollouts"
     for each in (config, twin):
-        Run(load_config(each)).train()
+        train(each)
     assert_same_weights(Path(config["run_dir"]), Path(twin["run_dir"]))

@@ -6,21 +6,17 @@ import os
 import pty
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from run_helpers import num_lines, read_metrics, wait_for
+from run_helpers import Config, WriteConfig, num_lines, read_metrics, wait_for
 from warm_runs import WarmRuns
 
 pytestmark = pytest.mark.processes
 
-WriteConfig = Callable[[dict[str, Any]], Path]
-
 
 def test_a_run_whose_terminal_closes_finishes_and_saves_its_step(
-    warm_runs: WarmRuns, base_config: dict[str, Any], write_config: WriteConfig
+    warm_runs: WarmRuns, base_config: Config, write_config: WriteConfig
 ) -> None:
     base_config |= {"steps": 4000, "checkpoint": {}}
     run_dir = Path(base_config["run_dir"])

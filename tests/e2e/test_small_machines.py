@@ -12,20 +12,27 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from run_helpers import assert_same_weights, deterministic, num_lines, read_metrics, train_command, wait_for
+from run_helpers import (
+    Config,
+    WriteConfig,
+    assert_same_run,
+    deterministic,
+    num_lines,
+    read_metrics,
+    train,
+    train_command,
+    wait_for,
+)
 from warm_runs import WarmRuns
 
-from spurline import Run, load_config
 from spurline.errors import SpurlineError
 
 SOAK = bool(os.environ.get("SPURLINE_SOAK"))
 DAY_S = 86400
 
 Resize = Callable[[str], None]
-WriteConfig = Callable[[dict[str, Any]], Path]
 
 
 @pytest.fixture
@@ -44,7 +51,7 @@ def small_disk(tmp_path: Path) -> Iterator[tuple[Path, Resize]]:
 
 
 @pytest.fixture
-def async_config(rl_config: dict[str, Any]) -> dict[str, Any]:
+def async_config(rl_config: Config) -> Config:
     """It has a timeline, recorded groups and a report, and equals the synchronous run."""
     rl_config["plugins"] = ["async_rl"]
     rl_config["source"] |= {"name": "async_rollouts", "max_staleness": 0, "record_groups": True}
@@ -58,43 +65,42 @@ def async_config(rl_config: dict[str, Any]) -> dict[str, Any]:
 def test_a_full_disk_is_named_and_the_run_goes_on_when_there_is_space(
     kind: str, request: pytest.FixtureRequest, small_disk: tuple[Path, Resize], tmp_path: Path
 ) -> None:
-    config: dict[str, Any] = request.getfixturevalue(kind)
+    config: Config = request.getfixturevalue(kind)
     folder, remount = small_disk
     whole = config | {"run_dir": str(tmp_path / "whole")}
-    Run(load_config(whole)).train()
+    train(whole)
     sizes_kib = (*range(4, 32, 4), *range(32, 1600, 24)) if SOAK else (8, 1200)
     for size_kib in sizes_kib:
         run_dir = folder / f"run-{size_kib}"
         config["run_dir"] = str(run_dir)
         remount(f"size={size_kib}k")
         with pytest.raises(SpurlineError, match=r"cannot be written.*No space.* Free some space") as raised:
-            Run(load_config(config)).train()
+            train(config)
         assert str(run_dir) in str(raised.value)
         print(size_kib, str(raised.value).replace(str(run_dir), ""))
         remount("size=64m")
-        Run(load_config(config)).train()
-        assert deterministic(read_metrics(run_dir)) == deterministic(read_metrics(tmp_path / "whole"))
-        assert_same_weights(run_dir, tmp_path / "whole")
+        train(config)
+        assert_same_run(run_dir, tmp_path / "whole")
         shutil.rmtree(run_dir)
 
 
 @pytest.mark.processes
-def test_a_disk_that_turns_read_only_is_named(small_disk: tuple[Path, Resize], base_config: dict[str, Any]) -> None:
+def test_a_disk_that_turns_read_only_is_named(small_disk: tuple[Path, Resize], base_config: Config) -> None:
     folder, remount = small_disk
     remount("ro")
     with pytest.raises(SpurlineError, match=rf"run_dir {folder}/run cannot be written: Read-only file system\. Choose"):
-        Run(load_config(base_config | {"run_dir": str(folder / "run")})).train()
+        train(base_config | {"run_dir": str(folder / "run")})
 
 
 def test_a_clock_that_jumps_by_a_day_changes_nothing(
-    async_config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    async_config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = async_config | {"run_dir": str(tmp_path / "whole")}
-    Run(load_config(whole)).train()
+    train(whole)
     jumps, now, now_ns = random.Random(0), time.time, time.time_ns
     monkeypatch.setattr(time, "time", lambda: now() + jumps.randint(-1, 1) * DAY_S)
     monkeypatch.setattr(time, "time_ns", lambda: now_ns() + jumps.randint(-1, 1) * DAY_S * 10**9)
-    Run(load_config(async_config)).train()
+    train(async_config)
     lines = read_metrics(async_config["run_dir"])
     assert deterministic(lines) == deterministic(read_metrics(tmp_path / "whole"))
     assert all(0 <= value < DAY_S / 2 for line in lines for name, value in line.items() if name.startswith("time/"))
@@ -103,7 +109,7 @@ def test_a_clock_that_jumps_by_a_day_changes_nothing(
 @pytest.mark.processes
 def test_few_open_files_and_no_home_are_enough(
     warm_runs: WarmRuns,
-    async_config: dict[str, Any],
+    async_config: Config,
     write_config: WriteConfig,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -116,10 +122,10 @@ def test_few_open_files_and_no_home_are_enough(
 
 @pytest.mark.processes
 def test_a_run_that_is_stopped_and_continued_is_the_same_run(
-    warm_runs: WarmRuns, base_config: dict[str, Any], write_config: WriteConfig, tmp_path: Path
+    warm_runs: WarmRuns, base_config: Config, write_config: WriteConfig, tmp_path: Path
 ) -> None:
     whole = base_config | {"steps": 12, "run_dir": str(tmp_path / "whole")}
-    Run(load_config(whole)).train()
+    train(whole)
     run = warm_runs.start("train", write_config(base_config | {"steps": 12}))
     metrics = Path(base_config["run_dir"]) / "metrics.jsonl"
     for steps in (1, 4, 8):
@@ -135,7 +141,7 @@ def test_a_run_that_is_stopped_and_continued_is_the_same_run(
 @pytest.mark.processes
 @pytest.mark.skipif(not SOAK, reason="a process with child engines of its own: in the soak")
 def test_a_tiny_dev_shm_is_enough_for_engines_in_child_processes(
-    async_config: dict[str, Any], write_config: WriteConfig
+    async_config: Config, write_config: WriteConfig
 ) -> None:
     async_config["source"]["engine"] = {"name": "child_process", "deterministic": True}
     command = " ".join(train_command(write_config(async_config | {"steps": 2})))

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from reward_functions import in_process
+from run_helpers import Config
 
 from spurline import Run, load_config
 from spurline.data.batch import TrainingBatch
@@ -56,7 +57,7 @@ class Batches:
 
 
 @pytest.fixture
-def base(spurline_tiny_model: Path, spurline_chat_file: Path, tmp_path: Path) -> dict[str, Any]:
+def base(spurline_tiny_model: Path, spurline_chat_file: Path, tmp_path: Path) -> Config:
     return {
         "plugins": [NAME],
         "run_dir": str(tmp_path / "run"),
@@ -70,7 +71,7 @@ def base(spurline_tiny_model: Path, spurline_chat_file: Path, tmp_path: Path) ->
 
 
 @pytest.fixture
-def rollouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def rollouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     module = tmp_path / "modules" / "column_rewards.py"
     module.parent.mkdir()
     module.write_text("def length(answer):\n    return sum(map(ord, answer.response)) % 17 / 17\n", encoding="utf-8")
@@ -116,7 +117,7 @@ def write_texts(path: Path, texts: list[str]) -> Path:
     return path
 
 
-def test_windows_are_the_texts_as_one_stream_and_every_window_is_full(base: dict[str, Any], tmp_path: Path) -> None:
+def test_windows_are_the_texts_as_one_stream_and_every_window_is_full(base: Config, tmp_path: Path) -> None:
     data = write_texts(tmp_path / "texts.jsonl", ["abcdefghij" * 5, "klm", "nopqrst" * 9])
     source = {"name": "windows", "window_tokens": 8}
     config = {**base, "data": {"train": str(data)}, "source": source, "batch_size": 3, "steps": 2}
@@ -132,7 +133,7 @@ def test_windows_are_the_texts_as_one_stream_and_every_window_is_full(base: dict
     assert batches[0].num_loss_tokens == 3 * 7
 
 
-def test_a_source_of_ones_own_resumes_exactly_and_refuses_other_data(base: dict[str, Any], tmp_path: Path) -> None:
+def test_a_source_of_ones_own_resumes_exactly_and_refuses_other_data(base: Config, tmp_path: Path) -> None:
     data = write_texts(tmp_path / "texts.jsonl", ["some words go here " * 30])
     config = {**base, "data": {"train": str(data)}, "source": {"name": "windows", "window_tokens": 8}, "batch_size": 4}
     whole, _ = train(config, run_dir=str(tmp_path / "whole"))
@@ -144,12 +145,12 @@ def test_a_source_of_ones_own_resumes_exactly_and_refuses_other_data(base: dict[
         train(config, steps=8)
 
 
-def test_a_source_of_ones_own_says_which_row_has_no_text(base: dict[str, Any]) -> None:
+def test_a_source_of_ones_own_says_which_row_has_no_text(base: Config) -> None:
     with pytest.raises(DataError, match=r"has no text in the column 'text'.*source\.column.*messages"):
         train(base, source="windows")
 
 
-def test_a_decorated_sft_source_changes_the_batches_it_is_for_and_no_others(base: dict[str, Any]) -> None:
+def test_a_decorated_sft_source_changes_the_batches_it_is_for_and_no_others(base: Config) -> None:
     config = {**base, "batch_size": 8, "steps": 4, "collator": {"name": "packed", "max_tokens": 256}}
     config["data"]["max_length"] = 128
     _, plain = train(config, run_dir=base["run_dir"] + "-plain")
@@ -171,7 +172,7 @@ def test_a_decorated_sft_source_changes_the_batches_it_is_for_and_no_others(base
 
 
 def test_a_decorated_source_of_rollouts_takes_its_defaults_and_its_state_along(
-    base: dict[str, Any], rollouts: dict[str, Any], tmp_path: Path
+    base: Config, rollouts: Config, tmp_path: Path
 ) -> None:
     source = {"name": "short_first", "first_tokens": 2, "until_step": 3, "of": rollouts}
     loaded = load_config({**base, "source": source}, available=AVAILABLE).config
@@ -185,9 +186,7 @@ def test_a_decorated_source_of_rollouts_takes_its_defaults_and_its_state_along(
     assert all("reward/mean" in line for line in whole)
 
 
-def test_a_decorated_source_of_rollouts_makes_the_attempts_of_evaluations(
-    base: dict[str, Any], rollouts: dict[str, Any]
-) -> None:
+def test_a_decorated_source_of_rollouts_makes_the_attempts_of_evaluations(base: Config, rollouts: Config) -> None:
     source = {"name": "short_first", "first_tokens": 2, "until_step": 3, "of": rollouts}
     few = {"name": "rollouts", "data": base["data"]["train"], "max_prompts": 2}
     lines, _ = train(base, source=source, evaluations={"few": few}, steps=2)
@@ -205,7 +204,7 @@ def test_a_decorator_hands_on_everything_that_a_source_may_be_asked() -> None:
 
 
 def test_a_decorator_has_the_facts_of_the_inner_source_which_alone_refuses_dropout(
-    base: dict[str, Any], rollouts: dict[str, Any]
+    base: Config, rollouts: Config
 ) -> None:
     source = {"name": "short_first", "first_tokens": 2, "until_step": 3, "of": {**rollouts, "carry": ["weight"]}}
     decorated = load_config({**base, "source": source}, available=AVAILABLE).config.source
@@ -219,7 +218,7 @@ def test_a_decorator_has_the_facts_of_the_inner_source_which_alone_refuses_dropo
     assert str(refused.value).count("which compares logprobs") == 1
 
 
-def test_a_decorated_source_refuses_what_the_inner_one_refuses(base: dict[str, Any], rollouts: dict[str, Any]) -> None:
+def test_a_decorated_source_refuses_what_the_inner_one_refuses(base: Config, rollouts: Config) -> None:
     source = {"name": "short_first", "first_tokens": 2, "until_step": 3, "of": {**rollouts, "samples_per_promt": 2}}
     with pytest.raises(ConfigError, match=r"source\.of\.samples_per_promt.*Did you mean 'samples_per_prompt'"):
         load_config({**base, "source": source}, available=AVAILABLE)
@@ -229,7 +228,7 @@ def test_a_decorated_source_refuses_what_the_inner_one_refuses(base: dict[str, A
 
 
 def test_a_carried_column_lies_on_the_response_tokens_of_its_row(
-    base: dict[str, Any], rollouts: dict[str, Any], weighted: Callable[..., Path]
+    base: Config, rollouts: Config, weighted: Callable[..., Path]
 ) -> None:
     data = {"train": str(weighted(lambda number: number + 0.5))}
     source = {**rollouts, "carry": ["weight"]}
@@ -247,7 +246,7 @@ def test_a_carried_column_lies_on_the_response_tokens_of_its_row(
 
 
 def test_a_loss_and_an_advantage_weigh_a_prompt_by_its_column(
-    base: dict[str, Any], rollouts: dict[str, Any], weighted: Callable[..., Path]
+    base: Config, rollouts: Config, weighted: Callable[..., Path]
 ) -> None:
     data = {"train": str(weighted(lambda _: 3.0))}
     settings = {"data": data, "steps": 1, "run_dir": base["run_dir"] + "-plain"}
@@ -266,7 +265,7 @@ def test_a_loss_and_an_advantage_weigh_a_prompt_by_its_column(
     ("value", "words"), [(None, "holds None, which is no finite number"), ("much", "holds 'much'"), (True, None)]
 )
 def test_a_row_without_the_carried_number_is_a_bad_row(
-    base: dict[str, Any], rollouts: dict[str, Any], weighted: Callable[..., Path], value: Any, words: str | None
+    base: Config, rollouts: Config, weighted: Callable[..., Path], value: Any, words: str | None
 ) -> None:
     path = str(weighted(lambda number: value if number == 5 else number % 2 == 0 if value is True else 1.0))
     source = {**rollouts, "carry": ["weight"]}
@@ -281,7 +280,7 @@ def test_a_row_without_the_carried_number_is_a_bad_row(
 
 
 def test_a_column_that_no_row_has_is_named_with_its_neighbour(
-    base: dict[str, Any], rollouts: dict[str, Any], weighted: Callable[..., Path]
+    base: Config, rollouts: Config, weighted: Callable[..., Path]
 ) -> None:
     data = {"train": str(weighted(lambda _: 1.0))}
     with pytest.raises(DataError, match=r"'weigth'.*is missing\. Did you mean 'weight'"):
@@ -319,16 +318,6 @@ def test_a_decorator_is_as_pure_as_its_source_unless_it_keeps_state_of_its_own()
     counting = Counting(settings, context)
     assert not counting.pure
     assert counting.reads_only_data, "a plan may still build its first batches"
-
-
-def test_an_advantage_that_does_not_say_what_it_needs_is_found_by_its_suite() -> None:
-    class Silent(RowWeight):
-        needs: Any = ("values",)
-
-    suite = TestRowWeight()
-    suite.make_advantage = lambda: Silent(RowWeightConfig())  # type: ignore[method-assign]
-    with pytest.raises(AssertionError, match="`needs` is a frozenset of names"):
-        suite.test_it_says_which_fields_of_a_turn_it_needs()
 
 
 def test_groups_come_back_from_a_recording_with_their_columns() -> None:

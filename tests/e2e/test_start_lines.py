@@ -5,16 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from run_helpers import Config, WriteConfig, train
 
 from spurline import progress
 from spurline.cli import main
 
-WriteConfig = Callable[[dict[str, Any]], Path]
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from spurline.cli import main; main(sys.argv[1:])"
 
 
@@ -25,7 +24,7 @@ def start_of(path: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 
 @pytest.mark.processes
-def test_the_banner_needs_no_torch(write_config: WriteConfig, base_config: dict[str, Any]) -> None:
+def test_the_banner_needs_no_torch(write_config: WriteConfig, base_config: Config) -> None:
     command = [sys.executable, "-c", WITHOUT_TORCH, "train", str(write_config(base_config))]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode != 0
@@ -37,7 +36,7 @@ def test_the_banner_needs_no_torch(write_config: WriteConfig, base_config: dict[
 
 
 def test_a_start_says_what_takes_time(
-    write_config: WriteConfig, base_config: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    write_config: WriteConfig, base_config: Config, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = start_of(write_config(base_config | {"plugins": ["collation_fast"]}), capsys)
     assert any(line.startswith("  plugins  collation_fast ") for line in lines)
@@ -53,10 +52,8 @@ def test_a_start_says_what_takes_time(
 
 
 def test_what_takes_long_to_start_is_said_again_until_it_is_done(
-    base_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    base_config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from spurline.config.loading import load_config
-    from spurline.run.run import Run
     from spurline_models.local.backend import LocalBackend
 
     said: list[str] = []
@@ -74,25 +71,21 @@ def test_what_takes_long_to_start_is_said_again_until_it_is_done(
 
     monkeypatch.setattr(progress, "REPEAT_S", 0.01)
     monkeypatch.setattr(LocalBackend, "__init__", start_slowly)
-    Run(load_config(base_config), progress=say).train()
+    train(base_config, progress=say)
     assert said.index("loading weights") < said.index("41 K parameters, on cpu")
     assert not any(text.startswith("still") for text in said[said.index("41 K parameters, on cpu") :])
 
 
 def test_the_lines_can_be_switched_off(
-    write_config: WriteConfig, base_config: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    write_config: WriteConfig, base_config: Config, capsys: pytest.CaptureFixture[str]
 ) -> None:
     quiet = base_config | {"trackers": [{"name": "console", "start_lines": False}]}
     assert start_of(write_config(quiet), capsys) == []
 
 
-def test_a_run_from_python_is_silent_unless_told(
-    base_config: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    from spurline.config.loading import load_config
-    from spurline.run.run import Run
+def test_a_run_from_python_is_silent_unless_told(base_config: Config, capsys: pytest.CaptureFixture[str]) -> None:
 
     said: list[str] = []
-    Run(load_config(base_config), progress=said.append).train()
+    train(base_config, progress=said.append)
     assert "loading weights" in said
     assert capsys.readouterr().err == ""

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from run_helpers import assert_same_weights, deterministic, read_metrics
-
-from spurline import Run, load_config
-
-WriteConfig = Callable[[dict[str, Any]], Path]
+from run_helpers import Config, Spurline, assert_same_weights, deterministic, read_metrics, train
 
 
 @pytest.fixture
-def stream_config(base_config: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
+def stream_config(base_config: Config, tmp_path: Path) -> Config:
     rows = tmp_path / "texts.jsonl"
     texts = [f"number {number} is followed by {number + 1}" for number in range(60)]
     rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
@@ -30,15 +25,15 @@ def stream_config(base_config: dict[str, Any], tmp_path: Path) -> dict[str, Any]
 
 
 def test_a_stream_is_learned_from_and_a_cut_run_equals_the_uninterrupted_one(
-    stream_config: dict[str, Any], tmp_path: Path
+    stream_config: Config, tmp_path: Path
 ) -> None:
-    Run(load_config(stream_config)).train()
+    train(stream_config)
     whole = read_metrics(stream_config["run_dir"])
     assert whole[-1]["loss"] < whole[0]["loss"]
     assert whole[-1]["epoch"] == 1.0
     cut = {**stream_config, "run_dir": str(tmp_path / "cut")}
-    Run(load_config({**cut, "steps": 4})).train()
-    Run(load_config(cut)).train()
+    train({**cut, "steps": 4})
+    train(cut)
     resumed = read_metrics(cut["run_dir"])
 
     def of_training(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -49,10 +44,8 @@ def test_a_stream_is_learned_from_and_a_cut_run_equals_the_uninterrupted_one(
     assert_same_weights(Path(stream_config["run_dir"]), Path(cut["run_dir"]))
 
 
-def test_plan_shows_the_first_batches_of_a_stream(
-    stream_config: dict[str, Any], write_config: WriteConfig, spurline: Callable[..., tuple[int, str, str]]
-) -> None:
-    code, out, _ = spurline("plan", write_config(stream_config))
+def test_plan_shows_the_first_batches_of_a_stream(stream_config: Config, spurline: Spurline) -> None:
+    code, out, _ = spurline("plan", stream_config)
     assert code == 0
     assert "read as a stream; these are the first 20 samples" in out
     assert "step 3: " in out

@@ -9,14 +9,13 @@ import os
 import socket
 import sys
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from otlp_receiver import OtlpReceiver
 from prometheus_client.parser import text_string_to_metric_families
-from run_helpers import config_to_kill, num_lines, read_metrics, train_for
+from run_helpers import Config, WriteConfig, config_to_kill, num_lines, read_metrics, train_for
 from warm_runs import WarmRuns
 
 LIBRARIES = Path(sys.prefix) / "trackers"
@@ -38,8 +37,8 @@ SOAK = bool(os.environ.get("SPURLINE_SOAK"))
     ],
 )
 def test_a_killed_run_goes_on_as_the_same_run_in_every_store(
-    base_config: dict[str, Any],
-    write_config: Callable[[dict[str, Any]], Path],
+    base_config: Config,
+    write_config: WriteConfig,
     spurline_chat_file: Path,
     warm_runs: WarmRuns,
     monkeypatch: pytest.MonkeyPatch,

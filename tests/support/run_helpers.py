@@ -7,7 +7,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,11 @@ from spurline.plugins.hookspecs import hookimpl
 
 if TYPE_CHECKING:
     from warm_runs import WarmProcess, WarmRuns
+
+Config = dict[str, Any]
+Spurline = Callable[..., tuple[int, str, str]]
+"""The fixture `spurline`: (exit code, stdout, stderr) of a command. A mapping among the words is written as YAML."""
+WriteConfig = Callable[[Config], Path]
 
 
 class StopAfter:
@@ -51,13 +56,46 @@ def deterministic(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def assert_same_weights(one: Path, other: Path) -> None:
+def train(
+    config: Config | Path, *hooks: object, stop_after: int | None = None, available: Any = None, **options: Any
+) -> Any:
+    """Train in this process, and return the result.
+
+    hooks: attached in this order. stop_after: the step after which the run stops, as SIGTERM would stop it.
+    available: plugins in place of those that are installed. options: those of `Run`.
+    """
+    loaded = load_config(config, available=available)
+    for number, hook in enumerate(hooks):
+        loaded.host.attach(hook, f"mine/{number}")
+    if stop_after is not None:
+        loaded.host.attach(StopAfter(stop_after), "stop-after")
+    return Run(loaded, **options).train()
+
+
+def assert_pieces_equal_the_whole(config: Config, folder: Path, stops: Sequence[int], available: Any = None) -> None:
+    """Train once without a stop in `folder`/whole, and once that stops after these steps in `folder`/pieces."""
+    whole, pieces = (config | {"run_dir": str(folder / name)} for name in ("whole", "pieces"))
+    assert train(whole, available=available).status == "finished"
+    for stop in stops:
+        assert train(pieces, stop_after=stop, available=available).step == stop
+    assert train(pieces, available=available).status == "finished"
+    assert_same_run(folder / "pieces", folder / "whole")
+
+
+def assert_same_run(one: Path | str, other: Path | str) -> None:
+    """Two run directories have the same metrics but for times, and the same weights, bit for bit."""
+    assert deterministic(read_metrics(one)) == deterministic(read_metrics(other))
+    assert_same_weights(one, other)
+
+
+def assert_same_weights(one: Path | str, other: Path | str) -> None:
+    """The newest checkpoints of two run directories hold the same weights, bit for bit."""
     from safetensors.torch import load_file
 
-    paths = [
-        sorted((folder / "checkpoints").glob("step-*"))[-1] / "backend/model.safetensors" for folder in (one, other)
-    ]
-    left, right = (load_file(path) for path in paths)
+    left, right = (
+        load_file(sorted(Path(run_dir, "checkpoints").glob("step-*"))[-1] / "backend/model.safetensors")
+        for run_dir in (one, other)
+    )
     assert left.keys() == right.keys()
     assert all(torch.equal(left[name], right[name]) for name in left)
 
@@ -157,9 +195,7 @@ class FailAt:
             raise ZeroDivisionError
 
 
-def fail_at(config: dict[str, Any], step: int) -> None:
+def fail_at(config: Config, step: int) -> None:
     """Train until before this step, and end there by an error."""
-    loaded = load_config(config)
-    loaded.host.attach(FailAt(step), "fail")
     with pytest.raises(HookFailedError):
-        Run(loaded).train()
+        train(config, FailAt(step))
