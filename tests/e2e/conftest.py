@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from reward_functions import in_process
 from ruamel.yaml import YAML
-from run_helpers import Config, Spurline, WriteConfig
+from run_helpers import Config, KillableProcess, Spurline, WriteConfig
 from warm_runs import WarmRuns
 
 from spurline.cli import main
@@ -119,3 +119,11 @@ def spurline(capsys: pytest.CaptureFixture[str], write_config: WriteConfig) -> S
         return int(raised.value.code or 0), output.out, START_LINES.sub("", output.err)
 
     return run
+
+
+@pytest.fixture
+def killable_process(warm_runs: WarmRuns, write_config: WriteConfig) -> Callable[..., KillableProcess]:
+    """Start to train a config in a process that can be killed. Options are those of `WarmRuns.start`."""
+    return lambda config, **options: KillableProcess(
+        warm_runs, write_config(config), Path(config["run_dir"]), **options
+    )

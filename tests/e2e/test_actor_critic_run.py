@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
-from run_helpers import assert_same_weights, deterministic, read_metrics
+from run_helpers import Config, Spurline, assert_same_run, train
 
 
 @pytest.fixture
-def actor_critic(base_config: dict[str, Any]) -> dict[str, Any]:
-    kept = {name: base_config[name] for name in ("model", "data", "optimizer", "backend", "checkpoint")}
-    return {
-        **kept,
-        "run_dir": base_config["run_dir"],
+def actor_critic(base_config: Config) -> Config:
+    return {name: base_config[name] for name in ("run_dir", "model", "data", "optimizer", "backend", "checkpoint")} | {
         "steps": 4,
         "schedule": "constant",
         "source": {
@@ -37,41 +30,22 @@ def actor_critic(base_config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def test_the_plan_says_the_whole_objective_in_words(
-    actor_critic: dict[str, Any], write_config: Callable[..., Path], spurline: Callable[..., tuple[int, str, str]]
-) -> None:
-    code, output, error = spurline("plan", write_config(actor_critic))
+def test_the_plan_says_the_whole_objective_in_words(actor_critic: Config, spurline: Spurline) -> None:
+    code, output, error = spurline("plan", actor_critic)
     assert code == 0, error
     words = " ".join(output.split())
-    for sentence in (
-        "GAE: a critic's temporal differences",
-        "TIS: weigh each token by its probability ratio",
-        "PPO: minus advantage times probability ratio",
-        "Reduction fixed_norm: the sum over an optimizer step is divided by 8 tokens for each trajectory.",
-        "Critic: half the squared difference of its value and the return",
-    ):
-        assert sentence in words
-    assert "8 optimizer steps" in words
+    for part in ("GAE: ", "TIS: ", "PPO: minus advantage", "Reduction fixed_norm", "Critic: half", "8 optimizer steps"):
+        assert part in words
 
 
-def test_policy_and_critic_train_and_a_resumed_run_is_the_uninterrupted_one(
-    actor_critic: dict[str, Any],
-    write_config: Callable[..., Path],
-    spurline: Callable[..., tuple[int, str, str]],
-    tmp_path: Path,
-) -> None:
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    path = write_config(actor_critic)
-    assert spurline("train", path, "--set", f"run_dir={whole}")[0] == 0
-    assert spurline("train", path, "--set", f"run_dir={resumed}", "--set", "steps=2")[0] == 0
-    assert spurline("train", path, "--set", f"run_dir={resumed}")[0] == 0
-    lines = read_metrics(whole)
-    assert deterministic(read_metrics(resumed)) == deterministic(lines)
-    assert_same_weights(whole, resumed)
-    for line in lines:
+def test_policy_and_critic_train_and_a_resumed_run_is_the_uninterrupted_one(actor_critic: Config) -> None:
+    whole = train(actor_critic, name="whole")
+    train(actor_critic, steps=2)
+    assert_same_run(train(actor_critic), whole)
+    for line in whole.lines:
         assert line["critic/grad_norm"] > 0
         assert line["grad_norm"] > 0
         # The engine samples from what the trainer computes at the same temperature.
         assert line["mismatch/logprob_diff/max"] < 1e-4
         assert line["correction/factor"] == pytest.approx(1.0, abs=1e-3)
-    assert (whole / "checkpoints/step-00000004/backend/critic/optimizer.safetensors").exists()
+    assert (whole.run_dir / "checkpoints/step-00000004/backend/critic/optimizer.safetensors").exists()

@@ -1,4 +1,30 @@
-"""Stop runs, and read and compare what they leave behind."""
+"""Train configs, in this process or in one that is killed, and read and compare what the runs leave behind.
+
+Tests of whole runs share these::
+
+    run = train(config)                                     # to the end; a RunResult and more
+    assert run.status == "finished"
+    assert run.steps == [1, 2, 3]
+    assert run.lines[-1]["loss"] < 1                        # metrics.jsonl
+    twin = train(config, name="twin", steps=3, loss="dft")  # in RUN_DIR-twin, with these sections changed
+    assert twin.without_times == run.without_times
+    assert_same_run(twin, run)                              # that, and the weights, bit for bit
+
+    seen = []
+    train(config, on_step_end=lambda step: seen.append(step))      # `on_...`: a hook for this run
+    train(config, Watcher())                                       # an object with hooks
+    train(config, stop_after=3)
+    fail_at(config, 3)                                             # ends by an error before step 3
+    train(config, on_step_start=at(3, shutil.rmtree, folder))      # calls that when step 3 begins
+
+The fixture `spurline` runs a command in this process: `code, out, err = spurline("plan", config)`. The fixture
+`killable_process` trains in another one::
+
+    process = killable_process(config)
+    process.wait_for_steps(3, then_s=0.02)
+    process.kill()
+    assert_same_run(train(config), whole)
+"""
 
 from __future__ import annotations
 
@@ -7,16 +33,21 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from spurline import Run, load_config
+from spurline.config.loading import LoadedConfig
 from spurline.errors import HookFailedError
 from spurline.plugins.hookspecs import hookimpl
+from spurline.run.endings.ending import RunResult
 
 if TYPE_CHECKING:
     from warm_runs import WarmProcess, WarmRuns
@@ -27,19 +58,85 @@ Spurline = Callable[..., tuple[int, str, str]]
 WriteConfig = Callable[[Config], Path]
 
 
-class StopAfter:
-    """Ask the run to stop once it finished this step, as SIGTERM would."""
-
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    @hookimpl
-    def on_step_start(self, step: int) -> None:
-        if step == self._step:
-            signal.raise_signal(signal.SIGTERM)
+RUN_OPTIONS = ("resume", "allow_change", "progress", "on_step")
 
 
-def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
+@dataclass(frozen=True, kw_only=True)
+class Trained(RunResult):
+    """A run that ended without an error. Functions that take a run directory take it too."""
+
+    run_dir: Path
+
+    def __fspath__(self) -> str:
+        return str(self.run_dir)
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        return read_metrics(self.run_dir)
+
+    @property
+    def steps(self) -> list[int]:
+        return [line["step"] for line in self.lines]
+
+    @property
+    def without_times(self) -> list[dict[str, Any]]:
+        return deterministic(self.lines)
+
+
+def train(
+    config: Mapping[str, Any] | Path | LoadedConfig,
+    *hooks: object,
+    name: str = "",
+    stop_after: int | None = None,
+    available: Any = None,
+    **changes: Any,
+) -> Trained:
+    """Train a config in this process.
+
+    Args:
+        config: A config, the path of one, or a loaded one.
+        hooks: Objects with hooks for this run, called in this order.
+        name: Trains in the run directory of this mapping with `-NAME` after it.
+        stop_after: The step after which the run stops, as SIGTERM would stop it.
+        available: Plugins in place of those that are installed.
+        changes: Options of `Run`; functions that are hooks, `on_step_end=...`; sections in place of those of a mapping.
+    """
+    options = {option: changes.pop(option) for option in RUN_OPTIONS if option in changes}
+    named = {hook: hookimpl(changes.pop(hook)) for hook in [*changes] if hook.startswith("on_")}
+    if isinstance(config, Mapping):
+        run_dir = f"{config['run_dir']}-{name}" if name else config["run_dir"]
+        config = {**config, "run_dir": run_dir, **changes}
+    loaded = config if isinstance(config, LoadedConfig) else load_config(config, available=available)
+    for number, hook in enumerate([*hooks, SimpleNamespace(**named)]):
+        loaded.host.attach(hook, f"mine/{number}")
+    if stop_after is not None:
+        stop = hookimpl(at(stop_after, signal.raise_signal, signal.SIGTERM))
+        loaded.host.attach(SimpleNamespace(on_step_start=stop), "mine/stop")
+    return Trained(**vars(Run(loaded, **options).train()), run_dir=loaded.config.run_dir)
+
+
+def at(step: int, do: Callable[..., object], *arguments: object) -> Callable[[int], None]:
+    """Return a hook that calls this function at one step."""
+    wanted = step
+
+    def hook(step: int) -> None:
+        if step == wanted:
+            do(*arguments)
+
+    return hook
+
+
+def fail() -> None:
+    raise ZeroDivisionError
+
+
+def fail_at(config: Mapping[str, Any], step: int) -> None:
+    """Train until before this step, and end there by an error."""
+    with pytest.raises(HookFailedError):
+        train(config, on_step_start=at(step, fail))
+
+
+def read_metrics(run_dir: PathLike[str] | str) -> list[dict[str, Any]]:
     """Every line of a run's metrics.jsonl."""
     return [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
@@ -56,22 +153,6 @@ def deterministic(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def train(
-    config: Config | Path, *hooks: object, stop_after: int | None = None, available: Any = None, **options: Any
-) -> Any:
-    """Train in this process, and return the result.
-
-    hooks: attached in this order. stop_after: the step after which the run stops, as SIGTERM would stop it.
-    available: plugins in place of those that are installed. options: those of `Run`.
-    """
-    loaded = load_config(config, available=available)
-    for number, hook in enumerate(hooks):
-        loaded.host.attach(hook, f"mine/{number}")
-    if stop_after is not None:
-        loaded.host.attach(StopAfter(stop_after), "stop-after")
-    return Run(loaded, **options).train()
-
-
 def assert_pieces_equal_the_whole(config: Config, folder: Path, stops: Sequence[int], available: Any = None) -> None:
     """Train once without a stop in `folder`/whole, and once that stops after these steps in `folder`/pieces."""
     whole, pieces = (config | {"run_dir": str(folder / name)} for name in ("whole", "pieces"))
@@ -82,13 +163,18 @@ def assert_pieces_equal_the_whole(config: Config, folder: Path, stops: Sequence[
     assert_same_run(folder / "pieces", folder / "whole")
 
 
-def assert_same_run(one: Path | str, other: Path | str) -> None:
+def kept_steps(run_dir: PathLike[str] | str) -> list[int]:
+    """The steps that the run directory has checkpoints of."""
+    return sorted(int(path.name.removeprefix("step-")) for path in (Path(run_dir) / "checkpoints").glob("step-*"))
+
+
+def assert_same_run(one: PathLike[str] | str, other: PathLike[str] | str) -> None:
     """Two run directories have the same metrics but for times, and the same weights, bit for bit."""
     assert deterministic(read_metrics(one)) == deterministic(read_metrics(other))
     assert_same_weights(one, other)
 
 
-def assert_same_weights(one: Path | str, other: Path | str) -> None:
+def assert_same_weights(one: PathLike[str] | str, other: PathLike[str] | str) -> None:
     """The newest checkpoints of two run directories hold the same weights, bit for bit."""
     from safetensors.torch import load_file
 
@@ -98,6 +184,12 @@ def assert_same_weights(one: Path | str, other: Path | str) -> None:
     )
     assert left.keys() == right.keys()
     assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    """Write a JSON Lines file."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
 
 
 def write_pairs(path: Path, count: int, seed: int) -> Path:
@@ -111,8 +203,7 @@ def write_pairs(path: Path, count: int, seed: int) -> Path:
         rows.append(
             {"prompt": prompt, **{side: [{"role": "assistant", "content": text}] for side, text in answers.items()}}
         )
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
+    return write_rows(path, rows)
 
 
 def on_ranks(config: dict[str, Any], ranks: int = 2, *, backend: str = "fsdp", **settings: Any) -> dict[str, Any]:
@@ -123,7 +214,7 @@ def on_ranks(config: dict[str, Any], ranks: int = 2, *, backend: str = "fsdp", *
     }
 
 
-def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 120, every_s: float = 0.02) -> None:
+def wait_for(condition: Callable[[], object], what: str, timeout_s: float = 120, every_s: float = 0.02) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
@@ -134,68 +225,70 @@ def train_command(config: Path) -> list[str]:
     return [sys.executable, "-m", "spurline.cli", "train", str(config)]
 
 
-def config_to_kill(config: dict[str, Any], held_out: Path, steps: int) -> dict[str, Any]:
+def config_to_kill(config: Mapping[str, Any], held_out: Path, steps: int) -> Config:
     """The config as a longer run with dropout, evaluations and checkpoints, which come at different steps."""
-    changed = config | {
+    return {
+        **config,
         "steps": steps,
         "checkpoint": {"every_steps": 3},
         "evaluation": {"every_steps": 10},
         "report": {"enabled": False},
+        "data": {**config["data"], "eval": str(held_out)},
+        "model": {**config["model"], "config_overrides": {"attention_dropout": 0.1}},
     }
-    changed["data"] = {**config["data"], "eval": str(held_out)}
-    changed["model"] = {**config["model"], "config_overrides": {"attention_dropout": 0.1}}
-    return changed
-
-
-def train_and_kill(runs: WarmRuns, config: Path, metrics: Path, *, steps: int | None, wait_s: float) -> None:
-    """Start a training process and kill it `wait_s` after it has done this many steps.
-
-    steps: None to kill it in its start, `wait_s` after that or with its first step.
-    """
-    process = train_for(runs, config, metrics, steps=steps, wait_s=wait_s)
-    process.kill()
-    process.wait(10)
-
-
-def train_for(runs: WarmRuns, config: Path, metrics: Path, *, steps: int | None, wait_s: float) -> WarmProcess:
-    """Start a training process; returns it `wait_s` after it has done this many steps. steps: as above."""
-    process = runs.start("train", config, output=config.with_suffix(".log"))
-    before = num_lines(metrics)
-    if steps is None:
-        deadline = time.monotonic() + wait_s
-        while time.monotonic() < deadline and num_lines(metrics) == before:
-            time.sleep(0.002)
-    else:
-        # Resuming cuts the lines of steps away that no checkpoint covers.
-        for more in (1, steps):
-            wait_for(
-                lambda: process.poll() is not None or abs(num_lines(metrics) - before) >= more,  # noqa: B023
-                f"{steps} steps after the start",
-                every_s=0.002,
-            )
-            before = num_lines(metrics)
-        time.sleep(wait_s)
-    assert process.poll() is None, "the run ended before it could be killed: " + config.with_suffix(".log").read_text()
-    return process
 
 
 def num_lines(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-class FailAt:
-    """Ends the run before this step is trained."""
+class KillableProcess:
+    """`spurline train CONFIG` in a process of its own. Made by the fixture `killable_process`."""
 
-    def __init__(self, step: int) -> None:
-        self._step = step
+    def __init__(self, runs: WarmRuns, config: Path, run_dir: Path, **options: Any) -> None:
+        self._metrics, self._log = run_dir / "metrics.jsonl", config.with_suffix(".log")
+        self._process = runs.start("train", config, **{"output": self._log, **options})
+        self.pid, self.poll, self.wait = self._process.pid, self._process.poll, self._process.wait
 
-    @hookimpl
-    def on_step_start(self, step: int) -> None:
-        if step == self._step:
-            raise ZeroDivisionError
+    def said(self) -> str:
+        """Everything that it has written."""
+        return self._log.read_text()
+
+    def wait_for_steps(self, steps: int | None, then_s: float = 0.0) -> None:
+        """Wait until it trains and has done so many more steps, and `then_s` longer.
+
+        If `steps` is None, wait for an instant of the start: `then_s`, or less if a step is done before.
+        """
+        before = num_lines(self._metrics)
+        if steps is None:
+            deadline = time.monotonic() + then_s
+            while time.monotonic() < deadline and num_lines(self._metrics) == before:
+                time.sleep(0.002)
+        else:
+            # A resume first removes the lines of the steps that no checkpoint covers.
+            for more in (1, steps):
+                wait_for(
+                    lambda: self.poll() is not None or abs(num_lines(self._metrics) - before) >= more,  # noqa: B023
+                    f"{steps} steps",
+                    every_s=0.002,
+                )
+                before = num_lines(self._metrics)
+            time.sleep(then_s)
+        assert self.poll() is None, f"the run ended before it could be killed: {self.said()}"
+
+    def kill(self, wait_s: float = 10.0) -> None:
+        """Kill it with SIGKILL, and wait for its end."""
+        self._process.kill()
+        self.wait(wait_s)
 
 
-def fail_at(config: Config, step: int) -> None:
-    """Train until before this step, and end there by an error."""
-    with pytest.raises(HookFailedError):
-        train(config, FailAt(step))
+def train_and_kill(runs: WarmRuns, config: Path, metrics: Path, *, steps: int | None, wait_s: float) -> None:
+    process = KillableProcess(runs, config, metrics.parent)
+    process.wait_for_steps(steps, wait_s)
+    process.kill()
+
+
+def train_for(runs: WarmRuns, config: Path, metrics: Path, *, steps: int | None, wait_s: float) -> WarmProcess:
+    process = KillableProcess(runs, config, metrics.parent)
+    process.wait_for_steps(steps, wait_s)
+    return process._process
