@@ -15,7 +15,6 @@ from typing import Any
 
 import psutil
 import pytest
-from every_run import SOAK
 from failing_losses import installed
 from run_helpers import Config, Spurline, WriteConfig, num_lines, on_ranks, read_metrics, train, train_command, wait_for
 
@@ -24,15 +23,6 @@ from spurline.errors import CheckpointError
 pytestmark = pytest.mark.processes
 
 
-PIPELINE = {"backend": "megatron", "pipeline": 2}
-LAYOUTS = [
-    pytest.param({}, id="fsdp"),
-    pytest.param(
-        PIPELINE,
-        id="pipeline",
-        marks=[pytest.mark.slow, pytest.mark.skipif(not SOAK, reason="runs of any ranks end alike; SPURLINE_SOAK=1")],
-    ),
-]
 CTRL_C = 128 + signal.SIGINT
 """Exit code of a command that it ended."""
 
@@ -52,56 +42,13 @@ def started(config: Path, log: Path) -> Iterator[subprocess.Popen[bytes]]:
         process.wait(10)
 
 
-def assert_the_step_is_finished_and_saved(
-    changes: Config, write_config: WriteConfig, spurline: Spurline, folder: Path
-) -> None:
-    """Interrupt a long run of this config after its first step; none of its processes is left, and it goes on."""
-    run_dir, log = Path(changes["run_dir"]), folder / "log"
-    config = write_config(changes | {"steps": 100_000, "checkpoint": {}})
-    with started(config, log) as process:
-        metrics = run_dir / "metrics.jsonl"
-        wait_for(lambda: num_lines(metrics) > 0 or process.poll() is not None, "the first step")
-        family = psutil.Process(process.pid).children(recursive=True)
-        os.killpg(process.pid, signal.SIGINT)
-        assert process.wait(60) == CTRL_C, log.read_text()
-    assert "and saving; press Ctrl-C again to stop now" in log.read_text()
-    done = len(read_metrics(run_dir))
-    assert (run_dir / f"checkpoints/step-{done:08d}").is_dir()
-    wait_for(lambda: not any(process.is_running() for process in family), "the end of all processes", 25)
-    code, out, _ = spurline("train", config, "--set", f"steps={done + 1}", "--allow-change", "steps")
-    assert code == 0, out
-    assert len(read_metrics(run_dir)) == done + 1
-
-
-def assert_a_second_one_ends_it_at_once(changes: Config, write_config: WriteConfig, folder: Path) -> None:
-    """Interrupt twice a run of this config, whose third step stands still."""
-    config, log = write_config(changes), folder / "log"
-    with started(config, log) as process:
-        saved = Path(changes["run_dir"]) / "checkpoints/step-00000002"
-        wait_for(lambda: saved.is_dir() or process.poll() is not None, "two steps")
-        # The next step has begun by then, and never ends.
-        time.sleep(1)
-        family = psutil.Process(process.pid).children(recursive=True)
-        os.killpg(process.pid, signal.SIGINT)
-        wait_for(lambda: "press Ctrl-C again" in log.read_text(), "the answer to the first one", 10)
-        os.killpg(process.pid, signal.SIGINT)
-        assert process.wait(20) == CTRL_C, log.read_text()
-    said = log.read_text()
-    assert "Traceback" not in said
-    assert f"Stopped at once, after step 2. The last checkpoint is {saved}. Go on with: spurline train {config}" in said
-    wait_for(lambda: not any(process.is_running() for process in family), "the end of all processes", 25)
-
-
 @pytest.fixture
 def failing(base_config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A config of a run whose rank 1 fails in its third step, after a checkpoint. Called with how, the layout, and
+    """A config of a run whose rank 1 fails in its third step, after a checkpoint. Called with how, and
     settings of the backend."""
 
-    def make(how: str, layout: dict[str, Any] | None = None, **backend: Any) -> Config:
-        changed = base_config | {"plugins": ["failing_losses"], "loss": {"name": "fails", "how": how}}
-        # Of a pipeline only the last stage computes a loss, once per step.
-        bound = {"max_tokens_per_microbatch": 2048} if layout else {}
-        return on_ranks(changed, **(layout or {}), **bound, **backend)
+    def make(how: str, **backend: Any) -> Config:
+        return on_ranks(base_config | {"plugins": ["failing_losses"], "loss": {"name": "fails", "how": how}}, **backend)
 
     with installed(tmp_path / "site", monkeypatch):
         yield make
@@ -144,38 +91,45 @@ def test_a_rank_that_stands_still_is_named_with_its_stack(spurline: Spurline, fa
     assert "in _stands_still" in err.partition("Stack of rank 1:")[2]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 def test_ctrl_c_in_a_terminal_finishes_the_step_and_saves_it(
-    base_config: Config,
-    write_config: WriteConfig,
-    spurline: Spurline,
-    tmp_path: Path,
-    layout: dict[str, Any],
+    base_config: Config, write_config: WriteConfig, spurline: Spurline, tmp_path: Path
 ) -> None:
-    bound = {"max_tokens_per_microbatch": 256} if layout else {}
-    assert_the_step_is_finished_and_saved(on_ranks(base_config, **layout, **bound), write_config, spurline, tmp_path)
+    run_dir, log = Path(base_config["run_dir"]), tmp_path / "log"
+    config = write_config(on_ranks(base_config | {"steps": 100_000, "checkpoint": {}}))
+    with started(config, log) as process:
+        metrics = run_dir / "metrics.jsonl"
+        wait_for(lambda: num_lines(metrics) > 0 or process.poll() is not None, "the first step")
+        family = psutil.Process(process.pid).children(recursive=True)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(60) == CTRL_C, log.read_text()
+    assert "and saving; press Ctrl-C again to stop now" in log.read_text()
+    done = len(read_metrics(run_dir))
+    assert (run_dir / f"checkpoints/step-{done:08d}").is_dir()
+    wait_for(lambda: not any(process.is_running() for process in family), "the end of all processes", 25)
+    code, out, _ = spurline("train", config, "--set", f"steps={done + 1}", "--allow-change", "steps")
+    assert code == 0, out
+    assert len(read_metrics(run_dir)) == done + 1
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_second_ctrl_c_ends_a_step_that_stands_still_at_once(
-    failing: Any, write_config: WriteConfig, tmp_path: Path, layout: dict[str, Any]
+    failing: Any, write_config: WriteConfig, tmp_path: Path
 ) -> None:
-    assert_a_second_one_ends_it_at_once(failing("sleep", layout), write_config, tmp_path)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS[1:])
-def test_a_killed_stage_is_named_and_how_to_go_on(
-    spurline: Spurline, write_config: WriteConfig, failing: Any, layout: dict[str, Any]
-) -> None:
-    changes = failing("kill", layout)
-    config = write_config(changes)
-    code, _, err = spurline("train", config)
-    assert code == 1
-    assert "ank 1 of 2 (process " in err
-    assert "was killed by SIGKILL" in err
-    saved = Path(changes["run_dir"]) / "checkpoints/step-00000002"
-    assert f"The last checkpoint is {saved}. Go on with: spurline train {config}" in err
-    assert len(read_metrics(changes["run_dir"])) == 2
+    changes = failing("sleep")
+    config, log = write_config(changes), tmp_path / "log"
+    with started(config, log) as process:
+        saved = Path(changes["run_dir"]) / "checkpoints/step-00000002"
+        wait_for(lambda: saved.is_dir() or process.poll() is not None, "two steps")
+        # The next step has begun by then, and never ends.
+        time.sleep(1)
+        family = psutil.Process(process.pid).children(recursive=True)
+        os.killpg(process.pid, signal.SIGINT)
+        wait_for(lambda: "press Ctrl-C again" in log.read_text(), "the answer to the first one", 10)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(20) == CTRL_C, log.read_text()
+    said = log.read_text()
+    assert "Traceback" not in said
+    assert f"Stopped at once, after step 2. The last checkpoint is {saved}. Go on with: spurline train {config}" in said
+    wait_for(lambda: not any(process.is_running() for process in family), "the end of all processes", 25)
 
 
 def test_a_damaged_piece_is_named_with_the_newest_good_checkpoint(base_config: Config) -> None:

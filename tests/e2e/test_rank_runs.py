@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 from every_run import SOAK
-from run_helpers import Config, deterministic, on_ranks, read_metrics, write_pairs
+from run_helpers import Config, deterministic, on_ranks, read_metrics, train, write_pairs
 
 pytestmark = pytest.mark.processes
 
@@ -21,7 +20,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "both-and-data": {"backend": "megatron", "ranks": 4, "tensor": 2},
 }
 Metrics = list[dict[str, Any]]
-Train = Callable[[dict[str, Any], str], Metrics]
 
 METHODS = ("sft", "dpo", "rl")
 EVERY_RUN = {*product(METHODS, ["fsdp"]), ("sft", "pipeline"), ("dpo", "tensor"), ("rl", "tensor")}
@@ -36,15 +34,10 @@ AROUND_ZERO = ("loss", "policy/kl_old", "mismatch/")
 """Metrics whose terms cancel in some of these runs, so that their roundings are left."""
 
 
-def train_in(folder: Path) -> Train:
-    """Trains a config in a new folder of this name; returns its metrics without times."""
-
-    def train(config: Config, name: str) -> Metrics:
-        run_dir = folder / name
-        assert train(config | {"run_dir": str(run_dir)}).status == "finished"
-        return deterministic(read_metrics(run_dir))
-
-    return train
+def metrics_of(config: Config, run_dir: Path) -> Metrics:
+    """Train a config in this run directory; return its metrics without times."""
+    assert train(config | {"run_dir": str(run_dir)}).status == "finished"
+    return deterministic(read_metrics(run_dir))
 
 
 def ten_steps_of(method: str, request: pytest.FixtureRequest, folder: Path) -> Config:
@@ -87,28 +80,14 @@ def _trained(line: dict[str, Any]) -> Config:
 def test_ten_steps_have_the_metrics_of_one_process(
     method: str, layout: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    config, train = ten_steps_of(method, request, tmp_path), train_in(tmp_path)
-    assert_close(train(on_ranks(config, **LAYOUTS[layout]), "ranks"), train(config, "local"))
+    config = ten_steps_of(method, request, tmp_path)
+    ranks = metrics_of(on_ranks(config, **LAYOUTS[layout]), tmp_path / "ranks")
+    assert_close(ranks, metrics_of(config, tmp_path / "local"))
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "fsdp",
-        pytest.param(
-            "tensor",
-            marks=[
-                pytest.mark.slow,
-                pytest.mark.skipif(not SOAK, reason="the contract trains twice, too; SPURLINE_SOAK=1"),
-            ],
-        ),
-    ],
-)
-def test_a_repeated_run_is_equal_bit_for_bit(base_config: Config, tmp_path: Path, layout: str) -> None:
-    if layout == "fsdp":
-        base_config["model"]["config_overrides"] = {"attention_dropout": 0.1}
-    config = on_ranks(base_config | {"checkpoint": {}}, max_tokens_per_microbatch=64, **LAYOUTS[layout])
-    train = train_in(tmp_path)
-    first, second = train(config, "first"), train(config, "second")
+def test_a_repeated_run_is_equal_bit_for_bit(base_config: Config, tmp_path: Path) -> None:
+    base_config["model"]["config_overrides"] = {"attention_dropout": 0.1}
+    config = on_ranks(base_config | {"checkpoint": {}}, max_tokens_per_microbatch=64)
+    first, second = (metrics_of(config, tmp_path / name) for name in ("first", "second"))
     assert len(first) == 6
     assert first == second
