@@ -181,3 +181,29 @@ def test_a_plan_refuses_what_training_refuses_by_the_config_of_the_model(base_co
     base_config["model"] = {"path": str(mixture), "tokenizer": dense["path"]}
     [problem] = make_plan(load_config(base_config)).problems
     assert f"{mixture} (Qwen3MoeForCausalLM) sets output_router_logits, by which transformers adds" in str(problem)
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+ROW = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}], "tools": [TOOL]}
+
+
+def test_plan_names_the_row_whose_tools_the_template_leaves_out(
+    base_config: Config, spurline: Spurline, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROW), encoding="utf-8")
+    base_config["data"] = {"train": "rows.jsonl"}
+    base_config["collator"]["max_tokens"] = 4096
+    code, _, problems = spurline("plan", base_config)
+    assert code == 2
+    assert f"{tmp_path}/rows.jsonl:1: tools: the chat template of the tokenizer" in problems
+    base_config["model"]["chat_template"] = "chatml"
+    assert spurline("plan", base_config)[0] == 0
+
+
+def test_plan_names_the_tools_environment_whose_template_mentions_no_tools(
+    rl_config: Config, spurline: Spurline
+) -> None:
+    rl_config["source"]["environment"] |= {"name": "tools"}
+    code, _, problems = spurline("plan", rl_config)
+    assert code == 2
+    assert "environment tools: tools: the chat template" in problems

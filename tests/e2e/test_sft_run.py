@@ -332,3 +332,27 @@ class FailAt:
     @staticmethod
     def _refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
+
+
+def test_a_run_with_relative_paths_is_reported_exported_and_resumed_from_another_folder(
+    base_config: Config,
+    write_config: WriteConfig,
+    spurline: Spurline,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(Path(base_config["data"]["train"]).read_bytes())
+    (tmp_path / "model").symlink_to(base_config["model"]["path"])
+    base_config["data"]["train"], base_config["model"]["path"] = "rows.jsonl", "model"
+    base_config |= {"steps": 2, "schedule": "constant"}
+    config = write_config(base_config)
+    run_dir = base_config["run_dir"]
+    monkeypatch.chdir(tmp_path)
+    assert spurline("train", config)[0] == 0
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert spurline("report", run_dir)[0] == 0
+    assert spurline("export", run_dir, elsewhere / "exported")[0] == 0
+    code, out, _ = spurline("train", config, "--set", "steps=3")
+    assert (code, "Finished at step 3" in out) == (0, True)

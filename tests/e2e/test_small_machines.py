@@ -1,8 +1,9 @@
-"""Disks that are full, clocks that jump, few open files: a run says what is in its way, and goes on where it was."""
+"""Full disks, clocks that jump, few open files, a terminal that closes: a run says what stops it, and goes on later."""
 
 from __future__ import annotations
 
 import os
+import pty
 import random
 import resource
 import shutil
@@ -150,3 +151,22 @@ def test_a_tiny_dev_shm_is_enough_for_engines_in_child_processes(
         pytest.skip("mounting a disk takes the rights of root")
     subprocess.run(own, check=True, timeout=120, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
     assert [line["step"] for line in read_metrics(async_config["run_dir"])] == [1, 2]
+
+
+@pytest.mark.processes
+def test_a_run_whose_terminal_closes_finishes_and_saves_its_step(
+    warm_runs: WarmRuns, base_config: Config, write_config: WriteConfig
+) -> None:
+    base_config |= {"steps": 4000, "checkpoint": {}}
+    run_dir = Path(base_config["run_dir"])
+    ours, terminal = pty.openpty()
+    run = warm_runs.start("train", write_config(base_config), output=os.ttyname(terminal))
+    os.close(terminal)
+    wait_for(lambda: num_lines(run_dir / "metrics.jsonl") >= 3 or run.poll() is not None, "three steps")
+    os.close(ours)
+    for _ in range(2):
+        os.kill(run.pid, signal.SIGHUP)
+        time.sleep(0.1)
+    assert run.wait(60) == 128 + signal.SIGHUP
+    last = read_metrics(run_dir)[-1]["step"]
+    assert (run_dir / f"checkpoints/step-{last:08d}").is_dir()
