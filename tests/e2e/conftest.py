@@ -15,6 +15,7 @@ from run_helpers import Config, KillableProcess, Spurline, WriteConfig
 from warm_runs import WarmRuns
 
 from spurline.cli import main
+from spurline.run.evaluations.evaluation import DataEvaluation
 
 START_LINES = re.compile(
     r"^(spurline \S+|  (run|model|data|training|device|plugins) +.*|  \[ *[\d.]+ s\] .*)\n", re.MULTILINE
@@ -119,6 +120,21 @@ def spurline(capsys: pytest.CaptureFixture[str], write_config: WriteConfig) -> S
         return int(raised.value.code or 0), output.out, START_LINES.sub("", output.err)
 
     return run
+
+
+@pytest.fixture
+def give_scores(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let evaluations of held-out data measure these scores one after the other.
+
+    name: the metric, without `eval/`. told: whether the evaluation says beforehand what it measures.
+    """
+
+    def give(*scores: float, name: str = "score", told: bool = False) -> None:
+        left = iter(scores)
+        monkeypatch.setattr(DataEvaluation, "metrics", lambda _: (name,) if told else None)
+        monkeypatch.setattr(DataEvaluation, "evaluate", lambda *_: ({"loss": 1.0, name: next(left)}, []))
+
+    return give
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,14 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from run_helpers import deterministic, read_metrics, wait_for
+from run_helpers import Config, Trained, kept_steps, train, wait_for
 
 from spurline import Run, load_config
-from spurline.digests import digest_file
-from spurline.errors import CheckpointWriteError, ConfigError, HookFailedError, RunDirectoryLostError
+from spurline.errors import CheckpointWriteError, ConfigError, HookFailedError
 from spurline.plugins.hookspecs import hookimpl
 from spurline.protocols.stateful import StateParts
-from spurline.run.checkpoints import checkpoint, checkpoint_writer
+from spurline.run.checkpoints import checkpoint_writer
 from spurline.run.checkpoints.checkpoint import CheckpointStore, Prepared, open_checkpoint
 
 PATIENCE_S = 60
@@ -26,12 +24,10 @@ PATIENCE_S = 60
 class Gate:
     """Holds back every write beside training until it is opened."""
 
-    def __init__(self) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._open = threading.Event()
         self.reached = threading.Event()
         self.passed = threading.Event()
-
-    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         prepare = CheckpointStore.prepare
 
         def held(store: CheckpointStore, *arguments: Any) -> Prepared:
@@ -52,14 +48,13 @@ class Gate:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    made = Gate()
-    made.install(monkeypatch)
+    made = Gate(monkeypatch)
     yield made
     made.open()
 
 
 @pytest.fixture
-def beside(base_config: dict[str, Any]) -> dict[str, Any]:
+def beside(base_config: Config) -> Config:
     """Steps 2 and 4 are written beside training, and step 6, the last one, at once."""
     base_config["model"]["config_overrides"] = {"attention_dropout": 0.1}
     base_config["checkpoint"] = {"every_steps": 2, "keep_last": 9, "async": True}
@@ -104,15 +99,9 @@ class Watcher:
         self.saved.append((step, self.run.state.step, threading.current_thread() is threading.main_thread()))
 
 
-def train(config: dict[str, Any], watcher: Watcher | None = None) -> Any:
-    loaded = load_config(config)
-    loaded.host.attach(watcher or Watcher(), "watcher")
-    return Run(loaded).train()
-
-
-def contents(run_dir: Path | str, step: int) -> dict[str, bytes]:
+def contents(run: Trained, step: int) -> dict[str, bytes]:
     """Every file of a checkpoint but the manifest, which has the run's own settings."""
-    folder = Path(run_dir) / "checkpoints" / f"step-{step:08d}"
+    folder = run.run_dir / "checkpoints" / f"step-{step:08d}"
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in sorted(folder.rglob("*"))
@@ -120,45 +109,21 @@ def contents(run_dir: Path | str, step: int) -> dict[str, bytes]:
     }
 
 
-def steps_kept(run_dir: Path | str) -> list[int]:
-    return [int(path.name.removeprefix("step-")) for path in CheckpointStore(Path(run_dir) / "checkpoints").paths()]
-
-
-def test_what_is_written_later_is_what_was_there_at_the_step(
-    beside: dict[str, Any], gate: Gate, tmp_path: Path
-) -> None:
+def test_what_is_written_later_is_what_was_there_at_the_step(beside: Config, gate: Gate) -> None:
     # Opened after step 3 has changed all that step 2 is to save.
     watcher = Watcher({4: gate.open})
-    train(beside, watcher)
-    at_once = beside | {"run_dir": str(tmp_path / "at-once"), "checkpoint": {**beside["checkpoint"], "async": False}}
-    train(at_once)
-    assert steps_kept(beside["run_dir"]) == steps_kept(at_once["run_dir"]) == [2, 4, 6]
+    run = train(beside, watcher)
+    at_once = train(beside, Watcher(), name="at-once", checkpoint={**beside["checkpoint"], "async": False})
+    assert kept_steps(run) == kept_steps(at_once) == [2, 4, 6]
     for step in (2, 4, 6):
-        assert contents(beside["run_dir"], step) == contents(at_once["run_dir"], step)
-    lines = read_metrics(beside["run_dir"])
-    assert deterministic(lines) == deterministic(read_metrics(at_once["run_dir"]))
+        assert contents(run, step) == contents(at_once, step)
+    assert run.without_times == at_once.without_times
     # What is not finished is not told; hooks hear of it on the loop's thread, once a step has ended.
     assert watcher.seen[:4] == [0, 0, 0, 0]
     assert [(step, on_loop) for step, _, on_loop in watcher.saved] == [(2, True), (4, True), (6, True)]
     assert watcher.saved[0][1] in (4, 5)
-    # Of a copy the line of the next step tells.
-    assert [line["step"] for line in lines if "time/checkpoint_copy" in line] == [3, 5]
-
-
-def test_no_file_of_a_checkpoint_is_read_back(beside: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[Path] = []
-
-    def note(path: Path, *, sync: bool = False) -> Any:
-        read.append(path)
-        return digest_file(path, sync=sync)
-
-    watcher = Watcher({5: lambda: monkeypatch.setattr(checkpoint, "digest_file", note)})
-    # Step 6 is saved at once, and verified by the hook.
-    monkeypatch.setattr(watcher, "on_checkpoint_saved", lambda step, path: None)
-    train(beside | {"steps": 6, "checkpoint": {"every_steps": 2, "async": False}}, watcher)
-    assert read == []
-    found = open_checkpoint(CheckpointStore(Path(beside["run_dir"]) / "checkpoints").paths()[-1])
-    assert len(read) == len(found.manifest["files"]) > 5
+    # The line of the next step tells how long a copy took.
+    assert [line["step"] for line in run.lines if "time/checkpoint_copy" in line] == [3, 5]
 
 
 def test_a_run_that_fails_while_a_checkpoint_is_written_keeps_it(beside: dict[str, Any], gate: Gate) -> None:
@@ -169,10 +134,9 @@ def test_a_run_that_fails_while_a_checkpoint_is_written_keeps_it(beside: dict[st
     watcher = Watcher({4: fail})
     with pytest.raises(HookFailedError):
         train(beside, watcher)
-    assert steps_kept(beside["run_dir"]) == [2]
+    assert kept_steps(beside["run_dir"]) == [2]
     assert watcher.run.state.saved_step == 2
-    train(beside)
-    assert [line["step"] for line in read_metrics(beside["run_dir"])] == [1, 2, 3, 4, 5, 6]
+    assert train(beside, Watcher()).steps == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_second_signal_leaves_nothing_that_could_become_a_checkpoint_later(
@@ -195,24 +159,10 @@ def test_a_write_that_hangs_ends_the_run_with_what_it_waited_for(
 ) -> None:
     monkeypatch.setattr(checkpoint_writer, "WAIT_LIMIT_S", 0.1)
     with pytest.raises(CheckpointWriteError, match=r"step 2 is still being written to .*checkpoints after"):
-        train(beside)
+        train(beside, Watcher())
     gate.open()
     assert gate.passed.wait(PATIENCE_S)
-    assert steps_kept(beside["run_dir"]) == []
-
-
-def test_a_run_directory_that_disappears_while_it_is_written_to_is_noticed(
-    beside: dict[str, Any], gate: Gate, tmp_path: Path
-) -> None:
-    def lose() -> None:
-        shutil.rmtree(beside["run_dir"])
-        gate.open()
-
-    with pytest.raises(RunDirectoryLostError, match=r"run_dir .* was removed or moved") as raised:
-        train(beside, Watcher({4: lose}))
-    assert not hasattr(raised.value, "__notes__")
-    # No other folder was made in its place.
-    assert not (tmp_path / "run").exists()
+    assert kept_steps(beside["run_dir"]) == []
 
 
 def test_a_backend_that_cannot_be_saved_while_it_trains_is_refused(beside: dict[str, Any]) -> None:

@@ -15,13 +15,12 @@ from typing import Any
 
 import eager_workers
 import pytest
-from prompt_fates import AGENT, REWARDS, assert_each_prompt_ended_once, write_prompts
+from async_runs import IN_PROCESS, asynchronous, comparable, synchronous
+from killed_runs import AGENT, ORDERS, PHASES, REWARDS, Order, RunTree, assert_each_prompt_ended_once, write_prompts
 from reward_functions import in_process
-from run_helpers import assert_same_weights, deterministic, read_metrics
-from run_trees import ORDERS, PHASES, Order, RunTree
+from run_helpers import Config, Trained, WriteConfig, assert_same_weights, train
 from warm_runs import WarmRuns
 
-from spurline import Run, load_config
 from spurline_collation_fast.cache.upkeep import damage
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -34,8 +33,6 @@ TrainAndKill = Callable[[dict[str, Any], Kills], None]
 
 IN_ONE_PROCESS = ("start", "steps", "checkpoint")
 """Phases of a run that starts no processes and records no groups."""
-ONLY_ASYNC = ("async/", "staleness/", "sync/")
-"""Prefixes of the metrics that a synchronous run does not have."""
 BY_TIME = ("collation/", "groups/retries")
 """Which attempts at a prompt were made again before another one of it failed for good is a matter of time too."""
 
@@ -52,45 +49,42 @@ def plans(*kills: Kill, soak: int, phases: Sequence[str] = PHASES) -> list[Any]:
 
 
 @pytest.fixture
-def fated_config(rl_config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def fated_config(rl_config: Config, tmp_path: Path) -> Config:
     """An asynchronous run that filters groups, makes failed attempts again and gives prompts up."""
     (tmp_path / "modules" / "fated_rewards.py").write_text(REWARDS, encoding="utf-8")
-    rl_config["data"] = {"train": str(tmp_path / "fated.jsonl"), "max_length": 128, "on_ignored": "warn"}
     write_prompts(tmp_path / "fated.jsonl")
-    rl_config["plugins"] = ["async_rl", "agents"]
-    rl_config["report"] = {"enabled": False}
-    rl_config["minibatches"]["prompts_per_minibatch"] = 1
-    rl_config["checkpoint"] = {"every_steps": 2, "keep_last": 1}
-    rl_config["source"] |= {
-        "name": "async_rollouts",
-        "prompts_per_step": 2,
-        "samples_per_prompt": 2,
-        "max_staleness": 2,
-        "correction": "tis",
-        "record_groups": True,
-        "max_concurrent_groups": 2,
-        "zero_variance": "refill",
-        "environment": {"name": "single_turn", "rewards": {"fated": in_process("fated_rewards:fated")}},
-        "reward_weights": {},
-        "engine": {"name": "child_process", "engines": 1, "max_restarts": 1000, "deterministic": True},
-        "faults": {"retries": 1, "max_quarantined": 64},
+    rl_config |= {
+        "data": {"train": str(tmp_path / "fated.jsonl"), "max_length": 128, "on_ignored": "warn"},
+        "plugins": ["agents"],
+        "report": {"enabled": False},
+        "minibatches": {"name": "by_prompt", "prompts_per_minibatch": 1},
+        "checkpoint": {"every_steps": 2, "keep_last": 1},
     }
-    return rl_config
+    return asynchronous(
+        rl_config,
+        prompts_per_step=2,
+        samples_per_prompt=2,
+        max_staleness=2,
+        correction="tis",
+        max_concurrent_groups=2,
+        zero_variance="refill",
+        environment={"name": "single_turn", "rewards": {"fated": in_process("fated_rewards:fated")}},
+        reward_weights={},
+        engine={"name": "child_process", "engines": 1, "max_restarts": 1000, "deterministic": True},
+        faults={"retries": 1, "max_quarantined": 64},
+    )
 
 
 @pytest.fixture
 def train_and_kill(
-    warm_runs: WarmRuns,
-    write_config: Callable[[dict[str, Any]], Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    warm_runs: WarmRuns, write_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> TrainAndKill:
     """Train a config to its end, killed on the way; after every kill, nothing of the run is left."""
     place = tmp_path / "place"
     monkeypatch.setenv("TMPDIR", str(place / "tmp"))
     chance = random.Random(3)
 
-    def run(config: dict[str, Any], kills: Kills) -> None:
+    def run(config: Config, kills: Kills) -> None:
         tree = RunTree(warm_runs, write_config(config), Path(config["run_dir"]), place)
         for phase, order in kills:
             # Long runs start some engines as the product does.
@@ -120,7 +114,7 @@ def train_and_kill(
     ),
 )
 def test_a_run_ahead_of_training_ends_every_prompt_once_whenever_it_is_killed(
-    fated_config: dict[str, Any], tmp_path: Path, train_and_kill: TrainAndKill, kills: Kills
+    fated_config: Config, tmp_path: Path, train_and_kill: TrainAndKill, kills: Kills
 ) -> None:
     fated_config["steps"] = 3 * len(kills) + 2
     fated_config["checkpoint"]["async"] = True
@@ -136,7 +130,7 @@ def test_a_run_ahead_of_training_ends_every_prompt_once_whenever_it_is_killed(
     "kills", plans(("update", "children first"), ("start", "controller"), ("close", "controller"), soak=60)
 )
 def test_a_run_without_staleness_ends_with_the_weights_of_one_that_was_never_killed_and_of_a_synchronous_one(
-    fated_config: dict[str, Any], tmp_path: Path, train_and_kill: TrainAndKill, kills: Kills
+    fated_config: Config, tmp_path: Path, train_and_kill: TrainAndKill, kills: Kills
 ) -> None:
     source = fated_config["source"]
     del source["correction"]
@@ -144,56 +138,40 @@ def test_a_run_without_staleness_ends_with_the_weights_of_one_that_was_never_kil
     fated_config["steps"] = 3 * len(kills) + 2
     train_and_kill(fated_config, kills)
     assert_each_prompt_ended_once(fated_config, write_prompts(tmp_path / "fated.jsonl"))
-    whole = fated_config | {"run_dir": str(tmp_path / "whole")}
-    whole["source"] = source | {"engine": {"name": "in_process", "deterministic": True}}
-    Run(load_config(whole)).train()
-    twin = fated_config | {"run_dir": str(tmp_path / "twin"), "plugins": []}
-    other = ("name", "max_staleness", "record_groups", "max_concurrent_groups", "engine")
-    twin["source"] = {name: value for name, value in source.items() if name not in other} | {
-        "name": "rollouts",
-        "engine": {"name": "in_process", "deterministic": True},
-    }
-    Run(load_config(twin)).train()
-    lines = comparable(fated_config)
-    assert lines == comparable(whole) == comparable(twin)
+    whole = train(fated_config, name="whole", source=source | {"engine": IN_PROCESS})
+    twin = train(synchronous(fated_config), name="twin")
+    lines = numbers(fated_config["run_dir"])
+    assert lines == numbers(whole) == numbers(twin)
     assert {"groups/filtered", "groups/quarantined"} <= {name for line in lines for name in line if line[name]}
-    for unkilled in ("whole", "twin"):
-        assert_same_weights(Path(fated_config["run_dir"]), tmp_path / unkilled)
+    for unkilled in (whole, twin):
+        assert_same_weights(fated_config["run_dir"], unkilled)
 
 
-def comparable(config: dict[str, Any]) -> list[dict[str, Any]]:
+def numbers(run: Trained | Path | str) -> list[dict[str, Any]]:
     """The metrics that every run of the same prompts and seeds has in common."""
-    return [
-        {name: value for name, value in line.items() if not name.startswith((*ONLY_ASYNC, *BY_TIME))}
-        for line in deterministic(read_metrics(config["run_dir"]))
-    ]
+    return [{name: value for name, value in line.items() if not name.startswith(BY_TIME)} for line in comparable(run)]
 
 
 @pytest.mark.parametrize("kills", plans(("evaluation", "controller"), soak=20, phases=(*IN_ONE_PROCESS, "evaluation")))
 def test_a_synchronous_run_killed_between_evaluation_and_checkpoint_does_both_again(
-    fated_config: dict[str, Any], tmp_path: Path, train_and_kill: TrainAndKill, spurline_chat_file: Path, kills: Kills
+    fated_config: Config, tmp_path: Path, train_and_kill: TrainAndKill, kills: Kills
 ) -> None:
-    source = fated_config["source"]
-    for name in ("max_staleness", "correction", "record_groups", "max_concurrent_groups"):
-        del source[name]
-    source |= {"name": "rollouts", "engine": {"name": "in_process", "deterministic": True}}
-    source["held_out"] = {"max_prompts": 2, "success": {"reward": "fated", "at_least": 0.5}}
-    fated_config["data"]["eval"] = str(tmp_path / "held-out.jsonl")
+    config = synchronous(fated_config)
+    del config["source"]["correction"]
+    config["source"]["held_out"] = {"max_prompts": 2, "success": {"reward": "fated", "at_least": 0.5}}
+    config["data"]["eval"] = str(tmp_path / "held-out.jsonl")
     write_prompts(tmp_path / "held-out.jsonl", 3)
-    fated_config |= {"plugins": [], "evaluation": {"every_steps": 4}, "steps": 3 * len(kills) + 2}
-    fated_config["checkpoint"]["every_steps"] = 3
-    train_and_kill(fated_config, kills)
-    whole = fated_config | {"run_dir": str(tmp_path / "whole")}
-    Run(load_config(whole)).train()
-    assert comparable(fated_config) == comparable(whole)
-    assert_same_weights(Path(fated_config["run_dir"]), tmp_path / "whole")
-    samples = (Path(config["run_dir"]) / "eval_samples.jsonl" for config in (fated_config, whole))
-    assert len({path.read_text() for path in samples}) == 1
+    config |= {"evaluation": {"every_steps": 4}, "steps": 3 * len(kills) + 2, "checkpoint": {"every_steps": 3}}
+    train_and_kill(config, kills)
+    whole = train(config, name="whole")
+    assert numbers(config["run_dir"]) == numbers(whole)
+    assert_same_weights(config["run_dir"], whole)
+    assert len({Path(run, "eval_samples.jsonl").read_text() for run in (config["run_dir"], whole)}) == 1
 
 
 @pytest.mark.parametrize("kills", plans(("steps", "any order"), ("engines", "controller"), soak=20))
 def test_programs_of_agents_weights_on_disk_and_the_endpoint_end_with_the_run(
-    fated_config: dict[str, Any], tmp_path: Path, train_and_kill: TrainAndKill, kills: Kills
+    fated_config: Config, tmp_path: Path, train_and_kill: TrainAndKill, kills: Kills
 ) -> None:
     agent = tmp_path / "agent.py"
     agent.write_text(AGENT, encoding="utf-8")
@@ -209,12 +187,8 @@ def test_programs_of_agents_weights_on_disk_and_the_endpoint_end_with_the_run(
 
 
 @pytest.mark.parametrize("kills", plans(("workers", "any order"), soak=20, phases=("start", "steps")))
-def test_a_run_killed_while_it_fills_the_token_cache_fills_it_anew(
-    base_config: dict[str, Any],
-    tmp_path: Path,
-    train_and_kill: TrainAndKill,
-    kills: Kills,
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_run_killed_while_it_fills_the_token_cache_fills_it_again(
+    base_config: Config, tmp_path: Path, train_and_kill: TrainAndKill, kills: Kills, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     eager_workers.install(tmp_path / "site", monkeypatch)
     row = {"messages": [{"role": "user", "content": "say it"}, {"role": "assistant", "content": "it " * 20}]}
@@ -226,8 +200,7 @@ def test_a_run_killed_while_it_fills_the_token_cache_fills_it_anew(
     train_and_kill(base_config, kills)
     [entry] = (tmp_path / "cache").iterdir()
     assert damage(entry) is None
-    whole = base_config | {"run_dir": str(tmp_path / "whole"), "tokenization": {"name": "text/sequential"}}
-    whole["plugins"] = ["collation_fast"]
-    Run(load_config(whole)).train()
-    assert comparable(base_config) == comparable(whole)
-    assert_same_weights(Path(base_config["run_dir"]), tmp_path / "whole")
+    sequential = {"plugins": ["collation_fast"], "tokenization": {"name": "text/sequential"}}
+    whole = train(base_config, name="whole", **sequential)
+    assert numbers(base_config["run_dir"]) == numbers(whole)
+    assert_same_weights(base_config["run_dir"], whole)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
-
-from spurline import Run, load_config
+from run_helpers import Config, train
 
 PAGE = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
 
 
-def files_of_last_checkpoint(config: dict[str, Any]) -> set[str]:
-    run = Run(load_config({**config, "steps": 1})).train()
+def files_of_last_checkpoint(config: Config) -> set[str]:
+    run = train({**config, "steps": 1})
     assert run.checkpoint is not None
     return {path.relative_to(run.checkpoint).as_posix() for path in run.checkpoint.rglob("*") if path.is_file()}
 
@@ -31,13 +29,13 @@ def layout_of_the_page() -> set[str]:
     return found
 
 
-def test_the_tree_on_the_page_is_that_of_a_supervised_run(base_config: dict[str, Any]) -> None:
+def test_the_tree_on_the_page_is_that_of_a_supervised_run(base_config: Config) -> None:
     base_config["data"]["eval"] = base_config["data"]["train"]
     assert files_of_last_checkpoint(base_config) == layout_of_the_page()
 
 
 @pytest.mark.parametrize("with_critic", [False, True])
-def test_the_page_names_what_a_run_with_rollouts_adds(rl_config: dict[str, Any], with_critic: bool) -> None:
+def test_the_page_names_what_a_run_with_rollouts_adds(rl_config: Config, with_critic: bool) -> None:
     if with_critic:
         rl_config |= {"critic": {}}
         rl_config["source"]["advantage"] = "gae"

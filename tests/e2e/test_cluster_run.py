@@ -28,22 +28,16 @@ pytestmark = [
 ]
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
-REWARD = """
-def early_letters(answer):
-    letters = [letter for letter in answer.response.lower() if letter.isalpha()]
-    return sum(letter < "n" for letter in letters) / max(1, len(letters))
-"""
-"""Which even a model that has learned nothing gets unlike values of."""
 
-
+# Writes the module of the reward, which even a model that has learned nothing gets unlike values of.
+@pytest.mark.usefixtures("rl_config")
 def test_the_example_of_rl_with_vllm_runs_on_a_cluster_from_its_first_step_to_its_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = two_machines()
     third = add_machine(cluster)
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
-    run_dir, rewards = tmp_path / "run", tmp_path / "rewards.py"
-    rewards.write_text(REWARD)
+    run_dir = tmp_path / "run"
     settings: dict[str, Any] = {
         "plugins": ["collation_fast", "async_rl", "fsdp_backend"],
         "run_dir": str(run_dir),
@@ -53,7 +47,7 @@ def test_the_example_of_rl_with_vllm_runs_on_a_cluster_from_its_first_step_to_it
         "steps": 3,
         # Every answer is by the newest weights, so that the trainer's logprobs are the engine's.
         "source.max_staleness": 0,
-        "source.environment.rewards": f"{rewards}:early_letters",
+        "source.environment.rewards": f"{tmp_path}/modules/run_rewards.py:early_letters",
         "evaluation.every_steps": None,
         "checkpoint.every_steps": None,
         "source.held_out.max_prompts": 8,

@@ -5,11 +5,12 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Callable
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from run_helpers import Config, Spurline, write_rows
 
 from spurline.config.loading import load_config
 from spurline_planning.data_preview import terminal
@@ -18,20 +19,17 @@ from spurline_planning.data_preview.rows import ShownData, ShownSequence, show_d
 from spurline_planning.data_preview.terminal import plain_lines, print_data
 from spurline_text.sources.sft import SftSource
 
-Spurline = Callable[..., tuple[int, str, str]]
-WriteConfig = Callable[[dict[str, Any]], Path]
-
 HOSTILE = "\x1b[31m\x9b<script>alert('x')</script> & \u202e😀 ⟦"
 
 
-def write_rows(config: dict[str, Any], *rows: dict[str, Any]) -> None:
-    path = Path(config["run_dir"]).parent / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    config["data"]["train"] = str(path)
-    config["batch_size"] = len(rows)
+def give_rows(config: Config, *rows: dict[str, Any]) -> None:
+    """Train on these rows."""
+    config["data"]["train"] = str(write_rows(Path(config["run_dir"]).parent / "rows.jsonl", rows))
+    if "batch_size" in config:
+        config["batch_size"] = len(rows)
 
 
-def show(config: dict[str, Any], rows: int = 3) -> ShownData:
+def show(config: Config, rows: int = 3) -> ShownData:
     return show_data(load_config(config), rows, None)
 
 
@@ -39,15 +37,13 @@ def text_of(sequence: ShownSequence, *, trained: bool) -> str:
     return "".join(token.text for token in sequence.tokens if token.is_trained == trained)
 
 
-def chat(*turns: tuple[str, str]) -> dict[str, Any]:
+def chat(*turns: tuple[str, str]) -> Config:
     return {"messages": [{"role": role, "content": content} for role, content in turns]}
 
 
-def test_a_conversation_shows_what_is_trained_of_it(
-    spurline: Spurline, write_config: WriteConfig, base_config: dict[str, Any]
-) -> None:
-    write_rows(base_config, chat(("system", "Be brief."), ("user", "ping"), ("assistant", "pong")))
-    code, out, err = spurline("data", write_config(base_config))
+def test_a_conversation_shows_what_is_trained_of_it(spurline: Spurline, base_config: Config, tmp_path: Path) -> None:
+    give_rows(base_config, chat(("system", "Be brief."), ("user", "ping"), ("assistant", "pong")))
+    code, out, err = spurline("data", base_config)
     assert (code, err) == (0, "")
     assert "⟦pong<|im_end|>⟧" in out
     assert "trained tokens are in ⟦ ⟧" in out
@@ -56,9 +52,17 @@ def test_a_conversation_shows_what_is_trained_of_it(
     assert f"{len(sequence.tokens)} tokens, " in sequence.heading
     assert text_of(sequence, trained=True) == "pong<|im_end|>"
     assert {token.text for token in sequence.tokens if token.is_special} == {"<|im_start|>", "<|im_end|>"}
+    page = tmp_path / "data.html"
+    code, said, err = spurline("data", base_config, "--html", page, "--rows", 1)
+    assert (code, said.strip(), err) == (0, str(page), "")
+    assert page.read_text(encoding="utf-8").count('<div class="sequence">') == 1
+    code, out, _ = spurline("plan", base_config)
+    assert code == 0
+    [line] = [line for line in out.splitlines() if "trained tokens in ⟦ ⟧" in line]
+    assert "| ⟦pong<|im_end|>⟧" in out.split(line)[1].split("batches:")[0]
 
 
-def test_sequences_that_share_a_row_stand_apart(base_config: dict[str, Any]) -> None:
+def test_sequences_that_share_a_row_stand_apart(base_config: Config) -> None:
     data = show(base_config, rows=5)
     assert sum(len(row.sequences) for row in data.rows) == 5
     row = data.rows[0]
@@ -69,9 +73,9 @@ def test_sequences_that_share_a_row_stand_apart(base_config: dict[str, Any]) -> 
     assert len({sequence.uid for sequence in row.sequences}) == len(row.sequences)
 
 
-def test_what_is_cut_and_what_is_left_out_is_said(base_config: dict[str, Any]) -> None:
+def test_what_is_cut_and_what_is_left_out_is_said(base_config: Config) -> None:
     base_config["data"] |= {"max_length": 40, "train_on": "all_assistants"}
-    write_rows(
+    give_rows(
         base_config,
         chat(("user", "a"), ("assistant", "b" * 60)),
         chat(("user", "a" * 60), ("assistant", "b")),
@@ -84,10 +88,11 @@ def test_what_is_cut_and_what_is_left_out_is_said(base_config: dict[str, Any]) -
     assert any("left out: 1 x no_loss_tokens_after_truncation" in line for line in data.facts)
 
 
-def test_held_out_rows_that_are_trained_on_and_answers_that_are_empty_are_counted(base_config: dict[str, Any]) -> None:
-    write_rows(base_config, chat(("user", "a"), ("assistant", "b")), chat(("user", "c"), ("assistant", " ")))
-    trained = Path(base_config["data"]["train"])
-    held_out = trained.with_name("held_out.jsonl")
+def test_held_out_rows_that_are_trained_on_and_answers_that_are_empty_are_counted(
+    base_config: Config, tmp_path: Path
+) -> None:
+    give_rows(base_config, chat(("user", "a"), ("assistant", "b")), chat(("user", "c"), ("assistant", " ")))
+    trained, held_out = Path(base_config["data"]["train"]), tmp_path / "held_out.jsonl"
     held_out.write_text(json.dumps(chat(("user", "e"), ("assistant", "b"))) + "\n" + trained.read_text())
     base_config["data"]["eval"] = str(held_out)
     base_config["evaluations"] = {"own": {"name": "loss", "data": str(held_out)}}
@@ -98,54 +103,48 @@ def test_held_out_rows_that_are_trained_on_and_answers_that_are_empty_are_counte
     assert all(f"(first: {held_out}:2)" in fact for fact in shared)
 
 
-def test_only_an_answer_that_is_trained_and_says_nothing_is_empty(base_config: dict[str, Any]) -> None:
+def test_only_an_answer_that_is_trained_and_says_nothing_is_empty(base_config: Config) -> None:
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
     untrained = chat(("user", "a"), ("assistant", ""), ("user", "b"), ("assistant", "c"))
-    write_rows(base_config, {"messages": [{"role": "user", "content": "a"}, call]}, untrained)
+    give_rows(base_config, {"messages": [{"role": "user", "content": "a"}, call]}, untrained)
     base_config["model"]["chat_template"] = "chatml"
     assert "empty answer" not in "\n".join(show(base_config).facts)
     base_config["data"]["train_on"] = "all_assistants"
     assert "1 rows have an empty answer" in "\n".join(show(base_config).facts)
-
-
-def test_an_empty_line_of_raw_text_is_no_empty_answer(base_config: dict[str, Any]) -> None:
-    write_rows(base_config, {"text": "a b"}, {"text": " \n"})
+    # Nor is an empty line of raw text.
+    give_rows(base_config, {"text": "a b"}, {"text": " \n"})
     assert "empty answer" not in "\n".join(show(base_config).facts)
 
 
-def test_held_out_pairs_that_are_trained_on_are_counted(base_config: dict[str, Any], tmp_path: Path) -> None:
-    pairs = [{"prompt": "ping", "chosen": answer, "rejected": "z"} for answer in "ab"]
-    write_rows(base_config, *pairs)
-    held_out = tmp_path / "held_out.jsonl"
-    held_out.write_text(json.dumps(pairs[1]) + "\n")
-    base_config["data"]["eval"] = str(held_out)
-    facts = show(base_config | {"source": "preference", "loss": "dpo"}).facts
-    assert "1 of 1 held-out rows are also training rows" in "\n".join(facts)
+def test_both_answers_of_a_pair_stand_side_by_side_and_held_out_pairs_are_compared(
+    base_config: Config, tmp_path: Path
+) -> None:
+    pairs = [{"prompt": "ping", "chosen": "pong", "rejected": answer} for answer in ("pang", "z")]
+    give_rows(base_config, *pairs)
+    base_config["data"]["eval"] = str(write_rows(tmp_path / "held_out.jsonl", pairs[1:]))
+    data = show(base_config | {"source": "preference", "loss": "dpo"})
+    assert "1 of 1 held-out rows are also training rows" in "\n".join(data.facts)
+    shown = {sequence.kind: text_of(sequence, trained=True) for row in data.rows for sequence in row.sequences}
+    assert shown.keys() == {"chosen", "rejected"}
+    assert "pong" in shown["chosen"]
+    write_page(data, tmp_path / "page.html")
+    assert '<div class="row pairs">' in (tmp_path / "page.html").read_text()
 
 
-def test_held_out_prompts_that_are_trained_on_are_counted(rl_config: dict[str, Any], tmp_path: Path) -> None:
-    rows = [{"messages": [{"role": "user", "content": text}], "number": number} for number, text in enumerate("abc")]
-    write_rows(rl_config, *rows)
-    del rl_config["batch_size"]
-    held_out = tmp_path / "held_out.jsonl"
-    new = {"messages": [{"role": "user", "content": "z"}]}
-    held_out.write_text("".join(json.dumps(row | {"number": 9}) + "\n" for row in (new, rows[1])))
-    rl_config["data"]["eval"] = str(held_out)
+def test_held_out_prompts_that_are_trained_on_are_counted(rl_config: Config, tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": "user", "content": text}], "number": number} for number, text in enumerate("abcz")]
+    give_rows(rl_config, *rows[:3])
+    held_out = str(write_rows(tmp_path / "held_out.jsonl", [row | {"number": 9} for row in (rows[3], rows[1])]))
+    rl_config["data"]["eval"] = held_out
     rl_config["source"]["held_out"] = {"success": {"reward": "early"}}
-    success = {"reward": "early"}
+    rewards = rl_config["source"]["environment"]["rewards"]
     rl_config["evaluations"] = {
-        "tries": {"name": "rollouts", "data": str(held_out), "success": success},
-        "greedy": {"name": "answers", "data": str(held_out), "rewards": rl_config["source"]["environment"]["rewards"]},
+        "tries": {"name": "rollouts", "data": held_out, "success": {"reward": "early"}},
+        "greedy": {"name": "answers", "data": held_out, "rewards": rewards},
     }
     shared = [fact for fact in show(rl_config).facts if "1 of 2 held-out rows are also training rows" in fact]
     assert len(shared) == 3
     assert all(f"(first: {held_out}:2)" in fact for fact in shared)
-
-
-def test_of_a_completion_the_answer_alone_is_trained(base_config: dict[str, Any]) -> None:
-    write_rows(base_config, {"prompt": "two and two", "completion": " is four"})
-    [sequence] = show(base_config, rows=1).rows[0].sequences
-    assert text_of(sequence, trained=True).startswith(" is four")
 
 
 @pytest.mark.parametrize(
@@ -160,9 +159,9 @@ def test_of_a_completion_the_answer_alone_is_trained(base_config: dict[str, Any]
     ],
 )
 def test_plain_text_for_a_model_of_chats_is_named_unless_it_is_meant(
-    base_config: dict[str, Any], row: dict[str, Any], settings: dict[str, Any], columns: dict[str, str]
+    base_config: Config, row: dict[str, Any], settings: dict[str, Any], columns: dict[str, str]
 ) -> None:
-    write_rows(base_config, row)
+    give_rows(base_config, row)
     path = base_config["data"]["train"]
     written = ", ".join(f"{name}: {column}" for name, column in columns.items())
     plain = show(base_config | settings)
@@ -178,24 +177,12 @@ def test_plain_text_for_a_model_of_chats_is_named_unless_it_is_meant(
     assert text_of(sequence, trained=True).startswith("pong")
 
 
-def test_prompts_of_plain_text_for_a_model_of_chats_are_named(rl_config: dict[str, Any], tmp_path: Path) -> None:
-    write_rows(rl_config, {"prompt": "ping"})
-    del rl_config["batch_size"]
+def test_prompts_of_plain_text_for_a_model_of_chats_are_named(rl_config: Config) -> None:
+    give_rows(rl_config, {"prompt": "ping"})
     assert "columns: {instruction: prompt}" in "\n".join(show(rl_config).facts)
 
 
-def test_both_answers_of_a_pair_stand_side_by_side(base_config: dict[str, Any], tmp_path: Path) -> None:
-    write_rows(base_config, {"prompt": "ping", "chosen": "pong", "rejected": "pang"})
-    data = show(base_config | {"source": "preference", "loss": "dpo"}, rows=1)
-    chosen, rejected = data.rows[0].sequences
-    assert (chosen.kind, rejected.kind) == ("chosen", "rejected")
-    assert "pong" in text_of(chosen, trained=True)
-    assert "pang" in text_of(rejected, trained=True)
-    write_page(data, tmp_path / "page.html")
-    assert '<div class="row pairs">' in (tmp_path / "page.html").read_text()
-
-
-def test_a_run_that_generates_shows_prompts_tools_and_answers(rl_config: dict[str, Any]) -> None:
+def test_a_run_that_generates_shows_prompts_tools_and_answers(rl_config: Config) -> None:
     data = show(rl_config, rows=2)
     [first], [second] = (row.sequences for row in data.rows)
     assert first.kind == "prompt"
@@ -217,22 +204,19 @@ class Guess:
 
 
 def test_rows_that_only_the_environment_reads_are_shown_by_what_is_known_of_them(
-    rl_config: dict[str, Any], tmp_path: Path
+    rl_config: Config, tmp_path: Path
 ) -> None:
     (tmp_path / "guess.py").write_text(GUESS)
-    write_rows(rl_config, {"low": 1, "high": 9}, {"low": 3, "high": 5})
-    del rl_config["batch_size"]
-    rl_config["source"] |= {
-        "environment": {"name": "custom", "path": f"{tmp_path}/guess.py:Guess"},
-        "reward_weights": {},
-    }
+    give_rows(rl_config, {"low": 1, "high": 9}, {"low": 3, "high": 5})
+    environment = {"name": "custom", "path": f"{tmp_path}/guess.py:Guess"}
+    rl_config["source"] |= {"environment": environment, "reward_weights": {}}
     data = show(rl_config, rows=2)
     assert len(data.rows) == 2
     assert "its columns are read by the environment alone" in data.rows[0].sequences[0].notes
 
 
 def test_a_source_that_shows_nothing_beforehand_is_said_to(
-    base_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    base_config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SftSource, "pure", False)
     data = show(base_config)
@@ -241,9 +225,9 @@ def test_a_source_that_shows_nothing_beforehand_is_said_to(
 
 
 def test_no_control_character_reaches_a_terminal_and_no_markup_a_page(
-    base_config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    base_config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_rows(base_config, chat(("user", HOSTILE), ("assistant", HOSTILE)))
+    give_rows(base_config, chat(("user", HOSTILE), ("assistant", HOSTILE)))
     data = show(base_config)
     plain = "\n".join(plain_lines(data))
     assert "\x1b" not in plain
@@ -278,28 +262,8 @@ def test_colours_are_for_terminals_that_want_them(monkeypatch: pytest.MonkeyPatc
     assert not terminal.has_colours(Terminal())
 
 
-def test_a_page_is_written_where_it_is_asked_for(
-    spurline: Spurline, write_config: WriteConfig, base_config: dict[str, Any], tmp_path: Path
-) -> None:
-    out = tmp_path / "data.html"
-    code, said, err = spurline("data", write_config(base_config), "--html", out, "--rows", 2)
-    assert (code, said.strip(), err) == (0, str(out), "")
-    assert out.read_text(encoding="utf-8").count('<div class="sequence">') == 2
-
-
-def test_no_weights_are_read(base_config: dict[str, Any]) -> None:
-    model = Path(base_config["run_dir"]).parent / "model"
-    model.mkdir()
-    for path in Path(base_config["model"]["path"]).iterdir():
-        if path.suffix != ".safetensors":
-            (model / path.name).write_bytes(path.read_bytes())
+def test_no_weights_are_read(base_config: Config, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(base_config["model"]["path"], model, ignore=shutil.ignore_patterns("*.safetensors"))
     base_config["model"] = {"path": str(model)}
     assert show(base_config, rows=1).rows
-
-
-def test_a_plan_shows_one_sample(base_config: dict[str, Any], spurline: Spurline, write_config: WriteConfig) -> None:
-    code, out, _ = spurline("plan", write_config(base_config))
-    assert code == 0
-    [line] = [line for line in out.splitlines() if "trained tokens in ⟦ ⟧" in line]
-    example = out.split(line)[1].split("batches:")[0]
-    assert re.search(r"\| ⟦\d+<\|im_end\|>⟧", example)

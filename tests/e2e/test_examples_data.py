@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytestmark = pytest.mark.processes
 
@@ -32,18 +33,14 @@ def rows_of(name: str) -> list[tuple[str, str]]:
     return rows
 
 
-def test_regenerating_the_data_gives_identical_bytes(tmp_path: Path) -> None:
+def test_the_data_is_reproducible_and_every_answer_is_the_prompts_seven_digits_in_order(tmp_path: Path) -> None:
     run_script("data/make_sort_data.py", tmp_path)
     for name in FILES:
         assert (tmp_path / name).read_bytes() == (EXAMPLES / "data" / name).read_bytes()
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_every_answer_is_the_prompts_seven_digits_in_order(name: str) -> None:
-    for prompt, answer in rows_of(name):
-        digits = prompt.removeprefix("Sort: ").split(" ")
-        assert len(digits) == 7
-        assert answer.split(" ") == sorted(digits)
+        for prompt, answer in rows_of(name):
+            digits = prompt.removeprefix("Sort: ").split(" ")
+            assert len(digits) == 7
+            assert answer.split(" ") == sorted(digits)
 
 
 def test_preference_pairs_are_reproducible_and_differ_in_one_exchange(tmp_path: Path) -> None:
@@ -65,42 +62,22 @@ def test_preference_pairs_are_reproducible_and_differ_in_one_exchange(tmp_path: 
     assert set(prompts) <= sort_prompts
 
 
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny") / "model"
+def test_the_tiny_model_is_one_of_the_hubs_kind_and_the_same_for_one_seed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "model"
     assert str(folder) in run_script("make_tiny_model.py", folder, "--seed", "3")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_model: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(tiny_model)
-
-
-def test_tiny_model_loads_like_any_hub_model(tiny_model: Path, tokenizer: Any) -> None:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     assert model.config.model_type == "qwen3"
     assert model.num_parameters() < 500_000
     assert model.config.vocab_size == len(tokenizer)
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
-
-
-def test_chat_template_marks_the_answer_with_its_end_token(tokenizer: Any) -> None:
     messages = [{"role": "user", "content": "Sort: 2 1"}, {"role": "assistant", "content": "1 2"}]
-    encoded = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    encoded: Any = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
     pairs = zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
     assert tokenizer.decode([token for token, trained in pairs if trained]) == "1 2<|im_end|>"
-
-
-def test_one_seed_always_gives_the_same_model(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(sys, "argv", ["make_tiny_model.py", str(tmp_path / "again"), "--seed", "3"])
     with torch.random.fork_rng():
         runpy.run_path(str(EXAMPLES / "make_tiny_model.py"), run_name="__main__")
     for name in ("model.safetensors", "tokenizer.json", "config.json"):
-        assert (tmp_path / "again" / name).read_bytes() == (tiny_model / name).read_bytes()
+        assert (tmp_path / "again" / name).read_bytes() == (folder / name).read_bytes()

@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from problems import assert_problem
+from run_helpers import Config, on_ranks, train
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from spurline import Run, load_config
+from spurline import load_config
 from spurline.cli import app
 from spurline.config.loading import LoadedConfig
 from spurline.errors import CheckpointError, ConfigError, RunFailedError, UserError
@@ -45,15 +47,15 @@ def reader_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saved_weights, "load_model", refuse)
 
 
-def trained(config: dict[str, Any], model: Path, **backend: Any) -> LoadedConfig:
+def trained(config: Config, model: Path | str | None = None, **backend: Any) -> LoadedConfig:
     """A finished run of three steps, which has exported its model itself."""
     config |= {"steps": 3, "optimizer": {"learning_rate": 1e-2}}
-    config["model"]["path"] = str(model)
+    config["model"]["path"] = str(model or config["model"]["path"])
     config["backend"] |= backend
     config["checkpoint"]["export_hf"] = True
     loaded = load_config(config)
-    result = Run(loaded).train()
-    folder, with_adapter = Path(config["run_dir"]), config["checkpoint"].get("export_adapter")
+    result = train(loaded)
+    folder, with_adapter = result.run_dir, config["checkpoint"].get("export_adapter")
     assert (result.model, result.adapter) == (folder / "model", folder / "adapter" if with_adapter else None)
     return loaded
 
@@ -65,7 +67,7 @@ def trained(config: dict[str, Any], model: Path, **backend: Any) -> LoadedConfig
     ids=[*map("-".join, product(["plain", "tied", "experts"], ["whole", "adapters"])), "plain-nf4"],
 )
 def test_a_checkpoint_is_exported_without_the_model_as_the_run_exports_it(
-    base_config: dict[str, Any], tmp_path: Path, kind: str, adapters: dict[str, Any] | None
+    base_config: Config, tmp_path: Path, kind: str, adapters: dict[str, Any] | None
 ) -> None:
     write = write_tiny_moe_model if kind == "experts" else write_tiny_model
     model = write(tmp_path / "model", tie_word_embeddings=kind == "tied")
@@ -93,73 +95,62 @@ def assert_answers_as_exported(loaded: LoadedConfig, exported: Path, scratch: Pa
     assert all(torch.equal(state[name], value) for name, value in expected.causal.state_dict().items())
 
 
-def test_adapters_on_random_weights_are_exported_too(base_config: dict[str, Any], tmp_path: Path) -> None:
+def test_adapters_on_random_weights_are_exported_too(base_config: Config, tmp_path: Path) -> None:
     base_config["model"]["init"] = "random"
-    loaded = trained(base_config, Path(base_config["model"]["path"]), lora=ADAPTERS)
+    loaded = trained(base_config, lora=ADAPTERS)
     export_run(loaded, tmp_path / "exported")
     assert contents(tmp_path / "exported") == contents(Path(base_config["run_dir"]) / "model")
 
 
 def test_a_backend_that_alone_can_read_its_checkpoints_is_built_to_answer(
-    base_config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    base_config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loaded = trained(base_config, Path(base_config["model"]["path"]), lora=ADAPTERS)
+    loaded = trained(base_config, lora=ADAPTERS)
     monkeypatch.setattr(LocalBackendConfig, "facts", replace(loaded.config.backend.facts, checkpoint_reader=None))
     assert_answers_as_exported(loaded, Path(base_config["run_dir"]) / "model", tmp_path / "nothing")
 
 
-def test_adapters_are_not_merged_with_weights_that_have_changed_since(
-    base_config: dict[str, Any], tmp_path: Path
-) -> None:
+def test_adapters_are_not_merged_with_weights_that_have_changed_since(base_config: Config, tmp_path: Path) -> None:
     model = Path(shutil.copytree(base_config["model"]["path"], tmp_path / "model"))
     loaded = trained(base_config, model, lora=ADAPTERS)
+    name, before = "model.layers.1.mlp.up_proj.weight", set(tmp_path.iterdir())
     weights = load_file(model / "model.safetensors")
-    weights["model.layers.1.mlp.up_proj.weight"][0, 0] += 1
-    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    before = set(tmp_path.iterdir())
-    with pytest.raises(CheckpointError, match="checkpoint was trained on other frozen weights"):
-        export_run(loaded, tmp_path / "exported")
-    del weights["model.layers.1.mlp.up_proj.weight"]
-    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"weight model\.layers\.1\.mlp\.up_proj\.weight .*its files have none"):
-        export_run(loaded, tmp_path / "exported")
+    weights[name][0, 0] += 1
+    for message in ("checkpoint was trained on other frozen weights", rf"weight {name} .*its files have none"):
+        save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(CheckpointError, match=message):
+            export_run(loaded, tmp_path / "exported")
+        weights.pop(name, None)
     assert set(tmp_path.iterdir()) == before
-
-
-def test_a_checkpoint_of_another_model_is_refused_with_the_weights_that_differ(
-    base_config: dict[str, Any], tmp_path: Path
-) -> None:
-    trained(base_config, Path(base_config["model"]["path"]))
-    base_config["model"]["config_overrides"] = {"num_hidden_layers": 1}
-    with pytest.raises(CheckpointError, match=r"not in the model \(model\.layers\.1\."):
-        export_run(load_config(base_config), tmp_path / "exported")
 
 
 @pytest.mark.processes
 def test_ranks_answer_prompts_and_export_as_their_checkpoint_is_exported(
-    base_config: dict[str, Any], spurline_chat_file: Path, tmp_path: Path
+    base_config: Config, spurline_chat_file: Path, tmp_path: Path
 ) -> None:
-    base_config["plugins"] = ["fsdp_backend"]
     base_config["data"]["eval"] = str(spurline_chat_file)
     base_config["evaluation"] = {
         "every_steps": 3,
         "generate": {"rewards": {"exact": "exact_match"}, "max_new_tokens": 4, "max_samples": 5},
     }
-    model = Path(base_config["model"]["path"])
-    one = trained(base_config | {"run_dir": str(tmp_path / "one")}, model, lora=ADAPTERS)
-    ranks = base_config | {"backend": {"name": "fsdp", "device": "cpu", "ranks": 2, "num_threads": 1}}
-    many = trained(ranks, model, lora=ADAPTERS)
+    base_config["checkpoint"]["export_adapter"] = True
+    one = trained(base_config | {"run_dir": str(tmp_path / "one")}, lora=ADAPTERS)
+    many = trained(on_ranks(base_config), lora=ADAPTERS)
     answers = [Path(run.config.run_dir) / "eval_samples.jsonl" for run in (one, many)]
     assert answers[0].read_text() == answers[1].read_text()
+    run_dir = Path(many.config.run_dir)
     export_run(many, tmp_path / "exported")
-    assert contents(tmp_path / "exported") == contents(Path(many.config.run_dir) / "model")
+    assert contents(tmp_path / "exported") == contents(run_dir / "model")
     assert_answers_as_exported(many, tmp_path / "exported", tmp_path / "nothing")
+    export_run(many, tmp_path / "adapter", adapter=True)
+    assert contents(tmp_path / "adapter") == contents(run_dir / "adapter")
+    _assert_computes_alike(Path(base_config["model"]["path"]), tmp_path / "adapter", run_dir / "model")
 
 
 @pytest.mark.usefixtures("reader_alone")
 @pytest.mark.parametrize("write", [write_tiny_model, write_tiny_moe_model], ids=["plain", "experts"])
 def test_an_adapter_is_exported_without_the_weights_under_it_and_computes_what_the_merged_export_computes(
-    base_config: dict[str, Any], tmp_path: Path, write: Callable[..., Path]
+    base_config: Config, tmp_path: Path, write: Callable[..., Path]
 ) -> None:
     model = write(tmp_path / "model")
     base_config["checkpoint"]["export_adapter"] = True
@@ -193,62 +184,45 @@ def _assert_computes_alike(base: Path, adapter: Path, merged: Path) -> None:
     assert float((expected - unchanged).abs().max()) > 1e-2, "training changed nothing that could be compared"
 
 
-@pytest.mark.processes
-def test_the_adapter_of_ranks_is_exported_by_one_process_as_the_run_exports_it(
-    base_config: dict[str, Any], tmp_path: Path
-) -> None:
-    base_config["plugins"] = ["fsdp_backend"]
-    base_config["backend"] = {"name": "fsdp", "device": "cpu", "ranks": 2, "num_threads": 1, "probe": False}
-    base_config["checkpoint"]["export_adapter"] = True
-    model = Path(base_config["model"]["path"])
-    loaded = trained(base_config, model, lora=ADAPTERS)
-    export_run(loaded, tmp_path / "exported", adapter=True)
-    run_dir = Path(base_config["run_dir"])
-    assert contents(tmp_path / "exported") == contents(run_dir / "adapter")
-    _assert_computes_alike(model, tmp_path / "exported", run_dir / "model")
-
-
-def test_a_run_without_an_adapter_says_what_to_export_instead(base_config: dict[str, Any], tmp_path: Path) -> None:
-    trained(base_config, Path(base_config["model"]["path"]))
-    answer = CliRunner().invoke(app, ["export", base_config["run_dir"], str(tmp_path / "exported"), "--adapter"])
-    assert isinstance(answer.exception, UserError), answer.output
-    assert "has no adapter" in str(answer.exception)
-    assert "without --adapter" in str(answer.exception)
+def test_a_run_without_an_adapter_and_one_of_another_model_are_refused(base_config: Config, tmp_path: Path) -> None:
+    loaded = trained(base_config)
+    with pytest.raises(UserError, match=r"has no adapter.*without --adapter"):
+        export_run(loaded, tmp_path / "exported", adapter=True)
+    base_config["model"]["config_overrides"] = {"num_hidden_layers": 1}
+    with pytest.raises(CheckpointError, match=r"not in the model \(model\.layers\.1\."):
+        export_run(load_config(base_config), tmp_path / "exported")
     assert not (tmp_path / "exported").exists()
 
 
-def test_an_adapter_of_random_weights_is_refused(base_config: dict[str, Any], tmp_path: Path) -> None:
+def test_an_adapter_of_random_weights_is_refused(base_config: Config, tmp_path: Path) -> None:
     base_config["model"]["init"] = "random"
     base_config["backend"]["lora"] = ADAPTERS
     with pytest.raises(UserError, match="belongs to random weights"):
         export_run(load_config(base_config), tmp_path / "exported", adapter=True)
     base_config["checkpoint"]["export_adapter"] = True
-    with pytest.raises(ConfigError, match=r"checkpoint\.export_adapter.*no folder holds"):
-        load_config(base_config)
-    base_config["backend"]["lora"] = None
-    with pytest.raises(ConfigError, match=r"checkpoint\.export_adapter.*Set backend\.lora"):
-        load_config(base_config)
+    for lora, fix in ((ADAPTERS, "no folder holds"), (None, "Set backend.lora")):
+        base_config["backend"]["lora"] = lora
+        with pytest.raises(ConfigError) as caught:
+            load_config(base_config)
+        assert_problem(caught, key="checkpoint.export_adapter", fix=fix)
 
 
-@pytest.mark.parametrize("interruption", [KeyboardInterrupt, OSError("disk full")], ids=["interrupted", "full"])
 def test_an_export_that_ends_half_way_leaves_nothing(
-    base_config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interruption: Any
+    base_config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loaded = trained(base_config, Path(base_config["model"]["path"]), lora=ADAPTERS)
-
-    def interrupt(*arguments: object) -> None:
-        write_adapter_files(*arguments)  # type: ignore[arg-type]
-        raise interruption
-
-    monkeypatch.setattr(export, "write_adapter_files", interrupt)
+    loaded = trained(base_config, lora=ADAPTERS)
     before = set(tmp_path.iterdir())
-    with pytest.raises((KeyboardInterrupt, RunFailedError)):
-        export_run(loaded, tmp_path / "exported", adapter=True)
-    assert set(tmp_path.iterdir()) == before
+    for interruption in (KeyboardInterrupt(), OSError("disk full")):
 
+        def interrupt(*arguments: Any, error: BaseException = interruption) -> None:
+            write_adapter_files(*arguments)
+            raise error
 
-def test_an_adapter_of_another_checkpoint_is_refused(base_config: dict[str, Any], tmp_path: Path) -> None:
-    trained(base_config, Path(base_config["model"]["path"]), lora=ADAPTERS)
+        monkeypatch.setattr(export, "write_adapter_files", interrupt)
+        with pytest.raises((KeyboardInterrupt, RunFailedError)):
+            export_run(loaded, tmp_path / "exported", adapter=True)
+        assert set(tmp_path.iterdir()) == before
+    monkeypatch.undo()
     base_config["backend"]["lora"] = ADAPTERS | {"rank": 2}
     with pytest.raises(CheckpointError, match=r"lora_A.*is .*\[4, .*but .*\[2, "):
         export_run(load_config(base_config), tmp_path / "exported", adapter=True)

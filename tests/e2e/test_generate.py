@@ -7,34 +7,28 @@ import json
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
 import torch
-from run_helpers import wait_for
+from run_helpers import Config, Spurline, train, wait_for
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from warm_runs import WarmRuns
 
-from spurline import Run, load_config
 from spurline.terminal import printable
 from spurline_models.answering import command
-
-Config = dict[str, Any]
-Spurline = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
 def run_dir(base_config: Config) -> Path:
     """A run that keeps its best and its last checkpoint."""
     base_config["data"]["eval"] = base_config["data"]["train"]
-    base_config |= {"steps": 2, "evaluation": {"every_steps": 1}}
-    base_config["checkpoint"] = {"every_steps": 1, "every_minutes": None, "keep_best": "eval/loss"}
-    base_config["backend"] = {**base_config.get("backend", {"name": "local"}), "lora": {"rank": 4}}
-    Run(load_config(base_config)).train()
-    return Path(base_config["run_dir"])
+    base_config["backend"]["lora"] = {"rank": 4}
+    kept = {"every_steps": 1, "every_minutes": None, "keep_best": "eval/loss"}
+    return train(base_config, steps=2, evaluation={"every_steps": 1}, checkpoint=kept).run_dir
 
 
 def answers(out: str) -> list[dict[str, Any]]:
@@ -55,17 +49,18 @@ def greedy(folder: Path, text: str, count: int) -> str:
 
 def test_a_run_answers_what_its_export_answers(spurline: Spurline, run_dir: Path, tmp_path: Path) -> None:
     for checkpoint in ("latest", "best"):
-        out = tmp_path / checkpoint
-        assert spurline("export", run_dir, out, "--checkpoint", checkpoint)[0] == 0
-        code, found, err = spurline(
-            "generate", run_dir, "say 3", "--json", "--max-new-tokens", "8", "--checkpoint", checkpoint
-        )
+        chosen = ("--checkpoint", checkpoint)
+        assert spurline("export", run_dir, tmp_path / checkpoint, *chosen)[0] == 0
+        code, found, err = spurline("generate", run_dir, "say 3", "--json", "--max-new-tokens", "8", *chosen)
         assert code == 0, err
         [answer] = answers(found)
         assert answer["prompt"] == "say 3"
-        assert answer["response"] == greedy(out, "say 3", 8)
+        assert answer["response"] == greedy(tmp_path / checkpoint, "say 3", 8)
         assert (answer["finish_reason"], answer["tokens"]) in (("length", 8), ("stop", answer["tokens"]))
         assert "greedy, at most 8 new tokens" in err
+    (run_dir / "checkpoints").rename(tmp_path / "gone")
+    code, _, err = spurline("generate", run_dir, "x")
+    assert (code != 0, "checkpoint" in err) == (True, True)
 
 
 def test_prompts_come_from_arguments_files_and_standard_input(
@@ -118,25 +113,6 @@ def test_prompts_are_read_from_all_that_data_train_takes(
         assert (code, "Did you mean 'question'?" in err) == (2, True), err
 
 
-def test_a_file_is_read_with_the_columns_of_the_runs_data_where_it_has_them(
-    spurline: Spurline, base_config: Config, tmp_path: Path
-) -> None:
-    file = tmp_path / "rows.jsonl"
-    file.write_text('{"question": "say 3", "answer": "3"}\n' * 8)
-    columns = {"prompt": "question", "completion": "answer"}
-    Run(
-        load_config(
-            base_config | {"steps": 1, "data": base_config["data"] | {"train": {"path": str(file), "columns": columns}}}
-        )
-    ).train()
-    ask = ("generate", base_config["run_dir"], "--json", "--max-new-tokens", "2", "--file")
-    code, out, err = spurline(*ask, file)
-    assert code == 0, err
-    assert {found["prompt"] for found in answers(out)} == {"say 3"}
-    (tmp_path / "other.jsonl").write_text('{"prompt": "say 4"}\n')
-    assert answers(spurline(*ask, tmp_path / "other.jsonl")[1])[0]["prompt"] == "say 4"
-
-
 @pytest.mark.processes
 def test_ctrl_c_ends_an_answer_half_way_and_keeps_those_before_it(
     warm_runs: WarmRuns, spurline_tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -161,9 +137,8 @@ def test_ctrl_c_ends_an_answer_half_way_and_keeps_those_before_it(
 
 
 def test_a_run_that_samples_is_asked_as_it_samples_and_a_seed_repeats_it(spurline: Spurline, rl_config: Config) -> None:
-    rl_config["steps"] = 1
     rl_config["source"]["sampling"] = {"temperature": 0.7, "max_new_tokens": 6}
-    Run(load_config(rl_config)).train()
+    train(rl_config, steps=1)
     ask = ("generate", rl_config["run_dir"], "say 3", "--json", "-n", "3")
     code, out, err = spurline(*ask)
     assert code == 0, err
@@ -206,17 +181,15 @@ def test_a_conversation_goes_on_until_it_begins_anew_or_ends(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["say 3", "-n", "2"], r"2 answers would be equal without sampling. Give --temperature"),
-        (["say 3", "--top-p", "2"], r"--top-p must be above 0 and at most 1"),
+        (["say 3", "-n", "2"], r"Give --temperature"),
+        (["say 3", "--top-p", "2"], r"--top-p"),
         (["say 3", "--checkpoint", "best"], r"--checkpoint is for runs"),
         (["say 3", "--raw", "--system", "x"], r"--system belongs to a conversation"),
-        ([""], r"."),
-        (["say 3 " * 2000], r"the prompt has [\d,]+ tokens, and the model sees [\d,]+ in all. Shorten it"),
+        (["say 3 " * 2000], r"the prompt has [\d,]+ tokens, and the model sees [\d,]+"),
         (["\udcff"], r"not Unicode text"),
-        (["say 3", "--temperature", "nan"], r"--temperature must be 0"),
-        (["say 3", "--stop", ""], r"--stop must be a text with at least one character"),
+        (["say 3", "--temperature", "-1"], r"--temperature"),
         (["--file", "nowhere.jsonl"], r"nowhere.jsonl: no such file"),
-        (["--column", "prompt=question", "say 3"], r"--column says .* Give --file as well"),
+        (["--column", "prompt=question", "say 3"], r"Give --file as well"),
         (["--file", "nowhere.jsonl", "--column", "question"], r"--column is NAME=COLUMN"),
     ],
 )
@@ -224,16 +197,21 @@ def test_what_cannot_be_answered_says_why(
     spurline: Spurline, spurline_tiny_model: Path, words: list[str], message: str
 ) -> None:
     code, _, err = spurline("generate", spurline_tiny_model, *words, "--max-new-tokens", "2")
-    assert code == (0 if words == [""] else 2), err
+    assert code == 2
     assert re.search(message, err)
 
 
 def test_a_mistyped_place_is_told_before_anything_is_loaded(
-    spurline: Spurline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    spurline: Spurline, spurline_tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "runs" / "nose").mkdir(parents=True)
     code, _, err = spurline("generate", tmp_path / "runs" / "nope", "x")
     assert (code, "runs/nope: there is no such folder. Did you mean 'nose'?" in err) == (2, True), err
+    code, _, err = spurline("generate", tmp_path, "x")
+    assert (code, "neither" in err) == (2, True)
+    monkeypatch.setattr("sys.stdin", None)
+    code, _, err = spurline("generate", spurline_tiny_model)
+    assert (code, "there is no standard input" in err) == (2, True)
     monkeypatch.setattr(command, "opened", lambda *_: pytest.fail("loaded"))
     code, _, err = spurline("generate", "any", "--file", tmp_path / "nope.jsonl")
     assert (code, "nope.jsonl: no such file" in err) == (2, True), err
@@ -246,6 +224,9 @@ def test_letters_stay_what_they_are_in_json_and_commands_to_a_terminal_do_not(
     _, out, _ = spurline("generate", spurline_tiny_model, "Åse", "--json")
     assert out.startswith('{"prompt": "Åse", "response": "\\u009b31mBjørn", ')
     assert answers(out)[0]["response"] == "\x9b31mBjørn"
+    monkeypatch.setattr(command, "answer", lambda *_: [command.Answer("\x1b[31mred", 1, "stop")])
+    _, out, _ = spurline("generate", spurline_tiny_model, "say 3")
+    assert out == "\\x1b[31mred\n"
 
 
 @pytest.mark.parametrize(
@@ -268,14 +249,6 @@ def test_a_bad_row_is_named_before_anything_is_answered(
     assert (code, out) == (2, "")
     assert "rows.jsonl:2: " in err
     assert message in err
-
-
-def test_without_standard_input_a_prompt_is_asked_for(
-    spurline: Spurline, spurline_tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.stdin", None)
-    code, _, err = spurline("generate", spurline_tiny_model)
-    assert (code, "there is no standard input" in err) == (2, True)
 
 
 def test_a_stop_text_that_begins_in_the_prompt_ends_no_answer(spurline_tiny_model: Path) -> None:
@@ -314,24 +287,3 @@ def test_an_answer_ends_at_a_stop_text_without_what_pads_it_to_the_length_of_oth
 
     assert found(";") == [("say 3;", len(one), "stop"), ("say 3 and 4", len(two), "length")]
     assert found(special) == [("say 3;", len(one) + 1, "stop"), ("say 3 and 4", len(two), "length")]
-
-
-def test_a_folder_that_is_neither_and_a_run_without_a_checkpoint_are_named(
-    spurline: Spurline, tmp_path: Path, base_config: Config
-) -> None:
-    code, _, err = spurline("generate", tmp_path, "x")
-    assert (code, "neither the folder of a run nor that of a model" in err) == (2, True)
-    Run(load_config(base_config | {"steps": 1})).train()
-    for path in (Path(base_config["run_dir"]) / "checkpoints").glob("step-*"):
-        path.rename(tmp_path / "gone")
-    code, _, err = spurline("generate", base_config["run_dir"], "x")
-    assert code != 0
-    assert "checkpoint" in err
-
-
-def test_control_characters_of_a_model_do_not_reach_the_terminal(
-    spurline: Spurline, spurline_tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(command, "answer", lambda *_: [command.Answer("\x1b[31mred", 1, "stop")])
-    _, out, _ = spurline("generate", spurline_tiny_model, "say 3")
-    assert out == "\\x1b[31mred\n"

@@ -16,6 +16,7 @@ from typing import Any
 import datasets
 import numpy as np
 import pytest
+from run_helpers import Config
 
 from spurline import load_config
 from spurline.config.loading import LoadedConfig
@@ -36,19 +37,17 @@ def load(tmp_path: Path) -> Load:
     def loading(train: object = ROWS, rewards: object = None, **more: object) -> LoadedConfig:
         config = {"run_dir": str(tmp_path / "run"), "model": {"path": "m"}, "data": {"train": train}, "steps": 1}
         if rewards is not None:
-            environment = {"name": "single_turn", "rewards": rewards}
-            config["source"] = {
-                "name": "rollouts",
-                "environment": environment,
-                "prompts_per_step": 1,
-                "sampling": {"max_new_tokens": 4},
-            }
+            config["source"] = rollouts({"name": "single_turn", "rewards": rewards})
         return load_config(config | more)
 
     return loading
 
 
-def rewards_of(loaded: LoadedConfig) -> dict[str, Any]:
+def rollouts(environment: object) -> dict[str, Any]:
+    return {"name": "rollouts", "environment": environment, "prompts_per_step": 1, "sampling": {"max_new_tokens": 4}}
+
+
+def rewards_of(loaded: LoadedConfig) -> Config:
     source: Any = loaded.config.source
     return source.environment.rewards
 
@@ -94,40 +93,22 @@ def test_arrays_of_numpy_become_lists(load: Load) -> None:
 @pytest.mark.parametrize(
     ("train", "said"),
     [
-        ({"path": []}, r"data\.train\.0\.path is an empty list; give at least one row\."),
-        ({"path": [1, 2]}, r"row 0 is of type int\. Each row is a dict of columns\."),
-        ([{"prompt": {1, 2}}], r"row 0, column 'prompt': cannot be written as JSON .*type set"),
+        ({"path": []}, r"data\.train\.0\.path is an empty list"),
+        ({"path": [1, 2]}, r"row 0 is of type int"),
+        ([{"prompt": {1, 2}}], r"row 0, column 'prompt': .*type set"),
         ([*ROWS, {"prompt": float("nan")}], r"row 2, column 'prompt': .*None for NaN"),
-        (datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS)), r"mapping of train\. .*dataset\['train'\]"),
+        ([{"pth": "rows.jsonl"}], r"data\.train\.0\.pth is not a setting"),
+        (datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS)), r"dataset\['train'\]"),
         (datasets.Dataset.from_list(ROWS).to_iterable_dataset(), r"has no length\. .*name: hf_stream"),
         ({"path": datasets.Dataset.from_list(ROWS).to_pandas()}, r"type DataFrame.*frame\.to_dict\('records'\)"),
-        (datasets.Dataset.from_list(ROWS).to_pandas(), r"path is of type DataFrame.*frame\.to_dict\('records'\)"),
-        ((row for row in ROWS), r"path is of type generator, which holds no rows .*Give a list of dicts"),
+        (datasets.Dataset.from_list(ROWS).to_pandas(), r"path is of type DataFrame"),
+        ((row for row in ROWS), r"path is of type generator"),
     ],
 )
 def test_what_is_no_rows_is_refused_with_the_way_out(load: Load, tmp_path: Path, train: object, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load(train)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
-
-
-@pytest.mark.parametrize(
-    "mistake",
-    [
-        {"stpes": 1},
-        {"batch_size": 0},
-        {"checkpoint": {"keep_best": "eval/loss"}},
-    ],
-    ids=["name", "value", "across sections"],
-)
-def test_a_mistake_in_the_config_leaves_nothing_behind(load: Load, tmp_path: Path, mistake: dict[str, object]) -> None:
-    class Model:
-        def save_pretrained(self, folder: Path) -> None:
-            raise AssertionError("saved before the config was judged")
-
-    with pytest.raises(ConfigError, match=r"^(?!.*saved before)"):
-        load(**({"model": {"path": Model(), "tokenizer": "t"}} | mistake))
-    assert not (tmp_path / "run").exists()
 
 
 def test_programs_with_one_run_directory_do_not_meet_while_they_write(tmp_path: Path) -> None:
@@ -156,11 +137,6 @@ def test_programs_with_one_run_directory_do_not_meet_while_they_write(tmp_path: 
     found.clear()
     assert found == [Keeper(tmp_path).saved(Tokenizer(Tokenizer(None)), "tokenizer")]
     assert len(list((tmp_path / "in_memory").iterdir())) == 2
-
-
-def test_a_list_of_wrong_settings_is_still_told_as_one(load: Load) -> None:
-    with pytest.raises(ConfigError, match=r"data\.train\.0\.pth is not a setting"):
-        load([{"pth": "rows.jsonl"}])
 
 
 def test_a_file_cannot_hold_rows(tmp_path: Path) -> None:
@@ -194,26 +170,18 @@ def test_configs_keep_their_own_function_when_its_cell_runs_again(load: Load) ->
     assert loaded[0].resolved() == loaded[1].resolved()
 
 
-def test_worker_processes_refuse_a_function_that_is_an_object(load: Load) -> None:
-    with pytest.raises(ConfigError, match=r"rewards\.f\.in_process is false, but .*my_rewards\.py"):
-        load(rewards={"f": {"name": "function", "path": lambda answer: 1.0, "in_process": False}})
-    with pytest.raises(ConfigError, match=r"workers limits worker processes"):
-        load(rewards={"f": {"name": "function", "path": lambda answer: 1.0, "workers": 2}})
-
-
-def test_a_recorded_function_is_missed_with_the_way_out() -> None:
-    with pytest.raises(PluginError, match=r"gave as an object.*Train from Python.*my_functions\.py:longest"):
-        load_function("in-memory:longest", "reward function")
-
-
-def test_a_function_of_a_wrong_signature_is_told_as_one_of_a_file_is(load: Load) -> None:
+def test_what_cannot_be_called_as_a_reward_is_told_with_the_way_out(load: Load) -> None:
     def two(prompt: str, response: str) -> float:
         return 0.0
 
+    with pytest.raises(PluginError, match=r"gave as an object.*Train from Python.*my_functions\.py:longest"):
+        load_function("in-memory:longest", "reward function")
     loaded = load(rewards=two)
-    config = rewards_of(loaded)["two"]
     with pytest.raises(ConfigError, match=r"is defined as two\(prompt.*called with one argument"):
-        FunctionReward(config)
+        FunctionReward(rewards_of(loaded)["two"])
+    for option, said in (({"in_process": False}, r"f\.in_process is false"), ({"workers": 2}, "worker processes")):
+        with pytest.raises(ConfigError, match=said):
+            load(rewards={"f": {"name": "function", "path": lambda answer: 1.0, **option}})
 
 
 def test_tools_are_functions_too(load: Load) -> None:
@@ -221,29 +189,11 @@ def test_tools_are_functions_too(load: Load) -> None:
         """Twice the number."""
         return 2 * number
 
-    loaded = load(rewards="exact_match")
     environment = {"name": "tools", "rewards": "exact_match", "tools": [double, "calculator"]}
-    source = {"name": "rollouts", "environment": environment, "prompts_per_step": 1, "sampling": {"max_new_tokens": 4}}
-    loaded = load(source=source)
+    loaded = load(source=rollouts(environment))
     config: Any = loaded.config.source
-    assert {each["function"]["name"] for each in Toolbox(config.environment.tools, 1).schemas()} == {
-        "double",
-        "calculator",
-    }
-
-
-def test_what_another_program_has_put_there_in_the_last_instant_is_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Tokenizer:
-        def save_pretrained(self, folder: Path) -> None:
-            folder.mkdir()
-            (folder / "tokenizer.json").write_text("{}")
-
-    first = Keeper(tmp_path).saved(Tokenizer(), "tokenizer")
-    looks = iter([False])
-    monkeypatch.setattr(Path, "exists", lambda _: next(looks, True))
-    assert Keeper(tmp_path).saved(Tokenizer(), "tokenizer") == first
+    schemas = Toolbox(config.environment.tools, 1).schemas()
+    assert {each["function"]["name"] for each in schemas} == {"double", "calculator"}
 
 
 class Counting:
@@ -268,8 +218,7 @@ async def attempt(task: object, policy: object) -> Any:
 
 
 def environment_of(load: Load, given: object) -> Any:
-    source = {"name": "rollouts", "environment": given, "prompts_per_step": 1, "sampling": {"max_new_tokens": 4}}
-    loaded = load(source=source)
+    loaded = load(source=rollouts(given))
     config: Any = loaded.config.source
     assert loaded.resolved()["source"]["environment"]["path"].startswith(("in-memory:", "/"))
     registry = loaded.host.registry
@@ -299,7 +248,7 @@ class _RunsWithoutPolicy(Ready):
     [
         (_RunsWithoutPolicy(), r"is defined as run\(task.*called with \(task, policy\)"),
         (partial(attempt, 1, 2), r"is defined as partial\(\).*called with \(task, policy\)"),
-        (dict, "cannot be called: no signature"),
+        (dict, "no signature"),
         (lambda task, policy: None, r"is defined as <lambda>\(task, policy\).*called with \(config, registry"),
         (type("Empty", (Counting,), {"run": None}), r"makes a Empty, which has no `async def run\(task, policy\)`"),
     ],

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 from ruamel.yaml import YAML
+from run_helpers import Spurline, train, write_rows
 
-from spurline import Run, load_config
+from spurline import load_config
 from spurline.plugins.official import install_command
 from spurline_planning.first_config import command, init_command
 from spurline_planning.first_config.survey import DataFacts, ModelFacts
 from spurline_planning.first_config.text import Choices, config_text
 from spurline_text.rows.usual_columns import guessed_columns
-
-Spurline = Callable[..., tuple[int, str, str]]
 
 CHAT = {"messages": [{"role": "user", "content": "say 1"}, {"role": "assistant", "content": "1"}]}
 PAIR = {
@@ -29,8 +26,18 @@ PAIR = {
 
 
 def rows(path: Path, row: dict[str, Any], count: int = 40) -> Path:
-    path.write_text("".join(json.dumps({**row, "number": number}) + "\n" for number in range(count)))
-    return path
+    return write_rows(path, [{**row, "number": number} for number in range(count)])
+
+
+@pytest.fixture
+def init(spurline: Spurline, spurline_tiny_model: Path, tmp_path: Path) -> Spurline:
+    """Run `spurline init run.yaml` in an empty folder with the tiny model, this data and these words."""
+
+    def run(data: object, *words: object, file: str = "run.yaml", plan: bool = False) -> tuple[int, str, str]:
+        given = ("--model", spurline_tiny_model, "--data", data, "--yes", *([] if plan else ["--no-plan"]))
+        return spurline("init", tmp_path / file, *given, *words)
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -40,12 +47,7 @@ def rows(path: Path, row: dict[str, Any], count: int = 40) -> Path:
         (
             {"prompt": "one", "completion": "two"},
             ("--lora", "--steps", "3"),
-            {
-                "source": "sft",
-                "steps": 3,
-                "rank": 16,
-                "columns": {"instruction": "prompt", "output": "completion"},
-            },
+            {"source": "sft", "steps": 3, "rank": 16, "columns": {"instruction": "prompt", "output": "completion"}},
         ),
         (
             {"question": "one", "chosen": "two", "rejected": "three"},
@@ -69,8 +71,7 @@ def rows(path: Path, row: dict[str, Any], count: int = 40) -> Path:
     ],
 )
 def test_what_is_written_plans_clean_and_can_be_trained(
-    spurline: Spurline,
-    spurline_tiny_model: Path,
+    init: Spurline,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     row: dict[str, Any],
@@ -78,18 +79,9 @@ def test_what_is_written_plans_clean_and_can_be_trained(
     expected: dict[str, Any],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    data, file = rows(tmp_path / "train data.jsonl", row), tmp_path / "first.yaml"
-    if "--reward" in words:
-        rows(data, {**row, "reference": "1"})
-    given = (
-        "--model",
-        spurline_tiny_model,
-        "--data",
-        data,
-        "--eval",
-        rows(tmp_path / "test.jsonl", {**row, "reference": "1"}),
-    )
-    code, out, err = spurline("init", file, *given, "--yes", *words)
+    file, answered = tmp_path / "run.yaml", {**row, "reference": "1"}
+    data = rows(tmp_path / "train data.jsonl", answered if "--reward" in words else row)
+    code, out, err = init(data, "--eval", rows(tmp_path / "test.jsonl", answered), *words, plan=True)
     assert code == 0, err
     assert "No problems found. Train with: spurline train" in out
     assert "is plain text to go on from" not in out
@@ -104,23 +96,21 @@ def test_what_is_written_plans_clean_and_can_be_trained(
     settings = [line for line in file.read_text().splitlines() if "  # " in line]
     assert len({line.index(" # ") for line in settings if line.index(" # ") <= 33}) == 1, settings
     if expected["source"] not in ("rollouts", "async_rollouts"):
-        result = Run(load_config(file, ["steps=1", "epochs=null", "backend.device=cpu"])).train()
-        assert result.status == "finished"
+        assert train(load_config(file, ["steps=1", "epochs=null", "backend.device=cpu"])).status == "finished"
 
 
 @pytest.mark.processes
 @pytest.mark.usefixtures("warm_children")
 def test_the_first_asynchronous_run_trains_as_it_is_written(
-    spurline: Spurline, spurline_tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    init: Spurline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     data = rows(tmp_path / "train.jsonl", {"question": "say 1", "answer": "1"})
-    given = ("--model", spurline_tiny_model, "--data", data, "--task", "async", "--steps", "2", "--yes", "--no-plan")
-    assert spurline("init", "run.yaml", *given)[0] == 0
+    assert init(data, "--task", "async", "--steps", "2")[0] == 0
     # Smaller, and nothing else.
     sizes = {"prompts_per_step": 4, "samples_per_prompt": 2, "sampling.max_new_tokens": 4}
     less = [*(f"source.{name}={size}" for name, size in sizes.items()), "minibatches.prompts_per_minibatch=2"]
-    result = Run(load_config(tmp_path / "run.yaml", less)).train()
+    result = train(load_config(tmp_path / "run.yaml", less))
     assert (result.status, result.step) == ("finished", 2)
 
 
@@ -129,24 +119,17 @@ def test_the_first_asynchronous_run_trains_as_it_is_written(
     [(0, "child_process", 2), (1, "{'name': 'vllm', 'placement': 'colocated'}", 1), (2, "vllm", 2)],
 )
 def test_what_generates_beside_training_is_chosen_by_the_gpus(
-    spurline: Spurline,
-    spurline_tiny_model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    gpus: int,
-    engine: str,
-    staleness: int,
+    init: Spurline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, engine: str, staleness: int
 ) -> None:
     monkeypatch.setattr(command, "num_gpus", lambda: gpus)
     monkeypatch.setattr(command, "find_spec", lambda _: True)
     data = rows(tmp_path / "train.jsonl", CHAT)
-    given = ("--model", spurline_tiny_model, "--data", data, "--task", "async", "--yes", "--no-plan")
-    code, _, err = spurline("init", tmp_path / "run.yaml", *given)
+    code, _, err = init(data, "--task", "async")
     assert code == 0, err
     source = YAML(typ="safe", pure=True).load(tmp_path / "run.yaml")["source"]
     assert (str(source["engine"]), source["max_staleness"]) == (engine, staleness)
     monkeypatch.setattr(command, "installed_plugins", dict)
-    code, _, err = spurline("init", tmp_path / "other.yaml", *given)
+    code, _, err = init(data, "--task", "async", file="other.yaml")
     assert (code, install_command("async_rl") in err, (tmp_path / "other.yaml").exists()) == (2, True, False)
 
 
@@ -176,12 +159,9 @@ def test_columns_are_guessed_by_names_that_say_one_thing(row: dict[str, Any], ex
     assert guessed_columns(row) == expected
 
 
-def test_the_answers_that_prompts_are_compared_with_are_found_too(
-    spurline: Spurline, spurline_tiny_model: Path, tmp_path: Path
-) -> None:
+def test_the_answers_that_prompts_are_compared_with_are_found_too(init: Spurline, tmp_path: Path) -> None:
     row = {"prompt": CHAT["messages"][:1], "reward_model": {"ground_truth": "1"}}
-    given = ("--model", spurline_tiny_model, "--data", rows(tmp_path / "train.jsonl", row), "--yes", "--no-plan")
-    code, out, err = spurline("init", tmp_path / "run.yaml", *given)
+    code, out, err = init(rows(tmp_path / "train.jsonl", row))
     assert code == 0, err
     assert "columns: reward_model.ground_truth is read as reference. That is a guess" in out
     config = load_config(tmp_path / "run.yaml").config
@@ -189,26 +169,17 @@ def test_the_answers_that_prompts_are_compared_with_are_found_too(
     assert config.data.train[0].columns == {"reference": "reward_model.ground_truth"}
 
 
-def test_a_file_that_no_column_mends_is_not_told_to_name_columns(
-    spurline: Spurline, spurline_tiny_model: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "rows.csv").write_text("prompt;completion\n1;2\n")
-    given = ("--model", spurline_tiny_model, "--data", tmp_path / "rows.csv", "--yes", "--no-plan")
-    err = spurline("init", tmp_path / "run.yaml", *given)[2]
-    assert ("not separated by commas" in err, "--column" in err) == (True, False), err
-
-
-def test_columns_that_nobody_can_guess_are_named_by_an_option(
-    spurline: Spurline, spurline_tiny_model: Path, tmp_path: Path
-) -> None:
+def test_columns_that_nobody_can_guess_are_named_by_an_option(init: Spurline, tmp_path: Path) -> None:
     data = rows(tmp_path / "train.jsonl", {"frage": "1", "antwort: x": "2"})
-    given = ("--model", spurline_tiny_model, "--data", data, "--yes", "--no-plan")
-    code, _, err = spurline("init", tmp_path / "run.yaml", *given)
+    code, _, err = init(data)
     assert (code, "--column instruction=NAME --column output=NAME" in err) == (2, True), err
-    named = ("--column", "instruction=frage", "--column", "output=antwort: x")
-    code, _, err = spurline("init", tmp_path / "run.yaml", *given, *named)
+    code, _, err = init(data, "--column", "instruction=frage", "--column", "output=antwort: x")
     assert code == 0, err
     assert load_config(tmp_path / "run.yaml").config.data.train[0].columns["output"] == "antwort: x"
+    # No column mends this file.
+    (tmp_path / "rows.csv").write_text("prompt;completion\n1;2\n")
+    err = init(tmp_path / "rows.csv", "--force")[2]
+    assert ("not separated by commas" in err, "--column" in err) == (True, False), err
 
 
 def test_a_terminal_is_asked_for_what_was_not_given(
@@ -237,30 +208,24 @@ def test_a_terminal_is_asked_for_what_was_not_given(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--data", "DATA"), "--model is missing: which model"),
-        (("--model", "MODEL"), "--data is missing: which training data"),
-        (("--model", "MODEL", "--data", "DATA", "--task", "dpo"), "--task dpo needs rows with chosen and rejected"),
-        (
-            ("--model", "MODEL", "--data", "DATA", "--task", "stf"),
-            "is none of sft, dpo, rl, async. Did you mean 'sft'?",
-        ),
-        (("--model", "MODEL", "--data", "DATA", "--reward", "x"), "--reward is for reinforcement learning"),
-        (
-            ("--model", "MODEL", "--data", "DATA", "--epochs", "1", "--steps", "1"),
-            "--epochs and --steps are both given",
-        ),
-        (("--model", "MODEL", "--data", "DATA", "--epochs", "-1"), "epochs"),
-        (("--model", "MODEL", "--data", "DATA", "--task", "rl", "--reward", "exact_mach"), "exact_mach"),
-        (("--model", "MODEL", "--data", "nowhere.jsonl"), "nowhere.jsonl"),
-        (("--model", "nowhere/at/all", "--data", "DATA"), "nowhere/at/all"),
+        ("--data DATA", "--model is missing: which model"),
+        ("--model MODEL", "--data is missing: which training data"),
+        ("--model MODEL --data DATA --task dpo", "--task dpo needs rows with chosen and rejected"),
+        ("--model MODEL --data DATA --task stf", "Did you mean 'sft'?"),
+        ("--model MODEL --data DATA --reward x", "--reward is for reinforcement learning"),
+        ("--model MODEL --data DATA --epochs 1 --steps 1", "--epochs and --steps are both given"),
+        ("--model MODEL --data DATA --epochs -1", "epochs"),
+        ("--model MODEL --data DATA --task rl --reward exact_mach", "exact_mach"),
+        ("--model MODEL --data nowhere.jsonl", "nowhere.jsonl"),
+        ("--model nowhere/at/all --data DATA", "nowhere/at/all"),
     ],
 )
 def test_what_is_missing_or_wrong_is_named_and_nothing_is_written(
-    spurline: Spurline, spurline_tiny_model: Path, tmp_path: Path, words: tuple[str, ...], message: str
+    spurline: Spurline, spurline_tiny_model: Path, tmp_path: Path, words: str, message: str
 ) -> None:
-    data = rows(tmp_path / "train.jsonl", CHAT)
-    places = {"MODEL": spurline_tiny_model, "DATA": data}
-    code, _, err = spurline("init", tmp_path / "run.yaml", *(places.get(word, word) for word in words), "--yes")
+    places = {"MODEL": spurline_tiny_model, "DATA": rows(tmp_path / "train.jsonl", CHAT)}
+    given = [places.get(word, word) for word in words.split()]
+    code, _, err = spurline("init", tmp_path / "run.yaml", *given, "--yes")
     assert code == 2
     assert message in err
     assert not (tmp_path / "run.yaml").exists()
@@ -290,19 +255,21 @@ def test_any_path_is_written_as_it_is(path: str) -> None:
     assert read["data"]["train"] == read["data"]["eval"] == path
 
 
-def test_a_file_that_is_there_stays(spurline: Spurline, spurline_tiny_model: Path, tmp_path: Path) -> None:
+def test_a_file_that_is_there_stays(init: Spurline, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("mine\n")
-    given = ("--model", spurline_tiny_model, "--data", rows(tmp_path / "train.jsonl", CHAT), "--yes", "--no-plan")
-    code, _, err = spurline("init", tmp_path / "run.yaml", *given)
+    data = rows(tmp_path / "train.jsonl", CHAT)
+    code, _, err = init(data)
     assert (code, "exists. Give --force" in err) == (2, True)
     assert (tmp_path / "run.yaml").read_text() == "mine\n"
-    assert spurline("init", tmp_path / "run.yaml", *given, "--force")[0] == 0
-    code, _, err = spurline("init", tmp_path / "run.toml", *given)
+    assert init(data, "--force")[0] == 0
+    code, _, err = init(data, file="run.toml")
     assert (code, "is YAML" in err, (tmp_path / "run.toml").exists()) == (2, True, False)
 
 
 @pytest.mark.parametrize("command", ["train", "plan", "data", "doctor"])
-def test_whoever_has_no_config_hears_of_it(spurline: Spurline, tmp_path: Path, command: str) -> None:
+def test_a_config_that_is_missing_is_told_with_the_command_that_writes_one(
+    spurline: Spurline, tmp_path: Path, command: str
+) -> None:
     for words in ((tmp_path / "run.yaml",), ()):
         code, _, err = spurline(command, *words)
         assert (code, "`spurline init` writes one" in err) == (2, True), err

@@ -13,15 +13,7 @@ from typing import Any, Literal
 
 import psutil
 import pytest
-from run_helpers import (
-    Config,
-    KillableProcess,
-    assert_same_run,
-    config_to_kill,
-    on_ranks,
-    train,
-    wait_for,
-)
+from run_helpers import Config, KillableProcess, assert_same_run, config_to_kill, on_ranks, train, wait_for
 
 from spurline.run.checkpoints.checkpoint import CheckpointStore
 

@@ -94,21 +94,16 @@ def test_what_only_looks_like_a_checkpoint_is_none(store: CheckpointStore) -> No
         {"files": ["run.json"]},
         {"step": "3"},
         {"config": None},
+        '{"a":' * 20_000,
     ],
-    ids=str,
+    ids=lambda change: str(change)[:30],
 )
 def test_a_manifest_that_lists_no_files_of_its_folder_is_damage(change: Any, store: CheckpointStore) -> None:
     path = store.save(3, fill, FACTS)
-    (path / MANIFEST).write_text(json.dumps(json.loads((path / MANIFEST).read_text()) | change))
-    with pytest.raises(CheckpointError, match=r"step-00000003 is damaged: manifest\.json"):
+    written = json.loads((path / MANIFEST).read_text())
+    (path / MANIFEST).write_text(change if isinstance(change, str) else json.dumps(written | change))
+    with pytest.raises(CheckpointError, match=r"step-00000003 is damaged: .*manifest\.json|not valid JSON"):
         open_checkpoint(path, "sizes")
-
-
-def test_a_manifest_nested_without_end_is_damage(store: CheckpointStore) -> None:
-    path = store.save(3, fill, FACTS)
-    (path / MANIFEST).write_text('{"a":' * 20_000)
-    with pytest.raises(CheckpointError, match=r"not valid JSON"):
-        open_checkpoint(path)
 
 
 def test_a_file_swapped_for_a_link_is_found_by_its_content(store: CheckpointStore, precious: Path) -> None:
@@ -152,14 +147,6 @@ def test_an_export_replaces_a_link_and_not_the_folder_that_it_points_to(tmp_path
     (tmp_path / "out").symlink_to(tmp_path / "elsewhere")
     assert _write_beside(tmp_path / "out", "model", fill) == tmp_path / "elsewhere"
     assert os.listdir(tmp_path / "out") == ["run.json"]
-
-
-def test_a_lock_that_is_a_link_empties_no_file(tmp_path: Path, precious: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "run.lock").symlink_to(precious / "thesis.txt")
-    with pytest.raises(RunDirectoryError, match=r"its run\.lock is a link.*--set run_dir"):
-        RunDirectory(tmp_path / "run").open()
-    assert (precious / "thesis.txt").read_text() == "years of work"
 
 
 def test_a_file_written_beside_follows_no_link(tmp_path: Path, precious: Path) -> None:
@@ -206,35 +193,38 @@ def test_tables_are_kept_in_a_private_folder_where_the_home_cannot_be_written(
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-def _add_samples(path: Path) -> None:
-    RunRecordFiles(RunDirectory(path), {}).add_samples(1, [{"answer": "4"}])
-
-
-def _log_a_child(path: Path) -> None:
-    ChildProcess("spurline.none", take=print, on_end=print, log=path / "engine.log")
-
-
 @pytest.mark.parametrize(
     ("name", "write"),
     [
-        ("eval_samples.jsonl", _add_samples),
-        ("engine.log", _log_a_child),
+        ("eval_samples.jsonl", lambda path: RunRecordFiles(RunDirectory(path), {}).add_samples(1, [{"answer": "4"}])),
+        ("engine.log", lambda path: ChildProcess("spurline.none", take=print, on_end=print, log=path / "engine.log")),
+        ("run.lock", lambda path: RunDirectory(path).open()),
     ],
 )
 def test_a_file_that_a_run_adds_to_follows_no_link(
-    name: str, write: Callable[[Path], None], tmp_path: Path, precious: Path
+    name: str, write: Callable[[Path], object], tmp_path: Path, precious: Path
 ) -> None:
     (tmp_path / name).symlink_to(precious / "thesis.txt")
-    with pytest.raises((RunFailedError, OSError), match="is a link, which is not followed"):
+    with pytest.raises((RunFailedError, RunDirectoryError, OSError), match="is a link"):
         write(tmp_path)
     assert (precious / "thesis.txt").read_text() == "years of work"
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "summary.json"])
-def test_a_pipe_in_place_of_a_file_of_a_run_is_not_waited_for(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("metrics.jsonl", read_record),
+        ("summary.json", read_record),
+        (f"{ROLLOUTS_FOLDER}/step-000001.parquet", lambda folder: list(KeptRollouts(folder).attempts())),
+    ],
+)
+def test_a_pipe_in_place_of_a_file_of_a_run_is_not_waited_for(
+    name: str, read: Callable[[Path], object], tmp_path: Path
+) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
     os.mkfifo(tmp_path / name)
-    with pytest.raises(RunDirectoryError, match=rf"{name}: cannot be read: it is no regular file"):
-        read_record(tmp_path)
+    with pytest.raises(RunDirectoryError, match="it is no regular file"):
+        read(tmp_path)
 
 
 def test_a_folder_of_rollouts_that_is_a_link_is_not_written_to(tmp_path: Path, precious: Path) -> None:
@@ -243,10 +233,3 @@ def test_a_folder_of_rollouts_that_is_a_link_is_not_written_to(tmp_path: Path, p
     with pytest.raises(RunFailedError, match="is a link, which is not followed"):
         RolloutFolder(tmp_path, 1000).start(0)
     assert (precious / "step-000001.parquet").read_text() == "years of work"
-
-
-def test_a_pipe_in_place_of_kept_rollouts_is_not_waited_for(tmp_path: Path) -> None:
-    (tmp_path / ROLLOUTS_FOLDER).mkdir()
-    os.mkfifo(tmp_path / ROLLOUTS_FOLDER / "step-000001.parquet")
-    with pytest.raises(RunDirectoryError, match="it is no regular file"):
-        list(KeptRollouts(tmp_path).attempts())

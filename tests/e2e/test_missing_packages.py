@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from run_helpers import Config, fail, train
 
-from spurline import Run, load_config
+from spurline import load_config
 from spurline.errors import HookFailedError, PluginError
-from spurline.plugins import hookimpl
 from spurline.plugins.host import PluginHost
 from spurline_insight import health
 from spurline_insight.health import Finding
@@ -20,10 +19,10 @@ WITHOUT = ["-preference", "-rl", "-ranks", "-insight", "-planning", "-trackers"]
 
 
 def test_a_run_that_was_recorded_with_all_packages_is_exported_with_text_and_models(
-    base_config: dict[str, Any], tmp_path: Path
+    base_config: Config, tmp_path: Path
 ) -> None:
     run_dir = Path(base_config["run_dir"])
-    assert Run(load_config(base_config | {"steps": 2, "checkpoint": {"every_steps": 2}})).train().step == 2
+    assert train(base_config | {"steps": 2, "checkpoint": {"every_steps": 2}}).step == 2
     recorded = json.loads((run_dir / "config.json").read_text())
     assert {"critic", "cluster", "report"} <= recorded.keys()
     loaded = load_config({**recorded, "plugins": WITHOUT}, recorded=True)
@@ -34,45 +33,28 @@ def test_a_run_that_was_recorded_with_all_packages_is_exported_with_text_and_mod
     assert (tmp_path / "model" / "config.json").exists()
 
 
-def test_a_run_goes_on_where_a_package_came_or_went(base_config: dict[str, Any]) -> None:
-    assert Run(load_config(base_config | {"steps": 2})).train().step == 2
+def test_a_run_goes_on_where_a_package_came_or_went(base_config: Config) -> None:
+    assert train(base_config | {"steps": 2}).step == 2
     fewer = base_config | {"steps": 4, "plugins": ["-rl", "-trackers"]}
-    assert Run(load_config(fewer), allow_change=["plugins"]).train().step == 4
+    assert train(fewer, allow_change=["plugins"]).step == 4
 
 
 def test_a_failing_end_of_another_plugin_costs_no_warning_and_no_later_run(
-    base_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    base_config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = Finding("off", "Something is off.", (0,), lasts=True)
     monkeypatch.setattr(health, "findings", lambda lines, config: [found])
-    loaded = load_config(base_config | {"steps": 2})
-
-    class Fails:
-        @hookimpl
-        def on_run_end(self) -> None:
-            raise ZeroDivisionError
-
-    loaded.host.attach(Fails(), "mine/fails")
     with pytest.raises(HookFailedError):
-        Run(loaded).train()
-    loaded.host.detach("mine/fails")
+        train(base_config, steps=2, on_run_end=fail)
     summary = json.loads((Path(base_config["run_dir"]) / "summary.json").read_text())
     assert [warning["kind"] for warning in summary["warnings"]] == ["off"]
-    assert Run(loaded).train().status == "finished"
+    assert train(base_config, steps=2).status == "finished"
 
 
 @pytest.mark.parametrize("made", ["a text", {"report": Path("other.html")}])
-def test_files_of_a_record_that_are_no_mapping_or_take_a_name_are_told(base_config: dict[str, Any], made: Any) -> None:
-    loaded = load_config(base_config | {"steps": 2})
-
-    class Makes:
-        @hookimpl
-        def on_run_recorded(self) -> Mapping[str, Path]:
-            return made
-
-    loaded.host.attach(Makes(), "mine/makes")
+def test_files_of_a_record_that_are_no_mapping_or_take_a_name_are_told(base_config: Config, made: Any) -> None:
     with pytest.raises(PluginError, match="on_run_recorded returned"):
-        Run(loaded).train()
+        train(base_config, steps=2, on_run_recorded=lambda: made)
 
 
 def test_what_is_attached_for_a_run_is_taken_back_and_what_was_there_stays() -> None:

@@ -1,9 +1,7 @@
-"""What asynchronous runs must do and leave behind, on one process and on ranks, and reward functions that fail now and
-then."""
+"""Asynchronous runs, their synchronous twins, and what both must do and leave behind."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,46 +9,63 @@ from typing import Any
 
 import psutil
 from living_processes import living_below
-from run_helpers import deterministic, read_metrics
+from run_helpers import Config, Trained, assert_same_weights, deterministic, read_metrics, train
 
-from spurline import Run, load_config
 from spurline.run.checkpoints.state_files import read_state
 from spurline_async_rl.scheduling.scheduler import Scheduler, SchedulerLimits, State
 from spurline_async_rl.source.recordings import groups_of, recorded_step
 from spurline_rl.kept_rollouts import KeptRollouts
 
-FAULTY_REWARDS = '''
-import asyncio, os, random
-
-async def fails_and_hangs(answer):
-    """Raises for 5 % of the attempts and hangs for 1 %, each time anew."""
-    fate = random.Random(os.urandom(8)).random()
-    if fate < 0.05:
-        raise ConnectionError("the sandbox is gone")
-    if fate < 0.06:
-        await asyncio.sleep(3600)
-    letters = [letter for letter in answer.response.lower() if letter.isalpha()]
-    return sum(letter < "n" for letter in letters) / max(1, len(letters))
-'''
+IN_PROCESS = {"name": "in_process", "deterministic": True}
+ONLY_ASYNC = ("max_staleness", "record_groups", "max_concurrent_groups")
+"""Settings that the synchronous source does not have."""
 
 
-def newest_scheduler(run_dir: Path) -> Scheduler:
-    """The scheduler as the run's last checkpoint has it, with the knobs of another run."""
+def asynchronous(config: Mapping[str, Any], **source: Any) -> Config:
+    """The config with asynchronous rollouts, which are recorded, and with these settings of its source."""
+    return {
+        **config,
+        "plugins": [*config.get("plugins", ()), "async_rl"],
+        "source": {**config["source"], "name": "async_rollouts", "record_groups": True, **source},
+    }
+
+
+def synchronous(config: Mapping[str, Any]) -> Config:
+    """The same run without asynchronous rollouts, and with an engine in its own process."""
+    source = {name: value for name, value in config["source"].items() if name not in ONLY_ASYNC}
+    engine = source["engine"] if source["engine"]["name"] == "in_process" else IN_PROCESS
+    return {**config, "plugins": [], "source": {**source, "name": "rollouts", "engine": engine}}
+
+
+def comparable(run: Trained | Path | str) -> list[dict[str, Any]]:
+    """The metrics that asynchronous and synchronous runs have in common, without what clocks measured."""
+    return [
+        {name: value for name, value in line.items() if not name.startswith(("async/", "staleness/", "sync/"))}
+        for line in deterministic(read_metrics(run))
+    ]
+
+
+def assert_equals_synchronous(config: Config) -> Trained:
+    """Without staleness, the run and its synchronous twin have the same numbers and weights. Returns the run."""
+    config["source"]["max_staleness"] = 0
+    run, twin = train(config), train(synchronous(config), name="synchronous")
+    assert comparable(run) == comparable(twin)
+    assert_same_weights(run, twin)
+    return run
+
+
+def assert_every_prompt_ended_once(config: Config) -> Scheduler:
+    """Each step has its line and its groups, and each prompt that was drawn ended exactly once.
+
+    Returns the scheduler as the newest checkpoint has it, with the knobs of another run.
+    """
+    run_dir, steps = Path(config["run_dir"]), config["steps"]
+    assert [line["step"] for line in read_metrics(run_dir)] == list(range(1, steps + 1))
     newest = sorted((run_dir / "checkpoints").glob("step-*"))[-1]
     scheduler = Scheduler(SchedulerLimits(0, 1, 1, "fifo", "wait", 1, 1))
     scheduler.load_state_dict(read_state(newest / "components" / "source" / "async_rollouts"))
-    return scheduler
-
-
-def assert_every_prompt_ended_once(config: dict[str, Any]) -> Scheduler:
-    """Each step has its line, its groups, and each prompt that was drawn ended exactly once. Needs `record_groups`."""
-    run_dir, steps = Path(config["run_dir"]), config["steps"]
-    assert [line["step"] for line in read_metrics(run_dir)] == list(range(1, steps + 1))
-    scheduler = newest_scheduler(run_dir)
     counts = scheduler.counts()
-    assert {name: counts[name] for name in ("pending", "running", "buffered")} == dict.fromkeys(
-        ("pending", "running", "buffered"), 0
-    )
+    assert [counts[name] for name in ("pending", "running", "buffered")] == [0, 0, 0]
     recorded: dict[int, int] = {}
     for step in range(1, steps + 1):
         groups = [*groups_of(read_state(recorded_step(run_dir, step)))]
@@ -64,18 +79,6 @@ def assert_every_prompt_ended_once(config: dict[str, Any]) -> Scheduler:
     untrained = [*scheduler.in_state(State.FILTERED), *scheduler.in_state(State.GIVEN_UP)]
     assert Counter([*recorded, *untrained]) == dict.fromkeys(range(scheduler.num_drawn), 1)
     return scheduler
-
-
-def reasons_of_given_up(run_dir: Path) -> list[str]:
-    """Why prompts were given up, as the run's summary has it."""
-    return json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))["given_up"]
-
-
-def metrics_of(config: Mapping[str, Any], name: str, **changed: Any) -> list[dict[str, Any]]:
-    """What a run of this config with these sections writes."""
-    run_dir = f"{config['run_dir']}-{name}"
-    Run(load_config({**config, "run_dir": run_dir, **changed})).train()
-    return deterministic(read_metrics(run_dir))
 
 
 def assert_metrics_close(
@@ -94,7 +97,7 @@ def _close(value: Any, other: Any, tolerance: float) -> bool:
 
 
 def ranks_of(controller: int) -> list[psutil.Process]:
-    """Its ranks: forks of the process that it has started for them."""
+    """The processes of the ranks, which are forks of the process that the controller has started for them."""
     # A fork has the command line of the process that it was forked from.
     command = "spurline_ranks.rank_server"
     return [rank for server in living_below(controller, command) for rank in living_below(server.pid, command)]
