@@ -29,8 +29,7 @@ from transformers import Qwen3Config
 from spurline import Run, load_config
 from spurline.plugins.hookspecs import hookimpl
 from spurline.run.checkpoints.checkpoint import CheckpointStore
-from spurline.run.checkpoints.checkpoint_writer import CheckpointWriter
-from spurline.run.checkpoints.resume import CheckpointContents, Course, save_state
+from spurline.run.checkpoints.saving import CheckpointContents, Writing
 
 ROOT = Path(__file__).parents[1]
 TOKENIZER = ROOT / "models" / "tiny-qwen3"
@@ -44,7 +43,7 @@ class Spans:
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
-        self._writer = CheckpointWriter()
+        self._writing: Writing | None = None
         self._kinds: dict[str, Callable[[int], object]] = {
             NONE: lambda step: None,
             COPY: self._copy,
@@ -70,7 +69,10 @@ class Spans:
             self.seconds[self._kind].append(time.perf_counter() - self._begin)
             self.cpu_seconds[self._kind].append(time.process_time() - self._cpu_begin)
         # What is still being written belongs to no other span.
-        self._writer.taken(wait=True)
+        if self._writing is not None:
+            self._writing.is_done(60.0)
+            self._writing.result()
+            self._writing = None
         if self._kind == ASYNC:
             self.write_s.append(time.perf_counter() - self._begin)
         self._kind = list(self._kinds)[(step - WARM_UP) // self._steps % len(self._kinds)]
@@ -78,20 +80,20 @@ class Spans:
         self._kinds[self._kind](step)
         self.begins[self._kind].append(time.perf_counter() - self._begin)
 
-    def _contents(self, step: int) -> CheckpointContents:
-        run = self._run
-        return CheckpointContents.of(step, run._components, run.loaded, Course(run._update.done), copied=True)
+    def _contents(self, step: int, *, copied: bool = True) -> CheckpointContents:
+        session = self._run._session
+        assert session is not None
+        return CheckpointContents.of(step, session.components, self._run.loaded, session._course(None), copied=copied)
 
     def _copy(self, step: int) -> None:
         self._contents(step)
 
     def _beside(self, step: int) -> None:
-        directory = self._run.directory
-        self._writer.start(self._contents(step), CheckpointStore(directory.checkpoints), directory.check_present)
+        self._writing = Writing(self._contents(step), CheckpointStore(self._run.directory.checkpoints))
 
     def _at_once(self, step: int) -> None:
-        run, before = self._run, bytes_read()
-        path = save_state(step, run._components, run.loaded, run.directory, Course(run._update.done))
+        before = bytes_read()
+        path = self._contents(step, copied=False).save(CheckpointStore(self._run.directory.checkpoints))
         self.bytes_read = bytes_read() - before
         self.bytes_written = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 

@@ -27,8 +27,7 @@ from spurline.testing import (
 from spurline.trackers.configs import ConsoleTrackerConfig, JsonlTrackerConfig
 from spurline.trackers.console import ConsoleTracker
 from spurline.trackers.jsonl import JsonlTracker
-from spurline.update.configs import WholeBatchConfig
-from spurline.update.minibatches import WholeBatch
+from spurline.update.minibatches import WholeBatch, WholeBatchConfig
 from spurline_insight.report_panel import ReportPanelConfig
 from spurline_insight.testing import ReportPanelContract
 from spurline_models.losses.configs import CrossEntropyConfig, DynamicFineTuningConfig

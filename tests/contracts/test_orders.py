@@ -14,9 +14,7 @@ from spurline.data.orders.configs import (
     SequentialOrderConfig,
     UniformOrderConfig,
 )
-from spurline.data.orders.curriculum import CurriculumOrder
-from spurline.data.orders.epochs import Indices, SequentialOrder, UniformOrder
-from spurline.data.orders.length_grouped import LengthGroupedOrder
+from spurline.data.orders.epochs import CurriculumOrder, Indices, LengthGroupedOrder, SequentialOrder, UniformOrder
 from spurline.protocols.order import Order, OrderConfig, SampleFacts, ScoredDraw
 from spurline.testing import OrderContract
 from spurline.testing.order_contract import MIXTURES

@@ -15,7 +15,7 @@ from spurline import Run, load_config
 from spurline.errors import CheckpointWriteError, ConfigError, HookFailedError
 from spurline.plugins.hookspecs import hookimpl
 from spurline.protocols.stateful import StateParts
-from spurline.run.checkpoints import checkpoint_writer
+from spurline.run.checkpoints import saving
 from spurline.run.checkpoints.checkpoint import CheckpointStore, Prepared, open_checkpoint
 
 PATIENCE_S = 60
@@ -157,7 +157,7 @@ def test_a_second_signal_leaves_nothing_that_could_become_a_checkpoint_later(
 def test_a_write_that_hangs_ends_the_run_with_what_it_waited_for(
     beside: dict[str, Any], gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_writer, "WAIT_LIMIT_S", 0.1)
+    monkeypatch.setattr(saving, "WAIT_LIMIT_S", 0.1)
     with pytest.raises(CheckpointWriteError, match=r"step 2 is still being written to .*checkpoints after"):
         train(beside, Watcher())
     gate.open()

@@ -103,7 +103,7 @@ def test_a_manifest_that_lists_no_files_of_its_folder_is_damage(change: Any, sto
     written = json.loads((path / MANIFEST).read_text())
     (path / MANIFEST).write_text(change if isinstance(change, str) else json.dumps(written | change))
     with pytest.raises(CheckpointError, match=r"step-00000003 is damaged: .*manifest\.json|not valid JSON"):
-        open_checkpoint(path, "sizes")
+        open_checkpoint(path)
 
 
 def test_a_file_swapped_for_a_link_is_found_by_its_content(store: CheckpointStore, precious: Path) -> None:

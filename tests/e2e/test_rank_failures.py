@@ -142,9 +142,6 @@ def test_a_damaged_piece_is_named_with_the_newest_good_checkpoint(base_config: C
     good = re.escape(str(checkpoints / "step-00000002"))
     with pytest.raises(CheckpointError, match=rf"rank-00001.*content has changed.*step 2: use `--resume {good}`"):
         train(config | {"steps": 6})
-    # No time is spent on reading where the settings say that sizes are enough.
-    trusting = config | {"steps": 6, "checkpoint": {"every_steps": 2, "verify": "sizes"}}
-    assert train(trusting).status == "finished"
 
 
 def test_a_checkpoint_of_ranks_is_not_read_by_another_backend_and_the_way_out_is_named(base_config: Config) -> None:

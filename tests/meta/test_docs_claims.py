@@ -29,7 +29,6 @@ from spurline.cli import app
 from spurline.config.loading import config_model
 from spurline.plugins.host import InstalledPlugin, PluginHost, installed_plugins
 from spurline.plugins.official import DEFAULT_PLUGINS
-from spurline_planning.other_names import NAMES, OTHER_NAMES
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted(path.parent for path in ROOT.glob("examples/*/pyproject.toml"))
@@ -95,19 +94,6 @@ def test_settings_that_a_page_shows_are_settings(path: Path, monkeypatch: pytest
             load_config(config, available=available())
         except Exception as error:
             raise AssertionError(f"{name_of(path)}:{line} shows a config that is refused: {error}") from error
-
-
-def test_names_of_other_trainers_stand_beside_the_settings_that_an_error_would_name_for_them() -> None:
-    page = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
-    compared: set[str] = set()
-    for block in re.findall(r"```yaml\n(.*?)```", page, re.S):
-        shown = set(paths_of(parse(block)))
-        for comment in re.findall(r"# (.*)", block):
-            names = set(re.findall(r"\w+", comment)) & {*OTHER_NAMES}
-            wrong = {name: OTHER_NAMES[name] for name in names if NAMES.path_of(name) not in shown}
-            assert not wrong, comment
-            compared |= names
-    assert {"num_generations", "save_steps", "lora_r", "kl_loss_coef"} <= compared
 
 
 def paths_of(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

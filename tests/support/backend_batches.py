@@ -18,7 +18,7 @@ from spurline.config.run_config import CriticConfig, DataConfig, ModelConfig, Ru
 from spurline.data import configs
 from spurline.data.batch import Ragged, TrainingBatch
 from spurline.plugins.host import PluginHost
-from spurline.update.configs import WholeBatchConfig
+from spurline.update.minibatches import WholeBatchConfig
 from spurline_models.local.backend import LocalBackend
 from spurline_models.local.configs import LocalBackendConfig
 from spurline_models.losses.configs import CrossEntropyConfig

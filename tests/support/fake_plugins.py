@@ -41,7 +41,6 @@ class FakePlugins:
         api: int = API_VERSION,
         config: type[Section] | None = None,
         requires: tuple[str, ...] = (),
-        conflicts: tuple[str, ...] = (),
         register: Callable[[ComponentRegistrar], None] | None = None,
         hooks: tuple[Callable[..., Any], ...] = (),
         **attributes: Any,
@@ -52,7 +51,7 @@ class FakePlugins:
         as they are, also in place of what would be there.
         """
         module = ModuleType(f"spurline_fake_{name}")
-        module.__dict__["PLUGIN"] = Plugin(name, api, config, requires, conflicts)
+        module.__dict__["PLUGIN"] = Plugin(name, api, config, requires)
         if register is not None:
             body = register
 

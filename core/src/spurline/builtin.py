@@ -23,7 +23,7 @@ from spurline.protocols.source import SourceConfig
 from spurline.protocols.tokenization import TokenizationConfig
 from spurline.protocols.tracker import TrackerConfig
 from spurline.trackers.configs import ConsoleTrackerConfig, JsonlTrackerConfig
-from spurline.update.configs import WholeBatchConfig
+from spurline.update.minibatches import WholeBatchConfig
 
 PLUGIN = Plugin(CORE, api=API_VERSION)
 
@@ -48,8 +48,8 @@ def register_components(registry: ComponentRegistrar) -> None:
     add(data.PackedCollatorConfig, "spurline.data.collators.packed:PackedCollator", default=True)
     add(orders.UniformOrderConfig, "spurline.data.orders.epochs:UniformOrder", default=True)
     add(orders.SequentialOrderConfig, "spurline.data.orders.epochs:SequentialOrder")
-    add(orders.LengthGroupedOrderConfig, "spurline.data.orders.length_grouped:LengthGroupedOrder")
-    add(orders.CurriculumOrderConfig, "spurline.data.orders.curriculum:CurriculumOrder")
+    add(orders.LengthGroupedOrderConfig, "spurline.data.orders.epochs:LengthGroupedOrder")
+    add(orders.CurriculumOrderConfig, "spurline.data.orders.epochs:CurriculumOrder")
     add(data.SerialPrefetchConfig, "spurline.data.serial_prefetch:SerialPrefetch", default=True)
     add(WholeBatchConfig, "spurline.update.minibatches:WholeBatch", default=True)
     add(JsonlTrackerConfig, "spurline.trackers.jsonl:JsonlTracker")

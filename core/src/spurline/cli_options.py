@@ -1,8 +1,7 @@
-"""Arguments and options that several commands take, and how they read the config that these name."""
+"""Define arguments and options that several commands take, and load the config that they name."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -50,12 +49,12 @@ def load(config: Path, overrides: list[str] | None) -> LoadedConfig:
 
 
 def load_run(run_dir: Path) -> LoadedConfig:
-    """Load the config of a finished or running run; its run_dir is the folder given, as it may have been moved."""
-    from spurline.config.document import describes_a_model
+    """Load the config of a finished or running run. Its run_dir is the folder given, as it may have been moved."""
     from spurline.config.loading import load_config
+    from spurline.run.record_files import CONFIG_FILE, check_run_directory, read_mapping
 
-    path = run_dir / "config.json"
-    if not path.is_file() or describes_a_model(path):
-        what = "it has no config.json" if not path.is_file() else "it holds a model"
-        raise UserError(f"{run_dir} is not a run directory: {what}. Give the `run_dir` of a training run.")
-    return load_config({**json.loads(path.read_text(encoding="utf-8")), "run_dir": str(run_dir)}, recorded=True)
+    check_run_directory(run_dir)
+    settings = read_mapping(run_dir / CONFIG_FILE)
+    if not settings:
+        raise UserError(f"{run_dir} is not a run directory: it has no {CONFIG_FILE}.")
+    return load_config({**settings, "run_dir": str(run_dir)}, recorded=True)

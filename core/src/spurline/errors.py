@@ -88,10 +88,6 @@ class BucketLostError(RunFailedError):
     """A bucket of weights did not reach an engine, which is as it was before: it may be sent again."""
 
 
-class RunDirectoryLostError(RunFailedError):
-    """The run directory was removed or moved while the run was going on."""
-
-
 class HookFailedError(RunFailedError):
     """A hook of a plugin raised what is no SpurlineError; the text names both, and the cause is what it raised."""
 
@@ -153,7 +149,7 @@ class ConfigError(UserError):
 
 
 def line_of(key: str, lines: dict[str, int]) -> int | None:
-    """Line of `key`, or of the closest enclosing key that is written in the file."""
+    """Return the line of `key`, or of the closest enclosing key that is written in the file."""
     while key:
         if key in lines:
             return lines[key]
@@ -164,39 +160,26 @@ def line_of(key: str, lines: dict[str, int]) -> int | None:
 _NAMES_SHOWN = 100
 
 
-def nearest(word: str, known: Iterable[str]) -> str | None:
-    """Return the closest other known word, whatever its case; None when none is close."""
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.7) -> str | None:
+    """Return the closest other known word, whatever its case; None if none is as close as `cutoff`, from 0 to 1."""
     # Of names that differ in case alone, the first in the alphabet stands for all.
     folded = {name.casefold(): name for name in sorted({*known} - {word}, reverse=True)}
-    match = difflib.get_close_matches(word.casefold(), folded, n=1, cutoff=0.6)
+    match = difflib.get_close_matches(word.casefold(), folded, n=1, cutoff=cutoff)
     return folded[match[0]] if match else None
 
 
-def suggestion(word: str, known: Iterable[str]) -> str:
-    """` Did you mean 'x'?` for the nearest known word, or an empty string when none is close."""
-    match = nearest(word, known)
+SAME_NAME = 0.8
+"""Cutoff for names of which similar ones mean different things: `gspo` must not correct `grpo`, nor `bf16` `fp16`."""
+
+
+def suggestion(word: str, known: Iterable[str], cutoff: float = 0.7) -> str:
+    """Return ` Did you mean 'x'?` for the nearest known word, or an empty string if none is close."""
+    match = nearest(word, known, cutoff)
     return f" Did you mean '{match}'?" if match is not None else ""
 
 
-def misspelling(word: str, known: Iterable[str]) -> str:
-    """Suggest a word as `suggestion` does, but only for a slip of the pen.
-
-    Use this for names where similar ones mean different things: `gspo` does not correct `grpo`, nor `bf16` `fp16`.
-    """
-    others = sorted(set(known) - {word})
-    letters = _letters(word)
-    slips = [other for other in others if _letters(other) == letters or sorted(_letters(other)) == sorted(letters)]
-    match = slips or difflib.get_close_matches(word, others, n=1, cutoff=0.87)
-    return f" Did you mean '{match[0]}'?" if match else ""
-
-
-def _letters(word: str) -> str:
-    """Letters and digits alone, without regard to case."""
-    return "".join(letter for letter in word.casefold() if letter.isalnum())
-
-
 def listing(names: Iterable[str]) -> str:
-    """Names as one sorted, comma-separated line; `(none)` when there are none. Of very many, some."""
+    """Return at most 100 names as one sorted, comma-separated line; `(none)` if there are none."""
     found = sorted(names)
     more = f" and {len(found) - _NAMES_SHOWN:,} more" if len(found) > _NAMES_SHOWN else ""
     return ", ".join(found[:_NAMES_SHOWN]) + more or "(none)"

@@ -1,7 +1,7 @@
 """Write files so that a kill or a power cut leaves either the old content or the new, never a mixture.
 
-Links that somebody put where a file is replaced or removed give way themselves, and those where one is added to are
-refused: what they point to is left alone.
+No link is followed, as another user may have put it there: one in the place of a file that is replaced or removed goes
+itself, and adding to one is refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from spurline.errors import RunFailedError, UserError
 
-_TEMPORARY = re.compile(r"\..+\.(?P<process>\d{1,9})\.tmp", re.DOTALL)
+_TEMPORARY = re.compile(r"\..+\.\d{1,9}\.tmp", re.DOTALL)
 """Name of a temporary file that `write_text` has not finished."""
 
 
@@ -34,8 +34,7 @@ def sync_file(path: Path) -> None:
 
 
 def own_file(path: str, flags: int) -> int:
-    """Open a file that a run adds to or cuts back, as `opener` of `open`. Raises OSError for a link, whose target is
-    somebody else's, and for what is no regular file."""
+    """Open a file that a run adds to or cuts back, as `opener` of `open`. Raises OSError for a link or a pipe."""
     try:
         return regular_file(path, flags | os.O_NOFOLLOW)
     except OSError as error:
@@ -45,9 +44,11 @@ def own_file(path: str, flags: int) -> int:
 
 
 def regular_file(path: str, flags: int) -> int:
-    """Open a file of a run directory, as `opener` of `open`. Raises OSError for a pipe or a device, which could be read
-    or waited for without end."""
-    # To open a pipe would wait for its other end; to a regular file the flag is nothing.
+    """Open a file of a run directory, as `opener` of `open`.
+
+    Raises OSError for a pipe or a device, which could be read or waited for without end.
+    """
+    # Without the flag, opening a pipe waits for its other end.
     descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
@@ -72,27 +73,12 @@ def write_text(path: Path, text: str) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what killed processes of this machine have left in a folder while they replaced files there."""
+    """Remove what killed processes have left in a folder while they replaced files there."""
     for path in folder.glob(".*.tmp"):
-        named = _TEMPORARY.fullmatch(path.name)
-        if named is not None and _has_ended(int(named["process"])):
-            # What cannot be removed is in nobody's way.
+        # What cannot be removed is in nobody's way.
+        if _TEMPORARY.fullmatch(path.name):
             with suppress(OSError):
-                if path.is_dir() and not path.is_symlink():
-                    shutil.rmtree(path)
-                else:
-                    path.unlink()
-
-
-def _has_ended(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        # Another user's.
-        return False
-    return False
+                remove(path)
 
 
 def remove(path: Path) -> None:
@@ -104,14 +90,14 @@ def remove(path: Path) -> None:
 
 
 def private_folder(path: Path) -> Path:
-    """Make a folder that only this user can enter, in a place where others may write: its content will be trusted.
+    """Make a folder that only this user can enter, in a place where others may write, so that its content is trusted.
 
-    Raises UserError when something else is there: another user's folder, or a link.
+    Raises UserError if another user's folder or a link is there.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         path.mkdir(mode=0o700, exist_ok=True)
-        # Not by its name again, which another user may have given to another folder by then.
+        # From here on by descriptor: another user may give the name to another folder.
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError as error:
         raise UserError(f"{path}: {_not_private(error.strerror or str(error))}") from error
@@ -136,9 +122,9 @@ def _not_private(why: str) -> str:
 
 @contextmanager
 def scratch_inside(folder: Path) -> Iterator[Path]:
-    """A new folder inside this one, for the context. Nothing is left of it, nor of folders that were made for it.
+    """Make a new folder inside this one, for the context; folders that were made for it are removed too.
 
-    Raises OSError where none can be made.
+    Raises OSError if none can be made.
     """
     made = [place for place in (folder, *folder.parents) if not place.exists()]
     try:
@@ -153,7 +139,7 @@ def scratch_inside(folder: Path) -> Iterator[Path]:
 
 
 def give_default_permissions(path: Path) -> None:
-    """Make a file readable by whom the umask lets; some libraries create theirs readable by the owner alone."""
+    """Give a file the permissions of the umask; some libraries create theirs readable by the owner alone."""
     umask = os.umask(0)
     os.umask(umask)
     path.chmod(0o666 & ~umask)

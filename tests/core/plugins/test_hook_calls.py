@@ -115,18 +115,14 @@ def test_an_error_of_the_inner_wrapper_is_not_laid_to_the_outer_one(plugins: Fak
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda metrics: None, r"returned None instead of the metrics of the step\. End it with `return metrics`"),
-        (lambda metrics: "done", "returned 'done' instead of the metrics"),
-        (lambda metrics: [metrics], r"returned \[\{'loss': 1\.5"),
-        (lambda metrics: {**metrics, "loss": 0.0}, r"changed the metric 'loss'.*from 1\.5 to 0\.0.*'mine/loss'"),
-        (lambda metrics: metrics.update(loss=0.0) or metrics, r"changed the metric 'loss'.*from 1\.5 to 0\.0"),
-        (lambda metrics: {"loss": metrics["loss"]}, r"left out the metric 'lr'\. Return `\{\*\*metrics"),
-        (lambda metrics: {**metrics, "note": "fine"}, r"metric 'note' the value 'fine'\. A metric is a finite number"),
-        (lambda metrics: {**metrics, "norm": torch.ones(())}, r"metric 'norm' the value tensor\(1\.\).*float\(value\)"),
+        (lambda metrics: None, "returned None instead of the metrics"),
+        (lambda metrics: {**metrics, "loss": 0.0}, "changed or left out the metric 'loss'"),
+        (lambda metrics: metrics.update(loss=0.0) or metrics, "changed or left out the metric 'loss'"),
+        (lambda metrics: {"loss": metrics["loss"]}, "changed or left out the metric 'lr'"),
+        (lambda metrics: {**metrics, "note": "fine"}, "metric 'note' the value 'fine'"),
+        (lambda metrics: {**metrics, "norm": torch.ones(())}, "metric 'norm' the value tensor"),
         (lambda metrics: {**metrics, "norm": float("nan")}, "metric 'norm' the value nan"),
-        (lambda metrics: {**metrics, 7: 1.0}, "named a metric 7"),
-        (lambda metrics: {**metrics, "step": 1.0}, "gave the metric 'step', which the loop gives itself"),
-        (lambda metrics: {**metrics, "epoch": 1.0}, "gave the metric 'epoch', which the loop gives itself"),
+        (lambda metrics: {**metrics, 7: 1.0}, "metric 7 the value 1.0"),
     ],
 )
 def test_a_wrapper_that_returns_no_metrics_or_changes_them_is_refused(
@@ -140,25 +136,6 @@ def test_a_wrapper_that_returns_no_metrics_or_changes_them_is_refused(
 def test_wrappers_may_add_numbers_and_hand_on_what_was_there(plugins: FakePlugins) -> None:
     host = host_of(plugins, "mine", train_step=wrapping(lambda metrics: {**metrics, "a": 1, "b": np.float32(0.5)}))
     assert step(host) == {**CORE_METRICS, "a": 1, "b": 0.5}
-    host.calls.check_recorded({**CORE_METRICS, "a": 1, "b": 0.5, "time/step": 3.0})
-
-
-def test_two_wrappers_that_give_one_metric_are_refused_with_the_outer_one_named(plugins: FakePlugins) -> None:
-    plugins.add("inner", train_step=wrapping(lambda metrics: {**metrics, "norm": 1.0}))
-    plugins.add("outer", train_step=wrapping(lambda metrics: {**metrics, "norm": 2.0}))
-    host = PluginHost.load(["outer", "inner"], plugins.available)
-    host.attach(Core(), "core/update")
-    with pytest.raises(PluginError, match=r"plugin 'outer', hook train_step: its wrapper changed the metric 'norm'"):
-        step(host)
-
-
-def test_a_metric_that_the_run_reports_later_in_the_step_is_refused_when_it_is_recorded(plugins: FakePlugins) -> None:
-    host = host_of(plugins, "mine", train_step=wrapping(lambda metrics: {**metrics, "time/step": 1.0}))
-    recorded = {**step(host), "time/step": 2.0}
-    with pytest.raises(
-        PluginError, match=r"plugin 'mine', hook train_step: the metric 'time/step' that it adds is taken"
-    ):
-        host.calls.check_recorded(recorded)
 
 
 def test_a_wrapper_that_yields_never_or_twice_is_told_so(plugins: FakePlugins) -> None:
@@ -188,8 +165,3 @@ def test_a_name_that_is_attached_already_is_refused() -> None:
         host.attach(Watch(), "watch")
     host.detach("watch")
     host.attach(Watch(), "watch")
-
-
-def test_an_attached_object_cannot_take_the_place_of_cores_update(plugins: FakePlugins) -> None:
-    with pytest.raises(PluginError, match=r"Plugin 'mine' implements 'train_step', which core alone does"):
-        PluginHost.load([]).attach(Core(), "mine")

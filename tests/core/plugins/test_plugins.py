@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import json
 import sys
@@ -10,17 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bare_components import BARE, metadata_with
+from bare_components import BARE
 from fake_plugins import FakePlugins, of_kind, refused
 
 from spurline import load_config
-from spurline.cli import main
 from spurline.config.section import ComponentConfig
 from spurline.data.configs import PackedCollatorConfig
 from spurline.errors import PluginError
 from spurline.plugins import hookimpl
 from spurline.plugins.host import (
-    ENTRY_POINT_GROUP,
     CommandEntry,
     InstalledPlugin,
     Plugin,
@@ -28,7 +27,6 @@ from spurline.plugins.host import (
     installed_commands,
     installed_plugins,
 )
-from spurline.plugins.listing import diagnose
 from spurline.plugins.official import install_command
 from spurline.plugins.registry import ComponentRegistrar
 
@@ -69,13 +67,6 @@ def test_required_plugin_must_be_listed_too(plugins: FakePlugins) -> None:
     plugins.add("extra", requires=("base",))
     refused(["extra"], available, "Plugin 'extra' requires 'base'. Add it to the list: plugins: [base, extra].")
     assert list(PluginHost.load(["extra", "base"], available).plugins) == ["core", "extra", "base"]
-
-
-def test_conflicting_plugins_cannot_be_enabled_together(plugins: FakePlugins) -> None:
-    available = plugins.add("one", conflicts=("two",))
-    plugins.add("two")
-    refused(["two", "one"], available, "Plugins 'one' and 'two' cannot be enabled together.")
-    assert "one" in PluginHost.load(["one"], available).plugins
 
 
 def test_module_without_a_declaration_says_what_to_write(plugins: FakePlugins) -> None:
@@ -219,45 +210,6 @@ def test_the_error_of_a_default_plugin_says_how_to_do_without_it(plugins: FakePl
     assert "rl" not in PluginHost.load(["-rl"], plugins.available).plugins
 
 
-@pytest.fixture
-def one_broken(plugins: FakePlugins, monkeypatch: pytest.MonkeyPatch) -> FakePlugins:
-    """Of four installed plugins one is broken, which is loaded by default, and one requires it."""
-    plugins.add("rl", register=fail)
-    plugins.add("text")
-    plugins.add("mine")
-    plugins.add("agents", requires=("rl",))
-    found = [
-        importlib.metadata.EntryPoint(name, plugin.module, "group")._for(FakeDistribution(f"spurline-{name}"))  # type: ignore[attr-defined]
-        for name, plugin in plugins.available.items()
-    ]
-    monkeypatch.setattr(
-        importlib.metadata, "entry_points", metadata_with(lambda group: found if group == ENTRY_POINT_GROUP else [])
-    )
-    return plugins
-
-
-def test_one_broken_default_plugin_leaves_the_others_healthy(one_broken: FakePlugins) -> None:
-    lines, healthy = diagnose()
-    assert not healthy
-    assert [line.partition(". ")[0].partition(" (")[0] for line in lines] == [
-        "agents: BROKEN",
-        "mine: works",
-        "rl: BROKEN",
-        "text: works",
-    ]
-
-
-def test_a_broken_plugin_does_not_hide_a_wrong_option(
-    one_broken: FakePlugins, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["train", "run.yaml", "--steps", "5"])
-    assert ended.value.code == 2
-    said = capsys.readouterr().err
-    assert "No such option" in said
-    assert "--set KEY=VALUE" in said
-
-
 def test_two_plugins_claiming_one_name_are_an_error_naming_both_distributions(plugins: FakePlugins) -> None:
     plugins.add("one", register=offer("loss", "fast"))
     plugins.add("two", register=offer("loss", "fast"))
@@ -327,15 +279,17 @@ def test_installed_plugins_are_read_from_metadata(monkeypatch: pytest.MonkeyPatc
     }
 
 
-@pytest.mark.parametrize(
-    ("target", "line"),
-    [
-        ("bare_components:shout", "Print words in capitals."),
-        ("wave:no_such_function", "Stuff to parse WAVE files."),
-        ("no_such_package.command:run", "(of spurline-x, which cannot be read: No module named 'no_such_package')"),
-    ],
-)
-def test_a_command_is_summed_up_without_being_imported(target: str, line: str) -> None:
-    imported = set(sys.modules)
-    assert CommandEntry("x", "spurline-x", target, None).summary().startswith(line)
-    assert "wave" not in set(sys.modules) - imported
+def test_a_command_is_summed_up_by_its_docstring_and_a_broken_one_by_its_error() -> None:
+    def load() -> None:
+        """Do it.
+
+        At once.
+        """
+
+    assert CommandEntry("x", "spurline-x", "m", lambda: load).summary() == "Do it."
+    assert (
+        CommandEntry("x", "spurline-x", "gc", lambda: object).summary()
+        == "This module provides access to the garbage collector for reference cycles."
+    )
+    broken = CommandEntry("x", "spurline-x", "m", lambda: importlib.import_module("no_such_package"))
+    assert broken.summary().startswith("(of spurline-x, which cannot be imported: No module named 'no_such_package'")

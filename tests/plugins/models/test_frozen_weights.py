@@ -15,7 +15,7 @@ from torch import nn
 from spurline.config.run_config import CriticConfig, ModelConfig
 from spurline.errors import CheckpointError, ConfigError, ModelError
 from spurline.protocols.loss import Objective
-from spurline.update.configs import WholeBatchConfig
+from spurline.update.minibatches import WholeBatchConfig
 from spurline_models import configs
 from spurline_models.configs import LoraConfig, adapter_page
 from spurline_models.local.checkpoint import read_weights

@@ -19,8 +19,7 @@ from spurline.plugins.host import PluginHost
 from spurline.protocols.collator import ParallelLayout
 from spurline.testing.fuzzing import fuzzing
 from spurline.testing.samples import PAD
-from spurline.update.configs import WholeBatchConfig
-from spurline.update.minibatches import WholeBatch
+from spurline.update.minibatches import WholeBatch, WholeBatchConfig
 from spurline_rl.by_prompt import ByPrompt
 from spurline_rl.configs import PromptSourceConfig, RolloutsCollatorConfig
 from spurline_rl.protocols.advantage import AdvantageConfig

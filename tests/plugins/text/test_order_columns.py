@@ -11,7 +11,7 @@ import pytest
 from spurline.data.orders.configs import (
     CurriculumOrderConfig,
 )
-from spurline.data.orders.curriculum import CurriculumOrder
+from spurline.data.orders.epochs import CurriculumOrder
 from spurline.errors import DataError
 from spurline.protocols.dataset import DatasetConfig
 from spurline.protocols.order import SampleFacts

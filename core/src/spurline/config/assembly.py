@@ -1,7 +1,7 @@
-"""Build the final config model: core's sections plus one typed section per plugin and per selectable component.
+"""Build the config model of a run: core's sections and those of plugins, with a union for each kind of component.
 
-In: RunConfig (with `Component` marks) and a filled registry. Out: a RunConfig subclass in which every marked field is a
-union of the registered configs, told apart by `name`. Pure pydantic; nothing is validated here.
+The model is a subclass of RunConfig in which every field with a `Component` mark is a union of the registered configs,
+told apart by `name`. Nothing is validated here.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ _UNKNOWN = "unknown_component"
 
 
 def assemble(registry: Registry, plugin_sections: Mapping[str, type[Section]]) -> type[RunConfig]:
-    """Return the config model of a run with these components and plugin sections.
+    """Return the config model of a run with these components, and the section of each plugin by its name.
 
-    plugin_sections: plugin name -> its Section; optional in the file when all its fields have defaults.
-    Raises PluginError when a plugin's name is already a core setting, or a component can hold one of its own kind.
+    Raises PluginError for a section that has no place.
     """
     builder = _Builder(registry)
     fields: dict[str, dict[str, Any]] = {"": {}}
@@ -76,7 +75,7 @@ class _Builder:
         self._open: list[tuple[str, str]] = []
 
     def specialized(self, model: type[Section], extra: Mapping[str, Any] | None = None) -> type[Section]:
-        """A subclass of `model` whose marked fields are unions over the registry; `model` itself when none is."""
+        """Return a subclass of `model` whose marked fields are unions; `model` itself if it has none."""
         replaced: dict[str, Any] = {}
         for name, field in model.model_fields.items():
             if extra and name in extra:
@@ -91,9 +90,9 @@ class _Builder:
         return _subclass(model, {**replaced, **(extra or {})})
 
     def _with_default(self, field: FieldInfo, mark: Component | None) -> FieldInfo:
-        """The same field, with the kind's default component where the field itself chooses none.
+        """Return the same field, with the default component of its kind if the field itself chooses none.
 
-        A component config as default is what code that builds sections by itself gets: the kind has the say here.
+        A component config as default is meant for code that builds sections by itself; the kind's default replaces it.
         """
         copy = copy_object(field)
         copy.metadata = [item for item in field.metadata if not isinstance(item, Component)]
@@ -103,7 +102,7 @@ class _Builder:
                 copy.default = {"name": default}
                 copy.validate_default = True
         elif not field.is_required():
-            # Instances in the default have the unspecialised type: they are rebuilt from their values.
+            # Sections in the default have the type before this: they are rebuilt from their values.
             if field.default_factory is None:
                 copy.default = _values(field.default)
             else:
@@ -135,25 +134,20 @@ class _Builder:
         return _union_of(new) if origin in (Union, types.UnionType) else _generic(origin, new)
 
     def _union(self, mark: Component) -> Any:
-        """Union of the kind's configs, chosen by `name`; a bare string is short for `{shorthand: string}`."""
+        """Return the union of the kind's configs, chosen by `name`; a bare string stands for one setting of it."""
         default = self._registry.default(mark.kind)
         names = self._registry.all_names(mark.kind)
         if not names:
-            # Read by `config.error_messages` too: it says which plugin has such components.
+            # `config.error_messages` says which plugin has such components.
             refused = BeforeValidator(functools.partial(_refuse_component, mark=mark))
             return _annotated(ComponentConfig, [refused, _written_in_short(mark)])
-        # A component may hold another one of its own kind, as one that decorates does, but never itself: that would
-        # go on for ever.
+        # A component may hold another one of its own kind, but not itself: that would never end.
         configs = {name: self._open_up(mark.kind, name) for name in names if (mark.kind, name) not in self._open}
-        if not configs:
-            raise PluginError(
-                f"{_names(self._open)}: the config class of the last holds a {mark.kind}, and none is left."
-            )
         members = [_annotated(_config_with_name(config, name), [Tag(name)]) for name, config in configs.items()]
         discriminator = Discriminator(
             _chosen_name(default),
             custom_error_type=_UNKNOWN,
-            # Read by `config.error_messages`; a context mapping cannot be passed, typing hashes this mark.
+            # `config.error_messages` reads it; typing hashes this mark, so that a context mapping is not possible.
             custom_error_message=f"{mark.kind} {mark.shorthand}",
         )
         return _annotated(
@@ -185,10 +179,6 @@ def _values(default: Any) -> Any:
     return default
 
 
-def _names(chain: Sequence[tuple[str, str]]) -> str:
-    return " -> ".join(f"{kind} '{name}'" for kind, name in chain)
-
-
 def _written_in_short(mark: Component) -> BeforeValidator:
     return BeforeValidator(functools.partial(expand_shorthand, setting=mark.shorthand))
 
@@ -210,13 +200,12 @@ def _config_with_name(config: type[Section], name: str) -> type[Section]:
 
 def _subclass(base: type[Section], fields: Mapping[str, Any]) -> type[Section]:
     create: Any = create_model
-    # A class made here has no source of its own to read docstrings from; looking for it took most of a start.
+    # A class made here has no source to read docstrings from, and looking for it takes time.
     keywords = {"use_attribute_docstrings": False}
     model = create(base.__name__, __base__=base, __doc__=base.__doc__, __cls_kwargs__=keywords, **fields)
     return cast("type[Section]", model)
 
 
-# Type expressions made at run time are beyond a type checker: these three helpers are where `Any` enters.
 def _annotated(inner: Any, marks: Sequence[Any]) -> Any:
     return _generic(Annotated, [inner, *marks])
 

@@ -1,12 +1,12 @@
-"""Compare the config of a checkpoint with the one that wants to resume it, setting by setting.
+"""Compare the config of a checkpoint with the one that resumes it, setting by setting.
 
-In: the stored settings and a validated config. Out: each `Difference` with what the marks of the fields (`OnResume`)
-say about it. Nothing is allowed or refused here; `spurline.run.checkpoints.changes` does.
+Each `Difference` has what the marks of the fields (`OnResume`) say about it. Nothing is allowed or refused here;
+`spurline.run.checkpoints.resume` does that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, TypeGuard, cast
@@ -20,10 +20,13 @@ _ABSENT = "(absent)"
 
 @dataclass(frozen=True)
 class Difference:
-    """One changed setting; of a component that was replaced by another one, all its settings together.
+    """One changed setting, or all settings of a component that was replaced by another one.
 
-    before, now: plain JSON values, `(absent)` where there was none. mark: what a resume may do about it; never
-    MAY_GROW, which is FREE for a count that grew and BY_NAME for any other change.
+    Attributes:
+        key: Key path of the setting.
+        before: The value as plain JSON; `(absent)` if there was none.
+        now: The value that replaces it.
+        mark: What a resume may do about it. MAY_GROW becomes FREE for a count that grew, else BY_NAME.
     """
 
     key: str
@@ -40,9 +43,9 @@ class Difference:
 
 
 def differences(before: Mapping[str, Any], config: RunConfig) -> list[Difference]:
-    """Return every setting that differs between a stored config (as `LoadedConfig.resolved` gave it) and this one.
+    """Return every setting that differs between a stored config, as `LoadedConfig.resolved` gave it, and this one.
 
-    Another secret in the place of one is no difference.
+    A secret that was replaced by another one is no difference.
     """
     before, now = hide_secrets(before), hide_secrets(config.model_dump(mode="json"))
     sections = dict(sections_within(config))
@@ -51,18 +54,13 @@ def differences(before: Mapping[str, Any], config: RunConfig) -> list[Difference
     return [
         Difference(key, stored, value, _settled(_mark_of(key, marks), stored, value))
         for key, stored, value in _changes(before, now, "", wholes)
-        # The section of a plugin comes and goes with it; one within a section only where it says nothing.
+        # The section of a plugin comes and goes with it; a section within one of core does so only if it is null.
         if _ABSENT not in (stored, value) or ("." in key and None not in (stored, value))
     ]
 
 
-def setting_names(config: RunConfig) -> list[str]:
-    """Key paths of all settings and sections of this config."""
-    return [key for key, _ in _paths(config.model_dump(mode="json"), "")]
-
-
 def _changes(before: Any, now: Any, key: str, wholes: set[str]) -> Iterator[tuple[str, Any, Any]]:
-    """(key, before, now) of what differs, as far down as both sides have the same shape."""
+    """Yield (key, before, now) of what differs, as far down as both sides have the same shape."""
     if before == now:
         return
     if isinstance(before, Mapping) and isinstance(now, Mapping):
@@ -80,7 +78,7 @@ def _changes(before: Any, now: Any, key: str, wholes: set[str]) -> Iterator[tupl
 
 
 def _lists_sections(value: Any) -> TypeGuard[list[Any]]:
-    """Plain values in a list are one setting together, and an empty list may become either."""
+    """Return whether a value is a list of sections; plain values in a list are one setting together."""
     return isinstance(value, list) and all(isinstance(item, Mapping) for item in cast("list[Any]", value))
 
 
@@ -92,7 +90,7 @@ def _settled(mark: OnResume, before: Any, now: Any) -> OnResume:
 
 
 def _mark_of(key: str, marks: Mapping[str, OnResume]) -> OnResume:
-    """Return the mark of a field, or of the closest section around it; FREE is that of all below it."""
+    """Return the mark of a field, or of the closest section around it; all below a FREE section is FREE."""
     found = OnResume.REFUSED
     parts = key.split(".")
     for depth in range(1, len(parts) + 1):
@@ -110,18 +108,6 @@ def _marks(sections: Mapping[str, Section]) -> Iterator[tuple[str, OnResume]]:
                 yield f"{path}.{name}" if path else name, mark
         for name in type(section).retired:
             yield f"{path}.{name}" if path else name, OnResume.FREE
-
-
-def _paths(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    items: Sequence[tuple[Any, Any]] = ()
-    if isinstance(value, Mapping):
-        items = list(cast("Mapping[str, Any]", value).items())
-    elif _lists_sections(value):
-        items = list(enumerate(value))
-    for name, item in items:
-        path = f"{key}.{name}" if key else str(name)
-        yield path, item
-        yield from _paths(item, path)
 
 
 def _shown(value: Any) -> str:

@@ -1,8 +1,8 @@
 """Read a config file (YAML 1.2, or TOML by suffix) into plain values with the line of every key, and override values.
 
-Place on the way: file -> Document -> `config.loading` -> RunConfig. Nothing here knows what a setting means. Values of
-`--set key.path=value` are YAML, so `a=1e-5` is a float and `a=[1]` a list; a path may go through lists by index, and
-through settings that the file writes in their short form: `collator: packed` or `data.train: rows.jsonl`.
+Nothing here knows what a setting means. Values of `--set key.path=value` are YAML, so `a=1e-5` is a float and `a=[1]` a
+list. A path may go through lists by index, and through settings that the file writes in their short form, such as
+`collator: packed` or `data.train: rows.jsonl`.
 """
 
 from __future__ import annotations
@@ -55,31 +55,23 @@ class Document:
 
 
 def read_document(path: Path) -> Document:
-    """Parse the file. Raises ConfigError for a missing file, a syntax error, a duplicate key, a non-mapping, or a file
-    that is data or the config of a model."""
-    if path.is_file() and path.suffix.lower() in _DATA:
-        raise ConfigError([Problem("", _NOT_DATA.format(path=path))], str(path))
-    if describes_a_model(path):
-        raise ConfigError([Problem("", _NOT_OF_A_MODEL.format(path=path.parent))], str(path))
+    """Parse the file. Raises ConfigError for a missing file, a syntax error, a duplicate key or a non-mapping."""
     try:
         text = path.read_text("utf-8")
     except FileNotFoundError:
         raise ConfigError([Problem("", _missing(path))], str(path)) from None
     except IsADirectoryError:
-        is_model = describes_a_model(path / "config.json")
-        problem = _NOT_OF_A_MODEL.format(path=path) if is_model else f"is a folder. Configs in it: {_configs_in(path)}."
-        raise ConfigError([Problem("", problem)], str(path)) from None
+        raise ConfigError([Problem("", f"is a folder. Configs in it: {_configs_in(path)}.")], str(path)) from None
     except OSError as error:
         raise ConfigError([Problem("", f"cannot be read: {error}.")], str(path)) from error
     except UnicodeDecodeError as error:
         raise ConfigError([Problem("", f"is not UTF-8 text ({error.reason}). Save it as UTF-8.")], str(path)) from error
     if path.suffix.lower() == ".toml":
-        return Document(str(path), _parse_toml(text, str(path)))
-    try:
-        loaded = _parse_yaml(text)
-    except _BadYamlError as error:
-        place = str(path) if error.line is None else f"{path}:{error.line}"
-        raise ConfigError([Problem("", f"is not valid YAML: {error}")], place) from None
+        try:
+            return Document(str(path), tomllib.loads(text))
+        except ValueError as error:
+            raise ConfigError([Problem("", f"is not valid TOML: {error}.")], str(path)) from None
+    loaded = _parse_yaml(text, str(path), "is not valid YAML")
     if loaded is None:
         loaded = CommentedMap()
     if not isinstance(loaded, CommentedMap):
@@ -89,59 +81,20 @@ def read_document(path: Path) -> Document:
     return Document(str(path), plain(loaded), lines)
 
 
-def _parse_toml(text: str, place: str) -> dict[str, Any]:
-    try:
-        return tomllib.loads(text)
-    except ValueError as error:
-        raise ConfigError([Problem("", f"is not valid TOML: {error}.")], place) from None
-
-
-def parse_value(text: str) -> Any:
-    """Parse one value as YAML, so `1e-5` is a float and `[1]` a list. Raises ValueError with a readable message."""
-    return plain(_parse_yaml(text))
-
-
-class _BadYamlError(ValueError):
-    """A YAML syntax error, described in sentences. line: 1-based; None if the parser names none."""
-
-    def __init__(self, message: str, line: int | None) -> None:
-        super().__init__(message)
-        self.line = line
-
-
-def _parse_yaml(text: str) -> Any:
+def _parse_yaml(text: str, origin: str, what: str) -> Any:
     """Return the text as ruamel's containers, which know their lines; None for empty text.
 
-    Its round-trip mode is YAML 1.2 (1e-5 is a float, `on` is a string), refuses duplicate keys and obeys no tags.
+    The round-trip mode of ruamel is YAML 1.2 (1e-5 is a float, `on` is a string), refuses duplicate keys and obeys no
+    tags. Raises ConfigError that begins with `what`.
     """
-    parser = cast("Any", YAML(typ="rt"))
     try:
-        return parser.load(text)
+        return cast("Any", YAML(typ="rt")).load(text)
     except Exception as error:
         # Not only the parser's own errors come here: a date that does not exist is a ValueError.
         mark: Any = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-        line = None if mark is None else mark.line + 1
-        position: Any = getattr(error, "position", None)
-        if position is not None:
-            # The error is a character that YAML does not allow.
-            line = text.count("\n", 0, position) + 1
         problem = str(getattr(error, "problem", None) or str(error).strip().partition("\n")[0]).rstrip(".")
-        fix = _fix(f"{problem} {getattr(error, 'context', '')}")
-        raise _BadYamlError(f"{problem}.{fix}", line) from error
-
-
-def _fix(problem: str) -> str:
-    """Return what usually fixes this error of the parser; empty if nothing is known."""
-    if "alias" in problem:
-        return " Text that begins with `*` or `&` needs quotes."
-    if "'\\t'" in problem:
-        return " Indent with spaces, not with tabs."
-    if "block" in problem or "mapping values" in problem:
-        return (
-            " Keys of one level begin in the same column, those of a section further to the right; text with `: ` "
-            "needs quotes."
-        )
-    return ""
+        place = origin if mark is None else f"{origin}:{mark.line + 1}"
+        raise ConfigError([Problem("", f"{what}: {problem}.")], place) from error
 
 
 def _collect_lines(node: Any, prefix: str, lines: dict[str, int]) -> None:
@@ -181,20 +134,6 @@ def _missing(path: Path) -> str:
     return f"does not exist. Config files in '{path.parent}': {_configs_in(path.parent)}. `spurline init` writes one."
 
 
-_NOT_OF_A_MODEL = "is a model and no config. `spurline init --model {path}` writes one, with `model: {{path: {path}}}`."
-_NOT_DATA = "is data and no config. `spurline init --data {path}` writes one, with `data: {{train: {path}}}`."
-_DATA = frozenset({".jsonl", ".csv", ".parquet", ".arrow"})
-
-
-def describes_a_model(file: Path) -> bool:
-    """Return whether a file is the `config.json` of a model, and not the record that a run leaves under that name."""
-    if not file.is_file():
-        return False
-    with file.open("rb") as opened:
-        head = opened.read(1 << 20)
-    return b'"model_type"' in head and b'"run_dir"' not in head
-
-
 def _configs_in(folder: Path) -> str:
     return listing(entry.name for entry in folder.iterdir() if entry.suffix in {".yaml", ".yml", ".toml"})
 
@@ -205,11 +144,8 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
         key, separator, text = override.partition("=")
         key = key.strip()
         if not separator or not all(key.split(".")):
-            raise _error("", f"'{override}' is not KEY=VALUE, such as 'optimizer.learning_rate=1e-4'.")
-        try:
-            value = parse_value(text)
-        except ValueError as error:
-            raise _error(key, f"value {text!r} is not valid YAML: {error}") from None
+            raise _error(f"'{override}' is not KEY=VALUE, such as 'optimizer.learning_rate=1e-4'.")
+        value = plain(_parse_yaml(text, "--set", f"{override!r} is not valid YAML"))
         node: Any = document.values
         path = key.split(".")
         for part, following in pairwise(path):
@@ -242,16 +178,16 @@ def _opened(node: dict[str, Any] | list[Any], part: str, following: str, overrid
         return {BARE: child}
     if isinstance(child, (dict, list)):
         return cast("Any", child)
-    raise _error("", f"'{override}' goes through '{part}', which is the value {child!r}.")
+    raise _error(f"'{override}' goes through '{part}', which is the value {child!r}.")
 
 
 def _index(items: list[Any], part: str, override: str) -> int:
     if part.isdecimal() and int(part) < len(items):
         return int(part)
     if not items:
-        raise _error("", f"'{override}' goes into an empty list where it says '{part}'.")
-    raise _error("", f"'{override}' needs an index from 0 to {len(items) - 1} where it says '{part}'.")
+        raise _error(f"'{override}' goes into an empty list where it says '{part}'.")
+    raise _error(f"'{override}' needs an index from 0 to {len(items) - 1} where it says '{part}'.")
 
 
-def _error(key: str, message: str) -> ConfigError:
-    return ConfigError([Problem(key, message)], "--set")
+def _error(message: str) -> ConfigError:
+    return ConfigError([Problem("", message)], "--set")

@@ -1,7 +1,6 @@
-"""Turn pydantic's validation errors into problems a user can act on.
+"""Turn pydantic's validation errors into problems that a user can act on.
 
-In: a ValidationError, the model it came from and the registry. Out: one `Problem` per key path, as the user wrote it
-(union tags removed), with the nearest fix.
+Each key path, as the user wrote it (without the tags of unions), becomes one `Problem` with the nearest fix.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pydantic_core import ErrorDetails
 
 from spurline.config.run_config import RunConfig
 from spurline.config.section import Component, ComponentConfig
-from spurline.errors import Problem, listing, misspelling, nearest, suggestion
+from spurline.errors import SAME_NAME, Problem, listing, suggestion
 from spurline.plugins.official import OFFICIAL, how_to_enable, plugin_of_kind, plugin_with
 from spurline.plugins.registry import Registry
 
@@ -44,7 +43,10 @@ def explain(
     told = all_details[:_PROBLEMS_TOLD]
     explained = _Explainer(model, registry, unlisted)
     for details in told:
-        if _follows_from_another(details, told):
+        place = details["loc"]
+        # A list counts as too short if its only item is invalid; the error of the item says more.
+        inner = [each for each in told if each["loc"][: len(place)] == place]
+        if details["type"] == "too_short" and len(inner) > 1:
             continue
         path, owner = _locate(model, details["loc"])
         message = explained.message(details, path, owner)
@@ -57,14 +59,6 @@ def explain(
     return problems
 
 
-def _follows_from_another(details: ErrorDetails, all_details: list[ErrorDetails]) -> bool:
-    """Return whether a list counts as too short because its only item is invalid; the item's own error says more."""
-    location = details["loc"]
-    return details["type"] == "too_short" and any(
-        other is not details and other["loc"][: len(location)] == location for other in all_details
-    )
-
-
 class _Explainer:
     """Words the errors of one config."""
 
@@ -74,7 +68,7 @@ class _Explainer:
         self._unlisted = unlisted
 
     def message(self, details: ErrorDetails, path: list[str], owner: type[BaseModel] | None) -> str:
-        """Say what is wrong with the value at a key path. owner: the section that has its last key."""
+        """Say what is wrong with the value at a key path; `owner` is the section that has its last key."""
         kind, value = details["type"], details["input"]
         if kind == "extra_forbidden" and owner is not None:
             return self._unknown_key(path, owner)
@@ -87,14 +81,11 @@ class _Explainer:
         if kind == "literal_error":
             expected = str(details.get("ctx", {}).get("expected", ""))
             choices = [part.strip().strip("'") for part in expected.replace(" or ", ", ").split(",")]
-            return f"is {_shown(value)}; it must be {expected}.{misspelling(str(value), choices)}"
+            return f"is {_shown(value)}; it must be {expected}.{suggestion(str(value), choices, SAME_NAME)}"
         if kind in ("model_type", "dict_type"):
-            if value is None:
-                return "is null, which a section cannot be. Leave it out, or write {}, for the defaults."
             if callable(value):
                 return "is a Python object. Write it in a file, and name that: `my_rewards.py:is_right`."
-            defaults = ", or {} for the defaults" if value is True else ""
-            return f"is {_shown(value)}; it must be a mapping, written `key: value`{defaults}."
+            return f"is {_shown(value)}; it must be a mapping, written `key: value`. Write {{}} for the defaults."
         if kind == "object":
             return f"{details['msg']}."
         if kind == "too_short":
@@ -103,62 +94,31 @@ class _Explainer:
             example = f", such as [{value}]" if isinstance(value, str) else ""
             return f"is {_shown(value)}; it must be a list{example}."
         if value is None:
-            return "is null, which it cannot be. Give it a value, or leave the line out where there is a default."
+            return "is null. Give it a value, or leave the line out if there is a default."
         shown = "" if isinstance(value, (dict, list, tuple)) else f"is {_shown(value)}: "
         return f"{shown}{details['msg'][0].lower()}{details['msg'][1:]}."
 
     def _unknown_key(self, path: list[str], owner: type[BaseModel]) -> str:
         key, name = path[-1], _component_name(owner)
-        if punctuation := _mispunctuated(key):
-            return punctuation
         if plugin := self._plugin_of_section(path):
             return plugin
-        told = self._told_by_component(key, owner)
-        if told is not None:
-            return f"is not a setting of '{name}'. {told}"
+        if issubclass(owner, ComponentConfig) and key in owner.missing_settings:
+            return f"is not a setting of '{name}'. {owner.missing_settings[key]}"
         names = list(owner.model_fields)
-        others = self._registry.other_names
-        hint = (
-            others.replaced.get(key)
-            or self._meant_elsewhere(path, names)
-            or suggestion(key, names)
-            or self._found_elsewhere(path, owner)
-        )
+        hint = suggestion(key, names) or self._found_elsewhere(path, owner)
         of = f" of '{name}'" if name else ""
         settings = [known for known in names if known != "name"] if name else names
         plugins = " A plugin's section needs that plugin in `plugins`." if len(path) == 1 else ""
         return f"is not a setting{of}.{hint} Settings: {listing(settings)}.{plugins}"
 
-    def _told_by_component(self, key: str, owner: type[BaseModel]) -> str | None:
-        """Return what a component itself says of a setting that others of its kind have."""
-        if not issubclass(owner, ComponentConfig):
-            return None
-        ours = self._registry.other_names.path_of(key).rpartition(".")[2]
-        return owner.missing_settings.get(key) or owner.missing_settings.get(ours)
-
     def _plugin_of_section(self, path: list[str]) -> str:
-        """Name the plugin whose section this is, where it is not enabled; empty for any other key."""
-        key = path[0]
-        name = key if key in self._unlisted else nearest(key, {*self._unlisted, *RunConfig.model_fields})
-        if len(path) == 1 and name in self._unlisted:
-            meant = "" if name == key else f" Did you mean '{name}'?"
-            listed = "is installed, but not listed under plugins"
-            return f"is not a setting.{meant} The plugin '{name}' {listed}. Add it: plugins: [{name}]."
-        plugin = plugin_with("section", ".".join(path))
+        """Name the plugin that has this section and is not enabled; empty for any other key."""
+        key = ".".join(path)
+        plugin = key if key in self._unlisted else plugin_with("section", key)
         if plugin is None:
             return ""
         how = how_to_enable(plugin, is_installed=plugin in self._unlisted)
-        return f"is of the plugin '{plugin}', which is not enabled: {how}."
-
-    def _meant_elsewhere(self, path: list[str], names: list[str]) -> str:
-        """Name the setting that another trainer calls by this key; empty where there is none."""
-        meant = self._registry.other_names.settings.get(path[-1], "")
-        place = meant.partition(":")[0]
-        outer, _, name = place.rpartition(".")
-        if name in names:
-            return f" Write `{meant.removeprefix(f'{outer}.')}`." if ":" in meant else f" Did you mean '{name}'?"
-        is_there = bool(meant) and place in self._places_of(name)
-        return f" There is {f'`{meant}`' if ':' in meant else meant}." if is_there else ""
+        return f"is a section of the plugin '{plugin}', which is not enabled: {how}."
 
     def _found_elsewhere(self, path: list[str], owner: type[BaseModel]) -> str:
         """Name another component of the kind, or other sections, that have a setting of this name."""
@@ -168,15 +128,11 @@ class _Explainer:
         having = [name for name in registry.names(kind) if key in registry.get(kind, name).config.model_fields]
         if having:
             return f" It is a setting of {' and '.join(having)}: add `name: {having[0]}`."
-        found = [place for place in self._places_of(key) if place != ".".join(path)]
+        found = [place for place in _places(lambda name, _: name == key, self._model) if place != ".".join(path)]
         # The least nested are the likeliest to be meant.
         depth = min((place.count(".") for place in found), default=0)
         homes = [place for place in found if place.count(".") == depth]
         return f" There is {' and '.join(homes[:3])}." if homes else ""
-
-    def _places_of(self, key: str) -> list[str]:
-        """Return the key paths at which there is a setting of this name."""
-        return _places(lambda name, _: name == key, self._model)
 
     def _missing_component(self, path: list[str]) -> str:
         """Say which plugin has the component that a run needs; empty for any other setting."""
@@ -205,9 +161,8 @@ class _Explainer:
         if not names and (not isinstance(name, str) or plugin_with(kind, name) is None):
             return f"is given, but {self._no_plugin_has(kind)}"
         if not isinstance(name, str):
-            punctuation = next((_mispunctuated(key) for key in map(str, given) if ":" in key), "")
             short = f"its {shorthand}, or a mapping with `name:`"
-            return punctuation or f"must be {_with_article(kind)}: {short}. Available: {listing(names)}."
+            return f"must be {_with_article(kind)}: {short}. Available: {listing(names)}."
         others = [other for other in names if other != name]
         if name in names:
             return f"is '{name}', which cannot hold itself. Choose another {kind}: {listing(others)}."
@@ -216,11 +171,9 @@ class _Explainer:
             how = how_to_enable(plugin, is_installed=plugin in self._unlisted)
             without = f" Available without it: {listing(names)}." if names else ""
             return f"is '{name}', which the plugin '{plugin}' has: {how}.{without}"
-        hint = self._registry.other_names.components.get(f"{kind}/{name.casefold()}", "")
-        for entry in self._registry.entries():
-            if entry.name == name:
-                hint += self._of_another_kind(name, entry.config)
-        hint = hint or misspelling(name, self._registry.all_names(kind))
+        others_of_name = [entry.config for entry in self._registry.entries() if entry.name == name]
+        hint = "".join(self._of_another_kind(name, config) for config in others_of_name)
+        hint = hint or suggestion(name, self._registry.all_names(kind), SAME_NAME)
         # Which other plugin has it cannot be known without importing it, and only listed plugins are imported.
         strangers = sorted(set(self._unlisted) - OFFICIAL.keys())
         further = f" Installed, but not listed under plugins: {listing(strangers)}." if strangers else ""
@@ -238,14 +191,6 @@ class _Explainer:
 def _shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= _CHARACTERS_TOLD else f"{text[:_CHARACTERS_TOLD]}..."
-
-
-def _mispunctuated(key: str) -> str:
-    """Explain `{name:fsdp}`, which YAML reads as one word, and a key path; empty for any other key."""
-    if ":" in key:
-        return f"is not a setting. A space is missing after the colon: `{key.replace(':', ': ', 1)}`."
-    outer, dot, inner = key.partition(".")
-    return f"is not a setting. Write settings inside each other: `{outer}: {{{inner}: ...}}`." if dot else ""
 
 
 def _with_article(kind: str) -> str:

@@ -10,8 +10,7 @@ import shlex
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from os import PathLike
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,11 +22,11 @@ from spurline.config.document import Document, apply_overrides, plain, read_docu
 from spurline.config.error_messages import explain
 from spurline.config.functions import forget
 from spurline.config.hidden import hide_secrets
-from spurline.config.objects import KeepsObjects, StandIn
+from spurline.config.objects import KeepsObjects
 from spurline.config.paths import ConfigPlace, expanded
 from spurline.config.run_config import RunConfig
 from spurline.config.section import BARE, expand_shorthand, sections_within
-from spurline.errors import ConfigError, PluginError, Problem, UserError, line_of
+from spurline.errors import ConfigError, PluginError, Problem, line_of
 from spurline.plugins.host import InstalledPlugin, PluginHost, installed_plugins
 from spurline.plugins.official import section_names
 from spurline.plugins.registry import Registry, resolve
@@ -80,8 +79,7 @@ def load_config(
 
     Args:
         source: Path of a YAML or TOML file, or a mapping of the same shape. In a mapping, rows, functions, a model and
-            a tokenizer may stand for their paths; all but functions are written below its run_dir, once the config is
-            valid.
+            a tokenizer may stand for their paths; all but functions are written below its run_dir.
         overrides: `key.path=value` strings.
         available: Installed plugins; read from package metadata when None.
         recorded: Whether this is the record of a run, with every default spelled out. It passed the checks across
@@ -90,9 +88,7 @@ def load_config(
     Raises:
         ConfigError: Lists all problems.
         PluginError: A plugin cannot be loaded.
-        UserError: An argument is of another type.
     """
-    _check_arguments(source, overrides)
     document = Document("config", plain(source)) if isinstance(source, Mapping) else read_document(Path(source))
     apply_overrides(document, overrides)
     host = _loaded_plugins(document, available)
@@ -100,9 +96,9 @@ def load_config(
     values = _with_defaults_of_source(document.values, host.registry)
     values = _without_absent_sections(values, host.registry, only_null=not recorded)
     folder = None if isinstance(source, Mapping) else Path(source).absolute().parent
-    takes_objects = isinstance(source, Mapping) and not recorded and host.registry.keeper is not None
-    stand_in = StandIn(_run_dir(document.values)) if takes_objects else None
-    place = ConfigPlace(folder, recorded, None if recorded else document.values, stand_in)
+    takes_objects = isinstance(source, Mapping) and not recorded
+    keeper = _keeper(host.registry, document.values) if takes_objects else None
+    place = ConfigPlace(folder, recorded, None if recorded else document.values, keeper)
     # A closure may hold a model. It is forgotten with the last copy of this config, since every copy holds the host.
     weakref.finalize(host, forget, place.functions)
     try:
@@ -110,27 +106,12 @@ def load_config(
         problems = [] if recorded else list(_cross_field_problems(config))
         if problems:
             raise _config_error(problems, document)
-        if stand_in is not None and stand_in.has_met:
-            # Nothing is written before the config is known to be right.
-            keeper = _keeper(host.registry, stand_in.run_dir)
-            config = model.model_validate(values, context=replace(place, objects=keeper))
     except ValidationError as error:
         known = installed_plugins() if available is None else available
         unlisted = sorted(set(known) - set(host.plugins))
         raise _config_error(explain(error, model, host.registry, unlisted=unlisted), document) from None
     file = None if isinstance(source, Mapping) else Path(source)
     return LoadedConfig(config, host, document.origin, file, tuple(overrides))
-
-
-def _check_arguments(source: object, overrides: object) -> None:
-    if not isinstance(source, (str, PathLike, Mapping)):
-        raise UserError(
-            "load_config takes the path of a config file or a mapping of settings, and Run also what load_config "
-            f"returned. This is {type(source).__name__}."
-        )
-    texts = cast("Sequence[Any]", overrides) if isinstance(overrides, Sequence) else [None]
-    if isinstance(overrides, str) or not all(isinstance(text, str) for text in texts):
-        raise UserError(f"overrides is a list of texts, such as ['steps=5'], and not {overrides!r}.")
 
 
 def _without_absent_sections(values: Mapping[str, Any], registry: Registry, *, only_null: bool) -> dict[str, Any]:
@@ -147,18 +128,15 @@ def _without_absent_sections(values: Mapping[str, Any], registry: Registry, *, o
     return kept
 
 
-def _keeper(registry: Registry, run_dir: Path) -> KeepsObjects:
-    assert registry.keeper is not None
-    return resolve(registry.keeper, "keeper of objects of a Python program")(run_dir)
-
-
-def _run_dir(values: Mapping[str, Any]) -> Path:
-    """Return the absolute run_dir of these settings; as it is written where it is no path."""
-    run_dir = values.get("run_dir", RunConfig.model_fields["run_dir"].default)
+def _keeper(registry: Registry, values: Mapping[str, Any]) -> KeepsObjects | None:
+    """Return the keeper of objects below the run_dir of these settings; None if no plugin has one."""
+    if registry.keeper is None:
+        return None
+    run_dir = str(values.get("run_dir", RunConfig.model_fields["run_dir"].default))
     # The setting's own rules say what is wrong with it.
     with suppress(PydanticCustomError):
-        return Path(expanded(str(run_dir))).absolute()
-    return Path(str(run_dir)).absolute()
+        run_dir = expanded(run_dir)
+    return resolve(registry.keeper, "keeper of objects of a Python program")(Path(run_dir).absolute())
 
 
 def _with_defaults_of_source(values: Mapping[str, Any], registry: Registry) -> dict[str, Any]:
@@ -186,7 +164,7 @@ def _run_defaults(value: Any, registry: Registry) -> Mapping[str, str]:
 
 
 def _config_error(problems: Sequence[Problem], document: Document) -> ConfigError:
-    """Return the error for these problems, in file order, those of overridden settings saying so."""
+    """Return the error for these problems in file order, with a note on those of overridden settings."""
     ordered = sorted(problems, key=lambda problem: line_of(problem.key, document.lines) or 0)
     told = [Problem(each.key, f"{each.message}{_note_of_override(each.key, document)}") for each in ordered]
     return ConfigError(told, document.origin, document.lines)

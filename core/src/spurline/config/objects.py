@@ -1,7 +1,7 @@
-"""Marks of settings in which a Python program may give an object in place of a path.
+"""Mark settings in which a Python program may give an object in place of a path.
 
-They act while a config is validated: the validation context has the keeper that writes objects. A config file holds no
-objects, and neither does the record of a run.
+The marks act while a config is validated: the validation context has the keeper, which writes objects below the run
+directory.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class CannotKeepError(Exception):
 
 
 class KeepsObjects(Protocol):
-    """Writes objects below a run directory, and says where. Both methods raise CannotKeepError.
+    """Writes objects below a run directory. Both methods raise CannotKeepError.
 
-    Factory: `Class(run_dir)`, absolute; a plugin names it with `registry.add_keeper`.
+    Factory: `Class(run_dir)`, with an absolute path; a plugin names it with `registry.add_keeper`.
     """
 
     def rows(self, value: Any) -> str:
@@ -43,25 +43,9 @@ class KeepsObjects(Protocol):
         ...
 
 
-class StandIn:
-    """Stands for the keeper while a config is judged; writes nothing. has_met: whether there were any objects."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self.run_dir = run_dir
-        self.has_met = False
-
-    def rows(self, value: Any) -> str:
-        self.has_met = True
-        return str(self.run_dir / KEPT / "rows.jsonl")
-
-    def saved(self, value: Any, what: str) -> str:
-        self.has_met = True
-        return str(self.run_dir / KEPT / f"{what}-unsaved")
-
-
 @dataclass(frozen=True)
 class ObjectSetting:
-    """Mark of a path in whose place an object may be given. holds: what kind."""
+    """Mark of a path in whose place an object of this kind may be given."""
 
     holds: Literal["rows", "model", "tokenizer"]
 
@@ -99,8 +83,7 @@ def is_dataset(value: object) -> bool:
 def as_datasets(value: Any) -> Any:
     """Write rows as the settings of a dataset, also within a list, and leave anything else as it is.
 
-    Things that hold rows in a form that is refused, such as several splits or a frame of pandas, count as rows: their
-    setting then says so.
+    Rows in a form that the keeper refuses, such as several splits or a pandas frame, count as rows too.
     """
     if _means_rows(value):
         return [{"path": value}]

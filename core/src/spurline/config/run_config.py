@@ -1,11 +1,8 @@
-"""The sections that core itself owns, and `RunConfig`, the whole file.
+"""Define the sections that core owns, and `RunConfig`, the whole file.
 
 Fields marked with `Component(kind)` hold the settings of one component; loading replaces their type by a union of the
 configs that core and the enabled plugins registered for that kind.
 """
-
-# A section of this file is checked in a run of this file's `RunConfig`, and in no other `RunSettings`.
-# pyright: reportIncompatibleMethodOverride=false
 
 from __future__ import annotations
 
@@ -74,16 +71,9 @@ class ReductionConfig(NamedSection):
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if self.name == "fixed_norm" and self.length is None:
-            yield Problem(
-                "length",
-                "is required by fixed_norm: the tokens to divide by for each trajectory. Write "
-                "`reduction: {name: fixed_norm, length: 512}`, with the longest response you allow.",
-            )
+            yield Problem("length", "is required by fixed_norm. Set it to the longest response that you allow.")
         if self.name != "fixed_norm" and self.length is not None:
-            yield Problem(
-                "length",
-                f"is for fixed_norm and has no meaning with {self.name}. Set reduction.name: fixed_norm, or remove it.",
-            )
+            yield Problem("length", f"has no meaning with {self.name}. Set reduction.name: fixed_norm, or remove it.")
 
 
 class DataConfig(Section):
@@ -146,28 +136,23 @@ class ModelConfig(Section):
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if is_kept_model(self.path) and self.tokenizer is None:
-            yield Problem(
-                "tokenizer",
-                "is required with a model that is an object, which has none. Set model.tokenizer: a tokenizer, or the "
-                "hub name or folder of one.",
-            )
+            yield Problem("tokenizer", "is required with a model that is an object. Give one, or its name or folder.")
         if self.router_aux_loss is not None and not run.backend.facts.balances_experts:
             yield Problem(
                 "router_aux_loss",
-                f"is set, and backend '{run.backend.name}' with these settings does not balance routers. Remove it, or "
-                "choose backend local or fsdp, without backend.compile, and with backend.context: 1.",
+                f"is not supported by backend '{run.backend.name}' with these settings. Remove it, or choose backend "
+                "local or fsdp, without backend.compile, and with backend.context: 1.",
             )
         if self.freeze and not run.backend.facts.freezes:
             yield Problem(
                 "freeze",
-                f"is not supported by backend '{run.backend.name}', which trains all weights. Remove it, or choose a "
-                "backend that has it: local, or fsdp of the plugin fsdp_backend.",
+                f"is not supported by backend '{run.backend.name}'. Remove it, or choose backend local or fsdp.",
             )
         elif self.freeze and run.backend.facts.trains_adapters:
             yield Problem(
                 "freeze",
-                "has no meaning with backend.lora, under which all weights are frozen. Remove it; "
-                "backend.lora.target_modules says which layers have adapters.",
+                "has no meaning with backend.lora, which freezes all weights. Remove it; backend.lora.target_modules "
+                "says which layers have adapters.",
             )
         for number, pattern in enumerate(self.freeze):
             problem = pattern_problem(pattern)
@@ -194,28 +179,18 @@ class WatchedMetricConfig(Section):
         return not _LOWER_IS_BETTER.isdisjoint(self.metric.replace("_", "/").split("/"))
 
     def metric_problems(self, run: RunConfig, section: str) -> Iterable[Problem]:
-        """Yield the reasons why the metric is not measured as the run goes on. section: the name of this one."""
+        """Yield the reasons why the metric is not measured as the run goes on; `section` is the name of this one."""
         name = self.metric.split("/")[1] if self.metric.count("/") > 1 else ""
+        evaluation = run.evaluations.get(name, run.evaluation if run.data.eval else None)
         if not self.metric.startswith("eval/"):
+            yield Problem("metric", f"is {self.metric}, and held-out metrics begin with eval/, as eval/loss does.")
+        elif evaluation is None:
             yield Problem(
                 "metric",
-                f"is {self.metric}, which is no metric of the held-out evaluation: their names begin with eval/, such "
-                "as eval/loss. Choose one of these.",
+                f"is {self.metric}, which no evaluation measures. Set data.eval, or write eval/NAME/METRIC for one of "
+                f"`evaluations`.{suggestion(name, run.evaluations)} Names: {listing(run.evaluations)}.",
             )
-        if not run.data.eval and run.evaluations and name not in run.evaluations:
-            yield Problem(
-                "metric",
-                f"is {self.metric}, which no evaluation measures: `data.eval` is empty, and the metrics of the others "
-                f"begin with their names.{suggestion(name, run.evaluations)} Write eval/NAME/METRIC. Names: "
-                f"{listing(run.evaluations)}.",
-            )
-        elif not run.data.eval and not run.evaluations:
-            yield Problem(
-                "",
-                f"goes by {self.metric}, but nothing is evaluated: `data.eval` is empty. Set data.eval and "
-                f"evaluation.every_steps, or remove {section}.",
-            )
-        elif run.evaluations.get(name, run.evaluation).every_steps is None:
+        elif evaluation.every_steps is None:
             yield Problem(
                 "",
                 f"goes by {self.metric}, but the run evaluates only once, at its end. Set evaluation.every_steps, or "
@@ -228,7 +203,7 @@ class KeepBestConfig(WatchedMetricConfig):
 
 
 class StopWhenConfig(WatchedMetricConfig):
-    """Conditions that end a run before its last step, checked after each evaluation of the metric."""
+    """When to end a run before its last step; checked after each evaluation of the metric."""
 
     patience: int | None = Field(default=None, ge=1)
     """End after this many evaluations in a row without a new best value; null does not."""
@@ -264,10 +239,7 @@ class CheckpointConfig(Section):
     """Also write a Hugging Face folder to RUN_DIR/model when training ends."""
     export_adapter: bool = False
     """Also write the adapter that `backend.lora` trains to RUN_DIR/adapter when training ends, as a PEFT folder."""
-    verify: Literal["full", "sizes"] = "full"
-    """The check of a checkpoint before it is used. `full` reads all of it, and finds every change; `sizes` compares
-    the sizes of the files alone, for storage that verifies what it keeps."""
-    # A word of Python cannot be annotated otherwise, and by another name the setting would be another one everywhere.
+    # `async` is a keyword of Python, which a field cannot be called in the usual way.
     __annotations__["async"] = bool
     vars()["async"] = Field(
         default=False,
@@ -277,7 +249,7 @@ class CheckpointConfig(Section):
 
     @property
     def is_async(self) -> bool:
-        """The setting `async`."""
+        """Return the setting `async`."""
         return bool(getattr(self, "async"))
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
@@ -286,15 +258,10 @@ class CheckpointConfig(Section):
                 "export_adapter", "needs adapters to export. Set backend.lora, or export_hf for the whole model."
             )
         elif self.export_adapter and run.model.init == "random":
-            yield Problem(
-                "export_adapter",
-                "would write an adapter of weights that no folder holds (model.init: random). Set export_hf instead.",
-            )
+            yield Problem("export_adapter", "needs pretrained weights (model.init is random). Set export_hf instead.")
         if self.is_async and not run.backend.facts.takes_snapshots:
             yield Problem(
-                "async",
-                f"is not supported by backend '{run.backend.name}', which writes checkpoints while training stands "
-                "still. Remove it, or choose the backend local.",
+                "async", f"is not supported by backend '{run.backend.name}'. Remove it, or choose backend local."
             )
         if self.keep_best is not None:
             for problem in self.keep_best.metric_problems(run, "keep_best"):
@@ -325,7 +292,7 @@ class DataEvaluationConfig(Section):
 
     @property
     def parts(self) -> Sequence[EvaluationPart]:
-        """The sections of plugins that are given."""
+        """Return the sections of plugins that are given."""
         values = (getattr(self, name) for name in type(self).model_fields)
         return [value for value in values if isinstance(value, EvaluationPart)]
 
@@ -394,11 +361,8 @@ class RunConfig(Section):
             yield Problem("steps", f"and 'epochs' are {both}. Set exactly one, for example `epochs: 3`.")
         for name in self.evaluations:
             if not re.fullmatch(r"[A-Za-z0-9_.-]+", name) or name in _METRICS_OF_DATA_EVAL:
-                yield Problem(
-                    f"evaluations.{name}",
-                    "cannot be called so: a name is letters, digits, dots, dashes and underscores, and none of "
-                    f"{listing(_METRICS_OF_DATA_EVAL)}, which metrics of data.eval begin with. Rename it.",
-                )
+                allowed = f"letters, digits, dots, dashes and underscores, and not {listing(_METRICS_OF_DATA_EVAL)}"
+                yield Problem(f"evaluations.{name}", f"is no valid name. Rename it: {allowed}.")
         names = [tracker.name for tracker in self.trackers]
         for position, name in enumerate(names):
             if name in names[:position]:
@@ -434,9 +398,9 @@ class RunConfig(Section):
         return any(each.generates for each in (*self.evaluation.parts, *self.evaluations.values()))
 
     def total_steps(self, samples_per_epoch: int, samples_per_step: int | None = None) -> int:
-        """Number of loop steps of this run for data with so many samples per epoch.
+        """Return the number of loop steps for data with this many samples per epoch.
 
-        samples_per_step: `batch_size`, unless the source counts its steps otherwise.
+        `samples_per_step` is `batch_size`, unless the source counts its steps otherwise.
         """
         if self.steps is not None:
             return self.steps

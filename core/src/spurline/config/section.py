@@ -1,9 +1,9 @@
-"""Base classes of every config section, the marks a field can carry, and the short ways to write a setting.
+"""Define the base classes of config sections, the marks of their fields, and the short ways to write a setting.
 
 A bare string may stand for a component or a named section, and a single item for a list of one: `collator: packed` is
 `{name: packed}`, `data.train: rows.jsonl` is `[{path: rows.jsonl}]`. Which setting the string stands for is known only
 once the model is built, so an override below a bare string keeps the string under `BARE`. The JSON schema accepts the
-same short forms. This module imports only pydantic and the standard library.
+same short forms.
 """
 
 from __future__ import annotations
@@ -18,49 +18,18 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     ValidationInfo,
     model_validator,
 )
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from pydantic_core import CoreSchema
 
 from spurline.config.paths import ConfigPlace
 from spurline.errors import Problem
 
 if TYPE_CHECKING:
-    from spurline.config.run_settings import RunSettings
     from spurline.progress import Progress
-
-
-def _no_boolean(value: object) -> object:
-    if isinstance(value, bool):
-        raise PydanticCustomError("number_from_bool", "it must be a number, not true or false")
-    return value
-
-
-def _refuse_booleans(schema: Any, section: type[BaseModel]) -> None:
-    """Refuse true and false for every number in the schema of a section, as pydantic takes them for 1 and 0.
-
-    Nested sections are skipped, since each has had its own call, and so are schemas that were changed before.
-    """
-    if isinstance(schema, list):
-        for item in cast("list[Any]", schema):
-            _refuse_booleans(item, section)
-    elif isinstance(schema, dict):
-        node = cast("dict[str, Any]", schema)
-        kind = node.get("type")
-        if kind in ("int", "float"):
-            number = cast("CoreSchema", dict(node))
-            node.clear()
-            node.update(core_schema.no_info_before_validator_function(_no_boolean, number))
-        elif node.get("function") != _REFUSES_BOOLEANS and (kind != "model" or node.get("cls") is section):
-            for key in node.keys() - {"default", "metadata", "serialization"}:
-                _refuse_booleans(node[key], section)
-
-
-_REFUSES_BOOLEANS = core_schema.no_info_before_validator_function(_no_boolean, core_schema.any_schema())["function"]
 
 
 class Section(BaseModel):
@@ -70,21 +39,18 @@ class Section(BaseModel):
     retired: ClassVar[tuple[str, ...]] = ()
     """Settings that earlier versions had and that never changed the training: a resume goes on without them."""
 
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        schema = handler(source)
-        _refuse_booleans(handler.resolve_ref_schema(schema), cls)
-        return schema
+    def problems(self, run: Any) -> Iterable[Problem]:
+        """Yield the problems that this section has with other sections. Their keys are relative to this section.
 
-    def problems(self, run: RunSettings) -> Iterable[Problem]:
-        """Yield the problems that this section has with other sections. Their keys are relative to this section."""
+        `run` is the `RunConfig`, which is made of sections, so that their base classes cannot name it.
+        """
         return ()
 
     def await_services(self, progress: Progress) -> None:
         """Wait until the services that this section names, such as servers, answer. By default there are none.
 
-        Called at the start of a run, after its data is read and before its model loads. progress: called with what this
-        waits for. Raises UserError if a service does not answer in time.
+        Called at the start of a run, after its data is read and before its model loads. Raises UserError if a service
+        does not answer in time.
         """
 
 
@@ -144,8 +110,9 @@ class ComponentConfig(Section):
 class Component:
     """Mark a field as the config of a component: `Annotated[ComponentConfig, Component("collator")]`.
 
-    kind: the registry kind that supplies the choices.
-    shorthand: the setting that a bare string stands for (`collator: packed` sets `name`).
+    Attributes:
+        kind: The kind that supplies the choices.
+        shorthand: The setting that a bare string stands for; `collator: packed` sets `name`.
     """
 
     kind: str
@@ -155,8 +122,8 @@ class Component:
 class OnResume(Enum):
     """Mark of a field: whether a run that continues a checkpoint may change it, as in `Annotated[int, OnResume.FREE]`.
 
-    A mark also holds for the fields below, unless they have a mark of their own; everything below FREE is free. A field
-    without a mark is REFUSED: only its author can know that a change still trains the same model on the same data.
+    A mark also holds for the fields below, unless they have marks of their own; everything below FREE is free. A field
+    without a mark is REFUSED.
     """
 
     FREE = "free"
@@ -208,7 +175,7 @@ class NamedSection(Section):
 
 
 class SchemaOfShorthand:
-    """Mark of a component's union: a bare string is valid too. It must be one of `names`, unless that is None."""
+    """Mark of a union of components: a bare string is valid too, one of `names` unless that is None."""
 
     def __init__(self, names: Sequence[str] | None) -> None:
         self._names = names

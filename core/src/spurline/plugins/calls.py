@@ -1,7 +1,6 @@
-"""Name the plugin and the hook in what hooks raise and return.
+"""Wrap each hook implementation, so that its errors name the plugin and the hook.
 
-pluggy calls all implementations of a hook as one. Here each is wrapped, so that an error says whose it is, what a
-wrapper of `train_step` returns is judged where it is returned, and the run knows which plugin it is called by.
+The run also learns which plugin calls it, and wrappers of `train_step` must return the metrics that they were given.
 """
 
 from __future__ import annotations
@@ -17,8 +16,6 @@ from typing import Any, cast
 from spurline.errors import HookFailedError, PluginError, SpurlineError
 
 TRAIN_STEP = "train_step"
-_OF_THE_LOOP = ("step", "epoch")
-"""Metrics of a step that the loop gives itself, whatever `train_step` returns."""
 
 
 class HookCalls:
@@ -26,7 +23,6 @@ class HookCalls:
 
     def __init__(self) -> None:
         self._plugins: list[str] = []
-        self._added: dict[str, tuple[str, float]] = {}
 
     @property
     def plugin(self) -> str | None:
@@ -34,7 +30,7 @@ class HookCalls:
         return self._plugins[-1] if self._plugins else None
 
     def named(self, function: Callable[..., Any], plugin: str, hook: str, *, wrapper: bool) -> Callable[..., Any]:
-        """Wrap the implementation of a hook, so that what it raises has the plugin's name."""
+        """Return the implementation of a hook, wrapped so that its errors name the plugin."""
 
         @functools.wraps(function)
         def call(*arguments: Any) -> Any:
@@ -55,30 +51,20 @@ class HookCalls:
             except BaseException as error:  # noqa: BLE001 - handed on to the wrapper, as pluggy would
                 raised = error
             with self._calling(function, plugin, hook, passing=raised):
-                # A copy for each wrapper, so that what one changes in place is seen.
+                # Each wrapper gets a copy, so that a change in place is noticed.
                 given = dict(inner) if hook == TRAIN_STEP and inner is not None else inner
                 result = _finish(wrapping, given, raised)
                 if hook == TRAIN_STEP:
-                    self._check_metrics(plugin, inner, result)
+                    _check_metrics(plugin, inner, result)
                 return result
 
         return wrap if wrapper else call
-
-    def check_recorded(self, metrics: Mapping[str, float]) -> None:
-        """Raise PluginError when what a wrapper added to the step's metrics has been overwritten since."""
-        added, self._added = self._added, {}
-        for name, (plugin, value) in added.items():
-            if metrics.get(name) != value:
-                raise PluginError(
-                    f"plugin '{plugin}', hook {TRAIN_STEP}: the metric '{name}' that it adds is taken: the run reports "
-                    f"one of that name itself. Call it '{plugin}/{name}', say."
-                )
 
     @contextmanager
     def _calling(
         self, function: Callable[..., Any], plugin: str, hook: str, passing: BaseException | None = None
     ) -> Generator[None]:
-        """passing: an error that is not the plugin's own, but goes through its wrapper."""
+        """`passing` is an error that only passes through the plugin's wrapper."""
         self._plugins.append(plugin)
         try:
             yield
@@ -95,38 +81,6 @@ class HookCalls:
         finally:
             self._plugins.pop()
 
-    def _check_metrics(self, plugin: str, inner: Mapping[str, float] | None, result: object) -> None:
-        """inner: what came from inside; None when that failed and the wrapper went on all the same."""
-        if not isinstance(result, Mapping):
-            raise PluginError(
-                f"its wrapper returned {_shown(result)} instead of the metrics of the step. End it with "
-                "`return metrics`, where `metrics = yield`, or with `return {**metrics, ...}` to add some."
-            )
-        metrics = cast("Mapping[object, object]", result)
-        before = inner or {}
-        for name, value in before.items():
-            if name not in metrics:
-                raise PluginError(f"its wrapper left out the metric '{name}'. Return `{{**metrics, ...}}`.")
-            if metrics[name] is not value and metrics[name] != value:
-                raise PluginError(
-                    f"its wrapper changed the metric '{name}', which was there before, from {_shown(value)} to "
-                    f"{_shown(metrics[name])}. Give yours a name of its own, such as '{plugin}/{name}'."
-                )
-        for name, value in metrics.items():
-            if name not in before:
-                self._added[self._checked_name(name, plugin)] = (plugin, _checked_number(name, value))
-
-    def _checked_name(self, name: object, plugin: str) -> str:
-        if not isinstance(name, str) or not name:
-            raise PluginError(
-                f"its wrapper named a metric {_shown(name)}. Names are texts, such as '{plugin}/seconds'."
-            )
-        if name in _OF_THE_LOOP:
-            raise PluginError(
-                f"its wrapper gave the metric '{name}', which the loop gives itself. Call it '{plugin}/{name}', say."
-            )
-        return name
-
 
 def _finish(wrapping: Generator[None, Any, Any], inner: object, raised: BaseException | None) -> object:
     """Return the result of a wrapper after its `yield`."""
@@ -141,18 +95,26 @@ def _finish(wrapping: Generator[None, Any, Any], inner: object, raised: BaseExce
     raise PluginError("a wrapper yields once, and this one did so again. Remove the second `yield`.")
 
 
-def _checked_number(name: object, value: object) -> float:
-    if not isinstance(value, Real) or not math.isfinite(value):
+def _check_metrics(plugin: str, inner: Mapping[str, float] | None, result: object) -> None:
+    """Raise PluginError unless `result` has all metrics that came from inside, and finite numbers besides."""
+    if not isinstance(result, Mapping):
         raise PluginError(
-            f"its wrapper gave the metric '{name}' the value {_shown(value)}. A metric is a finite number, such as "
-            "`float(value)`; leave it out of a step that has none."
+            f"its wrapper returned {result!r:.60} instead of the metrics of the step. End it with `return metrics`, "
+            "where `metrics = yield`, or with `return {**metrics, ...}` to add some."
         )
-    return float(value)
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    metrics, before = cast("Mapping[object, object]", result), inner or {}
+    for name, value in before.items():
+        if name not in metrics or (metrics[name] is not value and metrics[name] != value):
+            raise PluginError(
+                f"its wrapper changed or left out the metric '{name}'. Return `{{**metrics, ...}}`, and "
+                f"give yours names such as '{plugin}/{name}'."
+            )
+    for name, value in metrics.items():
+        is_finite = isinstance(value, Real) and math.isfinite(value)
+        if name not in before and not (isinstance(name, str) and is_finite):
+            raise PluginError(
+                f"its wrapper gave the metric {name!r} the value {value!r:.60}. Metrics are finite numbers."
+            )
 
 
 def place_of(error: BaseException, function: Callable[..., Any]) -> str:

@@ -8,15 +8,13 @@ checked before pluggy registers them: it would ignore a misspelled hook or a def
 
 from __future__ import annotations
 
-import ast
 import importlib
 import importlib.metadata
-import importlib.util
 import inspect
+import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
@@ -34,7 +32,6 @@ API_VERSION = 1
 
 ENTRY_POINT_GROUP = "spurline.plugins"
 COMMAND_GROUP = "spurline.commands"
-BUILTIN_MODULE = "spurline.builtin"
 REGISTER = "register_components"
 
 
@@ -47,14 +44,12 @@ class Plugin:
         api: Version of the plugin interface it was written for, `spurline.plugins.API_VERSION` today.
         config: Section subclass for the top-level key `name`, or None.
         requires: Plugins that must be listed too.
-        conflicts: Plugins that must not be listed.
     """
 
     name: str
     api: int
     config: type[Section] | None = None
     requires: tuple[str, ...] = ()
-    conflicts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -121,14 +116,14 @@ class PluginHost:
                 and in the metadata.
 
         Raises:
-            PluginError: A plugin is missing, is incompatible with this core or conflicts with another.
+            PluginError: A plugin is missing, or incompatible with this core.
         """
         host = cls()
-        core_version = importlib.metadata.version("spurline")
-        core = InstalledPlugin(CORE, BUILTIN_MODULE, "spurline", core_version)
+        core = InstalledPlugin(CORE, "spurline.builtin", "spurline", importlib.metadata.version("spurline"))
         host.plugins[CORE] = _import_plugin(core)
         installed = installed_plugins()
-        known = installed if available is None else {**_only_default(installed), **available}
+        defaults = {name: installed[name] for name in DEFAULT_PLUGINS if name in installed}
+        known = installed if available is None else {**defaults, **available}
         for name in _loaded_names(names, known):
             host.plugins[name] = _import_plugin(known[name])
         host._check_relations(names)
@@ -180,18 +175,13 @@ class PluginHost:
                     listed = f"Add it to the list: plugins: [{needed}, {name}]"
                     how = f"Take -{needed} out of plugins" if f"-{needed}" in names else listed
                     raise PluginError(f"Plugin '{name}' requires '{needed}'. {how}.")
-            for rival in plugin.declaration.conflicts:
-                if rival in enabled:
-                    raise PluginError(
-                        f"Plugins '{name}' and '{rival}' cannot be enabled together. Remove one from `plugins`."
-                    )
 
     def _register(self) -> None:
         registrars = {
             name: ComponentRegistrar(self.registry, name, plugin.distribution) for name, plugin in self.plugins.items()
         }
         for name, registrar in registrars.items():
-            self._register_components(name, lambda implementation, given=registrar: _call(implementation, given))
+            self._register_components(name, lambda implementation, given=registrar: implementation(given))
         # A plugin may add to a kind, and implement a hook, of one that is listed after it.
         for name, registrar in registrars.items():
             self._register_components(name, lambda _, given=registrar: given.finish(replacing=False))
@@ -251,22 +241,13 @@ class PluginHost:
                 ) from error
 
 
-def _call(implementation: Callable[..., Any], registrar: ComponentRegistrar) -> None:
-    """Call a `register_components`, which may leave its argument out."""
-    implementation(**dict.fromkeys(inspect.signature(implementation).parameters, registrar))
-
-
 def _do_without(name: str) -> str:
-    """Say how to leave out a default plugin, which nobody may have asked for."""
+    """Say how to leave out a default plugin, which the config may not name."""
     return f" To do without it, set plugins: [-{name}]." if name in DEFAULT_PLUGINS else ""
 
 
 class _NamedHooks:
     """Stands for a plugin's module or an attached object in pluggy; its attributes are hookimpls."""
-
-
-def _only_default(installed: Mapping[str, InstalledPlugin]) -> dict[str, InstalledPlugin]:
-    return {name: plugin for name, plugin in installed.items() if name in DEFAULT_PLUGINS}
 
 
 def _loaded_names(names: Sequence[str], known: Mapping[str, InstalledPlugin]) -> list[str]:
@@ -329,29 +310,21 @@ def _import_plugin(installed: InstalledPlugin) -> LoadedPlugin:
 
 @dataclass
 class CommandEntry:
-    """A subcommand that an installed plugin adds to `spurline`, imported only when invoked."""
+    """A subcommand that an installed plugin adds to `spurline`; its module imports torch only when it runs."""
 
     name: str
     distribution: str
-    target: str
+    module: str
     load: Any = field(repr=False)
 
     def summary(self) -> str:
-        """Return the first line of its function's docstring, or of its module's if it has none, without an import.
-
-        For a broken package the line says that it is broken, so that help still lists all other commands.
-        """
-        name, _, attribute = self.target.partition(":")
+        """Return the first line of its docstring, or of its module's; for a broken package, the error."""
         try:
-            module = importlib.util.find_spec(name)
-            if module is None or module.origin is None:
-                raise ModuleNotFoundError(f"no module {name}")
-            tree = ast.parse(Path(module.origin).read_text(encoding="utf-8"))
-        except (ImportError, OSError, SyntaxError, ValueError) as error:
-            return f"(of {self.distribution}, which cannot be read: {error})"
-        function = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == attribute]
-        text = (ast.get_docstring(function[0]) if function else None) or ast.get_docstring(tree) or ""
-        return text.partition("\n")[0] or f"of {self.distribution}"
+            loaded = self.load()
+        except Exception as error:  # noqa: BLE001 - help still lists all other commands
+            return f"(of {self.distribution}, which cannot be imported: {error})"
+        text = inspect.getdoc(loaded) if inspect.isfunction(loaded) else sys.modules[self.module].__doc__
+        return (text or "").partition("\n")[0] or f"of {self.distribution}"
 
 
 def installed_commands() -> dict[str, CommandEntry]:
@@ -361,7 +334,7 @@ def installed_commands() -> dict[str, CommandEntry]:
     """
     found: dict[str, CommandEntry] = {}
     for entry in importlib.metadata.entry_points(group=COMMAND_GROUP):
-        command = CommandEntry(entry.name, _distribution_of(entry)[0], entry.value, entry.load)
+        command = CommandEntry(entry.name, _distribution_of(entry)[0], entry.module, entry.load)
         _refuse_rival(f"subcommand '{entry.name}'", found.setdefault(entry.name, command).distribution, command)
     return found
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, cast
 
 from spurline.config.section import ComponentConfig
-from spurline.errors import PluginError, SpurlineError, listing, misspelling, suggestion
+from spurline.errors import SAME_NAME, PluginError, SpurlineError, listing, suggestion
 from spurline.plugins.official import DEFAULT_PLUGINS, OFFICIAL_KINDS
 
 CORE = "core"
@@ -81,25 +81,6 @@ class TopLevelSection:
     held: str | None = None
 
 
-@dataclass(frozen=True)
-class OtherNames:
-    """Other trainers' names for settings and components, with which errors suggest a fix.
-
-    Attributes:
-        settings: Their name -> our key path, or `key: value` if one value of ours means the same.
-        replaced: Name of a setting that has no equivalent here -> a sentence that says what to do instead.
-        components: `KIND/NAME` of a component that does not exist here -> a sentence that says how to write it.
-    """
-
-    settings: Mapping[str, str] = field(default_factory=dict[str, str])
-    replaced: Mapping[str, str] = field(default_factory=dict[str, str])
-    components: Mapping[str, str] = field(default_factory=dict[str, str])
-
-    def path_of(self, name: str) -> str:
-        """Return our key path for their name of a setting, or the name itself if it has none."""
-        return self.settings.get(name, name).partition(":")[0]
-
-
 class Registry:
     """All kinds, components and config sections of one run, from core and from the enabled plugins."""
 
@@ -107,7 +88,6 @@ class Registry:
         self.kinds: dict[str, Kind] = {}
         self.sections: dict[str, TopLevelSection] = {}
         self.keeper: str | None = None
-        self.other_names = OtherNames()
         self._entries: dict[tuple[str, str], Registration] = {}
         self._builtin_defaults: dict[str, str] = {}
         self._plugin_defaults: dict[str, Registration] = {}
@@ -181,7 +161,9 @@ class Registry:
         entry = self._entries.get((kind, name))
         if entry is None:
             names = self.names(kind)
-            raise PluginError(f"No {kind} is named '{name}'.{misspelling(name, names)} Available: {listing(names)}.")
+            raise PluginError(
+                f"No {kind} is named '{name}'.{suggestion(name, names, SAME_NAME)} Available: {listing(names)}."
+            )
         return entry
 
     def names(self, kind: str) -> list[str]:
@@ -288,10 +270,6 @@ class ComponentRegistrar:
             how = " twice. Remove one." if again else f", which plugin '{present.plugin}' has. Enable one of them."
             raise PluginError(f"{adds}{how}")
 
-    def add_other_names(self, names: OtherNames) -> None:
-        """Let errors suggest a fix for other trainers' names. The names of the last plugin that calls this count."""
-        self._registry.other_names = names
-
     def add_keeper(self, factory: str) -> None:
         """Set the class that saves the rows, models and tokenizers that a Python program passes instead of paths.
 
@@ -380,7 +358,7 @@ class ComponentRegistrar:
             if kind in self._registry.kinds:
                 found = resolve(config, f"{kind} of {self._distribution}")
                 self.add(cast("type[ComponentConfig]", found), factory, name=name)
-            elif kind not in OFFICIAL_KINDS and (meant := misspelling(kind, {*self._registry.kinds, *OFFICIAL_KINDS})):
+            elif kind not in OFFICIAL_KINDS and (meant := suggestion(kind, {*self._registry.kinds, *OFFICIAL_KINDS})):
                 raise PluginError(f"{self._distribution}: registry.add_to('{kind}', ...) names no known kind.{meant}")
 
 

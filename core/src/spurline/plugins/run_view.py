@@ -43,7 +43,7 @@ class FolderView(Protocol):
 
 
 class StateView(Protocol):
-    """How far the run is: `spurline.run.state.RunState`."""
+    """How far the run is: `spurline.run.endings.ending.RunState`."""
 
     step: int
     """The last finished step."""

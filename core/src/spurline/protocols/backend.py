@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from spurline.config.run_settings import RunSettings
     from spurline.data.batch import TrainingBatch
     from spurline.protocols.host import LoadedView
     from spurline.protocols.lengths import KnowsLongest
@@ -336,14 +335,14 @@ class BackendConfig(ComponentConfig):
         """Return a sentence on what this machine lacks for these settings; None when it lacks nothing."""
         return None
 
-    def check_model(self, run: RunSettings) -> None:
+    def check_model(self, run: Any) -> None:
         """Raise ConfigError or ModelError for a model that these settings cannot train, as its own config tells, and
         for a library that they need and that is missing.
 
         Reads no weights. A plan asks, and the backend itself before it starts anything.
         """
 
-    def check_trainable(self, run: RunSettings) -> None:
+    def check_trainable(self, run: Any) -> None:
         """Raise ConfigError or ModelError for a model that cannot be trained as the run says, on whatever machine.
 
         Reads no weights. A plan asks, and a run before it reads its data.
@@ -359,7 +358,7 @@ class BackendConfig(ComponentConfig):
         """
         return ()
 
-    def notes(self, run: RunSettings) -> Sequence[str]:
+    def notes(self, run: Any) -> Sequence[str]:
         """Sentences on what computes the model where it is not plain PyTorch, and on what these settings do otherwise
         here, or for this model, than one may think.
 

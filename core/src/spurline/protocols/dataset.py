@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from pydantic import BeforeValidator, Field
 
 from spurline.config.objects import as_datasets
 from spurline.config.section import Component, ComponentConfig, SchemaOfOneOrMany, as_list
 from spurline.errors import DataError, Problem
-
-if TYPE_CHECKING:
-    from spurline.config.run_settings import RunSettings
 
 
 class DatasetConfig(ComponentConfig):
@@ -23,7 +20,7 @@ class DatasetConfig(ComponentConfig):
     streams: ClassVar[bool] = False
     """True if it is a `StreamedDataset`, which only a source that reads streams can use."""
 
-    def problems(self, run: RunSettings) -> Iterable[Problem]:
+    def problems(self, run: Any) -> Iterable[Problem]:
         if self.streams and not (run.source.facts.reads_streams and self in run.data.train):
             fix = "Set source: stream, or name: hf." if self in run.data.train else "Set name: hf."
             yield Problem(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
@@ -14,7 +14,6 @@ from spurline.protocols.dataset import DatasetList
 from spurline.protocols.held_out import HeldOutEvaluation
 
 if TYPE_CHECKING:
-    from spurline.config.run_settings import RunSettings
     from spurline.protocols.loss import Loss
     from spurline.protocols.source import BatchSource, Samples, SourceContext
 
@@ -37,7 +36,7 @@ class EvaluationConfig(ComponentConfig):
     at_start: bool = False
     """Also measure the model before its first step, as step 0."""
 
-    def problems(self, run: RunSettings) -> Iterable[Problem]:
+    def problems(self, run: Any) -> Iterable[Problem]:
         if self.generates and not run.backend.facts.generates:
             yield Problem(
                 "name",

@@ -15,7 +15,6 @@ from spurline.errors import Problem
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from spurline.config.run_settings import RunSettings
 
 REGEX = "re:"
 """A `match` that begins with this is a regular expression."""
@@ -45,7 +44,7 @@ class ParameterGroup(Section):
     weight_decay: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """Weight decay of all parameters of the group, norms and biases too; default is the optimizer's, for matrices."""
 
-    def problems(self, run: RunSettings) -> Iterable[Problem]:
+    def problems(self, run: Any) -> Iterable[Problem]:
         if self.learning_rate is not None and self.learning_rate_scale is not None:
             yield Problem("learning_rate", "and learning_rate_scale exclude each other. Remove one.")
         if self.learning_rate is None and self.learning_rate_scale is None and self.weight_decay is None:

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from spurline.config.run_settings import RunSettings
-
 
 class OrderConfig(ComponentConfig):
     """Settings of an order."""
@@ -26,7 +24,7 @@ class OrderConfig(ComponentConfig):
     reads_lengths: ClassVar[bool] = False
     """If True, the order needs the token count of each sample, which is unknown before a prompt has its responses."""
 
-    def problems(self, run: RunSettings) -> Iterable[Problem]:
+    def problems(self, run: Any) -> Iterable[Problem]:
         """Refuse an order that learns from rewards if the source has none, or needs lengths that are not known."""
         generates = run.source.facts.supplies == "rollouts"
         if self.adaptive and not generates:

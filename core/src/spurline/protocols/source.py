@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerBase
 
-    from spurline.config.run_settings import RunSettings
     from spurline.data.batch import TrainingBatch
     from spurline.protocols.backend import Backend
     from spurline.protocols.collator import ParallelLayout
@@ -123,7 +122,7 @@ class SourceConfig(ComponentConfig):
         """Return what the rest of the run may ask; a subclass returns `replace(super().facts, ...)`."""
         return SourceFacts(without_critic=f"the source '{self.name}'")
 
-    def problems(self, run: RunSettings) -> Iterable[Problem]:
+    def problems(self, run: Any) -> Iterable[Problem]:
         """Refuse dropout in a run that compares logprobs.
 
         An update with dropout differs from what it is compared with before any weight has changed: probability ratios

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from spurline.config.section import ComponentConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from spurline.config.run_settings import ModelSettings
     from spurline.data.token_store import Tokenized
     from spurline.protocols.dataset import Dataset, DatasetConfig
 
@@ -21,7 +20,7 @@ class TokenizationConfig(ComponentConfig):
 
     kind: ClassVar[str] = "tokenization"
 
-    def load_tokenizer(self, model: ModelSettings) -> PreTrainedTokenizerBase:
+    def load_tokenizer(self, model: Any) -> PreTrainedTokenizerBase:
         """Return the tokenizer that the run reads text with.
 
         Raises:
@@ -29,7 +28,7 @@ class TokenizationConfig(ComponentConfig):
         """
         raise NotImplementedError(f"{type(self).__name__} says no tokenizer: override load_tokenizer")
 
-    def notes(self, model: ModelSettings, tokenizer: PreTrainedTokenizerBase) -> Sequence[str]:
+    def notes(self, model: Any, tokenizer: PreTrainedTokenizerBase) -> Sequence[str]:
         """Return sentences on how the tokenizer and its chat template go together, for the start of a run."""
         return ()
 

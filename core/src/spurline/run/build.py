@@ -17,9 +17,9 @@ from spurline.protocols.loss import Loss
 from spurline.protocols.minibatches import MiniBatches
 from spurline.protocols.source import BatchSource, SourceContext
 from spurline.protocols.tracker import Tracker
-from spurline.run.checkpoints.best import check_watched
 from spurline.run.checkpoints.hook_state import HookStates
 from spurline.run.evaluations.evaluation import ScheduledEvaluation, build_evaluations, metrics_of
+from spurline.run.evaluations.watched import check_watched
 from spurline.trackers.configs import ConsoleTrackerConfig, JsonlTrackerConfig
 from spurline.update.reduction import make_reduction
 from spurline.update.update import Recipe, Update
@@ -27,10 +27,10 @@ from spurline.update.update import Recipe, Update
 
 @dataclass(frozen=True)
 class Done:
-    """Progress of a run where it begins. updates: optimizer steps by role; None where nobody counted them."""
+    """Progress of a run where it begins: the last finished step, and the optimizer steps by role."""
 
     step: int = 0
-    updates: Mapping[Role, int] | None = None
+    updates: Mapping[Role, int] = field(default_factory=dict["Role", int])
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,10 @@ class DataComponents:
     evaluations: tuple[ScheduledEvaluation, ...]
     """The evaluation of `data.eval` comes first, if there is one."""
 
-    def updates_behind(self, done: Done) -> int:
-        """Count the optimizer steps of the policy in the steps done."""
-        return done.step * self.minibatches.steps_per_batch() if done.updates is None else done.updates["policy"]
-
     def total_updates(self, done: Done = Done()) -> int:
-        """Optimizer steps of the policy in the whole run, as many of them as there were in the steps done."""
+        """Return the optimizer steps of the policy in the whole run, of which `done` has been made."""
         left = max(0, self.source.total_steps - done.step)
-        return self.updates_behind(done) + left * self.minibatches.steps_per_batch()
+        return done.updates.get("policy", 0) + left * self.minibatches.steps_per_batch()
 
 
 @dataclass(frozen=True)
@@ -71,7 +67,7 @@ class Components:
 def build_data(
     loaded: LoadedConfig, stack: ExitStack, row_limit: int | None = None, progress: Progress = silent
 ) -> DataComponents:
-    """Tokenizer, source, mini-batches, loss and evaluations. The stack closes them."""
+    """Build tokenizer, source, mini-batches, loss and evaluations. The stack closes them."""
     config, registry = loaded.config, loaded.host.registry
     progress("loading the tokenizer")
     tokenizer = config.tokenization.load_tokenizer(config.model)
@@ -97,7 +93,7 @@ def build_components(
     progress: Progress = silent,
     done: Done = Done(),
 ) -> Components:
-    """Build all components; the stack closes them in reverse order. progress: told what takes time."""
+    """Build all components; the stack closes them in reverse order, and `progress` is told what takes time."""
     for _, section in sections_within(loaded.config):
         section.await_services(progress)
     notes = [
@@ -107,7 +103,7 @@ def build_components(
         *loaded.config.backend.notes(loaded.config),
     ]
     check_watched(loaded.config, lambda: metrics_of(data.evaluations))
-    # Before anything loads: what ranks would take of the cluster, engines would miss minutes later.
+    # Before anything loads: ranks would take what engines need of the cluster minutes later.
     for name, section in loaded.host.registry.sections.items():
         if section.held is not None:
             stack.enter_context(resolve(section.held, f"section '{name}'")(loaded.config))
@@ -161,26 +157,23 @@ def build_update(components: Components, loaded: LoadedConfig, done: Done = Done
     def stepped(update: int, role: Role) -> None:
         loaded.host.hooks.on_optimizer_step(update=update, role=role)
 
-    counted: dict[Role, int] = {"policy": done.step * policy.minibatches.steps_per_batch()}
-    if critic is not None:
-        counted["critic"] = done.step * critic.minibatches.steps_per_batch()
-    return Update(components.backend, policy, critic, stepped, done.updates or counted)
+    return Update(components.backend, policy, critic, stepped, done.updates)
 
 
 def build_trackers(loaded: LoadedConfig) -> dict[str, Tracker]:
-    """Trackers by name, not started: metrics.jsonl first, then the terminal, then what the config lists.
+    """Return trackers by name, not started: metrics.jsonl first, then the terminal, then what the config lists.
 
-    Raises ConfigError when the library of one is missing.
+    Raises ConfigError if the library of one is missing.
     """
     chosen = {config.name: config for config in loaded.config.trackers}
     always = {config.name: config for config in (JsonlTrackerConfig(), ConsoleTrackerConfig())}
-    # In this order also where the config lists them: the terminal reads back what the file's tracker has cut back.
+    # The order holds also if the config lists them: the terminal reads what the file's tracker has cut back.
     configs = always | chosen
     return {name: loaded.host.registry.create("tracker", config) for name, config in configs.items()}
 
 
 def summarize_run(components: Components, loaded: LoadedConfig) -> dict[str, Any]:
-    """Facts about data, model and versions, for summary.json."""
+    """Return facts about data, model and versions, for summary.json."""
     data: dict[str, Any] = {"train": dict(components.data.source.summary())}
     for evaluation in components.data.evaluations:
         data[evaluation.label] = dict(evaluation.held_out.summary())

@@ -5,7 +5,6 @@ torch is imported inside the command, after what can be said without it.
 
 from __future__ import annotations
 
-import shlex
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -51,14 +50,6 @@ def train(
         raise typer.Exit(128 + result.signal)
 
 
-def _other_than_best(result: RunResult) -> str:
-    """Name the best checkpoint beside exported weights that are not its own."""
-    if result.best is None or result.best["step"] == result.step or result.checkpoint is None:
-        return ""
-    run_dir = shlex.quote(str(result.checkpoint.parent.parent))
-    return f", of step {result.step:,}; the best: spurline export {run_dir} OUT --checkpoint best"
-
-
 def print_result(result: RunResult) -> None:
     """Print how a run ended, its scores, and what it wrote."""
     if result.status == "finished" and not result.metrics:
@@ -82,9 +73,9 @@ def print_result(result: RunResult) -> None:
         )
     if result.best is not None:
         typer.echo("  best: {metric} {value:.4g} at step {step:,}".format_map(result.best))
-    exported = {"model": result.model, "adapter": result.adapter}
-    for name, path in {"checkpoint": result.checkpoint, **exported, **result.files}.items():
+    written = {"checkpoint": result.checkpoint, "model": result.model, "adapter": result.adapter, **result.files}
+    for name, path in written.items():
         if path is not None:
-            typer.echo(f"  {name}: {path}{_other_than_best(result) if name in exported else ''}")
+            typer.echo(f"  {name}: {path}")
     if result.status == "stopped":
         typer.echo(result.go_on)

@@ -1,7 +1,4 @@
-"""RUN_DIR: its file names, the lock that keeps two runs out of it, and the files that it keeps for people.
-
-Those are the config, the summary and sample answers; trackers and checkpoints write their own.
-"""
+"""Lock the run directory against a second run, and write its config, summary and sample answers."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from spurline.data.token_store import describe
-from spurline.errors import RunDirectoryError, RunDirectoryLostError, UserError
+from spurline.errors import RunDirectoryError, UserError
 from spurline.files import own_file, remove_unfinished, write_failure, write_json
 from spurline.run.record_files import CONFIG_FILE, SUMMARY_FILE, read_mapping
 from spurline.trackers.jsonl import METRICS_FILE, cut_back
@@ -36,22 +33,21 @@ class RunDirectory:
         self.exported_model = path / "model"
         self.exported_adapter = path / "adapter"
         self._lock: IO[str] | None = None
-        self._folder: int | None = None
 
     def open(self) -> None:
-        """Create the folder, lock it, and remove what a killed process had begun to write into it or its subfolders.
+        """Create the folder, lock it, and remove what a killed process had begun to write there.
 
-        Raises RunDirectoryError when another process holds it, UserError when this is one of several that would.
+        Raises RunDirectoryError if another process holds it, UserError if a launcher started this process.
         """
         _refuse_launcher()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            # Emptied below: where a folder of others has a link here, not what that points to.
             descriptor = os.open(self.path / "run.lock", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
             lock = os.fdopen(descriptor, "a+", encoding="utf-8")
         except OSError as error:
+            why = "its run.lock is a link, which is not followed" if error.errno == errno.ELOOP else error.strerror
             raise RunDirectoryError(
-                f"run_dir {self.path} cannot be written: {_reason(error)}. Choose another with --set run_dir=PATH."
+                f"run_dir {self.path} cannot be written: {why}. Choose another with --set run_dir=PATH."
             ) from error
         if not _take_lock(lock):
             lock.seek(0)
@@ -66,36 +62,20 @@ class RunDirectory:
         lock.write(str(os.getpid()))
         lock.flush()
         self._lock = lock
-        # Held open, its number on the disk cannot go to a folder that is made in its place.
-        self._folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         for folder in (self.path, *(path for path in self.path.iterdir() if path.is_dir())):
             remove_unfinished(folder)
 
     def obstacle(self) -> str | None:
-        """Why a run could not write here, as a clause, as far as looking tells; None where nothing is in the way."""
+        """Return why a run could not write here, as a clause; None if nothing is in the way."""
         nearest = next((path for path in (self.path, *self.path.parents) if os.path.lexists(path)), self.path)
         if not nearest.is_dir():
             return f"{nearest} is no folder"
         return None if os.access(nearest, os.W_OK | os.X_OK) else f"{nearest} is not writable for this user"
 
-    def check_present(self) -> None:
-        """Raise RunDirectoryLostError when the folder that was opened is no longer at its path."""
-        assert self._folder is not None, f"{self.path} is not open"
-        why = "another folder is in its place"
-        try:
-            if os.path.samestat(os.fstat(self._folder), self.path.stat()):
-                return
-        except OSError as error:
-            why = str(error.strerror)
-        raise RunDirectoryLostError(
-            f"run_dir {self.path} was removed or moved while the run was going on ({why}): put it back to go on from "
-            "its last checkpoint, or train the same config again to begin anew."
-        )
-
     def set_aside_earlier(self, more: Sequence[str]) -> str | None:
-        """Move what an attempt without a checkpoint left into a folder `before-N`; returns a note on it, if any.
+        """Move what an attempt without a checkpoint left into a folder `before-N`, and return a note if there was one.
 
-        more: names of further entries of the folder that belong to its record.
+        `more` has the names of further entries of the folder that belong to its record.
         """
         steps = self.metrics.read_bytes().count(b"\n") if self.metrics.exists() else 0
         if steps == 0:
@@ -106,8 +86,7 @@ class RunDirectory:
         own = (self.eval_samples, self.config, self.report)
         # An earlier attempt may have had another source, with files of its own.
         earlier = read_mapping(self.summary).get("records", [])
-        # The metrics last: they say that there is something to move, also after a kill on the way. Just before them the
-        # summary, which names what is to move.
+        # After a kill on the way, the metrics say that there is something to move, and the summary what: they go last.
         names = [*(path.name for path in own), *more, *map(os.path.basename, earlier)]
         for name in (*names, self.summary.name, self.metrics.name):
             if (self.path / name).exists():
@@ -133,29 +112,21 @@ class RunDirectory:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
-        if self._folder is not None:
-            os.close(self._folder)
-            self._folder = None
 
 
 def _refuse_launcher() -> None:
-    """Torchrun and its like start a process for each rank, and end them all once the lock has stopped one."""
-    launched = all(name in os.environ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-    if launched and os.environ["WORLD_SIZE"] != "1":
-        size = os.environ["WORLD_SIZE"]
+    """Refuse to be one of the processes of torchrun and its like, which would all train this run."""
+    size = os.environ.get("WORLD_SIZE", "1")
+    if size != "1" and {"RANK", "LOCAL_RANK"} <= os.environ.keys():
         raise UserError(
-            f"This is one of {size} processes that torchrun, accelerate launch or the like started (RANK is "
-            f"{os.environ['RANK']}), and each would train this run. Start it once, without a launcher: Spurline starts "
-            f"its ranks itself, with plugins: [fsdp_backend] and backend: {{name: fsdp, ranks: {size}}}."
+            f"This is one of {size} processes that torchrun, accelerate launch or the like started. Start Spurline "
+            "once, without a launcher; it starts ranks itself, with plugins: [fsdp_backend] and "
+            f"backend: {{name: fsdp, ranks: {size}}}."
         )
 
 
-def _reason(error: OSError) -> str:
-    return "its run.lock is a link, which is not followed" if error.errno == errno.ELOOP else str(error.strerror)
-
-
 def _take_lock(lock: IO[str], patience_s: float = 1.0) -> bool:
-    """Try for a moment: `is_in_use` holds the lock for an instant when somebody asks for a report."""
+    """Try for a moment, as `is_in_use` holds the lock for an instant."""
     deadline = time.monotonic() + patience_s
     while True:
         try:
@@ -169,10 +140,7 @@ def _take_lock(lock: IO[str], patience_s: float = 1.0) -> bool:
 
 
 class RunRecordFiles:
-    """Writes config.json, summary.json and eval_samples.jsonl of a run directory.
-
-    summary: JSON-able facts; `status` and `error` are added here.
-    """
+    """Writes config.json, eval_samples.jsonl, and summary.json with `summary` and the status of the run."""
 
     def __init__(self, directory: RunDirectory, summary: Mapping[str, Any]) -> None:
         self._directory = directory

@@ -48,7 +48,7 @@ def train(run: LoopedRun) -> None:
         run.hooks.on_step_start(step=step)
         with clock("batch"):
             batch = run.batches.next(step)
-        metrics = {"epoch": run.source.epoch(step), **run.hooks.train_step(step=step, batch=batch)}
+        metrics = {**run.hooks.train_step(step=step, batch=batch), "epoch": run.source.epoch(step)}
         with clock("after_update"):
             metrics |= run.source.after_update(step, run.backend)
         with clock("evaluate"):

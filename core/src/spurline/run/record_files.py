@@ -9,7 +9,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from spurline.config.document import describes_a_model
 from spurline.errors import RunDirectoryError, listing
 from spurline.files import regular_file
 from spurline.trackers.jsonl import METRICS_FILE
@@ -21,7 +20,7 @@ SUMMARY_FILE = "summary.json"
 
 
 def check_run_directory(run_dir: Path) -> None:
-    """Raise RunDirectoryError for a folder that is missing or has no file of a run, naming the runs within it."""
+    """Raise RunDirectoryError for a folder that is missing or holds no run, naming the runs within it."""
     if not run_dir.is_dir():
         raise RunDirectoryError(f"{run_dir}: no such folder. Give the run_dir of a run, such as runs/default.")
     if not _holds_a_run(run_dir):
@@ -29,13 +28,13 @@ def check_run_directory(run_dir: Path) -> None:
         runs = [str(entry) for entry in entries if entry.is_dir() and _holds_a_run(entry)]
         found = f"Runs in it: {listing(runs)}" if runs else f"It has: {listing(entry.name for entry in entries[:20])}"
         raise RunDirectoryError(
-            f"{run_dir}: not a run directory: no {METRICS_FILE}, {SUMMARY_FILE} or {CONFIG_FILE} of a run. {found}."
+            f"{run_dir}: not a run directory: no {METRICS_FILE} or {SUMMARY_FILE} of a run. {found}."
         )
 
 
 def _holds_a_run(folder: Path) -> bool:
-    files = [folder / name for name in (METRICS_FILE, CONFIG_FILE, SUMMARY_FILE)]
-    return any(file.exists() and not describes_a_model(file) for file in files)
+    # The config.json in a folder may be a model's.
+    return any((folder / name).exists() for name in (METRICS_FILE, SUMMARY_FILE))
 
 
 def read_mapping(path: Path) -> dict[str, Any]:

@@ -26,15 +26,13 @@ from spurline.protocols.source import BatchSource
 from spurline.protocols.stateful import Stateful
 from spurline.protocols.tracker import ShowsWarnings
 from spurline.run.build import build_components, build_data, build_trackers
-from spurline.run.checkpoints.changes import ResumeRequest
 from spurline.run.checkpoints.hook_state import HookStates
-from spurline.run.checkpoints.resume import find_resume
+from spurline.run.checkpoints.resume import ResumeRequest, find_resume
 from spurline.run.directory import RunDirectory
-from spurline.run.endings.ending import RunResult, go_on
+from spurline.run.endings.ending import RunResult, RunState, go_on
 from spurline.run.endings.stop_request import StopRequest
 from spurline.run.session import Session
-from spurline.run.state import RunState
-from spurline.trackers.frame import metrics_frame
+from spurline.trackers.jsonl import metrics_frame
 
 if TYPE_CHECKING:
     import pandas

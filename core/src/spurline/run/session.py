@@ -15,23 +15,20 @@ from typing import Any
 
 from spurline.config.loading import LoadedConfig
 from spurline.data.configs import SerialPrefetchConfig
-from spurline.errors import RankFailedError, RunDirectoryError, RunDirectoryLostError, RunFailedError
+from spurline.errors import RankFailedError, RunDirectoryError, RunFailedError
 from spurline.plugins.run_view import RunView, Warned
 from spurline.progress import Progress
 from spurline.protocols.prefetch import Prefetch
 from spurline.protocols.tracker import RunInfo
 from spurline.run import loop
 from spurline.run.build import Components, build_update, summarize_run
-from spurline.run.checkpoints.best import BestSoFar
-from spurline.run.checkpoints.changes import ResumeRequest
-from spurline.run.checkpoints.resume import Course, Resume, restore
-from spurline.run.checkpoints.saving import Saving
+from spurline.run.checkpoints.resume import Resume, ResumeRequest, restore
+from spurline.run.checkpoints.saving import Course, Saving
 from spurline.run.directory import RunDirectory, RunRecordFiles
-from spurline.run.endings.ending import RunResult, Status, explained, go_on
+from spurline.run.endings.ending import RunResult, RunState, Status, explained, go_on
 from spurline.run.endings.stop_request import StopRequest
-from spurline.run.evaluations.early_stop import EarlyStop
 from spurline.run.evaluations.step_scores import StepScores
-from spurline.run.state import RunState
+from spurline.run.evaluations.watched import BestSoFar, EarlyStop
 
 
 class Session:
@@ -62,7 +59,6 @@ class Session:
         progress: Progress,
         stack: ExitStack,
     ) -> None:
-        directory.check_present()
         self.loaded, self.components = loaded, components
         self.hooks = loaded.host.hooks
         self.source, self.backend = components.data.source, components.backend
@@ -123,7 +119,6 @@ class Session:
                 # A stop was asked for after the last step had its chance to save.
                 self._saving.save(self.state.step)
             self._export_if_finished(run)
-            self._directory.check_present()
         except BaseException as raised:
             # What ended the run stands, also where saving the rest of it fails in a way of its own.
             error = raised
@@ -219,7 +214,6 @@ class Session:
     def remaining_steps(self) -> Iterator[int]:
         """Yield the steps still to train, from 1, until the last one, a stop, or the end that `stop_when` asks for."""
         while not self.is_done and not self._stop:
-            self._directory.check_present()
             self.scores.open()
             self._step_under_way = self.state.step + 1
             yield self._step_under_way
@@ -257,9 +251,7 @@ class Session:
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
         """Mark the step as done and send its metrics to every tracker."""
-        self.loaded.host.calls.check_recorded(metrics)
         self.scores.close()
-        self._directory.check_present()
         for tracker in self.components.trackers.values():
             tracker.log(step, dict(metrics))
         # Last: a step whose line cannot be written is not done.
@@ -333,18 +325,15 @@ class Session:
             status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         summary = self._directory.summary
         try:
-            # Another folder may be in its place.
-            self._directory.check_present()
             self._warnings = tuple(warning for judge in self.judges for warning in judge())
             self._files.summary["warnings"] = [asdict(warning) for warning in self._warnings]
             if error is None and (reason := self._stop_reason()) is not None:
                 self._files.summary["stop_reason"] = reason
             self._files.finish(status, None if error is None else str(error), self.source.given_up())
-        except (OSError, RunDirectoryError, RunDirectoryLostError) as failure:
+        except (OSError, RunDirectoryError) as failure:
             if error is None:
                 raise RunFailedError(f"{summary} cannot be written: {failure}.") from failure
-            if not isinstance(error, RunDirectoryLostError):
-                error.add_note(f"{summary} could not be written either: {failure}")
+            error.add_note(f"{summary} could not be written either: {failure}")
 
     def _go_on(self) -> str:
         """Say how to continue. Once a checkpoint of this run is there, it knows what the run was allowed to change."""

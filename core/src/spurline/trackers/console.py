@@ -1,8 +1,7 @@
-"""Progress of a run on the terminal: a live bar, or plain lines when the output is a file or a pipe.
+"""Show progress on the terminal: a live bar, or plain lines when the output is a file or a pipe.
 
-Reads the metrics it is given and writes to stdout. Always on, next to the JSONL tracker. Steps of reinforcement
-learning show their reward where others show the loss, which tells nothing there; of preference pairs also how often and
-how far the chosen answer is ahead.
+This tracker is always on. Steps of reinforcement learning show their reward instead of the loss, which tells nothing
+there; steps of preference pairs also show how often and how far the chosen answer is ahead.
 """
 
 from __future__ import annotations
@@ -28,10 +27,7 @@ _STEPS_BETWEEN_WARNINGS = 50
 
 
 class ConsoleTracker:
-    """Show step, loss or reward, learning rate, tokens/s and the time left.
-
-    console: where to write; default is stdout, as long as that can be written.
-    """
+    """Shows step, loss or reward, learning rate, tokens/s and the time left, by default on stdout."""
 
     def __init__(self, config: ConsoleTrackerConfig, console: Console | None = None) -> None:
         self._config = config
@@ -117,7 +113,7 @@ class ConsoleTracker:
             self._generation_s.add(seconds_of_generation(metrics))
 
     def _fields(self, step: int, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-        """Name and text of each field in display order."""
+        """Return name and text of each field in display order."""
         fields = _progress_fields(metrics)
         if "grad_norm" in metrics:
             fields.append(("grad_norm", f"grad {metrics['grad_norm']:.2f}"))
@@ -133,7 +129,7 @@ class ConsoleTracker:
         return fields
 
     def _speed(self) -> str:
-        """Tokens per second of training and, where rollouts are generated, of generation, each over its own time."""
+        """Return tokens per second of training and, if there is some, of generation, each over its own time."""
         tokens, seconds = self._tokens.value, self._training_s.value
         if tokens is None or not seconds:
             return ""
@@ -145,20 +141,17 @@ class ConsoleTracker:
         return f"step {step}/{self._total_steps}" if self._total_steps is not None else f"step {step}"
 
     def _evaluation_line(self, step: int, evaluated: Mapping[str, float]) -> str:
-        terms = [name for name in evaluated if name.startswith("eval/rewards/")]
-        if len(terms) == 1 and evaluated[terms[0]] == evaluated.get("eval/reward"):
-            evaluated = {name: value for name, value in evaluated.items() if name != terms[0]}
         named = [(name.removeprefix("eval/"), value) for name, value in evaluated.items()]
         results = [f"{name} {value:{'.1%' if 'pass@' in name else '.4g'}}" for name, value in named]
         return _SEPARATOR.join([f"eval at {self._step_label(step)}", *results])
 
     def _print(self, line: str) -> None:
-        """Print above the bar; never wrapped, coloured, or read as markup or escapes."""
+        """Print a line above the bar as it is: no markup, colours or escapes."""
         self._console.print(printable(line), markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
 class _WhileItCanBeWritten:
-    """A file whose failure ends no run: `| head` has read enough, a terminal was closed, the disk of a log is full."""
+    """A file whose failure ends no run, as when `| head` has read enough or the disk of a log is full."""
 
     def __init__(self, file: IO[str]) -> None:
         self._file = file
@@ -184,12 +177,10 @@ class _WhileItCanBeWritten:
 
 
 def _progress_fields(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Return the fields that show whether the model improves: the reward if there is one, else the loss, and for
-    preference pairs their accuracy and margin too."""
+    """Return the fields that show whether the model improves."""
     if "reward/mean" in metrics:
         fields = [("reward", f"reward {metrics['reward/mean']:.3f}")]
         equal = metrics.get("groups/zero_variance", 0.0)
-        # In updates of the model; where generation goes on beside training.
         age = [("age", f"age {metrics['staleness/mean']:.1f}")] if "staleness/mean" in metrics else []
         return [*fields, *age, *([("equal", f"equal groups {equal:.0%}")] if equal > 0 else [])]
     fields = [("loss", f"loss {metrics['loss']:.3f}")] if "loss" in metrics else []
@@ -201,7 +192,7 @@ def _progress_fields(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
 
 
 def _drop_until_fit(fields: list[tuple[str, str]], width: int) -> list[str]:
-    """Field texts, less the least important ones until they fit into `width` columns."""
+    """Return the texts of the fields, without the least important ones if they exceed `width` columns."""
     texts = dict(fields)
     for dropped in ("grad_norm", "lr", "equal", "age", "tokens", "margin", "eta", "accuracy"):
         if len(_SEPARATOR.join(texts.values())) <= width:

@@ -1,7 +1,7 @@
-"""RUN_DIR/metrics.jsonl: one JSON object per finished step, forced to the disk before each checkpoint.
+"""Write and read RUN_DIR/metrics.jsonl: one JSON object per finished step, forced to disk before each checkpoint.
 
-The record that resume and the report rely on. A kill leaves at most one torn last line, which reading skips and the
-next start cuts off. No torch.
+Resume and report rely on this record. A kill leaves at most one torn last line, which reading skips and the next start
+cuts off.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ from collections.abc import Iterator, Mapping
 from io import FileIO
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from spurline.errors import RunDirectoryError, RunFailedError
+from spurline.errors import RunDirectoryError, RunFailedError, UserError
 from spurline.files import own_file, regular_file, replace_file, write_failure
 from spurline.protocols.tracker import RunInfo
 from spurline.trackers.configs import JsonlTrackerConfig
+
+if TYPE_CHECKING:
+    import pandas
 
 METRICS_FILE = "metrics.jsonl"
 """Name of the file inside the run directory."""
@@ -43,7 +46,7 @@ class JsonlTracker:
         assert self._file is None, f"{info.run_dir / METRICS_FILE} is already open"
         path = info.run_dir / METRICS_FILE
         cut_back(path, info.first_step - 1)
-        # Here, and not when the report is drawn at the end of the run.
+        # An unreadable line is better found now than when the report is drawn at the end of the run.
         read_metrics(path)
         try:
             self._file = open(path, "ab", buffering=0, opener=own_file)  # noqa: SIM115 - closed by `close`
@@ -77,9 +80,9 @@ class JsonlTracker:
 
 
 def encode_line(step: int, metrics: Mapping[str, float]) -> bytes:
-    """One line with its newline: `step` first, the usual keys next, all others by name.
+    """Return one line with its newline: `step` first, the usual keys next, all others by name.
 
-    Metrics are finite by contract; a RunFailedError names the one that is not.
+    Raises RunFailedError naming a metric that is not finite.
     """
     leading = [key for key in _LEADING_KEYS if key in metrics]
     others = sorted(key for key in metrics if key not in _LEADING_KEYS and key != "step")
@@ -145,8 +148,8 @@ def _not_metrics(line: Mapping[str, Any]) -> str | None:
 def cut_back(path: Path, last_step: int) -> None:
     """Keep the lines up to the last one whose `step` is at most `last_step`, byte for byte; create a missing file.
 
-    Atomic: a kill leaves the old file or the new one. Lines after `last_step` were never forced to the disk, so a power
-    cut may have left anything in their place; an unreadable line before it raises RunDirectoryError.
+    A kill leaves the old file or the new one. A power cut may have left anything in place of the lines after
+    `last_step`, as these were never forced to disk. Raises RunDirectoryError for an unreadable line before them.
     """
     kept: list[bytes] = []
     reached = 0
@@ -164,7 +167,7 @@ def cut_back(path: Path, last_step: int) -> None:
 
 
 def _parse_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Raw bytes (without newline) and content of each complete line."""
+    """Yield the raw bytes (without newline) and the content of each complete line."""
     for number, raw, line in _lines(path):
         if isinstance(line, ValueError):
             raise _foreign(path, number, f"unreadable line ({line})") from line
@@ -179,7 +182,7 @@ def _foreign(path: Path, number: int, wrong: str) -> RunDirectoryError:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any] | ValueError]]:
-    """Number, raw bytes (without newline) and content of each complete line; what is wrong with an unreadable one."""
+    """Yield number, raw bytes (without newline) and content of each complete line; a ValueError if it is unreadable."""
     try:
         with open(path, "rb", opener=regular_file) as file:
             content = file.read()
@@ -208,3 +211,20 @@ def _read_step(line: Mapping[str, Any], path: Path) -> int:
     if not isinstance(step, int):
         raise RunDirectoryError(f"{path}: a line has no whole number under 'step': {str(dict(line))[:120]}.")
     return step
+
+
+def metrics_frame(run_dir: Path | str) -> pandas.DataFrame:
+    """Return a row for each step that the run has recorded, indexed by `step`, and a column for each metric.
+
+    Values that a step has not are NaN. Raises UserError without pandas, or if there is no such folder.
+    """
+    try:
+        import pandas
+    except ImportError as error:
+        raise UserError("metrics_frame needs pandas. Install it: pip install pandas") from error
+    folder = Path(run_dir)
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such run directory.")
+    lines = read_metrics(folder / METRICS_FILE)
+    frame = pandas.DataFrame.from_records(lines) if lines else pandas.DataFrame({"step": pandas.Series(dtype="int64")})
+    return frame.set_index("step")

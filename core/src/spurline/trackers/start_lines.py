@@ -24,9 +24,7 @@ def banner(loaded: LoadedConfig) -> list[str]:
     # Those that are loaded by default are in every run.
     enabled = [f"{name} {plugins[name].version}" if name in plugins else name for name in config.plugins]
     adapted = ", adapters" if config.backend.facts.trains_adapters else ""
-    held_out = (
-        f"; held out: {', '.join(shown_path(entry.place) for entry in config.data.eval)}" if config.data.eval else ""
-    )
+    held_out = f"; held out: {_places(config.data.eval)}" if config.data.eval else ""
     facts: Mapping[str, str] = {
         "run": f"{loaded.origin} -> {config.run_dir}",
         "model": f"{shown_path(model.path)}{' (random weights)' if model.init == 'random' else ''}{adapted}",

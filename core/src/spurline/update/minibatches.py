@@ -1,13 +1,25 @@
-"""Mini-batches `whole`: one optimizer step per batch."""
+"""Mini-batches `whole`: one optimizer step per batch. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from spurline.config.run_config import RunConfig
-from spurline.data.batch import TrainingBatch
 from spurline.protocols.collator import ParallelLayout
-from spurline.update.configs import WholeBatchConfig
+from spurline.protocols.minibatches import MiniBatchesConfig
+
+if TYPE_CHECKING:
+    from spurline.data.batch import TrainingBatch
+
+
+class WholeBatchConfig(MiniBatchesConfig):
+    """One optimizer step per batch."""
+
+    name: str = "whole"
+
+    def minibatch_prompts(self, prompts_per_step: int) -> int:
+        return prompts_per_step
 
 
 class WholeBatch:

@@ -77,17 +77,6 @@ def make_reduction(config: ReductionConfig) -> Reduce:
     return fixed_norm(config.length)
 
 
-def describe_reduction(config: ReductionConfig) -> str:
-    """Return the reduction in words, one sentence, for `spurline plan`."""
-    words = {
-        "token_mean": "every loss token of an optimizer step counts the same",
-        "sequence_mean": "every sequence of an optimizer step counts the same, whatever its length",
-        "prompt_mean": "every prompt of an optimizer step counts the same, whatever its samples' lengths",
-        "fixed_norm": f"the sum over an optimizer step is divided by {config.length} tokens for each trajectory",
-    }
-    return f"Reduction {config.name}: {words[config.name]}."
-
-
 def reduce_corrected(batch: TrainingBatch, factors: Tensor, reduce: Reduce) -> tuple[TrainingBatch, float]:
     """Reduce a mini-batch whose tokens a correction judged; factors: float32 [R, L], 0 where it rejects.
 

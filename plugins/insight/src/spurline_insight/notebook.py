@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spurline.errors import UserError
-from spurline.trackers.frame import metrics_frame as metrics_frame
+from spurline.trackers.jsonl import metrics_frame as metrics_frame
 from spurline_insight.report.markup import text
 from spurline_insight.report.svg import line_plot
 

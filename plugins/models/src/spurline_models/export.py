@@ -210,7 +210,7 @@ def export_run(loaded: LoadedConfig, out: Path, checkpoint: str | Path | None = 
     config = loaded.config
     if adapter:
         check_adapter(config)
-    found = CheckpointStore(config.run_dir / "checkpoints", config.checkpoint.verify).chosen(checkpoint)
+    found = CheckpointStore(config.run_dir / "checkpoints").chosen(checkpoint)
     tokenizer = load_tokenizer(config.model)
     reader = config.backend.facts.adapter_reader if adapter else config.backend.facts.checkpoint_reader
     if reader is None:

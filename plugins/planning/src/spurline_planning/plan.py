@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from spurline.config.loading import LoadedConfig
 from spurline.config.paths import shown_path
-from spurline.config.run_config import ModelConfig, ReductionConfig, RunConfig
+from spurline.config.run_config import ModelConfig, RunConfig
 from spurline.data.batch import TrainingBatch
 from spurline.data.token_store import describe
 from spurline.errors import ConfigError, Problem, RunDirectoryError, UserError
@@ -22,10 +22,9 @@ from spurline.plugins.registry import CORE, group_by_kind
 from spurline.progress import Progress, describe_count, silent
 from spurline.protocols.loss import Loss
 from spurline.run.build import DataComponents, build_data, build_trackers
-from spurline.run.checkpoints.best import check_watched
 from spurline.run.directory import RunDirectory
 from spurline.run.evaluations.evaluation import metrics_of
-from spurline.update.reduction import describe_reduction
+from spurline.run.evaluations.watched import check_watched
 from spurline.update.update import MADE_IN_UPDATE
 from spurline_models.architecture import load_model_config
 from spurline_models.dealing import deal
@@ -233,10 +232,10 @@ def _data(data: DataComponents, row_limit: int | None) -> list[str]:
 def _objective(loaded: LoadedConfig, data: DataComponents) -> list[str]:
     more = data.source.summary().get("objective")
     before = more if isinstance(more, list) else []
-    lines = [*before, f"{data.loss.describe()} {describe_reduction(loaded.config.reduction)}"]
+    lines = [*before, f"{data.loss.describe()} Reduction: {loaded.config.reduction.name}."]
     if loaded.config.trained_critic is not None:
         critic: Loss = loaded.host.registry.create("loss", loaded.config.trained_critic.loss)
-        lines.append(f"{critic.describe()} {describe_reduction(ReductionConfig())}")
+        lines.append(critic.describe())
     return lines
 
 

@@ -1,13 +1,7 @@
-"""Register what other trainers call our settings, beside the commands of the package. Imports no torch."""
+"""Declare the plugin. Its commands are entry points of the package, and it registers no components."""
 
 from __future__ import annotations
 
-from spurline.plugins import API_VERSION, ComponentRegistrar, Plugin, hookimpl
-from spurline_planning.other_names import NAMES
+from spurline.plugins import API_VERSION, Plugin
 
 PLUGIN = Plugin("planning", api=API_VERSION)
-
-
-@hookimpl
-def register_components(registry: ComponentRegistrar) -> None:
-    registry.add_other_names(NAMES)

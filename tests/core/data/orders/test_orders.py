@@ -17,9 +17,7 @@ from spurline.data.orders.configs import (
     SequentialOrderConfig,
     UniformOrderConfig,
 )
-from spurline.data.orders.curriculum import CurriculumOrder
-from spurline.data.orders.epochs import SequentialOrder, UniformOrder, permutation
-from spurline.data.orders.length_grouped import LengthGroupedOrder
+from spurline.data.orders.epochs import CurriculumOrder, LengthGroupedOrder, SequentialOrder, UniformOrder, permutation
 from spurline.errors import ConfigError
 from spurline.protocols.order import SampleFacts
 

@@ -39,10 +39,6 @@ def test_a_saved_checkpoint_is_the_latest_and_verifies(store: CheckpointStore) -
     assert (latest.path, latest.step, latest.config) == (path, 10, {"seed": 0})
 
 
-def test_an_empty_store_has_no_latest(store: CheckpointStore) -> None:
-    assert store.latest() is None
-
-
 def test_only_the_newest_are_kept(store: CheckpointStore) -> None:
     for step in (1, 2, 3, 4):
         store.save(step, write_state, FACTS)
@@ -109,18 +105,6 @@ def test_a_file_that_its_reader_verifies_is_left_to_it(store: CheckpointStore) -
         open_checkpoint(path)
 
 
-def test_sizes_alone_are_compared_where_the_settings_say_so(store: CheckpointStore) -> None:
-    path = store.save(5, write_hashed, FACTS)
-    flip(path / "run.json", 1)
-    flip(path / "backend" / "model.bin", 350)
-    opened = CheckpointStore(store.root, "sizes").latest()
-    assert opened is not None
-    assert opened.unverified("backend") == {}
-    (path / "run.json").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"run\.json has 0 bytes instead of 2"):
-        CheckpointStore(store.root, "sizes").latest()
-
-
 def test_the_checkpoint_that_is_offered_is_whole_in_every_file(store: CheckpointStore) -> None:
     paths = [store.save(step, write_hashed, FACTS) for step in (5, 10, 15)]
     flip(paths[1] / "backend" / "model.bin", 350)
@@ -169,7 +153,7 @@ def test_foreign_folders_and_other_versions_are_refused(store: CheckpointStore, 
         open_checkpoint(tmp_path / "nowhere")
     manifest = json.loads((path / MANIFEST).read_text())
     (path / MANIFEST).write_text(json.dumps({**manifest, "version": 99}))
-    with pytest.raises(CheckpointError, match="layout version 99; this spurline reads versions 1, 2"):
+    with pytest.raises(CheckpointError, match="layout version 99; this spurline reads version 2"):
         open_checkpoint(path)
     (path / MANIFEST).write_text(json.dumps({"format": "something else"}))
     with pytest.raises(CheckpointError, match="another format"):

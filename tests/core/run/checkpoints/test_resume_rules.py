@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from bare_components import OtherTableConfig
-from fake_plugins import FakePlugins, of_kind
+from fake_plugins import FakePlugins
 
 from spurline import load_config
 from spurline.config.compare import Difference, differences
-from spurline.config.loading import LoadedConfig
 from spurline.config.section import OnResume, Section
 from spurline.errors import CheckpointError
 from spurline.plugins.host import InstalledPlugin
 from spurline.protocols.prefetch import PrefetchConfig
-from spurline.run.checkpoints.changes import PermittedChanges, ResumeRequest
-from spurline.run.checkpoints.checkpoint import Checkpoint
+from spurline.run.checkpoints.checkpoint import CheckpointStore
+from spurline.run.checkpoints.resume import Resume, ResumeRequest, find_resume
+from spurline.run.directory import RunDirectory
 
 pytestmark = pytest.mark.usefixtures("bare")
 
@@ -117,134 +116,72 @@ def test_enabling_a_plugin_is_one_change_with_what_it_replaces_and_its_section(p
     assert changes == {"plugins": BY_NAME, "prefetch": FREE}
 
 
-def test_plugins_that_go_with_a_refused_component_are_to_be_set_back_with_it(plugins: FakePlugins) -> None:
-    register = lambda registry: registry.add(of_kind(OtherTableConfig, "backend"), "m:C", name="own")  # noqa: E731
-    available = plugins.add("owner", register=register)
-    owned = {**BASE, "plugins": ["owner"], "backend": "own"}
-
-    def load(config: dict[str, Any], *overrides: str) -> LoadedConfig:
-        return load_config(config, overrides, available=available)
-
-    for before, now in ((owned, BASE), (BASE, owned)):
-        checkpoint = Checkpoint(Path("c"), {"step": 40, "config": load(before).resolved()})
-        with pytest.raises(CheckpointError, match=r"backend: .*\n  plugins: .*\nSet these back") as raised:
-            PermittedChanges(checkpoint, load(now), ResumeRequest())
-        assert "allow" not in str(raised.value)
-    # A change beside them may still be allowed.
-    with pytest.raises(CheckpointError, match=r"allow_change=\['optimizer.learning_rate'\]"):
-        PermittedChanges(checkpoint, load(owned, "optimizer.learning_rate=0.5"), ResumeRequest())
-
-
 def test_steps_may_become_epochs_by_name_only() -> None:
     changes = {change.key: change.mark for change in found(BASE, steps=None, epochs=1)}
     assert changes == {"steps": BY_NAME, "epochs": BY_NAME}
 
 
-def test_config_survives_json_and_still_equals_itself(tmp_path: Path) -> None:
-    loaded = load_config({**BASE, "run_dir": str(tmp_path)})
-    stored = json.loads(json.dumps(loaded.resolved()))
-    assert differences(stored, loaded.config) == []
+def test_config_survives_json_and_still_equals_itself() -> None:
+    loaded = load_config(BASE)
+    assert differences(json.loads(json.dumps(loaded.resolved())), loaded.config) == []
 
 
-def permit(now: dict[str, Any], *allowed: str, history: tuple[dict[str, Any], ...] = ()) -> PermittedChanges:
-    manifest = {"step": 40, "config": load_config(BASE).resolved(), "history": list(history)}
-    checkpoint = Checkpoint(Path("runs/x/checkpoints/step-00000040"), manifest)
-    return PermittedChanges(checkpoint, load_config(now), ResumeRequest("auto", allowed))
+Permit = Callable[..., Resume]
 
 
-def test_less_memory_after_running_out_of_it_is_a_note() -> None:
-    changes = permit(merged(BASE, "backend.max_tokens_per_microbatch", 512))
-    assert changes.notes() == [
-        "Changed since the checkpoint: backend.max_tokens_per_microbatch: None -> 512 (equal to rounding, not bit for "
-        "bit; with dropout also other random numbers)."
-    ]
-    assert changes.history() == ({"step": 40, "key": "backend.max_tokens_per_microbatch", "before": None, "now": 512},)
-
-
-def test_a_refusal_prints_the_command_that_would_go_on(tmp_path: Path) -> None:
+@pytest.fixture
+def permit(tmp_path: Path) -> Permit:
+    """Returns the resume of a config file with overrides, from a checkpoint of BASE at step 40."""
+    base = {**BASE, "run_dir": str(tmp_path)}
     path = tmp_path / "my run.yaml"
-    path.write_text(json.dumps(BASE))
-    loaded = load_config(path, ["optimizer.learning_rate=1e-4", "schedule=falling"])
-    checkpoint = Checkpoint(Path("c"), {"step": 40, "config": load_config(BASE).resolved()})
+    path.write_text(json.dumps(base))
+
+    def resume(*overrides: str, allowed: tuple[str, ...] = (), history: Sequence[Mapping[str, Any]] = ()) -> Resume:
+        facts = {"config": load_config(base).resolved(), "versions": {}, "updates": {}, "history": list(history)}
+        CheckpointStore(tmp_path / "checkpoints").save(40, lambda folder: None, facts)
+        return find_resume(RunDirectory(tmp_path), load_config(path, overrides), ResumeRequest("auto", allowed))
+
+    return resume
+
+
+def test_less_memory_after_running_out_of_it_is_a_note(permit: Permit) -> None:
+    resume = permit("backend.max_tokens_per_microbatch=512")
+    (note,) = (note for note in resume.notes if "max_tokens_per_microbatch: None -> 512" in note)
+    assert "equal to rounding" in note
+    assert resume.history == ({"step": 40, "key": "backend.max_tokens_per_microbatch", "before": None, "now": 512},)
+
+
+def test_a_refusal_prints_the_command_that_would_go_on(permit: Permit) -> None:
     with pytest.raises(CheckpointError) as raised:
-        PermittedChanges(checkpoint, loaded, ResumeRequest("c", ("optimizer.learning_rate",)))
+        permit("optimizer.learning_rate=1e-4", "schedule=falling", allowed=("optimizer.learning_rate",))
     text = str(raised.value)
     assert "  schedule: flat -> falling" in text
     assert "learning_rate: " not in text
-    assert (
-        f"spurline train '{path}' --set optimizer.learning_rate=1e-4 --set schedule=falling --resume c "
+    assert text.endswith(
+        "my run.yaml' --set optimizer.learning_rate=1e-4 --set schedule=falling "
         "--allow-change optimizer.learning_rate --allow-change schedule"
-    ) in text
-
-
-def test_an_allowed_change_is_kept_in_the_history() -> None:
-    earlier = {"step": 8, "key": "schedule", "before": {"name": "falling"}, "now": {"name": "flat"}}
-    changes = permit(merged(BASE, "optimizer.learning_rate", 0.5), "optimizer", history=(earlier,))
-    assert changes.notes() == [
-        "Changed at step 8: schedule: falling -> flat.",
-        "Changed since the checkpoint: optimizer.learning_rate: 2e-05 -> 0.5 (allowed by name).",
-    ]
-    assert changes.history() == (
-        earlier,
-        {"step": 40, "key": "optimizer.learning_rate", "before": 2e-5, "now": 0.5},
     )
 
 
-def test_the_same_command_may_run_again_once_the_change_is_saved() -> None:
-    done = {"step": 8, "key": "optimizer.learning_rate", "before": 1, "now": 2e-5}
-    assert permit(BASE, "optimizer.learning_rate", history=(done,)).history() == (done,)
+def test_an_allowed_change_is_kept_in_the_history(permit: Permit) -> None:
+    earlier = {"step": 8, "key": "schedule", "before": {"name": "falling"}, "now": {"name": "flat"}}
+    resume = permit("optimizer.learning_rate=0.5", allowed=("optimizer",), history=[earlier])
+    assert [note for note in resume.notes if "Changed" in note] == [
+        "Changed at step 8: schedule: falling -> flat.",
+        "Changed since the checkpoint: optimizer.learning_rate: 2e-05 -> 0.5 (allowed by name).",
+    ]
+    new = {"step": 40, "key": "optimizer.learning_rate", "before": 2e-5, "now": 0.5}
+    assert resume.history == (earlier, new)
+    # The same command may run again, from a checkpoint that has the change.
+    assert permit(allowed=("optimizer.learning_rate",), history=[new]).history == (new,)
 
 
-def test_other_data_cannot_be_allowed_by_name() -> None:
+def test_other_data_cannot_be_allowed_by_name(permit: Permit) -> None:
     with pytest.raises(CheckpointError, match=r"cannot change: .*\n  seed: 0 -> 5\n.*spurline export") as raised:
-        permit(merged(BASE, "seed", 5), "seed")
+        permit("seed=5", allowed=("seed",))
     assert "--allow-change" not in str(raised.value)
 
 
-def test_a_change_that_may_be_allowed_is_not_advised_with_one_that_was_refused(tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text(json.dumps(BASE))
-    checkpoint = Checkpoint(Path("c"), {"step": 40, "config": load_config(path).resolved()})
-    now = load_config(path, ["seed=5", "optimizer.learning_rate=0.5"])
-    with pytest.raises(CheckpointError, match=r"with: --allow-change optimizer.learning_rate$"):
-        PermittedChanges(checkpoint, now, ResumeRequest())
-
-
-def test_a_name_that_is_no_setting_gets_a_near_miss() -> None:
-    with pytest.raises(CheckpointError, match=r"no setting of this name. Did you mean 'optimizer.learning_rate'\?"):
-        permit(merged(BASE, "optimizer.learning_rate", 0.5), "optimizer.learning_rat")
-
-
-def test_a_name_that_did_not_change_is_an_error() -> None:
-    with pytest.raises(CheckpointError, match=r"it is what it was .* since the checkpoint: optimizer.momentum."):
-        permit(merged(BASE, "optimizer.momentum", 0.5), "optimizer.weight_decay", "optimizer.momentum")
-
-
-def test_component_state_keeps_arrays_and_structure(tmp_path: Path) -> None:
-    import numpy as np
-
-    from spurline.run.checkpoints.state_files import read_state, write_state
-
-    state: dict[str, Any] = {
-        "groups": [{"tokens": np.arange(5, dtype=np.int32), "uid": "a"}, {"tokens": np.zeros((2, 0), np.float32)}],
-        "cursor": 7,
-        "nothing": None,
-    }
-    write_state(tmp_path / "source" / "mine.v1", state)
-    write_state(tmp_path / "source" / "mine.v2", {"scalar": np.float64(2).reshape(())})
-    assert read_state(tmp_path / "source" / "mine.v2") == {"scalar": np.array(2.0)}
-    got: Any = read_state(tmp_path / "source" / "mine.v1")
-    assert got["cursor"] == 7
-    assert got["nothing"] is None
-    assert got["groups"][0]["uid"] == "a"
-    for read, written in zip(got["groups"], state["groups"], strict=True):
-        assert read["tokens"].dtype == written["tokens"].dtype
-        assert np.array_equal(read["tokens"], written["tokens"])
-
-
-def test_a_state_that_cannot_be_saved_names_its_component(tmp_path: Path) -> None:
-    from spurline.errors import RunFailedError
-    from spurline.run.checkpoints.state_files import write_state
-
-    with pytest.raises(RunFailedError, match="state of source/mine cannot be saved"):
-        write_state(tmp_path / "source" / "mine", {"cursor": object()})
+def test_a_name_that_did_not_change_is_an_error_with_a_near_miss(permit: Permit) -> None:
+    with pytest.raises(CheckpointError, match=r"learning_rat: no setting .* Did you mean 'optimizer.learning_rate'\?"):
+        permit("optimizer.learning_rate=0.5", allowed=("optimizer.learning_rat",))

@@ -18,7 +18,7 @@ from spurline.config.run_config import CriticConfig, ModelConfig
 from spurline.errors import CheckpointError
 from spurline.protocols.backend import Role
 from spurline.protocols.loss import Objective
-from spurline.update.configs import WholeBatchConfig
+from spurline.update.minibatches import WholeBatchConfig
 from spurline_models.configs import LoraConfig
 from spurline_models.local.backend import LocalBackend
 from spurline_models.local.checkpoint import read_weights

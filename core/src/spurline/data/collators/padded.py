@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from spurline.data.batch import TrainingBatch
 from spurline.data.collators.layout import Segment, lay_out, sample_segments
@@ -13,9 +12,6 @@ from spurline.data.collators.packing import round_up, spread_over_ranks
 from spurline.data.configs import PaddedCollatorConfig
 from spurline.data.token_store import TokenView
 from spurline.protocols.collator import ParallelLayout
-
-if TYPE_CHECKING:
-    pass
 
 
 class PaddedCollator:

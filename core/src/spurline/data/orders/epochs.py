@@ -1,6 +1,6 @@
-"""Orders made of epochs: pure functions of the seed, forever.
+"""Make orders of epochs: pure functions of the seed, forever.
 
-Place on the way: facts about the samples -> order -> indices of a step -> TokenView. The order is one endless
+Place on the way: facts about the samples -> order -> indices of a step -> TokenView. An order is one endless
 concatenation of epochs, each an arrangement of its own share of the weighted mixture. Nothing is drawn from a stateful
 generator, so any step can be asked for at any time, on any thread, before or after a resume.
 """
@@ -14,16 +14,20 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from spurline.data.orders.configs import CurriculumOrderConfig, LengthGroupedOrderConfig
 from spurline.protocols.order import OrderConfig, SampleFacts
 
 Indices = NDArray[np.int64]
 
+_OF_BATCHES = _WITHIN_STAGES = 2**32
+"""Stream of further permutations, beyond the streams of datasets."""
+
 
 def random_words(count: int, seed: int, number: int, stream: int = 0) -> NDArray[np.uint64]:
-    """Random bits that depend on (seed, number, stream) only; uint64 [count].
+    """Return random bits that depend on (seed, number, stream) only; uint64 [count].
 
-    Counter-based (Philox4x64, Salmon et al. 2011). Unlike what `Generator` makes of it, whose algorithms numpy may
-    change, the raw stream is fixed, so that orders survive library upgrades.
+    Counter-based (Philox4x64, Salmon et al. 2011). The raw stream is fixed, so that orders survive upgrades of numpy,
+    which may change the algorithms of `Generator`.
     """
     generator = np.random.Philox(
         key=np.array([seed, stream], dtype=np.uint64), counter=np.array([0, 0, number, 0], np.uint64)
@@ -39,12 +43,12 @@ def permutation(count: int, seed: int, epoch: int, stream: int = 0) -> Indices:
 class EpochOrder(ABC):
     """Base of static orders: a subclass arranges the samples of one epoch.
 
-    Each epoch has `samples.shares` of each dataset. The part of a pass over a dataset that an epoch leaves over is
-    where the next epoch goes on, so that over several epochs every sample is seen equally often.
+    Each epoch has `samples.shares` of each dataset. The next epoch goes on where an epoch stops within a dataset, so
+    that over several epochs every sample is seen equally often.
     """
 
     shuffles_passes: ClassVar[bool] = True
-    """True if chance decides which samples an epoch has of a dataset that it does not show whole; else file order."""
+    """True if an epoch that shows a part of a dataset draws it at random; if False, it takes the rows in file order."""
 
     def __init__(self, config: OrderConfig, *, samples: SampleFacts, seed: int) -> None:
         assert len(samples.sizes) == len(samples.weights), (samples.sizes, samples.weights)
@@ -60,11 +64,11 @@ class EpochOrder(ABC):
     def arrange(self, mixture: Indices, epoch: int) -> Indices:
         """Return the samples of an epoch, counted from 0, in their order. Pure.
 
-        mixture: the same samples in file order, int64 [samples_per_epoch], with repeats where weights are above 1.
+        `mixture` has the same samples in file order, int64 [samples_per_epoch], with repeats if weights are above 1.
         """
 
     def positions(self, start: int, stop: int) -> Indices:
-        """Samples at positions [start, stop) of the endless order; wraps into following epochs."""
+        """Return the samples at positions [start, stop) of the endless order, which wraps into following epochs."""
         parts: list[Indices] = []
         while start < stop:
             epoch, offset = divmod(start, self._per_epoch)
@@ -80,7 +84,7 @@ class EpochOrder(ABC):
         return arranged
 
     def _dataset_part(self, dataset: int, epoch: int) -> Indices:
-        """This epoch's share of one dataset, from the dataset's own endless sequence of passes."""
+        """Return the epoch's share of one dataset, from the dataset's own endless sequence of passes."""
         size, share = self.samples.sizes[dataset], self._shares[dataset]
         if size == 0:
             return np.zeros(0, np.int64)
@@ -111,3 +115,45 @@ class SequentialOrder(EpochOrder):
 
     def arrange(self, mixture: Indices, epoch: int) -> Indices:
         return mixture
+
+
+class LengthGroupedOrder(EpochOrder):
+    """Shuffles an epoch, sorts pools of it by length, cuts them into batches and shuffles these."""
+
+    def __init__(self, config: LengthGroupedOrderConfig, *, samples: SampleFacts, seed: int) -> None:
+        super().__init__(config, samples=samples, seed=seed)
+        self._lengths = samples.lengths()
+        self._pool = config.pool_batches * samples.per_step
+
+    def arrange(self, mixture: Indices, epoch: int) -> Indices:
+        shuffled = mixture[permutation(len(mixture), self.seed, epoch)]
+        # Batches do not end where epochs do: the first samples belong to the batch that the last epoch began.
+        size = self.samples.per_step
+        first = min(-epoch * len(mixture) % size, len(mixture))
+        last = first + (len(mixture) - first) // size * size
+        batches = self._by_length(shuffled[first:last]).reshape(-1, size)
+        batches = batches[permutation(len(batches), self.seed, epoch, stream=_OF_BATCHES)]
+        return np.concatenate([shuffled[:first], batches.ravel(), shuffled[last:]])
+
+    def _by_length(self, samples: Indices) -> Indices:
+        pools = np.arange(len(samples)) // self._pool
+        return samples[np.lexsort((self._lengths[samples], pools))]
+
+
+class CurriculumOrder(EpochOrder):
+    """Sorts each epoch by difficulty. Rows that will be skipped have none, and come last."""
+
+    def __init__(self, config: CurriculumOrderConfig, *, samples: SampleFacts, seed: int) -> None:
+        super().__init__(config, samples=samples, seed=seed)
+        difficulty = samples.columns.numbers(config.column)
+        self._rank = difficulty if config.direction == "ascending" else -difficulty
+        self._stages = config.stages
+
+    def arrange(self, mixture: Indices, epoch: int) -> Indices:
+        shuffled = mixture[permutation(len(mixture), self.seed, epoch)]
+        ranked = shuffled[np.argsort(self._rank[shuffled], kind="stable")]
+        if self._stages is None:
+            return ranked
+        stage = np.arange(len(ranked)) * self._stages // len(ranked)
+        within = permutation(len(ranked), self.seed, epoch, stream=_WITHIN_STAGES)
+        return ranked[np.lexsort((within, stage))]

@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from spurline.digests import FileDigest, digest_file, verify_files
 from spurline.errors import CheckpointError, CheckpointWriteError, listing
@@ -32,8 +32,6 @@ from spurline.files import remove, sync_file, write_json, write_text
 
 FORMAT = "spurline-checkpoint"
 VERSION = 2
-_READABLE = (1, VERSION)
-"""Version 1 is from before states had parts."""
 MANIFEST = "manifest.json"
 _BY_WRITER = "digest_by_writer"
 """Key in a file's entry in the manifest if the backend's ranks verify the file themselves when they read it."""
@@ -45,18 +43,17 @@ _STEP_FOLDER = re.compile(r"step-\d{8,18}")
 BEST = "best"
 """File that names the checkpoint with the best evaluation."""
 
-Verify = Literal["full", "sizes"]
-"""The comparison with the manifest: size and content of every file, or the size alone."""
-
 _attempts = count(1)
 """Numbers of the folders that this process writes into."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """Files that their writers have hashed while they wrote them, and forced to disk.
+    """Files that their writers have hashed and forced to disk.
 
-    digests: by path in the checkpoint's folder. by_reader: paths of the files that their reader verifies itself.
+    Attributes:
+        digests: Digests by path in the checkpoint's folder.
+        by_reader: Paths of the files that their reader verifies itself.
     """
 
     digests: Mapping[str, FileDigest]
@@ -64,16 +61,15 @@ class Written:
 
 
 Write = Callable[[Path], Written | None]
-"""Fills the folder it is given. What it does not say that it has hashed is read back and forced to disk."""
+"""Fills a folder. Files that it has not hashed itself are read back and forced to disk."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint. manifest: contents of its manifest.json. verify: how it was verified, and is to be."""
+    """A complete checkpoint, with the contents of its manifest.json."""
 
     path: Path
     manifest: Mapping[str, Any]
-    verify: Verify = "full"
 
     @property
     def step(self) -> int:
@@ -81,13 +77,11 @@ class Checkpoint:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The resolved settings of the run that saved it."""
+        """Return the resolved settings of the run that saved it."""
         return self.manifest["config"]
 
     def unverified(self, folder: str) -> dict[str, FileDigest]:
         """Return the digests of files in this folder that their reader must verify itself, by path in it."""
-        if self.verify == "sizes":
-            return {}
         prefix = f"{folder}/"
         return {
             name.removeprefix(prefix): FileDigest(entry["bytes"], entry["xxh3"])
@@ -111,23 +105,21 @@ class Prepared:
 class CheckpointStore:
     """The checkpoints of one run directory. The caller holds the directory's lock."""
 
-    def __init__(self, root: Path, verify: Verify = "full") -> None:
+    def __init__(self, root: Path) -> None:
         self.root = root
-        self._verify: Verify = verify
 
     def save(self, step: int, write: Write, facts: Mapping[str, Any], best: int | None = None) -> Path:
         """Write one checkpoint and make it the latest: `prepare` and `publish`."""
         return self.publish(self.prepare(step, write, facts), best)
 
     def prepare(self, step: int, write: Write, facts: Mapping[str, Any]) -> Prepared:
-        """Write one checkpoint under a hidden name, complete and durable.
+        """Write one checkpoint under a hidden name, complete and durable, with these facts in its manifest.
 
-        facts: `config`, `versions` and more for the manifest.
-        Raises CheckpointWriteError when the disk refuses; earlier checkpoints are intact then.
+        Raises CheckpointWriteError if the disk refuses; earlier checkpoints are intact then.
         """
         temporary = self.root / f".writing-{self._folder(step).name}-{os.getpid()}-{next(_attempts)}"
         try:
-            # Not the run directory, which may have been removed meanwhile: that is noticed by what is missing.
+            # Not the run directory: if that was removed meanwhile, this fails.
             self.root.mkdir(exist_ok=True)
             remove(temporary)
             temporary.mkdir()
@@ -147,14 +139,13 @@ class CheckpointStore:
         return Prepared(step, temporary)
 
     def publish(self, prepared: Prepared, best: int | None = None) -> Path:
-        """Make it the latest; returns its folder.
+        """Make it the latest, and return its folder. `best` is the step of the checkpoint with the best evaluation.
 
-        best: step of the checkpoint that `best` names from then on. Raises CheckpointWriteError as `prepare` does.
+        Raises CheckpointWriteError as `prepare` does.
         """
         final = self._folder(prepared.step)
         try:
-            # An earlier one of this step goes out of the way once the new one is whole, and is deleted when that is in
-            # place: it may be the only checkpoint there is.
+            # An earlier one of this step may be the only checkpoint: it is deleted when the new one is in its place.
             replaced = self._put_away(final) if os.path.lexists(final) else None
             prepared.path.rename(final)
             if replaced is not None:
@@ -165,7 +156,6 @@ class CheckpointStore:
         except OSError as error:
             raise CheckpointWriteError(self._write_failure(prepared.step, error)) from error
         finally:
-            # Gone by now when all went well: it has been renamed.
             prepared.discard()
         return final
 
@@ -177,8 +167,10 @@ class CheckpointStore:
             write_text(self.root / BEST, self._folder(step).name + "\n")
 
     def prune(self, keep_last: int, best: int | None = None) -> None:
-        """Remove all but the newest `keep_last` checkpoints and that of step `best`, and superseded ones whose steps
-        are trained again."""
+        """Remove all but the newest `keep_last` checkpoints and the one of step `best`.
+
+        Checkpoints that were set aside go when their steps have been trained again.
+        """
         paths = self.paths()
         for path in paths[:-keep_last]:
             if best is None or path != self._folder(best):
@@ -201,11 +193,11 @@ class CheckpointStore:
                 remove(path)
 
     def paths(self) -> list[Path]:
-        """Folders of all checkpoints, oldest step first."""
+        """Return the folders of all checkpoints, oldest step first."""
         return sorted(path for path in self.root.glob("step-*") if _STEP_FOLDER.fullmatch(path.name))
 
     def set_aside_after(self, step: int) -> list[Path]:
-        """Rename checkpoints beyond `step`, whose steps will be trained again; returns their new paths."""
+        """Rename checkpoints beyond `step`, whose steps will be trained again, and return their new paths."""
         moved: list[Path] = []
         for path in self.paths():
             if int(path.name.removeprefix("step-")) > step:
@@ -216,9 +208,9 @@ class CheckpointStore:
         return moved
 
     def latest(self, option: str = "--resume") -> Checkpoint | None:
-        """The newest checkpoint, verified; None when there is none. option: of the command, that takes another one.
+        """Return the newest checkpoint, verified; None if there is none.
 
-        Raises CheckpointError when it is damaged, naming the newest good one before it.
+        Raises CheckpointError for a damaged one, naming the good one before it and the option that takes it.
         """
         # By step, not by the file `latest`: a kill between the two renames leaves a newer complete checkpoint, and
         # going back to an older one on purpose sets later ones aside first.
@@ -226,12 +218,12 @@ class CheckpointStore:
         if not candidates:
             return None
         try:
-            return open_checkpoint(candidates[-1], self._verify)
+            return open_checkpoint(candidates[-1])
         except CheckpointError as error:
             raise CheckpointError(f"{error} {self.offer_before(candidates[-1], option)}") from error
 
     def chosen(self, choice: str | Path | None) -> Checkpoint:
-        """The checkpoint that `latest` (or None), `best` or the path of a folder means. Raises CheckpointError."""
+        """Return the checkpoint that `latest` (or None), `best` or a folder's path means. Raises CheckpointError."""
         if choice is None or choice == LATEST:
             latest = self.latest("--checkpoint")
             if latest is None:
@@ -243,13 +235,13 @@ class CheckpointStore:
                     f"{choice} is not a checkpoint folder. Give latest, best or the path of one. "
                     f"Checkpoints of {self.root.parent}: {listing(map(str, self.paths()))}."
                 )
-            return open_checkpoint(Path(choice), self._verify)
+            return open_checkpoint(Path(choice))
         if not (self.root / BEST).exists():
             raise CheckpointError(
                 f"{self.root.parent} has no best checkpoint: train with checkpoint.keep_best, or choose another one. "
                 f"Checkpoints: {listing(path.name for path in self.paths())}."
             )
-        return open_checkpoint(self._named(BEST), self._verify)
+        return open_checkpoint(self._named(BEST))
 
     def _folder(self, step: int) -> Path:
         return self.root / f"step-{step:08d}"
@@ -258,10 +250,10 @@ class CheckpointStore:
         return self.root / (self.root / pointer).read_text(encoding="utf-8").strip()
 
     def offer_before(self, damaged: Path, option: str = "--resume") -> str:
-        """A sentence that names the newest good checkpoint before a damaged one, and the option that takes it."""
+        """Return a sentence that names the newest good checkpoint before a damaged one, and the option to take it."""
         for path in reversed([path for path in self.paths() if path.name < damaged.name]):
             try:
-                good = open_checkpoint(path, self._verify)
+                good = open_checkpoint(path)
                 verify_files(path / BACKEND, good.unverified(BACKEND))
             except CheckpointError:  # the next older one may be good
                 continue
@@ -280,11 +272,10 @@ class CheckpointStore:
         )
 
 
-def open_checkpoint(path: Path, verify: Verify = "full") -> Checkpoint:
-    """Read and verify a checkpoint folder: every file has the size of the manifest, and the digest if `verify` is full.
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Read a checkpoint folder and verify that every file has the size and digest of the manifest.
 
-    Files that their reader verifies are left to it; see `Checkpoint.unverified`.
-    Raises CheckpointError saying what is wrong.
+    The digests of files that their reader verifies are left to it; see `Checkpoint.unverified`. Raises CheckpointError.
     """
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a checkpoint folder.")
@@ -297,18 +288,16 @@ def open_checkpoint(path: Path, verify: Verify = "full") -> Checkpoint:
             raise CheckpointError(
                 f"Checkpoint {path} is damaged: {name} has {file.stat().st_size} bytes instead of {expected['bytes']}."
             )
-        hashed_here = verify == "full" and not expected.get(_BY_WRITER)
-        if hashed_here and digest_file(file).xxh3 != expected["xxh3"]:
+        if not expected.get(_BY_WRITER) and digest_file(file).xxh3 != expected["xxh3"]:
             raise CheckpointError(f"Checkpoint {path} is damaged: the content of {name} has changed.")
-    return Checkpoint(path, manifest, verify)
+    return Checkpoint(path, manifest)
 
 
 def _file_entries(folder: Path, files: Sequence[Path], written: Written) -> dict[str, dict[str, Any]]:
     """Return the manifest's entries of all files, which are safe on the disk then."""
     entries: dict[str, dict[str, Any]] = {}
     known = written.digests
-    # Some libraries create files that the owner alone can read. Not by the umask: to read it is to change it, for
-    # what other threads create too.
+    # Some libraries create files that only their owner can read. To ask for the umask would change it in other threads.
     permissions = folder.stat().st_mode & 0o666
     for file in files:
         file.chmod(permissions)
@@ -343,10 +332,9 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"Checkpoint {path}: {MANIFEST} cannot be read ({error.strerror}).") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not a Spurline checkpoint: its {MANIFEST} has another format.")
-    if manifest.get("version") not in _READABLE:
+    if manifest.get("version") != VERSION:
         raise CheckpointError(
-            f"Checkpoint {path} has layout version {manifest.get('version')}; this spurline reads "
-            f"versions {listing(map(str, _READABLE))}. "
+            f"Checkpoint {path} has layout version {manifest.get('version')}; this spurline reads version {VERSION}. "
             f"It was saved by spurline {manifest.get('versions', {}).get('spurline', '?')}: use that version."
         )
     files: Any = manifest.get("files")

@@ -1,18 +1,20 @@
-"""Save the state of a run in a checkpoint, and decide whether and from where a run continues.
+"""Decide whether and from where a run continues, and restore its components from the checkpoint.
 
-Which settings may differ from those of the checkpoint is decided in `spurline.run.checkpoints.changes`.
+The marks of the settings (`OnResume`) decide which may differ from those of the checkpoint. One error names every
+change that is not permitted, with the command that permits it if there is one.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
+from spurline.config.compare import Difference, differences
 from spurline.config.loading import LoadedConfig
-from spurline.digests import FileDigest
+from spurline.config.section import OnResume
 from spurline.errors import (
     CheckpointError,
     ConfigError,
@@ -20,34 +22,51 @@ from spurline.errors import (
     Problem,
     RunDirectoryError,
     listing,
+    suggestion,
 )
-from spurline.protocols.backend import Role, TakesSnapshots
 from spurline.protocols.stateful import Stateful
 from spurline.run.build import Components, Done
-from spurline.run.checkpoints.best import BestSoFar, is_same_data
-from spurline.run.checkpoints.changes import PermittedChanges, ResumeRequest
-from spurline.run.checkpoints.checkpoint import (
-    BACKEND,
-    Checkpoint,
-    CheckpointStore,
-    Prepared,
-    Verify,
-    Write,
-    Written,
-    open_checkpoint,
-)
-from spurline.run.checkpoints.state_files import copied_state, read_state, write_state
+from spurline.run.checkpoints.checkpoint import BACKEND, Checkpoint, CheckpointStore, open_checkpoint
+from spurline.run.checkpoints.state_files import read_state
 from spurline.run.directory import RunDirectory
-from spurline.run.evaluations.early_stop import EarlyStop
 from spurline.run.evaluations.evaluation import fingerprints
+from spurline.run.evaluations.watched import BestSoFar, EarlyStop, is_same_data
+
+_REMARK = {
+    OnResume.FREE: "",
+    OnResume.TO_ROUNDING: " (equal to rounding, not bit for bit; with dropout also other random numbers)",
+    OnResume.BY_NAME: " (allowed by name)",
+}
+
+
+@dataclass(frozen=True)
+class ResumeRequest:
+    """A person's wishes for a resume.
+
+    Attributes:
+        choice: `auto`, `never` or the path of a checkpoint folder.
+        allow_change: Settings or sections that may differ although they change how the run trains.
+    """
+
+    choice: str = "auto"
+    allow_change: tuple[str, ...] = ()
+
+    def options(self) -> list[str]:
+        """Return the same as words of a command line."""
+        resume = [] if self.choice == "auto" else ["--resume", self.choice]
+        return [*resume, *(word for name in self.allow_change for word in ("--allow-change", name))]
 
 
 @dataclass(frozen=True)
 class Resume:
     """The point at which a run continues.
 
-    checkpoint: None for a new run. notes: what a person should know about it. foreign: it is another run's checkpoint.
-    history: changes of settings since the run began, as `{step, key, before, now}`: from the step after `step` on.
+    Attributes:
+        checkpoint: None for a new run.
+        notes: What a person should know about it.
+        foreign: Whether it is the checkpoint of another run.
+        history: Changes of settings since the run began, as `{step, key, before, now}`. Each holds from the step after
+            `step` on.
     """
 
     checkpoint: Checkpoint | None
@@ -57,27 +76,23 @@ class Resume:
 
     @property
     def pending(self) -> Mapping[str, float] | None:
-        """Metrics of the checkpoint's step when its evaluation failed and is still to come, else None."""
+        """Return the metrics of the checkpoint's step if its evaluation failed and is still to come, else None."""
         return None if self.checkpoint is None else self.checkpoint.manifest.get("pending_evaluation")
 
     @property
     def done(self) -> Done:
-        """Steps and optimizer steps behind it."""
-        if self.checkpoint is None:
-            return Done()
-        # Checkpoints from before a step could change its share of them have no such part.
-        return Done(self.checkpoint.step, self.checkpoint.manifest.get("updates"))
+        """Return the steps and optimizer steps behind it."""
+        return Done() if self.checkpoint is None else Done(self.checkpoint.step, self.checkpoint.manifest["updates"])
 
 
 def find_resume(directory: RunDirectory, loaded: LoadedConfig, request: ResumeRequest) -> Resume:
     """Decide where a run continues.
 
-    Raises CheckpointError for a damaged or foreign checkpoint and for a config that would change the run in a way that
-    nobody asked for, naming every such setting and how to go on; RunDirectoryError when `never` meets a directory that
-    has checkpoints.
+    Raises:
+        CheckpointError: For a damaged or foreign checkpoint, and for changes of settings that are not permitted.
+        RunDirectoryError: If the choice is `never` and the directory has checkpoints.
     """
-    verify = loaded.config.checkpoint.verify
-    store = CheckpointStore(directory.checkpoints, verify)
+    store = CheckpointStore(directory.checkpoints)
     store.clean()
     if request.choice == "never" and store.paths():
         raise RunDirectoryError(
@@ -86,7 +101,7 @@ def find_resume(directory: RunDirectory, loaded: LoadedConfig, request: ResumeRe
         )
     checkpoint = None
     if request.choice != "never":
-        checkpoint = store.latest() if request.choice == "auto" else _chosen(request.choice, store, verify)
+        checkpoint = store.latest() if request.choice == "auto" else _chosen(request.choice, store)
     if checkpoint is None:
         if request.allow_change:
             raise CheckpointError(
@@ -95,14 +110,71 @@ def find_resume(directory: RunDirectory, loaded: LoadedConfig, request: ResumeRe
             )
         return Resume(None)
     foreign = _is_foreign(checkpoint, directory)
-    changes = PermittedChanges(checkpoint, loaded, request)
-    notes = [f"Resuming from {checkpoint.path} (step {checkpoint.step}).", *changes.notes()]
-    notes += _check_versions(checkpoint, loaded)
-    return Resume(checkpoint, tuple(notes), foreign, changes.history())
+    earlier = checkpoint.manifest.get("history", [])
+    changes = permitted_changes(checkpoint, loaded, request)
+    saved = checkpoint.manifest.get("versions", {})
+    notes = [
+        f"Resuming from {checkpoint.path} (step {checkpoint.step}).",
+        *(f"Changed at step {entry['step']:,}: {_recorded(entry)}." for entry in earlier),
+        *(f"Changed since the checkpoint: {change}{_REMARK[change.mark]}." for change in changes),
+        *(
+            f"Version differs: {name} {saved.get(name, '(absent)')} saved the checkpoint, {version} resumes it."
+            for name, version in loaded.host.versions().items()
+            if saved.get(name) != version
+        ),
+    ]
+    # Changes that cannot show in the numbers are left out.
+    new = [
+        {"step": checkpoint.step, "key": change.key, "before": change.before, "now": change.now}
+        for change in changes
+        if change.mark is not OnResume.FREE
+    ]
+    return Resume(checkpoint, tuple(notes), foreign, (*earlier, *new))
 
 
-def _chosen(choice: str, store: CheckpointStore, verify: Verify) -> Checkpoint:
-    """Return the checkpoint at this path; for a run directory its latest."""
+def permitted_changes(checkpoint: Checkpoint, loaded: LoadedConfig, request: ResumeRequest) -> list[Difference]:
+    """Return the settings that differ from those of the checkpoint. Raises CheckpointError unless all of them may."""
+    changed = differences(checkpoint.config, loaded.config)
+    # The same command may run again, from a checkpoint that has the change.
+    known = [*changed, *map(_recorded, checkpoint.manifest.get("history", []))]
+    for name in request.allow_change:
+        if not any(change.is_named(name) for change in known):
+            keys = [change.key for change in changed]
+            raise CheckpointError(
+                f"--allow-change {name}: no setting of this name has changed.{suggestion(name, keys)} Changed since "
+                f"the checkpoint: {listing(keys)}."
+            )
+    refused = [change for change in changed if change.mark is OnResume.REFUSED]
+    asked = [change for change in changed if change.mark is OnResume.BY_NAME]
+    ungranted = [change for change in asked if not any(change.is_named(name) for name in request.allow_change)]
+    if refused or ungranted:
+        lines = [f"{loaded.origin}: the config differs from that of {checkpoint.path}."]
+        if refused:
+            lines += [
+                "These cannot change: a run keeps its data, aim, model, and the backend of its checkpoint:",
+                *(f"  {change}" for change in refused),
+                "Set these back to continue this run; or choose another run_dir, and start a new run from the model as "
+                "it was, or from the weights of this one: `spurline export`, then model.path.",
+            ]
+        if ungranted:
+            names = list(dict.fromkeys([*request.allow_change, *(change.key for change in ungranted)]))
+            command = loaded.train_command(*ResumeRequest(request.choice, tuple(names)).options())
+            lines += [
+                "These change how the run trains, and need permission:",
+                *(f"  {change}" for change in ungranted),
+                f"Set them back, or allow them with: {command or f'Run(..., allow_change={names})'}",
+            ]
+        raise CheckpointError("\n".join(lines))
+    return changed
+
+
+def _recorded(entry: Mapping[str, Any]) -> Difference:
+    """Return an entry of the history, which was permitted then."""
+    return Difference(entry["key"], entry["before"], entry["now"], OnResume.FREE)
+
+
+def _chosen(choice: str, store: CheckpointStore) -> Checkpoint:
+    """Return the checkpoint at this path, or the latest of the run directory there."""
     path = Path(choice)
     if not path.is_dir():
         raise CheckpointError(
@@ -110,14 +182,14 @@ def _chosen(choice: str, store: CheckpointStore, verify: Verify) -> Checkpoint:
             "run_dir, or give never, or the path of a checkpoint. Checkpoints of this run: "
             f"{listing(map(str, store.paths()))}."
         )
-    inside = CheckpointStore(path / "checkpoints", verify).latest() if (path / "checkpoints").is_dir() else None
-    return inside if inside is not None else open_checkpoint(path, verify)
+    inside = CheckpointStore(path / "checkpoints").latest() if (path / "checkpoints").is_dir() else None
+    return inside if inside is not None else open_checkpoint(path)
 
 
 def _is_foreign(checkpoint: Checkpoint, directory: RunDirectory) -> bool:
     """Return whether it is another run's checkpoint, or one that was set aside.
 
-    Raises RunDirectoryError when it is and the directory has a history of its own.
+    Raises RunDirectoryError if it is and the directory has a history of its own.
     """
     here = checkpoint.path.parent.resolve() == directory.checkpoints.resolve()
     own = here and checkpoint.path.name.startswith("step-")
@@ -129,123 +201,20 @@ def _is_foreign(checkpoint: Checkpoint, directory: RunDirectory) -> bool:
     return not own
 
 
-def _check_versions(checkpoint: Checkpoint, loaded: LoadedConfig) -> Iterator[str]:
-    saved = checkpoint.manifest.get("versions", {})
-    for name, version in loaded.host.versions().items():
-        if saved.get(name) != version:
-            yield f"Version differs: {name} {saved.get(name, '(absent)')} saved the checkpoint, {version} resumes it."
-
-
-@dataclass(frozen=True)
-class Course:
-    """The part of a manifest that tells how a run has gone.
-
-    updates: optimizer steps by role. history: as of `Resume`. best: the best evaluation so far. early_stop: what it
-    has counted. pending: the step's metrics, when its evaluation is still to come.
-    """
-
-    updates: Mapping[Role, int]
-    history: Sequence[Mapping[str, Any]] = ()
-    best: BestSoFar = field(default_factory=lambda: BestSoFar(None))
-    early_stop: EarlyStop = field(default_factory=lambda: EarlyStop(None))
-    pending: Mapping[str, float] | None = None
-
-    def facts(self) -> dict[str, Any]:
-        known = {
-            "updates": dict(self.updates),
-            "history": list(self.history),
-            "best": self.best.facts(),
-            "early_stop": self.early_stop.facts(),
-            "pending_evaluation": self.pending,
-        }
-        return {name: value for name, value in known.items() if value}
-
-
-@dataclass(frozen=True)
-class CheckpointContents:
-    """The content of one step's checkpoint, and the others that are kept beside it.
-
-    write: fills its folder. facts: for its manifest. best: step of the best evaluation so far. keep_last: checkpoints
-    to keep besides that one's.
-    """
-
-    step: int
-    write: Write
-    facts: Mapping[str, Any]
-    best: int | None
-    keep_last: int
-
-    @classmethod
-    def of(cls, step: int, components: Components, loaded: LoadedConfig, course: Course, *, copied: bool) -> Self:
-        """copied: take everything as it is now, so that it can be written on another thread while training goes on;
-        otherwise it is asked for while it is written."""
-        save, states = components.backend.save, _states(components, loaded)
-        if copied:
-            # The config has refused a backend that cannot.
-            assert isinstance(components.backend, TakesSnapshots), type(components.backend)
-            save = components.backend.snapshot()
-            states = [(name, copied_state(state), owner) for name, state, owner in states]
-        verifies = loaded.config.backend.facts.verifies_files
-
-        def write(folder: Path) -> Written:
-            (folder / BACKEND).mkdir()
-            own = {f"{BACKEND}/{name}": digest for name, digest in save(folder / BACKEND).items()}
-            others: dict[str, FileDigest] = {}
-            for name, state, owner in states:
-                path = folder / name
-                written = write_state(path, state, owner)
-                others |= {str(path.parent.relative_to(folder) / file): digest for file, digest in written.items()}
-            return Written(own | others, own.keys() if verifies else ())
-
-        facts: dict[str, Any] = {"config": loaded.resolved(), "versions": loaded.host.versions(), **course.facts()}
-        facts["held_out"] = fingerprints(components.data.evaluations)
-        return cls(step, write, facts, course.best.step, loaded.config.checkpoint.keep_last)
-
-    def publish(self, store: CheckpointStore, prepared: Prepared) -> Path:
-        """Make what was written the latest checkpoint, and remove those that are not to be kept; returns its folder."""
-        path = store.publish(prepared, self.best)
-        store.prune(self.keep_last, self.best)
-        return path
-
-
-def _states(components: Components, loaded: LoadedConfig) -> Iterable[tuple[str, Mapping[str, object], str | None]]:
-    """(path in a checkpoint, state, whose it is) of components and hooks, each asked for when it is its turn."""
-    for name, component in _stateful(components, loaded):
-        yield f"components/{name}", component.state_dict(), None
-    yield from components.hook_states.states()
-
-
-def save_state(
-    step: int, components: Components, loaded: LoadedConfig, directory: RunDirectory, course: Course
-) -> Path:
-    """Write the checkpoint of this step; remove those beyond `checkpoint.keep_last` but for the best."""
-    contents = CheckpointContents.of(step, components, loaded, course, copied=False)
-    store = CheckpointStore(directory.checkpoints)
-    return contents.publish(store, store.prepare(step, contents.write, contents.facts))
-
-
-def _refuse_shorter(checkpoint: Checkpoint, components: Components, loaded: LoadedConfig) -> None:
-    """A run that would end before its checkpoint trains nothing, and its records would say it did."""
-    steps = components.data.source.total_steps
-    if checkpoint.step > steps:
-        key = "steps" if loaded.config.steps is not None else "epochs"
-        text = (
-            f"makes {steps:,} steps, but the checkpoint is at step {checkpoint.step:,}. Give at least that many, or "
-            "choose an earlier checkpoint with --resume PATH; the steps after it are then trained again."
-        )
-        raise ConfigError([Problem(key, text)], loaded.origin)
-
-
 def restore(
     checkpoint: Checkpoint, components: Components, loaded: LoadedConfig, best: BestSoFar, early_stop: EarlyStop
 ) -> list[str]:
-    """Put every component back into the state of the checkpoint. Raises CheckpointError when one does not fit.
+    """Put every component back into the state of the checkpoint, and return notes for people.
 
-    Only then are later checkpoints of the same run set aside, whose steps will be trained again; returns notes on them.
+    Only then are later checkpoints of the same run set aside, whose steps will be trained again.
+
+    Raises:
+        CheckpointError: If the state of a component does not fit.
+        ConfigError: If the run would end before the checkpoint.
     """
     _refuse_shorter(checkpoint, components, loaded)
     notes: list[str] = []
-    for name, component in _stateful(components, loaded):
+    for name, component in stateful_components(components, loaded):
         try:
             state = read_state(checkpoint.path / "components" / name)
         except FileNotFoundError:
@@ -262,13 +231,22 @@ def restore(
                 f"Checkpoint {checkpoint.path}: the state of {name} cannot be restored ({type(error).__name__}: "
                 f"{error}). Resume with the version that saved it, or start again with another run_dir."
             ) from error
-    _load_backend(checkpoint, components, loaded)
-    components.hook_states.restore(checkpoint)
     store = CheckpointStore(loaded.config.run_dir / "checkpoints")
+    try:
+        components.backend.load(checkpoint.path / BACKEND, checkpoint.unverified(BACKEND))
+    except DamagedCheckpointError as error:
+        raise CheckpointError(
+            f"{error} {CheckpointStore(checkpoint.path.parent).offer_before(checkpoint.path)}"
+        ) from error
+    components.hook_states.restore(checkpoint)
     moved = store.set_aside_after(checkpoint.step)
     notes += [f"Set aside, since its steps are trained again: {path}." for path in moved]
     before, now = checkpoint.manifest.get("held_out") or {}, fingerprints(components.data.evaluations)
-    notes += _compare_held_out(before, now)
+    notes += [
+        f"The held-out data of {label} is not that of the checkpoint: scores before and after do not compare."
+        for label in now
+        if label in before and before[label] != now[label]
+    ]
     kept = {int(path.name.removeprefix("step-")) for path in store.paths()}
     same_data = is_same_data(loaded.config.checkpoint.keep_best, before, now)
     notes += best.restore(checkpoint.manifest.get("best"), kept, same_data=same_data)
@@ -278,27 +256,22 @@ def restore(
     return notes
 
 
-def _load_backend(checkpoint: Checkpoint, components: Components, loaded: LoadedConfig) -> None:
-    try:
-        components.backend.load(checkpoint.path / BACKEND, checkpoint.unverified(BACKEND))
-    except DamagedCheckpointError as error:
-        store = CheckpointStore(checkpoint.path.parent, loaded.config.checkpoint.verify)
-        raise CheckpointError(f"{error} {store.offer_before(checkpoint.path)}") from error
+def _refuse_shorter(checkpoint: Checkpoint, components: Components, loaded: LoadedConfig) -> None:
+    """Refuse a run that would end before its checkpoint: it trains nothing, and its records would say that it did."""
+    steps = components.data.source.total_steps
+    if checkpoint.step > steps:
+        key = "steps" if loaded.config.steps is not None else "epochs"
+        text = (
+            f"makes {steps:,} steps, but the checkpoint is at step {checkpoint.step:,}. Give at least that many, or "
+            "choose an earlier checkpoint with --resume PATH; the steps after it are then trained again."
+        )
+        raise ConfigError([Problem(key, text)], loaded.origin)
 
 
-def _compare_held_out(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Held-out data may change, as nothing is trained on it; scores before and after do not compare then."""
-    return [
-        f"The held-out data of {label} is not that of the checkpoint: scores before and after do not compare."
-        for label in now
-        if label in before and before[label] != now[label]
-    ]
-
-
-def _stateful(components: Components, loaded: LoadedConfig) -> Iterator[tuple[str, Stateful]]:
-    """(kind/name, component) for each component that keeps state."""
+def stateful_components(components: Components, loaded: LoadedConfig) -> Iterator[tuple[str, Stateful]]:
+    """Yield (kind/name, component) for each component that keeps state."""
     config, data = loaded.config, components.data
-    named = [
+    named: Sequence[tuple[str, str, object]] = [
         ("source", config.source.name, data.source),
         ("minibatches", config.minibatches.name, data.minibatches),
         ("loss", config.loss.name, data.loss),

@@ -1,30 +1,189 @@
 """Save the checkpoints of a run, either during the step or beside training, and report each.
 
-In: a step and the state of the run. Out: a checkpoint in the run directory, which is reported to `RunState` and the
-hooks. The run decides which steps have one; `checkpoint_writer` is the thread that writes beside training.
+A step and the state of the run go in; a checkpoint in the run directory comes out, which is reported to `RunState` and
+the hooks. The run decides which steps have one.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Self
 
 from spurline.config.loading import LoadedConfig
-from spurline.errors import RunDirectoryLostError
+from spurline.digests import FileDigest
+from spurline.errors import CheckpointWriteError
+from spurline.protocols.backend import Role, TakesSnapshots
 from spurline.run.build import Components
-from spurline.run.checkpoints.checkpoint import CheckpointStore
-from spurline.run.checkpoints.checkpoint_writer import CheckpointWriter
-from spurline.run.checkpoints.resume import CheckpointContents, Course, save_state
+from spurline.run.checkpoints.checkpoint import BACKEND, CheckpointStore, Prepared, Write, Written
+from spurline.run.checkpoints.resume import stateful_components
+from spurline.run.checkpoints.state_files import copied_state, write_state
 from spurline.run.directory import RunDirectory
-from spurline.run.state import RunState
+from spurline.run.endings.ending import RunState
+from spurline.run.evaluations.evaluation import fingerprints
+from spurline.run.evaluations.watched import BestSoFar, EarlyStop
+
+WAIT_LIMIT_S = 3600.0
+"""How long the run stands still for a checkpoint that is being written."""
+_ABANDON_LIMIT_S = 5.0
+"""How long the end of a run waits for a checkpoint that is being renamed."""
+
+
+@dataclass(frozen=True)
+class Course:
+    """The part of a manifest that tells how a run has gone.
+
+    Attributes:
+        updates: Optimizer steps by role.
+        history: Changes of settings since the run began; see `Resume`.
+        best: The best evaluation so far.
+        early_stop: What `stop_when` has counted.
+        pending: Metrics of the step, if its evaluation is still to come.
+    """
+
+    updates: Mapping[Role, int]
+    history: Sequence[Mapping[str, Any]] = ()
+    best: BestSoFar = field(default_factory=lambda: BestSoFar(None))
+    early_stop: EarlyStop = field(default_factory=lambda: EarlyStop(None))
+    pending: Mapping[str, float] | None = None
+
+    def facts(self) -> dict[str, Any]:
+        known = {
+            "updates": dict(self.updates),
+            "history": list(self.history),
+            "best": self.best.facts(),
+            "early_stop": self.early_stop.facts(),
+            "pending_evaluation": self.pending,
+        }
+        return {name: value for name, value in known.items() if value}
+
+
+@dataclass(frozen=True)
+class CheckpointContents:
+    """The content of one checkpoint, and which others are kept beside it.
+
+    Attributes:
+        step: The last step that it covers.
+        write: Fills its folder.
+        facts: Entries of its manifest.
+        best: Step of the best evaluation so far, whose checkpoint is kept.
+        keep_last: Number of checkpoints to keep besides that one.
+    """
+
+    step: int
+    write: Write
+    facts: Mapping[str, Any]
+    best: int | None
+    keep_last: int
+
+    @classmethod
+    def of(cls, step: int, components: Components, loaded: LoadedConfig, course: Course, *, copied: bool) -> Self:
+        """Return the contents of a step's checkpoint.
+
+        If `copied`, everything is taken as it is now, so that another thread can write it while training goes on;
+        otherwise it is asked for while it is written.
+        """
+        save, states = components.backend.save, _states(components, loaded)
+        if copied:
+            # The config has refused a backend that cannot.
+            assert isinstance(components.backend, TakesSnapshots), type(components.backend)
+            save = components.backend.snapshot()
+            states = [(name, copied_state(state), owner) for name, state, owner in states]
+        verifies = loaded.config.backend.facts.verifies_files
+
+        def write(folder: Path) -> Written:
+            (folder / BACKEND).mkdir()
+            own = {f"{BACKEND}/{name}": digest for name, digest in save(folder / BACKEND).items()}
+            others: dict[str, FileDigest] = {}
+            for name, state, owner in states:
+                path = folder / name
+                written = write_state(path, state, owner)
+                others |= {str(path.parent.relative_to(folder) / file): digest for file, digest in written.items()}
+            return Written(own | others, own.keys() if verifies else ())
+
+        facts: dict[str, Any] = {"config": loaded.resolved(), "versions": loaded.host.versions(), **course.facts()}
+        facts["held_out"] = fingerprints(components.data.evaluations)
+        return cls(step, write, facts, course.best.step, loaded.config.checkpoint.keep_last)
+
+    def save(self, store: CheckpointStore) -> Path:
+        """Write the checkpoint, make it the latest, and return its folder."""
+        return self.publish(store, store.prepare(self.step, self.write, self.facts))
+
+    def publish(self, store: CheckpointStore, prepared: Prepared) -> Path:
+        """Make what was written the latest checkpoint, and remove those that are not kept; returns its folder."""
+        path = store.publish(prepared, self.best)
+        store.prune(self.keep_last, self.best)
+        return path
+
+
+def _states(components: Components, loaded: LoadedConfig) -> Iterable[tuple[str, Mapping[str, object], str | None]]:
+    """Yield (path in a checkpoint, state, owner) of components and hooks; each is asked for when its turn comes."""
+    for name, component in stateful_components(components, loaded):
+        yield f"components/{name}", component.state_dict(), None
+    yield from components.hook_states.states()
+
+
+class Writing:
+    """A checkpoint that a thread of its own writes while training goes on: it becomes complete, or never is there."""
+
+    def __init__(self, contents: CheckpointContents, store: CheckpointStore) -> None:
+        self.step = contents.step
+        self._contents, self._store = contents, store
+        self._done = threading.Event()
+        self._path: Path | None = None
+        self._error: BaseException | None = None
+        self._publishing = threading.Lock()
+        self._is_abandoned = False
+        # The end of the process does not wait for a disk that hangs: the next start removes what is half written.
+        threading.Thread(target=self._run, name="spurline-checkpoint", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            prepared = self._store.prepare(self.step, self._contents.write, self._contents.facts)
+            with self._publishing:
+                if self._is_abandoned:
+                    prepared.discard()
+                else:
+                    self._path = self._contents.publish(self._store, prepared)
+        except BaseException as error:  # noqa: BLE001 - raised where the end of the write is taken
+            self._error = error
+        finally:
+            self._done.set()
+
+    def is_done(self, wait_s: float = 0.0) -> bool:
+        """Return whether it has ended, at the latest after this many seconds."""
+        return self._done.wait(wait_s)
+
+    def result(self) -> Path:
+        """Return the folder of a checkpoint that is done, or raise what kept it from being written."""
+        if self._error is not None:
+            raise self._error
+        assert self._path is not None, f"step {self.step} was abandoned"
+        return self._path
+
+    def abandon(self) -> Path | None:
+        """Let nothing become a checkpoint after this; returns the folder if it has become one before."""
+        # One that is being renamed becomes a checkpoint, as it is complete but for its name.
+        held = self._publishing.acquire(timeout=_ABANDON_LIMIT_S)
+        self._is_abandoned = True
+        if held:
+            self._publishing.release()
+        return self._path
 
 
 class Saving:
-    """Belongs to the loop's thread.
+    """Saves checkpoints. It belongs to the loop's thread.
 
-    state: of the run; its checkpoint and saved_step are set here. course: how the run has gone by now, which takes the
-    metrics of a step whose evaluation and metrics line are still to come.
+    Args:
+        loaded: The config.
+        directory: The run directory.
+        components: The components whose state is saved.
+        state: The state of the run; its `checkpoint` and `saved_step` are set here.
+        course: Returns how the run has gone by now. It takes the metrics of a step whose evaluation is still to come.
     """
 
     def __init__(
@@ -38,11 +197,12 @@ class Saving:
         self.has_saved = False
         """True if a checkpoint of this process is complete."""
         self._loaded = loaded
-        self._directory = directory
+        self._store = CheckpointStore(directory.checkpoints)
         self._components = components
         self._state = state
         self._course = course
-        self._writer = CheckpointWriter()
+        self._writing: Writing | None = None
+        self._times: dict[str, float] = {}
         self._saved_at = time.monotonic()
 
     def is_time(self) -> bool:
@@ -51,21 +211,25 @@ class Saving:
         return minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
 
     def save(self, step: int, pending: Mapping[str, float] | None = None, *, beside: bool = False) -> None:
-        """pending: metrics of this step, when its evaluation and metrics line are still to come. beside: copy what is
-        to be saved, and let it be written while training goes on."""
-        self._directory.check_present()
+        """Save a step.
+
+        Args:
+            step: The step that has just been made.
+            pending: Its metrics, if its evaluation and metrics line are still to come.
+            beside: Copy what is to be saved, and write it while training goes on.
+        """
         self.take_written(wait=True)
         for tracker in self._components.trackers.values():
             tracker.flush()
         self._components.data.source.flush()
         course = self._course(pending)
         if beside:
-            with self._writer.copying():
+            with self._measured("copy"):
                 contents = CheckpointContents.of(step, self._components, self._loaded, course, copied=True)
-            store = CheckpointStore(self._directory.checkpoints)
-            self._writer.start(contents, store, self._directory.check_present)
+            self._writing = Writing(contents, self._store)
         else:
-            self._saved(step, save_state(step, self._components, self._loaded, self._directory, course))
+            contents = CheckpointContents.of(step, self._components, self._loaded, course, copied=False)
+            self._saved(step, contents.save(self._store))
         self._saved_at = time.monotonic()
 
     def save_before(self, error: Exception, step: int, pending: Mapping[str, float]) -> None:
@@ -78,17 +242,29 @@ class Saving:
             error.add_note(f"Step {step} itself was trained and saved; the same command evaluates again and goes on.")
 
     def take_written(self, *, wait: bool) -> None:
-        """Take note of the checkpoint that was written beside training, if there is one. Raises what became of it."""
-        written = self._writer.taken(wait=wait)
-        if written is not None:
-            self._saved(*written)
+        """Take note of the checkpoint that was written beside training, if there is one. Raises why it was not."""
+        writing = self._writing
+        if writing is None:
+            return
+        if wait:
+            with self._measured("wait"):
+                writing.is_done(WAIT_LIMIT_S)
+        elif not writing.is_done():
+            return
+        if not writing.is_done():
+            self.abandon()
+            raise CheckpointWriteError(
+                f"The checkpoint of step {writing.step} is still being written to {self._store.root} after "
+                f"{WAIT_LIMIT_S / 60:.0f} minutes of waiting, and has been given up. Does the storage hang? "
+                "Earlier checkpoints are intact: run again to resume."
+            )
+        self._writing = None
+        self._saved(writing.step, writing.result())
 
     def settle(self, error: BaseException) -> None:
-        """See what becomes of a checkpoint that is being written when the run fails: it stands, and so it is said."""
-        if isinstance(error, (KeyboardInterrupt, RunDirectoryLostError)):
-            written = self.abandon()
-            if written is not None:
-                self._state.saved_step, self._state.checkpoint = written
+        """Let a checkpoint that is being written become complete when the run fails, but not on a second signal."""
+        if isinstance(error, KeyboardInterrupt):
+            self.abandon()
             return
         try:
             self.take_written(wait=True)
@@ -96,14 +272,29 @@ class Saving:
             # It may be whole: a hook that was told of it fails here as well.
             error.add_note(f"Ending the checkpoint under way failed too: {failure}")
 
-    def abandon(self) -> tuple[int, Path] | None:
-        """Let nothing that is being written become a checkpoint after this; returns what has become one before."""
-        return self._writer.abandon()
+    def abandon(self) -> None:
+        """Let nothing that is being written become a checkpoint after this."""
+        writing, self._writing = self._writing, None
+        path = None if writing is None else writing.abandon()
+        if writing is not None and path is not None:
+            self._state.saved_step, self._state.checkpoint = writing.step, path
 
     def metrics(self) -> dict[str, float]:
-        """Seconds that checkpoints beside training have taken from it since the last call."""
-        return self._writer.metrics()
+        """Return the seconds that checkpoints beside training have taken from it since the last call.
+
+        `time/checkpoint_copy` is the copy of a checkpoint, `time/checkpoint_wait` the wait for the one before.
+        """
+        times, self._times = self._times, {}
+        return times
 
     def _saved(self, step: int, path: Path) -> None:
         self._state.checkpoint, self._state.saved_step, self.has_saved = path, step, True
         self._loaded.host.hooks.on_checkpoint_saved(step=step, path=path)
+
+    @contextmanager
+    def _measured(self, what: str) -> Iterator[None]:
+        begin, name = time.perf_counter(), f"time/checkpoint_{what}"
+        try:
+            yield
+        finally:
+            self._times[name] = self._times.get(name, 0.0) + time.perf_counter() - begin

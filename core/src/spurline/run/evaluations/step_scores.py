@@ -12,9 +12,8 @@ from typing import Any
 
 from spurline.errors import ConfigError, RunFailedError, UserError
 from spurline.protocols.backend import Backend, LendsParameters
-from spurline.run.checkpoints.best import BestSoFar
-from spurline.run.evaluations.early_stop import EarlyStop
 from spurline.run.evaluations.evaluation import ScheduledEvaluation, run_all
+from spurline.run.evaluations.watched import BestSoFar, EarlyStop
 
 
 class StepScores:

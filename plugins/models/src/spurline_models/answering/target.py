@@ -94,7 +94,7 @@ def is_run(target: Path) -> bool:
 def open_run(loaded: LoadedConfig, checkpoint: str, progress: Progress) -> Target:
     """Open a checkpoint of a run: `latest`, `best`, or a folder. Raises CheckpointError if there is none."""
     directory = RunDirectory(loaded.config.run_dir)
-    store = CheckpointStore(directory.checkpoints, loaded.config.checkpoint.verify)
+    store = CheckpointStore(directory.checkpoints)
     found = store.chosen(None if checkpoint == "latest" else checkpoint)
     target = _open(loaded.config.model, progress, lambda: exported_weights(loaded, found), str(found.path))
     own = loaded.config.source.facts.sampling

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from spurline import load_config
 from spurline.config.run_config import KeepBestConfig, StopWhenConfig
 from spurline.errors import ConfigError
-from spurline.run.checkpoints.best import BestSoFar, check_watched
-from spurline.run.evaluations.early_stop import EarlyStop
+from spurline.run.evaluations.watched import BestSoFar, EarlyStop, check_watched
 
 VALUES = st.lists(st.integers(0, 6).map(float), min_size=1, max_size=20)
 
