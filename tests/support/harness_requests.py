@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
-from harness_runs import Harness
 from rl_attempts import encode, says
 
 from spurline_agents.agents import Session
 from spurline_rl.protocols.rollout_engine import GenerationRequest, GenerationResult
 from spurline_rl.testing.environment_contract import ScriptedEngine
-from spurline_rl.trajectory import Trajectory
 from spurline_text.testing.inputs import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -68,12 +66,13 @@ def posting(body: Any, path: str = "/chat/completions", **headers: str) -> Any:
     return agent
 
 
-def with_stuck(agent: Callable[[Session], Awaitable[float]], made: list[Stuck], **settings: Any) -> Trajectory:
-    """An attempt on a Stuck engine, which is put into `made`."""
+async def dial(session: Session) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    url = urlsplit(session.base_url)
+    return await asyncio.open_connection(url.hostname, url.port)
 
-    async def run() -> Trajectory:
-        made.append(Stuck())
-        async with Harness(agent, made[0], **settings) as harness:
-            return await harness.attempt()
 
-    return asyncio.run(run())
+def head(session: Session, *lines: str, path: str = "/chat/completions") -> bytes:
+    """The head of a request with these lines."""
+    url = urlsplit(session.base_url)
+    first = (f"POST {url.path}{path} HTTP/1.1", "Host: x", f"Authorization: Bearer {session.api_key}")
+    return "".join(f"{line}\r\n" for line in (*first, *lines, "")).encode()

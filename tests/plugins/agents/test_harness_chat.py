@@ -1,25 +1,33 @@
-"""What OpenAI's own client gets from the endpoint: chat and text completions, streams, tools, choices and logprobs."""
+"""The endpoint answers as OpenAI's, and a run trains on what the engine wrote, whatever an agent sends back."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import openai
 import pytest
+from harness_requests import QUESTION, TOKENIZER
 from harness_runs import Harness, attempt, client
+from hypothesis import given
+from hypothesis import strategies as st
 from openai.types.chat import ChatCompletionMessageFunctionToolCall
-from rl_attempts import decode, encode, says
+from rl_attempts import decode, encode, make_policy, says, tokenizer_with
 
+from spurline.testing.fuzzing import fuzzing
 from spurline_agents.agents import Session
+from spurline_agents.sessions import Conversations
+from spurline_rl.chat_front import PrefixError
+from spurline_rl.testing import EnvironmentContract
 from spurline_rl.testing.environment_contract import ScriptedEngine, random_text
-from spurline_rl.trajectory import Trajectory
-from spurline_text.testing.inputs import tiny_tokenizer
+from spurline_rl.trajectory import Trajectory, Turn
+from spurline_text.rows.messages import read_messages
 
-TOKENIZER = tiny_tokenizer()
 END = TOKENIZER.eos_token_id
 TOOLS: Any = [
     {
@@ -28,12 +36,11 @@ TOOLS: Any = [
     }
 ]
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
-QUESTION: Any = [{"role": "user", "content": "hello"}]
 
 Ask = Callable[[openai.AsyncOpenAI, Session], Awaitable[Any]]
 
 
-def asked(ask: Ask, engine: ScriptedEngine, **settings: Any) -> tuple[Any, Trajectory]:
+def asked(ask: Ask, engine: ScriptedEngine) -> tuple[Any, Trajectory]:
     """What `ask` gets, as the agent of one attempt; and the attempt's trajectory."""
     answers: list[Any] = []
 
@@ -42,17 +49,24 @@ def asked(ask: Ask, engine: ScriptedEngine, **settings: Any) -> tuple[Any, Traje
             answers.append(await ask(api, session))
         return 1.0
 
-    trajectory = attempt(agent, engine, **settings)
+    trajectory = attempt(agent, engine)
     return answers[0], trajectory
+
+
+def chat(**settings: Any) -> Ask:
+    """Ask for one chat completion; a stream gives the list of its chunks."""
+
+    async def ask(api: openai.AsyncOpenAI, session: Session) -> Any:
+        answer: Any = await api.chat.completions.create(**{"model": session.model, "messages": QUESTION, **settings})
+        return [chunk async for chunk in answer] if settings.get("stream") else answer
+
+    return ask
 
 
 def test_a_chat_completion_is_the_turn_that_is_trained_on() -> None:
     engine = ScriptedEngine(says(TOKENIZER, "hi there"))
 
-    async def ask(api: openai.AsyncOpenAI, session: Session) -> Any:
-        return await api.chat.completions.create(model="gpt-any", messages=QUESTION)
-
-    answer, trajectory = asked(ask, engine)
+    answer, trajectory = asked(chat(model="gpt-any"), engine)
     [choice] = answer.choices
     assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", "hi there", "stop")
     assert (answer.object, answer.model) == ("chat.completion", "gpt-any")
@@ -70,21 +84,9 @@ def test_a_stream_brings_the_same_as_a_whole_answer() -> None:
     def engine() -> ScriptedEngine:
         return ScriptedEngine(says(TOKENIZER, f"use it {CALL}", "no"))
 
-    settings: Any = {
-        "model": "policy", "messages": QUESTION, "tools": TOOLS, "n": 2, "logprobs": True,
-        "extra_body": {"return_token_ids": True},
-    }  # fmt: skip
-
-    async def streamed(api: openai.AsyncOpenAI, session: Session) -> Any:
-        options: Any = {"include_usage": True}
-        stream = await api.chat.completions.create(**settings, stream=True, stream_options=options)
-        return [chunk async for chunk in stream]
-
-    async def whole(api: openai.AsyncOpenAI, session: Session) -> Any:
-        return await api.chat.completions.create(**settings)
-
-    chunks, from_stream = asked(streamed, engine())
-    answer, from_whole = asked(whole, engine())
+    settings: Any = {"tools": TOOLS, "n": 2, "logprobs": True, "extra_body": {"return_token_ids": True}}
+    chunks, from_stream = asked(chat(**settings, stream=True, stream_options={"include_usage": True}), engine())
+    answer, from_whole = asked(chat(**settings), engine())
     assert [turn.response_ids.tolist() for turn in from_stream.turns] == [
         turn.response_ids.tolist() for turn in from_whole.turns
     ]
@@ -105,11 +107,7 @@ def test_a_stream_brings_the_same_as_a_whole_answer() -> None:
 
 
 def test_a_stream_without_usage_ends_with_the_finish_reason() -> None:
-    async def ask(api: openai.AsyncOpenAI, session: Session) -> Any:
-        stream = await api.chat.completions.create(model="policy", messages=QUESTION, stream=True)
-        return [chunk async for chunk in stream]
-
-    chunks, trajectory = asked(ask, ScriptedEngine(says(TOKENIZER, "x")))
+    chunks, trajectory = asked(chat(stream=True), ScriptedEngine(says(TOKENIZER, "x")))
     assert chunks[-1].choices[0].finish_reason == "stop"
     assert all(chunk.usage is None for chunk in chunks)
     assert len(trajectory.turns) == 1
@@ -153,21 +151,14 @@ def test_tool_calls_come_as_calls_and_their_results_go_on_from_the_exact_tokens(
     ],
 )
 def test_what_is_no_call_or_was_not_asked_for_stays_text(text: str, settings: dict[str, Any]) -> None:
-    async def ask(api: openai.AsyncOpenAI, session: Session) -> Any:
-        return await api.chat.completions.create(model="policy", messages=QUESTION, **settings)
-
-    answer, _ = asked(ask, ScriptedEngine(says(TOKENIZER, text)))
+    answer, _ = asked(chat(**settings), ScriptedEngine(says(TOKENIZER, text)))
     [choice] = answer.choices
     assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (text, None, "stop")
 
 
 def test_several_choices_are_turns_with_the_same_prompt_and_different_seeds() -> None:
     engine = ScriptedEngine(random_text(encode(TOKENIZER, "0123456789abcdef"), END))
-
-    async def ask(api: openai.AsyncOpenAI, session: Session) -> Any:
-        return await api.chat.completions.create(model="policy", messages=QUESTION, n=5)
-
-    answer, trajectory = asked(ask, engine)
+    answer, trajectory = asked(chat(n=5), engine)
     assert [choice.index for choice in answer.choices] == list(range(5))
     texts = [decode(TOKENIZER, turn.response_ids).removesuffix("<|im_end|>") for turn in trajectory.turns]
     assert [choice.message.content for choice in answer.choices] == texts
@@ -177,12 +168,8 @@ def test_several_choices_are_turns_with_the_same_prompt_and_different_seeds() ->
 
 
 def test_logprobs_and_token_ids_are_those_that_are_trained_on() -> None:
-    async def ask(api: openai.AsyncOpenAI, session: Session) -> Any:
-        return await api.chat.completions.create(
-            model="policy", messages=QUESTION, logprobs=True, top_logprobs=1, extra_body={"return_token_ids": True}
-        )
-
-    answer, trajectory = asked(ask, ScriptedEngine(says(TOKENIZER, "abc")))
+    wanted = {"logprobs": True, "top_logprobs": 1, "extra_body": {"return_token_ids": True}}
+    answer, trajectory = asked(chat(**wanted), ScriptedEngine(says(TOKENIZER, "abc")))
     [turn], [choice] = trajectory.turns, answer.choices
     entries = choice.logprobs.content
     assert turn.logprobs is not None
@@ -247,35 +234,200 @@ def test_the_list_of_models_has_the_policy() -> None:
         await api.completions.create(model=session.model, prompt="x")
         return [model.id async for model in api.models.list()]
 
-    names, _ = asked(ask, ScriptedEngine(says(TOKENIZER, "y")), model_name="sorter")
-    assert names == ["sorter"]
+    names, _ = asked(ask, ScriptedEngine(says(TOKENIZER, "y")))
+    assert names == ["policy"]
 
 
-def test_a_request_waits_through_a_pause_of_the_engine() -> None:
-    class Pausing(ScriptedEngine):
-        async def generate(self, request: Any) -> Any:
-            waiting.set()
-            await going.wait()
-            return await super().generate(request)
+def extends(before: Turn, after: Turn) -> bool:
+    seen = [*before.prompt_ids.tolist(), *before.response_ids.tolist()]
+    return after.prompt_ids.tolist()[: len(seen)] == seen
 
-    waiting, going = asyncio.Event(), asyncio.Event()
 
-    async def run() -> tuple[Any, bool]:
-        answers: list[Any] = []
+async def say(api: openai.AsyncOpenAI, messages: list[Any], **settings: Any) -> Any:
+    answer = await api.chat.completions.create(model="policy", messages=messages, **settings)
+    return answer.choices[0].message
 
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+@pytest.mark.parametrize(
+    "sent_back",
+    [
+        lambda message: message,
+        lambda message: {"role": "assistant", "content": message.content},
+        lambda message: {"role": "assistant", "content": message.content.strip()},
+        lambda message: {"role": "assistant", "content": [{"type": "text", "text": message.content}]},
+        lambda message: {"role": "assistant", "content": message.content, "annotations": [], "tool_calls": None},
+    ],
+)
+def test_a_turn_is_known_in_every_form_in_which_clients_send_it_back(sent_back: Any) -> None:
+    # Random bytes, which no text would be encoded to in the same way.
+    written = [*encode(TOKENIZER, " so "), 200, 201, *encode(TOKENIZER, "be it \n")]
+    answers = iter([[*written, END], [*written, END], [*encode(TOKENIZER, "end"), END]])
+
+    async def agent(session: Session) -> float:
+        async with client(session) as api:
+            messages: list[Any] = [user("one")]
+            for question in ("two", "three"):
+                messages += [sent_back(await say(api, messages)), user(question)]
+            await say(api, messages)
+        return 1.0
+
+    trajectory = attempt(agent, ScriptedEngine(lambda request: next(answers)))
+    assert [turn.response_ids.tolist() for turn in trajectory.turns[:2]] == [[*written, END]] * 2
+    assert all(extends(before, after) for before, after in pairwise(trajectory.turns))
+    assert trajectory.info["conversations"] == 1
+
+
+def test_conversations_side_by_side_and_anew_are_turns_of_their_own() -> None:
+    async def agent(session: Session) -> float:
+        async with client(session) as api:
+            first: list[Any] = [user("main")]
+            first += [await say(api, first), user("go on")]
+            other: list[Any] = [{"role": "system", "content": "You are a sub-agent."}, user("task")]
+            other += [await say(api, other), user("more")]
+            await say(api, first)
+            await say(api, other)
+            await say(api, [user("anew")])
+        return 1.0
+
+    engine = ScriptedEngine(says(TOKENIZER, "a", "b", "c", "d", "e"))
+    trajectory = attempt(agent, engine)
+    a, b, c, d, e = trajectory.turns
+    assert extends(a, c)
+    assert extends(b, d)
+    assert decode(TOKENIZER, e.prompt_ids).startswith("<|im_start|>user\nanew")
+    assert trajectory.info["conversations"] == 3
+    assert [message["content"] for message in trajectory.info["messages"]] == ["anew", "e"]
+
+
+def test_a_conversation_may_go_on_from_any_of_its_turns_and_choices() -> None:
+    async def agent(session: Session) -> float:
+        async with client(session) as api:
+            answer = await api.chat.completions.create(model="policy", messages=[user("q")], n=2)  # type: ignore[list-item]
+            for choice in answer.choices:
+                await say(api, [user("q"), choice.message, user("why")])
+            await say(api, [user("q"), answer.choices[0].message, user("really")])
+        return 1.0
+
+    trajectory = attempt(agent, ScriptedEngine(says(TOKENIZER, "left", "right", "l2", "r2", "l3")))
+    left, right, left_on, right_on, left_again = trajectory.turns
+    assert extends(left, left_on)
+    assert extends(right, right_on)
+    assert extends(left, left_again)
+    assert "why" not in decode(TOKENIZER, left_again.prompt_ids)
+    assert trajectory.info["conversations"] == 1
+
+
+def test_a_turn_that_the_agent_changed_is_the_agents_text() -> None:
+    async def agent(session: Session) -> float:
+        async with client(session) as api:
+            await say(api, [user("q")])
+            await say(api, [user("q"), {"role": "assistant", "content": "short"}, user("and")])
+        return 1.0
+
+    trajectory = attempt(agent, ScriptedEngine(says(TOKENIZER, "a long story", "yes")))
+    assert trajectory.info["conversations"] == 2
+    assert "assistant\nshort<|im_end|>" in decode(TOKENIZER, trajectory.turns[1].prompt_ids)
+
+
+def test_with_other_tools_it_is_another_conversation() -> None:
+    tool: Any = {"type": "function", "function": {"name": "f", "parameters": {}}}
+
+    async def agent(session: Session) -> float:
+        async with client(session) as api:
+            message = await say(api, [user("q")], tools=[tool])
+            await say(api, [user("q"), message, user("and")])
+        return 1.0
+
+    assert attempt(agent, ScriptedEngine(says(TOKENIZER, "a", "b"))).info["conversations"] == 2
+
+
+def test_a_template_that_rewrites_history_fails_the_attempt_unless_each_prompt_is_encoded_from_its_messages() -> None:
+    async def agent(session: Session) -> float:
+        async with client(session) as api:
+            message = await say(api, [user("q")])
+            with suppress(openai.BadRequestError):
+                await say(api, [user("q"), message, user("and")])
+        return 1.0
+
+    def think(**settings: Any) -> Trajectory:
+        engine = ScriptedEngine(says(TOKENIZER, "<think>\nhm\n</think>\n\nyes", "no"))
+        return attempt(agent, engine, tokenizer=tokenizer_with("strips_thinking"), **settings)
+
+    with pytest.raises(PrefixError, match="rewrites turn 0"):
+        think()
+    trajectory = think(history="retokenize")
+    assert len(trajectory.turns) == 2
+    assert "hm" not in decode(TOKENIZER, trajectory.turns[1].prompt_ids)
+
+
+@given(data=st.data())
+@fuzzing(40)
+def test_random_tokens_in_random_trees_of_conversations_are_kept_exactly(data: st.DataObject) -> None:
+    tokens = st.lists(st.integers(3, len(TOKENIZER) - 1), max_size=6)
+    engine = ScriptedEngine(lambda request: [*data.draw(tokens), END])
+    policy = make_policy(engine)
+    conversations = Conversations(policy, TOKENIZER, "exact", "here")
+    tree: list[tuple[list[Any], Turn | None]] = [([user("begin")], None)]
+
+    def texts(messages: list[Any]) -> list[str]:
+        # Clients may strip them.
+        return [message["content"].strip() for message in messages]
+
+    async def grow() -> None:
+        for step in range(data.draw(st.integers(2, 6))):
+            messages, parent = data.draw(st.sampled_from(tree))
+            chat, key = conversations.find(messages, None)
+            reply = await chat.reply()
+            message = {"role": "assistant", "content": reply.text}
+            conversations.remember(key, read_messages([message], "m")[0], chat)
+            turn = policy.turns[-1]
+            assert parent is None or extends(parent, turn)
+            # Equal texts of two turns could not be told apart by anyone: the later one is meant.
+            tree[:] = [(other, written) for other, written in tree if texts(other[:-1]) != texts([*messages, message])]
+            tree.append(([*messages, message, user(f"step {step}")], turn))
+
+    asyncio.run(grow())
+
+
+class TestContract(EnvironmentContract):
+    def make_environment(self, tokenizer: Any) -> Any:
         async def agent(session: Session) -> float:
             async with client(session) as api:
-                answers.append(await api.chat.completions.create(model="policy", messages=QUESTION))
-            return 1.0
+                messages: list[Any] = [*session.messages]
+                messages += [await say(api, messages), user("sure?")]
+                return float(len((await say(api, messages)).content))
 
-        async with Harness(agent, Pausing(says(TOKENIZER, "late"))) as harness:
-            running = asyncio.ensure_future(harness.attempt())
-            await asyncio.wait_for(waiting.wait(), 30)
-            was_done = running.done()
-            going.set()
-            await running
-        return answers[0], was_done
+        return Harness(agent, ScriptedEngine(lambda request: [END]), tokenizer=tokenizer).environment
 
-    answer, was_done = asyncio.run(run())
-    assert not was_done
-    assert answer.choices[0].message.content == "late"
+
+def test_many_attempts_at_once_each_get_their_own_turns() -> None:
+    async def agent(session: Session) -> float:
+        name = f"attempt {session.sample}"
+        # Making a client takes longer than all that it asks here.
+        api = shared.with_options(base_url=session.base_url, api_key=session.api_key)
+        messages: list[Any] = [user(name)]
+        messages += [await say(api, messages), user(f"{name} again")]
+        last = await say(api, messages)
+        assert last.content == f"answer to {name} again"
+        return float(session.sample)
+
+    shared = openai.AsyncOpenAI(api_key="of nobody", max_retries=0)
+
+    def answer(request: Any) -> list[int]:
+        text = decode(TOKENIZER, request.prompt_ids).rpartition("user\n")[2].partition("<|im_end|>")[0]
+        return [*encode(TOKENIZER, f"answer to {text}"), END]
+
+    async def run() -> list[Any]:
+        async with shared, Harness(agent, ScriptedEngine(answer)) as harness:
+            return await asyncio.gather(*(harness.attempt(sample=sample) for sample in range(200)))
+
+    trajectories = asyncio.run(run())
+    for sample, trajectory in enumerate(trajectories):
+        assert trajectory.rewards == {"reward": float(sample)}
+        first, second = trajectory.turns
+        assert extends(first, second)
+        assert f"attempt {sample} again<" in decode(TOKENIZER, second.prompt_ids)

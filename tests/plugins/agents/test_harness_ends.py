@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from typing import Any
-from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
-from harness_requests import BODY, TOKENIZER, Stuck, good, hello, post, with_stuck
+from harness_requests import BODY, TOKENIZER, Stuck, dial, good, head, hello, post
 from harness_runs import Harness, attempt
 from rl_attempts import encode
 
@@ -21,7 +20,7 @@ from spurline_rl.testing.environment_contract import ScriptedEngine
 from spurline_rl.trajectory import Trajectory
 
 
-def test_an_agent_that_asks_for_ever_ends() -> None:
+def test_an_agent_that_asks_forever_ends() -> None:
     async def agent(session: Session) -> float:
         while True:
             await post(session, BODY)
@@ -31,24 +30,23 @@ def test_an_agent_that_asks_for_ever_ends() -> None:
 
 
 def test_a_turn_that_takes_too_long_is_given_up() -> None:
-    made: list[Stuck] = []
+    engine = Stuck()
 
     async def agent(session: Session) -> float:
         status, answer = await post(session, BODY)
         assert (status, answer["error"]["code"]) == (504, "timeout")
-        await made[0].cancelled.acquire()
-        made[0].go.set()
+        await engine.cancelled.acquire()
+        engine.go.set()
         await good(session)
         return 1.0
 
-    assert len(with_stuck(agent, made, request_timeout_s=0.2).turns) == 1
+    assert len(attempt(agent, engine, request_timeout_s=0.2).turns) == 1
 
 
 def test_a_client_that_hangs_up_ends_its_generation_which_is_no_turn() -> None:
-    made: list[Stuck] = []
+    engine = Stuck()
 
     async def agent(session: Session) -> float:
-        engine = made[0]
         asking = asyncio.ensure_future(post(session, {**BODY, "n": 3}))
         await engine.asked.wait()
         asking.cancel()
@@ -58,8 +56,7 @@ def test_a_client_that_hangs_up_ends_its_generation_which_is_no_turn() -> None:
         await good(session)
         return 1.0
 
-    trajectory = with_stuck(agent, made)
-    assert len(trajectory.turns) == 1
+    assert len(attempt(agent, engine).turns) == 1
 
 
 def test_answers_of_a_request_whose_client_hung_up_meanwhile_are_no_turns() -> None:
@@ -71,32 +68,26 @@ def test_answers_of_a_request_whose_client_hung_up_meanwhile_are_no_turns() -> N
                 return await ScriptedEngine.generate(self, request)
             return await super().generate(request)
 
-    async def run() -> Trajectory:
-        engine = OneOfTwo()
+    async def agent(session: Session) -> float:
+        asking = asyncio.ensure_future(post(session, {**BODY, "n": 2}))
+        await engine.asked.wait()
+        asking.cancel()
+        await asyncio.wait_for(engine.cancelled.acquire(), 30)
+        engine.go.set()
+        await good(session)
+        return 1.0
 
-        async def agent(session: Session) -> float:
-            asking = asyncio.ensure_future(post(session, {**BODY, "n": 2}))
-            await engine.asked.wait()
-            asking.cancel()
-            await asyncio.wait_for(engine.cancelled.acquire(), 30)
-            engine.go.set()
-            await good(session)
-            return 1.0
-
-        async with Harness(agent, engine) as harness:
-            return await harness.attempt()
-
-    [turn] = asyncio.run(run()).turns
+    engine = OneOfTwo()
+    [turn] = attempt(agent, engine).turns
     assert turn.response_ids.tolist()[:1] == encode(TOKENIZER, "1"), "the answer to the second request"
 
 
 def test_what_is_under_way_when_the_agent_returns_ends_and_later_requests_find_no_session() -> None:
-    made: list[Stuck] = []
+    engine = Stuck()
     seen: list[Session] = []
     asking: list[asyncio.Future[Any]] = []
 
     async def agent(session: Session) -> float:
-        engine = made[0]
         engine.go.set()
         await good(session)
         engine.go.clear()
@@ -107,8 +98,7 @@ def test_what_is_under_way_when_the_agent_returns_ends_and_later_requests_find_n
         return 1.0
 
     async def run() -> Trajectory:
-        made.append(Stuck())
-        async with Harness(agent, made[0]) as harness:
+        async with Harness(agent, engine) as harness:
             trajectory = await harness.attempt()
             for status, answer in (await asking[0], await post(seen[0], BODY)):
                 assert (status, answer["error"]["code"]) == (404, "unknown_session")
@@ -122,10 +112,8 @@ def test_a_request_that_arrives_when_its_session_has_ended_asks_nothing() -> Non
     engine = hello()
 
     async def agent(session: Session) -> float:
-        url = urlsplit(session.base_url)
-        reader, writer = await asyncio.open_connection(url.hostname, url.port)
-        head = f"POST {url.path}/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 15\r\nExpect: 100-continue\r\n"
-        writer.write(f"{head}Authorization: Bearer {session.api_key}\r\n\r\n".encode())
+        reader, writer = await dial(session)
+        writer.write(head(session, "Content-Length: 15", "Expect: 100-continue", path="/completions"))
         # The server has found the session and waits for the body.
         assert b" 100 " in await asyncio.wait_for(reader.readline(), 30)
         assert await reader.readline() == b"\r\n"
@@ -146,7 +134,7 @@ def test_a_request_that_arrives_when_its_session_has_ended_asks_nothing() -> Non
 
 
 def test_closing_ends_the_server_and_what_it_has_under_way() -> None:
-    made: list[Stuck] = []
+    engine = Stuck()
     told: list[Any] = []
     sessions: list[Session] = []
 
@@ -156,10 +144,9 @@ def test_closing_ends_the_server_and_what_it_has_under_way() -> None:
         return 1.0
 
     async def run() -> None:
-        made.append(Stuck())
-        harness = Harness(agent, made[0])
+        harness = Harness(agent, engine)
         running = asyncio.ensure_future(harness.attempt())
-        await made[0].asked.wait()
+        await engine.asked.wait()
         closing = harness.environment.close()
         assert closing is not None
         await asyncio.wait_for(closing, 30)
@@ -205,10 +192,8 @@ def test_a_request_that_does_not_arrive_is_given_up(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("spurline_agents.server._READ_TIMEOUT_S", 0.2)
 
     async def agent(session: Session) -> float:
-        url = urlsplit(session.base_url)
-        reader, writer = await asyncio.open_connection(url.hostname, url.port)
-        head = f"POST {url.path}/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n"
-        writer.write(f"{head}Authorization: Bearer {session.api_key}\r\n\r\n{{".encode())
+        reader, writer = await dial(session)
+        writer.write(head(session, "Content-Length: 100") + b"{")
         assert b" 408 " in await asyncio.wait_for(reader.readline(), 30)
         writer.close()
         await good(session)

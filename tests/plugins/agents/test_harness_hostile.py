@@ -1,4 +1,4 @@
-"""Requests that are wrong, large, slow, many, or mean harm: none of them costs an attempt or holds others up."""
+"""Requests that are refused, wrong, large, slow, many, or harmful: none costs an attempt or holds others up."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
+import openai
 import psutil
 import pytest
 from every_run import SOAK
-from harness_requests import BODY, QUESTION, TOKENIZER, good, hello, post, posting
-from harness_runs import Harness, attempt
+from harness_requests import BODY, QUESTION, TOKENIZER, dial, good, head, hello, post, posting
+from harness_runs import Harness, attempt, client
 from rl_attempts import says
 
+from spurline.errors import ConfigError, DataError
 from spurline_agents import responses, server
 from spurline_agents.agents import Session
 from spurline_agents.bodies import ChatBody
@@ -118,6 +120,114 @@ def test_malformed_requests_are_refused_and_cost_no_attempt(body: Any, param: st
     if param or code:
         assert (error["param"], error["code"]) == (param, code)
     assert len(trajectory.turns) == 1, "what was refused is no turn"
+
+
+def test_fields_that_ask_for_nothing_else_are_accepted() -> None:
+    sampling = {"temperature": 1.0, "top_p": 1, "top_k": -1, "presence_penalty": 0, "logit_bias": {}, "seed": None}
+    unknown = {"user": "me", "metadata": {}, "store": False, "parallel_tool_calls": True, "nobody_knows": 1}
+    neutral = {"response_format": {"type": "text"}, "tool_choice": "auto", "stop": None, "n": None, "tools": None}
+    agent = posting({**BODY, **sampling, **unknown, **neutral})
+    attempt(agent, hello())
+    assert agent.told[0] == 200
+
+
+def test_the_refusal_of_another_temperature_names_the_fix_and_the_setting_ignores_it() -> None:
+    body = {**BODY, "temperature": 0.2, "seed": 7, "frequency_penalty": 1}
+    agent = posting({**BODY, "temperature": 0.2})
+    attempt(agent, hello())
+    assert "ignore_sampling: true" in agent.told[1]["error"]["message"]
+    agent, engine = posting(body), hello()
+    attempt(agent, engine, ignore_sampling=True)
+    assert agent.told[0] == 200
+    assert engine.requests[0].sampling.temperature == 1.0
+
+
+def test_where_nothing_is_trained_a_request_samples_as_it_says() -> None:
+    agent, engine = posting({**BODY, "temperature": 0.2}), hello()
+
+    async def run() -> None:
+        async with Harness(agent, engine) as harness:
+            await harness.attempt(policy=harness.policy(any_distribution=True, temperature=0.0))
+
+    asyncio.run(run())
+    assert [request.sampling.temperature for request in engine.requests] == [0.2, 0.0]
+
+
+@pytest.mark.parametrize("shown", ["", "Bearer wrong", "Bearer ", "Basic x"])
+def test_a_wrong_key_opens_nothing(shown: str) -> None:
+    agent = posting(BODY, Authorization=shown)
+    engine = hello()
+    attempt(agent, engine)
+    status, answer = agent.told
+    assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
+    assert len(engine.requests) == 1
+
+
+def test_the_openai_client_raises_its_own_errors() -> None:
+    raised: list[openai.APIStatusError] = []
+
+    async def agent(session: Session) -> float:
+        # Retries are the client's own: what is refused must not be asked again.
+        async with client(session, max_retries=2) as api:
+            wrong_key = api.with_options(api_key="wrong")
+            elsewhere = api.with_options(base_url=session.base_url.replace("/sessions/", "/sessions/x"))
+            for asked, temperature in ((wrong_key, 1.0), (elsewhere, 1.0), (api, 0.1), (api, 1.0), (api, 1.0)):
+                try:
+                    await asked.chat.completions.create(model="policy", messages=QUESTION, temperature=temperature)
+                except openai.APIStatusError as error:
+                    raised.append(error)
+        return 1.0
+
+    # The refused temperature has taken its turn.
+    assert len(attempt(agent, hello(), max_turns=2).turns) == 1
+    refusals = [openai.AuthenticationError, openai.AuthenticationError, openai.BadRequestError, openai.RateLimitError]
+    assert [type(error) for error in raised] == refusals
+    assert raised[-1].code == "max_turns"
+
+
+@pytest.mark.parametrize("path", ["/embeddings", "/chat"])
+def test_other_addresses_are_answered_with_those_that_there_are(path: str) -> None:
+    agent = posting(BODY, path)
+    attempt(agent, hello())
+    status, answer = agent.told
+    assert (status, answer["error"]["code"]) == (404, "unknown_url")
+    assert "/v1/chat/completions" in answer["error"]["message"]
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"cannot listen on 127\.0\.0\.1:{port}"):
+            attempt(good, hello(), port=port)  # type: ignore[arg-type]
+
+
+def test_agents_are_told_the_public_url() -> None:
+    urls: list[str] = []
+
+    async def agent(session: Session) -> float:
+        urls.append(session.base_url)
+        inside = session.base_url.replace("http://agents.example", "http://127.0.0.1")
+        async with openai.AsyncOpenAI(base_url=inside, api_key=session.api_key) as api:
+            await api.chat.completions.create(model="policy", messages=QUESTION)
+        return 1.0
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    attempt(agent, hello(), port=port, public_url=f"http://agents.example:{port}/")
+    assert urls[0].startswith(f"http://agents.example:{port}/sessions/")
+    assert urls[0].endswith("/v1")
+
+
+def test_a_row_that_is_malformed_is_named() -> None:
+    async def run() -> None:
+        async with Harness(good, hello()) as harness:  # type: ignore[arg-type]
+            await harness.attempt({"messages": [{"role": "user"}]})
+
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: messages\[0\]"):
+        asyncio.run(run())
 
 
 @pytest.mark.parametrize(
@@ -350,17 +460,6 @@ def test_a_call_whose_name_no_client_could_send_back_is_text() -> None:
     written = '<tool_call>{"name": "\\ud83d", "arguments": {}}</tool_call>'
     assert len(attempt(agent, ScriptedEngine(says(TOKENIZER, written, "hi"))).turns) == 2
     assert (said[0]["message"]["content"], said[0]["finish_reason"]) == (written, "stop")
-
-
-async def dial(session: Session) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    url = urlsplit(session.base_url)
-    return await asyncio.open_connection(url.hostname, url.port)
-
-
-def head(session: Session, *lines: str, path: str = "/chat/completions") -> bytes:
-    url = urlsplit(session.base_url)
-    first = (f"POST {url.path}{path} HTTP/1.1", "Host: x", f"Authorization: Bearer {session.api_key}")
-    return "".join(f"{line}\r\n" for line in (*first, *lines, "")).encode()
 
 
 async def answer(reader: asyncio.StreamReader) -> bytes:

@@ -91,9 +91,8 @@ def test_the_agent_with_tools_looks_the_price_up(folder: Path) -> None:
     assert trajectory.info["messages"][2]["content"] == "3"
 
 
-def test_the_settings_for_other_machines_are_valid(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_settings_for_other_machines_are_valid(folder: Path) -> None:
     environment = SETTINGS[2]["source"]["environment"]
-    monkeypatch.setenv(environment["api_key_env"], "key")
     local = {**environment, "host": "127.0.0.1", "port": 0}
     local.pop("public_url")
     settings = {**SETTINGS[2], "source": {"name": "rollouts", "environment": local}}
@@ -109,6 +108,6 @@ def test_every_setting_and_code_that_the_page_names_exists() -> None:
     code = "".join(path.read_text("utf-8") for path in package.glob("*.py"))
     for number, name in re.findall(r"^\| (\d{3}) \| `(\w+)`", PAGE, re.M):
         assert f'code="{name}"' in code, (number, name)
-    for name in ("max_turns", "max_body_bytes", "request_timeout_s", "ignore_sampling"):
-        assert name in PAGE
-        assert name in HarnessConfig.model_fields
+    named = {"max_turns", "max_body_bytes", "request_timeout_s", "ignore_sampling"}
+    assert named <= HarnessConfig.model_fields.keys()
+    assert all(name in PAGE for name in named)

@@ -1,8 +1,7 @@
 """Run the agent of an attempt: a Python function, or a program with a supervisor that ends all it has started.
 
-Place on the way: Session -> this -> what the agent returns -> named rewards. When its attempt runs out of time, an
-async function is cancelled, a program is ended, and a plain function is left behind on its thread, where its requests
-are refused.
+When an attempt runs out of time, an async function is cancelled and a program is ended. A plain function is left behind
+on its thread, where its requests are refused.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import asyncio
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import sys
@@ -24,8 +24,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from spurline.errors import PluginError, RunFailedError
-from spurline_agents.variables import agent_variables, held_back_hint
+from spurline.errors import ConfigError, PluginError, RunFailedError, listing
 from spurline_rl.concurrency import in_thread, is_async
 from spurline_rl.functions import load_function
 from spurline_rl.protocols.environment import AttemptFailedError
@@ -36,8 +35,19 @@ TERM_TIMEOUT_S = 5.0
 """Seconds a program may take to end by itself when it is told to."""
 _KILL_TIMEOUT_S = 10.0
 _SUPERVISOR = Path(__file__).with_name("supervisor.py")
-REWARD = "reward"
-"""Name of the term where an agent returns a single number."""
+_HARMLESS = """
+PATH HOME USER LOGNAME SHELL PWD HOSTNAME TMPDIR TMP TEMP TERM TZ LANG LANGUAGE LD_LIBRARY_PATH DYLD_LIBRARY_PATH
+XDG_CACHE_HOME XDG_CONFIG_HOME XDG_CONFIG_DIRS XDG_DATA_HOME XDG_DATA_DIRS XDG_STATE_HOME XDG_RUNTIME_DIR
+PYTHONPATH PYTHONHOME PYTHONSAFEPATH PYTHONUNBUFFERED PYTHONUTF8 PYTHONIOENCODING PYTHONHASHSEED PYTHONWARNINGS
+PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX PYTHONNOUSERSITE VIRTUAL_ENV CONDA_PREFIX CONDA_DEFAULT_ENV
+DISPLAY WAYLAND_DISPLAY DOCKER_HOST DOCKER_CONTEXT PLAYWRIGHT_BROWSERS_PATH
+NODE_PATH NVM_DIR JAVA_HOME GOPATH GOROOT CARGO_HOME RUSTUP_HOME
+SSL_CERT_FILE SSL_CERT_DIR REQUESTS_CA_BUNDLE CURL_CA_BUNDLE NODE_EXTRA_CA_CERTS
+HTTP_PROXY HTTPS_PROXY ALL_PROXY NO_PROXY http_proxy https_proxy all_proxy no_proxy
+OMP_NUM_THREADS MKL_NUM_THREADS OPENBLAS_NUM_THREADS NUMEXPR_NUM_THREADS TOKENIZERS_PARALLELISM
+CUDA_VISIBLE_DEVICES HF_HOME HF_HUB_CACHE HF_HUB_OFFLINE TRANSFORMERS_OFFLINE
+"""
+"""Variables of the run's environment that a program gets. The others may be keys and tokens."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +55,8 @@ class Session:
     """One attempt at one prompt, as its agent sees it."""
 
     base_url: str
-    """The attempt's own address, for any OpenAI client: all that is asked there becomes its trajectory. It serves
-    nothing once the attempt has ended."""
+    """The attempt's own address, for any OpenAI client. All that is asked there becomes the attempt's trajectory; it
+    serves nothing once the attempt has ended."""
     api_key: str = field(repr=False)
     model: str
     row: Mapping[str, Any]
@@ -81,7 +91,7 @@ def command_agent(command: Sequence[str], pass_env: Collection[str] = (), memory
     Args:
         command: The program and its arguments.
         pass_env: Environment variables that the program gets besides the harmless ones.
-        memory_gb: GiB of address space that each of its processes may take; None for no limit.
+        memory_gb: GiB of address space that each of its processes may take. If None, there is no limit.
 
     Raises:
         PluginError: There is no program of that name.
@@ -92,7 +102,7 @@ def command_agent(command: Sequence[str], pass_env: Collection[str] = (), memory
             f"The environment's command names the program '{command[0]}', which is not on the PATH or cannot be "
             "executed. Install it, or give its whole path."
         )
-    return partial(_run_program, command, agent_variables(pass_env), int((memory_gb or 0) * 2**30))
+    return partial(_run_program, command, agent_variables(pass_env, os.environ), int((memory_gb or 0) * 2**30))
 
 
 async def _run_program(
@@ -122,12 +132,10 @@ async def _run_program(
             await _end(process, session.base_url)
         last_words = _text_of(complaints)
         if code != 0:
-            hint = held_back_hint(last_words, environment)
-            raise AttemptFailedError(f"The agent's program ended with {_ending(code)}. {last_words}{hint}".strip())
+            raise AttemptFailedError(f"The agent's program ended with {_ending(code)}. {last_words}".strip())
         lines = [line for line in _text_of(printed).splitlines() if line.strip()]
     try:
         return json.loads(lines[-1]) if lines else None
-    # A deeply nested line.
     except (ValueError, RecursionError) as error:
         raise AttemptFailedError(
             f"The last line that the agent's program printed is not JSON ({error}): {lines[-1][:200]!r}. Print the "
@@ -135,9 +143,34 @@ async def _run_program(
         ) from error
 
 
+def agent_variables(pass_env: Collection[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of this environment that a program gets: harmless ones and those in `pass_env`.
+
+    Raises:
+        ConfigError: A variable of `pass_env` is not set.
+    """
+    if missing := [name for name in pass_env if name not in environment]:
+        raise ConfigError.at(
+            "source.environment.pass_env",
+            f"names environment variables that are not set: {listing(missing)}. Set them where the run is started, or "
+            "remove them.",
+        )
+    return {name: value for name, value in environment.items() if name in pass_env or _is_harmless(name, value)}
+
+
+def _is_harmless(name: str, value: str) -> bool:
+    # A proxy's address may hold a password, with or without `http://` before it.
+    has_login = re.search("://[^/]*@", value) or ("@" in value and name.lower().endswith("_proxy"))
+    return (name in _HARMLESS.split() or name.startswith("LC_")) and not has_login
+
+
 def terms_of(returned: Any, who: str) -> dict[str, float]:
-    """Return the rewards as named finite numbers. Raises AttemptFailedError naming `who` for anything else."""
-    given = returned if isinstance(returned, Mapping) else {REWARD: returned}
+    """Return the rewards as named finite numbers; the term of a single number is `reward`.
+
+    Raises:
+        AttemptFailedError: The agent has returned something else. The message names it as `who`.
+    """
+    given = returned if isinstance(returned, Mapping) else {"reward": returned}
     if not given:
         raise AttemptFailedError(f"{who} has returned no reward. Give at least one term.")
     terms: dict[str, float] = {}
@@ -173,7 +206,7 @@ def _ending(code: int) -> str:
 
 
 async def _end(process: asyncio.subprocess.Process, base_url: str) -> None:
-    """End the program and all that it has started: asked first, then killed by its supervisor."""
+    """Ask the program and all that it has started to end; then let the supervisor kill them."""
     if process.returncode is None:
         for number in (signal.SIGTERM, signal.SIGCONT):
             with suppress(ProcessLookupError):
@@ -183,40 +216,33 @@ async def _end(process: asyncio.subprocess.Process, base_url: str) -> None:
                 await process.wait()
         except TimeoutError as error:
             raise RunFailedError(
-                f"The agent's program was killed, but something of it still runs {_KILL_TIMEOUT_S:g} s later: see the "
-                f"children of process {process.pid}, which goes on trying."
+                f"The agent's program was killed, but has processes that still run {_KILL_TIMEOUT_S:g} s later: see "
+                f"the children of process {process.pid}, which goes on trying."
             ) from error
     if process.returncode is not None and process.returncode < 0:
         mark = f"OPENAI_BASE_URL={base_url}"
         try:
             async with asyncio.timeout(_KILL_TIMEOUT_S):
-                await _end_unsupervised(mark.encode())
+                # The killed supervisor has left these. Only processes of this attempt have the variable; one that has
+                # cleared its environment is not found.
+                while left := _processes_with(mark.encode()):
+                    for pid in left:
+                        with suppress(ProcessLookupError, PermissionError):
+                            os.kill(pid, signal.SIGKILL)
+                    await asyncio.sleep(0.01)
         except TimeoutError as error:
             raise RunFailedError(
-                f"The supervisor of the agent's program was killed, and something of the program still runs "
-                f"{_KILL_TIMEOUT_S:g} s later: see the processes that have {mark} in their environment."
+                "The supervisor of the agent's program was killed, and processes of the program still run "
+                f"{_KILL_TIMEOUT_S:g} s later: see those that have {mark} in their environment."
             ) from error
 
 
-async def _end_unsupervised(mark: bytes) -> None:
-    """Kill what a supervisor that was killed has left behind, known by the variable that only this attempt has.
-
-    What has given itself another environment is not found.
-    """
-    while left := [pid for pid in _process_ids() if _has_variable(pid, mark)]:
-        for pid in left:
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        await asyncio.sleep(0.01)
-
-
-def _process_ids() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdecimal()] if sys.platform == "linux" else []
-
-
-def _has_variable(pid: int, variable: bytes) -> bool:
-    try:
-        return variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        # It has ended, or belongs to somebody else.
-        return False
+def _processes_with(variable: bytes) -> list[int]:
+    """Return the processes that have this variable in their environment. Only Linux tells them."""
+    found: list[int] = []
+    for file in Path("/proc").glob("[0-9]*/environ"):
+        # The process has ended, or belongs to another user.
+        with suppress(OSError):
+            if variable in file.read_bytes().split(b"\0"):
+                found.append(int(file.parent.name))
+    return found

@@ -1,7 +1,7 @@
-"""Read the bodies of requests: OpenAI's API, without what the endpoint could not keep.
+"""Read the bodies of requests as OpenAI's API defines them.
 
-Place on the way: bytes -> JSON -> ChatBody or CompletionBody -> Sampling. An unknown field is ignored, as by vLLM's
-server; a field that would change what is sampled or shown to the model is refused, never silently left out.
+An unknown field is ignored, as by vLLM's server. A field that would change what is sampled or shown to the model is
+refused, never silently left out.
 """
 
 from __future__ import annotations
@@ -23,12 +23,10 @@ _TYPES = {
     429: "rate_limit_error",
     504: "timeout_error",
 }
-_LONGEST_MESSAGE = 2000
-"""Characters of an error; some quote the request."""
 
 
 class ApiError(Exception):
-    """A request that is refused or has failed, as its client is told.
+    """A request that is refused or has failed. Its client gets this error.
 
     Args:
         status: HTTP status.
@@ -46,7 +44,8 @@ class ApiError(Exception):
     def response(self) -> web.Response:
         """Return the answer to send."""
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        error = {"message": str(self)[:_LONGEST_MESSAGE], "type": kind, "param": self.param, "code": self.code}
+        # Some messages quote the request.
+        error = {"message": str(self)[:2000], "type": kind, "param": self.param, "code": self.code}
         # OpenAI's clients repeat requests after 408, 429 and 5xx of their own accord, unless this header forbids it.
         return web.json_response({"error": error}, status=self.status, headers={"x-should-retry": "false"})
 
@@ -79,19 +78,14 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
 }
-"""Fields that the endpoint cannot do as they say, with the values that ask for nothing."""
+"""Fields that the endpoint does not support, with the values that ask for nothing."""
 
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
-_MOST_CHOICES = 128
-_MOST_MESSAGES = 16_384
-_MOST_TOOLS = 1024
-_MOST_STOPS = 64
-_LONGEST_NAME = 1024
 _BYTES_PER_VALUE = 16
 """Bytes of the largest request for each JSON value in it. Python takes up to 50 ms to make 256 Ki values, and does
 nothing else on any thread meanwhile."""
 
-_Name = Annotated[str, Field(max_length=_LONGEST_NAME)]
+_Name = Annotated[str, Field(max_length=1024)]
 # Without fail_fast each wrong item of a long list would be an error of its own.
 _Objects = list[dict[str, Any]]
 
@@ -110,8 +104,8 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     model: _Name | None = None
-    n: int = Field(default=1, ge=1, le=_MOST_CHOICES)
-    stop: _Name | Annotated[list[_Name], Field(max_length=_MOST_STOPS, fail_fast=True)] = []
+    n: int = Field(default=1, ge=1, le=128)
+    stop: _Name | Annotated[list[_Name], Field(max_length=64, fail_fast=True)] = []
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     max_tokens: int | None = Field(default=None, ge=1)
@@ -135,8 +129,8 @@ class Body(BaseModel):
 class ChatBody(Body):
     """A request to `/v1/chat/completions`."""
 
-    messages: Annotated[_Objects, Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True)]
-    tools: Annotated[_Objects, Field(max_length=_MOST_TOOLS, fail_fast=True)] = []
+    messages: Annotated[_Objects, Field(min_length=1, max_length=16_384, fail_fast=True)]
+    tools: Annotated[_Objects, Field(max_length=1024, fail_fast=True)] = []
     tool_choice: Any = "auto"
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
@@ -178,9 +172,9 @@ def read_body(raw: bytes, kind: type[BodyT], *, max_bytes: int, ignore_sampling:
     """Read a request.
 
     Args:
-        raw: The body as it came.
+        raw: The bytes of the body.
         kind: ChatBody or CompletionBody.
-        max_bytes: Bytes of the largest request, which decide how many values this one may have.
+        max_bytes: Bytes of the largest request. They bound the number of values in this one.
         ignore_sampling: Whether to ignore fields that ask for another distribution.
 
     Raises:

@@ -18,19 +18,10 @@ if TYPE_CHECKING:
     from spurline.config.run_config import RunConfig
 
 
-_EVERY_ADDRESS = ("", "0.0.0.0", "::")
-"""Hosts to listen on that no client can connect to by name."""
-
-
 class HarnessConfig(EnvironmentConfig):
     """Any agent that takes the base URL of an OpenAI-compatible endpoint."""
 
-    retired: ClassVar[tuple[str, ...]] = (
-        "max_buffered_bytes",
-        "max_prompt_tokens",
-        "max_connections",
-        "max_concurrent_requests",
-    )
+    retired: ClassVar[tuple[str, ...]] = ("max_prompt_tokens", "max_connections", "api_key_env", "model_name")
 
     name: str = "harness"
     agent: Annotated[str | None, FunctionSetting(), OnResume.BY_NAME] = Field(default=None, pattern=FUNCTION_PATH)
@@ -47,23 +38,19 @@ class HarnessConfig(EnvironmentConfig):
     rewards: RewardTable | None = None
     """Reward components that score the agent's answer. The agent then returns the answer as text, or nothing."""
     history: Literal["exact", "retokenize"] = "exact"
-    """`exact`: the prompt of a later turn begins with the tokens that the model saw and wrote; a chat template that
+    """`exact`: the prompt of a later turn begins with the tokens that the model saw and wrote, and a chat template that
     rewrites them is an error. `retokenize`: each prompt is rendered and encoded from its messages, as at inference."""
     ignore_sampling: bool = False
     """Ignore the temperature, top_p, top_k, penalties and seed of a request, instead of refusing it where the run
     samples differently."""
     max_turns: Annotated[int, OnResume.BY_NAME] = Field(default=128, gt=0)
     """Turns of the model that one attempt may ask for; further requests are refused."""
-    model_name: Annotated[str, OnResume.FREE] = Field(default="policy", min_length=1)
-    """The model that `/v1/models` lists; requests may name any."""
     host: Annotated[str, OnResume.FREE] = "127.0.0.1"
-    """Address to listen on. With another address than loopback, other machines can connect; they need the key too."""
+    """Address to listen on. Other machines can connect to an address that is not loopback; they need the key too."""
     port: Annotated[int, OnResume.FREE] = Field(default=0, ge=0, le=65535)
     """Port to listen on; 0 takes a free one."""
     public_url: Annotated[str | None, OnResume.FREE] = Field(default=None, pattern=r"^https?://[^/]+")
-    """How agents reach the endpoint where host and port are not the way: `http://10.0.0.3:8000`."""
-    api_key_env: Annotated[str | None, OnResume.FREE] = Field(default=None, min_length=1)
-    """Environment variable that holds one key for all agents; null gives each session a key of its own."""
+    """The address that agents are told if it is not host and port: `http://10.0.0.3:8000`."""
     max_body_bytes: Annotated[int, OnResume.FREE] = Field(default=4 * 2**20, gt=0)
     """Largest request. It may have one bracket, brace, colon or comma for each 16 of these bytes."""
     request_timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0)
@@ -84,7 +71,7 @@ class HarnessConfig(EnvironmentConfig):
         for key in ("pass_env", "memory_gb"):
             if self.command is None and getattr(self, key):
                 yield Problem(key, "is for programs (`command`); a function runs within the run. Remove it.")
-        if self.host in _EVERY_ADDRESS and self.public_url is None:
+        if self.host in ("", "0.0.0.0", "::") and self.public_url is None:
             yield Problem(
                 "public_url",
                 f"is missing: no agent can connect to host '{self.host}'. Set public_url: http://ADDRESS:PORT as "

@@ -7,17 +7,17 @@ Trajectory with one Turn per answer that the agent received.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Mapping
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from spurline.config.run_config import DataConfig
-from spurline.errors import ConfigError, DataError, PluginError
+from spurline.errors import DataError
 from spurline.plugins.registry import Registry
 from spurline_agents.agents import CANCEL_TIMEOUT_S, Agent, Session, command_agent, function_agent, terms_of
 from spurline_agents.configs import HarnessConfig
+from spurline_agents.responses import MODEL_NAME
 from spurline_agents.server import HarnessServer
 from spurline_agents.sessions import LiveSession
 from spurline_rl.concurrency import end_tasks
@@ -32,9 +32,9 @@ from spurline_text.rows.rows import BadRowError
 class HarnessEnvironment:
     """An environment that serves the model to agents. Its server starts with the first attempt, on its event loop.
 
-    The `info` of a trajectory has the prompt of the first turn, the response (the agent's answer, or the last turn) and
-    the reference as texts; the messages of the conversation of the last turn; `turns`; and `conversations`, which is
-    more than 1 where the agent began a second one or changed the model's words.
+    The `info` of a trajectory has these texts: the prompt of the first turn, the response (the agent's answer, or the
+    last turn) and the reference. It also has the messages of the last conversation, the number of `turns`, and the
+    number of `conversations`. A second one begins where the agent changes the model's words.
     """
 
     def __init__(
@@ -42,8 +42,11 @@ class HarnessEnvironment:
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
-        self._agent = _agent(config)
-        self._api_key = _api_key(config)
+        if config.command is not None:
+            self._agent: Agent = command_agent(config.command, config.pass_env, config.memory_gb)
+        else:
+            assert config.agent is not None, "the config's check asks for an agent or a command"
+            self._agent = function_agent(config.agent)
         self._rewards = make_rewards(config.rewards or {}, registry)
         self._starting = asyncio.Lock()
         self._server: HarnessServer | None = None
@@ -56,7 +59,7 @@ class HarnessEnvironment:
         session = Session(
             base_url=base_url,
             api_key=api_key,
-            model=self._config.model_name,
+            model=MODEL_NAME,
             row=task.row,
             messages=question.messages[: question.answer_at] if isinstance(question, ChatQuestion) else (),
             prompt=question.text if isinstance(question, TextQuestion) else None,
@@ -80,7 +83,7 @@ class HarnessEnvironment:
     async def _started(self) -> HarnessServer:
         async with self._starting:
             if self._server is None:
-                server = HarnessServer(self._config, self._tokenizer, self._api_key)
+                server = HarnessServer(self._config, self._tokenizer)
                 await server.start()
                 self._server = server
         return self._server
@@ -91,7 +94,7 @@ class HarnessEnvironment:
         failed = asyncio.ensure_future(live.failed.wait())
         try:
             await asyncio.wait([agent, failed], return_when=asyncio.FIRST_COMPLETED)
-            # This error comes first, as the agent's own may follow from it.
+            # The agent's own error may follow from this one.
             if live.failure is not None:
                 raise live.failure
             return agent.result()
@@ -139,25 +142,3 @@ class HarnessEnvironment:
             raise error.at(task.location) from error
         except DataError:
             return None
-
-
-def _agent(config: HarnessConfig) -> Agent:
-    if config.command is not None:
-        return command_agent(config.command, config.pass_env, config.memory_gb)
-    if config.agent is None:
-        raise PluginError("The environment harness has neither agent nor command. Set agent: my_module:my_function.")
-    return function_agent(config.agent)
-
-
-def _api_key(config: HarnessConfig) -> str | None:
-    """Return the key of all sessions, or None where each has its own."""
-    if config.api_key_env is None:
-        return None
-    key = os.environ.get(config.api_key_env)
-    if not key:
-        raise ConfigError.at(
-            "source.environment.api_key_env",
-            f"names the environment variable {config.api_key_env}, which is not set. Set it, or remove "
-            "api_key_env to give each session a key of its own.",
-        )
-    return key

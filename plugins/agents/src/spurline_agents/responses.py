@@ -1,8 +1,7 @@
-"""Let the model answer a request, and write the answer as OpenAI's API does: one JSON object, or a stream of it.
+"""Let the model answer a request, and write the answer as OpenAI's API does: one JSON object, or a stream of chunks.
 
-Place on the way: body (`bodies`) -> token ids -> turns of the session's policy -> choices -> JSON; knows nothing of
-HTTP. A turn is finished before its first chunk is sent, so that an error has its proper status; a stream is the same
-answer in another form. `token_ids` and `prompt_token_ids` stand where vLLM's server puts them.
+Knows nothing of HTTP. A turn is finished before its first chunk is sent, so that an error has its proper status; a
+stream is the same answer in another form. `token_ids` and `prompt_token_ids` stand where vLLM's server puts them.
 """
 
 from __future__ import annotations
@@ -42,23 +41,29 @@ from spurline_text.rows.rows import BadRowError
 
 T = TypeVar("T")
 
-_CALL_BEGIN = "<tool_call>"
-_DISTRIBUTION = ("temperature", "top_p", "top_k")
+MODEL_NAME = "policy"
+"""The model that `/v1/models` lists. Requests may name any."""
 _LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot express, as in vLLM's server."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One answer of the model."""
+    """One answer of the model.
+
+    Attributes:
+        text: The answer without end token, special tokens and stop text.
+        finish_reason: `stop`, `length` or `tool_calls`.
+        result: The answer as it is trained on.
+        prompt_ids: The tokens that it answers.
+        tool_calls: The calls as OpenAI writes them.
+    """
 
     text: str
-    """The answer as the client gets it: without end token, special tokens and stop text."""
     finish_reason: str
     result: GenerationResult
     prompt_ids: Sequence[int]
     tool_calls: tuple[dict[str, Any], ...] = ()
-    """The calls as OpenAI writes them."""
 
     def message(self) -> dict[str, Any]:
         """Return the choice as a message of the conversation."""
@@ -73,8 +78,8 @@ Generate = Callable[[], Awaitable[list[Choice]]]
 class Answering:
     """Answers requests of any session.
 
-    `read_chat` and `read_completion` read a request, count its turns and lay out its prompt, which may take long for a
-    large one, so they may run on a thread. They return the body, and a function that generates the choices.
+    `read_chat` and `read_completion` read a request, count its turns and lay out its prompt. They may run on a thread,
+    since a large prompt takes long. They return the body, and a function that generates the choices.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: HarnessConfig) -> None:
@@ -131,8 +136,8 @@ class Answering:
         try:
             return await all_or_none(begin(sampling), session.where, CANCEL_TIMEOUT_S)
         except PluginError as error:
-            # The policy refuses what cannot be trained on, which is the request's fault where it asked for that.
-            for name in _DISTRIBUTION:
+            # The policy refuses what cannot be trained on. The request is at fault if it asked for that.
+            for name in ("temperature", "top_p", "top_k"):
                 if getattr(sampling, name) != getattr(run, name):
                     own = f"samples with {getattr(run, name):g}"
                     raise sampling_error(name, f"{getattr(sampling, name):g}", own) from error
@@ -146,12 +151,12 @@ class Answering:
         result = reply.result
         prompt = session.policy.prompt_of(result)
         calls = parse_calls(reply.text) if body.tools and body.tool_choice != "none" else []
-        # With one malformed call all is text, so that the agent sees what the model wrote. A name may hold half of a
-        # surrogate pair in JSON, which no client can send back.
+        # If one call is malformed, all is text, so that the agent sees what the model wrote. A name in JSON may hold
+        # half of a surrogate pair, which no client can send back.
         if not calls or any(call.problem or not call.name.isprintable() for call in calls):
             return Choice(self._text(result, body), result.finish_reason, result, prompt)
         finish_reason = "tool_calls" if result.finish_reason == "stop" else result.finish_reason
-        before = reply.text.partition(_CALL_BEGIN)[0].strip()
+        before = reply.text.partition("<tool_call>")[0].strip()
         return Choice(before, finish_reason, result, prompt, tuple(map(_as_openai, calls)))
 
     def _text(self, result: GenerationResult, body: Body) -> str:
@@ -197,37 +202,29 @@ def _as_openai(call: ToolCall) -> dict[str, Any]:
 
 
 class ResponseWriter:
-    """Makes the JSON objects of answers; names `model` where the request names none."""
+    """Makes the JSON objects of answers."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, model: str) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        self._model = model
 
     def chat(self, body: ChatBody, choices: Sequence[Choice]) -> dict[str, Any]:
-        """Return a chat completion."""
         answer = self._answer("chat.completion", body, choices, self._chat_choice)
         return {**answer, **({"prompt_token_ids": list(choices[0].prompt_ids)} if body.return_token_ids else {})}
 
     def completion(self, body: CompletionBody, choices: Sequence[Choice]) -> dict[str, Any]:
-        """Return a text completion."""
         return self._answer("text_completion", body, choices, self._completion_choice)
-
-    def models(self) -> dict[str, Any]:
-        """Return the list of models, which has one."""
-        model = {"id": self._model, "object": "model", "created": int(time.time()), "owned_by": "spurline"}
-        return {"object": "list", "data": [model]}
 
     def _answer(
         self, kind: str, body: BodyT, choices: Sequence[Choice], write: Callable[[BodyT, Choice], dict[str, Any]]
     ) -> dict[str, Any]:
-        # Each prompt counts once, whatever the number of its answers.
+        # A prompt with several answers counts once.
         prompt = sum(len(choice.prompt_ids) for choice in choices[:: body.n])
         completion = sum(len(choice.result.token_ids) for choice in choices)
         return {
             "id": f"{'cmpl' if kind == 'text_completion' else 'chatcmpl'}-{secrets.token_hex(12)}",
             "object": kind,
             "created": int(time.time()),
-            "model": body.model or self._model,
+            "model": body.model or MODEL_NAME,
             "choices": [
                 {
                     "index": index,
@@ -266,14 +263,14 @@ class ResponseWriter:
         return {"text": choice.text, "logprobs": logprobs, **prompt_ids}
 
     def _tokens(self, choice: Choice) -> list[tuple[str, float]]:
-        """Return text and logprob of each token, in the distribution that was sampled from."""
+        """Return text and logprob of each token. Logprobs are those of the distribution that was sampled from."""
         texts = [str(self._tokenizer.decode([token])) for token in choice.result.token_ids.tolist()]
         logprobs = [max(value, _LOWEST_LOGPROB) for value in choice.result.logprobs.tolist()]
         return list(zip(texts, logprobs, strict=True))
 
 
 def chunks(body: Body, answer: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the answer as chunks of a stream: the parts of each choice, then the usage where it is asked for."""
+    """Yield the answer as chunks of a stream: the parts of each choice, then the usage if the request asks for it."""
     head = {name: value for name, value in answer.items() if name not in ("choices", "usage")}
     is_chat = isinstance(body, ChatBody)
     if is_chat:
@@ -281,7 +278,6 @@ def chunks(body: Body, answer: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for choice in answer["choices"]:
         for part in _deltas(choice) if is_chat else [choice]:
             yield {**head, "choices": [part]}
-            # Only the first chunk has it.
             head.pop("prompt_token_ids", None)
     if body.stream_options.include_usage:
         yield {**head, "choices": [], "usage": answer["usage"]}

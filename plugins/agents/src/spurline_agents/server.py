@@ -1,7 +1,7 @@
-"""Serve the sessions of a run over HTTP, and report what goes wrong as OpenAI's API does.
+"""Serve the sessions of a run over HTTP, and report errors as OpenAI's API does.
 
-Place on the way: HTTP request -> session, body -> `Answering` -> JSON or a stream. One server serves all attempts, on
-the event loop that the environment runs on; each has an address of its own: `/sessions/ID/v1`.
+One server serves all attempts, on the event loop of the environment. Each attempt has an address of its own:
+`/sessions/ID/v1`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import logging
 import math
 import resource
 import secrets
+import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -25,7 +26,7 @@ from spurline.errors import ConfigError
 from spurline_agents.agents import CANCEL_TIMEOUT_S
 from spurline_agents.bodies import ApiError, Body, BodyT
 from spurline_agents.configs import HarnessConfig
-from spurline_agents.responses import Answering, Choice, Generate, ResponseWriter, chunks
+from spurline_agents.responses import MODEL_NAME, Answering, Choice, Generate, ResponseWriter, chunks
 from spurline_agents.sessions import LiveSession
 from spurline_rl.chat_front import PrefixError
 from spurline_rl.concurrency import end_tasks
@@ -46,7 +47,7 @@ _STOP_TIMEOUT_S = 10.0
 _MOST_CONNECTIONS = 4096
 _BACKLOG = 1024
 _MOST_CALLS = 64
-"""Requests of one session that may be under way. Each keeps its connection, of which all sessions together have few."""
+"""Requests of one session that may be under way. Each keeps a connection open."""
 _BYTES_PER_TOKEN = 32
 """Writing a token of an answer takes about as long as reading so many bytes of a request."""
 
@@ -60,29 +61,27 @@ class HarnessServer:
 
     Args:
         config: Settings of the environment.
-        tokenizer: Of the model.
-        api_key: One key for all sessions; None gives each a key of its own.
+        tokenizer: The tokenizer of the model.
     """
 
-    def __init__(self, config: HarnessConfig, tokenizer: PreTrainedTokenizerBase, api_key: str | None) -> None:
+    def __init__(self, config: HarnessConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self._config = config
         self._tokenizer = tokenizer
-        self._api_key = api_key
-        # The key of a session follows from its name, so that one session's key is equally wrong for another session,
-        # for one that has ended, and for one that never was.
+        # The key of a session follows from its name. So a wrong key is refused in the same way for a session that is
+        # open, one that has ended, and one that never was.
         self._secret = secrets.token_bytes(32)
         self._answering = Answering(tokenizer, config)
-        self._writer = ResponseWriter(tokenizer, config.model_name)
+        self._writer = ResponseWriter(tokenizer)
         self._sessions: dict[str, LiveSession] = {}
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="harness-request")
         self._listener: asyncio.Server | None = None
         self._runner: web.AppRunner | None = None
         self._url = ""
-        # When the last request of a connection ended, or it was opened; inf while it has a request under way.
+        # The time when the last request of a connection ended, or when it was opened; inf during a request.
         self._idle_since: dict[web.RequestHandler, float] = {}
 
     async def start(self) -> None:
-        """Listen. Raises ConfigError when the address is taken or not this machine's."""
+        """Listen. Raises ConfigError if the address is taken or belongs to another machine."""
         config = self._config
         app = web.Application(middlewares=[self._answer_errors])
         app.router.add_get("/sessions/{session}/v1/models", self._models)
@@ -117,8 +116,8 @@ class HarnessServer:
     def _accept(self) -> asyncio.Protocol:
         """Return the protocol of a new connection.
 
-        The run keeps half of the files that it may open for itself. Beyond that, a new connection takes the place of
-        the one that has been idle longest, so that no agent can lock the others out with connections that ask nothing.
+        Connections take at most half of the files that the run may open. Beyond that, a new connection takes the place
+        of the one that has been idle longest, so that no agent can lock the others out with idle connections.
         """
         server = self._runner and self._runner.server
         assert server is not None
@@ -128,7 +127,7 @@ class HarnessServer:
         connections = server.connections
         is_full = len(connections) >= most
         if is_full or len(self._idle_since) > 2 * len(connections) + _BACKLOG:
-            # Nothing tells of those that have closed.
+            # No event tells which connections have closed.
             self._idle_since = {connection: self._idle_since.get(connection, now) for connection in connections}
         if is_full:
             idle = [
@@ -146,20 +145,18 @@ class HarnessServer:
         return protocol
 
     def open(self, policy: PolicyHandle, where: str) -> tuple[LiveSession, str, str, str]:
-        """Serve a new session; returns it with its name, and the base URL and the key for its agent."""
+        """Serve a new session. Returns the session, its name, and the base URL and the key for its agent."""
         session = LiveSession(policy, self._tokenizer, self._config, where, self._threads)
         name = secrets.token_urlsafe(18)
         self._sessions[name] = session
         return session, name, f"{self._url}/sessions/{name}/v1", self._key_of(name)
 
     def _key_of(self, name: str) -> str:
-        if self._api_key is not None:
-            return self._api_key
         digest = hmac.digest(self._secret, name.encode(errors="replace"), "sha256")
         return base64.urlsafe_b64encode(digest).decode().rstrip("=")
 
     async def end(self, name: str) -> None:
-        """Stop serving this session. Its requests under way end, and are not recorded."""
+        """Stop serving this session. Its requests under way end and are not recorded."""
         session = self._sessions.pop(name, None)
         if session is not None:
             await end_tasks(session.calls, f"{session.where}: a request of the agent", CANCEL_TIMEOUT_S)
@@ -222,7 +219,8 @@ class HarnessServer:
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self._session(request)
-        return web.json_response(self._writer.models())
+        model = {"id": MODEL_NAME, "object": "model", "created": int(time.time()), "owned_by": "spurline"}
+        return web.json_response({"object": "list", "data": [model]})
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         return await self._answer(request, self._answering.read_chat, self._writer.chat)
@@ -246,7 +244,7 @@ class HarnessServer:
             )
 
         async def prepare() -> tuple[BodyT, Generate]:
-            # A function of its own, so that the bytes are gone while the model writes.
+            # A separate function, so that the bytes are freed before the model writes.
             async with session.bodies:
                 raw = await _receive(request, self._config.max_body_bytes)
                 return await session.work(len(raw), lambda: read(session, raw))
@@ -272,14 +270,14 @@ class HarnessServer:
                 await response.write(parts[-1])
                 await response.write_eof()
         except TimeoutError:
-            # The rest would be kept for as long as the client likes.
+            # Without this the unread rest would stay in memory until the client reads it.
             if request.transport is not None:
                 request.transport.abort()
             raise
         return response
 
     async def _in_session(self, session: LiveSession, call: asyncio.Future[T]) -> T:
-        """Return the result of `call`, which ends with its client, its session and its time."""
+        """Return the result of `call`. It is cancelled when its client hangs up, its session ends or its time is up."""
         session.calls.add(call)
         try:
             await asyncio.wait([call], timeout=self._config.request_timeout_s)
@@ -308,7 +306,7 @@ class _Refusal(asyncio.Protocol):
 
 
 async def _receive(request: web.Request, limit: int) -> bytes:
-    """Read the body, of which aiohttp keeps no copy. Raises ApiError when it is compressed, too large or too slow."""
+    """Read the body; aiohttp keeps no copy. Raises ApiError if it is compressed, too large or too slow."""
     if request.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise ApiError(415, "Compressed requests are not read. Send it as it is.", code="unsupported_encoding")
     too_large = ApiError(
@@ -341,7 +339,7 @@ def _no_session() -> ApiError:
 
 
 def _fail(session: LiveSession, error: Exception) -> ApiError:
-    """End the attempt with an error that the request is not to blame for; returns what the client is told."""
+    """End the attempt with an error that is not the request's fault, and return the error for the client."""
     session.fail(error)
     if isinstance(error, PrefixError):
         return ApiError(400, str(error), param="messages", code="history_rewritten")

@@ -1,8 +1,7 @@
-"""Keep one attempt as the server sees it: its turns, its conversations, the requests under way, and what went wrong.
+"""Keep one attempt as the server sees it: its turns, its conversations, its requests under way, and its failure.
 
-Place on the way: request -> LiveSession -> policy handle of the attempt -> engine; at the end -> Trajectory. The API
-has no state, so a client sends the whole conversation each time. The turns of the model in it are found by their text
-and kept as the tokens that it wrote; messages that follow no turn of this session begin a new conversation.
+The API has no state, so a client sends the whole conversation each time. The model's turns in it are found by their
+text and kept as the tokens that the model wrote. Messages that follow no turn of the session begin a new conversation.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ class Conversations:
 def _identity(message: Mapping[str, Any]) -> Any:
     """Return the parts that must be equal for two messages to be the same.
 
-    Clients leave out, add or rename much of an assistant message that they send back, and some strip white space.
+    Clients change much of an assistant message that they send back, and some strip white space.
     """
     if message["role"] != "assistant":
         return message
@@ -97,7 +96,7 @@ def _digest(before: bytes, value: Any) -> bytes:
 
 
 class DeliveredPolicy:
-    """A PolicyHandle that leaves out turns that no client has received, such as those of one that hung up."""
+    """A PolicyHandle without the turns that no client has received, such as those of a client that hung up."""
 
     def __init__(self, policy: PolicyHandle) -> None:
         self._policy = policy
@@ -151,7 +150,7 @@ class LiveSession:
 
     Args:
         policy: The attempt's handle on the model.
-        tokenizer: Of the model.
+        tokenizer: The tokenizer of the model.
         config: Settings of the environment.
         where: Names the attempt in messages.
         threads: Where large requests are read.
@@ -171,13 +170,12 @@ class LiveSession:
         self.last_chat: ChatFront | None = None
         """The conversation that the model took its last turn in."""
         self.bodies = asyncio.Semaphore(_MOST_BODIES)
-        """Held by a request from when its body is read until its prompt is laid out and the bytes are let go. What was
-        parsed stays with its turns, which `take_turns` bounds."""
+        """A request holds it from when its body is read until its prompt is laid out and the bytes are freed."""
         self.calls: set[asyncio.Future[Any]] = set()
         """The requests that are under way."""
         self.failed = asyncio.Event()
         self.failure: Exception | None = None
-        """Why the attempt cannot go on, whatever its agent does."""
+        """The error that ends the attempt whatever its agent does."""
         self._threads = threads
         self._work = asyncio.Lock()
         self._max_turns = config.max_turns
@@ -185,7 +183,7 @@ class LiveSession:
         self._num_refused = 0
 
     async def work(self, num_bytes: int, function: Callable[[], T]) -> T:
-        """Return what the function returns; run it on a thread where it has many bytes to handle.
+        """Return the result of the function. It runs on a thread if it has many bytes to handle.
 
         The functions of one session run one at a time, in the order of the calls: an agent that asks for much waits for
         itself, and the order of its turns does not depend on threads.
@@ -205,8 +203,8 @@ class LiveSession:
         """Count the turns that a request asks for.
 
         Raises:
-            ApiError: The attempt has no so many turns left.
-            AttemptFailedError: Its agent has been told so several times.
+            ApiError: The attempt has fewer turns left.
+            AttemptFailedError: Its agent has been refused several times.
         """
         if self._num_turns + count <= self._max_turns:
             self._num_turns += count

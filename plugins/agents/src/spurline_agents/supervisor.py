@@ -3,12 +3,11 @@
 `python -I -S supervisor.py RUN GRACE MEMORY PROGRAM ...`, see `main`. One such process stands between the run and the
 program of an attempt. On Linux it is the subreaper of all descendants of the program, including those that leave its
 session or lose their parent. It ends them all when the program has ended, when it gets SIGTERM, and when the run has
-died (PR_SET_PDEATHSIG). If the supervisor itself is killed, the program dies with it, and the run kills what else has
-the attempt's address in its environment (`agents`). On other systems it ends the program's process group.
+died. If the supervisor itself is killed, the program dies with it, and the run kills the other processes that have the
+attempt's address in their environment (`agents`). On other systems it ends the program's process group.
 
-The supervisor keeps only the end of what the program prints, so that no amount of output fills memory or disk. It exits
-with the program's exit code, or 128 + the number of its signal. It uses the standard library alone, as it starts
-without `site`.
+The supervisor keeps only the end of the program's output, so that no amount of it fills memory or disk. It exits with
+the program's exit code, or 128 + the number of its signal. It imports the standard library alone.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Tail:
         self._thread = threading.Thread(target=self._read, daemon=True)
 
     def start(self) -> None:
-        """Begin to read. Call it once the program has its end of the pipe."""
+        """Begin to read. Call it when the program has its end of the pipe."""
         os.close(self.writer)
         self._thread.start()
 
@@ -73,7 +72,6 @@ def main(run: int, grace_s: float, memory_bytes: int, command: list[str]) -> int
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != run:
-            # The run died before the line above.
             return 128 + signal.SIGTERM
     printed, complaints = Tail(STDOUT_KEPT), Tail(STDERR_KEPT)
     # A signal between the fork and the handler would end the supervisor alone.
@@ -82,7 +80,7 @@ def main(run: int, grace_s: float, memory_bytes: int, command: list[str]) -> int
     if program == 0:
         _become(command, supervisor, printed.writer, complaints.writer, memory_bytes)
     with suppress(OSError):
-        # Done on both sides, as shells do, so that the group exists whichever of the two is faster.
+        # The program does the same: the group must exist whichever process is faster.
         os.setpgid(program, program)
     signal.signal(signal.SIGALRM, lambda *_: _kill(program))
     signal.signal(signal.SIGTERM, lambda *_: _ask_to_end(program, grace_s))
@@ -113,7 +111,7 @@ def _become(command: list[str], supervisor: int, stdout: int, stderr: int, memor
         os.dup2(stderr, 2)
         if memory_bytes:
             resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-        # Python ignores them, which a program would inherit.
+        # Python ignores these signals, and the program would inherit that.
         for number in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
@@ -126,7 +124,7 @@ def _become(command: list[str], supervisor: int, stdout: int, stderr: int, memor
 
 def _ask_to_end(program: int, grace_s: float) -> None:
     _signal_group(program, signal.SIGTERM)
-    # A stopped process would not react.
+    # A stopped process does not react to SIGTERM.
     _signal_group(program, signal.SIGCONT)
     signal.setitimer(signal.ITIMER_REAL, max(grace_s, 1e-3))
 
@@ -153,7 +151,7 @@ def _end_descendants() -> None:
         for process in _descendants():
             _kill(process)
         time.sleep(pause_s)
-        # A process that waits for its disk ends late, and one of another user never; the run does not wait for them.
+        # A process that waits for its disk ends late, and one of another user never. The run does not wait for them.
         pause_s = min(pause_s + 0.001, 0.1)
 
 
