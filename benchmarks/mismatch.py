@@ -1,4 +1,4 @@
-"""Measure the comparison of trainer and engine: log ratios, each correction, metrics of mismatch and advantages.
+"""Measure the comparison of trainer and engine: each correction, metrics of mismatch and advantages.
 
     python benchmarks/mismatch.py [--json] [--rows 8192] [--response 2048] [--packed 4]
 
@@ -18,7 +18,7 @@ from timing import Gate, gates_as_json, print_gates, print_timings, round_robin,
 
 from spurline.data.batch import TrainingBatch
 from spurline.plugins.host import PluginHost
-from spurline_rl.losses.batch_log_ratios import BatchLogRatios
+from spurline_rl.losses.corrections import correct_batch
 from spurline_rl.token_metrics import advantage_metrics, mismatch_metrics
 
 CORRECTIONS: dict[str, dict[str, Any]] = {
@@ -29,7 +29,7 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
     "geometric_rejection": {"name": "geometric_rejection"},
     "sequence_rejection": {"name": "sequence_rejection"},
 }
-LIMIT_S = 0.5
+LIMIT_S = 1.0
 """For the batch of the defaults: 16.8 million tokens with loss."""
 
 
@@ -64,15 +64,15 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     batch = make_batch(arguments.rows, arguments.response, arguments.packed)
-    registry, ratios = PluginHost.load([]).registry, BatchLogRatios(batch)
+    registry = PluginHost.load([]).registry
     parts = {
-        "log ratios": partial(BatchLogRatios, batch),
-        "metrics of mismatch": partial(mismatch_metrics, ratios.values),
+        "metrics of mismatch": partial(mismatch_metrics, batch),
         "metrics of advantages": partial(advantage_metrics, batch),
     }
     corrections = {
         name: partial(
-            ratios.correct,
+            correct_batch,
+            batch,
             registry.create("correction", registry.get("correction", given["name"]).config.model_validate(given)),
         )
         for name, given in CORRECTIONS.items()

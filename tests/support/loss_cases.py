@@ -17,7 +17,7 @@ from spurline.plugins.host import PluginHost
 from spurline.protocols.backend import Backend
 from spurline.protocols.loss import Objective
 from spurline.update.reduction import REDUCTIONS, fixed_norm, reduce_corrected
-from spurline_rl.losses.batch_log_ratios import correct_batch
+from spurline_rl.losses.corrections import correct_batch
 from spurline_rl.testing.backend_cases import assert_gradients_close
 
 REGISTRY = PluginHost.load([]).registry

@@ -1,6 +1,6 @@
-"""Corrections and metrics of tokens over whole `[rows, length]` columns, with no blocks and nothing shared.
+"""Corrections and metrics of tokens over whole `[rows, length]` columns.
 
-What `spurline_rl.losses.corrections` and `spurline_rl.token_metrics` must give to the bit.
+`spurline_rl.losses.corrections` and `spurline_rl.token_metrics` must give the same bits.
 """
 
 from __future__ import annotations

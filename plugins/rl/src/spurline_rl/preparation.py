@@ -24,7 +24,7 @@ from spurline.protocols.loss import Loss
 from spurline.protocols.source import SourceContext
 from spurline_rl.configs import PromptSourceConfig
 from spurline_rl.health import kl_reward_metrics
-from spurline_rl.losses.batch_log_ratios import BatchLogRatios, Scratch
+from spurline_rl.losses.corrections import correct_batch
 from spurline_rl.losses.policy_loss import kl_estimate
 from spurline_rl.protocols.advantage import Advantage, ComparesSamples
 from spurline_rl.protocols.collator import CollatesFlat
@@ -107,7 +107,6 @@ class Preparation:
         loss: Loss = registry.create("loss", run.loss)
         self._needs_reference = config.kl_in_reward is not None or "reference_logprobs" in loss.needs
         self._needs_values = "values" in self._advantage.needs
-        self._scratch = Scratch()
         self._prompts_per_minibatch = run.minibatches.minibatch_prompts(config.prompts_per_step)
 
     def describe(self) -> list[str]:
@@ -257,13 +256,10 @@ class Preparation:
 
     def _compare(self, batch: TrainingBatch) -> tuple[TrainingBatch, Mapping[str, float]]:
         """The batch with the factors that correct for its mismatch with the engine, and metrics of both."""
-        if self._correction is None and not BatchLogRatios.can_be_made_of(batch):
-            return batch, {}
-        ratios = BatchLogRatios(batch, self._scratch)
-        metrics = mismatch_metrics(ratios.values, self._scratch)
+        metrics = mismatch_metrics(batch)
         if self._correction is None:
             return batch, metrics
-        factors, corrected = ratios.correct(self._correction)
+        factors, corrected = correct_batch(batch, self._correction)
         return batch.with_tokens(correction_factors=factors), {**metrics, **corrected}
 
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from spurline.data.batch import TrainingBatch
 from spurline.errors import DataError
-from spurline_rl.losses.batch_log_ratios import correct_batch
 from spurline_rl.losses.configs import (
     GeometricRejectionConfig,
     MaskedImportanceSamplingConfig,
@@ -25,6 +24,7 @@ from spurline_rl.losses.corrections import (
     MaskedImportanceSampling,
     SequenceRejection,
     TruncatedImportanceSampling,
+    correct_batch,
 )
 from spurline_rl.losses.log_ratios import LogRatios
 from spurline_rl.protocols.correction import Corrected, Correction

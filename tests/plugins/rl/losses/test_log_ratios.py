@@ -1,4 +1,4 @@
-"""Corrections and metrics of tokens, in blocks, are to the bit what whole columns give, for any layout and ratios."""
+"""Corrections and metrics of tokens are to the bit what whole columns give, for any layout and ratios."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spurline.data.batch import TrainingBatch
-from spurline_rl import token_metrics
-from spurline_rl.losses import batch_log_ratios, configs, corrections
-from spurline_rl.losses.batch_log_ratios import BatchLogRatios, Scratch, correct_batch
+from spurline_rl.losses import configs, corrections
+from spurline_rl.losses.corrections import correct_batch
 from spurline_rl.losses.log_ratios import LogRatios
 from spurline_rl.protocols.correction import Corrected
 from spurline_rl.token_metrics import advantage_metrics, mismatch_metrics
@@ -37,14 +36,6 @@ CASES: list[tuple[str, Any, Any]] = [
     ("geometric", corrections.GeometricRejection, configs.GeometricRejectionConfig(low=0.95, high=1.05)),
     ("sequence", corrections.SequenceRejection, configs.SequenceRejectionConfig()),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Small enough that drawn batches have many blocks, and no smaller than what numpy adds up without halving.
-    for module in (batch_log_ratios, token_metrics):
-        monkeypatch.setattr(module, "BLOCK_TOKENS", 128)
-    monkeypatch.setattr(token_metrics, "_SAMPLES", 64)
 
 
 @st.composite
@@ -89,32 +80,18 @@ def assert_same(found: dict[str, float], expected: dict[str, float]) -> None:
         assert np.array_equal(found[name], value, equal_nan=True), (name, found[name], value)
 
 
-OF_ALL_BATCHES = Scratch()
-
-
 @given(batch=batches())
 @settings(max_examples=60)
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-def test_blocks_give_what_whole_columns_give_to_the_bit(batch: TrainingBatch) -> None:
-    ratios = BatchLogRatios(batch, OF_ALL_BATCHES)
-    assert_same(mismatch_metrics(ratios.values, OF_ALL_BATCHES), oracle.mismatch(batch))
+def test_tokens_with_loss_give_what_whole_columns_give_to_the_bit(batch: TrainingBatch) -> None:
+    assert_same(mismatch_metrics(batch), oracle.mismatch(batch))
     assert_same(advantage_metrics(batch), oracle.advantages(batch))
     for name, made, config in CASES:
-        factors, metrics = ratios.correct(made(config))
+        factors, metrics = correct_batch(batch, made(config))
         expected_factors, expected = oracle.corrected(batch, name, config)
         assert_same(metrics, expected)
         assert factors.dtype == torch.float32
         assert np.array_equal(factors.numpy(), expected_factors.numpy(), equal_nan=True), config
-
-
-@given(seed=st.integers(0, 2**32), size=st.integers(513, 5000), distinct=st.sampled_from([1, 2, 5, 10**9]))
-@settings(max_examples=60)
-def test_percentiles_are_numpys_also_among_ties(seed: int, size: int, distinct: int) -> None:
-    random = np.random.default_rng(seed)
-    # Sorted values are the worst for a sample with a stride: it is no random one.
-    values = np.sort(random.integers(0, distinct, size)) * 1e-9 if seed % 2 else random.integers(0, distinct, size) / 7
-    percents = (0, 1, 50, 99, 100)
-    assert token_metrics._percentiles(values, percents) == np.percentile(values, percents).tolist()
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,11 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from spurline.data.batch import TrainingBatch
 from spurline_rl.losses.configs import (
     GeometricRejectionConfig,
     MaskedImportanceSamplingConfig,
@@ -28,7 +30,26 @@ from spurline_rl.losses.configs import (
 )
 from spurline_rl.losses.log_ratios import LogRatios
 from spurline_rl.losses.policy_loss import bounded_exp
-from spurline_rl.protocols.correction import Corrected
+from spurline_rl.protocols.correction import Corrected, Correction
+
+
+def correct_batch(batch: TrainingBatch, correction: Correction) -> tuple[Tensor, dict[str, float]]:
+    """Apply a correction to a batch.
+
+    Returns:
+        The factors, float32 [R, L] and 1 on tokens without loss; and the means over the tokens with loss of the
+        factors, as `correction/factor`, and of the correction's metrics.
+
+    Raises:
+        DataError: If the batch lacks the logprobs of trainer or engine.
+    """
+    ratios = LogRatios(batch)
+    corrected = correction.correct(ratios)
+    column = np.ones(ratios.where.shape, np.float32)
+    column[ratios.where] = corrected.factors.numpy()
+    count = max(len(ratios.values), 1)
+    named = {**corrected.metrics, "correction/factor": corrected.factors}
+    return torch.from_numpy(column), {name: float(values.sum()) / count for name, values in named.items()}
 
 
 class TruncatedImportanceSampling:

@@ -1,4 +1,4 @@
-"""How far the trainer is from the engine about some tokens: what corrections see.
+"""The difference between trainer and engine about the tokens of a batch: what corrections and metrics see.
 
     rho_t = old_logprobs_t - rollout_logprobs_t
 
@@ -7,53 +7,67 @@ Only tokens with loss count, and only they are kept: flat, row after row.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from spurline.data.batch import TrainingBatch
+from spurline.errors import DataError, listing
+
+COLUMNS = ("old_logprobs", "rollout_logprobs")
+"""The trainer's logprobs before the update, and the engine's."""
+
 
 class LogRatios:
-    """Log ratios of the tokens with loss of some rows; every sequence that has such tokens is there as a whole.
+    """Log ratios of the tokens with loss of a batch; `values` is float64 [N], in nats.
 
-    Args:
-        values: float64 [N], in nats, token after token.
-        rows, where: Rows of the batch, and bool [r, L]: which of their tokens the values are of.
-        columns: The token columns of the batch, each [R, L].
+    Raises:
+        DataError: If the batch lacks one of `COLUMNS`.
     """
 
-    def __init__(self, values: Tensor, rows: slice, where: NDArray[np.bool_], columns: Mapping[str, Tensor]) -> None:
-        self.values = values
-        self._rows = rows
-        self._where = where
-        self._columns = columns
+    def __init__(self, batch: TrainingBatch) -> None:
+        if missing := [name for name in COLUMNS if name not in batch.tokens]:
+            raise DataError(
+                f"The correction needs {listing(missing)}, which this run's batches do not have. Remove `correction`, "
+                "or choose a `source` and a `rollout_engine` that provide them."
+            )
+        self._columns = batch.tokens
+        self.where: NDArray[np.bool_] = batch.tokens["loss_weights"].numpy() != 0
+        """Marks these tokens, bool [R, L]."""
+        old, rollout = (self._flat(name) for name in COLUMNS)
+        with np.errstate(invalid="ignore"):  # two logprobs of -inf have no ratio, which metrics and factors show as NaN
+            self.values = torch.from_numpy(np.subtract(old, rollout, dtype=np.float64))
 
     def column(self, name: str) -> Tensor:
-        """[N], another column of the batch at these tokens, `advantages` for one."""
-        return torch.from_numpy(self._columns[name].detach().numpy()[self._rows][self._where])
+        """Return another column of the batch at these tokens, such as `advantages`: [N]."""
+        return torch.from_numpy(self._flat(name))
 
     @cached_property
     def lengths(self) -> Tensor:
-        """int64 [S], how many of the tokens each sequence has, none of them 0; their sum is N."""
-        ids = self.column("segment_ids").numpy()
+        """Return the number of these tokens in each sequence that has any: int64 [S], whose sum is N."""
+        ids = self._flat("segment_ids")
         begins = np.ones(len(ids), dtype=np.bool_)
         np.not_equal(ids[1:], ids[:-1], out=begins[1:])
-        row_begins = np.cumsum(np.count_nonzero(self._where, axis=1))[:-1]
+        row_begins = np.cumsum(np.count_nonzero(self.where, axis=1))[:-1]
         begins[row_begins[row_begins < len(ids)]] = True
         return torch.from_numpy(np.diff(np.flatnonzero(begins), append=len(ids)))
 
     def sums(self) -> Tensor:
-        """float64 [S], the sum of each sequence: the log of the product of its ratios."""
+        """Return the sum of each sequence, the log of the product of its ratios: float64 [S]."""
         numbers = self.spread(torch.arange(len(self.lengths)))
         return torch.zeros(len(self.lengths), dtype=torch.float64).index_add_(0, numbers, self.values)
 
     def means(self) -> Tensor:
-        """float64 [S], the mean of each sequence: the log of the geometric mean of its ratios."""
+        """Return the mean of each sequence, the log of the geometric mean of its ratios: float64 [S]."""
         return self.sums() / self.lengths
 
     def spread(self, of_sequences: Tensor) -> Tensor:
-        """[N], the value of its sequence for each token, of [S] values."""
+        """Return for each token the value of its sequence: [N], from [S] values."""
         return torch.from_numpy(np.repeat(of_sequences.numpy(), self.lengths.numpy()))
+
+    def _flat(self, name: str) -> NDArray[Any]:
+        return self._columns[name].detach().numpy()[self.where]

@@ -11,7 +11,7 @@ import torch
 from spurline.data.batch import TrainingBatch
 from spurline.data.collators.layout import Segment, lay_out
 from spurline.testing.samples import PAD
-from spurline_rl.losses.batch_log_ratios import correct_batch
+from spurline_rl.losses.corrections import correct_batch
 from spurline_rl.losses.log_ratios import LogRatios
 from spurline_rl.protocols.correction import Corrected, Correction
 
