@@ -47,6 +47,10 @@ UNSAFE = {
 ALLOWED = {
     ("plugins/ranks/src/spurline_ranks/outcomes.py", "pickle.loads"): "what this process has pickled a line before",
     (
+        "plugins/rl/src/spurline_rl/rewards/worker_processes.py",
+        "pickle.loads",
+    ): "rows of the run, which its own process sends to its child",
+    (
         "plugins/collation_fast/src/spurline_collation_fast/tokenization/worker_pool.py",
         "pickle.load",
     ): "the parent's own file, in a folder that only this user can enter",

@@ -71,26 +71,6 @@ async def hangs_later(answer: Answer) -> float:
     return 1.0
 
 
-async def judge_is_down(answer: Answer) -> float:
-    """Fail as clients of HTTP do that give up before `timeout_s`."""
-    await asyncio.sleep(0.04)
-    raise ConnectionError("no answer") from TimeoutError()
-
-
-class HangsFromTheSecondOn:
-    """An async function whose first call returns before anything can be late."""
-
-    def __init__(self) -> None:
-        self._calls = 0
-
-    async def __call__(self, answer: Answer) -> float:
-        self._calls += 1
-        return 1.0 if self._calls == 1 else await hangs_later(answer)
-
-
-hangs_from_the_second_on = HangsFromTheSecondOn()
-
-
 def echo(text: Any, times: int = 1) -> Any:
     """What it was given, so many times."""
     return text * times

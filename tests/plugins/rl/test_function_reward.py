@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import sys
 import threading
 from collections import defaultdict
@@ -15,7 +14,7 @@ import reward_functions
 from rl_attempts import run
 
 from spurline import load_config
-from spurline.errors import ConfigError, PluginError, RunFailedError
+from spurline.errors import ConfigError, PluginError
 from spurline_agents.configs import HarnessConfig
 from spurline_rl import concurrency
 from spurline_rl.functions import load_function
@@ -128,43 +127,6 @@ def test_a_function_left_behind_keeps_nothing_else_from_being_scored():
     assert run(both()) == ({"other": 4.0}, 1)
 
 
-def rounds_of_scores(reward: FunctionReward) -> list[BaseException]:
-    """The errors of four rounds of four calls side by side."""
-
-    async def score_all() -> list[BaseException]:
-        errors: list[BaseException] = []
-        for _ in range(4):
-            scores = (reward_terms({"mine": reward}, ANSWER) for _ in range(4))
-            outcomes = await asyncio.gather(*scores, return_exceptions=True)
-            errors += [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-        return errors
-
-    try:
-        return run(score_all())
-    finally:
-        reward.close()
-
-
-@pytest.mark.parametrize("in_process", [True, pytest.param(False, marks=pytest.mark.processes)])
-def test_a_function_that_has_never_returned_ends_the_run_before_every_prompt_has_waited_for_it(in_process: bool):
-    path = "reward_functions:hangs_later"
-    errors = rounds_of_scores(FunctionReward(FunctionRewardConfig(path=path, timeout_s=0.02, in_process=in_process)))
-    # A retry may have more luck, as with a judge that wakes up.
-    assert [type(error) for error in errors[:7]] == [AttemptFailedError] * 7
-    assert isinstance(errors[-1], RunFailedError)
-    assert re.search(rf"'mine': All \d+ calls of {path} so far .* timeout_s: 0\.02", str(errors[-1]))
-
-
-def test_a_function_that_has_returned_once_may_hang_as_often_as_the_faults_allow():
-    errors = rounds_of_scores(make_reward("hangs_from_the_second_on", timeout_s=0.02))
-    assert [type(error) for error in errors] == [AttemptFailedError] * 15
-
-
-def test_a_function_that_fails_since_something_else_took_too_long_has_returned():
-    errors = rounds_of_scores(make_reward("judge_is_down", timeout_s=0.05))
-    assert not [error for error in errors if isinstance(error, RunFailedError)]
-
-
 def test_a_function_with_other_arguments_is_refused_at_the_start():
     with pytest.raises(ConfigError) as caught:
         make_reward("two_arguments")
@@ -259,22 +221,6 @@ def test_a_reward_that_cannot_be_built_is_named() -> None:
     }
     with pytest.raises(PluginError, match=r"^reward 'short': The reward function names 'reward_functions:lenght'"):
         make_rewards(configs, registry)
-
-
-def test_a_file_that_an_installed_module_hides_is_named_with_the_way_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "random.py").write_text("def toss():\n    return 1.0\n")
-    (tmp_path / "math.py").write_text("half = 0.5\n")
-    (tmp_path / "tosses.py").write_text("from random import toss\n")
-    with pytest.raises(
-        PluginError, match=r"cannot import name 'toss'.* .*/random\.py is hidden by the module 'random'"
-    ):
-        load_function(f"{tmp_path}/tosses.py:f", "reward function")
-    (tmp_path / "halves.py").write_text("import math\n\ndef half(answer):\n    return math.half\n")
-    reward = FunctionReward(FunctionRewardConfig(path=f"{tmp_path}/halves.py:half", in_process=True))
-    hidden = r"halves\.py:4 in half\)\. .*/math\.py is hidden by the module 'math' .* Rename that file\."
-    with pytest.raises(AttemptFailedError, match=hidden):
-        run(reward_terms({"half": reward}, ANSWER))
 
 
 def test_modules_beside_a_function_take_no_modules_place_in_the_run(tmp_path, monkeypatch):

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from spurline.errors import RunFailedError
-from spurline_rl.functions import hidden_module
 from spurline_rl.protocols.environment import AttemptFailedError
 
 T = TypeVar("T")
@@ -50,8 +49,7 @@ def located(error: BaseException) -> str:
         text = str(error)
     except Exception as unsaid:  # noqa: BLE001 - told; a class of somebody else's must not hide where it was raised
         text = f"its text cannot be had, {type(unsaid).__name__}: {unsaid}"
-    hint = hidden_module(error)
-    return f"{type(error).__name__}: {text}{place}{'.' if hint else ''}{hint}"
+    return f"{type(error).__name__}: {text}{place}"
 
 
 async def in_thread(function: Callable[..., T], /, *arguments: Any, **keywords: Any) -> T:

@@ -1,8 +1,7 @@
 """Import functions that a config names: rewards, tools and agents that need no plugin.
 
-There are two ways to write one: `module:function`, of anything importable or a file in the working directory, and
-`path/to/file.py:function`. `FOLDER/module:function` is a module of that folder. One loader serves every setting that
-holds such a name.
+A function is named as `module:function`, where the module is installed or a file in the working directory, as
+`path/to/file.py:function`, or as `FOLDER/module:function`, a module of that folder.
 """
 
 from __future__ import annotations
@@ -27,19 +26,22 @@ FUNCTION_PATH = r"^(.*/)?[^/:]+:\w+$"
 
 
 def load_function(path: str, what: str) -> Callable[..., Any]:
-    """The function. what: names the setting in messages, such as `reward function`.
+    """Import a function.
+
+    Args:
+        path: The name of the function.
+        what: The setting in messages, such as `reward function`.
 
     Raises:
-        PluginError: For a function that was given as an object in another process, and when module or file cannot be
-            found or imported, or has no such name.
+        PluginError: If module or file cannot be found or imported, or has no such name; or if the function was given as
+            an object in another process.
     """
     if is_reference(path):
         given = function_of(path)
         if given is None:
             raise PluginError(
-                f"The {what} is '{path}', a function that a Python program gave as an object; it was in that process "
-                "alone. Train from Python with the function again, or write it in a file, and name that: "
-                f"`my_functions.py:{path.rpartition(':')[2]}`."
+                f"The {what} is '{path}', an object of another Python process. Train from Python with the function "
+                f"again, or write it in a file, and name that: `my_functions.py:{path.rpartition(':')[2]}`."
             )
         return given
     source, _, name = path.rpartition(":")
@@ -72,7 +74,7 @@ def _from_name(source: str, path: str, what: str) -> ModuleType:
 
 
 def _from_file(file: Path, what: str) -> ModuleType:
-    """The module of a file, imported once as long as the file stays as it is."""
+    """Return the module of a file. An unchanged file is imported once."""
     file = Path(os.path.expandvars(file)).expanduser().absolute()
     if not file.is_file():
         near = sorted(entry.name for entry in file.parent.glob("*.py"))
@@ -81,7 +83,7 @@ def _from_file(file: Path, what: str) -> ModuleType:
             f"{file.parent}: {listing(near)}. An installed module is written `module:function`."
         )
     content = file.read_bytes()
-    # By its content too: a notebook that changed the file wants the new one.
+    # The content is part of the name: a notebook that changed the file wants the new one.
     name = f"{file.stem}-{xxhash.xxh3_64_hexdigest(os.fsencode(file) + content)}"
     if name in sys.modules:
         return sys.modules[name]
@@ -89,7 +91,7 @@ def _from_file(file: Path, what: str) -> ModuleType:
     assert spec is not None, file
     assert spec.loader is not None, file
     module = importlib.util.module_from_spec(spec)
-    # What lies beside it can be imported, as from a script.
+    # It can import files beside it, as a script can.
     _make_importable(file.parent)
     sys.modules[name] = module
     try:
@@ -107,7 +109,7 @@ def _make_importable(folder: Path) -> None:
 
 
 def _explain(error: Exception, source: str) -> str:
-    """The error, where in the code it came from, and what to do about a module that is not there."""
+    """Return the error with its place in the code, and the fix for a missing module."""
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, ModuleNotFoundError) and error.name is not None and source.split(".")[0] == error.name:
         near = suggestion(source, [file.stem for file in Path.cwd().glob("*.py")])
@@ -117,26 +119,4 @@ def _explain(error: Exception, source: str) -> str:
         )
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""
-    return f"{text}{place}.{hidden_module(error)}"
-
-
-def hidden_module(error: BaseException) -> str:
-    """` FILE is hidden ...` where code misses something in a module that it may have taken for the file of this name
-    beside it; else empty."""
-    name: Any = None
-    if isinstance(error, ImportError):
-        name = error.name
-    elif isinstance(error, AttributeError) and isinstance(error.obj, ModuleType):
-        name = error.obj.__name__
-    module = sys.modules.get(name) if isinstance(name, str) else None
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
-    if module is None or not frames:
-        return ""
-    beside = Path(frames[-1].filename).absolute().parent / f"{module.__name__}.py"
-    imported = getattr(module, "__file__", None) or "part of Python itself"
-    if not beside.is_file() or imported == str(beside):
-        return ""
-    return (
-        f" {beside} is hidden by the module '{module.__name__}' that is installed ({imported}): what lies beside a "
-        "function comes last, so that it takes no module's place in the run. Rename that file."
-    )
+    return f"{text}{place}."

@@ -1,7 +1,7 @@
 """The folder of kept rollouts: one Parquet file per step, written beside its place and renamed.
 
 A kill leaves a whole file or none. Files are forced to the disk before the checkpoint that covers them; a resume
-removes those of later steps. Nothing here knows what the columns say. No torch.
+removes those of later steps. No torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NAME = re.compile(r"step-(\d+)\.parquet")
 
 
 def step_files(run_dir: Path) -> dict[int, Path]:
-    """Return the file of each step, in order of steps; a run without the folder has none.
+    """Return the file of each step, in order of steps. A run without the folder has none.
 
     Raises:
         RunDirectoryError: If the folder cannot be read.
@@ -40,7 +40,7 @@ def step_files(run_dir: Path) -> dict[int, Path]:
 
 
 def read_step(path: Path, columns: Sequence[str] | None = None) -> tuple[pa.Table, Mapping[bytes, bytes]] | None:
-    """Return a step's table and the texts that were stored with it; None if the file is gone.
+    """Return a step's table and the texts stored with it, or None if the file is gone.
 
     Raises:
         RunDirectoryError: If the file cannot be read or is damaged.
@@ -58,9 +58,9 @@ def read_step(path: Path, columns: Sequence[str] | None = None) -> tuple[pa.Tabl
 
 
 def packed(tables: Iterable[pa.Table], schema: pa.Schema, texts: Mapping[str, str]) -> pa.Buffer:
-    """Return the content of a Parquet file: each table as a row group, and texts in the file's metadata."""
+    """Return the content of a Parquet file, with a row group for each table and the texts as metadata."""
     sink = pa.BufferOutputStream()
-    # A low level: most of a file is numbers that hardly get shorter.
+    # A low level is enough: most of a file is numbers that hardly get shorter.
     with pq.ParquetWriter(sink, schema, compression="zstd", compression_level=1) as writer:
         for table in tables:
             writer.write_table(table)
@@ -69,7 +69,7 @@ def packed(tables: Iterable[pa.Table], schema: pa.Schema, texts: Mapping[str, st
 
 
 class RolloutFolder:
-    """The folder while a run adds to it. When its files take more than `most_bytes`, some of the older ones go."""
+    """The folder while a run adds to it. If its files take more than `most_bytes`, some older ones are removed."""
 
     def __init__(self, run_dir: Path, most_bytes: int) -> None:
         self._run_dir, self._most_bytes = run_dir, most_bytes
@@ -78,7 +78,7 @@ class RolloutFolder:
         self._sizes: dict[int, int] = {}
 
     def start(self, last_step: int) -> None:
-        """Remove what a run has written beyond `last_step`, and make the folder if rollouts are kept.
+        """Remove the files of steps after `last_step`, and make the folder if rollouts are kept.
 
         Raises:
             RunFailedError: If the folder cannot be written.
@@ -97,7 +97,7 @@ class RolloutFolder:
             raise write_failure(self._folder, error) from error
 
     def add(self, step: int, content: pa.Buffer) -> None:
-        """Write the file of a step; it survives the process from here on.
+        """Write the file of a step. From here on it survives the process.
 
         Raises:
             RunFailedError: If it cannot be written.
@@ -119,7 +119,7 @@ class RolloutFolder:
             raise write_failure(path, error) from error
 
     def flush(self) -> None:
-        """Force all files to the disk, where they survive a power cut.
+        """Force all files to the disk, so that they survive a power cut.
 
         Raises:
             RunFailedError: If that fails.
@@ -135,10 +135,10 @@ class RolloutFolder:
 
 
 def thinned(sizes: Mapping[int, int], most_bytes: int) -> set[int]:
-    """Choose the steps to keep when their files take more than `most_bytes`.
+    """Choose the steps to keep.
 
-    The newest that fit in half of it stay, always the last one; of those before, every other one goes, again and again,
-    until they fit in a quarter. The first steps stay to compare with.
+    All stay if they fit in `most_bytes`. Otherwise the newest stay that fit in half of it, at least one. Of the older
+    ones, every other is removed, again and again, until they fit in a quarter; the first step always stays.
     """
     if sum(sizes.values()) <= most_bytes:
         return set(sizes)

@@ -1,7 +1,6 @@
-"""Keep the rollouts of each step beside the training: what a source of rollouts calls.
+"""Write the rollouts of each step on a thread, while the model trains.
 
-The loop's thread hands over what there is anyway; another thread makes tables of it and writes them while the model
-trains. A step is written before the next one is handed over and before the checkpoint that covers it.
+A step is written before the next one is handed over and before the checkpoint that covers it.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from spurline_rl.trajectory import Group
 from spurline_text.token_pieces import TokenPieces
 
 _TABLE_TOKENS = 1_000_000
-"""Tokens of one table; up to two copies of them are in memory while it is made."""
+"""Tokens of one table, of which up to two copies are in memory."""
 _BYTES_PER_TOKEN = 10
-"""Upper estimate of what a file takes for each token, texts included."""
+"""Upper estimate of a file's bytes for each token, texts included."""
 _LARGEST_SHARE = 4
-"""A step takes at most about 1 / this of the folder; prompts of a larger one are left out evenly."""
+"""A step takes at most about 1 / this of the folder. Of a larger step only every n-th prompt is kept."""
 _PATIENCE_S = 600.0
-"""More than any disk that still answers takes to write one step."""
+"""Seconds to write one step, more than any disk takes that still answers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,8 +45,8 @@ class KeptStep:
         filtered: Groups that were not trained on.
         lost: Prompts given up meanwhile.
         prompts_per_epoch: Prompts of a pass over the data.
-        column: Returns the values of a token column of the batch for each turn of `groups`; called until the step is
-            written, with columns that are not used again.
+        column: Returns the values of a token column of the batch for each turn of `groups`. It is called on the thread
+            that writes.
     """
 
     step: int
@@ -61,7 +60,7 @@ class KeptStep:
 class RolloutKeeper:
     """Writes the files of `RUN_DIR/rollouts`, which take `most_bytes` at most; 0 keeps nothing.
 
-    Its methods are for one thread, the loop's. What fails beside it is raised by the next call.
+    Only the loop's thread may call its methods. The next call raises an error of the thread that writes.
     """
 
     def __init__(self, run_dir: Path, tokenizer: PreTrainedTokenizerBase, most_bytes: int) -> None:
@@ -80,20 +79,20 @@ class RolloutKeeper:
         self._folder.start(last_step)
 
     def keep(self, taken: KeptStep) -> None:
-        """Begin to write a step. Raises what went wrong with the one before."""
+        """Begin to write a step. Raises the error of the step before."""
         self._wait()
         self._writing = Future()
-        # A daemon, which the end of the process does not wait for: the disk may not answer any more.
+        # The end of the process does not wait for a daemon: the disk may not answer any more.
         Thread(target=self._run, args=(taken, self._writing), name="spurline-kept-rollouts", daemon=True).start()
 
     def flush(self) -> None:
-        """Force the steps handed over to the disk. Raises what went wrong with the last one."""
+        """Force the steps handed over to the disk. Raises the error of the last one."""
         self._wait()
         if self.is_on:
             self._folder.flush()
 
     def close(self) -> None:
-        """End the thread. What went wrong does not hide an error that is on its way."""
+        """End the thread. Its error does not hide one that is being raised."""
         ended_by = sys.exception()
         try:
             self._wait()
@@ -104,7 +103,6 @@ class RolloutKeeper:
                 ended_by.add_note(f"Writing the rollouts failed too: {failure}")
 
     def _wait(self) -> None:
-        """Wait until the step handed over last is written."""
         writing, self._writing = self._writing, None
         if writing is None:
             return
@@ -119,7 +117,7 @@ class RolloutKeeper:
     def _run(self, taken: KeptStep, writing: Future[None]) -> None:
         try:
             self._write(taken)
-        except BaseException as failure:  # noqa: BLE001 - raised on the loop's thread, which waits for it
+        except BaseException as failure:  # noqa: BLE001 - raised on the loop's thread
             writing.set_exception(failure)
         else:
             writing.set_result(None)

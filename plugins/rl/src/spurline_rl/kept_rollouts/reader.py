@@ -1,11 +1,10 @@
-"""Read the rollouts that a run keeps, of a finished run or of one that is going on.
+"""Read the rollouts that a finished or a running run keeps.
 
     rollouts = KeptRollouts(run_dir)
     for attempt in rollouts.attempts(steps=[40]):
         print(attempt.uid, attempt.reward, attempt.turns[-1].response_text)
 
-A step is read when its attempts are asked for, tokens when they are looked at. Needs no tokenizer, no config and no
-torch.
+A step is read when its attempts are asked for. Needs no tokenizer, no config and no torch.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from spurline_text.shown_pieces import shown, text_of
 
 @dataclass(frozen=True)
 class LostPrompt:
-    """A prompt that was given up in a step because its attempts failed. `reason` says where and why."""
+    """A prompt that was given up in a step because its attempts failed, and the reason."""
 
     step: int
     uid: str
@@ -44,12 +43,12 @@ class KeptTurn:
     Attributes:
         prompt_ids: int32 [P], the whole context.
         response_ids: int32 [A].
-        finish_reason: As of Turn.
+        finish_reason: See `spurline_rl.trajectory.Turn`.
         reward: The reward of its tokens.
-        logprobs: float16 [A], of the engine when it sampled; None where it tells none.
+        logprobs: float16 [A], of the engine when it sampled.
         gap: float16 [A], the trained model's logprob before the update, less the engine's; None for filtered attempts.
-            Rounded as a difference, so that a small gap is as precise as a large one.
-        old_logprobs: float32 [A], of the trained model before the update.
+            A small gap is as precise as a large one.
+        old_logprobs: float32 [A], of the trained model before the update; None for filtered attempts.
         advantages: float32 [A]; None for attempts that were not trained on.
         versions: int32 [A], the weights that each token came from, counted in steps.
         ages: int32 [A], updates between those weights and those that were trained; 0 in synchronous runs.
@@ -79,17 +78,17 @@ class KeptTurn:
 
     @property
     def prompt_pieces(self) -> list[str]:
-        """A text for each prompt token; see `spurline_text.shown_pieces.shown`."""
+        """Return a text for each prompt token; see `spurline_text.shown_pieces.shown`."""
         return list(shown(self._pieces.of(self.prompt_ids)))
 
     @property
     def response_pieces(self) -> list[str]:
-        """A text for each response token."""
+        """Return a text for each response token."""
         return list(shown(self._pieces.of(self.response_ids)))
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """Tokens that are marks of the template or the model, and no text."""
+        """Return the tokens that are marks of the template or the model, and no text."""
         return self._pieces.special
 
 
@@ -167,21 +166,16 @@ class KeptAttempt:
 
 def _in_full(columns: dict[str, Any], count: int) -> dict[str, Any]:
     """Return the columns of a turn with those that follow from others."""
-    gap, logprobs, old = columns["gap"], columns["logprobs"], columns["old_logprobs"]
-    if gap is not None and logprobs is not None:
-        old = logprobs.astype(np.float32) + gap
-    advantages, mask = columns["advantages"], columns["loss_mask"]
+    gap, advantages, mask = columns["gap"], columns["advantages"], columns["loss_mask"]
     return columns | {
-        "old_logprobs": None if old is None else old.astype(np.float32),
+        "old_logprobs": None if gap is None else columns["logprobs"].astype(np.float32) + gap,
         "advantages": None if advantages is None else advantages.astype(np.float32),
         "loss_mask": np.ones(count, np.uint8) if mask is None else mask,
     }
 
 
 class KeptRollouts:
-    """The kept rollouts of a run. What a run adds meanwhile is seen after `refresh`.
-
-    A run that has kept nothing has no steps.
+    """The kept rollouts of a run. Steps that a run adds meanwhile appear after `refresh`.
 
     Raises:
         RunDirectoryError: If the folder does not exist, or when a file cannot be read.
@@ -195,18 +189,18 @@ class KeptRollouts:
         self.refresh()
 
     def refresh(self) -> None:
-        """Look again at what there is."""
+        """Look for new files."""
         self._files = step_files(self._run_dir)
 
     @property
     def steps(self) -> Sequence[int]:
-        """Steps whose rollouts there are, ascending. Some of the older ones are missing once they took too much."""
+        """Return the steps with kept rollouts, ascending. Some older ones are missing if they took too much space."""
         return list(self._files)
 
     def attempts(self, steps: Iterable[int] | None = None) -> Iterator[KeptAttempt]:
         """Yield attempts in the order of training, those filtered after those trained on.
 
-        A step that is not there has none. If `steps` is None, all are read.
+        A step without a file has none. If `steps` is None, all are read.
         """
         for table, texts in self._tables(steps, [*SEARCHED, *DETAILS]):
             yield from _attempts(table, _StoredPieces(texts))

@@ -1,7 +1,7 @@
 """Attempts as a table: one row per attempt, with its numbers, its texts and its tokens.
 
-docs/inspecting.md says what each column is. The tables are made on a thread beside the training: from the flat arrays
-of the groups, with few operations that are long ones, so that the other thread is not held up.
+docs/inspecting.md describes each column. The tables are made on a thread beside the training, with few operations over
+whole arrays, which hold the other thread up the least.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from spurline_rl.group_runner import GivenUpPrompt
 from spurline_rl.trajectory import Group, Trajectory, trajectories_of
 
 Status = Literal["trained", "filtered", "given_up"]
-"""The fate of a prompt: its attempts were trained on; they were all rewarded alike and others took their place
-(`zero_variance: refill`); or they failed, and the prompt was given up."""
+"""The fate of a prompt. Attempts are filtered if all got the same reward and other prompts took their place
+(`zero_variance: refill`); a prompt is given up if its attempts failed."""
 
 _HALF, _FLOAT, _INT, _BYTE = (pa.list_(kind) for kind in (pa.float16(), pa.float32(), pa.int32(), pa.uint8()))
 SEARCHED: Mapping[str, pa.DataType] = {
@@ -58,7 +58,6 @@ DETAILS: Mapping[str, pa.DataType] = {
     "ids": _INT,
     "logprobs": _HALF,
     "gap": _HALF,
-    "old_logprobs": _HALF,
     "advantages": _HALF,
     "versions": _INT,
     "loss_mask": _BYTE,
@@ -70,9 +69,7 @@ SCHEMA = pa.schema([*SEARCHED.items(), *DETAILS.items()])
 class ScoredGroup(NamedTuple):
     """A group with the values of its response tokens, float32 [A] each; None for a group that was filtered.
 
-    Attributes:
-        old_logprobs: Of the trained model before the update.
-        advantages: As the loss has them.
+    `old_logprobs` are those of the trained model before the update.
     """
 
     group: Group
@@ -137,9 +134,9 @@ def attempts_table(
     """Return the attempts of these groups, one row for each.
 
     Args:
-        step: The step that they belong to.
-        status: What became of them.
-        scored: Groups with their scores, or none of them with scores.
+        step: Their step.
+        status: Their fate.
+        scored: Groups with their scores. Either all have scores or none has.
         texts: The texts of their tokens.
         prompts_per_epoch: Prompts of a pass over the data.
         one_in: One of so many groups of the step is kept.
@@ -176,13 +173,17 @@ def attempts_table(
         "turn_prompt": _lists(flat.num_prompt, turn_ends, _INT),
         "turn_response": _lists(flat.num_response, turn_ends, _INT),
         "turn_finish": _lists(flat.finish_reasons, turn_ends, DETAILS["turn_finish"]),
-        "ids": _lists(np.concatenate([ids for parts in own for ids in parts]), _ends(_sizes(own)), _INT),
+        "ids": _lists(
+            np.concatenate([ids for parts in own for ids in parts]),
+            _ends([sum(map(len, parts)) for parts in own]),
+            _INT,
+        ),
     }
     starts = token_ends[:-1]
     if "versions" in token_columns:
         columns["max_age"] = step - 1 - np.minimum.reduceat(token_columns["versions"], starts)
     if "gap" in token_columns:
-        # `fmax` passes over what is no number.
+        # `fmax` ignores NaN.
         columns["max_gap"] = np.fmax.reduceat(np.abs(token_columns["gap"]), starts)
     if "advantages" in token_columns:
         columns["advantage"] = _same(token_columns["advantages"], starts, columns["tokens"])
@@ -196,16 +197,8 @@ def attempts_table(
 
 def given_up_table(step: int, lost: Sequence[GivenUpPrompt]) -> pa.Table:
     """Return the prompts that were given up, one row for each."""
-    rows = [
-        {
-            "step": step,
-            "status": "given_up",
-            "uid": _utf8(prompt.uid),
-            "draw": prompt.draw,
-            "reason": _utf8(prompt.reason),
-        }
-        for prompt in lost
-    ]
+    known = {"step": step, "status": "given_up"}
+    rows = [{**known, "uid": _utf8(prompt.uid), "draw": prompt.draw, "reason": _utf8(prompt.reason)} for prompt in lost]
     return pa.Table.from_pylist(rows, schema=SCHEMA)
 
 
@@ -216,20 +209,16 @@ def _token_columns(scored: Sequence[ScoredGroup], flat: FlatTurns) -> dict[str, 
     }
     old = [each.old_logprobs for each in scored if each.old_logprobs is not None]
     advantages = [each.advantages for each in scored if each.advantages is not None]
-    if old:
-        # Stored as a difference: that of two rounded numbers would be rounding where the two models agree.
-        is_gap = "logprobs" in columns
-        columns["gap" if is_gap else "old_logprobs"] = np.concatenate(old) - (columns["logprobs"] if is_gap else 0)
+    if old and "logprobs" in columns:
+        # The difference is stored: between two rounded numbers it would be rounding error where the models agree.
+        columns["gap"] = np.concatenate(old) - columns["logprobs"]
     if advantages:
         columns["advantages"] = np.concatenate(advantages)
     return columns
 
 
 def _unshared(attempts: Sequence[Trajectory]) -> tuple[list[int], list[list[NDArray[np.int32]]]]:
-    """Return how many tokens each turn has in common with the turn before it, and the others of each attempt.
-
-    A turn's prompt mostly begins with all that the turn before it held.
-    """
+    """Return how many tokens of each turn's prompt repeat the turn before it, and the other tokens of each attempt."""
     shared: list[int] = []
     own: list[list[NDArray[np.int32]]] = []
     for attempt in attempts:
@@ -245,14 +234,14 @@ def _unshared(attempts: Sequence[Trajectory]) -> tuple[list[int], list[list[NDAr
 
 
 def _prompt_texts(attempts: Sequence[Trajectory], texts: TokenTexts) -> list[str]:
-    """Return the text of each attempt's first prompt; those of a group are mostly one."""
+    """Return the text of each attempt's first prompt. Most attempts of a group share it."""
     prompts = {attempt.turns[0].prompt_ids.tobytes(): attempt.turns[0].prompt_ids for attempt in attempts}
     found = dict(zip(prompts, texts.of([*prompts.values()]), strict=True))
     return [found[attempt.turns[0].prompt_ids.tobytes()] for attempt in attempts]
 
 
 def _same(values: NDArray[np.float32], starts: NDArray[np.int64], counts: NDArray[np.int64]) -> list[float | None]:
-    """Return the one value that all tokens of an attempt have, or None where they have several."""
+    """Return for each attempt the value that all its tokens have, or None if they differ."""
     first = values[starts]
     differs = np.add.reduceat(values != np.repeat(first, counts), starts)
     return [None if several else value for value, several in zip(first.tolist(), differs.tolist(), strict=True)]
@@ -270,14 +259,10 @@ def _ends(counts: Any) -> NDArray[np.int64]:
     return np.append(0, np.cumsum(counts, dtype=np.int64))
 
 
-def _sizes(parts: Sequence[Sequence[NDArray[Any]]]) -> list[int]:
-    return [sum(map(len, each)) for each in parts]
-
-
 def _json(values: Mapping[str, Any]) -> str:
-    """Return values as JSON; those that JSON has no form for become text."""
+    """Return values as JSON, or all as text if JSON has no form for one."""
     try:
-        # JSON has no infinity and no NaN either, though Python writes them.
+        # JSON has no infinity and no NaN, though Python writes them.
         return json.dumps(dict(values), default=str, allow_nan=False)
     except (TypeError, ValueError):
         return json.dumps({str(name): str(value) for name, value in values.items()})

@@ -1,15 +1,17 @@
-"""Call a function in processes that are killed when it takes too long.
+"""Call a function in processes that are killed when it takes too long or too much memory.
 
-For code that may hang where no thread can be stopped, or take all memory. The calls go to a child process, which has
-imported the function once and makes them in forks of itself (`worker_processes`): one that is killed is replaced in no
-time. Arguments and results are JSON.
+The calls go to a child process, which has imported the function once and makes them in forks of itself
+(`worker_processes`), so a killed process is replaced at once. Arguments are pickled; results are JSON, as a process
+that has run what a model wrote must not make this one run code.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
+import pickle
 import threading
 import time
 from collections.abc import Sequence
@@ -28,18 +30,18 @@ from spurline_rl.rewards.worker_processes import Outcome, WorkerSettings
 START_TIMEOUT_S = 120.0
 """Seconds that importing the function may take."""
 ANSWER_TIMEOUT_S = 30.0
-"""Seconds beyond the limit of the import after which the child itself must hang when it says nothing."""
+"""Seconds beyond the limit of the import after which a silent child counts as hanging."""
 MEMORY_LIMIT_BYTES = 8 << 30
 """Memory of a worker: a result with billions of digits must not take the machine down."""
 _LONGEST_S = 1e6
-"""Seconds, the most that a call or the import may take: timers take no number that is very large."""
+"""The longest time limit: timers refuse very large numbers."""
 _CLOSE_PATIENCE_S = 2.0
 """Seconds the child has to end by itself when the pool is closed; it may be importing something large."""
 _ONE_THREAD = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-"""The processes are what computes side by side; and a library's threads would be lost in a fork."""
+"""Processes compute side by side already, and a fork would lose a library's threads."""
 
 
-class TookTooLong(Exception):  # noqa: N818 - a finding about one call, for the caller to judge
+class TookTooLong(Exception):  # noqa: N818 - the caller decides whether it is an error
     """The call exceeded its limit of time or memory."""
 
 
@@ -66,18 +68,17 @@ _OUR_ERRORS = {
 class KillablePool:
     """Processes for one function, for calls from any thread and event loop.
 
-    They start with `start` or with the first call, and again after a death. An async function is called many times side
-    by side.
+    They start with `start` or with the first call, and again after a death. The calls of an async function wait side by
+    side.
 
     Args:
-        function: `module:function`, with arguments and a result that JSON has.
+        function: `module:function` with a result in JSON, or, with an argument, one that returns such a function.
         timeout_s: Seconds of one call.
-        workers: Processes at most; 0 for one if the function is async, else as many as there are processors.
-        imports: Modules that the function imports when it is called.
-        adapter: `module:function` that makes the function out of `function`, whatever that is then.
+        workers: The largest number of processes. 0 gives an async function one, and others one per processor.
+        argument: The argument of `function`, if it returns the function to call.
         import_timeout_s: Seconds of the import.
         memory_bytes: Memory of one worker.
-        shows_output: What calls print goes where the run's messages go.
+        shows_output: Whether the output of calls appears among the run's messages.
     """
 
     def __init__(
@@ -85,17 +86,15 @@ class KillablePool:
         function: str,
         timeout_s: float,
         workers: int = 1,
-        imports: Sequence[str] = (),
         *,
-        adapter: str = "",
+        argument: str | None = None,
         import_timeout_s: float = START_TIMEOUT_S,
         memory_bytes: int = MEMORY_LIMIT_BYTES,
         shows_output: bool = False,
     ) -> None:
         self._settings = WorkerSettings(
             function=function,
-            adapter=adapter,
-            imports=tuple(imports),
+            argument=argument,
             timeout_s=min(timeout_s, _LONGEST_S),
             import_timeout_s=min(import_timeout_s, _LONGEST_S),
             workers=workers,
@@ -103,6 +102,7 @@ class KillablePool:
             output=None,
             python_path=os.environ.get("PYTHONPATH"),
         )
+        self._name = argument or function
         self._shows_output = shows_output
         self._lock = threading.Lock()
         self._closed = False
@@ -115,8 +115,8 @@ class KillablePool:
         """Start the child, and wait until it has imported the function.
 
         Raises:
-            PluginError: If that cannot be done or takes too long.
-            SpurlineError: If the adapter raises it.
+            PluginError: If the import fails or takes too long.
+            SpurlineError: If the import raises one of our errors.
         """
         began, limit_s = time.monotonic(), self._settings.import_timeout_s
         with self._lock:
@@ -125,19 +125,19 @@ class KillablePool:
             outcome = ready.result(limit_s + ANSWER_TIMEOUT_S)
         except TimeoutError as error:
             child.kill()
-            raise RunFailedError(f"The process that imports {self._settings.function} does not answer.") from error
+            raise RunFailedError(f"The process that imports {self._name} does not answer.") from error
         if outcome[0] == "died" and time.monotonic() - began >= limit_s:
             raise PluginError(
-                f"Importing {self._settings.function} takes longer than {limit_s:g} s. What takes long belongs "
-                f"into the first call. It stood here:\n{child.last_words()}"
+                f"Importing {self._name} takes longer than {limit_s:g} s. Move slow work into the first call. The "
+                f"import stood here:\n{child.last_words()}"
             )
         if outcome[0] == "died":
-            raise PluginError(f"Importing {self._settings.function} ended its process: {self._error(child, outcome)}")
+            raise PluginError(f"Importing {self._name} ended its process: {self._error(child, outcome)}")
         if outcome[0] != "value":
             raise self._error(child, outcome)
 
     async def call_async(self, *arguments: Any) -> Any:
-        """Return the function's result. A call whose caller is cancelled is taken back unless it is under way.
+        """Return the function's result. If the caller is cancelled, the call is taken back unless it is under way.
 
         Raises:
             TookTooLong: If it exceeds its limit of time or memory.
@@ -147,11 +147,12 @@ class KillablePool:
             RunFailedError: If the pool is closed.
         """
         number, answer = next(self._numbers), Future[Outcome]()
+        packed = base64.b64encode(pickle.dumps(arguments)).decode()
         with self._lock:
             child = self._running_child()
             self._calls[number] = answer
         try:
-            child.send({"id": number, "arguments": arguments})
+            child.send({"id": number, "arguments": packed})
             outcome = await asyncio.wrap_future(answer)
         except asyncio.CancelledError:
             child.send({"cancel": number})
@@ -179,8 +180,10 @@ class KillablePool:
             raise RunFailedError(_PROBLEMS["closed"][1])
         if self._child is None:
             self._ready = Future()
-            # Its own standard error is kept, to be told when it dies.
-            output = _standard_error() if self._shows_output else None
+            output = None
+            # There may be no standard error. The child's own is kept for its last words.
+            with suppress(OSError):
+                output = os.dup(2) if self._shows_output else None
             self._child = ChildProcess(
                 "spurline_rl.rewards.worker_processes",
                 (json.dumps(asdict(replace(self._settings, output=output))),),
@@ -203,17 +206,21 @@ class KillablePool:
     def _note_end(self, child: ChildProcess) -> None:
         with self._lock:
             self._child = None
-            outcome: Outcome = ("closed", None) if self._closed else ("died", child.exit_code)
             if not self._ready.done():
                 self._ready.set_result(("died", child.exit_code))
+            # A child that could not import the function has said why.
+            outcome = self._ready.result()
+            if outcome[0] == "value":
+                outcome = ("died", child.exit_code)
+            if self._closed:
+                outcome = ("closed", None)
             numbers = list(self._calls)
         for number in numbers:
             self._deliver(number, outcome)
 
     def _deliver(self, number: int, outcome: Outcome) -> None:
-        # Nobody waits for one that was cancelled.
-        answer = self._calls.get(number)
-        if answer is not None:
+        if (answer := self._calls.get(number)) is not None:
+            # The caller may have been cancelled.
             with suppress(InvalidStateError):
                 answer.set_result(outcome)
 
@@ -224,23 +231,16 @@ class KillablePool:
         if kind == "died":
             detail = f"{detail}. {child.last_words()}".strip()
         error, text = _PROBLEMS[kind]
-        return error(text.format(function=self._settings.function, timeout_s=self._settings.timeout_s, detail=detail))
-
-
-def _standard_error() -> int | None:
-    """Return a descriptor of this process's standard error; None if it has none."""
-    with suppress(OSError):
-        return os.dup(2)
-    return None
+        return error(text.format(function=self._name, timeout_s=self._settings.timeout_s, detail=detail))
 
 
 def _our_error(classes: Sequence[str], text: str, problems: Sequence[tuple[str, str]]) -> SpurlineError:
-    """Return the error that was raised in a worker, of the nearest class that is known here."""
+    """Return the error that a worker has raised, as its nearest class that is known here."""
     if problems:
         return ConfigError([Problem(*problem) for problem in problems])
     known = next(_OUR_ERRORS[name] for name in classes if name in _OUR_ERRORS)
     try:
         return known(text)
     except TypeError:
-        # One that takes more than its text.
+        # The class takes more than its text.
         return RunFailedError(text)

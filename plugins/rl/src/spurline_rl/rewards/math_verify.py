@@ -1,12 +1,14 @@
 """Reward `math_verify`: whether response and reference are the same mathematically, by the library math-verify.
 
-The comparison runs in a worker process: simplifying what a model wrote can take for ever, and cannot be interrupted.
+The comparison runs in a worker process: simplifying a model's answer can take forever, and cannot be interrupted.
 """
 
 from __future__ import annotations
 
 import asyncio
 import importlib.util
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from spurline.errors import ConfigError, DataError
@@ -17,13 +19,13 @@ from spurline_rl.rewards.references import required_reference
 
 
 class MathVerify:
-    """1.0 or 0.0. An answer that cannot be checked within the limits is wrong: else hanging the check would pay."""
+    """1.0 or 0.0. An answer that cannot be checked within the limits is wrong: hanging the check must not pay."""
 
     def __init__(self, config: MathVerifyConfig) -> None:
         if importlib.util.find_spec("math_verify") is None:
             missing = "needs the math-verify library. Install it: pip install 'spurline-rl[math]'"
             raise ConfigError.at("reward 'math_verify'", missing)
-        self._pool = KillablePool(f"{__name__}:equal", config.timeout_s, config.workers, imports=("math_verify",))
+        self._pool = KillablePool(f"{__name__}:comparer", config.timeout_s, config.workers, argument="math_verify")
 
     def score(self, answer: Answer) -> float:
         """Score as `score_async` does, for callers without an event loop."""
@@ -44,16 +46,15 @@ class MathVerify:
         self._pool.close()
 
 
-def equal(reference: str, response: str) -> bool | None:
-    """Return whether the response ends in what the reference says; None if the reference cannot be parsed.
+def comparer(library: str) -> Callable[[str, str], bool | None]:
+    """Import the library with its sympy, which takes seconds, and return the comparison for worker processes."""
+    math_verify: Any = importlib.import_module(library)
+    # The library's own time limits are signals. This process is killed when it takes too long.
+    parse = partial(math_verify.parse, parsing_timeout=None)
 
-    Runs in a worker process, where the library and its sympy have been imported, which takes seconds.
-    """
-    import math_verify  # pyright: ignore[reportMissingImports]
+    def equal(reference: str, response: str) -> bool | None:
+        """Return whether the response ends in the reference; None if the reference cannot be parsed."""
+        gold = parse(reference) or parse(f"${reference}$")
+        return bool(math_verify.verify(gold, parse(response), timeout_seconds=None)) if gold else None
 
-    def parse(text: str) -> list[Any]:
-        # No time limits of the library's own: they are signals, and this process is killed when it takes too long.
-        return math_verify.parse(text, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
-
-    gold = parse(reference) or parse(f"${reference}$")
-    return bool(math_verify.verify(gold, parse(response), timeout_seconds=None)) if gold else None
+    return equal

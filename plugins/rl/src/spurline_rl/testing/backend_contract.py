@@ -1,8 +1,7 @@
-"""Check that a backend computes what the local backend computes.
+"""Check that a backend computes the same as the local backend.
 
-The first tests are of the policy: updates, gradients, weights, checkpoints, evaluation. The next ones use batches that
-leave parts of a backend with little or nothing to do. The last ones are of reinforcement learning: temperatures, and
-models in other roles than the policy's.
+The first tests are of the policy: updates, gradients, weights, checkpoints, evaluation. The next ones use uneven
+batches. The last ones are of reinforcement learning: temperatures, and models in other roles.
 """
 
 from __future__ import annotations
@@ -70,23 +69,23 @@ class CountingLoss(CrossEntropy):
     calls = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of calls."""
         return {"calls": self.calls}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on counting."""
         self.calls = state["calls"]
 
 
 class BackendContract:
     """Subclass with `backend_settings`, the config's `backend:` section, and `plugins` to enable.
 
-    gradient_tolerance, step_tolerance: largest relative difference from the local backend, of each parameter's gradient
-    and of the loss and the gradient norm of a step. metric_tolerance: of the loss's own metrics.
-    dropout: of the attention, where random numbers must be drawn; 0 for a backend that has no dropout.
-    has_critic: whether it trains a critic; False for a backend that refuses one.
-    keeps_open: True for a backend that takes seconds to start; tests of the class then share one, which is put back to
-    its start between them.
+    Attributes:
+        gradient_tolerance: Largest relative difference of a parameter's gradient from the local backend's.
+        step_tolerance: The same for the loss and the gradient norm of a step.
+        metric_tolerance: The same for the loss's own metrics.
+        dropout: Dropout of the attention; 0 for a backend without dropout.
+        has_critic: Whether the backend trains a critic.
+        keeps_open: Whether the tests of the class share one backend, which is put back to its start between them. Set
+            it for a backend that takes seconds to start.
     """
 
     backend_settings: Mapping[str, Any] = {"name": "local"}
@@ -102,7 +101,6 @@ class BackendContract:
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
     def _keeping_one_open(cls) -> Iterator[None]:
-        """Whatever was kept open ends with the tests of the class."""
         cls._kept = KeptBackend() if cls.keeps_open else None
         yield
         if cls._kept is not None:
@@ -111,27 +109,27 @@ class BackendContract:
 
     @contextmanager
     def backend(self, model: Path, *, critic: bool = False) -> Iterator[tuple[Backend, ParallelLayout]]:
-        """The backend under test on this model, as if it had just started. critic: whether the run has one."""
+        """Open the backend under test on this model, as if it had just started, with a critic or without."""
         run = backend_run(model, self.backend_settings, self.plugins, critic=critic)
         with opened(run) if self._kept is None else self._kept.lend(run) as lent:
             yield lent
 
     @contextmanager
     def new_backend(self, model: Path, *, critic: bool = False) -> Iterator[tuple[Backend, ParallelLayout]]:
-        """The same, started for this test alone, closed afterwards."""
+        """Open a backend for this test alone."""
         with opened(backend_run(model, self.backend_settings, self.plugins, critic=critic)) as lent:
             yield lent
 
     @contextmanager
     def local(self, model: Path, *, critic: bool = False) -> Iterator[Backend]:
-        """The local backend on the same model."""
+        """Open the local backend on the same model."""
         run = backend_run(model, {"name": "models/local", "device": "cpu"}, self.plugins, critic=critic)
         with opened(run) as (backend, _):
             yield backend
 
     @pytest.fixture
     def tiny_model(self, spurline_tiny_model: Path) -> Path:
-        """Folder of the tiny model; override for another architecture."""
+        """Return the folder of the tiny model; override for another architecture."""
         return spurline_tiny_model
 
     def test_loss_and_gradient_norm_follow_the_local_backend_over_several_steps(self, tiny_model: Path) -> None:
@@ -141,21 +139,26 @@ class BackendContract:
                 wanted = local.update(*minibatch("packed", layout, step))
                 self.assert_same_step(got, wanted)
 
-    def test_every_metric_of_a_loss_is_that_of_the_local_backend(self, tiny_model: Path) -> None:
+    def test_every_metric_of_an_update_and_an_evaluation_is_that_of_the_local_backend(self, tiny_model: Path) -> None:
         objective = Objective(Ppo(PpoConfig()), 40.0)
         with self.backend(tiny_model) as (backend, layout), self.local(tiny_model) as local:
             batch = with_noisy_columns(minibatch("packed", layout)[0])
+            self.assert_same_sums(backend.evaluate(batch, objective), local.evaluate(batch, objective))
             got, wanted = backend.update(batch, objective), local.update(batch, objective)
             assert got.keys() == wanted.keys()
             assert len([name for name in got if name.startswith("policy/")]) > 3
             for name, value in without_times(wanted).items():
                 assert got[name] == pytest.approx(value, rel=self.metric_tolerance, abs=self.metric_tolerance), name
 
-    def test_gradients_equal_the_local_backend_per_parameter(self, tiny_model: Path) -> None:
+    def test_gradients_equal_the_local_backend_per_parameter_and_change_nothing(
+        self, tiny_model: Path
+    ) -> None:
         with self.backend(tiny_model) as (backend, layout), self.local(tiny_model) as local:
             batch, objective = minibatch("packed", layout)
             wanted = local.gradients(batch, objective)
+            before = weights_of(backend)
             assert_gradients_close(backend.gradients(batch, objective), wanted, self.gradient_tolerance)
+            assert_weights_equal(weights_of(backend), before)
 
     def test_a_wrong_gradient_scale_would_be_caught(self, tiny_model: Path) -> None:
         with self.backend(tiny_model) as (backend, layout), self.local(tiny_model) as local:
@@ -211,12 +214,6 @@ class BackendContract:
         assert narrow == wide
         assert narrow_files, "nothing was saved"
         assert_weights_equal(wide_files, narrow_files)
-
-    def test_gradients_leave_the_model_untouched(self, tiny_model: Path) -> None:
-        with self.backend(tiny_model) as (backend, layout):
-            before = weights_of(backend)
-            dict(backend.gradients(*minibatch("packed", layout)))
-            assert_weights_equal(weights_of(backend), before)
 
     def test_saving_and_loading_continues_bit_for_bit(self, tiny_model: Path, tmp_path: Path) -> None:
         model = with_dropout(tiny_model, tmp_path / "model", self.dropout)
@@ -305,6 +302,12 @@ class BackendContract:
             assert names.most_common(1)[0][1] == 1, "a weight came twice"
             assert_weights_equal(weights_of(backend), expected)
 
+    def test_facts_count_the_parameters(self, tiny_model: Path) -> None:
+        with self.backend(tiny_model) as (backend, _):
+            facts = backend.facts()
+            assert facts["parameters"] == facts["trainable_parameters"]
+            assert facts["parameters"] == sum(tensor.numel() for tensor in weights_of(backend).values())
+
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
     def test_written_weights_are_the_named_ones_in_files_of_limited_size(
         self, tiny_model: Path, tmp_path: Path, dtype: torch.dtype
@@ -332,30 +335,9 @@ class BackendContract:
                 got = row[1 : len(expected) + 1]
                 torch.testing.assert_close(got[weights != 0], expected[weights != 0], atol=2e-5, rtol=1e-5)
 
-    def test_facts_count_the_parameters(self, tiny_model: Path) -> None:
-        with self.backend(tiny_model) as (backend, _):
-            facts = backend.facts()
-            assert facts["parameters"] == facts["trainable_parameters"]
-            assert facts["parameters"] == sum(tensor.numel() for tensor in weights_of(backend).values())
-
-    def test_evaluation_changes_nothing(self, tiny_model: Path) -> None:
-        with self.backend(tiny_model) as (backend, layout):
-            before = weights_of(backend)
-            batch, objective = minibatch("packed", layout)
-            first, second = backend.evaluate(batch, objective), backend.evaluate(batch, objective)
-            assert first == second
-            assert first.tokens == batch.num_loss_tokens
-            assert_weights_equal(weights_of(backend), before)
-
-    def test_evaluation_sums_are_those_of_the_local_backend(self, tiny_model: Path) -> None:
-        objective = Objective(Ppo(PpoConfig()), 40.0)
-        with self.backend(tiny_model) as (backend, layout), self.local(tiny_model) as local:
-            batch = with_noisy_columns(minibatch("packed", layout)[0])
-            self.assert_same_sums(backend.evaluate(batch, objective), local.evaluate(batch, objective))
-
     @pytest.mark.parametrize("name", UNEVEN)
     def test_uneven_work_gives_what_the_local_backend_gives(self, tiny_model: Path, name: str) -> None:
-        # Ranks that make other collectives than the rest would wait for each other until a limit ends the test.
+        # If ranks made different collectives, they would wait for each other until a limit ends the test.
         with self.backend(tiny_model) as (backend, layout), self.local(tiny_model) as local:
             batch, objective = uneven_batch(name, layout)
             wanted = local.gradients(batch, objective)
@@ -365,14 +347,20 @@ class BackendContract:
             torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-5)
             self.assert_same_step(backend.update(batch, objective), local.update(batch, objective))
 
-    def test_an_update_is_bit_identical_after_an_evaluation(self, tiny_model: Path, tmp_path: Path) -> None:
+    def test_an_evaluation_changes_nothing_and_the_next_update_is_bit_identical(
+        self, tiny_model: Path, tmp_path: Path
+    ) -> None:
         model = with_dropout(tiny_model, tmp_path / "model", self.dropout)
         metrics: list[list[dict[str, float]]] = []
         for evaluated in (False, True):
             with self.backend(model) as (backend, layout):
                 seen = [without_times(backend.update(*minibatch("packed", layout, 0)))]
                 if evaluated:
-                    backend.evaluate(*minibatch("padded", layout, 7))
+                    before, (batch, objective) = weights_of(backend), minibatch("padded", layout, 7)
+                    sums = backend.evaluate(batch, objective)
+                    assert backend.evaluate(batch, objective) == sums
+                    assert sums.tokens == batch.num_loss_tokens
+                    assert_weights_equal(weights_of(backend), before)
                 seen += [without_times(backend.update(*minibatch("packed", layout, step))) for step in (1, 2)]
             metrics.append(seen)
         assert metrics[1] == metrics[0], "evaluation drew random numbers, or left something behind"
@@ -453,7 +441,9 @@ class BackendContract:
             tempered, plain = backend.update(batch, objective), local.update(batch, Objective(loss, 40.0))
             assert tempered["policy/entropy"] < plain["policy/entropy"]
 
-    def test_the_reference_is_the_model_before_training(self, tiny_model: Path) -> None:
+    def test_the_reference_is_the_model_before_training_and_without_a_critic_there_is_none(
+        self, tiny_model: Path
+    ) -> None:
         with self.new_backend(tiny_model) as (backend, layout):
             batch, objective = minibatch("packed", layout)
             before = backend.logprobs(batch)
@@ -465,16 +455,11 @@ class BackendContract:
             assert not torch.equal(trained, before)
             with pytest.raises(ModelError):
                 backend.update(batch, objective, role="reference")
-
-    def test_a_run_without_a_critic_has_none(self, tiny_model: Path) -> None:
-        with self.backend(tiny_model) as (backend, layout):
-            batch, objective = minibatch("packed", layout)
-            before = weights_of(backend)
             with pytest.raises(ModelError, match="critic"):
                 backend.logprobs(batch, "critic")
             with pytest.raises(ModelError, match="critic"):
                 backend.update(batch, objective, role="critic")
-            assert_weights_equal(weights_of(backend), before)
+            assert torch.equal(backend.logprobs(batch), trained)
 
     def test_a_critic_learns_as_that_of_the_local_backend_and_leaves_the_policy_alone(self, tiny_model: Path) -> None:
         if not self.has_critic:
@@ -528,13 +513,13 @@ class BackendContract:
                 if not isinstance(backend, YieldsDevice):
                     pytest.skip("keeps its device")
                 batch, _ = minibatch("padded", layout, 7)
-                # Also before the first step, when the optimizer has no state, and the reference is not loaded.
+                # The first time is before the first step: no optimizer state, and no reference is loaded.
                 steps: list[object] = []
                 for step, keep_weights in enumerate((False, True, False, True)):
                     if gives:
                         backend.yield_device(keep_weights=keep_weights)
                         if keep_weights:
-                            # An engine that was sent them needs more room now.
+                            # An engine that was sent the weights needs more memory now.
                             backend.yield_device(keep_weights=False)
                         backend.take_device()
                     steps.append(without_times(backend.update(*minibatch("packed", layout, step))))
@@ -585,13 +570,13 @@ class BackendContract:
             assert without_times(backend.update(*minibatch("packed", layout, 1))) == expected
 
     def assert_same_step(self, got: Mapping[str, float], wanted: Mapping[str, float]) -> None:
-        """Loss, gradient norm and learning rate of one update."""
+        """Compare loss, gradient norm and learning rate of one update."""
         for name in ("loss", "grad_norm"):
             assert got[name] == pytest.approx(wanted[name], rel=self.step_tolerance), name
         assert got["lr"] == wanted["lr"]
 
     def assert_same_sums(self, got: LossSums, wanted: LossSums) -> None:
-        """The results of two evaluations of one batch."""
+        """Compare two evaluations of one batch."""
         assert (got.tokens, got.metrics.keys()) == (wanted.tokens, wanted.metrics.keys())
         assert got.weight == pytest.approx(wanted.weight, rel=1e-6)
         assert got.loss == pytest.approx(wanted.loss, rel=self.step_tolerance)

@@ -36,7 +36,8 @@ class WeightsOf:
     """The part of a backend that a publish needs: the weights of a model folder, tied ones once.
 
     Args:
-        change: Applied to the mapping before it is published.
+        model: The folder.
+        change: A function that changes the weights before they are published.
     """
 
     def __init__(self, model: Path, change: Callable[[dict[str, Tensor]], object] | None = None) -> None:
@@ -68,21 +69,18 @@ class Watched:
 
 
 class EngineUpdateContract(EngineContract):
-    """Subclass with `make_engine(model)` and `make_sync()`.
+    """Subclass with `make_engine(model)`, whose engine `TakesWeights`, and `make_sync()`.
 
-    Your engine `TakesWeights`. Every test publishes the old model's before it asks for anything, as every source does.
-
-    logprob_tolerance: allowed difference from the model's own fp32 logprobs. limit_s: seconds one test may wait for the
-    engine.
+    Every test publishes the old weights before its first request, as every source does.
     """
 
     def make_sync(self) -> WeightSync:
-        """A way of weights that the engine knows, with buckets so small that the model takes several."""
+        """Return a weight sync that the engine knows, with buckets so small that the model needs several."""
         raise NotImplementedError("subclass EngineUpdateContract with make_sync(self)")
 
     @pytest.fixture(params=["untied", "tied"])
     def models(self, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelPair:
-        """Give models with and without a head of their own."""
+        """Return models with and without a head of their own."""
         return _model_pair(tmp_path_factory.getbasetemp(), request.param)
 
     @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -108,7 +106,7 @@ class EngineUpdateContract(EngineContract):
         assert across > 0
 
     def test_what_is_asked_after_an_update_comes_from_the_new_weights_alone(self, models: ModelPair) -> None:
-        """Nothing that an engine remembers of a prompt, such as a prefix cache, outlives the weights."""
+        # An engine must not keep a prefix cache across updates.
         prompt = [10 + number % 200 for number in range(300)]
         asked = [request([*prompt, *own], seed=seed, max_new_tokens=20) for seed, own in enumerate(([], [5], [5, 6]))]
 
@@ -199,7 +197,7 @@ class EngineUpdateContract(EngineContract):
     def check_versions(
         self, asked: GenerationRequest, result: GenerationResult, models: dict[int, Path], temperature: float
     ) -> None:
-        """Versions only rise, and each token has the logprobs of its version and of no other."""
+        """Check that versions only rise, and that each token has the logprobs of its version and of no other."""
         assert (np.diff(result.versions) >= 0).all()
         assert set(result.versions.tolist()) <= set(models)
         tokens = result.token_ids.tolist()
@@ -215,7 +213,7 @@ class EngineUpdateContract(EngineContract):
     async def publish(
         self, engine: Any, version: int, model: Path, change: Callable[[dict[str, Tensor]], object] | None = None
     ) -> SyncReport:
-        """Bring the engine the weights of this folder."""
+        """Publish the weights of this folder to the engine."""
         sync = self.make_sync()
         try:
             return await sync.publish(version, cast("Backend", WeightsOf(model, change)), [engine])
@@ -223,7 +221,7 @@ class EngineUpdateContract(EngineContract):
             sync.close()
 
     def run_updated(self, models: ModelPair, use: Callable[[Any], Awaitable[Result]]) -> Result:
-        """Return what `use` does with an engine that has the old weights as version 1; it is closed afterwards."""
+        """Return the result of `use` with an engine that has the old weights as version 1."""
 
         async def publish_first(engine: Any) -> Result:
             await self.publish(engine, 1, models.old)

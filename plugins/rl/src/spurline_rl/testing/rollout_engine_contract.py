@@ -27,21 +27,22 @@ PROMPTS = ([40, 41, 42, 43, 44, 45, 46], [50], [60, 61, 62], [70, 71, 72, 73, 74
 
 
 class EngineContract:
-    """The part that the suites of engines share: an engine on an event loop of its own.
+    """Base of the suites of engines, which runs an engine on an event loop of its own.
 
-    logprob_tolerance: allowed difference from the model's own fp32 logprobs. limit_s: seconds one test may wait for the
-    engine.
+    Attributes:
+        logprob_tolerance: Largest difference from the model's own fp32 logprobs.
+        limit_s: Seconds that one test may wait for the engine.
     """
 
     logprob_tolerance = 1e-5
     limit_s = 120.0
 
     def make_engine(self, model: Path) -> Any:
-        """Your engine with the weights of this folder; called on its event loop."""
+        """Return your engine with the weights of this folder. It is called on the engine's event loop."""
         raise NotImplementedError("subclass the contract of engines with make_engine(self, model)")
 
     def run(self, model: Path, use: Callable[[RolloutEngine], Awaitable[Result]]) -> Result:
-        """Return what `use` does with an engine on an event loop of its own; the engine is closed afterwards."""
+        """Return the result of `use` with an engine on an event loop of its own, which is closed afterwards."""
 
         async def main() -> Result:
             engine = self.make_engine(model)
@@ -54,15 +55,11 @@ class EngineContract:
 
 
 class RolloutEngineContract(EngineContract):
-    """Subclass with `make_engine(model)`.
-
-    logprob_tolerance: allowed difference from the model's own fp32 logprobs. limit_s: seconds one test may wait for the
-    engine.
-    """
+    """Subclass with `make_engine(model)`."""
 
     @pytest.fixture
     def tiny_model(self, spurline_tiny_model: Path) -> Path:
-        """Folder of the tiny model; override for another architecture."""
+        """Return the folder of the tiny model; override for another architecture."""
         return spurline_tiny_model
 
     def test_results_are_aligned_and_have_their_types(self, tiny_model: Path) -> None:
@@ -82,16 +79,14 @@ class RolloutEngineContract(EngineContract):
                 expected = model_logprobs(tiny_model, asked.prompt_ids, result.token_ids.tolist(), divisor)
                 assert got is None or np.abs(got - expected).max() <= self.logprob_tolerance
 
-    def test_temperature_zero_takes_the_likeliest_token_each_time(self, tiny_model: Path) -> None:
+    def test_temperature_zero_and_a_single_candidate_take_the_likeliest_token_each_time(self, tiny_model: Path) -> None:
         requests = [request(prompt, temperature=0.0) for prompt in PROMPTS]
-        for asked, result in zip(requests, self.generate(tiny_model, requests), strict=True):
+        *results, single = self.generate(tiny_model, [*requests, request(PROMPTS[0], top_k=1)])
+        for asked, result in zip(requests, results, strict=True):
             assert result.token_ids.tolist() == greedy(tiny_model, asked.prompt_ids, 12)
-
-    def test_a_single_candidate_is_the_likeliest_token_with_logprob_zero(self, tiny_model: Path) -> None:
-        (result,) = self.generate(tiny_model, [request(PROMPTS[0], top_k=1)])
-        assert result.token_ids.tolist() == greedy(tiny_model, PROMPTS[0], 12)
-        assert not result.logprobs.any()
-        assert result.raw_logprobs is None or (result.raw_logprobs < 0).all()
+        assert single.token_ids.tolist() == results[0].token_ids.tolist()
+        assert not single.logprobs.any()
+        assert single.raw_logprobs is None or (single.raw_logprobs < 0).all()
 
     def test_the_seed_decides_what_is_sampled(self, tiny_model: Path) -> None:
         requests = [request(PROMPTS[0], seed=seed, temperature=2.0) for seed in (5, 5, 6, 7)]
@@ -102,17 +97,18 @@ class RolloutEngineContract(EngineContract):
         assert first[0] == first[1]
         assert len(set(first)) == 3
 
-    def test_a_response_ends_at_the_limit_of_tokens(self, tiny_model: Path) -> None:
-        for count in (1, 2, 7):
-            (result,) = self.generate(tiny_model, [request(PROMPTS[0], max_new_tokens=count)])
-            assert (len(result.token_ids), result.finish_reason) == (count, "length")
-
-    def test_a_response_ends_with_a_stop_token_which_belongs_to_it(self, tiny_model: Path) -> None:
+    def test_a_response_ends_at_the_limit_or_with_a_stop_token_which_belongs_to_it(self, tiny_model: Path) -> None:
         free = greedy(tiny_model, PROMPTS[0], 12)
-        stop = free[3]
-        (result,) = self.generate(tiny_model, [request(PROMPTS[0], temperature=0.0, stop_token_ids=(stop,))])
-        assert result.token_ids.tolist() == free[: free.index(stop) + 1]
-        assert result.finish_reason == "stop"
+        requests = [request(PROMPTS[0], max_new_tokens=count) for count in (1, 2, 7)]
+        requests.append(request(PROMPTS[0], temperature=0.0, stop_token_ids=(free[3],)))
+        *cut, stopped = self.generate(tiny_model, requests)
+        assert [(len(result.token_ids), result.finish_reason) for result in cut] == [
+            (1, "length"),
+            (2, "length"),
+            (7, "length"),
+        ]
+        assert stopped.token_ids.tolist() == free[: free.index(free[3]) + 1]
+        assert stopped.finish_reason == "stop"
 
     def test_a_response_ends_with_the_token_that_completes_a_stop_text(self, tiny_model: Path) -> None:
         tokenizer = tiny_tokenizer()
@@ -134,20 +130,16 @@ class RolloutEngineContract(EngineContract):
         with pytest.raises(DataError, match=r"asked by a test.*512.*512"):
             self.generate(tiny_model, [request([*prompt, 5, 6])])
 
-    @pytest.mark.parametrize(("prompt", "sampling"), [([], {}), ([5], {"max_new_tokens": 0}), ([5], {"top_p": 0.0})])
-    def test_a_request_that_means_nothing_is_an_error_that_names_it(
-        self, tiny_model: Path, prompt: list[int], sampling: dict[str, Any]
-    ) -> None:
-        with pytest.raises(DataError, match="asked by a test"):
-            self.generate(tiny_model, [request(prompt, **sampling)])
-
-    def test_a_bad_request_leaves_its_neighbours_alone(self, tiny_model: Path) -> None:
+    def test_a_bad_request_is_an_error_that_names_it_and_leaves_its_neighbours_alone(self, tiny_model: Path) -> None:
         async def use(engine: RolloutEngine) -> list[GenerationResult | BaseException]:
-            requests = [request(PROMPTS[0]), request([9] * 600), request(PROMPTS[1])]
+            bad = [request([]), request([5], max_new_tokens=0), request([5], top_p=0.0), request([9] * 600)]
+            requests = [request(PROMPTS[0]), *bad, request(PROMPTS[1])]
             return await asyncio.gather(*map(engine.generate, requests), return_exceptions=True)
 
-        first, bad, last = self.run(tiny_model, use)
-        assert isinstance(bad, DataError)
+        first, *bad, last = self.run(tiny_model, use)
+        for error in bad:
+            assert isinstance(error, DataError)
+            assert "asked by a test" in str(error)
         assert isinstance(first, GenerationResult)
         assert isinstance(last, GenerationResult)
 
@@ -190,19 +182,19 @@ class RolloutEngineContract(EngineContract):
         assert not [thread for thread in left if thread.is_alive()]
 
     def generate(self, model: Path, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
-        """The results of concurrent requests."""
+        """Return the results of concurrent requests."""
         return self.run(model, lambda engine: all_of(engine, requests))
 
 
 async def all_of(engine: RolloutEngine, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
-    """The results of concurrent requests."""
+    """Return the results of concurrent requests."""
     return list(await asyncio.gather(*map(engine.generate, requests)))
 
 
 def request(
     prompt: Sequence[int], *, seed: int = 1, name: str = "asked by a test", **sampling: Any
 ) -> GenerationRequest:
-    """A request for at most 12 tokens; `sampling` are fields of Sampling."""
+    """Return a request for at most 12 tokens, with these fields of Sampling."""
     return GenerationRequest(prompt, Sampling(**{"max_new_tokens": 12, **sampling}), seed, name)
 
 
@@ -218,7 +210,7 @@ def model_logprobs(
 
 
 def greedy(model: Path, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
-    """The likeliest token again and again, without a cache, up to the end token."""
+    """Return the likeliest tokens, computed without a cache, up to the end token."""
     causal = _load(model)
     tokens = list(prompt)
     with torch.no_grad():
