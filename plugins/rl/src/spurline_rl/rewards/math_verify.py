@@ -46,11 +46,12 @@ class MathVerify:
         self._pool.close()
 
 
-def comparer(library: str) -> Callable[[str, str], bool | None]:
+def comparer(_: str) -> Callable[[str, str], bool | None]:
     """Import the library with its sympy, which takes seconds, and return the comparison for worker processes."""
-    math_verify: Any = importlib.import_module(library)
+    import math_verify  # pyright: ignore[reportMissingImports]
+
     # The library's own time limits are signals. This process is killed when it takes too long.
-    parse = partial(math_verify.parse, parsing_timeout=None)
+    parse: Any = partial(math_verify.parse, parsing_timeout=None)
 
     def equal(reference: str, response: str) -> bool | None:
         """Return whether the response ends in the reference; None if the reference cannot be parsed."""

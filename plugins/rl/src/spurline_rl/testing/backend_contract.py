@@ -150,9 +150,7 @@ class BackendContract:
             for name, value in without_times(wanted).items():
                 assert got[name] == pytest.approx(value, rel=self.metric_tolerance, abs=self.metric_tolerance), name
 
-    def test_gradients_equal_the_local_backend_per_parameter_and_change_nothing(
-        self, tiny_model: Path
-    ) -> None:
+    def test_gradients_equal_the_local_backend_per_parameter_and_change_nothing(self, tiny_model: Path) -> None:
         with self.backend(tiny_model) as (backend, layout), self.local(tiny_model) as local:
             batch, objective = minibatch("packed", layout)
             wanted = local.gradients(batch, objective)

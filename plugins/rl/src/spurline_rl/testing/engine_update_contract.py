@@ -71,7 +71,8 @@ class Watched:
 class EngineUpdateContract(EngineContract):
     """Subclass with `make_engine(model)`, whose engine `TakesWeights`, and `make_sync()`.
 
-    Every test publishes the old weights before its first request, as every source does.
+    Every test publishes the old weights before its first request, as every source does. Set `logprob_tolerance` and
+    `limit_s` where `EngineContract` is too strict.
     """
 
     def make_sync(self) -> WeightSync:
