@@ -55,7 +55,7 @@ class EngineContract:
 
 
 class RolloutEngineContract(EngineContract):
-    """Subclass with `make_engine(model)`; set `logprob_tolerance` and `limit_s` where `EngineContract` is too strict."""
+    """Subclass with `make_engine(model)`; `logprob_tolerance` and `limit_s` are those of `EngineContract`."""
 
     @pytest.fixture
     def tiny_model(self, spurline_tiny_model: Path) -> Path:
