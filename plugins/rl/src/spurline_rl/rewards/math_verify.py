@@ -51,7 +51,7 @@ def comparer(_: str) -> Callable[[str, str], bool | None]:
     import math_verify  # pyright: ignore[reportMissingImports]
 
     # The library's own time limits are signals. This process is killed when it takes too long.
-    parse: Any = partial(math_verify.parse, parsing_timeout=None)
+    parse: Any = partial(math_verify.parse, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
 
     def equal(reference: str, response: str) -> bool | None:
         """Return whether the response ends in the reference; None if the reference cannot be parsed."""

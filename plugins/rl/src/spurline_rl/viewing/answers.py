@@ -167,7 +167,7 @@ class RolloutIndex:
                 empty, _ = _split(pa.schema(list(SEARCHED.items())).empty_table())
                 tables = [self._steps[step][1] for step in sorted(self._steps)]
                 self._joined = pa.concat_tables([empty, *tables]).combine_chunks()
-            table = self._joined
+            table: pa.Table = self._joined
         found = table.filter(_expression(wanted, table))
         keys = [(wanted.sort, "ascending" if wanted.ascending else "descending")]
         keys += [key for key in (("step", "descending"), ("place", "ascending")) if key[0] != wanted.sort]
