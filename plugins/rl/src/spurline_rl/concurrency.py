@@ -1,9 +1,8 @@
-"""Run what environments and rewards do, on the event loop and on threads, and end it for certain.
+"""Run the code of environments and rewards, on the event loop and on threads, with time limits, and end it for certain.
 
-A thread cannot be killed: one whose caller was cancelled or timed out runs on unheard, and as a daemon it keeps no
-process alive. They are counted, and a function that has left too many behind is not called until some have ended. What
-must really end belongs in a process. Tasks are cancelled, waited for, and named when they do not let themselves be
-cancelled.
+A thread cannot be killed. A thread whose caller was cancelled or timed out goes on unheard; it is a daemon, so it keeps
+no process alive. Such threads are counted, and a function that has left too many behind waits until some have ended.
+Code that must really end belongs in a process. Tasks are cancelled and waited for; a task that goes on is named.
 """
 
 from __future__ import annotations
@@ -26,28 +25,32 @@ T = TypeVar("T")
 CANCEL_TIMEOUT_S = 30.0
 """Seconds a cancelled attempt may take to end."""
 MAX_ABANDONED = 64
-"""Threads on which one function may still run although nobody waits for it: each keeps its stack and what it holds, and
-one that computes holds the interpreter for 5 ms at a time. Beyond that its calls wait for some to end."""
+"""Threads of one function that may still run although nobody waits for them. Each keeps its stack, and one that
+computes holds the interpreter for 5 ms at a time."""
 _LOOK_S = 1.0
-"""Seconds between two looks at them."""
+"""Seconds between two looks at these threads."""
+_TICK_S = 0.1
+"""Shortest time between two looks at a time limit that stands still."""
 
 _LIBRARIES = (
     "<frozen",
     f"{Path(__file__).parents[1]}/",
     *(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")),
 )
-"""How the names of files begin that are not the user's own."""
+"""Beginnings of file names that are not the user's own."""
 
 
 def located(error: BaseException) -> str:
-    """Return the exception and the innermost place it came through, outside of libraries where there is one:
-    `KeyError: 'unit' (rewards.py:12 in grade)`."""
+    """Describe an exception and where it came from: `KeyError: 'unit' (rewards.py:12 in grade)`.
+
+    The place is the innermost one in the user's own code, or the innermost of all.
+    """
     every = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in every if not frame.filename.startswith(_LIBRARIES)] or every
     place = f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
     try:
         text = str(error)
-    except Exception as unsaid:  # noqa: BLE001 - told; a class of somebody else's must not hide where it was raised
+    except Exception as unsaid:  # noqa: BLE001 - a broken `__str__` must not hide where the error was raised
         text = f"its text cannot be had, {type(unsaid).__name__}: {unsaid}"
     return f"{type(error).__name__}: {text}{place}"
 
@@ -95,7 +98,7 @@ _abandoned: defaultdict[tuple[str, str], list[threading.Thread]] = defaultdict(l
 
 
 def _name_of(function: Callable[..., Any]) -> tuple[str, str]:
-    """Module and name, also of a method and of an object that is called."""
+    """Return module and name, also of a method and of an object that is called."""
     while isinstance(function, partial):
         function = function.func
     named = function if hasattr(function, "__qualname__") else type(function)
@@ -126,15 +129,15 @@ def _deliver(done: asyncio.Future[Any], outcome: tuple[Any, Exception | None]) -
 
 
 async def end_tasks(tasks: Iterable[asyncio.Future[Any]], what: str, timeout_s: float | None = None) -> None:
-    """Cancel what still runs and wait for it.
+    """Cancel the tasks that still run and wait for them.
 
     Args:
-        tasks: The tasks, also those that have ended.
+        tasks: All tasks, also those that have ended.
         what: Their name in the error.
         timeout_s: CANCEL_TIMEOUT_S by default; less for tasks within an attempt, so that they are named, not it.
 
     Raises:
-        RunFailedError: If something goes on.
+        RunFailedError: If a task goes on.
     """
     limit = CANCEL_TIMEOUT_S if timeout_s is None else timeout_s
     everything = list(tasks)
@@ -143,19 +146,13 @@ async def end_tasks(tasks: Iterable[asyncio.Future[Any]], what: str, timeout_s: 
         task.cancel()
     stuck = (await asyncio.wait(running, timeout=limit))[1] if running else set[asyncio.Future[Any]]()
     for task in everything:
-        # What is raised besides the first error, or on the way out of a cancelled task, must neither cover it nor be
-        # told again as never retrieved.
+        # Retrieved, so that asyncio does not report further errors. They must not cover the first one.
         _ = task.done() and (task.cancelled() or task.exception())
     if stuck:
-        raise still_runs(what, limit)
-
-
-def still_runs(what: str, limit_s: float) -> RunFailedError:
-    """Return the error for something that goes on so many seconds after it was cancelled."""
-    return RunFailedError(
-        f"{what} was cancelled, but still runs {limit_s:g} s later. An environment must let "
-        "asyncio.CancelledError pass."
-    )
+        raise RunFailedError(
+            f"{what} was cancelled, but still runs {limit:g} s later. An environment must let "
+            "asyncio.CancelledError pass."
+        )
 
 
 async def all_or_none(
@@ -167,3 +164,58 @@ async def all_or_none(
         return list(await asyncio.gather(*tasks))
     finally:
         await end_tasks(tasks, what, timeout_s)
+        # The traceback of an error refers to this frame: without the tasks, they are freed at once.
+        tasks.clear()
+
+
+class Places:
+    """Run so many coroutines at a time, each within the same time limit. They begin in the order of the calls.
+
+    Args:
+        count: Coroutines that may be under way at the same time.
+        timeout_s: Seconds each may take from its beginning.
+        seconds_down: Returns the seconds so far in which no engine could generate. They do not count.
+        setting: The setting of the time limit, for messages.
+    """
+
+    def __init__(self, count: int, timeout_s: float, seconds_down: Callable[[], float], setting: str) -> None:
+        self._free = asyncio.Semaphore(count)
+        self._timeout_s = timeout_s
+        self._seconds_down = seconds_down
+        self._setting = setting
+
+    async def run(self, what: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Return the result of `work()`, which is called when there is a place.
+
+        Raises:
+            AttemptFailedError: Names `what` after the time limit, and if its own code cancelled it.
+            RunFailedError: Names `what` if it goes on although it was cancelled.
+        """
+        async with self._free:
+            task = asyncio.ensure_future(work())
+            try:
+                await self._wait_for(task)
+                in_time = task.done()
+            finally:
+                await end_tasks([task], what)
+        try:
+            if not in_time:
+                raise AttemptFailedError(f"{what} did not end within {self._timeout_s:g} s ({self._setting}).")
+            if task.cancelled():
+                # A CancelledError would end the run without a word.
+                raise AttemptFailedError(f"{what} was cancelled from within.")
+            return task.result()
+        finally:
+            # The traceback of its error refers to this frame.
+            del task
+
+    async def _wait_for(self, task: asyncio.Task[Any]) -> None:
+        """Return when the task has ended or has reached the time limit."""
+        end, left = self._clock() + self._timeout_s, self._timeout_s
+        while left > 0 and not task.done():
+            await asyncio.wait((task,), timeout=max(left, _TICK_S))
+            left = end - self._clock()
+
+    def _clock(self) -> float:
+        """Return seconds that count: those in which an engine could generate."""
+        return asyncio.get_running_loop().time() - self._seconds_down()

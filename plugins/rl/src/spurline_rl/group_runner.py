@@ -1,27 +1,26 @@
 """Run all attempts at a prompt: at the same time, within a time limit, again when they fail, until they are given up.
 
 Place on the way: Draw -> n tasks -> environment -> scored trajectories -> Group, or GivenUpPrompt or SkippedRow with
-the reason. It knows nothing of engines, batches or steps; `run_group` is what every source of rollouts builds on.
+the reason. This module knows nothing of engines, batches or steps; every source of rollouts builds on `run_group`.
 """
 
 from __future__ import annotations
 
-import asyncio
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, asdict, dataclass, replace
-from typing import Any, TypeGuard, cast
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 
 from spurline.errors import DataError, PluginError, RunFailedError, SpurlineError, listing, suggestion
 from spurline.terminal import printable
 from spurline_rl.chat_front import PrefixError
-from spurline_rl.concurrency import all_or_none, located
+from spurline_rl.concurrency import Places, all_or_none, located
 from spurline_rl.draws import Draw, SkippedRow, row_of
-from spurline_rl.limited_tasks import Job, LimitedTasks
 from spurline_rl.protocols.environment import AttemptFailedError, Environment, PolicyHandle, Task
 from spurline_rl.trajectory import Group, Trajectory
 from spurline_text.rows.rows import explain_bad_row
@@ -33,7 +32,7 @@ _MOST_TAGS = 32
 
 @dataclass(frozen=True)
 class GivenUpPrompt:
-    """A prompt whose attempts could not be completed. draw, uid: as of Group. reason: where and why, for messages."""
+    """A prompt whose attempts could not be completed. `reason` says where and why, for messages."""
 
     uid: str
     draw: int
@@ -41,14 +40,14 @@ class GivenUpPrompt:
 
 
 Outcome = Group | GivenUpPrompt | SkippedRow
-"""The fates of a drawn prompt."""
+"""The result of a drawn prompt."""
 
 
 class GivenUpPrompts:
-    """Counts the prompts that were given up; with its state in the checkpoint, over the whole run.
+    """Counts the prompts that were given up, over the whole run: its state is in the checkpoint.
 
     Args:
-        limit: How many the run may lose. A row that fails again in a later epoch is the same loss, counted once.
+        limit: Prompts that the run may lose. A row that fails again in a later epoch counts once.
     """
 
     def __init__(self, limit: int) -> None:
@@ -57,11 +56,11 @@ class GivenUpPrompts:
 
     @property
     def prompts(self) -> tuple[GivenUpPrompt, ...]:
-        """The first of each row, in the order in which they were given up."""
+        """Return the first given-up prompt of each row, in the order in which they were given up."""
         return tuple(self._by_row.values())
 
     def add(self, prompt: GivenUpPrompt) -> None:
-        """Count one more. Raises RunFailedError with the first reasons when that is one too many."""
+        """Count one more. Raises RunFailedError with the first reasons over the limit."""
         self._by_row.setdefault(row_of(prompt.uid), prompt)
         count = len(self._by_row)
         if count <= self._limit:
@@ -76,39 +75,36 @@ class GivenUpPrompts:
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         saved = [GivenUpPrompt(**fields) for fields in cast("list[dict[str, Any]]", state["groups"])]
-        self._by_row = {}
-        for prompt in saved:
-            self._by_row.setdefault(row_of(prompt.uid), prompt)
+        self._by_row = {row_of(prompt.uid): prompt for prompt in saved}
 
 
 def reasons_of(prompts: Sequence[GivenUpPrompt]) -> str:
-    """Lines with the first reasons and how many more there are, to stand behind a message."""
+    """Return lines for the end of a message: the first reasons, and how many more there are."""
     reasons = "".join(f"\n- {prompt.reason}" for prompt in prompts[:_SHOWN_REASONS])
     more = f"\n- and {len(prompts) - _SHOWN_REASONS} more" if len(prompts) > _SHOWN_REASONS else ""
     return f"{reasons}{more}"
 
 
-class _GiveUp(Exception):  # noqa: N818 - how an attempt tells its group
+class _GiveUp(Exception):  # noqa: N818 - tells the group
     """An attempt failed for good; the text says where and why."""
 
 
 @dataclass(eq=False)
 class GroupRunner:
-    """Runs groups on one event loop.
+    """Runs groups of attempts on one event loop.
 
-    DataError is about the row, which another attempt would meet again: `on_bad_row` says whether it ends the run or the
-    row is skipped. Every other SpurlineError but AttemptFailedError ends the run, as it is about the configuration, a
-    component or the engine. Whatever else an attempt raises, and its time-out, is retried with other seeds; then the
-    prompt is given up with all its attempts: those that are left would be compared with a smaller group than others.
-    After a PrefixError it is given up at once: that depends on what the model wrote as well as on the row.
+    A DataError is about the row, which another attempt would meet again: `on_bad_row` says whether it ends the run or
+    the row is skipped. Every other SpurlineError but AttemptFailedError ends the run, as it is about the configuration,
+    a component or the engine. Any other exception, and a time-out, is retried with other seeds. After the last retry
+    the prompt is given up with all its attempts: the others would be compared within a smaller group.
+    After a PrefixError it is given up at once: that depends on the text of the model as well as on the row.
 
     Attributes:
-        make_policy: A handle for a task and the number of its earlier failures.
-        score: Applied to every trajectory within its attempt, so that what it raises counts as a failure of the
-            attempt.
+        make_policy: Returns a handle for a task and the number of its earlier failures.
+        score: Applied to every trajectory within its attempt, so that its errors count as failures of the attempt.
         retries: Further attempts after a failure.
         max_concurrent: Attempts under way at the same time.
-        seconds_down: As of `MayBeDown`.
+        seconds_down: See `MayBeDown`.
         carry: Columns of the row that the group takes along.
     """
 
@@ -125,27 +121,30 @@ class GroupRunner:
     carry: Sequence[str] = ()
 
     def __post_init__(self, attempt_timeout_s: float, max_concurrent: int, seconds_down: Callable[[], float]) -> None:
-        self.tasks = LimitedTasks[Trajectory](
-            max_concurrent, attempt_timeout_s, seconds_down, "source.faults.attempt_timeout_s"
-        )
+        self._places = Places(max_concurrent, attempt_timeout_s, seconds_down, "source.faults.attempt_timeout_s")
         self._retries_of: Counter[str] = Counter()
         self._has_told = False
 
     async def run_groups(self, prompts: Sequence[Draw]) -> list[Outcome]:
-        """The outcome of each prompt, in order. After an error or a cancellation no attempt is left running."""
+        """Return the outcome of each prompt, in order. After an error or a cancellation no attempt is left running."""
         return await all_or_none([self.run_group(prompt) for prompt in prompts], "work")
 
     async def run_group(self, prompt: Draw) -> Outcome:
-        """All attempts at one prompt.
+        """Make all attempts at one prompt.
 
         Raises:
             RunFailedError: If it is given up beyond the run's limit.
             DataError: For a row that cannot be used unless `on_bad_row: skip`.
         """
+        tasks = [
+            Task(prompt.row, prompt.dataset, prompt.uid, sample, prompt.location)
+            for sample in range(self.samples_per_prompt)
+        ]
         try:
             # Before the attempts: a row without the numbers must not cost a generation.
             columns = {name: carried(prompt, name) for name in self.carry}
-            trajectories = await _GroupAttempts(self, prompt).run()
+            what = f"{type(self.environment).__name__}.run for prompt {prompt.uid}"
+            trajectories = await all_or_none([self._try_until_done(task) for task in tasks], what)
         except _GiveUp as failure:
             lost = GivenUpPrompt(prompt.uid, prompt.number, str(failure))
             self.given_up.add(lost)
@@ -157,25 +156,42 @@ class GroupRunner:
         return Group(prompt.uid, prompt.number, tuple(trajectories), columns, tags_of(prompt.row))
 
     def take_retries(self, uid: str) -> int:
-        """Attempts at this prompt that were made again; told once."""
+        """Return how many attempts at this prompt were made again, and forget the number."""
         return self._retries_of.pop(uid, 0)
 
-    def count_retry(self, task: Task, attempt: int, error: Exception) -> None:
-        """An attempt at this task is made again. The first one is told on the terminal: where every attempt takes its
-        whole time to fail, much time passes before a prompt is given up."""
+    async def _try_until_done(self, task: Task) -> Trajectory:
+        """Return the trajectory of the first attempt that succeeds. Raises _GiveUp after the last one that may fail."""
+        attempt = 0
+        what = f"{type(self.environment).__name__}.run for {_name(task)}"
+        while True:
+            try:
+                return await self._places.run(what, partial(self._attempt, task, attempt))
+            except PrefixError as error:
+                raise _GiveUp(_explain_failure(task, attempt, error)) from error
+            except DataError as error:
+                raise explain_bad_row(task.location, error) from error
+            except Exception as error:
+                if isinstance(error, SpurlineError) and not isinstance(error, AttemptFailedError):
+                    raise
+                if attempt == self.retries:
+                    raise _GiveUp(_explain_failure(task, attempt, error)) from error
+                self._count_retry(task, attempt, error)
+            attempt += 1
+
+    def _count_retry(self, task: Task, attempt: int, error: Exception) -> None:
+        """Count it, and report the first one of the run: it may take long until a prompt is given up."""
         self._retries_of[task.uid] += 1
         if not self._has_told:
             self._has_told = True
             text = f"An attempt failed and is made again, as others will be: {_explain_failure(task, attempt, error)}"
             print(printable(text), file=sys.stderr, flush=True)
 
-    async def attempt(self, task: Task, attempt: int) -> Trajectory:
-        """One attempt, scored. Raises PluginError for an environment that does not keep its contract."""
+    async def _attempt(self, task: Task, attempt: int) -> Trajectory:
+        """Make one attempt and score it. Raises PluginError for an environment that does not keep its contract."""
         try:
             trajectory = await self.environment.run(task, self.make_policy(task, attempt))
         except SystemExit as error:
-            # A failure of the attempt: asyncio would let it end the event loop, and with it every attempt, without a
-            # word.
+            # asyncio would let it end the event loop, and with it every attempt, without a word.
             raise AttemptFailedError(f"It raised {type(error).__name__}({error}).") from error
         self._check(trajectory, task)
         scored = self.score(trajectory)
@@ -203,127 +219,12 @@ class GroupRunner:
                     )
 
 
-class _GroupAttempts:
-    """All attempts at one prompt: each again while it may be, and none left running when it is over."""
-
-    __slots__ = ("_done", "_failed", "_jobs", "_missing", "_runner", "_trajectories")
-
-    def __init__(self, runner: GroupRunner, prompt: Draw) -> None:
-        self._runner = runner
-        self._done = asyncio.get_running_loop().create_future()
-        self._failed: tuple[_Attempt, BaseException] | None = None
-        self._missing = runner.samples_per_prompt
-        self._trajectories: list[Trajectory | None] = [None] * self._missing
-        self._jobs = [_Attempt(self, _task_of(prompt, sample)) for sample in range(self._missing)]
-
-    @property
-    def is_over(self) -> bool:
-        return self._done.done()
-
-    @property
-    def runner(self) -> GroupRunner:
-        return self._runner
-
-    async def run(self) -> list[Trajectory]:
-        """A trajectory of each sample, in order.
-
-        Raises _GiveUp after the last failure of one, DataError for a row that cannot be used, and what ends the run.
-        """
-        jobs, tasks = self._jobs, self._runner.tasks
-        try:
-            for job in jobs:
-                tasks.submit(job)
-            await self._done
-        finally:
-            # Nothing begins any more, also after a cancellation.
-            self._done.cancel()
-            await tasks.end(jobs)
-            # Jobs and their group refer to each other; without them, both are freed at once.
-            jobs.clear()
-        failed, self._failed = self._failed, None
-        if failed is None:
-            return cast("list[Trajectory]", self._trajectories)
-        # Put into words here and not in `ended`: what an environment raises may fail to say what it is.
-        error = self._last_word(*failed)
-        try:
-            raise error
-        finally:
-            # They refer to this frame by their tracebacks.
-            del error, failed
-
-    def ended(self, job: _Attempt, trajectory: Trajectory | None, error: BaseException | None) -> None:
-        """An attempt came to an end: note it, make it again, or end the group."""
-        if self.is_over:
-            return
-        if error is None:
-            self._trajectories[job.asked.sample] = trajectory
-            self._missing -= 1
-            if self._missing == 0:
-                self._done.set_result(None)
-        elif _may_succeed(error) and job.attempt < self._runner.retries:
-            self._runner.count_retry(job.asked, job.attempt, error)
-            job.attempt += 1
-            self._runner.tasks.submit(job)
-        else:
-            self._failed = job, error
-            self._done.set_result(None)
-
-    def _last_word(self, job: _Attempt, error: BaseException) -> BaseException:
-        """Return the error with which the group ends after this failure, one of those that `run` raises."""
-        final: Exception
-        if isinstance(error, DataError) and not isinstance(error, PrefixError):
-            final = explain_bad_row(job.asked.location, error)
-        elif isinstance(error, PrefixError) or _may_succeed(error):
-            final = _GiveUp(_explain_failure(job.asked, job.attempt, error))
-        else:
-            return error
-        final.__cause__ = error
-        return final
-
-
-class _Attempt(Job[Trajectory]):
-    """One attempt of a group. asked: the task it is given. attempt: earlier failures."""
-
-    __slots__ = ("_group", "asked", "attempt")
-
-    def __init__(self, group: _GroupAttempts, asked: Task) -> None:
-        super().__init__()
-        self._group = group
-        self.asked = asked
-        self.attempt = 0
-
-    @property
-    def is_wanted(self) -> bool:
-        return not self._group.is_over
-
-    @property
-    def what(self) -> str:
-        return f"{type(self._group.runner.environment).__name__}.run for {_name(self.asked)}"
-
-    def run(self) -> Coroutine[Any, Any, Trajectory]:
-        return self._group.runner.attempt(self.asked, self.attempt)
-
-    def ended(self, result: Trajectory | None, error: BaseException | None) -> None:
-        self._group.ended(self, result, error)
-
-
-def _may_succeed(error: BaseException) -> TypeGuard[Exception]:
-    """Return whether another attempt may succeed: the error is not about the row, the configuration, a component or
-    the engine."""
-    is_ours = isinstance(error, SpurlineError) and not isinstance(error, AttemptFailedError)
-    return isinstance(error, Exception) and not is_ours
-
-
-def _task_of(prompt: Draw, sample: int) -> Task:
-    return Task(prompt.row, prompt.dataset, prompt.uid, sample, prompt.location)
-
-
 def tags_of(row: Mapping[str, Any]) -> dict[str, str | float]:
-    """The values of a row that are finite numbers or short texts, such as an answer or a level."""
+    """Return the values of a row that are finite numbers or short texts, such as an answer or a level."""
     found: dict[str, str | float] = {}
     for name, value in row.items():
         plain = value.item() if isinstance(value, np.generic) else value
-        # What a column of a table lacks is often NaN.
+        # Missing values of a table are often NaN.
         is_number = isinstance(plain, int) or (isinstance(plain, float) and math.isfinite(plain))
         if is_number or (isinstance(plain, str) and len(plain) <= _LONGEST_TAG):
             found[name] = plain
@@ -333,19 +234,19 @@ def tags_of(row: Mapping[str, Any]) -> dict[str, str | float]:
 
 
 def carried(prompt: Draw, name: str) -> float:
-    """The number in this column of the prompt's row. Raises DataError when there is none."""
+    """Return the number in this column of the prompt's row. Raises DataError when there is none."""
     value = prompt.row.get(name)
     # bool is an int; numpy's numbers come from Arrow tables.
     if isinstance(value, (int, float, np.number, np.bool_)) and math.isfinite(value):
         return float(value)
     there = (
-        f"holds {value!r}, which is no finite number"
+        f"holds {value!r}, not a finite number"
         if name in prompt.row
         else f"is missing.{suggestion(name, prompt.row)} Columns: {listing(prompt.row)}"
     )
     raise DataError(
-        f"{prompt.location}: the column '{name}', which source.carry takes along, {there}. Mend the row, or leave such "
-        "rows out with `on_bad_row: skip`."
+        f"{prompt.location}: the column '{name}' of source.carry {there}. Mend the row, or leave such rows out with "
+        "`on_bad_row: skip`."
     )
 
 
@@ -354,7 +255,7 @@ def _name(task: Task) -> str:
 
 
 def _explain_failure(task: Task, attempt: int, error: Exception) -> str:
-    """Which attempt failed, and how; for an unexpected error also where in the code."""
+    """Say which attempt failed, and how; for an unexpected error also where in the code."""
     tries = f", after {attempt + 1} attempts" if attempt else ""
     text = str(error) if isinstance(error, SpurlineError) else located(error)
     return f"{task.location} ({_name(task)}{tries}): {text}"

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import partial
+from typing import Literal
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from virtual_loop import run_virtually
 
-from spurline.errors import RunFailedError
-from spurline_rl.concurrency import CANCEL_TIMEOUT_S
-from spurline_rl.limited_tasks import Job, LimitedTasks
+from spurline_rl.concurrency import CANCEL_TIMEOUT_S, Places
 from spurline_rl.protocols.environment import AttemptFailedError
 
 Ending = Literal["returns", "raises", "cancels itself", "clings"]
@@ -42,44 +41,30 @@ class Seen:
     running: int = 0
     most: int = 0
 
-
-class Planned(Job[int]):
-    def __init__(self, number: int, plan: Plan, seen: Seen, all_told: Callable[[], None]) -> None:
-        super().__init__()
-        self.number, self.plan, self.seen, self.all_told = number, plan, seen, all_told
-
-    is_wanted = True
-
-    @property
-    def what(self) -> str:
-        return f"job {self.number}"
-
-    def run(self) -> Coroutine[Any, Any, int]:
-        self.seen.started.append(self.number)
-        return self._work()
-
-    async def _work(self) -> int:
-        self.seen.running += 1
-        self.seen.most = max(self.seen.most, self.seen.running)
+    async def work(self, number: int, plan: Plan) -> int:
+        self.started.append(number)
+        self.running += 1
+        self.most = max(self.most, self.running)
         try:
-            await asyncio.sleep(self.plan.works_s)
+            await asyncio.sleep(plan.works_s)
         except asyncio.CancelledError:
-            if self.plan.ending != "clings":
+            if plan.ending != "clings":
                 raise
-            await asyncio.sleep(self.plan.clings_s)
-            return self.number
+            await asyncio.sleep(plan.clings_s)
+            return number
         finally:
-            self.seen.running -= 1
-        if self.plan.ending == "raises":
-            raise ValueError(f"from job {self.number}")
-        if self.plan.ending == "cancels itself":
+            self.running -= 1
+        if plan.ending == "raises":
+            raise ValueError(f"from job {number}")
+        if plan.ending == "cancels itself":
             raise asyncio.CancelledError
-        return self.number
+        return number
 
-    def ended(self, result: int | None, error: BaseException | None) -> None:
-        assert self.number not in self.seen.told, "told twice"
-        self.seen.told[self.number] = f"result {result}" if error is None else f"{type(error).__name__}: {error}"
-        self.all_told()
+    async def run(self, places: Places, number: int, plan: Plan) -> None:
+        try:
+            self.told[number] = f"result {await places.run(f'job {number}', partial(self.work, number, plan))}"
+        except Exception as error:  # noqa: BLE001 - what the caller is told
+            self.told[number] = f"{type(error).__name__}: {error}"
 
 
 def seconds_down(outages: Sequence[tuple[float, float]], now: float) -> float:
@@ -126,17 +111,10 @@ def expected(plans: Sequence[Plan], places: int, outages: Sequence[tuple[float, 
     return told
 
 
-async def run_all(plans: Sequence[Plan], places: int, outages: Sequence[tuple[float, float]]) -> Seen:
-    loop, seen, over = asyncio.get_running_loop(), Seen(), asyncio.Event()
-
-    def all_told() -> None:
-        if len(seen.told) == len(plans):
-            over.set()
-
-    tasks = LimitedTasks[int](places, LIMIT_S, lambda: seconds_down(outages, loop.time()), "the.limit")
-    for number, plan in enumerate(plans):
-        tasks.submit(Planned(number, plan, seen, all_told))
-    await asyncio.wait_for(over.wait(), 100_000)
+async def run_all(plans: Sequence[Plan], count: int, outages: Sequence[tuple[float, float]]) -> Seen:
+    loop, seen = asyncio.get_running_loop(), Seen()
+    places = Places(count, LIMIT_S, lambda: seconds_down(outages, loop.time()), "the.limit")
+    await asyncio.gather(*(seen.run(places, number, plan) for number, plan in enumerate(plans)))
     return seen
 
 
@@ -162,47 +140,40 @@ def test_every_job_gets_its_place_its_time_and_its_own_end(jobs, places, breaks)
         assert seen.most == min(places, len(jobs))
 
 
-def test_jobs_that_nobody_wants_any_more_do_not_begin():
+def test_a_call_that_is_cancelled_before_it_has_a_place_does_not_begin():
     async def observe() -> list[int]:
-        seen, tasks = Seen(), LimitedTasks[int](1, LIMIT_S, lambda: 0.0, "the.limit")
-        jobs = [Planned(number, Plan(1.0, "returns"), seen, lambda: None) for number in range(3)]
-        jobs[1].is_wanted = False
-        for job in jobs:
-            tasks.submit(job)
-        await asyncio.sleep(10)
+        seen, places = Seen(), Places(1, LIMIT_S, lambda: 0.0, "the.limit")
+        calls = [asyncio.ensure_future(seen.run(places, number, Plan(1.0, "returns"))) for number in range(3)]
+        await asyncio.sleep(0)
+        calls[1].cancel()
+        await asyncio.wait(calls)
         return seen.started
 
     assert run_virtually(observe()) == [0, 2]
 
 
-def test_ending_jobs_waits_for_them_and_names_one_that_goes_on():
-    async def observe() -> None:
-        seen, tasks = Seen(), LimitedTasks[int](5, 1e6, lambda: 0.0, "the.limit")
-        works = [Plan(50.0, "returns"), Plan(50.0, "clings", 5.0), Plan(50.0, "clings", 500.0)]
-        jobs = [Planned(number, plan, seen, lambda: None) for number, plan in enumerate(works)]
-        for job in jobs:
-            tasks.submit(job)
+@pytest.mark.parametrize("clings_s", [5.0, 500.0])
+def test_a_cancelled_call_waits_for_its_work_and_names_work_that_goes_on(clings_s: float):
+    async def observe() -> tuple[str, int]:
+        seen, places = Seen(), Places(1, 1e6, lambda: 0.0, "the.limit")
+        call = asyncio.ensure_future(places.run("job 7", lambda: seen.work(7, Plan(50.0, "clings", clings_s))))
         await asyncio.sleep(1)
-        await tasks.end(jobs[:2])
-        assert seen.running == 1
-        with pytest.raises(RunFailedError, match="job 2 was cancelled, but still runs 30 s later"):
-            await tasks.end(jobs)
+        call.cancel()
+        [ended] = await asyncio.gather(call, return_exceptions=True)
+        return f"{type(ended).__name__}: {ended}", seen.running
 
-    run_virtually(observe())
+    ended, running = run_virtually(observe())
+    assert running == (clings_s > CANCEL_TIMEOUT_S)
+    assert ended.startswith("RunFailedError: job 7 was cancelled, but still runs 30 s" if running else "CancelledError")
 
 
 def test_an_error_after_the_time_limit_is_not_told_in_place_of_it():
-    class Spiteful(Planned):
-        async def _work(self) -> int:
-            try:
-                await asyncio.sleep(1000)
-            finally:
-                raise ValueError("while it was cancelled")
+    async def spiteful() -> int:
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            raise ValueError("while it was cancelled")
 
-    async def observe() -> str:
-        seen, tasks = Seen(), LimitedTasks[int](1, LIMIT_S, lambda: 0.0, "the.limit")
-        tasks.submit(Spiteful(0, Plan(0.0, "returns"), seen, lambda: None))
-        await asyncio.sleep(100)
-        return seen.told[0]
-
-    assert run_virtually(observe()) == f"{AttemptFailedError.__name__}: job 0 did not end within 33 s (the.limit)."
+    places = Places(1, LIMIT_S, lambda: 0.0, "the.limit")
+    with pytest.raises(AttemptFailedError, match=r"^job 0 did not end within 33 s \(the\.limit\)\.$"):
+        run_virtually(places.run("job 0", spiteful))
