@@ -55,7 +55,7 @@ from spurline_collation_fast.collators import FastPackedCollator, FastPaddedColl
 from spurline_collation_fast.kernels import ALGORITHMS, kernels_named
 from spurline_collation_fast.row_writer import BufferPool
 from spurline_rl.configs import RolloutsCollatorConfig
-from spurline_rl.flat_turns import FlatTurns
+from spurline_rl.trajectory import FlatTurns
 from spurline_rl.rollouts_collator import RolloutsCollator
 
 RANKS = 8

@@ -15,7 +15,7 @@ from spurline.testing.collator_contract import assert_batches_equal
 from spurline_collation_fast import collators
 from spurline_collation_fast.collators import FastRolloutsCollator
 from spurline_rl.configs import RolloutsCollatorConfig
-from spurline_rl.flat_turns import FlatTurns
+from spurline_rl.trajectory import FlatTurns
 from spurline_rl.rollouts_collator import RolloutsCollator
 from spurline_rl.testing.inputs import make_trajectories
 

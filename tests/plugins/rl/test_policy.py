@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rl_attempts import make_policy, make_task, run
 
 from spurline.errors import DataError, PluginError
-from spurline_rl.policy import EnginePolicy, SharedPrompts, derive_seed
+from spurline_rl.policy import derive_seed
 from spurline_rl.protocols.environment import AttemptFailedError
 from spurline_rl.protocols.rollout_engine import GenerationRequest, Sampling
 from spurline_rl.testing.environment_contract import ScriptedEngine
@@ -66,40 +63,6 @@ def test_the_prompt_of_a_turn_does_not_change_with_the_callers_list():
 
     run(extend())
     assert [turn.prompt_ids.tolist() for turn in policy.turns] == [[5], [5, 6]]
-
-
-@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3), min_size=1, max_size=8), st.booleans())
-def test_prompts_that_are_shared_are_those_that_were_asked_with(prompts, as_arrays):
-    shared = SharedPrompts()
-    kept = []
-    for prompt in prompts:
-        asked = np.array(prompt) if as_arrays else list(prompt)
-        kept.append(shared.of(asked))
-        asked[0] = 99
-    assert [(prompt.ids, prompt.array.tolist()) for prompt in kept] == [(prompt, prompt) for prompt in prompts]
-    assert all(prompt.array.dtype == np.int32 for prompt in kept)
-    if not as_arrays:
-        repeats = sum(before == after for before, after in pairwise(prompts))
-        assert len({id(prompt.array) for prompt in kept}) == len(prompts) - repeats
-
-
-def test_attempts_that_begin_with_one_prompt_share_its_tokens_and_cannot_change_them():
-    engine, shared = ScriptedEngine(countdown), SharedPrompts()
-    policies = [
-        EnginePolicy(engine, Sampling(), make_task(sample=sample), run_seed=0, prompts=shared) for sample in range(2)
-    ]
-
-    async def ask() -> None:
-        for policy in policies:
-            await policy.generate([1, 2])
-            await policy.generate([1, 2, 3])
-
-    run(ask())
-    first, second = (policy.turns for policy in policies)
-    assert first[0].prompt_ids is second[0].prompt_ids
-    assert [turn.prompt_ids.tolist() for turn in second] == [[1, 2], [1, 2, 3]]
-    with pytest.raises(ValueError, match="read-only"):
-        first[0].prompt_ids[0] = 5
 
 
 def test_turns_asked_for_together_keep_their_order_whoever_ends_first():

@@ -23,7 +23,7 @@ from spurline_collation_fast.flat_segments import (
 )
 from spurline_collation_fast.kernels import ALGORITHMS, Kernels, Table, best_kernels
 from spurline_collation_fast.row_writer import Placement, RowWriter
-from spurline_rl.flat_turns import FlatTurns
+from spurline_rl.trajectory import FlatTurns
 from spurline_rl.trajectory import Trajectory
 
 Rows = tuple[Table, Table, Table]

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from spurline.data.collators.layout import RESPONSE_COLUMNS, turn_name
 from spurline.data.token_store import TokenView
 from spurline_collation_fast.kernels import Table
-from spurline_rl.flat_turns import FlatTurns, shared_columns
+from spurline_rl.trajectory import FlatTurns, shared_columns
 
 
 class FlatColumn(NamedTuple):

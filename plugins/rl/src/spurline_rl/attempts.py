@@ -1,4 +1,4 @@
-"""Everything that makes an attempt at a prompt: engine, environment, rewards on tokens, retries and giving up.
+"""Wire up everything that makes an attempt at a prompt: engine, environment, rewards on tokens, retries and giving up.
 
 Place on the way: Draw -> Task -> environment with a policy handle -> scored trajectory. One set serves training and
 held-out evaluation, which differ in how they sample and in what a failure costs.
@@ -17,7 +17,7 @@ from spurline_rl.configs import OVERLONG, HeldOutConfig, PromptSourceConfig
 from spurline_rl.draws import Draw
 from spurline_rl.group_runner import GivenUpPrompts, GroupRunner, Outcome
 from spurline_rl.held_out import deciding_term
-from spurline_rl.policy import EnginePolicy, SharedPrompts
+from spurline_rl.policy import EnginePolicy
 from spurline_rl.protocols.environment import Environment, PolicyHandle, ShowsPrompt, Task
 from spurline_rl.protocols.rollout_engine import MayBeDown, RolloutEngine, Sampling
 from spurline_rl.scoring import overlong_penalty, score
@@ -27,9 +27,13 @@ from spurline_rl.trajectory import Trajectory
 class Attempts:
     """Owns the engine and the environment. Coroutines are awaited on one event loop.
 
-    training: runs the groups that are trained on, scored. given_up: the prompts that training gave up. engine: a source
-    may put one that observes it in its place before the first attempt. check_engine: raises for an engine that will not
-    do, before there is an environment to close.
+    Args:
+        check_engine: Raises for an engine that the source cannot use, before there is an environment to close.
+
+    Attributes:
+        engine: A source may replace it by one that observes it, before the first attempt.
+        training: Runs the groups that are trained on, and scores them.
+        given_up: The prompts that training gave up.
     """
 
     def __init__(
@@ -39,7 +43,9 @@ class Attempts:
         self._config = config
         self._run_seed = run.seed
         self._is_evaluated = bool(run.data.eval)
-        self.engine = registry.create("rollout_engine", config.engine, run=run, tokenizer=context.tokenizer)
+        self.engine: RolloutEngine = registry.create(
+            "rollout_engine", config.engine, run=run, tokenizer=context.tokenizer
+        )
         check_engine(self.engine)
         self._environment: Environment = registry.create(
             "environment", config.environment, registry=registry, tokenizer=context.tokenizer, data=run.data
@@ -48,36 +54,25 @@ class Attempts:
         self.training = self._make_runner(config.samples_per_prompt, self.given_up)
 
     @property
-    def engine(self) -> RolloutEngine:
-        return self._engine
-
-    @engine.setter
-    def engine(self, engine: RolloutEngine) -> None:
-        self._engine = engine
-        # Asked here and not by each attempt: isinstance with a Protocol takes longer than all else about a time limit.
-        self._seconds_down = engine.seconds_down if isinstance(engine, MayBeDown) else _never_down
-
-    @property
     def shows_prompts(self) -> bool:
-        """Return whether the environment says beforehand what the model is first given."""
+        """Return whether the environment knows the first prompt of an attempt beforehand."""
         return isinstance(self._environment, ShowsPrompt)
 
     async def evaluate(self, prompts: Sequence[Draw], held_out: HeldOutConfig) -> Sequence[Outcome]:
-        """Attempts at held-out prompts; failures count for this evaluation alone, penalties on length not at all."""
+        """Attempt held-out prompts. Failures count for this evaluation alone, penalties on length not at all."""
         given_up = GivenUpPrompts(self._config.faults.max_quarantined)
         runner = self._make_runner(held_out.samples_per_prompt, given_up, temperature=held_out.temperature)
         return await runner.run_groups(prompts)
 
     def first_prompt(self, draw: Draw) -> Sequence[int] | None:
-        """Token ids of what the model is first given; None where the environment cannot say it beforehand.
+        """Return the token ids of the first prompt; None where the environment does not know it beforehand.
 
         Raises:
             DataError: For a row that cannot be used.
         """
         if not isinstance(self._environment, ShowsPrompt):
             return None
-        task = Task(draw.row, draw.dataset, draw.uid, 0, draw.location)
-        return self._environment.first_prompt(task)
+        return self._environment.first_prompt(Task(draw.row, draw.dataset, draw.uid, 0, draw.location))
 
     async def close(self) -> None:
         """End the engine and the environment."""
@@ -92,26 +87,20 @@ class Attempts:
     def _make_runner(
         self, samples_per_prompt: int, given_up: GivenUpPrompts, *, temperature: float | None = None
     ) -> GroupRunner:
-        """temperature: of held-out attempts, whose distribution is that of the model; None for training."""
+        """Make a runner. `temperature` is that of held-out attempts, which sample from all tokens; None trains."""
         faults, trains = self._config.faults, temperature is None
         sampling = Sampling(**self._config.sampling.model_dump(exclude={"allow_truncated"}))
         if temperature is not None:
             sampling = replace(sampling, temperature=temperature, top_p=1.0, top_k=0)
-        is_free = not trains or self._config.sampling.allow_truncated
-
-        prompts = SharedPrompts()
+        any_distribution = not trains or self._config.sampling.allow_truncated
 
         def make_policy(task: Task, attempt: int) -> PolicyHandle:
-            # The engine of this moment: a source may put one that observes it in its place.
             return EnginePolicy(
-                self._engine,
-                sampling,
-                task,
-                attempt,
-                run_seed=self._run_seed,
-                any_distribution=is_free,
-                prompts=prompts,
+                self.engine, sampling, task, attempt, run_seed=self._run_seed, any_distribution=any_distribution
             )
+
+        def seconds_down() -> float:
+            return self.engine.seconds_down() if isinstance(self.engine, MayBeDown) else 0.0
 
         return GroupRunner(
             self._environment,
@@ -122,19 +111,19 @@ class Attempts:
             retries=faults.retries,
             attempt_timeout_s=faults.attempt_timeout_s,
             max_concurrent=self._config.max_concurrent,
-            seconds_down=lambda: self._seconds_down(),
+            seconds_down=seconds_down,
             carry=self._config.carry if trains else (),
         )
 
     def _score(self, trajectory: Trajectory, *, punishes_length: bool) -> Trajectory:
-        """The trajectory with the weighted sum of its terms on its tokens; `source.overlong` adds a term in training.
+        """Score the trajectory; `source.overlong` adds a term in training.
 
-        Raises ConfigError when the environment's terms have that term already, or do not say what a success is,
-        besides what `score` raises.
+        Raises:
+            ConfigError: If the environment has a term of that name, and if its terms leave open what a success is.
         """
         overlong, weights = self._config.overlong, self._config.reward_weights
         if self._is_evaluated:
-            # The first attempts of training tell what the held-out ones would only after many steps.
+            # Checked here too: held-out attempts come only after many steps.
             deciding_term(trajectory.rewards, self._config.held_out.success)
         if overlong is None:
             return score(trajectory, weights)
@@ -153,7 +142,3 @@ class Attempts:
         )
         punished = replace(trajectory, rewards={**trajectory.rewards, OVERLONG: penalty})
         return score(punished, {OVERLONG: overlong.penalty, **weights})
-
-
-def _never_down() -> float:
-    return 0.0

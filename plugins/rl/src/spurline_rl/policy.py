@@ -1,7 +1,7 @@
 """The policy as an environment sees it: one handle per attempt that asks the engine and remembers every turn.
 
 Place on the way: environment -> token ids -> EnginePolicy -> request with seed and name -> rollout engine -> Turn.
-Seeds are a pure function of who asks, so that a resumed run samples what the first would have.
+Seeds depend on run, prompt, sample, turn and retry alone, so that a resumed run samples what the first would have.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from spurline.errors import DataError, PluginError
 from spurline_rl.protocols.environment import AttemptFailedError, Task
@@ -21,49 +20,18 @@ from spurline_rl.trajectory import Trajectory, Turn
 
 
 def derive_seed(run_seed: int, uid: str, sample: int, turn: int, attempt: int = 0) -> int:
-    """A seed in [0, 2**63) for one model call.
+    """Return a seed in [0, 2**63) for one model call.
 
     Args:
         uid: Names the draw of the prompt, and with it the epoch.
-        attempt: Counts retries of a failed attempt, so that a retry does not repeat what failed.
+        attempt: Number of earlier failures, so that a retry does not repeat them.
     """
     name = f"{run_seed}\0{uid}\0{sample}\0{turn}\0{attempt}"
     return xxhash.xxh3_64_intdigest(name.encode()) >> 1
 
 
 _DISTRIBUTION = ("temperature", "top_p", "top_k")
-"""Parts of a sampling that say which distribution tokens are drawn from, not when a response ends."""
-
-
-class Prompt:
-    """A prompt as it was asked with. ids: must not be changed."""
-
-    __slots__ = ("_array", "ids")
-
-    def __init__(self, ids: Sequence[int]) -> None:
-        self.ids = list(ids)
-        self._array: NDArray[np.int32] | None = None
-
-    @property
-    def array(self) -> NDArray[np.int32]:
-        """int32 [P], read-only: the same for all turns with this prompt."""
-        if self._array is None:
-            self._array = np.asarray(self.ids, dtype=np.int32)
-            self._array.setflags(write=False)
-        return self._array
-
-
-class SharedPrompts:
-    """One Prompt for the attempts of a group, which begin one after the other, instead of one each."""
-
-    def __init__(self) -> None:
-        self._last: Prompt | None = None
-
-    def of(self, ids: Sequence[int]) -> Prompt:
-        """The prompt with these tokens; what is done with `ids` afterwards does not change it."""
-        if self._last is None or type(ids) is not list or ids != self._last.ids:
-            self._last = Prompt(ids)
-        return self._last
+"""Fields of a sampling that decide the distribution that tokens are drawn from."""
 
 
 @dataclass(eq=False)
@@ -71,11 +39,10 @@ class EnginePolicy:
     """A PolicyHandle on a rollout engine.
 
     Attributes:
-        sampling: Of turns that the environment samples in no way of its own.
-        attempt: How often this task has failed before; part of every seed.
-        any_distribution: Turns may be sampled with another temperature, top_p or top_k than `sampling` has, which must
-            not be where they are trained on: the trainer computes all logprobs for those of the run.
-        prompts: Shared with other attempts whose first turn may have the same prompt.
+        sampling: Used for turns for which the environment gives none.
+        attempt: Number of earlier failures of this task; part of every seed.
+        any_distribution: Accept turns with another temperature, top_p or top_k than `sampling`. Training refuses them:
+            the trainer computes all logprobs with the run's.
     """
 
     engine: RolloutEngine
@@ -85,7 +52,6 @@ class EnginePolicy:
     _: KW_ONLY
     run_seed: int
     any_distribution: bool = False
-    prompts: SharedPrompts | None = None
     _num_asked: int = field(default=0, init=False)
     _finished: dict[int, Turn] = field(default_factory=dict[int, Turn], init=False)
 
@@ -103,19 +69,30 @@ class EnginePolicy:
         task = self.task
         if len(prompt_ids) == 0:
             raise DataError(
-                f"{task.location}: the prompt has no tokens, so there is nothing to go on from. Give the row a prompt, "
-                "or use a tokenizer that begins texts with a token."
+                f"{task.location}: the prompt has no tokens. Give the row a prompt, or use a tokenizer that begins "
+                "texts with a token."
             )
-        prompt = Prompt(prompt_ids) if number or self.prompts is None else self.prompts.of(prompt_ids)
         retry = f" attempt {self.attempt}" if self.attempt else ""
         request = GenerationRequest(
-            prompt_ids=prompt.ids,
+            prompt_ids=list(prompt_ids),
             sampling=sampling or self.sampling,
             seed=derive_seed(self.run_seed, task.uid, task.sample, number, self.attempt),
             name=f"{task.uid} sample {task.sample} turn {number}{retry}",
         )
         result = await self.engine.generate(request)
-        self._finished[number] = _make_turn(request.name, prompt, result)
+        length = len(result.token_ids)
+        assert len(result.logprobs) == len(result.versions) == length, (
+            f"the engine's answer to {request.name} is ragged"
+        )
+        self._finished[number] = Turn(
+            prompt_ids=np.array(request.prompt_ids, np.int32),
+            response_ids=result.token_ids,
+            loss_mask=np.ones(length, dtype=np.uint8),
+            logprobs=result.logprobs,
+            versions=result.versions,
+            routed_experts=result.routed_experts,
+            finish_reason=result.finish_reason,
+        )
         return result
 
     def _check_distribution(self, sampling: Sampling) -> None:
@@ -144,20 +121,6 @@ class EnginePolicy:
                 raise ValueError(f"{len(turn_rewards)} turn rewards for {len(turns)} turns; give one for each")
             turns = tuple(_reward_turn(turn, reward) for turn, reward in zip(turns, turn_rewards, strict=True))
         return Trajectory(self.task.uid, self.task.sample, turns, dict(rewards or {}), dict(info or {}))
-
-
-def _make_turn(name: str, prompt: Prompt, result: GenerationResult) -> Turn:
-    length = len(result.token_ids)
-    assert len(result.logprobs) == len(result.versions) == length, f"the engine's answer to {name} is ragged"
-    return Turn(
-        prompt_ids=prompt.array,
-        response_ids=result.token_ids,
-        loss_mask=np.ones(length, dtype=np.uint8),
-        logprobs=result.logprobs,
-        versions=result.versions,
-        routed_experts=result.routed_experts,
-        finish_reason=result.finish_reason,
-    )
 
 
 def _reward_turn(turn: Turn, reward: float) -> Turn:

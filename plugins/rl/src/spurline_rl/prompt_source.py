@@ -1,18 +1,19 @@
 """Share the work of all sources of rollouts: prompts in order, attempts at them, and batches made of their groups.
 
 Place on the way: draws -> attempts -> groups -> Preparation -> TrainingBatch. A source derives from `PromptSource` and
-says when groups are generated and which of them make a batch; nothing here generates by itself.
+decides when groups are generated and which of them make a batch.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
 
 from spurline.data.batch import TrainingBatch
 from spurline.errors import DataError, RunFailedError, listing
@@ -30,7 +31,6 @@ from spurline_rl.held_out import OF_SOURCE, AttemptsEvaluation, open_held_out
 from spurline_rl.kept_rollouts import ROLLOUTS_FOLDER
 from spurline_rl.kept_rollouts.keeper import KeptStep, RolloutKeeper
 from spurline_rl.preparation import Preparation
-from spurline_rl.prompt_survey import ROWS_BEFORE_TRAINING, PromptSurvey, survey
 from spurline_rl.protocols.rollout_engine import RolloutEngine
 from spurline_rl.trajectory import Group, has_equal_returns
 from spurline_text.prompts import read_question
@@ -41,13 +41,19 @@ RunGroups = Callable[[Sequence[Draw]], Awaitable[Sequence[Outcome]]]
 FindPrompt = Callable[[Draw], Sequence[int] | None]
 TakeDraws = Callable[[int, int], Sequence[Draw | SkippedRow]]
 
+_ROWS_BEFORE_TRAINING = 1_000
+"""Rows of each dataset that are looked at before a run; the others are checked when they are drawn."""
+_SHOWN_CHARACTERS = 800
+
 
 @dataclass(frozen=True)
 class Collected:
-    """groups: exactly as many as asked for, in draw order. next_draw: the first prompt not drawn.
+    """The groups of a step, and what it took to get them.
 
     Attributes:
+        groups: Exactly as many as asked for, in draw order.
         every: All groups that were scored, those filtered included.
+        next_draw: The first prompt not drawn.
         given_up: Prompts given up.
         skipped: Draws of rows that cannot be used.
         refill_missing: Groups with equal rewards that are trained on, as the limit of draws was reached.
@@ -68,11 +74,19 @@ async def collect_groups(
 ) -> Collected:
     """Draw until `count` groups can be trained on.
 
-    Each round draws exactly the number still missing, so which prompts a step takes depends on the results alone, never
-    on which of them came first. filters: groups whose returns are equal are filtered, and further prompts drawn
-    (dynamic sampling, DAPO, Yu et al. 2025, arXiv:2503.14476); once `draw_limit` prompts are drawn, the earliest of
-    them are used after all, since a batch has a fixed number of prompts. Rows that cannot be used are no part of that
-    limit: `take` raises DataError when nothing but such rows is left.
+    Each round draws exactly the number still missing, so that the prompts of a step depend on the results alone and
+    never on their order in time. Rows that cannot be used do not count against `draw_limit`: `take` raises DataError
+    when no other row is left.
+
+    Args:
+        take: Returns draws by first number and count.
+        run: Makes all attempts at prompts.
+        first_draw: Number of the first draw.
+        count: Groups to collect.
+        draw_limit: Prompts that may be drawn. At the limit the earliest filtered groups are used after all, since a
+            batch has a fixed number of prompts.
+        filters: Filter groups whose returns are equal, and draw further prompts (dynamic sampling, DAPO, Yu et al.
+            2025, arXiv:2503.14476).
 
     Raises:
         RunFailedError: If so many prompts were given up that `count` cannot be reached.
@@ -141,29 +155,25 @@ class PromptSource(BatchSource):
         self._kept.start(step - 1)
 
     def summary(self) -> Mapping[str, object]:
-        config = self._settings
+        config, shows = self._settings, self._attempts.shows_prompts
         return {
             **self._prompts.summary(),
-            "notes": self._notes(),
+            # Another environment may make turns of any column itself.
+            "notes": plain_text_notes(self._prompts.datasets, self._context.tokenizer) if shows else [],
             "samples_per_epoch": self._prompts.prompts_per_epoch,
             "samples_per_step": config.prompts_per_step,
             "step_of": f"{config.prompts_per_step} prompts x {config.samples_per_prompt} attempts",
             "objective": self._preparation.describe(),
         }
 
-    def _notes(self) -> list[str]:
-        # Another environment may make turns of any column itself.
-        shows = self._attempts.shows_prompts
-        return plain_text_notes(self._prompts.datasets, self._context.tokenizer) if shows else []
-
     def longest(self) -> Longest | None:
         return self._with_response(self._survey)
 
     def longest_held_out(self, prompts: PromptDraws) -> Longest | None:
-        """Return the longest of these prompts with a whole response, as `longest` does. Raises DataError."""
+        """Return the longest of these prompts with a whole response. Raises DataError for a row that cannot be used."""
         return self._with_response(self._survey_of(prompts, "rendering held-out prompts", self._attempts.first_prompt))
 
-    def _with_response(self, seen: PromptSurvey | None) -> Longest | None:
+    def _with_response(self, seen: _Survey | None) -> Longest | None:
         if seen is None:
             return None
         tokens = seen.longest + self._settings.sampling.max_new_tokens
@@ -173,10 +183,10 @@ class PromptSource(BatchSource):
         return () if self._survey is None else self._survey.lines(self._context.tokenizer)
 
     def first_prompts(self, count: int) -> Sequence[FirstPrompt]:
-        return [self._shown(draw) for draw in self._prompts.take(0, count)]
+        return [self._first_prompt_of(draw) for draw in self._prompts.take(0, count)]
 
-    def _shown(self, draw: Draw | SkippedRow) -> FirstPrompt:
-        """A prompt with what it is answered and scored with."""
+    def _first_prompt_of(self, draw: Draw | SkippedRow) -> FirstPrompt:
+        """Return a prompt with notes on its tools, rewards, reference and columns."""
         if isinstance(draw, SkippedRow):
             return FirstPrompt(draw.uid, (), (f"left out: {draw.reason}",))
         environment, tokenizer = self._settings.environment, self._context.tokenizer
@@ -204,22 +214,19 @@ class PromptSource(BatchSource):
         return FirstPrompt(draw.uid, ids or (), tuple(notes))
 
     @cached_property
-    def _survey(self) -> PromptSurvey | None:
-        return self._survey_of(self._prompts, "rendering prompts", self._first_prompt)
+    def _survey(self) -> _Survey | None:
+        def first_prompt(draw: Draw) -> Sequence[int] | None:
+            for name in self._settings.carry:
+                carried(draw, name)
+            return self._attempts.first_prompt(draw)
 
-    def _survey_of(self, prompts: PromptDraws, doing: str, first_prompt: FindPrompt) -> PromptSurvey | None:
-        limit = self._context.row_limit or ROWS_BEFORE_TRAINING
+        return self._survey_of(self._prompts, "rendering prompts", first_prompt)
+
+    def _survey_of(self, prompts: PromptDraws, doing: str, first_prompt: FindPrompt) -> _Survey | None:
         self._context.progress(doing)
-        return survey(prompts.rows(limit), first_prompt)
-
-    def _first_prompt(self, draw: Draw) -> Sequence[int] | None:
-        """Return the first prompt of a row that is trained on. Raises DataError if the row lacks a carried column."""
-        for name in self._settings.carry:
-            carried(draw, name)
-        return self._attempts.first_prompt(draw)
+        return _survey(prompts.rows(self._context.row_limit or _ROWS_BEFORE_TRAINING), first_prompt)
 
     def evaluation(self) -> HeldOutEvaluation:
-        """Attempts at the held-out prompts with the weights as they are."""
         assert self._held_out is not None, "there is no held-out data"
         return AttemptsEvaluation(
             self._settings.held_out, self._held_out, self, OF_SOURCE, self._settings.environment.reward_terms
@@ -238,7 +245,12 @@ class PromptSource(BatchSource):
     def _batch(
         self, step: int, collected: Collected, backend: Backend, *, retries: int, seconds: float
     ) -> TrainingBatch:
-        """The batch of a step from its groups. retries: attempts made again for them. seconds: spent on generating."""
+        """Make the batch of a step from its groups.
+
+        Args:
+            retries: Attempts made again for them.
+            seconds: Time spent on generating.
+        """
         self._hooks.on_rollouts_scored(step=step, groups=collected.groups)
         batch = self._preparation.prepare(collected.groups, backend)
         self._prompts.observe(step, collected.every)
@@ -252,19 +264,13 @@ class PromptSource(BatchSource):
         return replace(batch, info={**batch.info, **metrics})
 
     def _keep(self, step: int, collected: Collected, batch: TrainingBatch) -> None:
-        """Hand the attempts over to be written. The columns it takes are no buffers that are used again."""
+        """Hand the attempts over to be written. The columns it takes are not reused as buffers."""
         columns = self._preparation.turn_columns(batch, collected.groups)
         trained = {group.draw for group in collected.groups}
         filtered = [group for group in collected.every if group.draw not in trained]
-        taken = KeptStep(
-            step,
-            collected.groups,
-            filtered,
-            collected.lost,
-            self._prompts.prompts_per_epoch,
-            lambda name: columns.split(batch.tokens[name]),
-        )
-        self._kept.keep(taken)
+        per_epoch = self._prompts.prompts_per_epoch
+        split = lambda name: columns.split(batch.tokens[name])  # noqa: E731
+        self._kept.keep(KeptStep(step, collected.groups, filtered, collected.lost, per_epoch, split))
 
     def flush(self) -> None:
         self._kept.flush()
@@ -281,7 +287,7 @@ class PromptSource(BatchSource):
         }
 
     def _load_prompts_state(self, state: Mapping[str, object]) -> None:
-        """Raises CheckpointError when the data is not what the checkpoint was trained on."""
+        """Restore it. Raises CheckpointError when the data is not that of the checkpoint."""
         refuse_other_data(
             state,
             self._prompts.fingerprint(),
@@ -295,8 +301,69 @@ class PromptSource(BatchSource):
         self._prompts.load_state_dict(prompts)
 
 
+@dataclass(frozen=True)
+class _Survey:
+    """The first prompts of some rows.
+
+    Attributes:
+        count: Prompts looked at.
+        tokens: Tokens of all of them.
+        longest, where: Tokens of the longest prompt, and its row.
+        first, first_where: Token ids of the first prompt, and its row.
+        left_out: Rows that `on_bad_row: skip` leaves out.
+    """
+
+    count: int
+    tokens: int
+    longest: int
+    where: str
+    first: Sequence[int]
+    first_where: str
+    left_out: int
+
+    def lines(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+        """Return the survey as text, with the first prompt as the model gets it."""
+        left_out = f"; {self.left_out:,} rows will be left out" if self.left_out else ""
+        shown = str(tokenizer.decode(list(self.first), skip_special_tokens=False))
+        if len(shown) > _SHOWN_CHARACTERS:
+            half = _SHOWN_CHARACTERS // 2
+            shown = f"{shown[:half]} [... {len(shown) - 2 * half:,} characters ...] {shown[-half:]}"
+        return [
+            f"{self.count:,} looked at, {self.tokens / self.count:.0f} tokens on average, longest {self.longest:,} "
+            f"({self.where}){left_out}",
+            f"the first, as the model gets it ({self.first_where}, {len(self.first):,} tokens):",
+            *(f"  | {line}" for line in shown.splitlines()),
+        ]
+
+
+def _survey(draws: Iterable[Draw | SkippedRow], first_prompt: FindPrompt) -> _Survey | None:
+    """Survey first prompts; None if the environment does not know them beforehand. Raises DataError for a bad row."""
+    count = tokens = longest = left_out = 0
+    where = first_where = ""
+    first: Sequence[int] = ()
+    for draw in draws:
+        if isinstance(draw, SkippedRow):
+            left_out += 1
+            continue
+        try:
+            ids = first_prompt(draw)
+        except DataError as error:
+            if draw.dataset.on_bad_row == "error":
+                raise explain_bad_row(draw.location, error) from error
+            left_out += 1
+            continue
+        if ids is None:
+            return None
+        if not count:
+            first, first_where = ids, draw.location
+        if len(ids) > longest:
+            longest, where = len(ids), draw.location
+        count, tokens = count + 1, tokens + len(ids)
+    return _Survey(count, tokens, longest, where, first, first_where, left_out) if count else None
+
+
 def _collection_metrics(collected: Collected, retries: int, seconds: float) -> dict[str, float]:
-    """Return metrics of the cost of generating and of the fate of the prompts that were drawn."""
+    """Return metrics of the cost of generating and of the prompts that were drawn."""
     tokens = sum(int(group.flat.num_response.sum()) for group in collected.every)
     return {
         "time/generate": seconds,

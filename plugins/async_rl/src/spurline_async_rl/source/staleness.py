@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spurline.errors import PluginError
-from spurline_rl.flat_turns import FlatTurns
+from spurline_rl.trajectory import FlatTurns
 from spurline_rl.trajectory import Group, Turn, turns_of, with_turns
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from spurline_rl.flat_turns import FlatTurns
+from spurline_rl.trajectory import FlatTurns
 from spurline_rl.group_runner import GivenUpPrompt
 from spurline_rl.trajectory import Group, Trajectory, trajectories_of
 

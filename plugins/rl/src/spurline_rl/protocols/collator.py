@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 
 from spurline.data.batch import TrainingBatch
 from spurline.protocols.collator import RolloutCollator
-from spurline_rl.flat_turns import FlatTurns
+from spurline_rl.trajectory import FlatTurns
 
 
 @runtime_checkable
