@@ -15,9 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spurline_rl.trajectory import RESPONSE_FIELDS, FlatTurns
 from spurline_rl.testing.inputs import make_trajectories
-from spurline_rl.trajectory import Group, Trajectory, Turn, in_one_block
+from spurline_rl.trajectory import RESPONSE_FIELDS, FlatTurns, Group, Trajectory, Turn, in_one_block
 
 _LACKED = ("logprobs", "versions", "rewards", "routed_experts")
 shapes = st.lists(

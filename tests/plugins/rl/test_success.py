@@ -6,7 +6,7 @@ import pytest
 from rl_attempts import make_policy, run, says
 
 from spurline.errors import ConfigError
-from spurline_rl.configs import HeldOutConfig, SuccessConfig, success_problems
+from spurline_rl.configs import SuccessConfig, success_problems
 from spurline_rl.held_out import deciding_term, has_passed
 from spurline_rl.scoring import score
 from spurline_rl.testing.environment_contract import ScriptedEngine
@@ -64,6 +64,6 @@ def test_terms_that_only_attempts_tell_are_checked_with_the_first_of_them(succes
 
 
 def test_a_config_whose_environment_does_not_tell_its_terms_is_not_refused() -> None:
-    assert list(success_problems(HeldOutConfig(), None)) == []
-    assert list(success_problems(HeldOutConfig(), ["one"])) == []
-    assert len(list(success_problems(HeldOutConfig(), ["one", "two"]))) == 1
+    assert list(success_problems(SuccessConfig(), None)) == []
+    assert list(success_problems(SuccessConfig(), ["one"])) == []
+    assert len(list(success_problems(SuccessConfig(), ["one", "two"]))) == 1

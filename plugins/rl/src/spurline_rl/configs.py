@@ -29,13 +29,13 @@ class SamplingConfig(Section):
     """How rollouts are sampled."""
 
     temperature: float = Field(default=1.0, gt=0, le=10)
-    """The trainer divides its logits by the same number, so that its logprobs are those of the sampled distribution."""
+    """The trainer divides its logits by it too, so that its logprobs are those of the sampled distribution."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Sample from the likeliest tokens that hold this much probability; needs `allow_truncated`."""
     top_k: int = Field(default=0, ge=0)
     """Sample from this many likeliest tokens, 0 for all; needs `allow_truncated`."""
     allow_truncated: bool = False
-    """Train although top_p or top_k cut tokens off, which the trainer's logprobs do not know of."""
+    """Train although top_p or top_k cut tokens off, which the trainer's logprobs do not take into account."""
     max_new_tokens: int = Field(default=1024, gt=0)
     """Longest response of one turn."""
     stop: tuple[str, ...] = ()
@@ -43,15 +43,15 @@ class SamplingConfig(Section):
 
     @property
     def cuts(self) -> Mapping[str, float]:
-        """Settings that cut tokens off, with the values that switch them off."""
+        """Return the settings that cut tokens off, with the values that switch them off."""
         return {name: off for name, off in (("top_p", 1.0), ("top_k", 0)) if getattr(self, name) != off}
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         for name, off in self.cuts.items() if not self.allow_truncated else ():
             yield Problem(
                 name,
-                "cuts tokens off while sampling, but the trainer's logprobs are those of the whole distribution, "
-                f"so importance ratios would be wrong. Set {name}: {off}, or allow_truncated: true to accept that.",
+                "cuts tokens off while sampling, but the trainer computes logprobs over all tokens, so importance "
+                f"ratios would be wrong. Set {name}: {off}, or allow_truncated: true to accept that.",
             )
 
 
@@ -104,33 +104,29 @@ class HeldOutConfig(Section):
             )
 
 
-def success_problems(held_out: HeldOutConfig, terms: Collection[str] | None, prefix: str = "") -> Iterable[Problem]:
+def success_problems(success: SuccessConfig, terms: Collection[str] | None, prefix: str = "") -> Iterable[Problem]:
     """Yield what keeps attempts from being judged.
 
     Args:
-        held_out: The settings that say what a success is.
+        success: The settings that say what a success is.
         terms: Names of all reward terms; None where only attempts tell.
-        prefix: Begin of the keys, up to the settings of `held_out`.
+        prefix: Begin of the keys.
     """
-    reward = held_out.success.reward
-    if terms is None or (reward is None and len(terms) < 2):
+    reward = success.reward
+    if terms is None:
         return
-    if reward is None:
-        yield Problem(f"{prefix}success", several_terms(terms))
-    elif reward not in terms:
+    if reward is None and len(terms) > 1:
+        yield Problem(
+            f"{prefix}success",
+            "does not say which reward decides whether an attempt has passed, and there are several. Set it, as in "
+            f"{{reward: {min(terms)}, at_least: 1}}. Terms: {listing(terms)}.",
+        )
+    if reward is not None and reward not in terms:
         yield Problem(f"{prefix}success.reward", unknown_term(reward, terms))
 
 
-def several_terms(terms: Collection[str]) -> str:
-    """Why a success has to be named, for messages."""
-    return (
-        "does not say which reward decides whether an attempt has passed, and there are several; their weighted sum "
-        f"says nothing of right or wrong. Set it, as in {{reward: {min(terms)}, at_least: 1}}. Terms: {listing(terms)}."
-    )
-
-
 def unknown_term(reward: str, terms: Collection[str]) -> str:
-    """Say what is wrong with a name that no reward term has."""
+    """Say that no reward term has this name."""
     close = suggestion(reward, terms)
     return f"is '{reward}', which names no reward term of the environment.{close} Terms: {listing(terms)}."
 
@@ -166,30 +162,30 @@ class PromptSourceConfig(SourceConfig):
     advantage: Annotated[AdvantageConfig, Component("advantage")]
     """How rewards become advantages."""
     advantage_scope: Annotated[Literal["batch", "minibatch"], OnResume.BY_NAME] = "batch"
-    """The attempts that an advantage normalises over, if these are more than a group."""
+    """Attempts that an advantage normalises over, if it looks beyond a group."""
     correction: Annotated[Annotated[CorrectionConfig, Component("correction")] | None, OnResume.BY_NAME] = None
     """Weights against a mismatch between the distributions that sampled and that train; null for none."""
     turns: Annotated[Literal["separate", "merged"], OnResume.BY_NAME] = "separate"
-    """A training row per turn (step-wise training), or one row for all turns of an attempt in which each goes on from
-    the tokens of the last; others keep a row per turn."""
+    """`separate`: a training row per turn (step-wise training). `merged`: one row for an attempt in which each turn
+    continues the tokens of the last one; other attempts keep a row per turn."""
     zero_variance: Annotated[Literal["keep", "refill"], OnResume.BY_NAME] = "keep"
-    """Groups whose rewards are all equal have no gradient: train on them, or filter them and draw further prompts
-    (dynamic sampling of DAPO, Yu et al. 2025, arXiv:2503.14476)."""
+    """Groups whose rewards are all equal have no gradient. `keep` trains on them; `refill` filters them and draws
+    further prompts (dynamic sampling of DAPO, Yu et al. 2025, arXiv:2503.14476)."""
     max_draws_per_step: Annotated[int | None, OnResume.BY_NAME] = Field(default=None, gt=0)
     """Prompts that one step may draw, those given up or filtered included; null is 8 x prompts_per_step."""
     router_replay: Annotated[bool, OnResume.BY_NAME] = False
-    """Mixtures of experts: the trained model and the reference send each token to the experts that the engine chose for
-    it (Ma et al. 2025, arXiv:2510.11370); routers learn by the weights they give these. A critic chooses for itself."""
+    """Mixtures of experts: the trained model and the reference send each token to the experts that the engine chose
+    (Ma et al. 2025, arXiv:2510.11370). Routers learn by the weights they give these. A critic chooses its own."""
     carry: tuple[str, ...] = ()
-    """Columns of the training rows, a number or a truth value in each, that go along with the rollouts: advantages read
-    them in `Group.columns`, and each becomes a float32 token column of the batch, which a loss asks for in `needs`."""
+    """Columns of the training rows, with numbers or truth values, that go along with the rollouts. Advantages read them
+    in `Group.columns`; each becomes a float32 token column of the batch, which a loss asks for in `needs`."""
     overlong: Annotated[OverlongConfig | None, OnResume.BY_NAME] = None
     """Take reward from responses that come close to the limit."""
     kl_in_reward: Annotated[KlInRewardConfig | None, OnResume.BY_NAME] = None
     """Take reward from tokens that leave the reference model."""
     keep_rollouts: Annotated[int, OnResume.FREE] = Field(default=1000, ge=0)
-    """MB that RUN_DIR/rollouts may take: the attempts of every step, to be looked at. When it takes more, some of the
-    older steps go. 0 keeps none."""
+    """MB that RUN_DIR/rollouts may take, where the attempts of every step are kept. Beyond that, some older steps are
+    deleted. 0 keeps none."""
     faults: FaultsConfig = FaultsConfig()
     """Retries and limits."""
     held_out: Annotated[HeldOutConfig, OnResume.FREE] = HeldOutConfig()
@@ -206,46 +202,46 @@ class PromptSourceConfig(SourceConfig):
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         yield from self._run_problems(run)
         yield from super().problems(run)
-        yield from self._reward_weight_problems()
-        if run.data.eval:
-            yield from success_problems(self.held_out, self.environment.reward_terms, "held_out.")
+        yield from self._reward_problems(run)
+        yield from self._advantage_problems(run)
+        yield from self._replay_problems(run)
         if self.zero_variance == "refill" and self.samples_per_prompt < 2:
             yield Problem(
                 "zero_variance",
                 "is refill, but the reward of a single sample never varies, so every group would be filtered. Raise "
                 "samples_per_prompt, or set zero_variance: keep.",
             )
-        overlong = self.overlong
-        if overlong is not None and overlong.buffer_tokens > self.sampling.max_new_tokens:
-            yield Problem(
-                "overlong.buffer_tokens",
-                f"is {overlong.buffer_tokens}, more than sampling.max_new_tokens: {self.sampling.max_new_tokens}, so "
-                "that even an empty response would be punished. Choose a smaller zone.",
-            )
         if self.draw_limit < self.prompts_per_step:
             yield Problem(
                 "max_draws_per_step",
                 f"is {self.max_draws_per_step}, fewer than prompts_per_step: {self.prompts_per_step}. Raise it.",
             )
-        yield from self._advantage_problems(run)
-        if self.advantage_scope == "minibatch" and run.minibatches.minibatch_prompts(self.prompts_per_step) is None:
-            yield Problem(
-                "advantage_scope",
-                f"is minibatch, but minibatches: {run.minibatches.name} do not say how many prompts one of them has. "
-                "Set advantage_scope: batch, or minibatches: by_prompt. Mini-batches of your own say it by "
-                "`minibatch_prompts` in their config.",
-            )
-        yield from self._replay_problems(run)
         if self.correction is not None and self.sampling.cuts:
-            cut = next(iter(self.sampling.cuts))
             yield Problem(
                 "correction",
-                f"is {self.correction.name}, but with sampling.{cut} rollout logprobs are those of the tokens left, "
-                "likelier than the trainer finds them, so every ratio would be too small. Remove one of the two.",
+                f"is {self.correction.name}, but with sampling.{next(iter(self.sampling.cuts))} the rollout logprobs "
+                "are those of the tokens left, so every ratio would be too small. Remove one of the two.",
+            )
+
+    def _reward_problems(self, run: RunConfig) -> Iterable[Problem]:
+        known, overlong = self.environment.reward_terms, self.overlong
+        if run.data.eval:
+            yield from success_problems(self.held_out.success, known, "held_out.")
+        if known is not None:
+            terms = {*known, *([OVERLONG] if overlong is not None else ())}
+            for name in sorted(self.reward_weights.keys() - terms):
+                yield Problem(
+                    f"reward_weights.{name}",
+                    f"names no reward term.{suggestion(name, terms)} Terms: {listing(terms)}.",
+                )
+        if overlong is not None and overlong.buffer_tokens > self.sampling.max_new_tokens:
+            yield Problem(
+                "overlong.buffer_tokens",
+                f"is {overlong.buffer_tokens}, more than sampling.max_new_tokens: {self.sampling.max_new_tokens}, so "
+                "even an empty response would be punished. Choose a smaller zone.",
             )
 
     def _replay_problems(self, run: RunConfig) -> Iterable[Problem]:
-        """Yield what keeps the engine from noting experts, or the backend from using them."""
         if not self.router_replay:
             return
         if not self.engine.notes_experts:
@@ -262,7 +258,6 @@ class PromptSourceConfig(SourceConfig):
             )
 
     def _advantage_problems(self, run: RunConfig) -> Iterable[Problem]:
-        """Yield what the advantage needs of the groups, the reward and the critic, and does not get."""
         advantage = self.advantage
         if self.samples_per_prompt < advantage.smallest_group:
             yield Problem(
@@ -274,10 +269,10 @@ class PromptSourceConfig(SourceConfig):
         if self.kl_in_reward is not None and advantage.divides_by_spread:
             yield Problem(
                 "advantage.name",
-                f"is {advantage.name}, which divides by the spread or the mean of a prompt's returns, but with "
-                "source.kl_in_reward even equal answers differ by a little KL, and the division makes full advantages "
-                "of it whatever the coefficient. Remove kl_in_reward and set loss.kl.coefficient, or choose an "
-                "advantage that does not divide: grpo with normalize_std: false, dr_grpo, rloo or gae.",
+                f"is {advantage.name}, which divides by the spread or the mean of a prompt's returns. With "
+                "source.kl_in_reward even equal answers differ by a little KL, which the division makes large. Remove "
+                "kl_in_reward and set loss.kl.coefficient, or choose an advantage that does not divide: grpo with "
+                "normalize_std: false, dr_grpo, rloo or gae.",
             )
         if advantage.uses_critic and run.trained_critic is None:
             yield Problem(
@@ -285,28 +280,24 @@ class PromptSourceConfig(SourceConfig):
                 f"is {advantage.name}, which reads the values of a critic, and this run has none. Add a section "
                 "`critic: {}`, or choose an advantage without a critic, such as grpo.",
             )
-
-    def _reward_weight_problems(self) -> Iterable[Problem]:
-        """Weights of terms that do not exist, where the environment's config names its terms."""
-        known = self.environment.reward_terms
-        if known is None:
-            return
-        terms = {*known, *([OVERLONG] if self.overlong is not None else ())}
-        for name in self.reward_weights:
-            if name not in terms:
-                yield Problem(
-                    f"reward_weights.{name}",
-                    f"names no reward term.{suggestion(name, terms)} Terms: {listing(terms)}.",
-                )
+        if self.advantage_scope == "minibatch" and run.minibatches.minibatch_prompts(self.prompts_per_step) is None:
+            yield Problem(
+                "advantage_scope",
+                f"is minibatch, but minibatches: {run.minibatches.name} do not say how many prompts one of them has. "
+                "Set advantage_scope: batch, or minibatches: by_prompt. Mini-batches of your own say it by "
+                "`minibatch_prompts` in their config.",
+            )
 
     def _run_problems(self, run: RunConfig) -> Iterable[Problem]:
-        """Settings of other sections that mean nothing here; said under `name`, which is what makes them so."""
-        for setting, instead in (
-            ("batch_size", "source.prompts_per_step and source.samples_per_prompt say how large a batch is"),
-            ("prefetch", "a batch of rollouts depends on the weights of the step before and cannot be built ahead"),
+        """Yield settings of other sections that do not go with rollouts, under the key `name`."""
+        for section, setting, instead in (
+            (run, "batch_size", "source.prompts_per_step and source.samples_per_prompt say how large a batch is"),
+            (run, "prefetch", "a batch of rollouts depends on the weights of the step before and is not built ahead"),
+            (run.evaluation, "batch_size", "source.held_out and source.max_concurrent say how attempts are made"),
         ):
-            if setting in run.model_fields_set:
-                yield Problem("name", f"is {self.name}, with which '{setting}' has no meaning: {instead}. Remove it.")
+            if setting in section.model_fields_set:
+                key = setting if section is run else f"evaluation.{setting}"
+                yield Problem("name", f"is {self.name}, with which '{key}' has no meaning: {instead}. Remove it.")
         # A critic's loss refuses to be the policy's on its own.
         if run.loss.trains_on not in ("advantages", "returns"):
             yield Problem(
@@ -314,12 +305,6 @@ class PromptSourceConfig(SourceConfig):
                 f"is {self.name}, but loss: {run.loss.name} reads no advantages: all answers would be learned alike, "
                 "whatever their reward. Set loss: ppo, or remove the line. A loss of your own derives its config from "
                 "PolicyLossConfig.",
-            )
-        if "batch_size" in run.evaluation.model_fields_set:
-            yield Problem(
-                "name",
-                f"is {self.name}, with which 'evaluation.batch_size' has no meaning: source.held_out says which "
-                "attempts are made, source.max_concurrent how many at a time. Remove it.",
             )
         if "held_out" in self.model_fields_set and not run.data.eval:
             yield Problem("held_out", "needs held-out prompts, and `data.eval` is empty. Set data.eval, or remove it.")
@@ -368,12 +353,12 @@ class PromptSourceConfig(SourceConfig):
         return self.engine.estimate_memory(run, self.responses_at_once, length)
 
     def longest_attempt(self, prompt_tokens: int, context: int | None) -> int:
-        """Tokens of an attempt whose every response is as long as it may get."""
+        """Return the tokens of an attempt whose every response is as long as it may get."""
         length = prompt_tokens + self.sampling.max_new_tokens * self.environment.most_turns
         return length if context is None else min(length, context)
 
     def colocated_engine(self, run: RunConfig, prompt_tokens: int, context: int | None) -> ColocatedEngine | None:
-        """See `spurline_planning.protocols.PlansRollouts`; here no engine takes turns with the trainer."""
+        """Return None: no engine takes turns with the trainer. See `spurline_planning.protocols.PlansRollouts`."""
         return None
 
     def generation_notes(self, run: RunConfig, prompt_tokens: int, context: int | None) -> Sequence[str]:
@@ -382,12 +367,12 @@ class PromptSourceConfig(SourceConfig):
 
     @property
     def responses_at_once(self) -> int:
-        """Responses that may be under way together."""
+        """Return how many responses may be under way together."""
         return min(self.max_concurrent, self.prompts_per_step * self.samples_per_prompt)
 
     @property
     def draw_limit(self) -> int:
-        """Prompts that one step may draw."""
+        """Return how many prompts one step may draw."""
         return self.max_draws_per_step or 8 * self.prompts_per_step
 
 
@@ -401,7 +386,7 @@ class RolloutsEvaluationConfig(EvaluationConfig, HeldOutConfig):
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         yield from EvaluationConfig.problems(self, run)
         yield from HeldOutConfig.problems(self, run)
-        yield from success_problems(self, run.source.facts.reward_terms)
+        yield from success_problems(self.success, run.source.facts.reward_terms)
 
 
 class RolloutSourceConfig(PromptSourceConfig):
@@ -414,7 +399,7 @@ class RolloutSourceConfig(PromptSourceConfig):
         if self.engine.borrows_model and not (run.backend.facts.lends_model or self.engine.holds_copy):
             yield Problem(
                 "engine.name",
-                f"is {self.engine.name}, which generates with the very model of the backend, but backend "
+                f"is {self.engine.name}, which generates with the model of the backend, but backend "
                 f"'{run.backend.name}' does not hold its whole model in this process. Set engine: in_process, "
                 "backend.name: local, or choose a source that publishes weights.",
             )

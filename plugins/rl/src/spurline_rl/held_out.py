@@ -1,7 +1,7 @@
 """Held-out evaluation by rollouts: mean reward, and pass@1 and pass@k by the reward that says what a success is.
 
 Place on the way: eval datasets -> draws -> attempts with seeds of their own -> returns -> metrics and sample
-trajectories. Seeds depend on the prompt and the attempt alone, so that every evaluation asks for the same.
+trajectories. Seeds depend on the prompt and the attempt alone, so that all evaluations use the same.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from spurline.protocols.evaluation import EvaluationContext
 from spurline.protocols.held_out import HeldOutEvaluation
 from spurline.protocols.lengths import Longest
 from spurline.protocols.source import BatchSource, SourceContext
-from spurline_rl.configs import HeldOutConfig, RolloutsEvaluationConfig, SuccessConfig, several_terms, unknown_term
+from spurline_rl.configs import HeldOutConfig, RolloutsEvaluationConfig, SuccessConfig, success_problems
 from spurline_rl.draws import Draw, PromptDraws, SkippedRow
 from spurline_rl.group_runner import Outcome
 from spurline_rl.health import all_returns, mean_terms
 from spurline_rl.trajectory import Group, Trajectory, group_returns, trajectory_return
 
 HELD_OUT = "held-out "
-"""Begins the uids of held-out prompts, which keeps their seeds apart from those of training."""
+"""Prefix of the uids of held-out prompts: their seeds differ from those of training."""
 OF_SOURCE = "source.held_out."
 
 
@@ -38,7 +38,7 @@ class MakesAttempts(Protocol):
     """Return whether its engines have weights of their own, which do not follow what is swapped in the backend."""
 
     def make_attempts(self, prompts: Sequence[Draw], held_out: HeldOutConfig) -> Sequence[Outcome]:
-        """Attempts with the weights as they are; returns when all have ended."""
+        """Make attempts with the current weights; returns when all have ended."""
         ...
 
     def longest_held_out(self, prompts: PromptDraws) -> Longest | None:
@@ -51,9 +51,10 @@ class MakesAttempts(Protocol):
 
 
 class AttemptsEvaluation(HeldOutEvaluation):
-    """Evaluates by attempts at held-out prompts. where: the settings' place in the config, for messages.
+    """Evaluates by attempts at held-out prompts.
 
     Args:
+        where: The place of the settings in the config, for messages.
         terms: Names of the reward terms of every attempt; None where only the attempts tell.
     """
 
@@ -89,10 +90,10 @@ class AttemptsEvaluation(HeldOutEvaluation):
         return {"reward", "pass@1", several, "failed", "skipped_rows", *(f"rewards/{term}" for term in self._terms)}
 
     def evaluate(self, backend: Backend) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """`reward`, `rewards/TERM`, `pass@1`, and with several attempts `pass@k`.
+        """Return `reward`, `rewards/TERM`, `pass@1`, with several attempts `pass@k`, and samples for the report.
 
-        A prompt that was given up counts as failed, and in `failed`; its rewards are not known and do not count.
-        Rows that cannot be used are left out under `on_bad_row: skip`, and counted in `skipped_rows`.
+        A prompt that was given up has not passed and counts in `failed`; its rewards are unknown and left out. Rows
+        that cannot be used are left out under `on_bad_row: skip`, and counted in `skipped_rows`.
         """
         wanted = min(self._prompts.prompts_per_epoch, self._config.max_prompts or self._prompts.prompts_per_epoch)
         taken = self._prompts.take(0, wanted)
@@ -110,7 +111,7 @@ class AttemptsEvaluation(HeldOutEvaluation):
         return metrics, [self._sample(group) for group in groups]
 
     def _pass_rates(self, groups: Sequence[Group], count: int) -> dict[str, float]:
-        """Share of attempts that pass, and of prompts that any attempt passes."""
+        """Return the share of attempts that pass, and of prompts that any attempt passes."""
         passed = [np.array([self._has_passed(attempt) for attempt in group.trajectories]) for group in groups]
         rates = {"pass@1": float(sum(found.mean() for found in passed)) / count}
         if self._config.samples_per_prompt > 1:
@@ -118,7 +119,7 @@ class AttemptsEvaluation(HeldOutEvaluation):
         return rates
 
     def _sample(self, group: Group) -> dict[str, Any]:
-        """The first attempt for the report. What the environment's `info` does not say is left empty."""
+        """Return the first attempt for the report. Fields that the environment's `info` lacks are left empty."""
         trajectory = group.trajectories[0]
         info = trajectory.info
         return {
@@ -135,13 +136,13 @@ class AttemptsEvaluation(HeldOutEvaluation):
 
 
 def open_held_out(data: Sequence[DatasetConfig], context: SourceContext) -> PromptDraws:
-    """Held-out prompts in the order of their files."""
+    """Open held-out prompts in the order of their files."""
     order = SequentialOrderConfig(name="core/sequential")
     return PromptDraws.open(data, context, order=order, per_step=1, namespace=HELD_OUT)
 
 
 class RolloutsEvaluation(AttemptsEvaluation):
-    """Evaluation `rollouts`: the same on data of its own."""
+    """Evaluation `rollouts`: attempts at prompts of other data."""
 
     def __init__(self, config: RolloutsEvaluationConfig, context: EvaluationContext) -> None:
         source = context.source
@@ -151,10 +152,10 @@ class RolloutsEvaluation(AttemptsEvaluation):
 
 
 def has_passed(trajectory: Trajectory, success: SuccessConfig, where: str = OF_SOURCE) -> bool:
-    """Return whether the deciding reward of a scored trajectory reaches its number.
+    """Return whether the deciding reward of a scored trajectory reaches `success.at_least`.
 
     Raises:
-        ConfigError: If its terms leave open which one that is.
+        ConfigError: If its terms leave open which reward decides.
     """
     name = deciding_term(trajectory.rewards, success, where)
     value = trajectory_return(trajectory) if name is None else trajectory.rewards[name]
@@ -162,15 +163,14 @@ def has_passed(trajectory: Trajectory, success: SuccessConfig, where: str = OF_S
 
 
 def deciding_term(terms: Collection[str], success: SuccessConfig, where: str = OF_SOURCE) -> str | None:
-    """Name of the reward term that decides about success; None where an attempt has rewards of turns alone.
+    """Return the reward term that decides about success; None where an attempt has rewards of turns alone.
 
     Raises:
-        ConfigError: If it is not among the terms of an attempt, or when there are several and none is named.
+        ConfigError: If it is not a term of the attempt, or if there are several and none is named.
     """
-    if success.reward is None and len(terms) > 1:
-        raise ConfigError.at(f"{where}success", several_terms(terms))
-    if success.reward is not None and success.reward not in terms:
-        raise ConfigError.at(f"{where}success.reward", unknown_term(success.reward, terms))
+    problems = list(success_problems(success, terms, where))
+    if problems:
+        raise ConfigError(problems)
     return success.reward if success.reward is not None else next(iter(terms), None)
 
 

@@ -1,8 +1,8 @@
-"""Order `reward_adaptive`: prompts that are sometimes solved, and sometimes not, come more often.
+"""Order `reward_adaptive`: draw prompts more often that some attempts solve and others do not.
 
 Sampling for learnability (Foster et al. 2025, arXiv:2502.12272): weights grow with p (1 - p), p being the mean reward
-of a prompt when it was tried last. Prompts are drawn a step's worth at a time, without replacement. What was drawn is
-kept, so that a position has the same sample forever.
+of a prompt when it was tried last. The prompts of a step are drawn together, without replacement. Draws are kept, so
+that a position always has the same sample.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from numpy.typing import NDArray
 from spurline.data.orders.epochs import Indices, random_words
 from spurline.errors import ConfigError
 from spurline.protocols.order import SampleFacts, ScoredDraw
-from spurline_rl.training_configs import RewardAdaptiveOrderConfig, unknown_reward
+from spurline_rl.configs import unknown_term
+from spurline_rl.training_configs import RewardAdaptiveOrderConfig
 
 _DRAWS = 2**33
-"""Stream of the draws, beyond those of other orders."""
+"""Stream of random numbers, beyond the streams of other orders."""
 
 
 class RewardAdaptiveOrder:
-    """State: what was drawn, four bytes for each draw, and the success of each prompt, NaN if not drawn."""
+    """Keeps as state the draws, four bytes each, and the success of each prompt, NaN if not drawn."""
 
     def __init__(self, config: RewardAdaptiveOrderConfig, *, samples: SampleFacts, seed: int) -> None:
         self._config = config
@@ -34,7 +35,7 @@ class RewardAdaptiveOrder:
         self._blocks: list[NDArray[np.int32]] = []
 
     def positions(self, start: int, stop: int) -> Indices:
-        """Samples at positions [start, stop); what is not decided yet is drawn now."""
+        """Return the samples at positions [start, stop), drawing those that are not decided yet."""
         if start >= stop:
             return np.zeros(0, np.int64)
         first, last = start // self._block, (stop - 1) // self._block
@@ -60,8 +61,7 @@ class RewardAdaptiveOrder:
         self._success = np.array(state["success"], np.float64)
 
     def _draw(self, number: int) -> NDArray[np.int32]:
-        """The samples of one block, all different: those with the smallest of exponential keys whose rates are the
-        weights (Efraimidis and Spirakis 2006)."""
+        """Draw different samples: the smallest exponential keys, weights as rates (Efraimidis and Spirakis 2006)."""
         floor = self._config.floor
         learnable = np.where(np.isnan(self._success), 1.0, 4 * self._success * (1 - self._success))
         weights = self._mixture * (floor + (1 - floor) * learnable)
@@ -69,8 +69,8 @@ class RewardAdaptiveOrder:
         # The upper 53 bits, from above 0 to 1 inclusive.
         keys = -np.log(((words >> np.uint64(11)) + np.uint64(1)) * 2.0**-53) / weights
         chosen = np.argpartition(keys, self._block - 1)[: self._block]
-        # Until its rewards are known a prompt counts as one that teaches nothing: it is under way, or will never have
-        # any, as its row cannot be used or it was given up.
+        # Until its rewards are known a prompt counts as never solved: its attempts are under way, its row cannot be
+        # used, or it was given up.
         self._success[chosen[np.isnan(self._success[chosen])]] = 0.0
         return chosen[np.argsort(keys[chosen], kind="stable")].astype(np.int32)
 
@@ -79,5 +79,5 @@ class RewardAdaptiveOrder:
         if name is None:
             return draw.returns
         if not draw.terms.get(name):
-            raise ConfigError.at("data.order.reward", unknown_reward(name, draw.terms))
+            raise ConfigError.at("data.order.reward", unknown_term(name, draw.terms))
         return draw.terms[name]

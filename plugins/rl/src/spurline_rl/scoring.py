@@ -1,7 +1,7 @@
 """Score attempts: reward components on an answer, and their weighted sum on the tokens of a trajectory.
 
 Place on the way: Answer -> rewards by name -> named terms of a trajectory -> `score` -> a trajectory whose turns all
-have `rewards` [A] -> advantages. Evaluation takes the terms as they are.
+have `rewards` [A] -> advantages. Evaluation reads the terms without `score`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -18,41 +19,40 @@ from spurline.plugins.registry import Registry
 from spurline_rl.concurrency import all_or_none, in_thread, located
 from spurline_rl.protocols.environment import AttemptFailedError
 from spurline_rl.protocols.reward import Answer, Reward, RewardConfig, ScoresOnLoop
-from spurline_rl.trajectory import Trajectory, Turn, made_anew
+from spurline_rl.trajectory import Trajectory, Turn
 
 _SHOWN_CHARACTERS = 200
 _NUMBERS = (int, float, np.number, np.bool_)
 
 
 async def reward_terms(rewards: Mapping[str, Reward], answer: Answer) -> dict[str, float]:
-    """The score of each reward. Raises AttemptFailedError naming the reward and the response it failed on."""
+    """Return the score of each reward. Raises AttemptFailedError naming the reward and the response it failed on."""
     return {name: await _call(name, reward, answer) for name, reward in rewards.items()}
 
 
 async def terms_of_all(
     rewards: Mapping[str, Reward], answers: Sequence[Answer], *, retries: int = 0
 ) -> list[dict[str, float]]:
-    """`reward_terms` of each answer, in order, asked for side by side: some rewards take seconds each.
+    """Return the `reward_terms` of each answer, in order. Answers are scored side by side.
 
-    retries: times that an answer is scored again whose rewards fail, as a judge elsewhere may now and then.
-    Raises what the first failure raises, once the others have ended.
+    Args:
+        retries: Times that an answer is scored again if a reward fails, as a judge elsewhere may.
+
+    Raises the first failure, once the others have ended.
     """
-    return await all_or_none([_terms_at_last(rewards, answer, retries) for answer in answers], "scoring")
 
+    async def score_one(answer: Answer) -> dict[str, float]:
+        for _ in range(retries):
+            with suppress(AttemptFailedError):
+                return await reward_terms(rewards, answer)
+        return await reward_terms(rewards, answer)
 
-async def _terms_at_last(rewards: Mapping[str, Reward], answer: Answer, retries: int) -> dict[str, float]:
-    for _ in range(retries):
-        with suppress(AttemptFailedError):
-            return await reward_terms(rewards, answer)
-    return await reward_terms(rewards, answer)
+    return await all_or_none([score_one(answer) for answer in answers], "scoring")
 
 
 def checked_score(name: str, value: Any, answer: Answer) -> float:
-    """The value of a Python or numpy number, or of an array or tensor of no dimension, as a finite float.
-
-    Raises:
-        AttemptFailedError: For anything else.
-    """
+    """Return a number, or an array or tensor without dimensions, as a float. Raises AttemptFailedError otherwise, and
+    for a number that is not finite."""
     number = value
     if not isinstance(value, _NUMBERS) and getattr(value, "shape", None) == ():
         number = value.item()
@@ -61,8 +61,8 @@ def checked_score(name: str, value: Any, answer: Answer) -> float:
         if isinstance(value, Coroutine):
             cast("Coroutine[Any, Any, Any]", value).close()
             hint = (
-                " It is a coroutine, which nothing awaits here: a function is written with `async def` itself, and a "
-                "component has `score_async` for that, beside a plain `score`."
+                " It is a coroutine, which nothing awaits: define the function with `async def`, and give a component "
+                "`score_async` beside `score`."
             )
         raise AttemptFailedError(
             f"Reward '{name}' returned {_shorten(value)} for {_place(answer)}; it must return a number.{hint}"
@@ -73,7 +73,7 @@ def checked_score(name: str, value: Any, answer: Answer) -> float:
 
 
 def make_rewards(configs: Mapping[str, RewardConfig], registry: Registry) -> dict[str, Reward]:
-    """The rewards of these settings, by name. Raises PluginError, which names the reward, when one cannot be built."""
+    """Build the rewards of these settings, by name. Raises PluginError that names a reward that cannot be built."""
     built: dict[str, Reward] = {}
     for name, config in configs.items():
         try:
@@ -121,7 +121,7 @@ def _shorten(value: Any) -> str:
 
 
 def overlong_penalty(num_tokens: int, *, longest: int, buffer: int) -> float:
-    """A reward term between -1 and 0 for answers that come close to the length limit (DAPO, arXiv:2503.14476).
+    """Return a reward term between -1 and 0 for answers close to the length limit (DAPO, arXiv:2503.14476).
 
         0                                   for |y| <= L - B
         ((L - B) - |y|) / B                 for L - B < |y| <= L
@@ -134,20 +134,21 @@ def overlong_penalty(num_tokens: int, *, longest: int, buffer: int) -> float:
 
 
 def score(trajectory: Trajectory, weights: Mapping[str, float]) -> Trajectory:
-    """The trajectory with rewards on every turn: those its environment set, plus the sum of weight x term on the last
-    token the model wrote.
+    """Return the trajectory with rewards on every turn.
+
+    They are the rewards that its environment set, plus the sum of weight x term on the last token the model wrote.
 
     Args:
-        weights: Of reward terms; 1 where none is given. The last token is that of the last turn that has any.
+        weights: Weights of reward terms, 1 where none is given.
 
     Raises:
         ConfigError: For the weight of a term that the environment does not give.
-        AttemptFailedError: For a reward that is not finite and for an attempt without a single response token, whose
-            reward would be lost.
+        AttemptFailedError: For a reward that is not finite, and for an attempt without a single response token, which
+            has no place for its reward.
     """
     terms = trajectory.rewards
-    if not weights.keys() <= terms.keys():
-        unknown = sorted(weights.keys() - terms.keys())
+    unknown = sorted(weights.keys() - terms.keys())
+    if unknown:
         text = "names no reward term of the environment, which must give the same terms in every attempt."
         raise ConfigError(
             [
@@ -155,32 +156,23 @@ def score(trajectory: Trajectory, weights: Mapping[str, float]) -> Trajectory:
                 for name in unknown
             ]
         )
+    where = f"Sample {trajectory.sample} of prompt {trajectory.uid}"
     for name, value in terms.items():
         if not math.isfinite(value):
-            raise AttemptFailedError(f"{_where(trajectory)}: reward '{name}' is {value}; it must be finite.")
+            raise AttemptFailedError(f"{where}: reward '{name}' is {value}; it must be finite.")
     total = math.fsum(weights.get(name, 1.0) * value for name, value in terms.items())
-    turns = [_prepare_rewards(trajectory, number) for number in range(len(trajectory.turns))]
+    turns: list[Turn] = []
+    for number, turn in enumerate(trajectory.turns):
+        rewards = np.zeros(len(turn.response_ids), np.float32) if turn.rewards is None else turn.rewards.copy()
+        if not np.isfinite(rewards).all():
+            raise AttemptFailedError(f"{where}, turn {number}: the rewards {rewards.tolist()} are not all finite.")
+        turns.append(replace(turn, rewards=rewards))
     last = next((turn for turn in reversed(turns) if len(turn.response_ids)), None)
     if last is None:
         raise AttemptFailedError(
-            f"{_where(trajectory)} has no response token, so there is nothing to train and no place for its reward of "
-            f"{total:g}. The engine, or the environment, must give at least one token; an end token alone will do."
+            f"{where} has no response token, so there is nothing to train and no place for its reward of {total:g}. "
+            "The engine, or the environment, must give at least one token; an end token alone will do."
         )
     assert last.rewards is not None
     last.rewards[-1] += total
-    return made_anew(trajectory, turns=tuple(turns))
-
-
-def _prepare_rewards(trajectory: Trajectory, number: int) -> Turn:
-    """The turn of this number with an array of rewards of its own."""
-    turn = trajectory.turns[number]
-    if turn.rewards is None:
-        return made_anew(turn, rewards=np.zeros(len(turn.response_ids), dtype=np.float32))
-    if not np.isfinite(turn.rewards).all():
-        where = f"{_where(trajectory)}, turn {number}"
-        raise AttemptFailedError(f"{where}: the rewards {turn.rewards.tolist()} are not all finite.")
-    return made_anew(turn, rewards=turn.rewards.copy())
-
-
-def _where(trajectory: Trajectory) -> str:
-    return f"Sample {trajectory.sample} of prompt {trajectory.uid}"
+    return replace(trajectory, turns=tuple(turns))

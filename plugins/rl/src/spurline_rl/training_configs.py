@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, cast
 
 from pydantic import Field, model_validator
 
 from spurline.config.run_config import CriticConfig, RunConfig
 from spurline.config.section import Component, OnResume
-from spurline.errors import Problem, listing, suggestion
+from spurline.errors import Problem
 from spurline.protocols.loss import LossConfig
 from spurline.protocols.minibatches import MiniBatchesConfig
 from spurline.protocols.optimizer import OptimizerConfig
 from spurline.protocols.order import OrderConfig
+from spurline_rl.configs import unknown_term
 
 
 class ByPromptConfig(MiniBatchesConfig):
@@ -48,9 +49,8 @@ class RewardAdaptiveOrderConfig(OrderConfig):
     """Prompts that some attempts solve and others do not come more often.
 
     A prompt of mean reward p is drawn with a weight that grows with p (1 - p), the variance of its success (sampling
-    for learnability, Foster et al. 2025, arXiv:2502.12272). Prompts that were not tried yet count as most worth it. A
-    step's worth of prompts is drawn at a time, all different. `epochs` counts draws, as many as the mixture has
-    prompts.
+    for learnability, Foster et al. 2025, arXiv:2502.12272). Prompts that were not tried yet have the largest weight.
+    The prompts of a step are drawn together, all different. `epochs` counts draws, as many as the mixture has prompts.
     """
 
     adaptive = True
@@ -75,15 +75,7 @@ class RewardAdaptiveOrderConfig(OrderConfig):
             )
         terms = run.source.facts.reward_terms
         if self.reward is not None and terms is not None and self.reward not in terms:
-            yield Problem("reward", unknown_reward(self.reward, terms))
-
-
-def unknown_reward(reward: str, terms: Collection[str]) -> str:
-    """Why an order cannot go by this reward. terms: those that attempts have."""
-    return (
-        f"is '{reward}', but the environment gives no reward of that name.{suggestion(reward, terms)} "
-        f"Rewards: {listing(terms)}."
-    )
+            yield Problem("reward", unknown_term(self.reward, terms))
 
 
 class RolloutCriticConfig(CriticConfig):
@@ -95,7 +87,7 @@ class RolloutCriticConfig(CriticConfig):
     @model_validator(mode="before")
     @classmethod
     def _with_names(cls, value: Any) -> Any:
-        """The defaults of these kinds are the policy's: a critic has its own."""
+        """Set the critic's own defaults: those of the kinds are the policy's."""
         if not isinstance(value, Mapping):
             return value
         completed = dict(cast("Mapping[str, Any]", value))
@@ -107,11 +99,11 @@ class RolloutCriticConfig(CriticConfig):
         return completed
 
     loss: Annotated[LossConfig, Component("loss")]
-    """Error of its values, reduced to the mean over tokens; default is `value`."""
+    """Error of the critic's values, reduced to the mean over tokens; default is `value`."""
     minibatches: Annotated[MiniBatchesConfig, Component("minibatches")]
     """How a batch is cut into the critic's optimizer steps; default is `by_prompt`, with a size of its own."""
     optimizer: Annotated[OptimizerConfig, Component("optimizer")]
-    """How its gradients become new weights; left out, the default optimizer at a peak learning rate of 1e-5."""
+    """How gradients become new weights; the default optimizer at a peak learning rate of 1e-5 where none is given."""
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         idle = run.source.facts.without_critic
@@ -120,6 +112,6 @@ class RolloutCriticConfig(CriticConfig):
         if self.loss.trains_on != "returns":
             yield Problem(
                 "loss",
-                f"is {self.loss.name}, which is no error of values: it would read the critic's values as logprobs. Set "
+                f"is {self.loss.name}, which is no error of values: it would read values as logprobs. Set "
                 'loss: value, or remove the line. A loss of your own says `trains_on = "returns"` in its config.',
             )

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,6 +98,12 @@ class Trajectory:
     retries: int = 0
 
 
+_ARRAYS: Mapping[str, np.dtype[Any]] = {
+    **dict.fromkeys(("samples", "numbers", "tokens"), np.dtype(np.int32)),
+    **dict.fromkeys(("attempt_turns", "num_prompt", "num_response"), np.dtype(np.int64)),
+}
+
+
 @dataclass(frozen=True, eq=False)
 class FlatTurns:
     """The n turns of m attempts in flat arrays: the form that batches are laid out from.
@@ -137,7 +143,7 @@ class FlatTurns:
         both = [part for pair in zip(prompts, responses, strict=True) for part in pair]
         columns: dict[str, NDArray[Any]] = {}
         for name, dtype in RESPONSE_FIELDS.items():
-            parts = _given([*map(attrgetter(name), turns)])
+            parts = _given([getattr(turn, name) for turn in turns])
             if parts is not None:
                 columns[name] = _joined(parts, num_response, dtype)
             elif name == "loss_mask":
@@ -169,19 +175,14 @@ class FlatTurns:
             return blocks[0]
         experts = _given([block.routed_experts for block in blocks])
         return cls(
-            uids=[*chain.from_iterable(block.uids for block in blocks)],
-            samples=_join_parts([block.samples for block in blocks], np.dtype(np.int32)),
-            numbers=_join_parts([block.numbers for block in blocks], np.dtype(np.int32)),
-            finish_reasons=[*chain.from_iterable(block.finish_reasons for block in blocks)],
-            attempt_turns=_join_parts([block.attempt_turns for block in blocks], np.dtype(np.int64)),
-            num_prompt=_join_parts([block.num_prompt for block in blocks], np.dtype(np.int64)),
-            num_response=_join_parts([block.num_response for block in blocks], np.dtype(np.int64)),
-            tokens=_join_parts([block.tokens for block in blocks], np.dtype(np.int32)),
+            uids=[uid for block in blocks for uid in block.uids],
+            finish_reasons=[reason for block in blocks for reason in block.finish_reasons],
             columns={
                 name: _join_parts([block.columns[name] for block in blocks], RESPONSE_FIELDS[name])
                 for name in shared_columns(blocks)
             },
             routed_experts=None if experts is None else _join_experts(experts),
+            **{name: _join_parts([getattr(block, name) for block in blocks], dtype) for name, dtype in _ARRAYS.items()},
         )
 
     def __len__(self) -> int:

@@ -15,9 +15,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from spurline_rl.trajectory import FlatTurns
 from spurline_rl.group_runner import GivenUpPrompt
-from spurline_rl.trajectory import Group, Trajectory, trajectories_of
+from spurline_rl.trajectory import FlatTurns, Group, Trajectory, trajectories_of
 
 Status = Literal["trained", "filtered", "given_up"]
 """The fate of a prompt. Attempts are filtered if all got the same reward and other prompts took their place

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from spurline.protocols.collator import ParallelLayout, RolloutCollator
 from spurline.testing.collator_contract import PAD, assert_batches_equal, layout_strategy, turns_in
 from spurline.testing.fuzzing import fuzzing
-from spurline_rl.trajectory import FlatTurns
 from spurline_rl.protocols.collator import CollatesFlat
 from spurline_rl.testing.inputs import make_trajectories
-from spurline_rl.trajectory import Trajectory
+from spurline_rl.trajectory import FlatTurns, Trajectory
 
 _TURN_COLUMNS = ("logprobs", "versions", "rewards", "advantages", "values", "returns", "routed_experts")
 
