@@ -124,7 +124,7 @@ def test_a_turn_without_any_token_is_an_empty_message():
     assert extends(*policy.turns)
 
 
-def test_a_template_that_drops_thinking_is_caught_with_turn_and_tokens():
+def test_a_template_that_drops_thinking_is_caught_with_turn_and_text():
     tokenizer = tokenizer_with("strips_thinking")
     thoughtful = "<think>\n6 and 7\n</think>\n\n42"
     engine = ScriptedEngine(says(tokenizer, "first", thoughtful, "x"))
@@ -132,19 +132,13 @@ def test_a_template_that_drops_thinking_is_caught_with_turn_and_tokens():
         converse(tokenizer, engine, "go on", "and then")
     message = str(caught.value)
     assert caught.value.turn == 1
-    assert caught.value.token == 0
     assert message.startswith("rows.jsonl:1: the chat template rewrites turn 1 when the conversation goes on, so the")
-    assert "prompt of turn 2 does not begin with the tokens that the model saw and wrote" in message
-    thinking = encode(tokenizer, "<think")
-    listed = ", ".join(f"{decode(tokenizer, [token])!r} ({token})" for token in thinking)
-    assert f"From token 0 of {len(thoughtful) + 1} on, turn 1 no longer stands: {listed}, ..." in message
     assert "There was '<think>\\n6 and 7\\n</think>\\n\\n42" in message
     assert "now there is '42<|im_end|>" in message
-    assert "model.chat_template" in message
     assert "history: retokenize" in message
 
 
-def test_the_first_changed_token_is_named_not_the_first_of_the_turn():
+def test_the_first_changed_text_is_shown_not_the_first_of_the_turn():
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = str(tokenizer.chat_template).replace(
         "{{ message['content'] }}", "{{ message['content'] | replace('wrong', 'right') if not loop.last else '' }}"
@@ -158,7 +152,8 @@ def test_the_first_changed_token_is_named_not_the_first_of_the_turn():
     tokenizer.chat_template = str(tokenizer.chat_template).replace(" if not loop.last else ''", "")
     with pytest.raises(PrefixError) as caught:
         converse(tokenizer, ScriptedEngine(says(tokenizer, "this is wrong", "x")), "go on")
-    assert (caught.value.turn, caught.value.token) == (0, len("this is "))
+    assert caught.value.turn == 0
+    assert "There was 'wrong', now there is 'right" in str(caught.value)
 
 
 def test_a_template_that_moves_the_system_prompt_is_caught_before_the_first_turn():
@@ -175,7 +170,7 @@ def test_a_template_that_trims_is_caught_only_when_there_was_something_to_trim()
     assert extends(*policy.turns)
     with pytest.raises(PrefixError) as caught:
         converse(tokenizer, ScriptedEngine(says(tokenizer, "one ", "two")), "go on")
-    assert (caught.value.turn, caught.value.token) == (0, 3)
+    assert caught.value.turn == 0
 
 
 def test_qwen3_keeps_thinking_through_tool_results_and_loses_it_at_the_next_question():

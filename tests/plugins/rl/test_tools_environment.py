@@ -14,6 +14,7 @@ from spurline.config.assembly import assemble
 from spurline.config.run_config import DataConfig, DatasetConfig
 from spurline.errors import DataError, PluginError
 from spurline_rl.chat_front import PrefixError
+from spurline_rl.environments import tools
 from spurline_rl.environments.configs import ToolsConfig
 from spurline_rl.environments.tools import Toolbox, ToolCall, Tools, parse_calls
 from spurline_rl.protocols.environment import Environment
@@ -128,9 +129,10 @@ def test_everything_wrong_with_a_call_goes_back_to_the_model_as_text(written, to
     assert trajectory.rewards == {"exact_match": 1.0}
 
 
-def test_calls_beyond_those_of_a_turn_are_not_made() -> None:
+def test_calls_beyond_those_of_a_turn_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tools, "MAX_CALLS", 2)
     calls = call(expression="1") + call(expression="2") + call(expression="3") * 2
-    trajectory = attempt(calls, "x", longest=500, max_calls_per_turn=2)
+    trajectory = attempt(calls, "x", longest=500)
     assert tool_messages(trajectory) == ["1", "2", "error: a turn may have 2 tool calls; the others were not made."]
     assert (trajectory.info["calls"], trajectory.info["failed_calls"]) == (3, 1)
 
@@ -144,10 +146,11 @@ def test_a_million_calls_are_not_even_read() -> None:
     assert len(parse_calls("<tool_call>{}</tool_call>" * 1_000_000, 128)) == 129
 
 
-def test_results_of_a_turn_are_cut_where_they_are_too_long_together() -> None:
+def test_results_of_a_turn_are_cut_where_they_are_too_long_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tools, "MAX_RESULT_CHARACTERS", 12)
     calls = call("echo", text="1" * 8) + call("echo", text="2", times=10**6) + call("echo", text="3" * 8)
     answer = "(cut: 1,000,000 characters, more than a turn's results may have)"
-    trajectory = attempt(calls, "x", longest=500, tools={"echo": "reward_functions:echo"}, max_result_characters=12)
+    trajectory = attempt(calls, "x", longest=500, tools={"echo": "reward_functions:echo"})
     assert tool_messages(trajectory) == ["1" * 8, f"2222\n{answer}", f"\n{answer.replace('1,000,000', '8')}"]
 
 
@@ -192,15 +195,14 @@ def test_a_first_prompt_without_room_is_the_datas_fault():
         attempt("42", context=10)
 
 
-def test_a_template_that_drops_thinking_ends_the_attempt_with_turn_and_tokens():
+def test_a_template_that_drops_thinking_ends_the_attempt_with_turn_and_text():
     tokenizer = tokenizer_with("strips_thinking")
     replies = [f"<think>\nuse it\n</think>\n\n{call(expression='6 * 7')}", "42"]
     with pytest.raises(PrefixError) as caught:
         attempt(*replies, tokenizer=tokenizer)
     message = str(caught.value)
     assert message.startswith("rows.jsonl:1 (prompt train:0@0, sample 0): the chat template rewrites turn 0")
-    # The template goes on with "<tool_call>", which has its first two letters in common with "<think>".
-    assert f"From token 2 of {len(replies[0]) + 1} on, turn 0 no longer stands: 'h'" in message
+    assert "There was 'hink>" in message
     trajectory = attempt(*replies, tokenizer=tokenizer, history="retokenize")
     assert trajectory.rewards == {"exact_match": 1.0}
 

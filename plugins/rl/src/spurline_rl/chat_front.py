@@ -1,9 +1,9 @@
-"""A conversation on top of a policy that only knows tokens; what the model wrote is never tokenized again.
+"""A conversation on top of a policy that only knows tokens. The model's responses are never tokenized again.
 
 Place on the way: messages -> text of the chat template -> token ids -> policy -> the model's turn as text, and round
 again. The prompt of each turn is the last turn's prompt, the tokens of its response, and the encoding of the text that
-the template adds since. A template that changes earlier text when messages follow would make that a prompt the model
-never gets at inference: PrefixError says where it does.
+the template adds since. If a template changes earlier text when messages follow, the model would never get that prompt
+at inference: PrefixError says which text changes.
 """
 
 from __future__ import annotations
@@ -25,26 +25,23 @@ from spurline_text.rows.messages import Message
 from spurline_text.rows.rows import BadRowError, require_text
 
 _SHOWN_CHARACTERS = 60
-_SHOWN_TOKENS = 6
 
 
 class PrefixError(DataError):
-    """The chat template rewrites what the model has seen or written.
+    """The chat template rewrites earlier turns or messages.
 
     Args:
-        turn: The model's turn that is rewritten, or None when it is the messages around it.
-        token: Index of the first token that no longer stands, within that turn or those messages.
+        turn: The model's turn that is rewritten; None for other messages.
     """
 
-    def __init__(self, message: str, turn: int | None, token: int) -> None:
+    def __init__(self, message: str, turn: int | None) -> None:
         self.turn = turn
-        self.token = token
         super().__init__(message)
 
 
 @dataclass(frozen=True)
 class Reply:
-    """The model's turn. text: without the end token, other special tokens as they are written."""
+    """The model's turn. `text` is without the end token, and shows other special tokens."""
 
     text: str
     result: GenerationResult
@@ -52,7 +49,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class _Stretch:
-    """A part of the conversation: its text, and the tokens that stand for it. turn: the model's turn it is, if any."""
+    """A part of the conversation: its text and tokens, and the number of the model's turn if it is one."""
 
     text: str
     ids: Sequence[int]
@@ -66,7 +63,7 @@ def opening_ids(
     *,
     where: str,
 ) -> list[int]:
-    """Token ids of the prompt of a conversation's first turn. Raises DataError naming `where`."""
+    """Return the token ids of the prompt of a conversation's first turn. Raises DataError naming `where`."""
     require_chat_template(tokenizer, where)
     [encoding] = encode_batch(tokenizer, [_render(ChatRenderer(tokenizer), messages, tools, where)], is_chat=True)
     return list(encoding.ids)
@@ -85,11 +82,11 @@ class ChatFront:
     """One conversation.
 
     Args:
-        messages: How it begins.
+        messages: Its beginning.
         tools: Schemas for the template.
-        where: Names the row, for messages.
+        where: Names the row, for errors.
         history: `exact` keeps tokens as described above; `retokenize` encodes the template's rendering again for each
-            turn, so that a turn's prompt need not go on from the last one.
+            turn, so that a turn's prompt need not continue the last one.
     """
 
     def __init__(
@@ -116,7 +113,7 @@ class ChatFront:
         self._opened: list[int] | None = None
 
     def fork(self) -> ChatFront:
-        """The same conversation, which goes on by itself from here."""
+        """Return a copy of the conversation that continues independently."""
         twin = copy.copy(self)
         twin._messages = list(self._messages)
         twin._stretches = list(self._stretches)
@@ -124,7 +121,7 @@ class ChatFront:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The conversation so far, the model's turns included."""
+        """Return the conversation so far, the model's turns included."""
         return tuple(self._messages)
 
     def add(self, *messages: Mapping[str, Any]) -> None:
@@ -133,9 +130,9 @@ class ChatFront:
         self._messages += [dict(message) for message in messages]
 
     def open_turn(self) -> Sequence[int]:
-        """Lay out the prompt of the model's next turn, which is else a part of `reply`; returns its token ids.
+        """Lay out the prompt of the model's next turn, which otherwise `reply` does, and return its token ids.
 
-        Takes long for long conversations, and may be called on any thread, once for all forks made after it. Raises as
+        Takes long for long conversations. May be called on any thread, and serves all forks made after it. Raises as
         `reply` does.
         """
         if self._opened is None:
@@ -154,7 +151,7 @@ class ChatFront:
         return Reply(text, result)
 
     def _extend_prompt(self) -> list[int]:
-        """Token ids of everything before the model's next turn."""
+        """Return the token ids of everything before the model's next turn."""
         text = _render(self._renderer, self._messages, self._tools, self._where)
         if self._history == "retokenize" or not self._stretches:
             self._stretches = [_Stretch(text, self._encode(text))]
@@ -163,19 +160,19 @@ class ChatFront:
         return list(chain.from_iterable(stretch.ids for stretch in self._stretches))
 
     def _append(self, text: str) -> None:
-        """Take in what `text` has beyond the stretches. Raises PrefixError when it does not begin with them."""
+        """Append the part of `text` after the stretches. Raises PrefixError when it does not begin with them."""
         known = "".join(stretch.text for stretch in self._stretches)
         if not text.startswith(known):
             raise self._prefix_error(known, text)
         added = text[len(known) :]
         if self._ending is None or not added.startswith(self._ending[0]):
-            # Cut off, or ended in another way than the template ends turns: then the template's end comes on top.
+            # The turn was cut off or has another end token: the template's end comes after it.
             self._stretches.append(_Stretch(added, self._encode(added)))
             return
         ending, end_token = self._ending
         self._stretches[-1] = replace(self._stretches[-1], text=self._stretches[-1].text + ending)
-        # Encoded behind the end token, which the model has written already: some tokenizers treat the beginning of a
-        # text differently.
+        # Encoded after the end token, which the model has written already: some tokenizers treat the beginning
+        # of a text differently.
         ids = self._encode(added)
         after = ids[1:] if ids[:1] == [end_token] else self._encode(added[len(ending) :])
         self._stretches.append(_Stretch(added[len(ending) :], after))
@@ -201,30 +198,22 @@ class ChatFront:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _prefix_error(self, known: str, text: str) -> PrefixError:
-        """Says which stretch differs first, from which token on, and what stood and stands there."""
+        """Say which stretch differs first, and show its text before and now."""
         pairs = enumerate(zip(known, text, strict=False))
         start = next((place for place, (before, now) in pairs if before != now), len(text))
-        number, offset = 0, start
-        while offset >= len(self._stretches[number].text):
-            offset -= len(self._stretches[number].text)
+        number, end = 0, len(self._stretches[0].text)
+        while end <= start:
             number += 1
-        stretch = self._stretches[number]
-        token = next(
-            (index for index in range(len(stretch.ids)) if len(self._decode(stretch.ids[: index + 1])) > offset),
-            len(stretch.ids) - 1,
-        )
-        name = f"turn {stretch.turn}" if stretch.turn is not None else f"the messages before turn {number // 2}"
-        listed = ", ".join(f"{self._decode([one])!r} ({one})" for one in stretch.ids[token : token + _SHOWN_TOKENS])
-        more = ", ..." if len(stretch.ids) > token + _SHOWN_TOKENS else ""
+            end += len(self._stretches[number].text)
+        turn = self._stretches[number].turn
+        name = f"turn {turn}" if turn is not None else f"the messages before turn {number // 2}"
         return PrefixError(
             f"{self._where}: the chat template rewrites {name} when the conversation goes on, so the prompt of turn "
-            f"{self._num_turns} does not begin with the tokens that the model saw and wrote. From token {token} of "
-            f"{len(stretch.ids)} on, {name} no longer stands: {listed}{more}. There was {_excerpt(known, start)}, now "
-            f"there is {_excerpt(text, start)}. Use a template that leaves earlier turns as they are "
-            "(model.chat_template), or set the environment's history: retokenize, which gives each turn a prompt of "
-            "its own.",
-            stretch.turn,
-            token,
+            f"{self._num_turns} does not begin with the tokens that the model saw and wrote. There was "
+            f"{_excerpt(known, start)}, now there is {_excerpt(text, start)}. Use a template that leaves earlier turns "
+            "as they are (model.chat_template), or set the environment's history: retokenize, which gives each turn a "
+            "prompt of its own.",
+            turn,
         )
 
 

@@ -43,7 +43,7 @@ class SingleTurnConfig(RewardedEnvironmentConfig):
 
 
 def _named_tools(value: Any) -> Any:
-    """A list of tools as a mapping; built-in tools and functions have their own names."""
+    """Return a list of tools as a mapping by their own names."""
     if not isinstance(value, (list, tuple)):
         return value
     return {name_of(tool) if callable(tool) else tool: tool for tool in value}
@@ -56,21 +56,17 @@ class ToolsConfig(RewardedEnvironmentConfig):
     tools: Annotated[dict[str, Annotated[str, FunctionSetting()]], BeforeValidator(_named_tools), OnResume.BY_NAME] = (
         Field(default={"calculator": "calculator"}, min_length=1)
     )
-    """Functions by the name the model calls them with: `module:function`, `file.py:function`, or the built-in
-    `calculator`. From Python also the functions themselves."""
+    """Functions by the names that the model uses: `module:function`, `file.py:function`, or the built-in `calculator`.
+    From Python also the functions themselves."""
     max_turns: Annotated[int, OnResume.BY_NAME] = Field(default=8, gt=0)
     """Turns the model may take, the answer included."""
     tool_timeout_s: Annotated[float, OnResume.BY_NAME] = Field(default=10.0, gt=0)
-    """Seconds a call may take; then the model is told so."""
-    max_calls_per_turn: Annotated[int, OnResume.BY_NAME] = Field(default=128, gt=0)
-    """Calls of one turn that are made; the model is told of further ones, which count as one failed call."""
-    max_result_characters: Annotated[int, OnResume.BY_NAME] = Field(default=2**18, gt=0)
-    """Characters that the results of one turn may have together; the model is told that the rest is cut."""
+    """Seconds a call may take; after that the model gets an error."""
     failed_call_reward: Annotated[float, OnResume.BY_NAME] = Field(default=0.0, allow_inf_nan=False)
     """Reward of each turn with a call that fails: malformed, of an unknown tool, or an error of the tool."""
     history: Literal["exact", "retokenize"] = "exact"
-    """`exact`: each turn's prompt goes on from the tokens of the last; a chat template that rewrites history is an
-    error. `retokenize`: each prompt is rendered and encoded again, as it would be at inference."""
+    """`exact`: each turn's prompt continues the tokens of the last; a chat template that rewrites history is an error.
+    `retokenize`: each prompt is rendered and encoded again, as at inference."""
 
     @property
     def most_turns(self) -> int:
@@ -98,7 +94,7 @@ class CustomConfig(EnvironmentConfig):
     """`module:Class` or `file.py:Class`, built as `Class(config, registry=..., tokenizer=..., data=...)`; or an async
     function, called with a task and a policy. From Python also the class, an object that has `run`, or the function."""
     max_turns: Annotated[int, OnResume.BY_NAME] = Field(default=1, gt=0)
-    """Responses that one attempt may ask for: what memory and lengths are estimated with."""
+    """Responses that one attempt may ask for, to estimate memory and lengths."""
     rewards: RewardTable = {}
     """Named reward terms, for environments that make them with `spurline_rl.scoring.make_rewards`."""
 
@@ -112,8 +108,7 @@ class CustomConfig(EnvironmentConfig):
 
 
 def as_environment(value: Any) -> Any:
-    """An environment that a Python program gives, or `file.py:Class`, as the settings of `custom`; anything else
-    unchanged."""
+    """Return an environment given by a Python program, or `file.py:Class`, as settings of `custom`."""
     is_written = isinstance(value, (str, Mapping, BaseModel))
     is_given = not is_written and (callable(value) or callable(getattr(value, "run", None)))
     if is_given or (isinstance(value, str) and ":" in value):

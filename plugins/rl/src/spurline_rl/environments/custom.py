@@ -1,7 +1,4 @@
-"""Environment `custom`: one that a config names or a Python program gives, without a plugin.
-
-It is a class that is built as a plugin's is, an object that has `run`, or an async function that is `run`.
-"""
+"""Environment `custom`: a class, an object that has `run`, or an async function, without a plugin."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from spurline_rl.trajectory import Trajectory
 def make_custom(
     config: CustomConfig, registry: Registry, tokenizer: PreTrainedTokenizerBase, data: DataConfig
 ) -> Environment:
-    """The environment of `config.path`. Raises PluginError for what cannot be found, built or run."""
+    """Make the environment of `config.path`. Raises PluginError if it cannot be found, built or run."""
     given: Any = load_function(config.path, "environment")
     if not inspect.isclass(given) and is_async(given):
         _check_call(config.path, given, ("task", "policy"))
@@ -43,20 +40,18 @@ def make_custom(
 
 
 def _check_call(path: str, function: Callable[..., Any], arguments: tuple[Any, ...], **named: Any) -> None:
-    """Raises PluginError for what cannot be called so."""
+    """Raise PluginError for a function that does not take these arguments."""
+    # A partial function and an object that can be called have no name of their own.
+    shown = getattr(function, "__name__", type(function).__name__)
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError) as error:
-        raise PluginError(f"The environment {path} cannot be called: {error}.") from error
-    try:
+        shown += str(signature)
         signature.bind(*arguments, **named)
-    except TypeError as error:
-        # A partial function and an object that can be called have no name of their own.
-        name = getattr(function, "__name__", type(function).__name__)
+    except (TypeError, ValueError) as error:
         wanted = "(task, policy)" if not named else "(config, registry, tokenizer, data)"
         raise PluginError(
-            f"The environment {path} is defined as {name}{signature} ({error}). It is "
-            f"called with {wanted}: an async function with a task and a policy, or a class that has `run`."
+            f"The environment {path} is defined as {shown} ({error}). It is called with {wanted}: an async function "
+            "with a task and a policy, or a class that has `run`."
         ) from error
 
 

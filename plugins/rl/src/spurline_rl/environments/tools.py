@@ -13,7 +13,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from spurline.config.run_config import DataConfig
 from spurline.errors import DataError, PluginError, SpurlineError, listing
 from spurline.plugins.registry import Registry
-from spurline_rl.chat_front import ChatFront, PrefixError, Reply, opening_ids
+from spurline_rl.chat_front import ChatFront, PrefixError, opening_ids
 from spurline_rl.concurrency import within
 from spurline_rl.environments.configs import BUILT_IN_TOOLS, ToolsConfig
 from spurline_rl.functions import load_function
@@ -46,6 +46,10 @@ _EXCHANGE: list[Message] = [
     {"role": "tool", "name": "a_tool", "content": "a result"},
 ]
 """A conversation with a tool, to test whether the chat template renders tools."""
+MAX_CALLS = 128
+"""Calls of one turn that are made."""
+MAX_RESULT_CHARACTERS = 2**18
+"""Characters that the results of one turn may have together."""
 _SHOWN_NAME = 80
 """Characters that a message shows of a name that no tool has."""
 _JSON_TYPES = {
@@ -60,7 +64,7 @@ _JSON_TYPES = {
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call as it was written. problem: what is wrong with it, or empty."""
+    """A call as the model wrote it. `problem` says what is wrong with it, or is empty."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -69,26 +73,15 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ToolResult:
-    """Return what the model is told."""
+    """The result of a call, for the model."""
 
     name: str
     text: str
     failed: bool
 
-    def cut_to(self, characters: int) -> ToolResult:
-        """The beginning of it, and a note that the rest is missing, where it is longer."""
-        if len(self.text) <= characters:
-            return self
-        note = f"(cut: {len(self.text):,} characters, more than a turn's results may have)"
-        return replace(self, text=f"{self.text[:characters]}\n{note}")
-
-    def message(self) -> dict[str, str]:
-        """The result as a message of the conversation."""
-        return {"role": "tool", **({"name": self.name} if self.name else {}), "content": self.text}
-
 
 def parse_calls(text: str, limit: int | None = None) -> list[ToolCall]:
-    """The calls in a turn's text, in order. limit: of more, the first so many and one whose problem says that."""
+    """Return the calls in a turn's text, in order. Beyond `limit` there is one more call, with a problem."""
     found = islice(_CALL.finditer(text), None if limit is None else limit + 1)
     bodies = [(match[1], bool(match[2])) for match in found]
     calls = [_parse(body, is_closed=is_closed) for body, is_closed in bodies[:limit]]
@@ -101,8 +94,9 @@ class Toolbox:
     """Functions by the names that the model calls them with.
 
     Args:
-        paths: Name -> what `load_function` takes, or the name of a built-in tool. A function gets the call's arguments
-            by name; what it returns is told as text. It may be async; it may run several times at once.
+        paths: Name -> path for `load_function`, or the name of a built-in tool. A function gets the call's arguments by
+            name, and the model gets its result as text. It may be async, and may run several times at once.
+        timeout_s: Seconds a call may take.
     """
 
     def __init__(self, paths: Mapping[str, str], timeout_s: float) -> None:
@@ -113,17 +107,18 @@ class Toolbox:
         self._timeout_s = timeout_s
 
     def schemas(self) -> list[dict[str, Any]]:
-        """The tools as JSON schemas, as chat templates take them: from signature and docstring."""
+        """Return the tools as JSON schemas for chat templates, made from signature and docstring."""
         return [_schema(name, function, self._signatures[name]) for name, function in self._functions.items()]
 
     async def answer(self, call: ToolCall) -> ToolResult:
-        """Make the call. Raises only SpurlineErrors of the tool itself, which are not the model's doing."""
+        """Make the call. Raises only SpurlineErrors of the tool, which the model has not caused."""
         problem, name = call.problem or self._problem(call), _encodable(call.name[:_SHOWN_NAME])
         if not problem:
             try:
                 function = self._functions[call.name]
                 value = await within(self._timeout_s, f"the tool {call.name}", function, **call.arguments)
-                return ToolResult(name, _encodable(value if isinstance(value, str) else _as_text(value)), failed=False)
+                text = value if isinstance(value, str) else json.dumps(value, default=str)
+                return ToolResult(name, _encodable(text), failed=False)
             except AttemptFailedError as error:
                 problem = str(error)
             except SpurlineError:
@@ -158,15 +153,8 @@ def _parse(body: str, *, is_closed: bool) -> ToolCall:
     return ToolCall(call["name"], arguments)
 
 
-def _as_text(value: Any) -> str:
-    try:
-        return json.dumps(value)
-    except TypeError:
-        return str(value)
-
-
 def _encodable(text: str) -> str:
-    """`text` with `?` for halves of surrogate pairs, which JSON can hold and no tokenizer or file takes."""
+    """Replace halves of surrogate pairs, which JSON can hold but no tokenizer or file takes."""
     return text.encode(errors="replace").decode()
 
 
@@ -200,12 +188,11 @@ def _schema_of(parameter: inspect.Parameter) -> dict[str, str]:
 class Tools:
     """Runs conversations with tools.
 
-    A row is asked up to its last question; the calls that it shows after that, if any, are not given away, and its last
-    assistant turn is the reference. The template shows the model the row's own tools where it has some, otherwise the
-    configured ones.
+    The model gets a row up to its last question. Calls after that are left out, and the last assistant turn is the
+    reference. The template shows the row's own tools where it has some, otherwise the configured ones.
 
-    `info`: prompt, response (the last turn) and reference as texts; messages; `ended` with `answer`, `max_turns`,
-    `length` (a turn was cut off) or `context` (no room for another turn); calls and failed_calls.
+    `info`: prompt, response (the last turn) and reference as texts; messages; calls and failed_calls; `ended`, which is
+    `answer`, `max_turns`, `length` (a turn was cut off) or `context` (another turn does not fit).
     """
 
     def __init__(
@@ -223,19 +210,15 @@ class Tools:
     async def run(self, task: Task, policy: PolicyHandle) -> Trajectory:
         question = self._read(task)
         messages, tools = self._opening(question, task.location)
-        chat = ChatFront(
-            policy,
-            self._tokenizer,
-            messages,
-            tools=tools,
-            history=self._config.history,
-            where=f"{task.location} (prompt {task.uid}, sample {task.sample})",
-        )
+        where = f"{task.location} (prompt {task.uid}, sample {task.sample})"
+        chat = ChatFront(policy, self._tokenizer, messages, tools=tools, history=self._config.history, where=where)
         ended, calls, failed = await self._converse(chat)
-        answer = self._answer(chat, policy, question.reference, task)
+        prompt = str(self._tokenizer.decode(policy.turns[0].prompt_ids.tolist(), skip_special_tokens=False))
+        response = str(self._tokenizer.decode(policy.turns[-1].response_ids.tolist(), skip_special_tokens=True))
+        answer = Answer(prompt, response, question.reference, task.row, chat.messages)
         info = {
-            "prompt": answer.prompt,
-            "response": answer.response,
+            "prompt": prompt,
+            "response": response,
             "reference": answer.reference,
             "messages": list(chat.messages),
             "ended": ended,
@@ -258,8 +241,10 @@ class Tools:
         close_all(self._rewards)
 
     def _opening(self, question: ChatQuestion, where: str) -> tuple[Sequence[Message], list[dict[str, Any]]]:
-        """How the conversation begins, and the tools that it is shown with. Raises DataError as of `_require_shown`."""
-        begun = question.messages[: _count_beginning(question.messages, question.answer_at)]
+        """Return the messages up to the last question, and the tools. Raises DataError as `_require_shown` does."""
+        messages, end = question.messages, question.answer_at
+        asked = [index for index in range(end) if messages[index]["role"] == "user"]
+        begun = messages[: asked[-1] + 1 if asked else end]
         tools = question.tools or self._schemas
         if self._refuses_left_out:
             self._require_shown(begun, tools, where)
@@ -269,12 +254,11 @@ class Tools:
         """Raise DataError when the chat template leaves out the tools, their results or another message."""
         require_chat_template(self._tokenizer, where)
         renderer = ChatRenderer(self._tokenizer)
-        conversation = Conversation([*messages], tools)
         try:
             renderer.render(messages, tools, add_generation_prompt=True)
         except BadRowError as error:
             raise error.at(where) from error
-        found = find_left_out(renderer, conversation, add_generation_prompt=True)
+        found = find_left_out(renderer, Conversation([*messages], tools), add_generation_prompt=True)
         refuse_left_out(found, self._tokenizer, where)
 
     async def _converse(self, chat: ChatFront) -> tuple[str, Sequence[int], Sequence[int]]:
@@ -282,10 +266,14 @@ class Tools:
         calls: list[int] = []
         failed: list[int] = []
         while True:
-            reply = await self._reply(chat, is_first=not calls)
-            if reply is None:
+            try:
+                reply = await chat.reply()
+            except DataError as error:
+                # A row that does not fit at first is the data's fault; later the conversation has grown too long.
+                if isinstance(error, PrefixError) or not calls:
+                    raise
                 return "context", calls, failed
-            found = parse_calls(reply.text, self._config.max_calls_per_turn)
+            found = parse_calls(reply.text, MAX_CALLS)
             was_cut = reply.result.finish_reason == "length"
             calls.append(len(found))
             failed.append(0)
@@ -293,33 +281,18 @@ class Tools:
                 return "length" if was_cut else "answer", calls, failed
             if len(calls) == self._config.max_turns:
                 return "max_turns", calls, failed
-            characters = self._config.max_result_characters
+            left = MAX_RESULT_CHARACTERS
             for call in found:
-                result = (await self._toolbox.answer(call)).cut_to(characters)
-                characters = max(0, characters - len(result.text))
+                result = await self._toolbox.answer(call)
+                text = result.text
+                if len(text) > left:
+                    text = f"{text[:left]}\n(cut: {len(text):,} characters, more than a turn's results may have)"
+                left = max(0, left - len(text))
                 failed[-1] += result.failed
-                chat.add(result.message())
-
-    async def _reply(self, chat: ChatFront, *, is_first: bool) -> Reply | None:
-        """The model's turn, or None when the conversation has grown out of the model's context."""
-        try:
-            return await chat.reply()
-        except PrefixError:
-            raise
-        except DataError:
-            # A row that is too long from the start is the data's fault; later on it is how the attempt went.
-            if is_first:
-                raise
-            return None
-
-    def _answer(self, chat: ChatFront, policy: PolicyHandle, reference: str | None, task: Task) -> Answer:
-        first, last = policy.turns[0], policy.turns[-1]
-        prompt = str(self._tokenizer.decode(first.prompt_ids.tolist(), skip_special_tokens=False))
-        response = str(self._tokenizer.decode(last.response_ids.tolist(), skip_special_tokens=True))
-        return Answer(prompt, response, reference, task.row, chat.messages)
+                chat.add({"role": "tool", **({"name": result.name} if result.name else {}), "content": text})
 
     def _read(self, task: Task) -> ChatQuestion:
-        """The row as a conversation. Raises DataError for any other."""
+        """Return the row as a conversation. Raises DataError for a row that is none."""
         try:
             has_template = self._tokenizer.chat_template is not None
             question = read_question(task.row, task.dataset, has_chat_template=has_template)
@@ -329,13 +302,7 @@ class Tools:
             raise DataError(f"{task.location}: {error}") from error
         if not isinstance(question, ChatQuestion):
             raise DataError(
-                f"{task.location}: this row is plain text and no conversation; the environment tools needs chat rows "
-                "('messages'), a list of messages as prompt, or alpaca rows."
+                f"{task.location}: this row is plain text; the environment tools needs chat rows ('messages'), a list "
+                "of messages as prompt, or alpaca rows."
             )
         return question
-
-
-def _count_beginning(messages: Sequence[Message], answer_at: int) -> int:
-    """Number of messages up to the last of the user before the answer; all before the answer when there is none."""
-    asked = [index for index in range(answer_at) if messages[index]["role"] == "user"]
-    return asked[-1] + 1 if asked else answer_at
