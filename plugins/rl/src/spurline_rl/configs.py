@@ -292,7 +292,11 @@ class PromptSourceConfig(SourceConfig):
         """Yield settings of other sections that do not go with rollouts, under the key `name`."""
         for section, setting, instead in (
             (run, "batch_size", "source.prompts_per_step and source.samples_per_prompt say how large a batch is"),
-            (run, "prefetch", "a batch of rollouts depends on the weights of the step before and is not built ahead"),
+            (
+                run,
+                "prefetch",
+                "a batch of rollouts depends on the weights of the step before and cannot be built ahead",
+            ),
             (run.evaluation, "batch_size", "source.held_out and source.max_concurrent say how attempts are made"),
         ):
             if setting in section.model_fields_set:

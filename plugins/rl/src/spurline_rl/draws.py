@@ -1,7 +1,7 @@
-"""Draw prompts: an endless order over the rows of the datasets, as `data.order` says.
+"""Draw prompts in an endless order over the rows of the datasets, given by `data.order`.
 
-Place on the way: rows -> draws (each with a uid of its own) -> attempts. Rows are read one at a time, when drawn. Rows
-that turned out to be unusable are remembered, so that none of them costs anything when its turn comes again.
+Place on the way: rows -> draws (each with a uid of its own) -> attempts. Rows are read one at a time, when drawn.
+Unusable rows are remembered, so that they cost nothing when they are drawn again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from spurline_text.sources.sft import note_of_shared
 from spurline_text.tokenization import check_rows, open_datasets, share_read, store_labels
 
 _ROWS_COMPARED = 10_000
-"""Rows of each dataset among which held-out prompts are looked for."""
+"""Rows of each dataset that are compared with held-out prompts."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Draw:
 
 @dataclass(frozen=True)
 class SkippedRow:
-    """A drawn row left out by `on_bad_row: skip`. draw, uid: as of Group. reason: where and why, for messages."""
+    """A drawn row left out by `on_bad_row: skip`. `reason` says where and why, for messages."""
 
     uid: str
     draw: int
@@ -59,7 +59,7 @@ class SkippedRow:
 
 
 def row_of(uid: str) -> str:
-    """`LABEL:ROW` of the uid `LABEL:ROW@DRAW`: the same whenever the row is drawn."""
+    """Return `LABEL:ROW` of the uid `LABEL:ROW@DRAW`: the same whenever the row is drawn."""
     return uid.rpartition("@")[0]
 
 
@@ -67,9 +67,9 @@ class PromptDraws:
     """The endless order of prompts over several datasets, mixed by their weights.
 
     Args:
-        make_order: Builds the order from what is known of the rows.
+        make_order: Builds the order from facts about the rows.
         per_step: Prompts that one step trains on.
-        namespace: Begins every uid, and keeps the seeds of one use apart from those of another.
+        namespace: Prefix of every uid, so that two uses of a row have different seeds.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class PromptDraws:
         for item in datasets:
             check_rows(item.dataset)
             if len(item.dataset) == 0:
-                raise DataError(f"{item.dataset.label} has no rows, so there is nothing to draw prompts from.")
+                raise DataError(f"{item.dataset.label} has no rows.")
         self.datasets = datasets
         self._datasets = [item.dataset for item in datasets]
         self._configs = [item.config for item in datasets]
@@ -93,9 +93,9 @@ class PromptDraws:
         weights = tuple(config.weight for config in self._configs)
         columns = ColumnsOfRows(datasets, [np.arange(size, dtype=np.int64) for size in self._sizes])
         self._order = make_order(SampleFacts(tuple(self._sizes), weights, per_step, columns))
-        # Groups are drawn on one thread and observed on another where they are generated during training.
+        # Where generation runs during training, groups are drawn on one thread and observed on another.
         self._order_lock = threading.Lock()
-        # Data that was read in part is taken to go on at the same size.
+        # Rows that were not read count as large as those that were.
         whole = [round(size / share) for size, share in zip(self._sizes, share_read(datasets), strict=True)]
         self.prompts_per_epoch = sum(epoch_shares(whole, weights))
         """Prompts in one pass over the weighted mixture."""
@@ -113,19 +113,19 @@ class PromptDraws:
         per_step: int,
         namespace: str = "",
     ) -> PromptDraws:
-        """Draws from these dataset entries of the config. Raises DataError for data that cannot be found or read."""
+        """Open these dataset entries of the config. Raises DataError for data that cannot be found or read."""
         registry, seed = context.host.registry, context.config.seed
-
-        def make_order(facts: SampleFacts) -> Order:
-            return registry.create("order", order, samples=facts, seed=seed)
-
-        datasets = open_datasets(configs, registry, context.row_limit)
-        return cls(datasets, make_order, per_step=per_step, namespace=namespace)
+        return cls(
+            open_datasets(configs, registry, context.row_limit),
+            lambda facts: registry.create("order", order, samples=facts, seed=seed),
+            per_step=per_step,
+            namespace=namespace,
+        )
 
     def take(self, start: int, count: int) -> list[Draw | SkippedRow]:
-        """The draws number `start` to `start + count - 1`.
+        """Return the draws number `start` to `start + count - 1`.
 
-        Rows under `on_bad_row: skip` that cannot be read, or were told to `skip`, stand there as SkippedRow.
+        A row that was given to `skip`, or that cannot be read under `on_bad_row: skip`, becomes a SkippedRow.
 
         Raises:
             DataError: For other rows that cannot be read, and when no row is left.
@@ -140,7 +140,7 @@ class PromptDraws:
         return [self._draw(start + offset, index) for offset, index in enumerate(indices)]
 
     def observe(self, step: int, groups: Sequence[Group]) -> None:
-        """Tell an order that learns from rewards what came out of draws; groups in draw order."""
+        """Give an order that learns from rewards the groups, in draw order."""
         if not isinstance(self._order, AdaptiveOrder):
             return
         with self._order_lock:
@@ -148,7 +148,7 @@ class PromptDraws:
             self._order.observe(step, draws)
 
     def rows(self, limit: int) -> Iterator[Draw | SkippedRow]:
-        """The first rows of each dataset, in the order of the files, as draws whose numbers say nothing."""
+        """Yield the first rows of each dataset, in the order of the files, as draws with arbitrary numbers."""
         for start, size in zip(self._starts, self._sizes, strict=False):
             for place in range(min(size, limit)):
                 yield self._draw(place, int(start) + place)
@@ -163,11 +163,11 @@ class PromptDraws:
         return np.array([key for key, _ in self._keyed], np.uint64)
 
     def notes_of_shared(self, trained: NDArray[np.uint64] | None) -> list[str]:
-        """Say how many prompts are among those trained on. trained: the keys of those."""
+        """Say how many prompts are also trained on; `trained` are the keys of those."""
         return [] if trained is None else note_of_shared(self.keys(), trained, lambda number: self._keyed[number][1])
 
     def skip(self, row: SkippedRow) -> None:
-        """Leave this row out from now on."""
+        """Leave this row out of later draws."""
         self._skipped.setdefault(row_of(row.uid), row.reason)
 
     def state_dict(self) -> dict[str, object]:
@@ -183,7 +183,7 @@ class PromptDraws:
             self._order.load_state_dict(cast("dict[str, object]", state["order"]))
 
     def summary(self) -> dict[str, Any]:
-        """JSON-able facts for `spurline plan` and the report."""
+        """Return JSON-able facts for `spurline plan` and the report."""
         return {
             "prompts": sum(self._sizes),
             "sources": dict(zip(self._labels, self._sizes, strict=True)),
@@ -191,7 +191,7 @@ class PromptDraws:
         }
 
     def fingerprint(self) -> str:
-        """Changes when the rows of any dataset do."""
+        """Return a text that changes with the rows of any dataset."""
         digests = [dataset.fingerprint() for dataset in self._datasets]
         return xxhash.xxh3_128_hexdigest("\0".join(digests).encode())
 

@@ -38,9 +38,9 @@ class TurnColumns:
     """The places of the responses of turns in a batch without padding rows, one segment per row.
 
     Args:
-        num_prompt, num_response: int64 [n], tokens of each turn.
-        rows: int64 [n], the row that holds each, be it the turn's own or shared by all turns of an attempt. A turn's
-            prompt is the whole context it saw, so its response begins that many tokens after the row's first one.
+        num_prompt, num_response: int64 [n], tokens of each turn. A turn's prompt is the whole context it saw, so its
+            response begins that many tokens after the row's first one.
+        rows: int64 [n], the row that holds each turn. Turns of a merged attempt share one.
     """
 
     def __init__(
@@ -52,41 +52,31 @@ class TurnColumns:
     ) -> None:
         assert not bool(batch.is_padding_row.any()), "padding rows hold no turn"
         self._shape = (batch.num_rows, batch.length)
-        starts = _first_columns(batch.tokens["segment_ids"].numpy())[rows] + num_prompt
+        # argmax finds the first of equal values.
+        is_token = batch.tokens["segment_ids"].numpy() > 0
+        first = is_token.argmax(axis=1) if is_token.size else np.zeros(len(is_token), np.int64)
+        starts = first[rows] + num_prompt
         bounds = zip(rows.tolist(), starts.tolist(), (starts + num_response).tolist(), strict=True)
         self._places = [(row, slice(start, stop)) for row, start, stop in bounds]
 
     def split(self, column: Tensor) -> list[NDArray[Any]]:
-        """Values `[rows, length]` as one array per turn, those of its response tokens."""
+        """Split values `[rows, length]` into one array per turn, those of its response tokens."""
         values = column.numpy()
         return [values[place] for place in self._places]
 
     def responses(self) -> Tensor:
-        """float32 `[rows, length]`: 1 on every response token, 0 elsewhere."""
+        """Return float32 `[rows, length]`: 1 on every response token, 0 elsewhere."""
         return self.join("loss_weights", [1.0] * len(self._places))
 
     def join(self, name: str, values: Iterable[NDArray[np.float32] | float]) -> Tensor:
-        """One array per turn, or one number for all its response tokens, as the column `name`, zero everywhere else."""
+        """Join one array per turn, or one number for all its response tokens, as the column `name`; 0 elsewhere."""
+        dtype = torch.empty(0, dtype=OPTIONAL_TOKEN_COLUMNS.get(name, torch.float32)).numpy().dtype
         # numpy asks the kernel for huge pages, torch does not.
-        column = torch.from_numpy(np.zeros(self._shape, _numpy_dtype(name)))
+        column = torch.from_numpy(np.zeros(self._shape, dtype))
         target = column.numpy()
         for place, found in zip(self._places, values, strict=True):
             target[place] = found
         return column
-
-
-def _first_columns(segment_ids: NDArray[np.int32]) -> NDArray[np.int64]:
-    """int64 [rows]: the column of each row's first token."""
-    first = np.zeros(len(segment_ids), np.int64)
-    if segment_ids.size:
-        for row in np.flatnonzero(segment_ids[:, 0] == 0).tolist():
-            # argmax finds the first of equal values.
-            first[row] = np.argmax(segment_ids[row] > 0)
-    return first
-
-
-def _numpy_dtype(column: str) -> np.dtype[Any]:
-    return torch.empty(0, dtype=OPTIONAL_TOKEN_COLUMNS.get(column, torch.float32)).numpy().dtype
 
 
 class Preparation:
@@ -94,7 +84,11 @@ class Preparation:
 
     def __init__(self, config: PromptSourceConfig, context: SourceContext) -> None:
         run, registry = context.config, context.host.registry
-        _refuse_taken_columns(config.carry)
+        for name in config.carry:
+            if name in TOKEN_COLUMNS or name in OPTIONAL_TOKEN_COLUMNS:
+                raise ConfigError.at(
+                    "source.carry", f"names '{name}', which is a column of every batch. Rename it in the data."
+                )
         self._config = config
         self._layout = context.layout
         self._collator: RolloutCollator = registry.create(
@@ -110,11 +104,10 @@ class Preparation:
         self._prompts_per_minibatch = run.minibatches.minibatch_prompts(config.prompts_per_step)
 
     def describe(self) -> list[str]:
-        """How rewards become what the loss is weighed by, in sentences."""
-        config = self._config
+        """Say in sentences how rewards become weights of the loss."""
+        config, penalty = self._config, self._config.kl_in_reward
         sentences = [self._advantage.describe()]
-        if config.kl_in_reward is not None:
-            penalty = config.kl_in_reward
+        if penalty is not None:
             sentences.append(f"Each token's reward is less {penalty.coefficient:g} x KL ({penalty.estimator}).")
         if config.overlong is not None:
             sentences.append(
@@ -126,9 +119,9 @@ class Preparation:
         return sentences
 
     def ready(self, group: Group) -> Group:
-        """The same group with all that a batch takes from it and that does not depend on weights, computed already.
+        """Return the group with everything computed that a batch takes from it and that does not depend on weights.
 
-        May be called on any thread, as soon as a group is finished; a group that never was is prepared as well.
+        May be called on any thread, as soon as a group is finished. `prepare` takes other groups too.
         """
         ready = in_one_block(group)
         _ = ready.returns, self._rows_of(ready).flat
@@ -137,7 +130,7 @@ class Preparation:
         return ready
 
     def prepare(self, groups: Sequence[Group], backend: Backend) -> TrainingBatch:
-        """The batch of these scored groups. Its `info` has the health metrics and the time of the forwards."""
+        """Make the batch of these scored groups. Its `info` has the health metrics and the time of the forwards."""
         if not self._config.router_replay:
             groups = _without_experts(groups)
         laid_out = self._lay_out(groups)
@@ -152,7 +145,7 @@ class Preparation:
             groups = with_turns(groups, [replace(turn, values=found) for turn, found in values])
         groups, charged = self._charge_kl(groups, columns, scored)
         if charged or "rewards" not in batch.tokens:
-            computed["rewards"] = _join_field("rewards", groups, columns)
+            computed["rewards"] = columns.join("rewards", _fields(groups, "rewards"))
         computed |= self._advantages(groups, columns)
         carried = _join_carried(groups, self._config.carry, columns)
         batch = batch.with_tokens(**scored, **computed, **carried)
@@ -162,7 +155,7 @@ class Preparation:
         return replace(batch, info=info, on_release=laid_out.on_release)
 
     def _rows_of(self, group: Group) -> Group:
-        """The group with its turns as they are laid out, one per row."""
+        """Return the group with one turn per row."""
         return group.merged if self._config.turns == "merged" else group
 
     def _lay_out(self, groups: Sequence[Group]) -> TrainingBatch:
@@ -189,8 +182,7 @@ class Preparation:
         )
 
     def _score_tokens(self, laid_out: TrainingBatch, columns: TurnColumns, backend: Backend) -> dict[str, Tensor]:
-        """Score the tokens with each model before the update; the columns are `[rows, length]`, no padding rows."""
-        # Collators have filled the ranks; what comes back has the real rows, in their order.
+        """Score the tokens with each model before the update. Returns columns of the rows that are no padding."""
         padded = laid_out.pad_rows(self._layout.data)
         roles: list[tuple[str, Role]] = [("old_logprobs", "policy")]
         if self._needs_reference:
@@ -198,7 +190,7 @@ class Preparation:
         temperature = self._config.sampling.temperature
         found = {column: backend.logprobs(padded, role, temperature=temperature) for column, role in roles}
         if self._needs_values:
-            # Estimates run from token to token, through those that are not trained on too.
+            # Estimates of tokens without loss are needed too.
             weights = torch.zeros_like(padded.tokens["loss_weights"])
             weights[~padded.is_padding_row] = columns.responses()
             found["values"] = backend.logprobs(padded.with_tokens(loss_weights=weights), "critic")
@@ -207,10 +199,10 @@ class Preparation:
     def _charge_kl(
         self, groups: Sequence[Group], columns: TurnColumns, scored: Mapping[str, Tensor]
     ) -> tuple[Sequence[Group], Mapping[str, float]]:
-        """The groups with their KL from the reference model taken from each token's reward, and metrics of it.
+        """Take the KL from the reference model from each token's reward. Returns the groups, and metrics.
 
         This is the KL-in-reward of InstructGPT (Ouyang et al. 2022, arXiv:2203.02155), whose estimator is k1: unbiased,
-        and harmless here, where it is not differentiated.
+        and harmless where it is not differentiated.
         """
         penalty = self._config.kl_in_reward
         if penalty is None:
@@ -225,23 +217,23 @@ class Preparation:
         return groups, kl_reward_metrics(groups, kl)
 
     def _advantages(self, groups: Sequence[Group], columns: TurnColumns) -> dict[str, Tensor]:
-        """The columns that the advantage computes: `advantages`, and `returns` where a critic is trained on them."""
+        """Return the columns `advantages`, and `returns` where a critic is trained on them."""
         size = len(groups) if self._config.advantage_scope == "batch" else self._prompts_per_minibatch
         assert size is not None, "the config refuses this scope where it does not know the size"
         scopes = [groups[start : start + size] for start in range(0, len(groups), max(1, size))]
         samples = self._sample_advantages(scopes)
         if samples is not None:
-            # Not of the flat arrays: groups whose rewards were charged have none, and need none any more.
+            # Groups whose rewards were charged have no flat arrays, and need none.
             attempt_turns = [len(attempt.turns) for attempt in trajectories_of(groups)]
             return {"advantages": columns.join("advantages", np.repeat(samples, attempt_turns).tolist())}
         groups = [group for scope in scopes for group in self._advantage.advantages(scope)]
         names = ["advantages"]
         if groups and turns_of(groups[:1])[0].returns is not None:
             names.append("returns")
-        return {name: _join_field(name, groups, columns) for name in names}
+        return {name: columns.join(name, _fields(groups, name)) for name in names}
 
     def _sample_advantages(self, scopes: Sequence[Sequence[Group]]) -> NDArray[np.float64] | None:
-        """One number per attempt where the advantage is that."""
+        """Return one number per attempt; None where tokens of an attempt differ."""
         if not isinstance(self._advantage, ComparesSamples) or not _speaks_for(
             self._advantage, "sample_advantages", "advantages"
         ):
@@ -255,7 +247,7 @@ class Preparation:
         return np.concatenate(found)
 
     def _compare(self, batch: TrainingBatch) -> tuple[TrainingBatch, Mapping[str, float]]:
-        """The batch with the factors that correct for its mismatch with the engine, and metrics of both."""
+        """Return the batch with factors that correct for its mismatch with the engine, and metrics of both."""
         metrics = mismatch_metrics(batch)
         if self._correction is None:
             return batch, metrics
@@ -264,15 +256,15 @@ class Preparation:
 
 
 def _speaks_for(component: object, shortcut: str, method: str) -> bool:
-    """Return whether the shortcut may be used: not if a subclass overrides only the method that it stands for."""
+    """Return whether the shortcut may be used: not if a subclass overrides only the method it replaces."""
     classes = type(component).__mro__
     first = next((cls for cls in classes if shortcut in vars(cls) or method in vars(cls)), None)
     return first is None or shortcut in vars(first)
 
 
-def _join_field(name: str, groups: Sequence[Group], columns: TurnColumns) -> Tensor:
-    """A field of all turns as a column."""
-    return columns.join(name, [getattr(turn, name) for turn in turns_of(groups)])
+def _fields(groups: Sequence[Group], name: str) -> list[Any]:
+    """Return this field of every turn."""
+    return [getattr(turn, name) for turn in turns_of(groups)]
 
 
 def _joined(parts: Iterable[NDArray[Any]]) -> NDArray[np.int64]:
@@ -280,14 +272,14 @@ def _joined(parts: Iterable[NDArray[Any]]) -> NDArray[np.int64]:
 
 
 def _without_experts(groups: Sequence[Group]) -> Sequence[Group]:
-    """The groups without the experts that a recording has, which would be laid out, sent to ranks and replayed."""
+    """Return the groups without experts: those of a recording would be replayed."""
     if all(group.flat.routed_experts is None for group in groups):
         return groups
     return with_turns(groups, [replace(turn, routed_experts=None) for turn in turns_of(groups)])
 
 
 def _check_experts(batch: TrainingBatch, groups: Sequence[Group]) -> None:
-    """Raise DataError unless every turn has its experts: without, the models would silently choose others."""
+    """Raise DataError unless every turn has its experts: the models would silently choose others."""
     if bool(batch.is_padding_row.all()) or ROUTED_EXPERTS in batch.tokens:
         return
     attempts = trajectories_of(groups)
@@ -299,29 +291,16 @@ def _check_experts(batch: TrainingBatch, groups: Sequence[Group]) -> None:
     )
 
 
-def _refuse_taken_columns(names: Sequence[str]) -> None:
-    """Raise ConfigError for a carried column that would take the place of one that batches have."""
-    for name in names:
-        if name in TOKEN_COLUMNS or name in OPTIONAL_TOKEN_COLUMNS:
-            raise ConfigError.at(
-                "source.carry",
-                f"names '{name}', which batches have a column of their own for. Rename the column in the data.",
-            )
-
-
 def _join_carried(groups: Sequence[Group], names: Sequence[str], columns: TurnColumns) -> dict[str, Tensor]:
-    """Each carried number of a prompt's row, on the response tokens of all turns of its group."""
+    """Return columns with the carried numbers of each prompt's row on the response tokens of its group."""
     turns = [len(turns_of([group])) for group in groups]
+    for group in groups:
+        for name in names:
+            if name not in group.columns:
+                raise DataError(
+                    f"The group of prompt '{group.uid}' has no column '{name}' of source.carry: it was recorded "
+                    "without it. Record with the same `carry`, or remove the name."
+                )
     return {
-        name: columns.join(name, np.repeat([_column_of(group, name) for group in groups], turns).tolist())
-        for name in names
+        name: columns.join(name, np.repeat([group.columns[name] for group in groups], turns).tolist()) for name in names
     }
-
-
-def _column_of(group: Group, name: str) -> float:
-    if name not in group.columns:
-        raise DataError(
-            f"The group of prompt '{group.uid}' has no column '{name}', which source.carry names: it was recorded "
-            "without it. Record with the same `carry`, or remove the name."
-        )
-    return group.columns[name]

@@ -1,8 +1,8 @@
 """Source `rollouts`: synchronous reinforcement learning.
 
-A step draws prompts, generates with the weights of the step before, scores, has the models score the tokens, and lays
-out; the loop updates. The engine shares the backend's weights, or, where these are in other processes, has a copy that
-every update replaces: no token is ever older than its step.
+A step draws prompts, generates with the weights of the step before, scores attempts, has the models score the tokens,
+and lays out a batch; the loop updates. The engine shares the backend's weights, or has a copy that every update
+replaces if they are in other processes. No token is older than its step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from spurline_rl.protocols.rollout_engine import RolloutEngine, SharesWeights, T
 
 
 class RolloutSource(PromptSource):
-    """Collects the groups of a step when it is built. Its state: the next draw, rows left out, prompts given up."""
+    """Collects the groups of a step when its batch is built."""
 
     def __init__(self, config: RolloutSourceConfig, context: SourceContext) -> None:
         super().__init__(config, context)
@@ -35,7 +35,7 @@ class RolloutSource(PromptSource):
         self._retries = 0
 
     def check_engine(self, engine: RolloutEngine) -> None:
-        """Raise ConfigError when it can neither share the backend's weights nor be brought them."""
+        """Raise ConfigError for an engine that can neither share the backend's weights nor take tensors."""
         config = self._settings.engine
         lends = self._context.config.backend.facts.lends_model or not config.borrows_model
         self._shares = isinstance(engine, SharesWeights) and lends
@@ -47,16 +47,11 @@ class RolloutSource(PromptSource):
             )
 
     def start(self, step: int, backend: Backend) -> None:
-        """Lend or bring the backend's weights to the engine."""
+        """Give the engine the backend's weights."""
         super().start(step, backend)
-        engine = self._attempts.engine
         if self._shares:
-            lender = cast("SharesWeights", engine)
-            lender.share(backend)
-            self._weights: _SharedWeights | _CopiedWeights = _SharedWeights(lender)
-        else:
-            self._weights = _CopiedWeights(cast("TakesWeights", engine), backend, self._loop)
-        self._weights.update(step - 1)
+            cast("SharesWeights", self._attempts.engine).share(backend)
+        self.after_update(step - 1, backend)
 
     def build(self, step: int) -> TrainingBatch:
         begin = time.perf_counter()
@@ -85,12 +80,17 @@ class RolloutSource(PromptSource):
         return outcomes
 
     def epoch(self, step: int) -> float:
-        # Before the run, which is when a plan asks, no prompt has been drawn yet.
+        # A plan asks before any prompt has been drawn.
         drawn = self._next_draw or step * self._config.prompts_per_step
         return drawn / self._prompts.prompts_per_epoch
 
     def after_update(self, step: int, backend: Backend) -> Mapping[str, float]:
-        return self._weights.update(step)
+        if self._shares:
+            cast("SharesWeights", self._attempts.engine).set_version(step)
+            return {}
+        begin = time.perf_counter()
+        sent = self._loop.run(_publish(cast("TakesWeights", self._attempts.engine), backend, step))
+        return {"time/sync": time.perf_counter() - begin, "sync/bytes": float(sent)}
 
     def make_attempts(self, prompts: Sequence[Draw], held_out: HeldOutConfig) -> Sequence[Outcome]:
         return self._loop.run(self._attempts.evaluate(prompts, held_out))
@@ -99,8 +99,7 @@ class RolloutSource(PromptSource):
         return {**self._prompts_state(), "next_draw": self._next_draw}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        # Checkpoints from before rows could be skipped have no such part.
-        self._load_prompts_state({"prompts": {"skipped": {}}, **state})
+        self._load_prompts_state(state)
         next_draw = state["next_draw"]
         assert isinstance(next_draw, int), next_draw
         self._next_draw = next_draw
@@ -114,37 +113,15 @@ class RolloutSource(PromptSource):
 
 
 _TENSORS = "in_process"
-"""The transport of an engine that takes the tensors themselves."""
+"""The transport of an engine that takes tensors."""
 
 
-class _SharedWeights:
-    """The engine generates with the model that is trained."""
-
-    def __init__(self, engine: SharesWeights) -> None:
-        self._engine = engine
-
-    def update(self, version: int) -> Mapping[str, float]:
-        self._engine.set_version(version)
-        return {}
-
-
-class _CopiedWeights:
-    """The engine has a copy, in this process."""
-
-    def __init__(self, engine: TakesWeights, backend: Backend, loop: asyncio.Runner) -> None:
-        self._engine, self._backend, self._loop = engine, backend, loop
-
-    def update(self, version: int) -> Mapping[str, float]:
-        """Replace every weight of the copy; returns what a publish reports, as metrics."""
-        begin = time.perf_counter()
-        sent = self._loop.run(self._bring(version))
-        return {"time/sync": time.perf_counter() - begin, "sync/bytes": float(sent)}
-
-    async def _bring(self, version: int) -> int:
-        sent = 0
-        await self._engine.begin_update(version)
-        for name, tensor in self._backend.named_weights():
-            await self._engine.load_bucket(WeightBucket(_TENSORS, (TensorPlace.of(name, tensor),), tensors=(tensor,)))
-            sent += tensor.nbytes
-        await self._engine.finish_update(version)
-        return sent
+async def _publish(engine: TakesWeights, backend: Backend, version: int) -> int:
+    """Replace every weight of the engine's copy in this process. Returns the bytes."""
+    sent = 0
+    await engine.begin_update(version)
+    for name, tensor in backend.named_weights():
+        await engine.load_bucket(WeightBucket(_TENSORS, (TensorPlace.of(name, tensor),), tensors=(tensor,)))
+        sent += tensor.nbytes
+    await engine.finish_update(version)
+    return sent
