@@ -295,7 +295,7 @@ class PromptSourceConfig(SourceConfig):
             (
                 run,
                 "prefetch",
-                "a batch of rollouts depends on the weights of the step before and cannot be built ahead",
+                "a batch of rollouts depends on the last weights and cannot be built ahead",
             ),
             (run.evaluation, "batch_size", "source.held_out and source.max_concurrent say how attempts are made"),
         ):

@@ -1,13 +1,13 @@
 """Attention that keeps keys and values: prompts once as a whole, then one token per row and pass.
 
 Place on the way: decoder layer -> attention of a pass, which writes a `KvCache` and reads it back -> hidden states. It
-is registered with transformers as "spurline_cached". Prompts are computed by the very function that training uses,
-`segment_attention`. A row of the cache is the slot of one response; which response has which slot is the decoder's
-business, and the first slots are in use, without gaps.
+is registered with transformers as "spurline_cached". Prompts are computed by the function that training uses,
+`segment_attention`. A row of the cache is the slot of one response. The decoder assigns the slots, from the first on
+and without gaps.
 
-Why not a cache and masks of transformers': those know batches of one length, padded on the left. Here each row has a
-slot and a length of its own, so rows come and go at any step without moving others, and deterministic decoding can
-share everything but attention among rows, which makes it several times faster than a pass per row.
+The caches of transformers know batches of one length, padded on the left. Here each row has a length of its own, so
+rows come and go at any step without moving others. Deterministic decoding shares everything but attention among rows,
+which makes it several times faster than a pass per row.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CAPACITY_STEP = 64
 
 
 class KvCache:
-    """Holds two tensors [slots, heads, capacity, D] per layer, made when the layer first writes."""
+    """Two tensors [slots, heads, capacity, D] per layer, made when the layer first writes."""
 
     def __init__(self) -> None:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
@@ -39,7 +39,7 @@ class KvCache:
         self._capacity = 0
 
     def reserve(self, slots: int, capacity: int, used: int) -> None:
-        """Make room for so many rows of at most so many tokens. used: slots whose content is kept."""
+        """Grow to so many rows of at most so many tokens. The first `used` slots keep their content."""
         if slots <= self._slots and capacity <= self._capacity:
             return
         self._slots = slots
@@ -55,7 +55,7 @@ class KvCache:
             stored[start : start + new.shape[0], :, : new.shape[2]] = new
 
     def append(self, layer: int, start: int, lengths: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write [rows, heads, D] behind the first `lengths` [rows] tokens of slots from `start`. Returns the slots."""
+        """Write [rows, heads, D] after the first `lengths` [rows] tokens of slots from `start`. Returns the slots."""
         rows = torch.arange(lengths.shape[0], device=lengths.device)
         slots = slice(start, start + lengths.shape[0])
         stored_keys, stored_values = (stored[slots] for stored in self._layers[layer])
@@ -123,9 +123,9 @@ AttentionInterface.register(CACHED_ATTENTION, cached_attention)
 
 @contextmanager
 def generating(causal: PreTrainedModel, attention: str = CACHED_ATTENTION) -> Iterator[None]:
-    """The model in evaluation mode with the attention of this name; as its owner left it afterwards.
+    """Put the model in evaluation mode with the attention of this name; restore both afterwards.
 
-    Gradients are not its business: that switch belongs to a thread, and this context to the code that starts threads.
+    It does not switch gradients off: that switch belongs to a thread, and callers work on several.
     """
     before: Any = causal.config._attn_implementation
     was_training = causal.training
@@ -153,41 +153,11 @@ class PromptPass:
     start: int
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        # [rows, K, longest, D]; what lies behind a shorter prompt is never looked at.
+        # [rows, K, longest, D]; values after a shorter prompt are never read.
         keys, values = (part[0][:, self.source].transpose(0, 1) for part in (key, value))
         self.cache.write_prompts(_layer(module), self.start, keys, values)
         attend: Any = segment_attention
         return attend(module, query, key, value, segment_plan=self.plan, **options)[0]
-
-
-@dataclass(frozen=True)
-class AttentionPart:
-    """Rows of a pass that one attention call computes.
-
-    Attributes:
-        members: Which rows, counted from the first of the pass.
-        width: Tokens to look at, the new one included.
-        lengths: int64 [members], how many of these are the row's own; None when all are.
-        masks: Made so far, by sliding window.
-    """
-
-    members: slice
-    width: int
-    lengths: Tensor | None
-    masks: dict[int | None, Tensor] = field(default_factory=dict["int | None", Tensor])
-
-    def mask(self, window: int | None) -> Tensor | None:
-        """[members, 1, 1, width], True where a key is seen; None where all are."""
-        if self.lengths is None:
-            return None
-        if window not in self.masks:
-            lengths = self.lengths.unsqueeze(-1)
-            positions = torch.arange(self.width, device=lengths.device)
-            seen = positions < lengths
-            if window is not None:
-                seen &= positions >= lengths - window
-            self.masks[window] = seen[:, None, None]
-        return self.masks[window]
 
 
 _NOT_CACHED = ("softcap", "s_aux", "position_bias")
@@ -200,14 +170,19 @@ class TokenPass:
 
     Attributes:
         start: Slot of the first row.
-        lengths: int64 [rows], tokens cached before this one, on the device.
-        parts: Cover these rows. Further rows of the pass are filling, and their output is 0.
+        lengths: int64 [rows], tokens cached before this one, on the device. Further rows of the pass are filling, and
+            their output is 0.
+        widths: The same plus the new token, on the host.
+        one_by_one: Compute each row with exactly its own tokens, in a call of its own: masked tokens after them would
+            change the order of sums, and kernels may compute a row otherwise at another place in memory.
     """
 
     cache: KvCache
     start: int
     lengths: Tensor
-    parts: Sequence[AttentionPart]
+    widths: Sequence[int]
+    one_by_one: bool
+    _masks: dict[int | None, Tensor] = field(default_factory=dict["int | None", Tensor])
 
     def attend(
         self,
@@ -230,18 +205,36 @@ class TokenPass:
         # Query heads that share a key head lie together, as if they were several tokens: nothing is repeated.
         grouped = query.reshape(rows, key.shape[1], -1, query.shape[-1])
         output = grouped.new_zeros((*grouped.shape[:-1], value.shape[-1]))
-        for part in self.parts:
-            mask = part.mask(sliding_window)
-            first = max(part.width - sliding_window, 0) if mask is None and sliding_window is not None else 0
-            output[:count][part.members] = F.scaled_dot_product_attention(
-                # A copy: kernels may compute otherwise where a row lies otherwise in memory.
-                grouped[:count][part.members].clone(),
-                keys[:, :, first : part.width][part.members],
-                values[:, :, first : part.width][part.members],
+
+        def compute(members: slice, width: int, mask: Tensor | None) -> None:
+            first = max(width - sliding_window, 0) if mask is None and sliding_window is not None else 0
+            output[members] = F.scaled_dot_product_attention(
+                grouped[members].clone(),
+                keys[members, :, first:width],
+                values[members, :, first:width],
                 attn_mask=mask,
                 scale=scaling,
             )
+
+        if self.one_by_one:
+            for row, width in enumerate(self.widths):
+                compute(slice(row, row + 1), width, None)
+        else:
+            compute(slice(count), max(self.widths), self._mask(sliding_window))
         return output.reshape(rows, 1, heads, -1)
+
+    def _mask(self, window: int | None) -> Tensor | None:
+        """Return [rows, 1, 1, width], True where a key is seen; None where all rows are equally long."""
+        if min(self.widths) == max(self.widths):
+            return None
+        if window not in self._masks:
+            ends = self.lengths.unsqueeze(-1) + 1
+            positions = torch.arange(max(self.widths), device=ends.device)
+            seen = positions < ends
+            if window is not None:
+                seen &= positions >= ends - window
+            self._masks[window] = seen[:, None, None]
+        return self._masks[window]
 
 
 def _layer(module: nn.Module) -> int:

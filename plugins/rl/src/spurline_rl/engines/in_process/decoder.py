@@ -33,7 +33,6 @@ from spurline_models.streams.token_logprobs import OutputLogits
 from spurline_models.streams.token_stream import plan_segments
 from spurline_rl.engines.in_process.attention import (
     CACHED_ATTENTION,
-    AttentionPart,
     KvCache,
     KvPass,
     PromptPass,
@@ -158,7 +157,9 @@ class Decoder:
         for start in range(0, len(self.responses), size):
             responses = self.responses[start : start + size]
             lengths = np.array([response.cached_tokens for response in responses])
-            kv_pass = TokenPass(self._cache, start, self._send(lengths), self._parts(lengths))
+            widths = (lengths + 1).tolist()
+            one_by_one = self._rows_per_pass is not None
+            kv_pass = TokenPass(self._cache, start, self._send(lengths), widths, one_by_one)
             filling = [0] * (size - len(responses))
             ids = np.array([*(response.tokens[-1] for response in responses), *filling])
             hidden, experts = self._hidden(ids[:, None], np.array([*lengths, *filling])[:, None], kv_pass)
@@ -264,15 +265,6 @@ class Decoder:
                         "the last steps."
                     )
                 response.add(token, logprob, raw_logprob, version, self._stop_tokens)
-
-    def _parts(self, lengths: np.ndarray[Any, Any]) -> list[AttentionPart]:
-        """How attention of responses with these cached lengths is divided."""
-        if self._rows_per_pass:
-            # One by one, each with exactly its own tokens: masked ones behind them would change the order of sums, and
-            # attention kernels compute a row otherwise where it lies otherwise among threads.
-            return [AttentionPart(slice(row, row + 1), int(length) + 1, None) for row, length in enumerate(lengths)]
-        even = lengths.min() == lengths.max()
-        return [AttentionPart(slice(None), int(lengths.max()) + 1, None if even else self._send(lengths + 1))]
 
     def _send(self, values: np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values, np.int64)).to(self._device)
