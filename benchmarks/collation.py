@@ -55,8 +55,8 @@ from spurline_collation_fast.collators import FastPackedCollator, FastPaddedColl
 from spurline_collation_fast.kernels import ALGORITHMS, kernels_named
 from spurline_collation_fast.row_writer import BufferPool
 from spurline_rl.configs import RolloutsCollatorConfig
-from spurline_rl.trajectory import FlatTurns
 from spurline_rl.rollouts_collator import RolloutsCollator
+from spurline_rl.trajectory import FlatTurns
 
 RANKS = 8
 GROUP = 8

@@ -15,9 +15,9 @@ from spurline.testing.collator_contract import assert_batches_equal
 from spurline_collation_fast import collators
 from spurline_collation_fast.collators import FastRolloutsCollator
 from spurline_rl.configs import RolloutsCollatorConfig
-from spurline_rl.trajectory import FlatTurns
 from spurline_rl.rollouts_collator import RolloutsCollator
 from spurline_rl.testing.inputs import make_trajectories
+from spurline_rl.trajectory import FlatTurns
 
 OWN, MOST = 12, 30
 

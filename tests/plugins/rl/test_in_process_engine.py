@@ -516,4 +516,4 @@ async def update(engine: InProcessEngine, version: int, weights: Iterable[tuple[
 
 
 def set_time_limit(engine: InProcessEngine, seconds: float) -> None:
-    engine._thread.timeout_s = seconds
+    engine._timeout_s = seconds

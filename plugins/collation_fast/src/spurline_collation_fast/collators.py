@@ -23,8 +23,7 @@ from spurline_collation_fast.flat_segments import (
 )
 from spurline_collation_fast.kernels import ALGORITHMS, Kernels, Table, best_kernels
 from spurline_collation_fast.row_writer import Placement, RowWriter
-from spurline_rl.trajectory import FlatTurns
-from spurline_rl.trajectory import Trajectory
+from spurline_rl.trajectory import FlatTurns, Trajectory
 
 Rows = tuple[Table, Table, Table]
 """Sample positions row by row, row offsets into them, and zeros for each: for as many samples, the same every time."""

@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spurline.errors import PluginError
-from spurline_rl.trajectory import FlatTurns
-from spurline_rl.trajectory import Group, Turn, turns_of, with_turns
+from spurline_rl.trajectory import FlatTurns, Group, Turn, turns_of, with_turns
 
 
 def mask_over_age(groups: Sequence[Group], updates: int, max_staleness: int) -> tuple[Sequence[Group], int]:

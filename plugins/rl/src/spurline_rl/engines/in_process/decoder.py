@@ -1,11 +1,11 @@
 """Write many responses side by side, a token of each per step.
 
 Place on the way: admitted responses -> one pass over their prompts -> a pass per token, each followed by sampling ->
-responses that have ended. Responses come and go between steps. No thread and no waiting here: that is `engine.py`.
+responses that have ended. Responses come and go between steps. Threads and waiting are in `engine.py`.
 
 A decoder is tried on a few random prompts before it is used: is its cache right, and are passes of one fixed shape
-deterministic? Those are several times faster than a pass per response, and exact wherever a matrix product computes
-each of its rows alike; no library promises that.
+deterministic? Such passes are several times faster than a pass per response, and exact where a matrix product computes
+all of its rows alike, which no library promises.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from spurline_rl.protocols.rollout_engine import GenerationRequest, Sampling
 
 _PROMPT_TOKENS_PER_PASS = 8192
 _LOGITS_AT_ONCE = 2**24
-"""Numbers; bounds the memory of sampling with large vocabularies."""
+"""Numbers in the logits of a call: bounds the memory of sampling with large vocabularies."""
 _SLOTS_PER_CALL = 32
 """See `plan_segments`."""
 _ROWS = 32
@@ -57,7 +57,16 @@ _TOLERANCE, _HALF_PRECISION_TOLERANCE = 0.02, 0.5
 
 
 class Decoder:
-    """Writes responses. `responses`: those under way, in the order of their slots in the cache."""
+    """Writes responses.
+
+    Args:
+        rows_per_pass: Fixed shape of every pass over tokens and of all logits, so that neighbours cannot change the
+            shape; prompts are then read one by one. None takes all responses as they are.
+        routing: Experts of the model, where responses note the experts of their tokens.
+
+    Attributes:
+        responses: Responses under way, in the order of their slots in the cache.
+    """
 
     def __init__(
         self,
@@ -69,9 +78,6 @@ class Decoder:
         rows_per_pass: int | None = None,
         routing: ExpertRouting | None = None,
     ):
-        """rows_per_pass: shape of every pass over tokens and of all logits, filled up where there are fewer responses,
-        so that neighbours cannot change the shape; prompts are read one by one then. None takes all as they are.
-        routing: of the model, where responses are to note the experts that their tokens went to."""
         causal = model.causal
         self.model = model
         self.responses: list[Response] = []
@@ -92,15 +98,13 @@ class Decoder:
 
     @property
     def attention(self) -> str:
-        """Name of the attention that the model has while it generates, as transformers knows it."""
+        """Return the name in transformers of the attention that the model has while it generates."""
         return CACHED_ATTENTION
 
     def take(self, waiting: deque[Response]) -> tuple[list[Response], list[Response]]:
-        """Remove from the front what there is room for now. Returns it, and what the model refuses to answer."""
+        """Remove responses from the front as long as they fit. Returns them, and those the model cannot answer."""
         taken: list[Response] = []
         refused: list[Response] = []
-        if not waiting:
-            return taken, refused
         longest = max((response.most_cached_tokens for response in self.responses), default=0)
         while waiting:
             response = waiting[0]
@@ -108,7 +112,8 @@ class Decoder:
             if response.refused is not None:
                 refused.append(response)
             elif not response.abandoned:
-                response.max_tokens = self._longest_response(response)
+                asked, limit = response.request.sampling.max_new_tokens, self.model.max_tokens
+                response.max_tokens = asked if limit is None else min(asked, limit - len(response.prompt))
                 longest = max(longest, response.most_cached_tokens)
                 count = len(self.responses) + len(taken) + 1
                 if count > 1 and (count > self._max_responses or count * longest > self._max_cache_tokens):
@@ -122,7 +127,7 @@ class Decoder:
         """Write the next token of every response, and the first two of those that are new. Returns those that ended."""
         self.drop_abandoned()
         if self._is_outdated:
-            # Rows under way are read from their first token, as if they were new.
+            # Responses under way are read again from their first token.
             more, self.responses, self._is_outdated = [*self.responses, *more], [], False
         if more:
             self.admit(more, version)
@@ -133,16 +138,16 @@ class Decoder:
         return ended
 
     def outdate(self) -> None:
-        """The weights are others now: use nothing any more that was computed with the old ones."""
+        """Compute everything again: the weights have changed."""
         self._is_outdated = True
 
     def free_cache(self) -> None:
-        """Give back the memory of keys and values; those of responses under way are computed again."""
+        """Free the keys and values; those of responses under way are computed again."""
         self._cache.clear()
         self.outdate()
 
     def admit(self, more: Sequence[Response], version: int) -> None:
-        """Read the prompts of further responses, with what they have written, and write the next token of each."""
+        """Read prompts and earlier tokens of further responses, and write the next token of each."""
         used = len(self.responses)
         order = sorted(more, key=lambda response: (len(response.context), response.context))
         self.responses.extend(order)
@@ -169,13 +174,11 @@ class Decoder:
             self._write(responses, hidden[: len(responses), 0], version)
 
     def drop_abandoned(self) -> None:
-        """Make room where nobody waits for the response any more."""
+        """Remove the responses that nobody waits for."""
         self._remove([slot for slot, response in enumerate(self.responses) if response.abandoned])
 
     def _remove_ended(self) -> list[Response]:
-        return self._remove(
-            [slot for slot, response in enumerate(self.responses) if response.finish_reason is not None]
-        )
+        return self._remove([slot for slot, one in enumerate(self.responses) if one.finish_reason is not None])
 
     def _remove(self, slots: Sequence[int]) -> list[Response]:
         removed = [self.responses[slot] for slot in slots]
@@ -193,12 +196,12 @@ class Decoder:
         return removed
 
     def _find_refusal(self, response: Response) -> DataError | None:
-        """Why the model cannot answer this prompt."""
+        """Return the reason why the model cannot answer this prompt, if there is one."""
         prompt, limit = response.prompt, self.model.max_tokens
         if limit is not None and len(prompt) >= limit:
             return DataError(
                 f"{response.request.name}: the prompt has {len(prompt)} tokens, and the model's context of {limit} "
-                "holds prompt and response. Shorten the prompt."
+                "must hold prompt and response. Shorten the prompt."
             )
         outside = [token for token in (min(prompt), max(prompt)) if not 0 <= token < self._vocabulary]
         if outside:
@@ -208,12 +211,8 @@ class Decoder:
             )
         return None
 
-    def _longest_response(self, response: Response) -> int:
-        longest, limit = response.request.sampling.max_new_tokens, self.model.max_tokens
-        return longest if limit is None else min(longest, limit - len(response.prompt))
-
     def _read_prompts(self, responses: Sequence[Response], start: int, version: int) -> None:
-        """responses: from short to long, equal ones side by side; what is equal is read once."""
+        """Read the responses, from short to long; equal contexts are read once."""
         contexts = [response.context for response in responses]
         is_new = np.array([True, *(context != before for before, context in pairwise(contexts))])
         distinct = [context for context, new in zip(contexts, is_new, strict=True) if new]
@@ -233,7 +232,7 @@ class Decoder:
     def _hidden(
         self, ids: np.ndarray[Any, Any], positions: np.ndarray[Any, Any], kv_pass: KvPass
     ) -> tuple[Tensor, NDArray[np.int16] | None]:
-        """Last hidden states [rows, tokens, H], and the experts [rows * tokens, layers, top_k] where they are noted."""
+        """Return last hidden states [rows, tokens, H] and, if noted, experts [rows * tokens, layers, top_k]."""
         noting = nullcontext() if self._routing is None else self._routing.noting()
         with self.model.computing(), noting as noted:
             hidden = self._run_decoder(
@@ -271,7 +270,7 @@ class Decoder:
 
 
 def _cut_into_streams(responses: Sequence[Response], max_tokens: int) -> Iterator[list[Response]]:
-    """Sorted responses to read in one pass: different ones up to so many tokens, or one alone."""
+    """Cut sorted responses into passes of different contexts, up to so many tokens or one alone."""
     stream: list[Response] = []
     tokens = 0
     for response in responses:
@@ -290,21 +289,24 @@ def _cut_into_streams(responses: Sequence[Response], max_tokens: int) -> Iterato
 def probed_decoder(
     make_decoder: Callable[[int | None], Decoder], make_slow: Callable[[], Decoder], *, deterministic: bool
 ) -> Decoder:
-    """A decoder that has been tried. make_decoder: makes an empty one for so many rows per pass, None for any number.
-    make_slow: makes one that takes over where that cannot decode the model.
+    """Return a decoder that has been tried.
+
+    Args:
+        make_decoder: Makes an empty decoder for so many rows per pass, None for any number.
+        make_slow: Makes a decoder for models that the other one cannot decode.
 
     Raises:
-        ModelError: For a model that neither can.
+        ModelError: For a model that neither can decode.
     """
     decoder = make_decoder(_ROWS if deterministic else None)
     causal = decoder.model.causal
-    if not decoder.model.reads_streams or not _is_decoded_by(decoder):
+    if not (decoder.model.reads_streams and _is_decoded_by(decoder)):
         slow = make_slow()
         with generating(causal, slow.attention):
             _check_cache(slow)
         return slow
     with generating(causal, decoder.attention):
-        # Tokens of all responses that choose one expert are computed together there, in whatever number they come.
+        # An expert computes its tokens of all responses together, in varying number.
         if deterministic and (
             has_experts(causal.config.get_text_config())
             or not all(_computes_rows_alike(decoder, seed) for seed in range(_SHAPE_PROBES))
@@ -323,7 +325,7 @@ def _is_decoded_by(decoder: Decoder) -> bool:
 
 
 def _check_cache(decoder: Decoder) -> None:
-    """Tokens written one by one must have the logprobs that reading them as a prompt gives."""
+    """Raise ModelError unless tokens written one by one have the logprobs of reading them as a prompt."""
     written = [_probe(_random_prompt(decoder, length, seed=length), _TOKENS) for length in range(1, 7)]
     _write(decoder, written)
     read = [
@@ -340,8 +342,8 @@ def _check_cache(decoder: Decoder) -> None:
     if not difference <= allowed:
         raise ModelError(
             f"{type(decoder.model.causal).__name__} gives other log-probabilities token by token than at once: "
-            f"{difference:.2g} on average, allowed {allowed:.2g}. It remembers more of earlier tokens than its cache "
-            "holds, so it cannot generate in_process. Choose another source.engine.name, or another model."
+            f"{difference:.2g} on average, allowed {allowed:.2g}. Its cache does not hold all that it remembers of "
+            "earlier tokens, so it cannot generate in_process. Choose another source.engine.name, or another model."
         )
 
 

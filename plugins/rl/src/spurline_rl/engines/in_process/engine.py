@@ -1,8 +1,8 @@
 """Rollout engine `in_process`: generate with the Hugging Face model in this process.
 
 Place on the way: environments ask for continuations -> the engine, on their event loop -> decode steps on one thread ->
-results. It is the engine for CPUs, small models and tests; a server such as vLLM is faster where it can run. It
-generates with the backend's model, or with a copy of its own that takes published weights.
+results. It is the engine for CPUs, small models and tests; a server such as vLLM is faster. It generates with the
+backend's model, or with a copy of its own that takes published weights.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -39,39 +39,18 @@ from spurline_rl.engines.in_process.weight_writer import WeightWriter
 from spurline_rl.protocols.rollout_engine import EngineMemory, GenerationRequest, GenerationResult, TakesWeights
 from spurline_text.stop_texts import StopTexts
 
-ADVICE = "Raise source.engine.timeout_s (of child_process, generate_timeout_s) when it is only slow."
+_ADVICE = "Raise source.engine.timeout_s (of child_process, generate_timeout_s) if it is only slow."
 
 _Result = TypeVar("_Result")
 
 
-class ModelThread:
-    """The one thread on which an engine's model is loaded, computed and changed, one piece of work after another.
-
-    Args:
-        timeout_s: Seconds a piece of work may take.
-    """
-
-    def __init__(self, timeout_s: float):
-        self.timeout_s = timeout_s
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="spurline-decode")
-
-    async def run(self, what: str, work: Callable[..., _Result], *arguments: object) -> _Result:
-        """The result of `work`. Raises RunFailedError naming it when it takes too long."""
-        try:
-            async with asyncio.timeout(self.timeout_s) as limit:
-                return await asyncio.get_running_loop().run_in_executor(self._executor, work, *arguments)
-        except TimeoutError as error:
-            if not limit.expired():
-                raise
-            raise RunFailedError(f"{what} did not end within {self.timeout_s:g} s. {ADVICE}") from error
-
-    def close(self) -> None:
-        """Take no further work; what is under way ends by itself."""
-        self._executor.shutdown(wait=False)
-
-
 def load_own_model(config: InProcessEngineConfig, run: RunConfig) -> GenerationModel:
-    """Raises ModelError for a model that the engine cannot compute exactly, ConfigError for a GPU that is not there."""
+    """Load a copy of the run's model.
+
+    Raises:
+        ModelError: For a model that the engine cannot compute exactly.
+        ConfigError: For a GPU that is not there.
+    """
     profile = _own_profile(config, run)
     with profile.keeping_generators():
         causal = load_model(run.model, profile, run.seed)
@@ -85,15 +64,16 @@ def _own_profile(config: InProcessEngineConfig, run: RunConfig) -> DeviceProfile
     return device_profile(config.copy_device(run), config.precision, setting="source.engine.device")
 
 
-class OwnMemory:
-    """The memory of an engine's own model, on whatever device it is: taken, or given away while the engine sleeps."""
+class _OwnMemory:
+    """The memory of an engine's own model on its device."""
 
     def __init__(self, profile: DeviceProfile) -> None:
         self._profile = profile
         self._memory = DeviceMemory(profile)
+        self.take = self._memory.take
 
     def give(self, decoder: Decoder, *, keep_weights: bool) -> None:
-        """Free the cache and the weights. keep_weights: copy them to the host's memory, where they may be already."""
+        """Free the cache and the weights. With `keep_weights` they are copied to the host's memory."""
         decoder.free_cache()
         on_host = self._profile.device.type == "cpu"
         if not (keep_weights and on_host):
@@ -104,19 +84,15 @@ class OwnMemory:
         if on_host:
             return_freed_memory()
 
-    def take(self) -> None:
-        """Have room for the weights again, with their values where they were kept."""
-        self._memory.take()
-
 
 class InProcessEngine(TakesWeights):
     """A `RolloutEngine` that also `SharesWeights`, and `MaySleep` where it does not share them.
 
     Without `share` it holds a copy of `model`, loaded with the first request, whose weights change by updates only.
-    With it the backend may be called while nobody awaits `generate`, or between `pause` and `resume`.
+    After `share` the backend may be called while nobody awaits `generate`, or between `pause` and `resume`.
 
-    Everything here runs on the event loop; only the work on the model runs on the thread. A burst is the task that
-    takes one decode step after another, as long as somebody waits for a response and no pause holds it.
+    The engine runs on the event loop; the work on the model runs on a thread of its own, one piece after another. A
+    burst is the task that takes decode steps as long as somebody waits for a response and no pause holds it.
     """
 
     transports = ("in_process",)
@@ -125,10 +101,10 @@ class InProcessEngine(TakesWeights):
         self._config = config
         self._tokenizer = tokenizer
         self._open_model: Callable[[], GenerationModel] = lambda: load_own_model(config, run)
-        self._open_memory = lambda: OwnMemory(_own_profile(config, run))
-        self._memory: OwnMemory | None = None
+        self._open_memory = lambda: _OwnMemory(_own_profile(config, run))
+        self._memory: _OwnMemory | None = None
+        # True from a sleep without weights until an update has brought all of them.
         self._lacks_weights = False
-        """True from a sleep without weights until an update has brought all of them."""
         self._decoder: Decoder | None = None
         self._version = 0
         self._shares = False
@@ -139,7 +115,8 @@ class InProcessEngine(TakesWeights):
         self._holds: set[str] = set()
         self._failure: BaseException | None = None
         self._notes_experts = run.source.facts.replays_experts
-        self._thread = ModelThread(config.timeout_s)
+        self._timeout_s = config.timeout_s
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="spurline-decode")
 
     def share(self, backend: Backend) -> None:
         assert isinstance(backend, LendsModel), f"{type(backend).__name__} lends no model, whatever its config says"
@@ -156,7 +133,7 @@ class InProcessEngine(TakesWeights):
     async def generate(
         self, request: GenerationRequest, on_tokens: Callable[[Written], None] | None = None
     ) -> GenerationResult:
-        """The response, as `RolloutEngine` has it. on_tokens: called after every decode step with what it wrote."""
+        """Generate a response; `on_tokens` is called with its new tokens after every decode step."""
         check_request(request)
         if self._failure is not None:
             raise _explain(self._failure, request.name)
@@ -176,7 +153,7 @@ class InProcessEngine(TakesWeights):
             if self._in_flight.pop(response, None) is not None:
                 response.abandoned = True
                 if not self._in_flight:
-                    # A cancelled caller may go on to train the model: it must be ours no longer.
+                    # A cancelled caller may go on to train the model.
                     await self._wait_for_burst("a cancelled request")
 
     async def load(self) -> None:
@@ -196,13 +173,13 @@ class InProcessEngine(TakesWeights):
             decoder = await self._load_decoder()
             memory = self._memory = self._memory or self._open_memory()
             self._lacks_weights = self._lacks_weights or not keep_weights
-            await self._thread.run("falling asleep", partial(memory.give, decoder, keep_weights=keep_weights))
+            await self._compute("falling asleep", partial(memory.give, decoder, keep_weights=keep_weights))
 
     async def wake(self, part: EngineMemory) -> None:
         async with self._updating(f"taking the memory of its {part} again"):
             assert self._memory is not None, "it does not sleep"
             if part == "weights":
-                await self._thread.run("taking the memory of its weights again", self._memory.take)
+                await self._compute("taking the memory of its weights again", self._memory.take)
             elif self._lacks_weights:
                 raise RunFailedError("It slept without its weights, and no update has brought them since.")
         if part == "cache":
@@ -214,14 +191,14 @@ class InProcessEngine(TakesWeights):
         await self._hold("update")
         async with self._updating(_update_to(version)):
             decoder = await self._load_decoder()
-            self._writer = await self._thread.run("preparing an update", WeightWriter, decoder.model.causal)
+            self._writer = await self._compute("preparing an update", WeightWriter, decoder.model.causal)
 
     async def load_bucket(self, bucket: WeightBucket) -> None:
         assert self._writer is not None, "no update has begun"
         names = [place.name for place in bucket.places]
         async with self._updating():
             weights = zip(names, bucket.tensors, strict=True)
-            await self._thread.run(f"taking over {len(names)} weights", self._writer.write, weights)
+            await self._compute(f"taking over {len(names)} weights", self._writer.write, weights)
 
     async def finish_update(self, version: int) -> None:
         assert self._writer is not None, "no update has begun"
@@ -236,7 +213,17 @@ class InProcessEngine(TakesWeights):
         self._fail(RunFailedError("it was closed"))
         await self._wait_for_burst("close")
         self._decoder = None
-        self._thread.close()
+        self._thread.shutdown(wait=False)
+
+    async def _compute(self, what: str, work: Callable[..., _Result], *arguments: object) -> _Result:
+        """Return the result of `work` on the thread. Raises RunFailedError naming it when it takes too long."""
+        try:
+            async with asyncio.timeout(self._timeout_s) as limit:
+                return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise RunFailedError(f"{what} did not end within {self._timeout_s:g} s. {_ADVICE}") from error
 
     @asynccontextmanager
     async def _updating(self, what: str = "update of the weights") -> AsyncGenerator[None]:
@@ -261,25 +248,25 @@ class InProcessEngine(TakesWeights):
             with generating(decoder.model.causal, decoder.attention):
                 while self._goes_on(ended):
                     self._deliver(ended)
-                    # A caller that got a response and asks again at once joins the very next step, so that what a step
-                    # decodes does not depend on timing.
+                    # A caller that asks again at once joins the next step, so that the requests of a step do not depend
+                    # on timing.
                     await asyncio.sleep(0)
                     more, ended = decoder.take(self._waiting)
                     state = f"a decode step ({len(decoder.responses)} responses under way, {len(more)} new)"
-                    ended += await self._thread.run(state, decoder.advance, more, self._version)
+                    ended += await self._compute(state, decoder.advance, more, self._version)
                     for response in (*decoder.responses, *ended):
                         response.tell()
                 decoder.drop_abandoned()
-        except Exception as error:  # noqa: BLE001 (not swallowed: it reaches everyone who waits)
+        except Exception as error:  # noqa: BLE001 - reaches everyone who waits
             self._fail(error)
         finally:
             self._burst = None
-        # Not before: the caller that gets the last of them may train the model at once, and now it is ours no longer.
+        # Only now: the caller that gets the last response may train the model at once.
         self._deliver(ended)
         self._start_burst()
 
     def _goes_on(self, ended: list[Response]) -> bool:
-        """Return whether requests other than these are in flight, and nothing else has to come first."""
+        """Return whether requests other than these are in flight, and no pause holds them."""
         held = self._holds or self._failure is not None
         return not held and len(self._in_flight) > sum(response in self._in_flight for response in ended)
 
@@ -295,7 +282,7 @@ class InProcessEngine(TakesWeights):
         responses.clear()
 
     def _fail(self, failure: BaseException) -> None:
-        """End the engine: everybody who waits, now or later, gets an error."""
+        """End the engine: all who wait, now or later, get an error."""
         self._failure = self._failure or failure
         for response, waiter in self._in_flight.items():
             if not waiter.done():
@@ -304,7 +291,7 @@ class InProcessEngine(TakesWeights):
         self._waiting.clear()
 
     async def _hold(self, why: str) -> None:
-        """Let no step be under way, and the model as its owner left it, until `_release`."""
+        """Wait until no step is under way, and begin none until `_release`."""
         self._holds.add(why)
         await self._wait_for_burst(why)
         if self._failure is not None:
@@ -316,29 +303,28 @@ class InProcessEngine(TakesWeights):
 
     async def _wait_for_burst(self, who: str) -> None:
         if self._burst is not None:
-            # Longer than any step may take: the burst gives up first, and says what it was doing.
-            done, _ = await asyncio.wait({self._burst}, timeout=2 * self._thread.timeout_s)
+            # Longer than any step may take: the burst gives up first, and names the step.
+            done, _ = await asyncio.wait({self._burst}, timeout=2 * self._timeout_s)
             if not done:
-                raise RunFailedError(f"{who}: the decode step under way has not ended. {ADVICE}")
+                raise RunFailedError(f"{who}: the decode step under way has not ended. {_ADVICE}")
 
     async def _load_decoder(self) -> Decoder:
         if self._decoder is None:
-            self._decoder = await self._thread.run("loading and probing the model", self._make_decoder)
+            self._decoder = await self._compute("loading and probing the model", self._make_decoder)
         return self._decoder
 
     def _make_decoder(self) -> Decoder:
         model = self._open_model()
-        limits = {"max_responses": self._config.max_batch, "max_cache_tokens": self._config.max_cache_tokens}
-
-        routing = ExpertRouting(model.causal) if self._notes_experts else None
-
-        def make(rows_per_pass: int | None) -> Decoder:
-            return Decoder(model, self._tokenizer, **limits, rows_per_pass=rows_per_pass, routing=routing)
-
-        def make_slow() -> Decoder:
-            return OwnCacheDecoder(model, self._tokenizer, **limits, routing=routing)
-
-        return probed_decoder(make, make_slow, deterministic=self._config.deterministic)
+        settings: dict[str, Any] = {
+            "max_responses": self._config.max_batch,
+            "max_cache_tokens": self._config.max_cache_tokens,
+            "routing": ExpertRouting(model.causal) if self._notes_experts else None,
+        }
+        return probed_decoder(
+            lambda rows_per_pass: Decoder(model, self._tokenizer, **settings, rows_per_pass=rows_per_pass),
+            lambda: OwnCacheDecoder(model, self._tokenizer, **settings),
+            deterministic=self._config.deterministic,
+        )
 
 
 def _update_to(version: int) -> str:
@@ -346,7 +332,7 @@ def _update_to(version: int) -> str:
 
 
 def _explain(failure: BaseException, name: str) -> RunFailedError:
-    """A new error for each who waits: an exception that is raised in several tasks would mix up their tracebacks."""
+    """Make a new error for each caller: an exception raised in several tasks would mix up their tracebacks."""
     kind = "" if isinstance(failure, RunFailedError) else f"{type(failure).__name__}: "
     error = RunFailedError(f"{name}: the rollout engine in_process has ended: {kind}{failure}")
     error.__cause__ = failure

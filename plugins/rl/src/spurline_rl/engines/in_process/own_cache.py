@@ -1,9 +1,8 @@
 """Write responses of models that remember more of earlier tokens than keys and values, each on its own.
 
-Place on the way: as `Decoder`, whose place it takes for linear attention, state spaces and convolutions, and for
-attention that `KvCache` does not compute (softcaps, sinks, chunks). Memory is the cache that transformers makes for the
-model, one for each response, and every pass is of one response, so that a response never depends on its neighbours. It
-costs a pass per response and token.
+Place on the way: that of `Decoder`, for linear attention, state spaces and convolutions, and for attention that
+`KvCache` does not compute (softcaps, sinks, chunks). Each response has a cache made by transformers and a pass of its
+own for every token, so it never depends on its neighbours.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class OwnCacheDecoder(Decoder):
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings, rows_per_pass=1)
-        # By `id` of the response: they are no keys, and those under way are held.
+        # By `id` of the response.
         self._caches: dict[int, dict[str, Any]] = {}
 
     @property
@@ -68,7 +67,7 @@ class OwnCacheDecoder(Decoder):
         return removed
 
     def _read(self, response: Response, tokens: Sequence[int], cache: dict[str, Any], before: int) -> Tensor:
-        """Return the last hidden state [1, H] after these tokens, given `before` cached ones. Changes the cache."""
+        """Return the last hidden state [1, H] after these tokens and `before` cached ones. Changes the cache."""
         noting = nullcontext() if self._routing is None else self._routing.noting()
         with self.model.computing(), noting as noted:
             output = self._run_decoder(input_ids=self._send(np.array(tokens))[None], use_cache=True, **cache)

@@ -35,10 +35,10 @@ class Written(NamedTuple):
 
 
 class ExpertRecord:
-    """The experts chosen for each token of a context, from its first on, as far as it has been computed.
+    """The experts chosen for each token of a context, as far as it has been computed.
 
-    What is computed once more, because weights have changed or another engine goes on, changes nothing that is there:
-    tokens were sampled after the first choice.
+    The first choice stays when a token is computed again, because weights have changed or another engine goes on:
+    the tokens after it were sampled with that choice.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,6 @@ class ExpertRecord:
         self._length = 0
 
     def __len__(self) -> int:
-        """Tokens noted."""
         return self._length
 
     def add(self, start: int, experts: NDArray[np.int16]) -> None:
@@ -58,10 +57,10 @@ class ExpertRecord:
             self._length += len(new)
 
     def since(self, start: int) -> NDArray[np.int16] | None:
-        """The choices from this token on; None where nothing was noted."""
+        """Return the choices from this token on; None where nothing was noted."""
         if not self._parts:
             return None
-        # From the end: a caller that follows a response asks for the last token's after every step.
+        # From the end: callers ask for the last token after every step.
         found: list[NDArray[np.int16]] = [self._parts[0][:0]]
         begin = self._length
         for part in reversed(self._parts):
@@ -72,7 +71,7 @@ class ExpertRecord:
         return np.concatenate(found)
 
     def of_context(self, num_tokens: int) -> NDArray[np.int16] | None:
-        """[num_tokens, layers, top_k], with -1 for tokens that were not computed; None where nothing was noted."""
+        """Return [num_tokens, layers, top_k], with -1 for tokens not computed; None where nothing was noted."""
         found = self.since(0)
         if found is None:
             return None
@@ -88,10 +87,8 @@ class Response:
     Attributes:
         prompt: Its tokens as plain numbers.
         max_tokens: Longest response, set when the model is known.
-        experts: Nothing is noted there unless the decoder was made so.
-        on_tokens: Called by `tell`.
-        refused: Why the model cannot answer.
-        abandoned: Nobody waits for the response any more.
+        refused: The reason why the model cannot answer, if there is one.
+        abandoned: Whether nobody waits for the response any more.
     """
 
     request: GenerationRequest
@@ -112,21 +109,21 @@ class Response:
 
     @property
     def context(self) -> list[int]:
-        """Everything the next token depends on."""
+        """Return the tokens that the next one depends on."""
         return self.prompt + self.tokens
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens the model has read: all but the last one it wrote."""
+        """Return how many tokens the model has read: all but the last one it wrote."""
         return len(self.prompt) + len(self.tokens) - 1
 
     @property
     def most_cached_tokens(self) -> int:
-        """The same when the response has become as long as it may."""
+        """Return `cached_tokens` of a response that has become as long as it may."""
         return len(self.prompt) + self.max_tokens - 1
 
     def add(self, token: int, logprob: float, raw_logprob: float, version: int, stop_tokens: Collection[int]) -> None:
-        """Take the next token, and see whether it ends the response."""
+        """Take the next token, which may end the response."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.raw_logprobs.append(raw_logprob)
@@ -141,7 +138,7 @@ class Response:
             self.finish_reason = "length"
 
     def tell(self) -> None:
-        """Hand what was written since the last call to `on_tokens`."""
+        """Hand the tokens since the last call to `on_tokens`."""
         start, self._num_handed_on = self._num_handed_on, len(self.tokens)
         if self.on_tokens is not None and not self.abandoned and start < len(self.tokens):
             tokens, versions = self.tokens[start:], self.versions[start:]
@@ -151,7 +148,7 @@ class Response:
             self.on_tokens(Written(tokens, logprobs, raw_logprobs, versions, self.finish_reason, experts))
 
     def result(self) -> GenerationResult:
-        """Return what was written. Raises DataError if the request was refused."""
+        """Return the result. Raises DataError if the request was refused."""
         if self.refused is not None:
             raise self.refused
         assert self.finish_reason is not None, f"{self.request.name} has not ended"
