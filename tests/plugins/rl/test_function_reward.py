@@ -97,7 +97,7 @@ def test_a_score_that_is_a_coroutine_says_where_awaiting_belongs():
         return 1.0
 
     # A coroutine that is never awaited would warn, and warnings are errors here.
-    with pytest.raises(AttemptFailedError, match=r"a component has `score_async` for that, beside a plain `score`"):
+    with pytest.raises(AttemptFailedError, match="`score_async` beside `score`"):
         checked_score("mine", score(), ANSWER)
 
 

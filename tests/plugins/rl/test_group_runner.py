@@ -1,9 +1,10 @@
-"""Groups of attempts: order, retries, concurrency, contract, and nothing left running."""
+"""Groups of attempts: order, retries, giving up, the budget of a run, the contract, and nothing left running."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import time
 import weakref
 from collections.abc import Callable
@@ -16,11 +17,12 @@ from hypothesis import strategies as st
 from rl_attempts import run
 from scripted_groups import Prompt, answer, make_runner, one_token, run_and_leave_nothing
 
-from spurline.errors import PluginError, RunFailedError
+from spurline.errors import ConfigError, DataError, ModelError, PluginError, Problem, RunFailedError
 from spurline.testing.fuzzing import fuzzing
-from spurline_rl import concurrency as task_ends
-from spurline_rl.group_runner import GivenUpPrompt
-from spurline_rl.protocols.environment import PolicyHandle, Task
+from spurline_rl.chat_front import PrefixError
+from spurline_rl.draws import SkippedRow
+from spurline_rl.group_runner import GivenUpPrompt, GivenUpPrompts
+from spurline_rl.protocols.environment import AttemptFailedError, PolicyHandle, Task
 from spurline_rl.testing.environment_contract import ScriptedEngine
 from spurline_rl.trajectory import Group, Trajectory
 
@@ -61,23 +63,6 @@ def test_what_is_generated_does_not_depend_on_what_runs_beside_it(prompts, sampl
         assert tokens([group]) == tokens([alone])
 
 
-def test_no_more_attempts_run_at_a_time_than_allowed():
-    running: set[tuple[str, int]] = set()
-    most = 0
-
-    async def counted(task: Task, policy: PolicyHandle) -> Trajectory:
-        nonlocal most
-        running.add((task.uid, task.sample))
-        most = max(most, len(running))
-        await asyncio.sleep(0)
-        trajectory = await answer(task, policy)
-        running.remove((task.uid, task.sample))
-        return trajectory
-
-    run(make_runner(counted, max_concurrent=4).run_groups([Prompt(number) for number in range(5)]))
-    assert most == 4
-
-
 def test_a_failed_attempt_is_made_again_with_other_seeds(capsys):
     engine = ScriptedEngine(one_token)
 
@@ -99,40 +84,6 @@ def test_a_failed_attempt_is_made_again_with_other_seeds(capsys):
     assert "rows.jsonl:1 (sample 0 of prompt train:0@0): ConnectionError: sandbox gone" in told, (
         "the first, while others go on"
     )
-
-
-def test_time_spent_waiting_for_a_place_does_not_count():
-    async def slow(task: Task, policy: PolicyHandle) -> Trajectory:
-        await asyncio.sleep(0.15)
-        return await answer(task, policy)
-
-    runner = make_runner(slow, attempt_timeout_s=1.0, max_concurrent=1, samples_per_prompt=4, retries=0)
-    # Twelve attempts one after the other: the limit holds for each, not for all.
-    groups = run(runner.run_groups([Prompt(number) for number in range(3)]))
-    assert all(isinstance(group, Group) for group in groups)
-
-
-def test_an_environment_that_does_not_let_itself_be_cancelled_is_reported(monkeypatch):
-    monkeypatch.setattr(task_ends, "CANCEL_TIMEOUT_S", 0.05)
-    stop = asyncio.Event()
-
-    async def stubborn(task: Task, policy: PolicyHandle) -> Trajectory:
-        while not stop.is_set():
-            try:
-                await asyncio.wait_for(stop.wait(), 60)
-            except asyncio.CancelledError:
-                continue
-        return await answer(task, policy)
-
-    async def observe() -> str:
-        runner = make_runner(stubborn, attempt_timeout_s=0.05, samples_per_prompt=1)
-        with pytest.raises(RunFailedError) as caught:
-            await runner.run_group(Prompt(0))
-        stop.set()
-        return str(caught.value)
-
-    message = run(observe())
-    assert "Scripted.run for sample 0 of prompt train:0@0 was cancelled, but still runs 0.05 s later" in message
 
 
 def test_cancelling_the_run_leaves_nothing_running():
@@ -260,3 +211,146 @@ def test_an_error_that_cannot_say_what_it_is_gives_its_prompt_up_like_any_other(
     assert isinstance(lost, GivenUpPrompt)
     assert "SpeechlessError: its text cannot be had, IndexError" in lost.reason
     assert f"({__file__}:" in lost.reason
+
+
+def test_after_the_last_retry_the_prompt_is_given_up_with_the_error_and_its_place():
+    given_up = GivenUpPrompts(5)
+
+    async def one_sample_fails(task: Task, policy: PolicyHandle) -> Trajectory:
+        if task.uid == "train:1@1" and task.sample == 2:
+            raise ConnectionError("sandbox gone")
+        return await answer(task, policy)
+
+    runner = make_runner(one_sample_fails, given_up=given_up)
+    groups = run_and_leave_nothing(runner, Prompt(0), Prompt(1), Prompt(2))
+    assert [type(group) for group in groups] == [Group, GivenUpPrompt, Group]
+    assert given_up.prompts == (groups[1],)
+    assert isinstance(groups[1], GivenUpPrompt)
+    expected = "rows.jsonl:2 (sample 2 of prompt train:1@1, after 3 attempts): ConnectionError: sandbox gone ("
+    assert groups[1].reason.startswith(expected)
+    assert "test_group_runner.py" in groups[1].reason
+    assert "in one_sample_fails" in groups[1].reason
+
+
+def test_the_other_attempts_at_a_given_up_prompt_are_cancelled():
+    cancelled: list[int] = []
+
+    async def one_fails(task: Task, policy: PolicyHandle) -> Trajectory:
+        if task.sample == 0:
+            raise AttemptFailedError("the tool broke")
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            cancelled.append(task.sample)
+            raise
+        raise AssertionError("unreachable")
+
+    [group] = run_and_leave_nothing(make_runner(one_fails, max_groups=1, retries=0), Prompt(0))
+    assert isinstance(group, GivenUpPrompt)
+    assert sorted(cancelled) == [1, 2]
+
+
+async def refuses_row_1(task: Task, policy: PolicyHandle) -> Trajectory:
+    if task.uid != "train:1@1":
+        return await answer(task, policy)
+    if task.sample == 0:
+        raise DataError("messages is empty.")
+    await asyncio.sleep(3600)
+    raise AssertionError("unreachable")
+
+
+def test_a_row_that_cannot_be_used_ends_the_run_with_its_location_and_the_way_out():
+    given_up = GivenUpPrompts(0)
+    runner = make_runner(refuses_row_1, given_up=given_up)
+    with pytest.raises(DataError, match=r"^rows\.jsonl:2: messages is empty\. .*`on_bad_row: skip`"):
+        run_and_leave_nothing(runner, Prompt(0), Prompt(1), Prompt(2))
+    assert (runner.take_retries("train:1@1"), given_up.prompts) == (0, ())
+
+
+def test_a_row_that_cannot_be_used_is_skipped_at_once_where_asked_for_and_costs_no_budget():
+    given_up = GivenUpPrompts(0)
+    runner = make_runner(refuses_row_1, given_up=given_up)
+    outcomes = run_and_leave_nothing(runner, *(Prompt(number, on_bad_row="skip") for number in range(3)))
+    assert [type(outcome) for outcome in outcomes] == [Group, SkippedRow, Group]
+    skipped = outcomes[1]
+    assert isinstance(skipped, SkippedRow)
+    assert (skipped.uid, skipped.draw) == ("train:1@1", 1)
+    assert skipped.reason.startswith("rows.jsonl:2: messages is empty.")
+    assert (runner.take_retries(skipped.uid), given_up.prompts) == (0, ())
+
+
+def test_a_template_that_rewrites_history_is_not_the_rows_fault_and_is_given_up_without_a_retry():
+    async def rewrites(task: Task, policy: PolicyHandle) -> Trajectory:
+        raise PrefixError("rewritten", turn=0)
+
+    runner = make_runner(rewrites, max_groups=1)
+    [group] = run_and_leave_nothing(runner, Prompt(0, on_bad_row="skip"))
+    assert isinstance(group, GivenUpPrompt)
+    assert runner.take_retries(group.uid) == 0
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConfigError([Problem("source", "is wrong")]),
+        PluginError("broken"),
+        ModelError("no template"),
+        RunFailedError("the engine died"),
+    ],
+)
+def test_errors_that_are_not_about_an_attempt_end_the_run_at_once(error):
+    async def wrong(task: Task, policy: PolicyHandle) -> Trajectory:
+        if task.sample == 1:
+            raise error
+        await asyncio.sleep(3600)
+        raise AssertionError("unreachable")
+
+    with pytest.raises(type(error), match=str(error)):
+        run_and_leave_nothing(make_runner(wrong, max_groups=10), Prompt(0), Prompt(1))
+
+
+async def hangs(task: Task, policy: PolicyHandle) -> Trajectory:
+    await asyncio.sleep(3600)
+    raise AssertionError("unreachable")
+
+
+async def gives_itself_up(task: Task, policy: PolicyHandle) -> Trajectory:
+    raise asyncio.CancelledError
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "ended"), [(hangs, "did not end within 0.05 s"), (gives_itself_up, "was cancelled from within")]
+)
+def test_an_attempt_that_takes_too_long_or_cancels_itself_is_retried_and_then_given_up(behaviour, ended):
+    runner = make_runner(behaviour, max_groups=1, attempt_timeout_s=0.05, samples_per_prompt=1, retries=1)
+    [group] = run_and_leave_nothing(runner, Prompt(0))
+    assert isinstance(group, GivenUpPrompt)
+    assert f"Scripted.run for sample 0 of prompt train:0@0 {ended}" in group.reason
+    assert runner.take_retries(group.uid) == 1
+
+
+def test_over_the_budget_the_run_ends_and_lists_the_first_reasons():
+    async def fails(task: Task, policy: PolicyHandle) -> Trajectory:
+        raise AttemptFailedError(f"tool {task.uid} broke")
+
+    runner = make_runner(fails, max_groups=6, samples_per_prompt=1, retries=0, max_concurrent=1)
+    with pytest.raises(RunFailedError) as caught:
+        run_and_leave_nothing(runner, *(Prompt(number) for number in range(10)))
+    message = str(caught.value)
+    assert message.startswith("7 prompts had to be given up, over source.faults.max_quarantined: 6. Correct what fails")
+    lines = message.splitlines()[1:]
+    assert lines[0] == "- rows.jsonl:1 (sample 0 of prompt train:0@0): tool train:0@0 broke"
+    assert len(lines) == 6
+    assert lines[-1] == "- and 2 more"
+
+
+def test_the_budget_counts_each_row_once_and_goes_on_after_a_resume():
+    before = GivenUpPrompts(1)
+    before.add(GivenUpPrompt("train:0@0", 0, "first"))
+    after = GivenUpPrompts(1)
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    assert after.prompts == before.prompts
+    for draw in (8, 16):
+        after.add(GivenUpPrompt(f"train:0@{draw}", draw, "again, in a later epoch"))
+    with pytest.raises(RunFailedError, match=r"2 prompts had to be given up(.|\n)*- first\n- second"):
+        after.add(GivenUpPrompt("other:4@30", 30, "second"))
