@@ -210,17 +210,6 @@ class TestLocalAdaptersOnExperts(AdapterContract):
         return write_tiny_moe_model(tmp_path_factory.mktemp("experts"))
 
 
-class TestLocalDoraOverWeightsInHalfPrecision(AdapterContract):
-    backend_settings = {
-        "name": "local",
-        "device": "cpu",
-        "lora": {"rank": 4, "alpha": 8.0, "dora": True, "rslora": True, "base_dtype": "auto"},
-    }
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def adapted_model(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        return in_bf16(write_tiny_model(tmp_path_factory.mktemp("bf16")))
 
 
 class TestJsonl(TrackerContract):

@@ -153,11 +153,11 @@ def test_a_conversation_goes_on_until_it_begins_anew_or_ends(
 ) -> None:
     lines: Iterator[str] = iter(["say 3", "say 4", "/reset", "say 3"])
     asked: list[list[str]] = []
-    original = command.chat_prompt
+    original = command.Prompts.of_messages
 
-    def noted(target: Any, messages: Any, tools: Any = None) -> list[int]:
+    def noted(prompts: command.Prompts, messages: Any, tools: Any = None) -> list[int]:
         asked.append([message["content"] for message in messages])
-        return original(target, messages, tools)
+        return original(prompts, messages, tools)
 
     def written(prompt: str) -> str:
         try:
@@ -169,7 +169,7 @@ def test_a_conversation_goes_on_until_it_begins_anew_or_ends(
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr("sys.stdin", terminal)
     monkeypatch.setattr("builtins.input", written)
-    monkeypatch.setattr(command, "chat_prompt", noted)
+    monkeypatch.setattr(command.Prompts, "of_messages", noted)
     code, out, err = spurline("generate", spurline_tiny_model, "--max-new-tokens", "3")
     assert code == 0, err
     assert [len(messages) for messages in asked] == [1, 3, 1]
@@ -253,7 +253,7 @@ def test_a_bad_row_is_named_before_anything_is_answered(
 
 def test_a_stop_text_that_begins_in_the_prompt_ends_no_answer(spurline_tiny_model: Path) -> None:
     target = command.open_model(str(spurline_tiny_model), lambda _: None)
-    prompt = command.raw_prompt(target, "say 3")
+    prompt = command.Prompts(target, None, raw=True).of_text("say 3")
 
     def asked(*stop: str) -> command.Answer:
         [found] = command.answer(target, prompt, command.Sampling(max_new_tokens=6, stop=stop))
@@ -282,7 +282,8 @@ def test_an_answer_ends_at_a_stop_text_without_what_pads_it_to_the_length_of_oth
 
     def found(*stop: str) -> list[tuple[str, int, str]]:
         sampling = command.Sampling(temperature=1.0, stop=stop)
-        answers = command.answer(target, command.raw_prompt(target, "say"), sampling, 2)
+        prompt = command.Prompts(target, None, raw=True).of_text("say")
+        answers = command.answer(target, prompt, sampling, 2)
         return [(answer.text, answer.tokens, answer.finish_reason) for answer in answers]
 
     assert found(";") == [("say 3;", len(one), "stop"), ("say 3 and 4", len(two), "length")]

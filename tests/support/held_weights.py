@@ -32,9 +32,9 @@ def round_files(folder: Path) -> Path:
     return folder
 
 
-def adapted(folder: Path, base_dtype: str = "auto", dora: bool = False, **settings: Any) -> LocalBackend:
+def adapted(folder: Path, base_dtype: str = "auto", **settings: Any) -> LocalBackend:
     """A backend that trains adapters over the weights of this folder."""
-    lora = LoraConfig.model_validate({"rank": 4, "alpha": 8.0, "base_dtype": base_dtype, "dora": dora})
+    lora = LoraConfig.model_validate({"rank": 4, "alpha": 8.0, "base_dtype": base_dtype})
     return local_backend(folder, lora=lora, run={"model": ModelConfig(path=str(folder))}, **settings)
 
 

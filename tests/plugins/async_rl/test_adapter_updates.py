@@ -180,15 +180,6 @@ def test_whole_merged_weights_are_sent_where_an_engine_takes_no_adapters_or_the_
     assert last.began == [("model", 3)]
 
 
-def test_dora_is_sent_merged_to_engines_that_take_adapters(tmp_path: Path) -> None:
-    model = write_model_folder(tmp_path / "model")
-    lora = LoraConfig(rank=4, dora=True)
-    backend, taker = local_backend(model, lora=lora), Taker()
-    backend.update(lay_out(make_samples([9, 12])), OBJECTIVE)
-    sync = InProcessSync(InProcessSyncConfig(), run_config(model, backend=LocalBackendConfig(lora=lora)))
-    publish(sync, 1, backend, taker)
-    assert taker.began == [("model", 1)]
-    assert_weights_equal(taker.taken, dict(backend.named_weights()))
 
 
 def test_engines_of_vllm_make_room_for_adapters_that_they_compute_as_the_trainer_does(
@@ -201,7 +192,7 @@ def test_engines_of_vllm_make_room_for_adapters_that_they_compute_as_the_trainer
         run = run_config("m", model=model, backend=LocalBackendConfig(lora=settings))
         return engine_adapter(VllmEngineConfig.model_validate({"dtype": dtype}), run)
 
-    assert room(dora=True) is None
+    assert room(base_dtype="nf4") is None
     assert room(rslora=True) == EngineAdapter(4, ("q_proj",))
     assert room("float32") == room("bfloat16", base_dtype="bf16") == EngineAdapter(4, ("q_proj",))
     assert room("float32", base_dtype="bf16") is None, "it would add the adapter to weights that are not rounded"
@@ -290,8 +281,8 @@ def test_only_runs_with_adapters_of_a_model_that_engines_have_may_ask_for_them(
     config["backend"]["lora"] = {"rank": 4}
     source: Any = load_config(config).config.source
     assert source.weight_sync.sends_adapters is True
-    config["backend"]["lora"] = {"rank": 4, "dora": True}
-    with pytest.raises(ConfigError, match=r"weight_sync\.adapters is true, but engines cannot .*DoRA.*merged"):
+    config["backend"]["lora"] = {"rank": 4, "base_dtype": "nf4"}
+    with pytest.raises(ConfigError, match=r"weight_sync\.adapters .*base_dtype.*merged"):
         load_config(config)
     config["model"]["init"] = "random"
     with pytest.raises(ConfigError, match=r"weight_sync\.adapters is true, but the adapters belong to random weights"):

@@ -92,16 +92,6 @@ class TestAdapterOfReplicasOnFilesOfHalfPrecision(AdapterContract):
         return half_precision_files
 
 
-@pytest.mark.slow
-@pytest.mark.processes
-class TestDoraOfReplicasOverRoundedWeights(AdapterContract):
-    plugins = ("fsdp_backend",)
-    backend_settings = on(4, replicas=2, lora={"rank": 4, "alpha": 8.0, "dora": True, "rslora": True}, probe=False)
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def adapted_model(cls, half_precision_files: Path) -> Path:
-        return half_precision_files
 
 
 @pytest.mark.slow
@@ -146,21 +136,6 @@ def on_half_precision_files(kept: KeptBackend, model: Path) -> Iterator[tuple[Ba
         yield backend, local, layout
 
 
-@pytest.mark.processes
-def test_dora_over_rounded_weights_trains_as_in_one_process(tmp_path: Path) -> None:
-    # Sizes that two ranks do not divide evenly.
-    model = write_tiny_model(tmp_path / "model", vocab_size=515, hidden_size=36, intermediate_size=55)
-    lora = {**ADAPTERS, "dora": True, "base_dtype": "bf16"}
-    local_run = backend_run(model, {"name": "models/local", "device": "cpu", "lora": lora})
-    with (
-        opened(backend_run(model, on(2, lora=lora, probe=False), ("fsdp_backend",))) as (backend, layout),
-        opened(local_run) as (local, _),
-    ):
-        _assert_trains_alike_after_the_reference(backend, local, layout)
-        batch, objective = minibatch("padded", layout)
-        assert_gradients_close(backend.gradients(batch, objective), local.gradients(batch, objective), 1e-4)
-        for (name, got), (_, wanted) in zip(backend.named_weights(), local.named_weights(), strict=True):
-            torch.testing.assert_close(got.float(), wanted.float(), atol=1e-6, rtol=1e-5, msg=name)
 
 
 @pytest.mark.processes

@@ -39,7 +39,7 @@ def allocated(run: Any, objective: Objective) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"precision": "bf16"}, {"ranks": 3}, {"lora": {"rank": 5, "dora": True, "base_dtype": "bf16"}}, {"expert": 2}],
+    [{}, {"precision": "bf16"}, {"ranks": 3}, {"lora": {"rank": 5, "base_dtype": "bf16"}}, {"expert": 2}],
     ids=str,
 )
 def test_weights_gradients_and_optimizer_are_what_a_plan_says(tmp_path: Path, settings: dict[str, Any]) -> None:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
 from backend_batches import excite, lay_out, local_backend, make_samples, run_config, write_model_folder
-from counted_transfers import Counting
 from model_families import FAMILIES, tiny_model
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from spurline.config.run_config import ModelConfig
 from spurline.protocols.loss import Objective
 from spurline_models.configs import OFFLOADS_NOTHING, LoraConfig
-from spurline_models.device_profile import DeviceProfile, device_profile
 from spurline_models.local.backend import LocalBackend
 from spurline_models.local.configs import LocalBackendConfig
 from spurline_models.losses.configs import CrossEntropyConfig
@@ -28,15 +27,43 @@ SMALLEST = 2048
 NUM_LAYERS = 6
 
 
+class Counting:
+    """The tensors that go to the host and come back, and how much of them the device holds meanwhile."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.sent: list[Tensor] = []
+        self.held: list[tuple[StorageWeakRef, int]] = []
+        self.peak = 0
+        self.fetched = 0
+
+    def count(self, tensor: Tensor) -> None:
+        self.held = [item for item in self.held if not item[0].expired()]
+        self.held.append((StorageWeakRef(tensor.untyped_storage()), tensor.nbytes))
+        self.peak = max(self.peak, sum(size for _, size in self.held))
+
+
 @pytest.fixture
 def counting(monkeypatch: pytest.MonkeyPatch) -> Counting:
-    """Of backends that are built meanwhile; what is worth moving is as small as the models here."""
-    counting = Counting()
+    """Counts the transfers of all passes; small tensors are moved too, since the models here are small."""
+    counting, passes = Counting(), activation_offloading._Pass
+    to_host, to_device = passes._to_host, passes._to_device
 
-    def profile(device: Literal["cpu"], precision: Literal["fp32", "bf16", "fp64"]) -> DeviceProfile:
-        return counting.profile(device_profile(device, precision))
+    def counted_to_host(self: Any, values: Tensor) -> Tensor:
+        counting.count(values)
+        counting.sent.append(to_host(self, values))
+        return counting.sent[-1]
 
-    monkeypatch.setattr("spurline_models.local.backend.device_profile", profile)
+    def counted_to_device(self: Any, host: Tensor) -> Tensor:
+        counting.fetched += 1
+        copy = to_device(self, host)
+        counting.count(copy)
+        return copy
+
+    monkeypatch.setattr(passes, "_to_host", counted_to_host)
+    monkeypatch.setattr(passes, "_to_device", counted_to_device)
     monkeypatch.setattr(activation_offloading, "SMALLEST_BYTES", SMALLEST)
     return counting
 

@@ -37,7 +37,6 @@ QWEN2: dict[str, Any] = {"model_type": "qwen2", "architectures": ["Qwen2ForCausa
 BATCH = lay_out(make_samples([9, 12, 20, 3]))
 
 forms = pytest.mark.parametrize("form", ["bf16", "nf4"])
-doras = pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 
 
 @pytest.fixture
@@ -53,22 +52,20 @@ def mamba(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
 
 
 @forms
-@doras
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
 def test_training_over_them_is_training_over_the_same_values_held_wide_bit_for_bit(
-    files: Path, tmp_path: Path, form: Literal["bf16", "nf4"], dora: bool, precision: str
+    files: Path, tmp_path: Path, form: Literal["bf16", "nf4"], precision: str
 ) -> None:
     if form == "bf16":
-        held, wide = (adapted(round_files(files), dtype, dora, precision=precision) for dtype in ("auto", "fp32"))
+        held, wide = (adapted(round_files(files), dtype, precision=precision) for dtype in ("auto", "fp32"))
         frozen = {value.dtype for name, value in held._model.causal.named_parameters() if "layer.weight" in name}
         assert frozen == {torch.bfloat16}
     else:
-        held = adapted(files, form, dora, precision=precision)
+        held = adapted(files, form, precision=precision)
         assert len(quantized_layers(held._model.causal)) == 14
-        # Its adapters are 0 yet; DoRA's lengths, which are not, only say again how long the rows are.
         values = write_model_folder(tmp_path / "values", **QWEN2)
-        (adapted(files, form) if dora else held).write_weights(values, torch.float32, 1 << 30)
-        wide = adapted(values, "fp32", dora, precision=precision, activation_checkpointing=True)
+        held.write_weights(values, torch.float32, 1 << 30)
+        wide = adapted(values, "fp32", precision=precision, activation_checkpointing=True)
     assert train(held, range(2)) == train(wide, range(2))
     if form == "bf16":
         held.save(tmp_path / "saved")
@@ -93,11 +90,8 @@ def test_gradients_do_not_depend_on_the_layout(files: Path, form: str) -> None:
 
 
 @forms
-@doras
-def test_a_run_goes_on_bit_for_bit_and_is_exported_from_its_checkpoint(
-    files: Path, tmp_path: Path, form: str, dora: bool
-) -> None:
-    backend, resumed = (adapted(files, form, dora) for _ in range(2))
+def test_a_run_goes_on_bit_for_bit_and_is_exported_from_its_checkpoint(files: Path, tmp_path: Path, form: str) -> None:
+    backend, resumed = (adapted(files, form) for _ in range(2))
     initial = backend.logprobs(BATCH, role="reference")
     torch.testing.assert_close(backend.logprobs(BATCH), initial, atol=1e-5, rtol=0)
     train(backend, range(2))
@@ -117,7 +111,7 @@ def test_a_run_goes_on_bit_for_bit_and_is_exported_from_its_checkpoint(
     assert train(resumed, range(2, 4)) == expected
     for other in {"auto", "bf16"} - {form}:
         with pytest.raises(CheckpointError, match=r"other frozen weights.*base_dtype"):
-            adapted(files, other, dora).load(tmp_path / "saved")
+            adapted(files, other).load(tmp_path / "saved")
 
 
 def test_quantized_weights_of_another_model_are_recognised_by_their_scales(files: Path, tmp_path: Path) -> None:
@@ -130,10 +124,9 @@ def test_quantized_weights_of_another_model_are_recognised_by_their_scales(files
 
 
 @forms
-@doras
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
-def test_their_memory_is_estimated_exactly(files: Path, form: str, dora: bool, precision: Any) -> None:
-    backend = adapted(files, form, dora, precision=precision)
+def test_their_memory_is_estimated_exactly(files: Path, form: str, precision: Any) -> None:
+    backend = adapted(files, form, precision=precision)
     causal = backend._model.causal
     scales = sum(part.nbytes for layer in quantized_layers(causal).values() for part in layer.buffers(recurse=False))
     run = run_config(files, model=ModelConfig(path=str(files)))
@@ -246,11 +239,6 @@ def test_the_page_of_an_adapter_says_which_base_it_belongs_to() -> None:
     assert "`a/model`, revision `v1`" in page
     assert "quantized to 4 bits" in page
     assert "quantized" not in adapter_page(ModelConfig(path="a/model"), LoraConfig())
-
-
-def test_engines_are_sent_the_merged_weights_of_what_they_cannot_hold() -> None:
-    assert LoraConfig(base_dtype="bf16").is_added
-    assert not LoraConfig(base_dtype="nf4").is_added
 
 
 def test_a_missing_library_is_named_with_the_extra_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from backend_batches import excite, lay_out, local_backend, make_samples, write_model_folder
-from expert_models import write_expert_model
 
 from spurline.config.run_config import ModelConfig
 from spurline.errors import ConfigError, ModelError
@@ -40,12 +39,11 @@ def test_only_adapters_change(model: Path) -> None:
     assert {name for name, _ in backend.gradients(lay_out(make_samples([9])), OBJECTIVE)} == changed
 
 
-@pytest.mark.parametrize("dora", [False, True])
-def test_adapters_of_a_model_without_memory_have_no_values_and_draw_none(model: Path, *, dora: bool) -> None:
+def test_adapters_of_a_model_without_memory_have_no_values_and_draw_none(model: Path) -> None:
     settings = ModelConfig(path=str(model))
     causal = build_without_memory(load_model_config(settings), settings)
     before = torch.get_rng_state()
-    add_adapters(causal, LoraConfig(rank=4, dora=dora), seed=0)
+    add_adapters(causal, LoraConfig(rank=4), seed=0)
     assert {parameter.device.type for parameter in causal.parameters()} == {"meta"}
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -138,16 +136,6 @@ def test_rslora_divides_by_the_root_of_the_rank(model: Path, rslora: bool, scale
     settings = backend.adapter_settings()
     assert settings is not None
     assert settings["use_rslora"] is rslora
-
-
-def test_dora_on_stored_experts_is_refused_with_the_fix(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"(?s)lora\.dora: false.* q_proj"):
-        local_backend(write_expert_model(tmp_path / "experts"), lora=LoraConfig(dora=True))
-
-
-def test_dora_on_what_is_no_linear_layer_is_refused(model: Path) -> None:
-    with pytest.raises(ModelError, match=r"dora trains the lengths of linear layers only.*embed_tokens \(Embedding\)"):
-        local_backend(model, lora=LoraConfig(dora=True, target_modules=("embed_tokens", "q_proj")))
 
 
 def test_an_adapter_on_a_tied_output_layer_is_refused(tmp_path: Path) -> None:

@@ -6,15 +6,13 @@ its tensors over: the very shards, not copies.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
-from spurline_models.adapters.lora import ADAPTER, LENGTHS, adapted_layers, initial_adapters
+from spurline_models.adapters.lora import initial_adapters
 from spurline_models.weights import without_adapters
 from spurline_ranks.pieces import Box, held_box
 
@@ -49,24 +47,6 @@ def draw_adapters(adapted: PreTrainedModel, seed: int, device: torch.device) -> 
         adapted.get_submodule(path).register_parameter(leaf, Parameter(shard))
 
 
-def measure_lengths(adapted: PreTrainedModel) -> None:
-    """Give DoRA's lengths the values that they begin with: each rank measures the rows of weights that it holds."""
-    for path, layer in adapted_layers(adapted):
-        base: Any = layer.get_base_layer()
-        part = f"{path}.{LENGTHS}.{ADAPTER}"
-        lengths = adapted.get_parameter(f"{part}.weight")
-        assert isinstance(base.weight, DTensor), part
-        assert isinstance(lengths, DTensor), part
-        local = torch.linalg.vector_norm(base.weight.to_local().float(), dim=1)
-        shard = DTensor.from_local(
-            local,
-            lengths.device_mesh,
-            lengths.placements,
-            run_check=False,
-            shape=lengths.shape,
-            stride=lengths.stride(),
-        )
-        adapted.get_submodule(part).register_parameter("weight", Parameter(shard))
 
 
 def _places(adapted: PreTrainedModel) -> dict[str, tuple[nn.Module, str]]:

@@ -160,7 +160,7 @@ def _build_trained(
             change(causal)
 
         return _build(model, config, meshes, seed, freeze_and_change, torch.float32)
-    from spurline_fsdp_backend.adapters import draw_adapters, measure_lengths, take_over
+    from spurline_fsdp_backend.adapters import draw_adapters, take_over
     from spurline_models.adapters.lora import add_adapters
 
     dtype = base_dtype(config.lora, model)
@@ -171,8 +171,6 @@ def _build_trained(
     shard(adapted, config, meshes)
     take_over(adapted, plain)
     draw_adapters(adapted, seed, plain.device)
-    if config.lora.dora:
-        measure_lengths(adapted)
     return adapted
 
 

@@ -23,7 +23,6 @@ Fp8 = bool | Literal["emulated"]
 OFFLOADS_NOTHING = (
     "offload_activations saves nothing on the CPU, whose memory is that of the host: activations are copied and kept."
 )
-"""A note of runs that do not train on a GPU."""
 
 
 class LoraConfig(Section):
@@ -38,10 +37,7 @@ class LoraConfig(Section):
     target_modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
     """Module names to adapt."""
     rslora: bool = False
-    """Scale the update by alpha / sqrt(rank) instead (Kalajdzievski 2023, arXiv:2312.03732), for high ranks."""
-    dora: bool = False
-    """Also train the length of each output's weights, and direction by the matrices (Liu et al. 2024,
-    arXiv:2402.09353). Slower; engines are sent merged weights."""
+    """Scale the update by alpha / sqrt(rank) (Kalajdzievski 2023, arXiv:2312.03732), for high ranks."""
     base_dtype: Annotated[Literal["auto", "fp32", "bf16", "nf4"], OnResume.FREE] = "auto"
     """Dtype of the frozen weights. `auto`: that of their files, which changes no value; `bf16` rounds weights
     of fp32 files, and takes half the memory; `fp32` saves widening them where computing is in fp32; `nf4` quantizes
@@ -56,29 +52,23 @@ class LoraConfig(Section):
     @property
     def merged_because(self) -> str | None:
         """The reason why engines can only be sent merged weights, as a clause; None if they can take the adapter."""
-        if self.dora:
-            return "engines cannot compute with what DoRA trains (backend.lora.dora)"
         if self.is_quantized:
             return "engines would add the adapter to weights that are not quantized as backend.lora.base_dtype does"
         return None
-
-    @property
-    def is_added(self) -> bool:
-        """True if the adapter's output is added to that of the weights under it, as engines do."""
-        return self.merged_because is None
 
 
 def adapter_page(model: ModelConfig, lora: LoraConfig) -> str:
     """Return the model card of an adapter, which names the weights that it belongs to."""
     revision = "" if model.revision is None else f", revision `{model.revision}`"
-    held = {
-        "auto": "as its files hold them",
-        "fp32": "as its files hold them",
-        "bf16": "rounded to bf16: load it with `dtype=torch.bfloat16`",
-        "nf4": "with its linear layers but the output layer quantized to 4 bits (`bnb_4bit_quant_type` nf4, "
-        "`bnb_4bit_use_double_quant`). On weights that are not quantized it computes something else; the merged export "
-        "of the run has the values that it was trained on",
-    }[lora.base_dtype]
+    held = "as its files hold them"
+    if lora.base_dtype == "bf16":
+        held = "rounded to bf16: load it with `dtype=torch.bfloat16`"
+    elif lora.is_quantized:
+        held = (
+            "with all linear layers except the output layer quantized to 4 bits (`bnb_4bit_quant_type` nf4, "
+            "`bnb_4bit_use_double_quant`). Weights that are not quantized give other results; the merged export of the "
+            "run has the values that the adapter was trained on"
+        )
     return (
         f"---\nlibrary_name: peft\nbase_model: {json.dumps(model.path)}\n---\n\nAn adapter for the weights of "
         f"`{model.path}`{revision}, {held}.\n"
@@ -86,31 +76,28 @@ def adapter_page(model: ModelConfig, lora: LoraConfig) -> str:
 
 
 def adapter_notes(model: ModelConfig, lora: LoraConfig) -> list[str]:
-    """Say which modules of this model get adapters, and what `all-linear` leaves out of it. Raises UserError."""
+    """Say which modules of this model get adapters, and which ones `all-linear` leaves out. Raises UserError."""
     return resolve("spurline_models.adapters.lora:notes", "the modules that carry adapters")(model, lora)
 
 
 def no_peft() -> ConfigError:
     """Return the error for a missing library of adapters."""
-    return ConfigError.at(
-        "backend.lora", "needs peft, which is not installed. Run `pip install 'spurline-models[lora]'`."
-    )
+    return ConfigError.at("backend.lora", "needs peft. Run `pip install 'spurline-models[lora]'`.")
 
 
 def check_peft(lora: LoraConfig) -> None:
-    """Raise ConfigError where a library for these adapters is missing."""
+    """Raise ConfigError if a library for these adapters is missing."""
     if find_spec("peft") is None:
         raise no_peft()
     if lora.is_quantized and find_spec("bitsandbytes") is None:
         raise ConfigError.at(
             "backend.lora.base_dtype",
-            f"is {lora.base_dtype}, which needs bitsandbytes, and that is not installed. Run `pip install "
-            "'spurline-models[qlora]'`.",
+            f"is {lora.base_dtype}, which needs bitsandbytes. Run `pip install 'spurline-models[qlora]'`.",
         )
 
 
 def check_kernels(kernels: Kernels, model: ModelConfig, device: str, precision: str) -> None:
-    """Raise ConfigError for Liger's kernels where they cannot be used. device: `cpu` or `cuda`."""
+    """Raise ConfigError if Liger's kernels are asked for and cannot be used. device: `cpu` or `cuda`."""
     if kernels == "liger":
         # By name, as factories are: the types of models are known to transformers, which a config must not import.
         resolve("spurline_models.kernels:chooses_liger", "kernels of a model")(kernels, model, device, precision)
@@ -137,8 +124,6 @@ def fp8_problems(fp8: Fp8, device: str, precision: str, lora: LoraConfig | None)
 
 
 def check_torchao(fp8: Fp8) -> None:
-    """Raise ConfigError where the library for fp8 is missing."""
+    """Raise ConfigError if the library for fp8 is missing."""
     if fp8 and find_spec("torchao") is None:
-        raise ConfigError.at(
-            "backend.fp8", "needs torchao, which is not installed. Run `pip install 'spurline-models[fp8]'`."
-        )
+        raise ConfigError.at("backend.fp8", "needs torchao. Run `pip install 'spurline-models[fp8]'`.")

@@ -93,10 +93,6 @@ class DeviceProfile:
             return tensor
         return self.pinned(tensor.shape, tensor.dtype).copy_(tensor)
 
-    def transfers(self) -> Transfers:
-        """Make copies between device and host, beside what is computed."""
-        return Transfers(self.device)
-
     def synchronize(self) -> None:
         """Wait for the device, so that a clock read next means something."""
         if self.device.type == "cuda":
@@ -114,44 +110,6 @@ class DeviceProfile:
     def release_cached_memory(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-class Transfers:
-    """Copies between the memory of a device and pinned memory of the host, on a stream of their own; on CPU at once.
-
-    A copy begins when everything is computed that was asked for before it. Computation waits for it after `mark`.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    def to_host(self, tensor: Tensor) -> Tensor:
-        """Begin a copy of a tensor of the device, which must stay until the copy is waited for."""
-        if self._stream is None:
-            return tensor.clone()
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return self._copied(host, tensor)
-
-    def to_device(self, host: Tensor) -> Tensor:
-        """Begin a copy of a tensor of the host, which must be waited for before it is used or given back."""
-        if self._stream is None:
-            return host.clone()
-        return self._copied(torch.empty(host.shape, dtype=host.dtype, device=self._device), host)
-
-    def mark(self) -> Callable[[], None]:
-        """Return a function that lets what is computed after its call wait for the copies that have begun so far."""
-        if self._stream is None:
-            return lambda: None
-        event = self._stream.record_event()
-        return lambda: torch.cuda.current_stream(self._device).wait_event(event)
-
-    def _copied(self, target: Tensor, source: Tensor) -> Tensor:
-        assert self._stream is not None
-        # The memory of the target too may be in use by what was computed before.
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            return target.copy_(source, non_blocking=True)
 
 
 def device_profile(

@@ -1,15 +1,14 @@
 """Load the causal language model that a run trains, and refuse one that cannot be trained exactly.
 
-Weights come in the profile's dtype on its device, each straight from its file: there are never two copies of the
-model. What a model's config alone shows is refused here, also where the probe (`probe.py`) is switched off: losses that
-would be left out, frequencies that would change between samples.
+Each weight goes straight from its file to its device and dtype, so there are never two copies of the model. A config
+alone shows some refused models: losses that would be left out, and frequencies that would change between samples.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -30,18 +29,16 @@ from spurline.errors import DataError, ModelError, listing
 from spurline_models.architecture import LOADING_ERRORS, build_without_memory, load_model_config
 from spurline_models.device_profile import DeviceProfile
 from spurline_models.streams.positions import rope_settings, rope_type
-from spurline_models.weight_files import DTYPE_NAMES, DTYPES, safetensors_files
+from spurline_models.weight_files import layout_of, safetensors_files
 from spurline_text.hub import finding
 from spurline_text.tokenizer import describe_missing
 
 _BROKEN_FILES = (SafetensorError, EOFError)
 _logger = logging.getLogger(__name__)
 
-_NAMES_SHOWN = 3
-
 
 HeldDtypes = Callable[[PreTrainedModel], Mapping[str, torch.dtype]]
-"""Gives the dtypes of a model's parameters, by name, that are held in others than the profile's."""
+"""Gives the dtypes of a model's parameters by name, where they differ from the profile's."""
 
 
 def load_model(
@@ -52,20 +49,21 @@ def load_model(
     *,
     held_dtypes: HeldDtypes | None = None,
     on_host: bool = False,
-    weights: dict[str, Tensor] | None = None,
+    weights: Mapping[str, Tensor] | None = None,
 ) -> PreTrainedModel:
-    """Load the model, on the device, in training mode; with `init: random` its weights depend on `seed` alone.
+    """Load the model, on the device, in training mode.
 
     Args:
         model: The model to load.
         profile: The device and dtype of its weights.
-        seed: Seed of random weights.
-        change: Changes the model when weights have their dtypes. They are on the device then, except random ones, and
-            with `on_host` all, which are still on the host.
+        seed: The seed that random weights (`init: random`) depend on.
+        change: Changes the model when weights have their dtypes. Random weights are still on the host then.
         held_dtypes: Gives dtypes that weights are rounded to, through fp32, while they are read.
-        on_host: Whether weights are read to the host first.
-        weights: Weights on the host, by their names in files, instead of those of the files. Each is taken out when it
-            is read, so that there are never two copies of the model.
+        on_host: Whether weights are read to the host, and go to the device after `change`.
+        weights: Weights on the host, by their names in files, that replace those of the files.
+
+    Raises:
+        ModelError: If the weights cannot be read or do not fit.
     """
     config = load_model_config(model)
     try:
@@ -79,7 +77,7 @@ def load_model(
                 device = torch.device("cpu") if on_host else profile.device
                 causal = _with_weights(model, config, device, held_dtypes, weights)
     except (*LOADING_ERRORS, *_BROKEN_FILES) as error:
-        # An architecture that cannot be built at all is another mistake than weights that cannot be read.
+        # Raises another error if the architecture cannot be built at all.
         build_without_memory(config, model)
         raise ModelError(_loading_failed(model, error)) from error
     if profile.weight_dtype == torch.float64 and hasattr(causal, "set_experts_implementation"):
@@ -93,7 +91,7 @@ def load_model(
 
 
 def _cast(causal: nn.Module, dtype: torch.dtype, held: Mapping[str, torch.dtype]) -> None:
-    """Give floating point weights and buffers this dtype, or the one that `held` names, one at a time."""
+    """Give floating point weights and buffers this dtype, or the one in `held`, one at a time."""
     by_parameter = {id(causal.get_parameter(name)): own for name, own in held.items()}
     for parameter in causal.parameters():
         if parameter.is_floating_point():
@@ -110,10 +108,9 @@ def _with_weights(
     config: PretrainedConfig,
     device: torch.device,
     held_dtypes: HeldDtypes | None,
-    weights: dict[str, Tensor] | None,
+    weights: Mapping[str, Tensor] | None,
 ) -> PreTrainedModel:
-    """Return the model with `weights`, or the pretrained ones. Raises ModelError if some are lacking."""
-    # No pickle is opened, of the hub neither; the files are those that were checked, whatever a config names besides.
+    # No pickle is opened, not even one from the hub.
     files = safetensors_files(model) if weights is None else []
     if not files and weights is None:
         raise ModelError(
@@ -127,31 +124,29 @@ def _with_weights(
         _cast(causal, torch.float32, held_dtypes(causal))
     with ExitStack() as stack:
         opened = [stack.enter_context(safe_open(file, "pt")) for file in files]
-        slices: dict[str, Any] = {key: file.get_slice(key) for file in opened for key in file.keys()}  # noqa: SIM118
-        if weights is not None:
-            slices = {name: _held(weights, name) for name in weights}
-        found, loading = read_into(causal, slices, device)
+        slices = {key: file.get_slice(key) for file in opened for key in file.keys()}  # noqa: SIM118
+        found, loading = read_into(causal, slices if weights is None else weights, device)
     type(causal)._finalize_model_loading(causal, loading, found)
     check_loaded(model, found.missing_keys, found.mismatched_keys, found.unexpected_keys)
     if causal.can_generate():
-        causal.generation_config = _generation_config(model, causal)
+        # Some models have no generation_config.json.
+        with suppress(OSError):
+            causal.generation_config = GenerationConfig.from_pretrained(model.path, revision=model.revision or "main")
     return causal
 
 
 def read_into(
-    causal: PreTrainedModel, slices: Mapping[str, Any], device: torch.device | str
+    causal: PreTrainedModel, weights: Mapping[str, Any], device: torch.device | str
 ) -> tuple[LoadStateDictInfo, LoadStateDictConfig]:
     """Read weights into a model on device `meta`, each in the dtype of its parameter and straight to this device.
 
-    Files may change afterwards: what would stay mapped from them is copied, except shards of parameters on the host.
-
     Args:
         causal: The model.
-        slices: Slices of safetensors files, by their names there.
+        weights: Slices of safetensors files, or tensors, by their names in files.
         device: The device that weights are read to.
 
     Returns:
-        Names that have no values afterwards, and others that do not fit; and how weights were loaded.
+        Names of parameters that lack values or do not fit, and the way in which weights were loaded.
     """
     loading = LoadStateDictConfig(
         # Weights of other shapes are asked for too, so that they can be named.
@@ -160,12 +155,10 @@ def read_into(
         weight_mapping=cast(Any, get_model_conversion_mapping(causal)),
         device_map={"": device},
     )
-    mapped: set[int] = set()
-    recorded = {name: _recorded(part, mapped) for name, part in slices.items()}
-    found, _ = convert_and_load_state_dict_in_model(causal, recorded, loading)
+    found, _ = convert_and_load_state_dict_in_model(causal, dict(weights), loading)
     for value in (*causal.parameters(), *causal.buffers()):
-        # The host's part of a divided parameter has no setter.
-        if not value.is_meta and not isinstance(value, DTensor) and value.untyped_storage().data_ptr() in mapped:
+        # A storage that cannot be resized is mapped from a file, which may change. A DTensor has no setter.
+        if value.device.type == "cpu" and not isinstance(value, DTensor) and not value.untyped_storage().resizable():
             value.data = value.data.clone()
     return found, loading
 
@@ -174,12 +167,12 @@ def joined_weights(causal: PreTrainedModel, weights: Mapping[str, Any], dtype: t
     """Make parameters of weights that files hold in another form, such as experts one by one.
 
     Args:
-        causal: A model on device `meta`, which is there again afterwards.
+        causal: A model on device `meta`, which has no values afterwards either.
         weights: Tensors, or slices of files, by their names in files.
         dtype: The dtype of the parameters.
 
     Returns:
-        The parameters that can be made of these weights, by their names in the model, on CPU.
+        The parameters that these weights make, by their names in the model, on CPU.
     """
     mapping: Any = get_model_conversion_mapping(causal)
     loading = LoadStateDictConfig(dtype=dtype, weight_mapping=mapping, device_map={"": "cpu"})
@@ -191,113 +184,54 @@ def joined_weights(causal: PreTrainedModel, weights: Mapping[str, Any], dtype: t
 
 
 def check_weights_fit(model: ModelConfig) -> None:
-    """Raise ModelError as loading does if the files of a folder lack weights, or have them in other shapes.
-
-    It reads headers alone. Models on the hub are not checked.
-    """
+    """Raise ModelError if the headers of a folder's files show that weights are missing or have other shapes."""
     if model.init == "random" or not Path(model.path).is_dir():
         return
     causal = build_without_memory(load_model_config(model), model, torch.float32)
-    slices: dict[str, Any] = {}
-    for path in safetensors_files(model):
-        with safe_open(path, "pt") as file:
-            for key in file.keys():  # noqa: SIM118
-                slices[key] = _unread(file.get_slice(key))
+    layout = {name: tensor for path in safetensors_files(model) for name, tensor in layout_of(path).items()}
     try:
         with quiet_loading():
-            found, loading = read_into(causal, slices, "meta")
+            found, loading = read_into(causal, layout, "meta")
             type(causal)._finalize_model_loading(causal, loading, found)
     except LOADING_ERRORS as error:
         raise ModelError(_loading_failed(model, error)) from error
-    # Weights without a place are a warning when they are loaded.
+    # Unexpected weights are a warning when the model is loaded.
     check_loaded(model, found.missing_keys, found.mismatched_keys, ())
-
-
-@dataclass(frozen=True)
-class _Slice:
-    """Stands in the place of a slice of a file. dtype: its name in files. read: gives the values of a part."""
-
-    shape: list[int]
-    dtype: str
-    read: Callable[[Any], Tensor]
-
-    def __getitem__(self, place: Any) -> Tensor:
-        return self.read(place)
-
-    def get_shape(self) -> list[int]:
-        return self.shape
-
-    def get_dtype(self) -> str:
-        return self.dtype
-
-
-def _unread(part: Any) -> _Slice:
-    """Make a slice that has the shape of another one and no values."""
-    shape, dtype = part.get_shape(), part.get_dtype()
-    return _Slice(shape, dtype, torch.empty(shape, dtype=DTYPES.get(dtype), device="meta").__getitem__)
-
-
-def _held(weights: dict[str, Tensor], name: str) -> _Slice:
-    """Make a slice of a weight on the host, which reading takes out of `weights`."""
-    weight = weights[name]
-    return _Slice(list(weight.shape), DTYPE_NAMES[weight.dtype], lambda place: weights.pop(name)[place])
-
-
-def _recorded(part: Any, mapped: set[int]) -> _Slice:
-    """Make a slice that notes where in memory the values of another one are mapped."""
-
-    def read(place: Any) -> Tensor:
-        values = part[place]
-        mapped.add(values.untyped_storage().data_ptr())
-        return values
-
-    return _Slice(part.get_shape(), part.get_dtype(), read)
-
-
-def _generation_config(model: ModelConfig, causal: PreTrainedModel) -> GenerationConfig:
-    try:
-        return GenerationConfig.from_pretrained(model.path, revision=model.revision or "main")
-    except OSError:  # a model without a generation_config.json
-        return causal.generation_config
 
 
 def check_loaded(
     model: ModelConfig, missing_keys: Collection[str], mismatched: Collection[Any], unexpected_keys: Collection[str]
 ) -> None:
-    """Raise ModelError unless the files held every weight in its shape; warn of weights without a place.
+    """Raise ModelError unless the files held every weight in its shape; warn of unexpected weights.
 
     `mismatched` has (name, shape in the files, shape in the model) of weights of another shape.
     """
-    missing, unexpected = sorted(missing_keys), sorted(unexpected_keys)
+    fix = "Are config.json and the weights of the same model?"
+    if model.config_overrides:
+        fix = f"model.config_overrides changes {listing(model.config_overrides)}, which these weights do not fit."
     if mismatched:
         name, found, expected = sorted(mismatched, key=str)[0]
         raise ModelError(
             f"model.path: {len(mismatched)} weights of {model.path} have other shapes than its config asks for: {name} "
-            f"is {tuple(found)} in the files and {tuple(expected)} in the model. {_what_may_not_fit(model)}"
+            f"is {tuple(found)} in the files and {tuple(expected)} in the model. {fix}"
         )
-    if missing:
+    if missing_keys:
         raise ModelError(
-            f"model.path: the files of {model.path} lack {len(missing)} weights that its config asks for, which would "
-            f"stay random: {_some(missing)}. {_what_may_not_fit(model)}"
+            f"model.path: the files of {model.path} lack {len(missing_keys)} weights that its config asks for, which "
+            f"would stay random: {_some(missing_keys)}. {fix}"
         )
     # Overrides of the architecture, such as the number of layers, leave some out on purpose.
-    if unexpected and not model.config_overrides:
+    if unexpected_keys and not model.config_overrides:
         _logger.warning(
             "model.path: %s weights of %s have no place in the model and are left out: %s.",
-            len(unexpected),
+            len(unexpected_keys),
             model.path,
-            _some(unexpected),
+            _some(unexpected_keys),
         )
 
 
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
-
-
-def _what_may_not_fit(model: ModelConfig) -> str:
-    if model.config_overrides:
-        return f"model.config_overrides changes {listing(model.config_overrides)}, which these weights do not fit."
-    return "Are config.json and the weights of the same model?"
+def _some(names: Collection[str]) -> str:
+    return ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def _loading_failed(model: ModelConfig, error: Exception) -> str:
@@ -311,7 +245,7 @@ def _loading_failed(model: ModelConfig, error: Exception) -> str:
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Hide the progress bars and tables of transformers, which would write into the terminal tracker's output."""
+    """Hide the progress bars and tables of transformers, which would break the terminal tracker's output."""
     enabled, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
@@ -325,13 +259,13 @@ def quiet_loading() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class LengthLimit:
-    """The tokens per sample up to which rotary frequencies of this type are those of each sample alone."""
+    """The tokens per sample up to which a sample's rotary frequencies do not depend on other samples."""
 
     tokens: int
     rope_type: str
 
     def check(self, longest: int) -> None:
-        """Raise DataError for a batch whose longest sample would change the frequencies of the others."""
+        """Raise DataError if a batch's longest sample has more tokens."""
         if longest > self.tokens:
             raise DataError(
                 f"A sample has {longest} tokens, but rotary frequencies of type '{self.rope_type}' switch beyond "
@@ -340,30 +274,30 @@ class LengthLimit:
 
 
 def check_config(causal: PreTrainedModel, path: str, max_length: int) -> LengthLimit | None:
-    """Check that a model can be trained exactly.
+    """Return the limit that batches of this model must keep, if there is one; see `check_settings`."""
+    return check_settings(causal.config, f"{path} ({type(causal).__name__})", max_length)
+
+
+def check_settings(config: PretrainedConfig, name: str, max_length: int) -> LengthLimit | None:
+    """Check that a model with this config can be trained exactly.
 
     Args:
-        causal: The model.
-        path: Its path, for errors.
+        config: The model's config.
+        name: The model's name, for errors.
         max_length: Tokens of the longest sample that the run's data may have.
 
     Returns:
         The limit that batches must keep, if there is one.
 
     Raises:
-        ModelError: If it cannot.
+        ModelError: If the model cannot be trained exactly.
     """
-    return check_settings(causal.config, f"{path} ({type(causal).__name__})", max_length)
-
-
-def check_settings(config: PretrainedConfig, name: str, max_length: int) -> LengthLimit | None:
-    """Check as `check_config` does, for a model that is not loaded. name: the model's, for errors."""
     name = f"model.path: {name}"
     for part in (config, config.get_text_config()):
         if getattr(part, "output_router_logits", False):
             raise ModelError(
                 f"{name} sets output_router_logits, by which transformers adds an auxiliary loss for routers over the "
-                "tokens of a batch: its gradient depends on how that is cut. Set model.config_overrides: "
+                "tokens of a batch: its gradient depends on how the batch is cut. Set model.config_overrides: "
                 "{output_router_logits: false}; model.router_aux_loss: config balances routers sequence by sequence."
             )
     limit = length_limit(config)
@@ -377,19 +311,18 @@ def check_settings(config: PretrainedConfig, name: str, max_length: int) -> Leng
 
 
 def length_limit(config: PretrainedConfig) -> LengthLimit | None:
-    """Return the limit that batches of a model with this config must keep, if there is one."""
-    return min(_switching_rope(config.get_text_config()), key=lambda limit: limit.tokens, default=None)
-
-
-def _switching_rope(config: PretrainedConfig) -> Iterator[LengthLimit]:
-    """Yield limits of the rotary settings under which transformers chooses frequencies by the largest position."""
-    for settings in rope_settings(config):
+    """Return the limit of rotary settings whose frequencies transformers chooses by the largest position, if any."""
+    text = config.get_text_config()
+    longest = getattr(text, "max_position_embeddings", None)
+    limits: list[LengthLimit] = []
+    for settings in rope_settings(text):
         name = rope_type(settings)
-        longest = getattr(config, "max_position_embeddings", None)
         if name == "longrope":
-            own = getattr(config, "original_max_position_embeddings", None)
-            longest = settings.get("original_max_position_embeddings") or own or longest
-        elif "dynamic" not in name:
-            continue
-        # Without a known limit every length may switch.
-        yield LengthLimit(int(longest or 0), name)
+            own = getattr(text, "original_max_position_embeddings", None)
+            # Without a known limit every length may switch.
+            limits.append(
+                LengthLimit(int(settings.get("original_max_position_embeddings") or own or longest or 0), name)
+            )
+        elif "dynamic" in name:
+            limits.append(LengthLimit(int(longest or 0), name))
+    return min(limits, key=lambda limit: limit.tokens, default=None)

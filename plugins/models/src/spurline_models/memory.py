@@ -146,8 +146,6 @@ def _adapter_shapes(linear: Mapping[str, nn.Linear], lora: LoraConfig) -> dict[s
         if is_target(name, lora):
             shapes[f"{name}.lora_A.default.weight"] = (lora.rank, module.in_features)
             shapes[f"{name}.lora_B.default.weight"] = (module.out_features, lora.rank)
-            if lora.dora:
-                shapes[f"{name}.lora_magnitude_vector.default.weight"] = (module.out_features,)
     return shapes
 
 

@@ -1,4 +1,4 @@
-"""Check that a checkpoint was written by this backend, and fits the run, before anything is taken over from it.
+"""Check that a backend wrote a checkpoint, and that it fits the run, before anything is taken from it.
 
 A backend writes facts about a model, such as its update count, into `state.json` beside the tensors.
 """
@@ -17,7 +17,7 @@ _FACTS = "state.json"
 
 
 def write_facts(folder: Path, facts: Mapping[str, Any]) -> dict[str, FileDigest]:
-    """Write JSON values, and return the file's digest by its name when it is safe on the disk. Raises OSError."""
+    """Write JSON values to the disk, and return the file's digest by its name. Raises OSError."""
     with HashedFile(folder / _FACTS) as file:
         file.write(json.dumps(facts).encode())
     return {_FACTS: file.digest}
@@ -30,10 +30,10 @@ def read_facts(folder: Path, backend: str, layout: object, *, is_ours: bool = Fa
         folder: The backend's part of a checkpoint.
         backend: The name of the backend that reads.
         layout: The `format` of its facts; a text begins with the name of the backend and a dash.
-        is_ours: Whether the rest of the checkpoint has shown that this backend wrote it.
+        is_ours: Whether it is known already that this backend wrote the checkpoint.
 
     Raises:
-        CheckpointError: If another backend, or version, wrote it, or it is damaged.
+        CheckpointError: If another backend or version wrote the checkpoint, or it is damaged.
     """
     path = folder / _FACTS
     if not path.exists() and not is_ours:
@@ -59,15 +59,12 @@ def read_facts(folder: Path, backend: str, layout: object, *, is_ours: bool = Fa
 def _of_another_backend(folder: Path, backend: str, why: str) -> CheckpointError:
     return CheckpointError(
         f"{folder}: this is not a checkpoint of backend '{backend}': {why}. Resume with the backend that wrote it; or "
-        "take its weights over into a new run: `spurline export` with its config, then model.path."
+        "export it with `spurline export` and its config, and set model.path to the result."
     )
 
 
 def check_weights(where: Path, saved: Mapping[str, str], wanted: Mapping[str, str]) -> None:
-    """Raise CheckpointError unless the checkpoint holds the very weights that the run trains.
-
-    `saved` and `wanted` have what `describe` says of tensors, by name.
-    """
+    """Raise CheckpointError unless the checkpoint holds the weights that the run trains, as `describe` tells them."""
     missing, foreign = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())
     if missing or foreign:
         raise CheckpointError(
@@ -83,7 +80,7 @@ def check_weights(where: Path, saved: Mapping[str, str], wanted: Mapping[str, st
 
 
 def check_frozen(where: Path, saved: str, frozen: str) -> None:
-    """Raise CheckpointError unless the weights that are not trained have the digest that they had."""
+    """Raise CheckpointError unless frozen weights have the digest that was saved."""
     if saved != frozen:
         raise CheckpointError(
             f"{where}: the checkpoint was trained on other frozen weights than this run's model has. Resume with the "

@@ -1,8 +1,7 @@
 """Read a trained model's weights from a checkpoint, one after the other, in a process that never holds the model.
 
-Place on the way: the tensors of a checkpoint, by their names in the model -> weights under Hugging Face names. A
-checkpoint holds what was trained: weights under adapters, and those that `model.freeze` names, are read from
-`model.path`, and recognised by their digest. The adapters alone are read without those weights.
+A checkpoint holds what was trained, by names in the model. Weights under adapters, and those that `model.freeze` names,
+are read from `model.path` and recognised by their digest. An adapter alone is read without the weights under it.
 """
 
 from __future__ import annotations
@@ -17,12 +16,6 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    rename_source_key,
-)
 
 from spurline.config.run_config import ModelConfig
 from spurline.errors import CheckpointError
@@ -70,14 +63,12 @@ def saved_weights(saved: SavedTensors, model: ModelConfig, lora: LoraConfig | No
     """Return every weight of the saved model, adapters merged, each read when it is asked for.
 
     Raises:
-        CheckpointError: For a checkpoint of another model, and, with the last weight, for adapters that were trained
-            on other weights than those of `model.path`.
+        CheckpointError: For a checkpoint of another model; and, with the last weight, if `model.path` has other frozen
+            weights than those that the run was trained with.
     """
     causal = _without_values(model, saved.frozen_dtype)
     freeze_parameters(causal, model.freeze)
-    quantized: set[str] = set()
-    if saved.is_quantized:
-        quantized = {f"{name}.weight" for name, _ in quantizable_modules(causal)}
+    quantized = {f"{name}.weight" for name, _ in quantizable_modules(causal)} if saved.is_quantized else set[str]()
     if lora is not None:
         from spurline_models.adapters.lora import add_adapters
 
@@ -91,7 +82,7 @@ def saved_weights(saved: SavedTensors, model: ModelConfig, lora: LoraConfig | No
 
 
 def saved_adapter(saved: SavedTensors, model: ModelConfig, lora: LoraConfig, seed: int) -> AdapterStream:
-    """Return the adapter of the saved model, without reading the weights under it, which need not be there.
+    """Return the adapter of the saved model, without reading the weights under it.
 
     Raises:
         CheckpointError: For a checkpoint of another model.
@@ -101,7 +92,7 @@ def saved_adapter(saved: SavedTensors, model: ModelConfig, lora: LoraConfig, see
     causal = _without_values(model, saved.frozen_dtype)
     add_adapters(causal, lora, seed)
     adapter = AdapterWeights(causal)
-    # Buffers are saved with the adapter, in the dtype of the weights under it, and do not belong to it.
+    # The model's buffers are saved too, and do not belong to the adapter.
     buffers = {name for name, _ in causal.named_buffers()}
     found = {name: describe(value) for name, value in saved.layout.items() if name not in buffers}
     check_weights(saved.where, found, {name: describe(value) for name, value in adapter.tensors.items()})
@@ -153,28 +144,26 @@ def _weights(
 
 
 class _OriginalWeights:
-    """The weights of `model.path`, by their names in a model without adapters, read when they are asked for.
+    """The weights of `model.path`, by their names in a model without adapters, read one layer at a time.
 
-    A context that closes the files. Weights that files hold in another form come with the others of their layer. What
-    is in no safetensors file, such as the weights of `init: random`, is loaded as a whole.
+    A context that closes the files. The weights of `init: random`, and those in no safetensors file, are loaded as a
+    whole.
     """
 
     def __init__(self, model: ModelConfig, seed: int, saved: SavedTensors):
         self._causal = _without_values(model, saved.frozen_dtype)
-        self._dtype = saved.frozen_dtype
-        self._rounded_to = saved.rounded_to
-        self._narrow = saved.narrow
+        self._saved = saved
         self._files = ExitStack()
-        self._single: dict[str, Any] = {}
-        self._joined: dict[str, dict[str, Any]] = {}
+        self._slices: dict[str, dict[str, Any]] = {}
         self._layer: str | None = None
-        self._of_layer: dict[str, Tensor] = {}
+        self._weights: dict[str, Tensor] = {}
         paths = [] if model.init == "random" else safetensors_files(model)
         for path in paths:
             file = self._files.enter_context(safe_open(path, "pt"))
-            self._list({key: file.get_slice(key) for key in file.keys()})  # noqa: SIM118
+            for key in file.keys():  # noqa: SIM118
+                self._slices.setdefault(layer_of(key).rpartition("layers.")[2], {})[key] = file.get_slice(key)
         if not paths:
-            self._of_layer = load_model(model, device_profile("cpu"), seed).state_dict()
+            self._weights = load_model(model, device_profile("cpu"), seed).state_dict()
 
     def __enter__(self) -> _OriginalWeights:
         return self
@@ -184,30 +173,18 @@ class _OriginalWeights:
 
     def read(self, name: str, shape: torch.Size) -> Tensor:
         """Return a weight of this shape on CPU. Raises CheckpointError if there is none."""
-        found = self._single[name][...] if name in self._single else self._read_joined(name)
+        # Files may have another prefix than the model.
+        layer = layer_of(name).rpartition("layers.")[2]
+        if self._slices and self._layer != layer:
+            self._weights.clear()
+            self._layer = layer
+            self._weights = joined_weights(self._causal, self._slices.get(layer, {}), self._saved.frozen_dtype)
+        found = self._weights.get(name)
         if found is None or found.shape != shape:
             there = "none" if found is None else f"one of shape {list(found.shape)}"
             raise CheckpointError(
                 f"model.path: the checkpoint was made with a frozen weight {name} of shape {list(shape)}, and "
                 f"its files have {there}. Restore the model that the run was made with."
             )
-        return found.to(torch.bfloat16 if name in self._narrow else self._rounded_to).to(self._dtype)
-
-    def _read_joined(self, name: str) -> Tensor | None:
-        layer = layer_of(name)
-        if layer in self._joined and self._layer != layer:
-            self._layer, self._of_layer = layer, joined_weights(self._causal, self._joined[layer], self._dtype)
-        return self._of_layer.get(name)
-
-    def _list(self, slices: dict[str, Any]) -> None:
-        """Find out which weights these are."""
-        own = self._causal.state_dict()
-        mapping = get_model_conversion_mapping(self._causal)
-        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-        for key, value in slices.items():
-            name, converter = rename_source_key(key, renamings, converters, self._causal.base_model_prefix, own)
-            if converter is None:
-                self._single[name if name in own else key] = value
-            else:
-                self._joined.setdefault(layer_of(name), {})[key] = value
+        rounded_to = torch.bfloat16 if name in self._saved.narrow else self._saved.rounded_to
+        return found.to(rounded_to).to(self._saved.frozen_dtype)

@@ -16,9 +16,9 @@ class TensorPlace:
 
     Attributes:
         name: Hugging Face name of the weight.
-        dtype: Dtype as torch writes it, without `torch.`: `float32`.
+        dtype: Dtype such as `float32`.
         shape: Shape of the tensor.
-        offset: Bytes from the beginning of the bucket's memory or file; 0 where the transport has neither.
+        offset: Bytes from the beginning of the bucket's memory or file, if the transport has either.
     """
 
     name: str
@@ -28,7 +28,6 @@ class TensorPlace:
 
     @classmethod
     def of(cls, name: str, tensor: Tensor, offset: int = 0) -> TensorPlace:
-        """Return the place of this tensor."""
         return cls(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset)
 
 
@@ -37,13 +36,12 @@ class WeightBucket:
     """Some of a model's weights on their way to an engine; a tensor is never divided between buckets.
 
     Attributes:
-        transport: How the weights travel, such as `shared_memory`; this decides the content of `where`.
+        transport: The kind of transport, such as `shared_memory`, which decides the content of `where`.
         places: The tensors in the bucket.
-        where: JSON values that say where the memory or file is, such as `{"path": "..."}`.
-        tensors: The tensors themselves, in the order of `places`, for transports within this process; else empty.
-        machine: Name of the only machine whose processes can read the bucket, from
-            `spurline_models.machine.this_machine`; empty if others can too.
-        receiver: The one of an engine's `receivers` that reads this copy of the description; set when it is sent.
+        where: JSON values that name the memory or file.
+        tensors: The tensors, in the order of `places`, if the transport stays in this process.
+        machine: `this_machine` of the only machine that can read the bucket; empty if others can too.
+        receiver: The one of an engine's `receivers` that reads this copy; set when the bucket is sent.
     """
 
     transport: str
@@ -54,7 +52,7 @@ class WeightBucket:
     receiver: str = ""
 
     def to_plain(self) -> dict[str, Any]:
-        """Return the bucket as JSON can hold it; tensors of a transport within one process do not travel."""
+        """Return the bucket as JSON can hold it, without `tensors`."""
         places = [[place.name, place.dtype, list(place.shape), place.offset] for place in self.places]
         return {
             "transport": self.transport,
@@ -77,19 +75,17 @@ PublishedPart = Literal["model", "adapter"]
 
 @dataclass(frozen=True)
 class MakerChoice:
-    """A `BucketMaker` and its settings, as plain data that is sent to the processes that hold the weights.
+    """A `BucketMaker` and its settings, as plain data for the processes that hold the weights.
 
     Attributes:
         maker: The maker as "module:Class".
         settings: Its arguments by name, as JSON can hold them.
         max_bytes: Size of the weights in a bucket; a larger tensor travels alone.
-        dtype: Dtype that weights of floating point are cast to, as torch writes it without `torch.`; None for that of
-            the backend.
-        part: The whole model with adapters merged into it, or the tensors of its adapters alone.
-        made_by: Which of the processes with weights make a bucket. With `first`, the first process makes all of them.
-            With `owners`, the process that already holds most of a bucket makes it. With `all`, each makes a copy, and
-            their `where` are joined into one. Unless this is `first`, a maker also gets the arguments `sender`, its
-            number, and `senders`, the number of makers.
+        dtype: Dtype that floating point weights are cast to, such as `bfloat16`; None for the backend's own.
+        part: The whole model with adapters merged into it, or the adapters alone.
+        made_by: The processes that make a bucket. `first`: the first process makes all buckets. `owners`: the process
+            that holds most of a bucket makes it. `all`: each makes a copy, and the `where` of all copies are joined.
+            Unless this is `first`, a maker also gets the arguments `sender`, its number, and `senders`, their count.
     """
 
     maker: str
@@ -103,20 +99,20 @@ class MakerChoice:
 class BucketMaker(Protocol):
     """Makes the buckets of a transport in a process that holds weights; the transport's `WeightSync` tells engines.
 
-    Factory: `Class(**settings)`, with the settings of a `MakerChoice`. A bucket is made after engines have taken the
-    last one over, or meanwhile if the `WeightSync` makes buckets ahead.
+    Factory: `Class(**settings)`, with the settings of a `MakerChoice`. A bucket is made when engines have taken the
+    last one, or earlier if the `WeightSync` makes buckets ahead.
     """
 
     def make(self, version: int, number: int, weights: Iterable[tuple[str, Tensor]]) -> WeightBucket:
-        """Make the bucket of this number, from 1, with these weights: (hf_name, tensor), each taken once, in order.
+        """Make the bucket of this number, from 1, of (hf_name, tensor), and free the last bucket. It has no `tensors`.
 
-        Frees what the last bucket held. All weights must be taken, even after an error; the bucket has no `tensors`.
-        The same number is asked for again if engines did not get the bucket.
+        All weights must be taken once and in order, even after an error. The same number is asked for again if engines
+        did not get the bucket.
         """
         ...
 
     def taken(self) -> None:
-        """Free what the last bucket held, since every engine has taken it over. May be called again."""
+        """Free the last bucket, which every engine has taken. May be called again."""
         ...
 
     def close(self) -> None:
@@ -126,18 +122,18 @@ class BucketMaker(Protocol):
 
 @runtime_checkable
 class MakesBuckets(Protocol):
-    """A backend that holds its weights in other processes and makes buckets there, so that no weights come here."""
+    """A backend that holds its weights in other processes and makes buckets there."""
 
     def weight_buckets(self, version: int, choice: MakerChoice, first: int = 1) -> Iterator[WeightBucket]:
-        """Yield all weights of `named_weights` in buckets, which makers of this choice make in the weights' processes.
+        """Yield all weights of `named_weights` in buckets.
 
-        The caller asks for the next bucket when every engine has taken the last one over, or earlier if the maker can
-        work ahead. The maker is kept, with what it holds, until another choice is made or the backend is closed; its
-        memory and files end with its process.
+        The caller asks for the next bucket when every engine has taken the last one, or earlier if the maker can work
+        ahead. The maker is kept until another choice is made or the backend is closed; its memory and files end with
+        its process.
 
         Args:
             version: Version of the weights.
             choice: The maker to use.
-            first: Number of the first bucket, from 1; engines have taken the ones before over.
+            first: Number of the first bucket, from 1; engines have the ones before.
         """
         ...

@@ -1,7 +1,6 @@
 """Check the weight files of a Hugging Face folder, and write new ones.
 
-The check reads headers and file lists alone, so that `spurline plan` can afford it for any size. No pickle is opened.
-Writing takes one tensor at a time, in any order: sizes are planned beforehand from names and shapes.
+The check reads headers and file lists alone, and opens no pickle. Writing takes one tensor at a time, in any order.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -25,8 +23,7 @@ from spurline.tensor_files import BLOCK_BYTES, Values, header_of
 from spurline_models.adapters.adapter_weights import SETTINGS_FILE
 from spurline_text.hub import finding, refuse_adapter
 
-_CANDIDATES = ("model.safetensors", "model.safetensors.index.json")
-"""File names in the order in which transformers looks for them."""
+_WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _LFS = b"version https://git-lfs"
 _FETCH = "Copy or download it again."
@@ -44,20 +41,18 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 """Dtypes of weights by their names in safetensors files."""
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-"""The inverse of `DTYPES`."""
-_OTHER_DTYPE_NAMES = {
+_NAMES = {dtype: name for name, dtype in DTYPES.items()} | {
+    # An optimizer's state may have these, and no model's weights.
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
     torch.uint16: "U16",
     torch.uint32: "U32",
     torch.uint64: "U64",
 }
-"""Names of dtypes that an optimizer's state may have, and no model's weights."""
 
 
 def check_weight_files(model: ModelConfig) -> None:
-    """Raise ModelError naming a file that is missing, broken or a pickle. The hub's client checks models on the hub."""
+    """Raise ModelError naming a file of a model's folder that is missing, broken or a pickle."""
     folder = Path(model.path)
     if model.init == "random" or not folder.is_dir():
         return
@@ -83,19 +78,19 @@ def _without_weights(folder: Path) -> str:
         )
         return (
             f"model.path: {folder / pickled[0]} is a pickle, which can run code when it is opened, and {folder} has no "
-            "safetensors files. Use a copy of the model in safetensors. Where you trust its makers make one, and set "
+            "safetensors files. Use a copy of the model in safetensors. If you trust its makers, make one, and set "
             f'model.path to it: python -c "{convert}"'
         )
     files = ", ".join(sorted(entry.name for entry in folder.iterdir())[:12]) or "(empty)"
     return (
-        f"model.path: no weights can be loaded from folder {folder}: it has none of {', '.join(_CANDIDATES)}.\n"
+        f"model.path: no weights can be loaded from folder {folder}: it has neither {_WHOLE} nor {_INDEX}.\n"
         f"Files there: {files}.\nCopy or download its weights into it, or set model.path to one that has them. "
         "To train this architecture from scratch set model.init: random."
     )
 
 
 def safetensors_files(model: ModelConfig) -> list[Path]:
-    """Return the safetensors files of a model, downloaded where it is not a folder; none where it has others.
+    """Return the safetensors files of a model, downloaded if it is on the hub; none if the hub has no such files.
 
     Raises:
         ModelError: For files that are missing or broken.
@@ -104,28 +99,32 @@ def safetensors_files(model: ModelConfig) -> list[Path]:
     folder = Path(model.path)
     if not folder.is_dir():
         with finding("model.path", model.path):
-            folder = _download(model)
+            folder = Path(snapshot_download(model.path, revision=model.revision, allow_patterns=[_WHOLE, _INDEX]))
+            # Repositories may hold the weights once more, under other names, which are left out.
+            if (folder / _INDEX).is_file() and not (folder / _WHOLE).is_file():
+                names = _names_in(folder / _INDEX)
+                snapshot_download(model.path, revision=model.revision, allow_patterns=names)
     return _files_in(folder)
 
 
 def _files_in(folder: Path) -> list[Path]:
-    found = next((folder / name for name in _CANDIDATES if (folder / name).is_file()), None)
-    if found is None:
+    index = folder / _INDEX
+    if (folder / _WHOLE).is_file():
+        return [folder / _WHOLE]
+    if not index.is_file():
         return []
-    return shards_of(found) if found.suffix == ".json" else [found]
-
-
-def _download(model: ModelConfig) -> Path:
-    """Return the model's folder in the hub's cache. Repositories may hold the weights once more, under other names."""
-    folder = Path(snapshot_download(model.path, revision=model.revision, allow_patterns=list(_CANDIDATES)))
-    whole, index = (folder / name for name in _CANDIDATES)
-    if index.is_file() and not whole.is_file():
-        snapshot_download(model.path, revision=model.revision, allow_patterns=_names_in(index))
-    return folder
+    names = _names_in(index)
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise ModelError(
+            f"model.path: {index} names {len(names)} files, and {len(missing)} of them are not in {folder}: "
+            f"{', '.join(missing[:3])}. Copy or download the rest."
+        )
+    return [folder / name for name in names]
 
 
 def stored_dtype(model: ModelConfig) -> torch.dtype:
-    """Return the dtype of the weights in their files; fp32 where they have several, or there are no safetensors."""
+    """Return the dtype of the weights in their files; fp32 if they have several dtypes, or no safetensors files."""
     found: set[torch.dtype] = set()
     for path in [] if model.init == "random" else safetensors_files(model):
         found |= {tensor.dtype for tensor in layout_of(path).values()}
@@ -153,19 +152,6 @@ def layout_of(path: Path) -> dict[str, Tensor]:
     return layout
 
 
-def shards_of(index: Path) -> list[Path]:
-    """Return the files that an index names, which lie beside it. Raises ModelError."""
-    names = _names_in(index)
-    missing = [name for name in names if not (index.parent / name).is_file()]
-    if missing:
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise ModelError(
-            f"model.path: {index} names {len(names)} files, and {', '.join(missing[:3])}{more} "
-            f"{'is' if len(missing) == 1 else 'are'} not in {index.parent}. Copy or download the rest."
-        )
-    return [index.parent / name for name in names]
-
-
 def _names_in(index: Path) -> list[str]:
     try:
         content: Any = json.loads(index.read_text(encoding="utf-8"))
@@ -180,7 +166,7 @@ def _names_in(index: Path) -> list[str]:
 
 
 def _check_readable(path: Path) -> None:
-    """Raise ModelError unless the library can read the header and the file is as long as that says."""
+    """Raise ModelError unless the library can read the header and the file is as long as the header says."""
     with path.open("rb") as file:
         if file.read(len(_LFS)) == _LFS:
             raise ModelError(
@@ -197,7 +183,7 @@ def _check_readable(path: Path) -> None:
 
 
 def values_of_tensor(tensor: Tensor) -> Values:
-    """Return a tensor's values as a file holds them, copied from a device block by block.
+    """Return a tensor's values for a safetensors file, copied from a device block by block.
 
     Raises:
         CheckpointWriteError: For a dtype that safetensors files cannot hold.
@@ -207,7 +193,7 @@ def values_of_tensor(tensor: Tensor) -> Values:
         for block in tensor.detach().reshape(-1).split(BLOCK_BYTES // tensor.element_size()):
             yield block.cpu().view(torch.uint8).numpy().data
 
-    name = DTYPE_NAMES.get(tensor.dtype) or _OTHER_DTYPE_NAMES.get(tensor.dtype)
+    name = _NAMES.get(tensor.dtype)
     if name is None:
         raise CheckpointWriteError(f"a tensor is {tensor.dtype}, which safetensors files cannot hold")
     return Values(name, tensor.shape, tensor.element_size(), tensor.nbytes, blocks)
@@ -227,12 +213,12 @@ class WeightStream:
 
 
 def write_weight_files(folder: Path, stream: WeightStream, dtype: torch.dtype, max_file_bytes: int) -> None:
-    """Write safetensors files, and the index if there are several, while holding one tensor at a time.
+    """Write safetensors files, and an index if there are several, while holding one tensor at a time.
 
     Args:
         folder: The folder to write into.
         stream: The weights.
-        dtype: The dtype of all floating point weights in the files.
+        dtype: The dtype of floating point weights in the files.
         max_file_bytes: Size of the tensors in one file; a larger tensor has a file of its own.
     """
     plan = FilePlan.of(stream.layout, dtype, max_file_bytes)
@@ -259,7 +245,7 @@ class FilePlan:
 
     @classmethod
     def of(cls, layout: Mapping[str, Tensor], dtype: torch.dtype, max_file_bytes: int) -> FilePlan:
-        """Plan the files of these weights. dtype: of floating point weights; whole numbers stay what they are."""
+        """Plan the files of these weights, with floating point weights in this dtype."""
         cast = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in layout.items()}
         split = split_torch_state_dict_into_shards(cast, max_shard_size=max_file_bytes)
         files = {file: {name: cast[name] for name in names} for file, names in split.filename_to_tensors.items()}
@@ -274,10 +260,10 @@ class FilePlan:
 
 
 class WeightFile:
-    """A safetensors file that is written tensor by tensor, in any order; a context that closes it.
+    """A context that writes a new safetensors file tensor by tensor, in any order.
 
     Args:
-        path: The file, which must not exist.
+        path: The file.
         layout: Tensors on device `meta` by name, with the shapes and dtypes that the file has.
     """
 
@@ -308,8 +294,6 @@ class WeightFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._file.close()
         assert error is not None or not self._missing, f"{self._path} lacks {sorted(self._missing)[:3]}"

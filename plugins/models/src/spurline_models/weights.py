@@ -1,10 +1,8 @@
 """Give a model's weights their Hugging Face names, for export and publishing, and recognise weights by digests.
 
-`NamedWeights` knows which tensors of a model become which weights; it only reads, and adapters are merged into copies.
-The tensors may be the model's own or, where a model is divided among ranks, gathered ones. A digest stands in a
-checkpoint for weights that it does not hold: those under adapters, and those a run started from. Names, shapes and
-dtypes count in full, values by blocks from all over each tensor: quick for large models, and every fine-tuned or
-re-seeded model differs in them.
+A digest stands in a checkpoint for weights that the checkpoint does not hold. It covers names, shapes and dtypes in
+full, and blocks of values from all over each tensor: quick for large models, and every fine-tuned or re-seeded model
+has another one.
 """
 
 from __future__ import annotations
@@ -28,12 +26,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WeightPart:
-    """One weight of the model without adapters.
+    """One weight of the model without adapters, by its name there.
 
     Attributes:
-        name: Its name there.
-        sources: The tensors that it is made of, by their names in the model's state dict: itself, or the weight under
-            an adapter and the adapter's.
+        sources: Names in the model's state dict of the tensors that make the weight: itself, or the weight under an
+            adapter and the adapter's matrices.
         layer: Name of the layer that carries the adapter, if there is one.
     """
 
@@ -46,7 +43,7 @@ class WeightPart:
 class WeightGroup:
     """Parts that leave the model together: one, or those of a layer that have other names or shapes in files.
 
-    `weights` are what they become: tensors on device `meta` by Hugging Face name.
+    `weights` are the weights that they become: tensors on device `meta` by Hugging Face name.
     """
 
     parts: tuple[WeightPart, ...]
@@ -67,26 +64,26 @@ class GroupedWeights(Protocol):
 
     @property
     def groups(self) -> Sequence[WeightGroup]:
-        """All groups, in the order in which they leave."""
+        """The groups in the order in which they leave."""
         ...
 
     @property
     def layout(self) -> Mapping[str, Tensor]:
-        """All weights that leave, by their names in files, on device `meta`."""
+        """All weights by their names in files, on device `meta`."""
         ...
 
     def weights_of(self, group: WeightGroup, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the weights of a group, which may share memory with `tensors`: its sources, whole, on one device."""
+        """Return the weights of a group, made of its whole `tensors`; memory may be shared."""
         ...
 
 
 class NamedWeights:
-    """The weights of a model under their Hugging Face names: every one once, tied ones too.
+    """The weights of a model under their Hugging Face names, each once, tied ones too. Adapters are merged into copies.
 
     Args:
         causal: The model.
         adapted: Whether the model carries LoRA adapters.
-        read: Gives the tensor that has the values of one of the model's own, where these may be elsewhere.
+        read: Gives the tensor with the values of one of the model's own tensors, whose memory may be given away.
     """
 
     def __init__(
@@ -106,20 +103,18 @@ class NamedWeights:
 
     @property
     def layout(self) -> dict[str, Tensor]:
-        """All weights by name, on device `meta`."""
         return {name: tensor for group in self.groups for name, tensor in group.weights.items()}
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (Hugging Face name, tensor), made of the model's own tensors, which must all be here."""
+        """Yield (Hugging Face name, tensor), made of the model's own tensors."""
         for group in self.groups:
             yield from self.weights_of(group, {source: self._value(source) for source in group.sources}).items()
 
     def weights_of(self, group: WeightGroup, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the weights of a group; see `GroupedWeights`."""
         return revert_weight_conversion(self._causal, {part.name: self._whole(part, tensors) for part in group.parts})
 
     def _value(self, source: str) -> Tensor:
-        """Return the model's own tensor, or the values that a quantized one stands for."""
+        """Return the model's own tensor, or the values of a quantized one."""
         layer = self._quantized.get(source)
         return self._read(self.tensors[source]) if layer is None else layer.held(self._read).values(layer.wide_dtype)
 
@@ -150,7 +145,7 @@ class NamedWeights:
         assert not merged, f"adapters without the weight they adapt: {merged}"
 
     def _layer_of_adapter(self, source: str) -> str | None:
-        """Return the layer whose adapter this tensor belongs to. Layers may lie in each other: one for each weight."""
+        """Return the layer whose adapter has this tensor, the innermost if layers lie in each other."""
         paths = [path for path in self._layers if source.startswith(f"{path}.")]
         innermost = max(paths, key=len, default=None)
         if innermost is None or source.removeprefix(f"{innermost}.").startswith("base_layer."):
@@ -158,7 +153,7 @@ class NamedWeights:
         return innermost
 
     def _grouped(self, parts: Sequence[WeightPart]) -> list[WeightGroup]:
-        # Since version 5 transformers renames and fuses some weights when it loads them; what leaves has file names.
+        # transformers renames and fuses some weights when it loads them. Here they get the names in files again.
         shapes = {part.name: self._shape(part) for part in parts}
         weights = revert_weight_conversion(self._causal, dict(shapes))
         groups: dict[str, list[WeightPart]] = {}
@@ -173,7 +168,7 @@ class NamedWeights:
         ]
 
     def _shape(self, part: WeightPart) -> Tensor:
-        """Return the part on device `meta`; a merged weight has the higher precision of what it is made of."""
+        """Return the part on device `meta`; a merged weight has the highest precision of its sources."""
         first, *others = part.sources
         layer = self._quantized.get(first)
         plain = self.tensors[first]
@@ -184,7 +179,7 @@ class NamedWeights:
 
 
 def layer_of(name: str) -> str:
-    """Return the beginning of a name as far as the layer's number, `model.layers.3.`; empty outside of layers."""
+    """Return the beginning of a name up to the layer's number, such as `model.layers.3.`; empty outside of layers."""
     parts = name.split(".")
     number = next((index for index, part in enumerate(parts) if part.isdigit()), None)
     return "" if number is None else ".".join(parts[: number + 1]) + "."
@@ -195,17 +190,18 @@ _BLOCK_VALUES = 128
 
 
 def frozen_digest(module: nn.Module, wide: torch.dtype | None = None) -> str:
-    """Return the digest of the parameters that need no gradient. wide: dtype that all count as, however held."""
-    return _digest((item for item in _held(module) if not item[1].requires_grad), wide)
+    """Return the digest of the parameters that need no gradient, as if all had the dtype `wide`."""
+    frozen = (item for item in _held(module) if not item[1].requires_grad)
+    return digest_of_samples(entry(*item, wide) for item in frozen)
 
 
 def weights_digest(module: nn.Module, wide: torch.dtype | None = None) -> str:
-    """Return the digest of all parameters, whether they need gradients or not."""
-    return _digest(_held(module), wide)
+    """Return the digest of all parameters, as if all had the dtype `wide`."""
+    return digest_of_samples(entry(*item, wide) for item in _held(module))
 
 
 def _held(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield all parameters; of quantized ones the codes and all that gives them a value."""
+    """Yield all parameters, and for quantized ones everything that gives them a value."""
     quantized = quantized_layers(module)
     for name, parameter in module.named_parameters():
         if name in quantized:
@@ -220,40 +216,32 @@ def without_adapters(name: str) -> str:
 
 
 def adapted_name(path: str, layer: BaseTunerLayer) -> str:
-    """Return the weight that the layer of this path adapts, by its name in the model without adapters."""
+    """Return the name, in the model without adapters, of the weight that the layer of this path adapts."""
     return f"{without_adapters(path)}.{getattr(layer, 'parameter_name', 'weight')}"
 
 
 def check_initial_weights(found: str, expected: str, path: str) -> None:
-    """Raise CheckpointError unless a reference model, loaded again from `path`, has the digest that the run began with.
-
-    Checkpoints hold a digest of these weights, not the weights.
-    """
+    """Raise CheckpointError unless a reference model, loaded again from `path`, has the run's initial digest."""
     if found != expected:
         raise CheckpointError(
             f"model.path: the weights of {path} are not those this run started from, and its reference model is "
-            "loaded from there. Restore them (and model.revision, where it names a branch, or backend.weights, where "
-            "that was changed), or start over with another run_dir."
+            "loaded from there. Restore them, model.revision and backend.weights, or start over with another run_dir."
         )
 
 
-def _digest(parameters: Iterable[tuple[str, Tensor]], wide: torch.dtype | None) -> str:
-    return digest_of_samples(entry(name, parameter, wide) for name, parameter in parameters)
-
-
 def entry(name: str, tensor: Tensor, wide: torch.dtype | None) -> tuple[str, Tensor, Tensor]:
-    """Return a tensor as `digest_of_samples` takes it. wide: as in `frozen_digest`."""
+    """Return a tensor as `digest_of_samples` takes it, as if it had the dtype `wide`."""
     return name, torch.empty(tensor.shape, dtype=wide or tensor.dtype, device="meta"), sample(tensor).to(wide)
 
 
 def sample(tensor: Tensor) -> Tensor:
-    """Return the tensor's values that a digest covers, at `sampled_positions`."""
+    """Return the values that a digest covers."""
     values = tensor.detach().reshape(-1)
     return values[sampled_positions(values.numel()).to(values.device)]
 
 
 def sampled_positions(num_values: int) -> Tensor:
-    """Return positions among so many values: all of a few, else blocks spread evenly from the first to the last."""
+    """Return the positions of sampled values: all of a few, else blocks spread evenly from first to last."""
     if num_values <= _BLOCKS * _BLOCK_VALUES:
         return torch.arange(num_values)
     starts = torch.arange(_BLOCKS) * (num_values - _BLOCK_VALUES) // (_BLOCKS - 1)
@@ -261,7 +249,7 @@ def sampled_positions(num_values: int) -> Tensor:
 
 
 def digest_of_samples(samples: Iterable[tuple[str, Tensor, Tensor]]) -> str:
-    """Return the hex digest of (name, tensor, its `sample`), in any order. The tensor's shape and dtype count."""
+    """Return the hex digest of (name, tensor, its `sample`), in any order; the tensor gives shape and dtype."""
     entries: dict[str, bytes] = {}
     for name, tensor, values in samples:
         head = f"{name} {list(tensor.shape)} {tensor.dtype}\0".encode()

@@ -74,7 +74,7 @@ class BucketSync(ABC):
         self.max_bucket_bytes = config.bucket_mb << 20
         self.waits_for = ""
         lora = None if run is None else adapters_of(run)
-        self._sends_adapters: bool | None = None if lora is None or lora.is_added else False
+        self._sends_adapters: bool | None = None if lora is None or lora.merged_because is None else False
 
     @abstractmethod
     def make_buckets(

@@ -47,7 +47,7 @@ class BucketSyncConfig(WeightSyncConfig):
                 "is true, but the adapters belong to random weights (model.init: random), which engines do not have. "
                 "Leave adapters out: whole weights are sent.",
             )
-        elif (lora := adapters_of(run)) is not None and not lora.is_added:
+        elif (lora := adapters_of(run)) is not None and lora.merged_because is not None:
             yield Problem(
                 "adapters",
                 f"is true, but {lora.merged_because}. Leave adapters out: weights are then sent with it merged.",

@@ -1,4 +1,4 @@
-"""Which modules of a model cannot carry an adapter, and why: known without weights, and without PEFT."""
+"""Tell which modules of a model cannot carry an adapter, and why, without weights and without PEFT."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ _READ_PAST: Mapping[str, frozenset[str]] = {
     ),
     "jamba": frozenset({"dt_proj"}),
 }
-"""Linear layers of state spaces, by model type, whose weights the mixer, or its fast kernel, reads itself: an adapter
-on them would silently not train. PEFT refuses some of them."""
+"""Linear layers of state spaces, by model type, whose weights the mixer or its fast kernel reads itself: an adapter on
+them would silently not train."""
 
 
 def unadaptable(causal: PreTrainedModel) -> dict[str, str]:
-    """Return why linear modules cannot carry an adapter, as clauses by name. The model may be on device `meta`."""
+    """Return why linear modules cannot carry an adapter, as clauses by name."""
     found: dict[str, str] = {}
     read_past = _READ_PAST.get(causal.config.get_text_config().model_type, frozenset())
     for name, module in causal.named_modules():
         if not isinstance(module, nn.Linear):
             continue
         if type(module).forward is not nn.Linear.forward and not isinstance(module, QuantizedLinear):
-            found[name] = f"{type(module).__name__} returns something else than a linear layer does"
+            found[name] = f"{type(module).__name__} does not return what a linear layer returns"
         elif name.rpartition(".")[2] in read_past:
-            found[name] = "its weight is read past an adapter, by the state space around it"
+            found[name] = "the state space around it reads its weight past the adapter"
     return found
 
 
 def is_target(name: str, lora: LoraConfig) -> bool:
-    """Return whether a module of this name, other than the output layer, gets an adapter if it can carry one."""
+    """Return whether a module of this name, other than the output layer, is meant to get an adapter."""
     targets = lora.target_modules
     return targets == "all-linear" or any(name == target or name.endswith(f".{target}") for target in targets)

@@ -1,9 +1,6 @@
-"""A model's adapter by itself: its settings and its tensors under the names that PEFT gives them in files.
+"""Read a model's adapter: its settings and its tensors under the names that PEFT gives them in files.
 
-`AdapterWeights` is for an adapter what `NamedWeights` is for the model it was put into: it only reads, and the tensors
-may be the model's own or gathered ones. Nothing is merged, and weights under adapters never leave.
-
-Place on the way: adapter in a model, or in a checkpoint -> engines that take adapters, or a folder that
+Nothing is merged, and weights under adapters never leave. Engines that take adapters get the tensors, or a folder that
 `PeftModel.from_pretrained` loads.
 """
 
@@ -24,12 +21,10 @@ from transformers import PreTrainedModel
 from spurline_models.weights import WeightGroup, WeightPart
 
 SETTINGS_FILE = "adapter_config.json"
-"""The file of an adapter's settings, in a folder of PEFT."""
 TENSORS_FILE = "adapter_model.safetensors"
-"""The file of an adapter's tensors there."""
 
 _WRAPPED = "base_model.model."
-"""The beginning of names in PEFT's files: there the model lies in a `PeftModel` and a `LoraModel`."""
+"""The beginning of names in PEFT's files."""
 
 
 @dataclass(frozen=True)
@@ -48,19 +43,17 @@ class AdapterStream:
 class AdapterWeights:
     """The tensors of an adapter under their names in PEFT's files: `GroupedWeights` of one tensor each.
 
-    The model that carries the adapter may be on device `meta`.
+    The model may be on device `meta`, and the tensors may be its own or gathered ones.
     """
 
     def __init__(self, causal: PreTrainedModel) -> None:
-        from spurline_models.adapters.lora import ADAPTER, LENGTHS, adapter_parameters
+        from spurline_models.adapters.lora import ADAPTER, adapter_parameters
 
         tensors: dict[str, Tensor] = {}
         groups: list[WeightGroup] = []
         for layer, part, parameter in adapter_parameters(causal):
             # Files leave out the name of the adapter, which is chosen when they are loaded.
             leaf = ".".join(piece for piece in part.split(".") if piece != ADAPTER)
-            if leaf == f"{LENGTHS}.weight":
-                leaf = LENGTHS
             source, name = f"{layer}.{part}", f"{_WRAPPED}{layer}.{leaf}"
             tensors[source] = parameter
             shape = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
@@ -75,25 +68,22 @@ class AdapterWeights:
         return {name: tensor for group in self.groups for name, tensor in group.weights.items()}
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name in PEFT's files, the model's own tensor), which must all be here."""
+        """Yield (name in PEFT's files, the model's own tensor)."""
         for group in self.groups:
             yield from self.weights_of(group, self.tensors).items()
 
     def weights_of(self, group: WeightGroup, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors of a group. tensors: its sources, whole; they share their memory."""
+        """Return the tensors of a group, made of its sources, whose memory they share."""
         return {part.name: tensors[source].detach() for part in group.parts for source in part.sources}
 
 
 def write_adapter_files(folder: Path, adapter: AdapterStream) -> None:
-    """Write an adapter into this folder so that `PeftModel.from_pretrained` loads it. Holds the whole adapter.
-
-    Tensors keep their dtype. Raises OSError.
-    """
+    """Write an adapter into this folder so that `PeftModel.from_pretrained` loads it. Raises OSError."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in adapter.tensors}
     try:
         save_file(tensors, folder / TENSORS_FILE, metadata={"format": "pt"})
     except SafetensorError as error:
-        # The library says so also of a full disk.
+        # The library raises this for a full disk too.
         raise OSError(str(error)) from error
     # Last: the folder loads only where its tensors are.
     text = json.dumps(dict(adapter.settings), indent=2, sort_keys=True)

@@ -1,7 +1,7 @@
 """Put low-rank adapters into a model, and read merged weights or the adapters themselves back out of it.
 
-peft replaces linear layers in place; the causal model itself stays the object that the backend drives. Only imported
-by runs that ask for adapters, since peft is an optional dependency.
+peft replaces linear layers in place. The causal model stays the same object. peft is an optional dependency, so only
+runs with adapters import this module.
 """
 
 from __future__ import annotations
@@ -36,28 +36,33 @@ except ImportError as error:
     raise no_peft() from error
 
 ADAPTER = "default"
-"""Name of the one adapter that models have here, which PEFT uses where none is chosen."""
-LENGTHS = "lora_magnitude_vector"
-"""PEFT's name for the trained lengths of DoRA, one for each output of a layer, in the layer and in files."""
+"""The name of a model's only adapter, as PEFT names it by default."""
 
 
 def add_adapters(causal: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
     """Freeze the weights and add trainable adapters, in fp32 or the weights' precision where that is higher.
 
-    Their initial values are `initial_adapters`; on a model without memory (device `meta`) they are still to be written.
+    The adapters get the values of `initial_adapters`, except on a model without memory (device `meta`).
+
+    Raises:
+        ConfigError: If an entry of `target_modules` names no module.
+        ModelError: If a module is named that cannot carry an adapter.
     """
     targets = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
     left_out = unadaptable(causal)
-    if targets != "all-linear":
-        _refuse_named(left_out, lora)
+    for name, reason in left_out.items():
+        if targets != "all-linear" and is_target(name, lora):
+            raise ModelError(
+                f"backend.lora.target_modules names {name}, which cannot carry an adapter: {reason}. Leave it out, or "
+                "use target_modules: all-linear."
+            )
     settings = peft.LoraConfig(
         r=lora.rank,
-        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft only multiplies by it; whole numbers are its habit
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft only multiplies by it
         lora_dropout=lora.dropout,
         target_modules=targets,
         exclude_modules=list(left_out) or None,
         use_rslora=lora.rslora,
-        use_dora=lora.dora,
         task_type="CAUSAL_LM",
     )
     dtype = torch.float32
@@ -70,17 +75,13 @@ def add_adapters(causal: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
             # PEFT warns of its own calls and settings, which no user can change.
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
             warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
-            # Otherwise PEFT draws values on the host first, which may be gigabytes.
+            # Without this PEFT draws values on the host first, which may be gigabytes.
             peft.get_peft_model(causal, settings, low_cpu_mem_usage=causal.device.type == "meta")
     except ValueError as error:
         _refuse_unmatched(settings, lora, names, linear)
-        # DoRA is for linear layers alone, and not for experts that are stored as one tensor.
-        advice = " Set backend.lora.dora: false, or let target_modules name linear layers." if lora.dora else ""
-        raise ModelError(f"backend.lora.target_modules: {error}{advice}\nLinear modules: {listing(linear)}.") from error
+        raise ModelError(f"backend.lora.target_modules: {error}\nLinear modules: {listing(linear)}.") from error
     _refuse_unmatched(settings, lora, names, linear)
     _refuse_adapted_tied_weights(causal)
-    if lora.dora:
-        _refuse_lengths_of_others(causal)
     for parameter in causal.parameters():
         if parameter.requires_grad:
             # peft makes adapters in fp32 also for a float64 model.
@@ -89,29 +90,26 @@ def add_adapters(causal: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
         with torch.no_grad():
             for name, value in initial_adapters(causal, seed):
                 causal.get_parameter(name).copy_(value)
-            if lora.dora:
-                _measure_lengths(causal)
-
-
-def _measure_lengths(causal: nn.Module) -> None:
-    """Measure DoRA's lengths in full precision; PEFT measures in the dtype of the weights, which may be narrow."""
-    for _, layer in adapted_layers(causal):
-        base: Any = layer.get_base_layer()
-        lengths: Tensor = getattr(layer, LENGTHS)[ADAPTER].weight
-        lengths.copy_(torch.linalg.norm(base.weight.to(lengths.dtype), dim=1))
 
 
 def initial_adapters(causal: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
     """Yield (parameter name, whole initial value in fp32 on CPU) of every adapter's matrices, one at a time.
 
-    Each depends on the seed and its own name alone, not on the order of layers or on who else draws: a rank that holds
-    a shard of a parameter takes that part of the value. They are peft's distributions: an update of 0 at first.
-    DoRA's lengths are not drawn; they begin as those of the weights under them.
+    A value depends on the seed and the parameter's name alone, so ranks that hold parts of a parameter agree. The
+    distributions are those of peft: the update is 0 at first.
     """
     for layer_name, part, parameter in adapter_parameters(causal):
         name = f"{layer_name}.{part}"
-        if not part.startswith(f"{LENGTHS}."):
-            yield name, _initial_value(part, parameter.shape, _generator(seed, name))
+        digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+        value = torch.zeros(parameter.shape, dtype=torch.float32)
+        if part.startswith("lora_A."):
+            nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)
+        elif part.startswith("lora_embedding_B."):
+            nn.init.normal_(value, generator=generator)
+        else:
+            assert part.startswith(("lora_B.", "lora_embedding_A.")), part
+        yield name, value
 
 
 def adapter_parameters(causal: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
@@ -124,11 +122,7 @@ def adapter_parameters(causal: nn.Module) -> Iterator[tuple[str, str, nn.Paramet
 
 
 def adapter_settings(causal: PreTrainedModel, model: ModelConfig) -> dict[str, Any]:
-    """Return the adapter's settings as PEFT writes them to `adapter_config.json`: JSON values, sets as sorted lists.
-
-    They have the targets that PEFT has found. model: the model that the adapter was put into.
-    """
-    # PEFT leaves its settings in the model, and annotates the model without them.
+    """Return the adapter's settings as PEFT writes them to `adapter_config.json`, for an adapter of this model."""
     found: Any = causal.peft_config
     settings = found[ADAPTER].to_dict()
     alpha = settings["lora_alpha"]
@@ -136,27 +130,10 @@ def adapter_settings(causal: PreTrainedModel, model: ModelConfig) -> dict[str, A
         "base_model_name_or_path": model.path,
         "revision": model.revision,
         "inference_mode": True,
-        # Those that read the file may expect a whole number.
+        # Some readers expect a whole number.
         "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
     }
     return json.loads(json.dumps(settings | own, default=sorted))
-
-
-def _generator(seed: int, name: str) -> torch.Generator:
-    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
-
-
-def _initial_value(part: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
-    """part: the parameter's name in its layer."""
-    value = torch.zeros(shape, dtype=torch.float32)
-    if part.startswith("lora_A."):
-        nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)
-    elif part.startswith("lora_embedding_B."):
-        nn.init.normal_(value, generator=generator)
-    else:
-        assert part.startswith(("lora_B.", "lora_embedding_A.")), part
-    return value
 
 
 def adapted_layers(causal: nn.Module) -> Iterator[tuple[str, BaseTunerLayer]]:
@@ -178,17 +155,11 @@ def merged_weight(layer: BaseTunerLayer, base: str, tensors: Mapping[str, Tensor
     for tensor in tensors.values():
         dtype = torch.promote_types(dtype, tensor.dtype)
     exact = {f"layer.{name}": tensor.to(dtype) for name, tensor in tensors.items()}
-    weight = exact[f"layer.{base}"]
-    for name in layer.active_adapters:
-        weight = weight + functional_call(_Delta(layer), exact, (name,))
-        lengths = exact.get(f"layer.{LENGTHS}.{name}.weight")
-        if lengths is not None:
-            weight = (lengths / torch.linalg.vector_norm(weight, dim=1))[:, None] * weight
-    return weight
+    return exact[f"layer.{base}"] + functional_call(_Delta(layer), exact, (ADAPTER,))
 
 
 class _Delta(nn.Module):
-    """peft's product of an adapter's matrices, as a module, so that it can be computed with other tensors."""
+    """peft's product of an adapter's matrices, as a module for `functional_call`."""
 
     def __init__(self, layer: BaseTunerLayer):
         super().__init__()
@@ -200,7 +171,7 @@ class _Delta(nn.Module):
 
 @contextmanager
 def adapters_off(causal: nn.Module) -> Iterator[None]:
-    """Turn the adapters off for the time of the context: the model is as it was before training."""
+    """Turn the adapters off in the context: the model is as it was before training."""
     layers = [layer for _, layer in adapted_layers(causal)]
     for layer in layers:
         layer.enable_adapters(False)
@@ -212,7 +183,7 @@ def adapters_off(causal: nn.Module) -> Iterator[None]:
 
 
 def notes(model: ModelConfig, lora: LoraConfig) -> list[str]:
-    """Say which modules of this model get adapters, and what `all-linear` leaves out of it. Raises UserError."""
+    """Say which modules of this model get adapters, and which ones `all-linear` leaves out. Raises UserError."""
     causal = build_without_memory(load_model_config(model), model)
     total = sum(parameter.numel() for parameter in causal.parameters())
     reasons: dict[str, set[str]] = {}
@@ -220,16 +191,14 @@ def notes(model: ModelConfig, lora: LoraConfig) -> list[str]:
         reasons.setdefault(reason, set()).add(name.rpartition(".")[2])
     add_adapters(causal, lora, 0)
     adapted = Counter(
-        # Experts that are stored as one tensor are adapted by the name of that.
+        # An adapter on experts that are stored as one tensor has the name of that tensor.
         str(getattr(layer, "parameter_name", name.rpartition(".")[2]))
         for name, layer in adapted_layers(causal)
     )
     trained = sum(parameter.numel() for parameter in causal.parameters() if parameter.requires_grad)
-    said = [
-        f"{'DoRA' if lora.dora else 'LoRA'} rank {lora.rank} on "
-        + ", ".join(f"{count} x {name}" for name, count in adapted.items())
-        + f": {describe_count(trained)} trained beside {describe_count(total)} frozen parameters"
-    ]
+    where = ", ".join(f"{count} x {name}" for name, count in adapted.items())
+    counts = f"{describe_count(trained)} trained beside {describe_count(total)} frozen parameters"
+    said = [f"LoRA rank {lora.rank} on {where}: {counts}"]
     if reasons and lora.target_modules == "all-linear":
         left_out = "; ".join(f"{listing(names)} ({reason})" for reason, names in reasons.items())
         said.append(f"lora.target_modules: all-linear leaves out {left_out}.")
@@ -237,41 +206,18 @@ def notes(model: ModelConfig, lora: LoraConfig) -> list[str]:
 
 
 def _refuse_unmatched(settings: peft.LoraConfig, lora: LoraConfig, names: list[str], linear: set[str]) -> None:
-    """Raise ConfigError for an entry of `target_modules` that names no module; PEFT is content with one match of all.
+    """Raise ConfigError for an entry of `target_modules` that names no module: PEFT is content if any entry matches.
 
-    PEFT has turned some entries of its `settings` into names of parameters.
+    PEFT moves entries that name parameters from `target_modules` of its `settings` to `target_parameters`.
     """
     for number, target in enumerate(() if lora.target_modules == "all-linear" else lora.target_modules):
-        is_turned = settings.target_parameters and target not in (settings.target_modules or ())
-        if not is_turned and not any(name == target or name.endswith(f".{target}") for name in names):
+        is_parameter = settings.target_parameters and target not in (settings.target_modules or ())
+        if not is_parameter and not any(name == target or name.endswith(f".{target}") for name in names):
             raise ConfigError.at(
                 f"backend.lora.target_modules.{number}",
                 f"is {target!r}, and no module of the model has such a name.{suggestion(target, linear)} "
                 f"Linear modules: {listing(linear)}.",
             )
-
-
-def _refuse_named(left_out: Mapping[str, str], lora: LoraConfig) -> None:
-    """Raise ModelError where a module is named that cannot carry an adapter. left_out: as of `unadaptable`."""
-    for name, reason in left_out.items():
-        if is_target(name, lora):
-            raise ModelError(
-                f"backend.lora.target_modules names {name}, which cannot carry an adapter: {reason}. Leave it out, or "
-                "use target_modules: all-linear, which does."
-            )
-
-
-def _refuse_lengths_of_others(causal: nn.Module) -> None:
-    others = {
-        f"{name} ({type(layer.get_base_layer()).__name__})"
-        for name, layer in adapted_layers(causal)
-        if not isinstance(layer.get_base_layer(), nn.Linear)
-    }
-    if others:
-        raise ModelError(
-            f"backend.lora.dora trains the lengths of linear layers only, and the adapters are also on "
-            f"{listing(sorted(others)[:4])}. Set backend.lora.dora: false, or leave them out of target_modules."
-        )
 
 
 def _refuse_adapted_tied_weights(causal: PreTrainedModel) -> None:

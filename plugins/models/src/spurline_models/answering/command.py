@@ -1,15 +1,16 @@
-"""Do the work of `spurline generate`: find the prompts, answer them, and bring the answers to the terminal."""
+"""Do the work of `spurline generate`: read the prompts, answer them, and print the answers."""
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import typer
+from tokenizers import Encoding
 
 from spurline.config.loading import LoadedConfig, load_config
 from spurline.errors import DataError, UserError, listing, suggestion
@@ -17,24 +18,24 @@ from spurline.progress import Progress
 from spurline.protocols.dataset import DatasetConfig
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline.terminal import json_line, printable, standard_input
-from spurline_models.answering.answers import Answer, answer, chat_prompt, raw_prompt
-from spurline_models.answering.target import Sampling, Target, is_run, open_model, open_run
+from spurline_models.answering.target import Answer, Sampling, Target, answer, open_model, open_run
+from spurline_text.chats.chat import ChatRenderer
+from spurline_text.encoding import encode_batch, require_chat_template
 from spurline_text.hub import refuse_adapter
-from spurline_text.prompts import ChatQuestion, TextQuestion, read_question
+from spurline_text.prompts import TextQuestion, read_question
 from spurline_text.rows.messages import Message
-from spurline_text.rows.rows import absent_column_problem
+from spurline_text.rows.rows import BadRowError
 from spurline_text.tokenization import open_datasets
 
-_YOU = "you> "
 _RESET = "/reset"
 
 
-def opened(target: str, load_run: Any, checkpoint: str, progress: Progress) -> Target:
-    """Open a run, with `load_run` to read its config, or a model."""
+def opened(target: str, load_run: Callable[[Path], LoadedConfig], checkpoint: str, progress: Progress) -> Target:
+    """Open a run, with `load_run` to read its config, or a model. Raises UserError for a folder that is neither."""
     path = Path(target)
-    if is_run(path):
-        loaded: LoadedConfig = load_run(path)
-        return open_run(loaded, checkpoint, progress)
+    # Models have a config.json too.
+    if "run_dir" in _config_in(path):
+        return open_run(load_run(path), checkpoint, progress)
     if not path.exists() and (path.is_absolute() or (path.parent != Path() and path.parent.is_dir())):
         # `org/name` is a name on the hub only if there is no folder `org`.
         there = sorted(entry.name for entry in path.parent.iterdir() if entry.is_dir()) if path.parent.is_dir() else []
@@ -44,32 +45,27 @@ def opened(target: str, load_run: Any, checkpoint: str, progress: Progress) -> T
     refuse_adapter("generate", target)
     if path.is_dir() and not (path / "config.json").is_file():
         there = listing(sorted(entry.name for entry in path.iterdir())[:20])
-        raise UserError(
-            f"{target} is neither the folder of a run nor that of a model: both have a config.json. It has: {there}."
-        )
+        raise UserError(f"{target} is neither a run nor a model: both have a config.json. It has: {there}.")
     return open_model(target, progress)
 
 
-def prompt_rows(path: str, columns: Mapping[str, str]) -> DatasetToTokenize:
-    """Open rows of prompts as `data.train` does. columns: see `DatasetConfig.columns`.
+def _config_in(folder: Path) -> Mapping[str, Any]:
+    try:
+        config: Any = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
 
-    Raises:
-        DataError: If they cannot be found or read, or have none of these columns.
-    """
+
+def prompt_rows(path: str, columns: Mapping[str, str]) -> DatasetToTokenize:
+    """Open rows of prompts as `data.train` does, with these `columns`. Raises DataError if there are none."""
     train = {"path": path, "columns": dict(columns)}
     # Only the data is read; the rest is what a config must have.
     loaded = load_config({"model": {"path": "none"}, "steps": 1, "data": {"train": train}})
-    [opened] = open_datasets(loaded.config.data.train, loaded.host.registry)
-    if not len(opened.dataset):
+    [rows] = open_datasets(loaded.config.data.train, loaded.host.registry)
+    if not len(rows.dataset):
         raise DataError(f"{path} has no rows.")
-    return opened
-
-
-def _with_usual_columns(rows: DatasetToTokenize, usual: Mapping[str, str]) -> DatasetToTokenize:
-    """Give the rows these columns, if none were given and the first row has them."""
-    if rows.config.columns or absent_column_problem(usual, [rows.dataset[0]]) is not None:
-        return rows
-    return replace(rows, config=rows.config.model_copy(update={"columns": dict(usual)}))
+    return rows
 
 
 def text_of_input() -> str:
@@ -84,9 +80,12 @@ def text_of_input() -> str:
 
 
 class Prompts:
-    """Makes prompts out of what a person wrote.
+    """Makes prompts for a model.
 
-    system: text of a system message. raw: whether prompts are plain text, without the chat template.
+    Args:
+        target: The model.
+        system: Text of a system message, if there is one.
+        raw: Whether prompts are plain text, without the chat template.
     """
 
     def __init__(self, target: Target, system: str | None, *, raw: bool) -> None:
@@ -97,39 +96,64 @@ class Prompts:
 
     def of_text(self, text: str) -> list[int]:
         if self._raw:
-            return raw_prompt(self._target, text)
-        return chat_prompt(self._target, [*self.begin, {"role": "user", "content": text}])
+            return self.of_plain_text(text)
+        return self.of_messages([*self.begin, {"role": "user", "content": text}])
 
-    def of_rows(self, given: DatasetToTokenize) -> Iterator[tuple[str, list[int]]]:
+    def of_plain_text(self, text: str) -> list[int]:
+        """Return the tokens of text to go on from. Raises UserError for a prompt that cannot be answered."""
+        encoding = self._encoded(text, is_chat=False)
+        ids = list(encoding.ids)
+        # A tokenizer that ends every text would ask the model to go on after the end.
+        if ids and ids[-1] == self._target.tokenizer.eos_token_id and encoding.special_tokens_mask[-1]:
+            ids.pop()
+        return ids
+
+    def of_messages(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None) -> list[int]:
+        """Return the tokens of a conversation that waits for the model's turn. Raises UserError as `of_plain_text`."""
+        if self._target.tokenizer.chat_template is None:
+            raise UserError(f"{self._target.words} has no chat template. Give --raw to go on from plain text.")
+        require_chat_template(self._target.tokenizer, self._target.words)
+        try:
+            text = ChatRenderer(self._target.tokenizer).render(messages, tools, add_generation_prompt=True)
+        except BadRowError as error:
+            raise UserError(f"the chat template refuses the conversation: {error}") from error
+        return list(self._encoded(text, is_chat=True).ids)
+
+    def of_rows(self, rows: DatasetToTokenize) -> Iterator[tuple[str, list[int]]]:
         """Yield (question, prompt) for each row, in any format that has text. Answers in the rows are not read.
 
         Raises:
             UserError: If a row cannot be asked; names the row.
         """
-        rows = _with_usual_columns(given, self._target.columns)
         for number in range(len(rows.dataset)):
-            row, where = rows.dataset[number], rows.dataset.location(number)
-            yield self._of_row(where, row, rows.config)
+            try:
+                yield self._of_row(rows.dataset[number], rows.config)
+            except (DataError, UserError) as error:
+                names = " Here `columns` are given as --column prompt=NAME." if "`columns" in str(error) else ""
+                raise UserError(f"{rows.dataset.location(number)}: {error}{names}") from error
 
-    def _of_row(self, where: str, row: Mapping[str, Any], config: DatasetConfig) -> tuple[str, list[int]]:
-        has_template = self._target.tokenizer.chat_template is not None
-        try:
-            return self._of_question(read_question(row, config, has_chat_template=has_template))
-        except (DataError, UserError) as error:
-            names = " Here `columns` are given as --column prompt=NAME." if "`columns" in str(error) else ""
-            raise UserError(f"{where}: {error}{names}") from error
-
-    def _of_question(self, question: ChatQuestion | TextQuestion) -> tuple[str, list[int]]:
+    def _of_row(self, row: Mapping[str, Any], config: DatasetConfig) -> tuple[str, list[int]]:
+        question = read_question(row, config, has_chat_template=self._target.tokenizer.chat_template is not None)
         if isinstance(question, TextQuestion):
-            return question.text, raw_prompt(self._target, question.text)
+            return question.text, self.of_plain_text(question.text)
         asked = question.messages[: question.answer_at]
         if not asked:
             raise UserError("has an assistant's turn and nothing before it that it could answer. Add a user's turn.")
-        if asked[0]["role"] != "system":
-            asked = [*self.begin, *asked]
         if self._raw:
             raise UserError("is a conversation, and --raw goes on from plain text. Leave --raw out.")
-        return str(asked[-1].get("content", "")), chat_prompt(self._target, asked, question.tools)
+        begin = [] if asked[0]["role"] == "system" else self.begin
+        return str(asked[-1].get("content", "")), self.of_messages([*begin, *asked], question.tools)
+
+    def _encoded(self, text: str, *, is_chat: bool) -> Encoding:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(f"the prompt is not Unicode text: {error}. Write it in UTF-8.") from error
+        [encoding] = encode_batch(self._target.tokenizer, [text], is_chat=is_chat)
+        length, context = len(encoding.ids), self._target.context
+        if context is not None and length >= context:
+            raise UserError(f"the prompt has {length:,} tokens, and the model sees {context:,} in all. Shorten it.")
+        return encoding
 
 
 def answer_all(
@@ -141,25 +165,25 @@ def answer_all(
     seed: int,
     as_json: bool,
 ) -> None:
-    """Print the answers.
+    """Print the answers to (question, prompt) pairs: with `as_json` a JSON object on a line for each answer.
 
-    A terminal shows the text of a single answer as it is generated. With `as_json`, each answer is a JSON object on a
-    line, its text as the model wrote it.
+    A terminal shows the text of a single answer as it is generated.
     """
     watches = not as_json and count == 1 and sys.stdout.isatty()
     for number, (asked, prompt) in enumerate(prompts):
-        # Seeded for each prompt, so that a prompt gets the same answer whatever prompts come before it.
+        # Seeded for each prompt, so that the prompts before it do not change its answer.
         torch.manual_seed(seed)
         if not as_json and len(prompts) > 1:
             typer.echo(f"{chr(10) if number else ''}> {printable(asked)}")
         answers = [_shown(target, prompt, sampling)] if watches else answer(target, prompt, sampling, count)
-        for place, found in enumerate(answers):
+        for place, found in enumerate(answers, 1):
             if as_json:
                 content = {"prompt": asked, "response": found.text}
                 typer.echo(json_line(content | {"finish_reason": found.finish_reason, "tokens": found.tokens}))
-            elif not watches:
-                typer.echo(("" if count == 1 else f"[{place + 1}] ") + printable(found.text))
-            _say_cut_off(found, as_json=as_json)
+                continue
+            if not watches:
+                typer.echo(("" if count == 1 else f"[{place}] ") + printable(found.text))
+            _say_cut_off(found)
 
 
 def talk(target: Target, prompts: Prompts, sampling: Sampling, seed: int) -> None:
@@ -169,7 +193,7 @@ def talk(target: Target, prompts: Prompts, sampling: Sampling, seed: int) -> Non
     torch.manual_seed(seed)
     while True:
         try:
-            text = input(_YOU)
+            text = input("you> ")
         except EOFError:
             typer.echo()
             return
@@ -178,12 +202,12 @@ def talk(target: Target, prompts: Prompts, sampling: Sampling, seed: int) -> Non
         elif text.strip():
             asked = [*messages, {"role": "user", "content": text}]
             try:
-                found = _shown(target, chat_prompt(target, asked), sampling)
+                found = _shown(target, prompts.of_messages(asked), sampling)
             except UserError as error:
-                # Most often the conversation has become too long. It stays as it was before this question.
+                # Most often the conversation has become too long. The question is left out of it.
                 typer.echo(printable(f"Error: {error} {_RESET} starts over."), err=True)
                 continue
-            _say_cut_off(found, as_json=False)
+            _say_cut_off(found)
             messages = [*asked, {"role": "assistant", "content": found.text}]
 
 
@@ -191,13 +215,11 @@ def _shown(target: Target, prompt: Sequence[int], sampling: Sampling) -> Answer:
     """Print the text of an answer as it is generated, and end its line, even after Ctrl-C."""
     try:
         [found] = answer(target, prompt, sampling, seen=lambda text: typer.echo(printable(text), nl=False))
-    except KeyboardInterrupt:
+    finally:
         typer.echo()
-        raise
-    typer.echo()
     return found
 
 
-def _say_cut_off(found: Answer, *, as_json: bool) -> None:
-    if found.finish_reason == "length" and not as_json:
+def _say_cut_off(found: Answer) -> None:
+    if found.finish_reason == "length":
         typer.echo(f"(cut off after {found.tokens:,} tokens; --max-new-tokens sets how many)", err=True)

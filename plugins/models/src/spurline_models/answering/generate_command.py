@@ -1,9 +1,9 @@
-"""The options of the command `spurline generate`; `command` does the work."""
+"""The command `spurline generate`. torch is imported inside it; `command` does the work."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -28,20 +28,22 @@ def generate(
     ] = "latest",
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="A system message.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Go on from plain text, without a chat template.")] = False,
-    max_new_tokens: Annotated[int | None, typer.Option(metavar="N", help="Longest answer.")] = None,
-    temperature: Annotated[float | None, typer.Option(metavar="T", help="0 takes the likeliest token.")] = None,
-    top_p: Annotated[float | None, typer.Option(metavar="P")] = None,
-    top_k: Annotated[int | None, typer.Option(metavar="K")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(metavar="N", min=1, help="Longest answer.")] = None,
+    temperature: Annotated[float | None, typer.Option(metavar="T", min=0, help="0 takes the likeliest token.")] = None,
+    top_p: Annotated[float | None, typer.Option(metavar="P", min=0, max=1)] = None,
+    top_k: Annotated[int | None, typer.Option(metavar="K", min=0)] = None,
     stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Ends an answer; may be given again.")] = None,
     count: Annotated[int, typer.Option("-n", min=1, help="Answers to each prompt.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Of sampling.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print an object for each answer.")] = False,
 ) -> None:
-    """Answer prompts with a run's checkpoint or a model; how a run samples is what answers are sampled with."""
+    """Answer prompts with a run's checkpoint or a model, sampled as the run samples."""
     from spurline.trackers.start_lines import StartLines
 
     given = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
-    chosen = {name: value for name, value in given.items() if value is not None}
+    chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if stop:
+        chosen["stop"] = tuple(filter(None, stop))
     if column and file is None:
         raise UserError("--column says what columns of --file are called. Give --file as well.")
     columns = columns_of(column)
@@ -53,7 +55,7 @@ def generate(
     # Before the weights, which take long.
     rows = None if file is None else command.prompt_rows(file, columns)
     found = command.opened(target, load_run, checkpoint, start)
-    sampling = replace(found.sampling, **chosen, **({"stop": tuple(stop)} if stop else {}))
+    sampling = replace(found.sampling, **chosen)
     asked = command.Prompts(found, system, raw=raw)
     typer.echo(printable(f"{found.words}: {sampling.words()}"), err=True)
     if not prompts and rows is None and is_person_asking():
@@ -62,7 +64,9 @@ def generate(
         command.talk(found, asked, sampling, seed)
         return
     texts = [command.text_of_input() if text == "-" else text for text in prompts or ()]
-    texts = texts or ([] if rows is not None else [command.text_of_input()])
+    if not texts and rows is None:
+        texts = [command.text_of_input()]
     every = [(text, asked.of_text(text)) for text in texts]
-    every += [] if rows is None else asked.of_rows(rows)
+    if rows is not None:
+        every += asked.of_rows(rows)
     command.answer_all(found, every, sampling, count=count, seed=seed, as_json=as_json)

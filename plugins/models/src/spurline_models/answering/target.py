@@ -1,20 +1,24 @@
-"""Open the model that answers: a checkpoint of a run, or a folder or name of a model.
+"""Open the model that answers, a checkpoint of a run or any model, and let it answer.
 
-The weights of a checkpoint are read in place, as `spurline export` would write them, so that what answers here is what
-an export would answer: adapters merged, rounded to the dtype of the files, the tokenizer with the run's chat template.
+The weights of a checkpoint are read as `spurline export` would write them: adapters merged, in the dtype of the files.
+Each prompt is computed alone, so that no padding can change an answer.
 """
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    TextStreamer,
+)
 
 from spurline.config.loading import LoadedConfig
 from spurline.config.run_config import ModelConfig
@@ -28,6 +32,7 @@ from spurline_models.export import exported_weights, generation_config
 from spurline_models.generation import stop_tokens
 from spurline_models.loading import load_model
 from spurline_models.streams.positions import position_limit
+from spurline_text.stop_texts import StopTexts
 from spurline_text.tokenizer import load_tokenizer
 
 
@@ -41,22 +46,22 @@ class Sampling:
     top_k: int = 0
     stop: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        for option, is_wrong, words in (
-            ("--max-new-tokens", self.max_new_tokens < 1, "at least 1"),
-            ("--temperature", not 0 <= self.temperature < math.inf, "0, which takes the likeliest token, or more"),
-            ("--top-p", not 0 < self.top_p <= 1, "above 0 and at most 1"),
-            ("--top-k", self.top_k < 0, "0, for all tokens, or more"),
-            ("--stop", "" in self.stop, "a text with at least one character"),
-        ):
-            if is_wrong:
-                raise UserError(f"{option} must be {words}.")
-
     def words(self) -> str:
-        """Describe it for people."""
-        how = "greedy" if self.temperature == 0 else f"temperature {self.temperature:g}"
-        cuts = [f"top_p {self.top_p:g}"] * (self.top_p < 1) + [f"top_k {self.top_k}"] * (self.top_k > 0)
-        return ", ".join([how, *(cuts if self.temperature else ()), f"at most {self.max_new_tokens:,} new tokens"])
+        """Describe the sampling for people."""
+        how = ["greedy"]
+        if self.temperature:
+            how = [f"temperature {self.temperature:g}"]
+            how += [f"top_p {self.top_p:g}"] * (self.top_p < 1) + [f"top_k {self.top_k}"] * (self.top_k > 0)
+        return ", ".join([*how, f"at most {self.max_new_tokens:,} new tokens"])
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer without special tokens, the number of its tokens, and `length` if it was cut off."""
+
+    text: str
+    tokens: int
+    finish_reason: Literal["stop", "length"]
 
 
 @dataclass(frozen=True)
@@ -67,10 +72,9 @@ class Target:
         words: A description for people.
         causal: The model.
         tokenizer: Its tokenizer.
-        sampling: How it usually answers.
+        sampling: The sampling that the run or the model's files recommend.
         stops: Tokens that end an answer.
         context: Tokens that it can see; None without a limit.
-        columns: Columns of its training data, see `DatasetConfig.columns`.
     """
 
     words: str
@@ -79,16 +83,6 @@ class Target:
     sampling: Sampling
     stops: tuple[int, ...]
     context: int | None
-    columns: Mapping[str, str] = field(default_factory=dict[str, str])
-
-
-def is_run(target: Path) -> bool:
-    """Return whether a folder is a run's; models have a config.json too."""
-    try:
-        config: Any = json.loads((target / "config.json").read_bytes())
-    except (OSError, ValueError):
-        return False
-    return isinstance(config, Mapping) and "run_dir" in config
 
 
 def open_run(loaded: LoadedConfig, checkpoint: str, progress: Progress) -> Target:
@@ -96,16 +90,13 @@ def open_run(loaded: LoadedConfig, checkpoint: str, progress: Progress) -> Targe
     directory = RunDirectory(loaded.config.run_dir)
     store = CheckpointStore(directory.checkpoints)
     found = store.chosen(None if checkpoint == "latest" else checkpoint)
-    target = _open(loaded.config.model, progress, lambda: exported_weights(loaded, found), str(found.path))
+    progress(f"reading {found.path}")
+    target = _open(loaded.config.model, progress, exported_weights(loaded, found))
     own = loaded.config.source.facts.sampling
-    return replace(
-        target,
-        words=f"{directory.path}, step {found.step:,}",
-        columns=loaded.config.data.train[0].columns,
-        sampling=target.sampling
-        if own is None
-        else Sampling(own.max_new_tokens, own.temperature, own.top_p, own.top_k, own.stop),
-    )
+    sampling = target.sampling
+    if own is not None:
+        sampling = Sampling(own.max_new_tokens, own.temperature, own.top_p, own.top_k, own.stop)
+    return replace(target, words=f"{directory.path}, step {found.step:,}", sampling=sampling)
 
 
 def open_model(path: str, progress: Progress) -> Target:
@@ -113,29 +104,108 @@ def open_model(path: str, progress: Progress) -> Target:
     return _open(ModelConfig(path=path), progress)
 
 
-def _open(
-    model: ModelConfig, progress: Progress, read: Callable[[], dict[str, Tensor]] | None = None, where: str = ""
-) -> Target:
-    """Open a model, with the weights that `read` gives from `where` instead of its own."""
+def _open(model: ModelConfig, progress: Progress, weights: dict[str, Tensor] | None = None) -> Target:
+    """Open a model, with these weights instead of its own if they are given."""
     progress("loading the tokenizer")
     tokenizer = load_tokenizer(model)
-    progress(f"loading weights{' of ' if where else ''}{where}")
-    weights = None if read is None else read()
+    progress("loading weights")
+    is_trained = weights is not None
     causal = load_model(model, device_profile(setting="device"), seed=0, weights=weights).eval()
-    if read is not None:
+    if is_trained:
         causal.generation_config = generation_config(model, tokenizer)
     limit = position_limit(load_model_config(model))
-    stops = tuple(stop_tokens(causal, model))
     context = None if limit is None else limit.tokens
-    return Target(model.path, causal, tokenizer, _usual(causal.generation_config), stops, context)
+    sampling, advised = Sampling(), causal.generation_config
+    if advised is not None and advised.do_sample:
+        sampling = Sampling(
+            temperature=1.0 if advised.temperature is None else advised.temperature,
+            top_p=1.0 if advised.top_p is None else advised.top_p,
+            top_k=advised.top_k or 0,
+        )
+    return Target(model.path, causal, tokenizer, sampling, tuple(stop_tokens(causal, model)), context)
 
 
-def _usual(config: GenerationConfig | None) -> Sampling:
-    """Return the sampling that the model's files recommend."""
-    if config is None or not config.do_sample:
-        return Sampling()
-    return Sampling(
-        temperature=1.0 if config.temperature is None else config.temperature,
-        top_p=1.0 if config.top_p is None else config.top_p,
-        top_k=config.top_k or 0,
+def answer(
+    target: Target, prompt: Sequence[int], sampling: Sampling, count: int = 1, seen: Callable[[str], None] | None = None
+) -> list[Answer]:
+    """Answer one prompt.
+
+    Args:
+        target: The model.
+        prompt: Tokens of the prompt, fewer than the model can see.
+        sampling: How answers are drawn.
+        count: The number of answers.
+        seen: Is given the text of a single answer as it grows.
+
+    Raises:
+        UserError: For a prompt without tokens, and for several answers without sampling.
+    """
+    if not prompt:
+        raise UserError("the prompt has no tokens. Write something.")
+    if count > 1 and sampling.temperature == 0:
+        raise UserError(f"{count} answers would be equal without sampling. Give --temperature as well, such as 0.8.")
+    room = sampling.max_new_tokens if target.context is None else target.context - len(prompt)
+    drawn: dict[str, Any] = {"do_sample": False}
+    if sampling.temperature > 0:
+        drawn = {"do_sample": True, "temperature": sampling.temperature}
+        drawn |= {"top_p": sampling.top_p, "top_k": sampling.top_k}
+    config = GenerationConfig(
+        **drawn,
+        max_new_tokens=min(sampling.max_new_tokens, room),
+        num_return_sequences=count,
+        eos_token_id=list(target.stops) or None,
+        pad_token_id=target.stops[0] if target.stops else 0,
     )
+    ids = torch.tensor([list(prompt)], device=target.causal.device)
+    generate: Any = target.causal.generate
+    own, target.causal.generation_config = target.causal.generation_config, GenerationConfig()
+    try:
+        with torch.inference_mode():
+            output = generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                generation_config=config,
+                stopping_criteria=[_Stops(target, sampling.stop, len(prompt), count)] if sampling.stop else None,
+                streamer=None if seen is None or count > 1 else _Watched(target, seen),
+            )
+    finally:
+        target.causal.generation_config = own
+    return [_read(target, tokens, sampling.stop) for tokens in output[:, len(prompt) :].tolist()]
+
+
+def _read(target: Target, tokens: list[int], stop: Sequence[str]) -> Answer:
+    """Read an answer up to its end; padding up to the length of the other answers may follow."""
+    texts = StopTexts(target.tokenizer, stop) if stop else None
+    reason: Literal["stop", "length"] = "length"
+    for place, token in enumerate(tokens, 1):
+        if token in target.stops or (texts is not None and texts.completed_by(token)):
+            tokens, reason = tokens[:place], "stop"
+            break
+    return Answer(str(target.tokenizer.decode(tokens, skip_special_tokens=True)), len(tokens), reason)
+
+
+class _Stops(StoppingCriteria):
+    """Ends an answer with the token that completes a stop text; transformers' own criteria look at the prompt too."""
+
+    def __init__(self, target: Target, stop: Sequence[str], prompt_tokens: int, count: int) -> None:
+        self._texts = [StopTexts(target.tokenizer, stop) for _ in range(count)]
+        self._seen = prompt_tokens
+        self._is_done = [False] * count
+
+    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
+        for row, tokens in enumerate(input_ids[:, self._seen :].tolist()):
+            for token in tokens:
+                self._is_done[row] = self._is_done[row] or self._texts[row].completed_by(token)
+        self._seen = input_ids.shape[1]
+        return torch.tensor(self._is_done, device=input_ids.device)
+
+
+class _Watched(TextStreamer):
+    """Passes the text on as it grows, in pieces that are whole words."""
+
+    def __init__(self, target: Target, seen: Callable[[str], None]) -> None:
+        super().__init__(target.tokenizer, skip_prompt=True, skip_special_tokens=True)  # pyright: ignore[reportArgumentType]
+        self._seen = seen
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self._seen(text)

@@ -1,16 +1,14 @@
 """Keep what the backward pass needs of a decoder in the memory of the host, instead of on the device.
 
-Place on the way: what autograd saves in the forward pass -> a copy on the host, made beside the computation -> a copy
-on the device again when the backward pass comes near. Two layers' tensors are on the device at any time: those of the
-layer that is computed and of its neighbour, whose copies are on their way. As torchtune's `OffloadActivations` does it,
-by hooks on saved tensors. It is the same on CPU, where both memories are those of the host.
+Hooks copy each tensor that autograd saves to the host beside the computation. The backward pass of a layer brings the
+tensors of the layer before it back, as torchtune's `OffloadActivations` does. On CPU the copies stay on the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -21,12 +19,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import PreTrainedModel
 
 from spurline_models.architecture import decoder_layers
-from spurline_models.device_profile import DeviceProfile, Transfers
+from spurline_models.device_profile import DeviceProfile
 
 SMALLEST_BYTES = 1 << 20
 """The smallest memory that is worth a copy."""
-
-_LAYERS_KEPT = 2
 
 
 class ActivationOffloading:
@@ -34,8 +30,8 @@ class ActivationOffloading:
 
     def __init__(self, causal: PreTrainedModel, profile: DeviceProfile) -> None:
         self._causal = causal
-        self._device = profile.device.type
-        self._transfers = profile.transfers()
+        self._device = profile.device
+        self._stream = torch.cuda.Stream(profile.device) if profile.device.type == "cuda" else None
         self._pass: _Pass | None = None
         for layer in decoder_layers(causal):
             layer.register_forward_pre_hook(self._begin_layer)
@@ -46,18 +42,17 @@ class ActivationOffloading:
         if not torch.is_grad_enabled():
             yield
             return
-        self._pass = _Pass(self._transfers, self._is_worth_it())
+        self._pass = _Pass(self._device, self._stream, self._is_worth_it())
         try:
             with saved_tensors_hooks(self._pass.pack, self._pass.unpack):
                 yield
         finally:
-            self._pass.end()
-            # Layers are run again in the backward pass where activations are recomputed: then no new one begins.
+            # Layers may run again in the backward pass, to recompute activations. They begin no new layer then.
             self._pass = None
 
     def _begin_layer(self, *_: Any) -> None:
         if self._pass is not None:
-            self._pass.begin_layer()
+            self._pass.layers.append([])
 
     def _is_worth_it(self) -> Callable[[Tensor], bool]:
         parameters = [*self._causal.parameters(), *self._causal.buffers()]
@@ -65,8 +60,8 @@ class ActivationOffloading:
         shapes = {tuple(tensor.shape) for tensor in parameters}
 
         def is_worth_it(tensor: Tensor) -> bool:
-            # Parameters are of another type, and so are sharded tensors.
-            if type(tensor) is not Tensor or tensor.device.type != self._device:
+            # Parameters and sharded tensors have other types.
+            if type(tensor) is not Tensor or tensor.device.type != self._device.type:
                 return False
             storage = tensor.untyped_storage()
             if storage.nbytes() < SMALLEST_BYTES or _key(storage) in own:
@@ -74,7 +69,7 @@ class ActivationOffloading:
             # Gathered parameters are not among the model's own, and linear layers save them transposed.
             if isinstance(tensor._base, nn.Parameter):
                 return False
-            # Linear layers also save transposed copies in half precision that autocast makes; nothing else tells them.
+            # Linear layers also save transposed copies of weights that autocast rounds.
             is_rounded_weight = tensor.dim() == 2 and tensor.stride(0) == 1 and tuple(tensor.t().shape) in shapes
             return not is_rounded_weight
 
@@ -83,14 +78,12 @@ class ActivationOffloading:
 
 @dataclass
 class _Moved:
-    """Memory that tensors share, as bytes uint8 [size], and the first layer that saved it.
-
-    `device` is None while there is no copy on the device: once `_Pass` has left the layer, until it is fetched again.
-    """
+    """Memory that tensors share, as bytes uint8 [size] on the host, and on the device while its layer is near."""
 
     layer: int
+    """The first layer that saved it."""
     host: Tensor
-    device: Tensor | None
+    device: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -105,56 +98,34 @@ class _Saved:
     stride: tuple[int, ...]
 
 
-@dataclass
-class _Layer:
-    moved: list[_Moved] = field(default_factory=list["_Moved"])
-    arrived: Callable[[], None] | None = None
-    """Lets the computation wait for the copies of this layer that have begun; None if it did."""
-
-    def wait(self) -> None:
-        if self.arrived is not None:
-            self.arrived()
-            self.arrived = None
-
-
 class _Pass:
-    """The saved tensors of one forward pass of a decoder, and of its backward pass."""
+    """The saved tensors of one forward pass of a decoder, by layer."""
 
-    def __init__(self, transfers: Transfers, is_worth_it: Callable[[Tensor], bool]) -> None:
-        self._transfers = transfers
-        self._is_worth_it = is_worth_it
-        self._layers = [_Layer()]
+    def __init__(
+        self, device: torch.device, stream: torch.cuda.Stream | None, is_worth_it: Callable[[Tensor], bool]
+    ) -> None:
+        self._device, self._stream, self._is_worth_it = device, stream, is_worth_it
+        self.layers: list[list[_Moved]] = [[]]
+        self._nearest: int | None = None
+        """The layer that the backward pass has come to."""
         self._known: dict[int, tuple[StorageWeakRef, int, _Moved]] = {}
         """Moved storages by id: a reference to the storage, the version of its values, and where they were moved."""
-
-    def begin_layer(self) -> None:
-        """Begin the next layer of the forward pass, which saves what comes."""
-        self.end()
-        self._layers.append(_Layer())
-        if len(self._layers) > _LAYERS_KEPT:
-            self._leave(len(self._layers) - 1 - _LAYERS_KEPT)
-
-    def end(self) -> None:
-        """End the layer of the forward pass: it saves nothing more."""
-        self._layers[-1].arrived = self._transfers.mark()
 
     def pack(self, tensor: Tensor) -> _Saved | Tensor:
         if not self._is_worth_it(tensor):
             return tensor
-        moved = self._moved(tensor)
-        layer = len(self._layers) - 1
-        self._layers[layer].moved.append(moved)
+        moved, layer = self._moved(tensor), len(self.layers) - 1
+        self.layers[layer].append(moved)
         return _Saved(moved, layer, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
     def unpack(self, saved: _Saved | Tensor) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
-        if saved.layer < len(self._layers) - 1:
+        if self._nearest is None or saved.layer < self._nearest:
             self._go_back_to(saved.layer)
         if saved.moved.device is None:
-            self._fetch([saved.moved])()
-        elif saved.layer < len(self._layers):
-            self._layers[saved.layer].wait()
+            self._fetch([saved.moved])
+            self._wait()
         device = saved.moved.device
         assert device is not None
         whole = torch.empty(0, dtype=saved.dtype, device=device.device)
@@ -169,34 +140,49 @@ class _Pass:
                 return moved
         values = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         values.set_(storage, 0, (storage.nbytes(),), (1,))
-        moved = _Moved(len(self._layers) - 1, self._transfers.to_host(values), values)
+        moved = _Moved(len(self.layers) - 1, self._to_host(values))
         self._known[_key(storage)] = StorageWeakRef(storage), tensor._version, moved
         return moved
 
     def _go_back_to(self, layer: int) -> None:
-        """Go on to this layer in the backward pass, and fetch the one before it, which comes near."""
-        for number in range(len(self._layers) - 1, layer, -1):
-            self._leave(number)
-        del self._layers[layer + 1 :]
+        """Bring the tensors of this layer to the device, and begin to bring those of the layer before it."""
+        self._nearest = layer
+        for number in range(len(self.layers) - 1, layer, -1):
+            for moved in self.layers.pop():
+                if moved.layer == number:
+                    moved.device = None
+        self._fetch(self.layers[layer])
+        self._wait()
         if layer > 0:
-            before = self._layers[layer - 1]
-            before.arrived = self._fetch(before.moved)
+            self._fetch(self.layers[layer - 1])
 
-    def _fetch(self, wanted: list[_Moved]) -> Callable[[], None]:
-        """Begin to bring these to the device, and return a function that lets the computation wait for it."""
+    def _fetch(self, wanted: list[_Moved]) -> None:
         for moved in wanted:
             if moved.device is None:
-                moved.device = self._transfers.to_device(moved.host)
-        return self._transfers.mark()
+                moved.device = self._to_device(moved.host)
 
-    def _leave(self, number: int) -> None:
-        """Free the memory on the device that this layer saved first."""
-        layer = self._layers[number]
-        # Memory that is given back may be written to at once.
-        layer.wait()
-        for moved in layer.moved:
-            if moved.layer == number:
-                moved.device = None
+    def _to_host(self, values: Tensor) -> Tensor:
+        host = torch.empty(values.shape, dtype=torch.uint8, pin_memory=self._stream is not None)
+        return self._copied(values, host)
+
+    def _to_device(self, host: Tensor) -> Tensor:
+        return self._copied(host, torch.empty(host.shape, dtype=torch.uint8, device=self._device))
+
+    def _copied(self, source: Tensor, target: Tensor) -> Tensor:
+        """Copy beside the computation, after everything that has been computed so far."""
+        if self._stream is None:
+            return target.copy_(source)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+        # Keeps the memory on the device from being used again before the copy has ended.
+        (source if source.is_cuda else target).record_stream(self._stream)
+        return target
+
+    def _wait(self) -> None:
+        """Let the computation wait for all copies so far."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
 def _key(storage: UntypedStorage) -> int:
