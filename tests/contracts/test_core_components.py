@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fsdp_layouts import in_bf16
 
 from spurline import load_config
 from spurline.builtin import PLUGIN
@@ -208,8 +207,6 @@ class TestLocalAdaptersOnExperts(AdapterContract):
     @classmethod
     def adapted_model(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
         return write_tiny_moe_model(tmp_path_factory.mktemp("experts"))
-
-
 
 
 class TestJsonl(TrackerContract):

@@ -10,7 +10,6 @@ from torch.nn import Parameter
 
 from spurline.protocols.optimizer import Optimizer
 from spurline.protocols.schedule import Schedule
-from spurline_models.optimizers.adamw import make_adamw, make_adamw_8bit
 from spurline_models.optimizers.configs import (
     AdamW8BitConfig,
     AdamWConfig,
@@ -23,7 +22,7 @@ from spurline_models.optimizers.configs import (
 )
 from spurline_models.optimizers.muon import Muon
 from spurline_models.optimizers.schedules import Constant, Cosine, Linear, WarmupStableDecay
-from spurline_models.optimizers.sgd import make_sgd
+from spurline_models.optimizers.torch_optimizers import make_adamw, make_adamw_8bit, make_sgd
 from spurline_models.testing import OptimizerContract, ScheduleContract
 
 

@@ -206,9 +206,8 @@ def test_a_mistyped_place_is_told_before_anything_is_loaded(
 ) -> None:
     (tmp_path / "runs" / "nose").mkdir(parents=True)
     code, _, err = spurline("generate", tmp_path / "runs" / "nope", "x")
-    assert (code, "runs/nope: there is no such folder. Did you mean 'nose'?" in err) == (2, True), err
-    code, _, err = spurline("generate", tmp_path, "x")
-    assert (code, "neither" in err) == (2, True)
+    assert (code, "Did you mean 'nose'?" in err) == (2, True), err
+    assert spurline("generate", tmp_path, "x")[0] == 2
     monkeypatch.setattr("sys.stdin", None)
     code, _, err = spurline("generate", spurline_tiny_model)
     assert (code, "there is no standard input" in err) == (2, True)
@@ -251,40 +250,11 @@ def test_a_bad_row_is_named_before_anything_is_answered(
     assert message in err
 
 
-def test_a_stop_text_that_begins_in_the_prompt_ends_no_answer(spurline_tiny_model: Path) -> None:
+def test_an_answer_ends_with_a_stop_text(spurline_tiny_model: Path) -> None:
     target = command.open_model(str(spurline_tiny_model), lambda _: None)
     prompt = command.Prompts(target, None, raw=True).of_text("say 3")
-
-    def asked(*stop: str) -> command.Answer:
-        [found] = command.answer(target, prompt, command.Sampling(max_new_tokens=6, stop=stop))
-        return found
-
-    free = asked()
-    assert free.finish_reason == "length"
-    begun = f"3{free.text[0]}"
-    assert begun not in free.text
-    assert asked(begun) == free
-    ended = asked("nowhere", free.text[0])
+    [free] = command.answer(target, prompt, command.Sampling(max_new_tokens=6))
+    assert (free.finish_reason, free.tokens) == ("length", 6)
+    sampling = command.Sampling(max_new_tokens=6, stop=("nowhere", free.text[0]))
+    [ended] = command.answer(target, prompt, sampling)
     assert (ended.finish_reason, ended.tokens) == ("stop", 1)
-
-
-def test_an_answer_ends_at_a_stop_text_without_what_pads_it_to_the_length_of_others(
-    spurline_tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = command.open_model(str(spurline_tiny_model), lambda _: None)
-    [end, *_] = target.stops
-    special = str(target.tokenizer.decode([end], skip_special_tokens=False))
-    [one, two] = [target.tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("say 3;", "say 3 and 4")]
-    rows = [one + [end] * (len(two) - len(one)), two]
-    monkeypatch.setattr(
-        target.causal, "generate", lambda ids, **_: torch.cat([ids.expand(2, -1), torch.tensor(rows)], 1)
-    )
-
-    def found(*stop: str) -> list[tuple[str, int, str]]:
-        sampling = command.Sampling(temperature=1.0, stop=stop)
-        prompt = command.Prompts(target, None, raw=True).of_text("say")
-        answers = command.answer(target, prompt, sampling, 2)
-        return [(answer.text, answer.tokens, answer.finish_reason) for answer in answers]
-
-    assert found(";") == [("say 3;", len(one), "stop"), ("say 3 and 4", len(two), "length")]
-    assert found(special) == [("say 3;", len(one) + 1, "stop"), ("say 3 and 4", len(two), "length")]

@@ -7,7 +7,6 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from counted_transfers import Counting
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -48,16 +47,23 @@ class MeasuringRank(FsdpRank):
         many of those were `weights`."""
         before = self.gradients(wire, objective, "policy")
         activation_offloading.SMALLEST_BYTES = 512
-        counting = Counting()
-        self._policy.model.offload_activations(counting.profile(self._profile))
+        sent: list[Tensor] = []
+        to_host = activation_offloading._Pass._to_host
+
+        def counted(moving: Any, values: Tensor) -> Tensor:
+            sent.append(to_host(moving, values))
+            return sent[-1]
+
+        activation_offloading._Pass._to_host = counted
+        self._policy.model.offload_activations(self._profile)
         after = self.gradients(wire, objective, "policy")
         weights = {_content(cast(DTensor, value).full_tensor()) for value in self._policy.model.causal.parameters()}
         assert before is not None
         assert after is not None
         return {
             "equal": all(np.array_equal(value, other) for (_, value), (_, other) in zip(before, after, strict=True)),
-            "moved": len(counting.sent),
-            "weights": sum(_content(host) in weights for host in counting.sent),
+            "moved": len(sent),
+            "weights": sum(_content(host) in weights for host in sent),
         }
 
     def peak(self, wire: Mapping[str, Any], objective: Mapping[str, Any]) -> int:

@@ -122,7 +122,7 @@ FAMILIES = (
         has="experts",
     ),
     Family("gemma"),
-    Family("gemma2", settings=_WINDOW | {"query_pre_attn_scalar": 8}, has="softcaps of scores and logits, windows"),
+    Family("gemma2", "plain_rows", _WINDOW | {"query_pre_attn_scalar": 8}, "softcaps of scores and logits, windows"),
     Family("gemma3_text", settings=_WINDOW | {"query_pre_attn_scalar": 8}, has="sliding windows"),
     Family("phi3"),
     Family("olmo2"),
@@ -201,7 +201,7 @@ FAMILIES = (
         has="latent attention, experts",
         replays=False,
     ),
-    Family("vaultgemma", settings=_WINDOW | {"query_pre_attn_scalar": 8}, has="softcaps of scores and logits, windows"),
+    Family("vaultgemma", "plain_rows", _WINDOW | {"query_pre_attn_scalar": 8}, "softcaps of scores and logits"),
     Family(
         "gemma3n_text",
         settings=_PER_LAYER

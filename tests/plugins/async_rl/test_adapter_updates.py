@@ -180,8 +180,6 @@ def test_whole_merged_weights_are_sent_where_an_engine_takes_no_adapters_or_the_
     assert last.began == [("model", 3)]
 
 
-
-
 def test_engines_of_vllm_make_room_for_adapters_that_they_compute_as_the_trainer_does(
     spurline_tiny_model: Path,
 ) -> None:

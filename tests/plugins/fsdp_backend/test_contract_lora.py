@@ -92,8 +92,6 @@ class TestAdapterOfReplicasOnFilesOfHalfPrecision(AdapterContract):
         return half_precision_files
 
 
-
-
 @pytest.mark.slow
 @pytest.mark.processes
 class TestAdapterOnExpertsOfTwoRanks(AdapterContract):
@@ -134,8 +132,6 @@ def on_half_precision_files(kept: KeptBackend, model: Path) -> Iterator[tuple[Ba
     run = backend_run(model, on(2, lora=lora), ("fsdp_backend",), critic=True)
     with kept.lend(run) as (backend, layout), opened(local_run) as (local, _):
         yield backend, local, layout
-
-
 
 
 @pytest.mark.processes

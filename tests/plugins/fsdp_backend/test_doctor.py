@@ -11,7 +11,7 @@ import pytest
 from spurline.config.loading import load_config
 from spurline.config.run_config import RunConfig
 from spurline.errors import RankFailedError
-from spurline_models.finding import Finding
+from spurline_models.machine import Finding
 from spurline_ranks import doctor
 
 pytestmark = pytest.mark.processes

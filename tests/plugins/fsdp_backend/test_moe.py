@@ -91,5 +91,5 @@ def test_ranks_balance_routers_as_one_process_does(tmp_path: Path) -> None:
         assert_gradients_close(many.gradients(batch, objective), one.gradients(batch, objective), 1e-5)
         batch, objective = minibatch("packed", layout)
         found, expected = many.update(batch, objective), one.update(batch, objective)
-    for metric in ("moe/aux_loss", "moe/router_entropy", "moe/imbalance", "loss", "grad_norm"):
+    for metric in ("moe/aux_loss", "moe/imbalance", "loss", "grad_norm"):
         assert found[metric] == pytest.approx(expected[metric], rel=1e-5), metric

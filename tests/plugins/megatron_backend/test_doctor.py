@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from spurline.config.loading import load_config
 from spurline_megatron_backend.doctor import groups_of
 from spurline_megatron_backend.grid import Grid
-from spurline_models.finding import Finding
+from spurline_models.machine import Finding
 from spurline_ranks import doctor
 from spurline_ranks.doctor import ALL_TO_ALL, NEXT, REDUCE
 

@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 import torch
 from backend_batches import excite, lay_out, local_backend, make_samples, run_config, write_model_folder
-from model_families import FAMILIES, tiny_model
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from spurline.config.run_config import ModelConfig
 from spurline.protocols.loss import Objective
 from spurline_models.configs import OFFLOADS_NOTHING, LoraConfig
 from spurline_models.local.backend import LocalBackend
@@ -107,13 +105,6 @@ def test_gradients_are_bit_for_bit_those_of_a_run_that_moves_nothing(
     assert all(host.nbytes >= SMALLEST for host in counting.sent)
 
 
-def test_a_model_that_reads_rows_moves_what_each_pass_saves(tmp_path: Path, counting: Counting) -> None:
-    family = next(family for family in FAMILIES if family.model_type == "lfm2")
-    tiny_model(family).save_pretrained(tmp_path)
-    check_equal(tmp_path, run={"model": ModelConfig(path=str(tmp_path))}, probe=True)
-    assert counting.fetched
-
-
 @pytest.mark.parametrize(
     "settings",
     [{}, {"precision": "bf16"}, {"precision": "bf16", "lora": LORA}, {"lora": LoraConfig(rank=4, base_dtype="bf16")}],
@@ -155,11 +146,6 @@ def test_a_tensor_that_several_operations_save_is_moved_once(model: Path, counti
     gradients(local_backend(model, offload_activations=True))
     contents = [host.numpy().tobytes() for host in counting.sent]
     assert len(set(contents)) >= 0.9 * len(contents)
-
-
-def test_evaluation_moves_nothing(model: Path, counting: Counting) -> None:
-    local_backend(model, offload_activations=True).logprobs(lay_out(make_samples([19, 40])))
-    assert not counting.sent
 
 
 def test_compiled_models_are_refused() -> None:

@@ -123,20 +123,3 @@ def test_settings_name_what_peft_would_have_saved_itself(tmp_path: Path, spurlin
     assert got == {**saved, **own}
     assert (got["peft_type"], got["task_type"], got["r"], got["lora_alpha"]) == ("LORA", "CAUSAL_LM", 4, 8)
     assert isinstance(got["lora_alpha"], int)
-
-
-def test_a_model_without_values_has_the_same_names_and_settings(spurline_tiny_model: Path) -> None:
-    model = ModelConfig(path=str(spurline_tiny_model))
-    whole = AutoModelForCausalLM.from_pretrained(spurline_tiny_model)
-    with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(whole.config)
-    for causal in (whole, empty):
-        add_adapters(causal, LoraConfig(rank=2), seed=0)
-    assert AdapterWeights(empty).layout.keys() == AdapterWeights(whole).layout.keys()
-    assert adapter_settings(empty, model) == adapter_settings(whole, model)
-
-
-def test_a_backend_without_adapters_has_none(tmp_path: Path) -> None:
-    backend = local_backend(write_model_folder(tmp_path / "model"))
-    assert backend.adapter_settings() is None
-    assert list(backend.named_adapter_weights()) == []

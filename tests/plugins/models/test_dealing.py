@@ -133,11 +133,6 @@ def test_a_share_crosses_a_pipe_as_plain_arrays_and_equal_rows_are_dealt_equally
             assert np.array_equal(got, wanted)
 
 
-def test_rows_of_a_unit_stay_together_also_when_they_are_no_neighbours() -> None:
-    dealing = deal(batch_of([5, 5, 5, 5, 5], units=[7, 3, 7, 3, 9]), 3, hidden=HIDDEN)
-    assert sorted(sorted(share.rows.tolist()) for share in dealing.shares) == [[0, 2], [1, 3], [4]]
-
-
 def test_ranks_without_rows_are_idle_in_as_many_microbatches_as_the_others_have() -> None:
     dealing = deal(batch_of([30, 20]), 4, max_tokens=30, hidden=HIDDEN)
     assert dealing.num_microbatches == 1
@@ -145,25 +140,6 @@ def test_ranks_without_rows_are_idle_in_as_many_microbatches_as_the_others_have(
     assert [share.batch.num_rows for share in dealing.shares] == [1, 1, 0, 0]
     one_unit = deal(batch_of([10, 10, 10], units=[0, 0, 0]), 2, max_tokens=10, hidden=HIDDEN)
     assert units_of(one_unit) == [[{0}], [set()]]
-
-
-def test_one_more_microbatch_is_made_where_balanced_ones_would_be_too_full() -> None:
-    # 36 tokens would fit into three of 12 by their sum, but two of 7 never fit together.
-    dealing = deal(batch_of([7, 7, 7, 7, 8]), 1, max_tokens=12, hidden=HIDDEN)
-    assert tokens_of(dealing.shares[0]) == [8, 7, 7, 7, 7]
-
-
-def test_a_batch_without_real_rows_has_no_microbatches() -> None:
-    dealing = deal(batch_of([]).pad_rows(2), 2)
-    assert dealing.num_microbatches == 0
-    assert dealing.time_over_ideal == 1.0
-    assert dealing.gather([np.zeros((0, 1), np.float32)] * 2).shape == (0, 1)
-
-
-def test_rows_of_one_rank_keep_the_order_of_the_batch() -> None:
-    dealing = deal(batch_of([3, 9, 1, 4]), 1)
-    assert dealing.shares[0].rows.tolist() == [0, 1, 2, 3]
-    assert [rows.tolist() for rows in dealing.shares[0].microbatches] == [[0, 1, 2, 3]]
 
 
 @pytest.mark.parametrize(("rows", "ranks", "limit"), [(256, 8, 8192), (1024, 64, 16384)])

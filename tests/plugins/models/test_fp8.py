@@ -80,13 +80,6 @@ def test_sizes_that_kernels_do_not_take_stay_as_they_are(tmp_path: Path) -> None
     }
 
 
-@needs_torchao
-def test_a_reference_in_fp8_equals_the_policy_at_first(model: Path) -> None:
-    backend = local_backend(model, fp8="emulated")
-    batch = lay_out(SAMPLES)
-    assert torch.equal(backend.logprobs(batch), backend.logprobs(batch, "reference"))
-
-
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [

@@ -10,9 +10,8 @@ import torch
 from backend_batches import lay_out, local_backend, make_samples, run_config, write_model_folder
 from safetensors.torch import load_file
 
-from spurline import load_config
 from spurline.config.run_config import ModelConfig
-from spurline.errors import CheckpointError, ConfigError, ModelError
+from spurline.errors import CheckpointError, ConfigError
 from spurline.protocols.loss import Objective
 from spurline_models.local.backend import LocalBackend
 from spurline_models.local.checkpoint import read_weights
@@ -101,39 +100,7 @@ def test_a_pattern_that_freezes_nothing_or_everything_is_refused(
         check_trainable(run_config(folder, model=model_of(folder, *freeze)))
 
 
-def test_random_weights_of_a_model_that_needs_memory_to_be_built_are_left_to_their_loading(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise ModelError("Tensor.item() cannot be called on meta tensors")
-
-    monkeypatch.setattr("spurline_models.trainable.build_without_memory", refuse)
-    check_trainable(run_config(folder, model=model_of(folder)))
-    with pytest.raises(ModelError, match="meta tensors"):
-        check_trainable(run_config(folder, model=ModelConfig(path=str(folder))))
-
-
 def test_the_second_name_of_a_tied_weight_is_said_to_be_one(tmp_path: Path) -> None:
     folder = write_model_folder(tmp_path / "tied", tie_word_embeddings=True)
     with pytest.raises(ConfigError, match=r"lm_head\.weight is another name of a tied weight"):
         frozen(folder, "lm_head*")
-
-
-@pytest.mark.parametrize(
-    ("backend", "freeze", "message"),
-    [
-        ({"name": "local", "lora": {"rank": 2}}, "*norm*", r"model\.freeze has no meaning with backend\.lora"),
-        ({"name": "megatron", "device": "cpu"}, "*norm*", r"model\.freeze is not supported by backend 'megatron'"),
-        ({"name": "local"}, "re:(", r"model\.freeze\.0 is 're:\(', and what follows .* no regular expression"),
-    ],
-)
-def test_settings_that_do_not_go_together_are_refused(backend: dict[str, Any], freeze: str, message: str) -> None:
-    config = {
-        "plugins": ["megatron_backend"] if backend["name"] == "megatron" else [],
-        "model": {"path": "m", "freeze": [freeze]},
-        "data": {"train": "rows.jsonl"},
-        "steps": 1,
-        "backend": backend,
-    }
-    with pytest.raises(ConfigError, match=message):
-        load_config(config)

@@ -12,25 +12,18 @@ from held_weights import OBJECTIVE, adapted, round_files, train, write_fp32_file
 from model_families import FAMILIES, tiny_model
 from torch import nn
 
-from spurline.config.run_config import CriticConfig, ModelConfig
+from spurline.config.run_config import ModelConfig
 from spurline.errors import CheckpointError, ConfigError, ModelError
-from spurline.protocols.loss import Objective
-from spurline.update.minibatches import WholeBatchConfig
 from spurline_models import configs
 from spurline_models.configs import LoraConfig, adapter_page
 from spurline_models.local.checkpoint import read_weights
 from spurline_models.local.configs import LocalBackendConfig
-from spurline_models.optimizers.configs import AdamWConfig
 from spurline_models.placement.narrow_weights import (
     narrow_weights,
     narrowable_modules,
     quantize_weights,
-    widen_where_read,
 )
 from spurline_models.placement.quantized_weights import QuantizedWeight, quantized_bytes, quantized_layers
-from spurline_planning.fit import with_changes
-from spurline_rl.losses.configs import ValueLossConfig
-from spurline_rl.losses.value import ValueLoss
 
 QWEN2: dict[str, Any] = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
 """A model with biases."""
@@ -80,16 +73,6 @@ def test_training_over_them_is_training_over_the_same_values_held_wide_bit_for_b
 
 
 @forms
-def test_gradients_do_not_depend_on_the_layout(files: Path, form: str) -> None:
-    backend = adapted(files, form, probe=True, activation_checkpointing=True)
-    train(backend, range(1))
-    samples = make_samples([9, 12, 20, 3])
-    packed = dict(backend.gradients(lay_out(samples, [[0, 1, 2, 3]]), OBJECTIVE))
-    for name, gradient in backend.gradients(lay_out(samples, length=32), OBJECTIVE):
-        assert torch.linalg.vector_norm(gradient - packed[name]) <= 3e-6 * torch.linalg.vector_norm(packed[name]), name
-
-
-@forms
 def test_a_run_goes_on_bit_for_bit_and_is_exported_from_its_checkpoint(files: Path, tmp_path: Path, form: str) -> None:
     backend, resumed = (adapted(files, form) for _ in range(2))
     initial = backend.logprobs(BATCH, role="reference")
@@ -135,14 +118,6 @@ def test_their_memory_is_estimated_exactly(files: Path, form: str, precision: An
     assert parts["gradients"] == sum(value.nbytes for value in backend._policy.parameters.values())
 
 
-def test_a_plan_suggests_half_precision_first_and_4_bits_last() -> None:
-    config = LocalBackendConfig(lora=LoraConfig(rank=4), activation_checkpointing=True)
-    first, *_, last = config.savings(run_config("m"), 10, 10)
-    assert (first, last) == ({"lora.base_dtype": "bf16"}, {"lora.base_dtype": "nf4"})
-    assert with_changes(config, first).lora == LoraConfig(rank=4, base_dtype="bf16")
-    assert not list(LocalBackendConfig(device="cpu", activation_checkpointing=True).savings(run_config("m"), 10, 10))
-
-
 @pytest.mark.parametrize("shape", [(3, 5), (10, 6), (7, 100), (64, 33), (300, 64)], ids=str)
 def test_a_quantized_weight_takes_the_bytes_that_are_said_and_each_value_is_a_code_times_its_scale(
     shape: tuple[int, int],
@@ -168,49 +143,15 @@ def test_a_model_without_linear_layers_is_not_held_wide_in_silence() -> None:
         quantize_weights(tiny_model(family), torch.float32)
 
 
-@pytest.mark.parametrize("probe", [True, False])
-def test_weights_that_a_model_reads_in_its_own_way_are_held_wide(tmp_path: Path, probe: bool) -> None:
-    run = {"model": ModelConfig(path=str(mamba(tmp_path)))}
-    found, expected = (
-        train(local_backend(tmp_path, lora=lora, run=run, probe=probe), range(2))
-        for lora in (
-            LoraConfig(target_modules=("in_proj",), base_dtype="auto"),
-            LoraConfig(target_modules=("in_proj",), base_dtype="fp32"),
-        )
-    )
-    assert found == expected
-
-
-def test_a_critic_holds_wide_what_the_policy_does(tmp_path: Path) -> None:
-    critic = CriticConfig(loss=ValueLossConfig(clip=None), minibatches=WholeBatchConfig(), optimizer=AdamWConfig())
-    batch = lay_out(make_samples([9, 5]))
-    batch = batch.with_tokens(**dict.fromkeys(("values", "returns"), torch.ones(batch.num_rows, batch.length)))
-    norms = [
-        local_backend(
-            tmp_path,
-            lora=LoraConfig(target_modules=("in_proj",), base_dtype=dtype),
-            run={"model": ModelConfig(path=str(mamba(tmp_path))), "critic": critic},
-        ).update(batch, Objective(ValueLoss(ValueLossConfig(clip=None)), 9.0), role="critic")["grad_norm"]
-        for dtype in ("auto", "fp32")
-    ]
-    assert norms[0] == norms[1]
-
-
-def test_trained_weights_that_a_model_reads_in_its_own_way_are_refused_with_the_fix(tmp_path: Path) -> None:
-    run = {"model": ModelConfig(path=str(mamba(tmp_path, torch.float32)))}
-    with pytest.raises(ModelError, match=r"backend\.weights: fp32"):
-        local_backend(tmp_path, run=run, precision="bf16", weights="bf16_masters")
-
-
-def test_a_weight_whose_dtype_a_model_asks_for_is_held_wide_alone() -> None:
-    model: Any = nn.ModuleDict({"up": nn.Linear(4, 4), "head": nn.Linear(4, 7)}).requires_grad_(False)
-    narrow_weights(model, torch.bfloat16, torch.float32)
-
-    def run() -> None:
-        assert model["head"](model["up"](torch.ones(2, 4)).to(model["head"].weight.dtype)).dtype == torch.float32
-
-    widen_where_read(model, run)
-    assert [layer.weight.dtype for layer in model.values()] == [torch.bfloat16, torch.float32]
+@pytest.mark.parametrize("trains", ["weights", "adapters"])
+def test_weights_that_a_model_reads_in_its_own_way_are_refused_with_the_fix(tmp_path: Path, trains: str) -> None:
+    is_adapted = trains == "adapters"
+    run = {"model": ModelConfig(path=str(mamba(tmp_path, torch.bfloat16 if is_adapted else torch.float32)))}
+    settings: dict[str, Any] = {"precision": "bf16", "weights": "bf16_masters"}
+    if is_adapted:
+        settings = {"lora": LoraConfig(target_modules=("in_proj",))}
+    with pytest.raises(ModelError, match=r"base_dtype: fp32 or backend\.weights: fp32"):
+        local_backend(tmp_path, run=run, probe=True, **settings)
 
 
 class _ScaledEmbedding(nn.Embedding):

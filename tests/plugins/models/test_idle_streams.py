@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from spurline.data.batch import TrainingBatch
 from spurline.protocols.loss import Objective, TokenLossInputs
 from spurline_models.accumulate import (
-    StepSums,
     SumsPart,
     accumulate_gradients,
     describe_failure,
@@ -148,16 +147,3 @@ def test_extremes_of_ranks_join_and_a_broken_one_stays_visible() -> None:
     assert joined == SumsPart(2.0, 4.0, 6, (), {"mean": 8.0}, {"a/max": 5.0, "a/min": -2.0})
     assert joined.metrics() == {"mean": 2.0, "a/max": 5.0, "a/min": -2.0}
     assert math.isnan(SumsPart.join([part({"a/max": 1.0}), part({"a/max": math.nan})]).extremes["a/max"])
-
-
-def test_sums_and_other_scalars_come_to_the_host_in_one_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
-    transfers: list[int] = []
-    plain: Callable[[Tensor], list[float]] = Tensor.tolist
-    monkeypatch.setattr(Tensor, "tolist", lambda value: (transfers.append(value.numel()), plain(value))[1])
-    sums = StepSums()
-    stream = TokenStream.idle((), PROFILE)
-    sums.add(np.array([4]), stream, torch.ones(1), {"mean": torch.ones(1), "a/max": torch.ones(1)})
-    part, others = sums.fetch(torch.tensor(2.5))
-    assert others == [2.5]
-    assert part.extremes == {"a/max": 1.0}
-    assert transfers == [6]

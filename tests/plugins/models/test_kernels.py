@@ -136,13 +136,6 @@ def test_the_probe_refuses_kernels_that_compute_something_else(fused: Fused, mod
         local_backend(model, kernels="liger", probe=True)
 
 
-def test_a_reference_computes_as_the_policy_does(fused: Fused, model: Path) -> None:
-    backend = local_backend(model, kernels="liger")
-    batch = lay_out(make_samples([9]))
-    fused.factor = 1.5
-    assert torch.equal(backend.logprobs(batch), backend.logprobs(batch, "reference"))
-
-
 @pytest.mark.parametrize(
     ("settings", "changes", "reason"),
     [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from pathlib import Path
 
 import pytest
@@ -93,29 +92,6 @@ def test_adapters_on_experts_are_merged_as_peft_merges_them(tmp_path: Path) -> N
     torch.testing.assert_close(merged["model.layers.0.mlp.gate.weight"], router.weight.detach())
 
 
-def test_the_reference_role_turns_adapters_off_and_on_again(model: Path) -> None:
-    backend = local_backend(model, lora=LoraConfig(rank=4))
-    batch = lay_out(make_samples([9, 12]))
-    initial = backend.logprobs(batch)
-    backend.update(batch, OBJECTIVE)
-    trained = backend.logprobs(batch)
-    assert not torch.equal(trained, initial)
-    assert torch.equal(backend.logprobs(batch, role="reference"), initial)
-    assert torch.equal(backend.logprobs(batch), trained)
-    backend.update(batch, OBJECTIVE)
-    assert not torch.equal(backend.logprobs(batch), trained)
-
-
-def test_adapters_work_in_float64_with_recomputed_activations(model: Path) -> None:
-    one = excite(local_backend(model, lora=LoraConfig(rank=4), precision="fp64"))
-    other = excite(local_backend(model, lora=LoraConfig(rank=4), precision="fp64", activation_checkpointing=True))
-    batch = lay_out(make_samples([9, 12]))
-    expected = dict(one.gradients(batch, OBJECTIVE))
-    for name, gradient in other.gradients(batch, OBJECTIVE):
-        assert gradient.dtype == torch.float64
-        torch.testing.assert_close(gradient, expected[name], rtol=1e-10, atol=1e-14)
-
-
 def test_an_adapter_on_the_output_layer_is_used_and_merged(model: Path) -> None:
     backend = excite(local_backend(model, lora=LoraConfig(rank=4, target_modules=("lm_head", "q_proj")), probe=True))
     plain = local_backend(model)
@@ -142,11 +118,3 @@ def test_an_adapter_on_a_tied_output_layer_is_refused(tmp_path: Path) -> None:
     folder = write_model_folder(tmp_path / "tied", tie_word_embeddings=True)
     with pytest.raises(ModelError, match="share one weight"):
         local_backend(folder, lora=LoraConfig(target_modules=("lm_head",)))
-
-
-def test_adapters_say_nothing_of_what_no_user_can_change(tmp_path: Path) -> None:
-    moe = write_tiny_moe_model(tmp_path / "moe")
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        local_backend(moe, lora=LoraConfig(rank=4))
-    assert [str(each.message) for each in said] == []

@@ -7,7 +7,6 @@ import torch
 from torch.nn import Parameter
 
 from spurline_models.device_profile import device_profile
-from spurline_models.placement import master_parameters
 from spurline_models.placement.master_parameters import MasterParameters, round_stochastically, step_buckets
 
 PROFILE = device_profile("cpu", "bf16")
@@ -36,16 +35,6 @@ def test_what_bf16_holds_is_not_moved_and_what_is_not_finite_stays_so() -> None:
     rounded = round_stochastically(special, torch.bfloat16, generator())
     assert rounded[:2].tolist() == [torch.inf, -torch.inf]
     assert bool(rounded[2].isnan())
-
-
-def test_rounding_in_parts_is_rounding_of_the_whole_in_any_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    values = torch.randn(40, 30, generator=generator())
-    whole = round_stochastically(values, torch.bfloat16, generator(1))
-    monkeypatch.setattr(master_parameters, "_ROUNDED_AT_ONCE", 100)
-    parts = round_stochastically(values.t().contiguous().t(), torch.bfloat16, generator(1))
-    assert parts.shape == whole.shape
-    assert not torch.equal(parts[:2], parts[2:4]), "each part has random bits of its own"
-    assert bool(((parts.float() - values).abs() <= values.abs() * 2**-7).all())
 
 
 def test_a_bucket_holds_so_many_values_or_one_parameter() -> None:

@@ -18,7 +18,6 @@ from spurline_models.configs import LoraConfig
 from spurline_models.local.configs import LocalBackendConfig
 from spurline_models.losses.configs import CrossEntropyConfig
 from spurline_models.losses.cross_entropy import CrossEntropy
-from spurline_models.memory import model_shapes
 from spurline_planning.fit import Load, memory_lines
 
 OBJECTIVE = Objective(CrossEntropy(CrossEntropyConfig()), 100.0)
@@ -60,13 +59,6 @@ def test_a_model_of_any_kind_of_layers_has_activations(tmp_path: Path, model_typ
     AutoConfig.for_model(model_type, hidden_size=36, vocab_size=300).save_pretrained(tmp_path)
     run = run_config(tmp_path, model=ModelConfig(path=str(tmp_path), init="random"))
     assert LocalBackendConfig().estimate_memory(run, 100, 100).parts["activations"] > 0
-
-
-def test_a_model_whose_files_have_changed_is_looked_at_again(tmp_path: Path) -> None:
-    model = ModelConfig(path=str(write_model_folder(tmp_path, num_hidden_layers=2)), init="random")
-    of_two = model_shapes(model, None)
-    write_model_folder(tmp_path, num_hidden_layers=4)
-    assert len(model_shapes(model, None).blocks) == 2 * len(of_two.blocks)
 
 
 def test_gradients_add_up_with_activations_in_several_microbatches_alone(tmp_path: Path) -> None:

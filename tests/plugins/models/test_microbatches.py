@@ -11,12 +11,10 @@ from backend_batches import lay_out, make_samples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spurline.data.batch import MAY_BE_WIDE
-from spurline_models.dealing import RankShare, deal
-from spurline_models.device_profile import DeviceProfile, device_profile
+from spurline_models.device_profile import device_profile
 from spurline_models.local.backend import cut_rows
 from spurline_models.local.configs import LocalBackendConfig
-from spurline_models.streams.token_stream import share_streams, token_stream, tokens_per_row
+from spurline_models.streams.token_stream import token_stream
 
 PROFILE = device_profile("cpu")
 
@@ -58,33 +56,6 @@ def test_a_stream_of_all_rows_in_another_order_keeps_each_token_in_its_own_segme
     by_length = sorted(samples, key=lambda sample: len(sample.tokens))
     assert stream.input_ids[0].tolist() == [token for sample in by_length for token in sample.tokens]
     assert stream.position_ids[0].tolist() == [position for length in (5, 7, 9, 12) for position in range(length)]
-
-
-def test_narrow_ids_and_positions_are_widened_on_the_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = lay_out(make_samples([5, 9, 7, 12]))
-    narrow = batch.with_tokens(**{name: batch.tokens[name].int() for name in MAY_BE_WIDE})
-    sent: list[torch.Tensor] = []
-
-    def send(_: DeviceProfile, tensor: torch.Tensor) -> torch.Tensor:
-        sent.append(tensor)
-        return tensor
-
-    monkeypatch.setattr(DeviceProfile, "send", send)
-    shares = [RankShare.from_wire(share.to_wire()) for share in deal(narrow, 2).shares]
-    for share in shares:
-        sent.clear()
-        ((_, stream),) = share_streams(share, [], PROFILE)
-        ids, positions = (share.batch.tokens[name] for name in MAY_BE_WIDE)
-        assert ids.dtype == positions.dtype == torch.int32, "widened on its way to the rank"
-        for wide in (stream.input_ids, stream.position_ids, stream.targets):
-            assert wide.dtype == torch.int64
-            crossed = [tensor for tensor in sent if torch.equal(tensor.long(), wide.flatten())]
-            assert [tensor.dtype for tensor in crossed] == [torch.int32], "widened before it was sent"
-
-
-def test_tokens_per_row_does_not_count_padding() -> None:
-    batch = lay_out(make_samples([4, 6, 9]), [[0, 2], [1]], gap=2, length=40, padding_rows=1)
-    assert tokens_per_row(batch).tolist() == [13, 6, 0]
 
 
 @settings(max_examples=40)

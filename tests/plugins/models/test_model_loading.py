@@ -9,22 +9,21 @@ from typing import Any
 import pytest
 import torch
 from backend_batches import local_backend, run_config, write_model_folder
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GPT2Config, MambaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from spurline.config.run_config import CriticConfig, ModelConfig
-from spurline.errors import ConfigError, ModelError
-from spurline_models.configs import LoraConfig
+from spurline.errors import ModelError
 from spurline_models.device_profile import device_profile
 from spurline_models.loading import load_model
 from spurline_models.local.configs import LocalBackendConfig
-from spurline_models.memory import count_parameters, estimate_cache
+from spurline_models.memory import estimate_cache
 from spurline_models.optimizers.configs import AdamWConfig
 from spurline_models.testing.inputs import write_tiny_model, write_tiny_moe_model
 from spurline_models.weights import NamedWeights
-from spurline_rl.losses.configs import KlConfig, PpoConfig, ValueLossConfig
+from spurline_rl.losses.configs import ValueLossConfig
 from spurline_rl.training_configs import ByPromptConfig
 from spurline_text.testing.inputs import tiny_tokenizer
-from spurline_text.tokenizer import load_tokenizer, pad_token_id
+from spurline_text.tokenizer import load_tokenizer
 
 
 @pytest.fixture
@@ -92,11 +91,6 @@ def test_weights_that_are_given_take_the_place_of_those_of_the_files(tmp_path: P
         load_model(ModelConfig(path=str(folder)), device_profile("cpu"), 0, weights=weights)
 
 
-def test_config_overrides_change_the_architecture(architecture: Path) -> None:
-    weights = load(architecture, init="random", config_overrides={"num_hidden_layers": 1})
-    assert not any("layers.1." in name for name in weights)
-
-
 def test_an_unknown_override_gets_the_nearest_field(architecture: Path) -> None:
     with pytest.raises(ModelError, match=r"'num_hiden_layers' is not a field.*Did you mean 'num_hidden_layers'"):
         load(architecture, init="random", config_overrides={"num_hiden_layers": 1})
@@ -106,12 +100,8 @@ def test_an_unknown_override_gets_the_nearest_field(architecture: Path) -> None:
     ("overrides", "message"),
     [
         ({"hidden_size": "big"}, r"model\.config_overrides\.hidden_size is 'big'.*expected int.*model itself has 32"),
-        ({"layer_types": ["full_attention"]}, r"layer_types has 1 entries, and num_hidden_layers is 2"),
-        ({"num_hidden_layers": 3}, r"layer_types has 2 entries, and num_hidden_layers is 3"),
         ({"layer_types": "all"}, r"model\.config_overrides\.layer_types is 'all', which does not fit"),
-        ({"num_attention_heads": 3}, r"num_key_value_heads is 2, which does not divide num_attention_heads: 3"),
-        ({"hidden_act": "nope"}, r"no Qwen3 model can be built with .*nope.*one by one"),
-        ({"rope_parameters": {"rope_type": "nope"}}, r"model\.config_overrides: no Qwen3 model can be built"),
+        ({"hidden_act": "nope"}, r"model\.config_overrides: no model can be built with .*nope"),
         ({"to_dict": 1}, r"'to_dict' is not a field of Qwen3Config"),
         ({"HIDDEN_SIZE": 1}, r"'HIDDEN_SIZE' is not a field.*Did you mean 'hidden_size'"),
     ],
@@ -119,18 +109,6 @@ def test_an_unknown_override_gets_the_nearest_field(architecture: Path) -> None:
 def test_an_override_that_does_not_fit_is_named(architecture: Path, overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         load(architecture, init="random", config_overrides=overrides)
-
-
-def test_heads_that_do_not_divide_the_hidden_size_are_refused(tmp_path: Path) -> None:
-    GPT2Config(n_embd=32, n_head=4, n_layer=1).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=r"num_attention_heads is 5, which does not divide hidden_size: 32"):
-        load(tmp_path, init="random", config_overrides={"n_head": 5})
-
-
-def test_an_override_stays_as_it_was_written(architecture: Path) -> None:
-    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
-    load(architecture, init="random", config_overrides={"rope_parameters": rope})
-    assert rope == {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
 
 
 def test_a_missing_folder_gets_the_nearest_one(architecture: Path) -> None:
@@ -153,36 +131,6 @@ def test_a_model_that_generates_no_text_is_refused(tmp_path: Path) -> None:
         load(write_model_folder(tmp_path / "vit", model_type="vit", architectures=None), init="random")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPU")
-def test_a_gpu_that_is_not_there_is_refused(architecture: Path) -> None:
-    with pytest.raises(ConfigError, match="torch sees no GPU"):
-        local_backend(architecture, device="cuda")
-
-
-def test_a_tokenizer_comes_with_a_padding_token(tmp_path: Path) -> None:
-    folder = write_tiny_model(tmp_path / "model")
-    tokenizer = load_tokenizer(ModelConfig(path=str(folder)))
-    assert pad_token_id(tokenizer) == tokenizer.pad_token_id
-    tokenizer.pad_token = None
-    tokenizer.save_pretrained(tmp_path / "no_pad")
-    loaded = load_tokenizer(ModelConfig(path="unused", tokenizer=str(tmp_path / "no_pad")))
-    assert pad_token_id(loaded) == loaded.eos_token_id
-
-
-def test_a_chat_template_file_replaces_the_tokenizers_own(tmp_path: Path) -> None:
-    folder = write_tiny_model(tmp_path / "model")
-    (tmp_path / "chat.jinja").write_text("{{ messages[0]['content'] }}!", encoding="utf-8")
-    tokenizer = load_tokenizer(ModelConfig(path=str(folder), chat_template=tmp_path / "chat.jinja"))
-    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi!"
-    with pytest.raises(ModelError, match=r"model\.chat_template: .*gone\.jinja cannot be read"):
-        load_tokenizer(ModelConfig(path=str(folder), chat_template=tmp_path / "gone.jinja"))
-
-
-def test_a_folder_without_a_tokenizer_is_named(architecture: Path) -> None:
-    with pytest.raises(ModelError, match=r"model\.path: no tokenizer can be loaded from folder"):
-        load_tokenizer(ModelConfig(path=str(architecture)))
-
-
 def test_memory_is_estimated_without_loading_and_counts_parameters_exactly(architecture: Path) -> None:
     backend = local_backend(architecture)
     count = sum(tensor.numel() for _, tensor in backend.named_weights())
@@ -199,30 +147,11 @@ def test_memory_is_estimated_without_loading_and_counts_parameters_exactly(archi
     assert both == {**parts, "critic": 12 * count}
 
 
-def test_memory_counts_the_reference_model_and_what_autocast_rounds(architecture: Path) -> None:
-    run = run_config(architecture)
-    parts = LocalBackendConfig().estimate_memory(run, 100, 100).parts
-    count = parts["weights"] // 4
-    tied = PpoConfig(kl=KlConfig(coefficient=0.1))
-    with_reference = LocalBackendConfig().estimate_memory(run_config(architecture, loss=tied), 100, 100).parts
-    assert with_reference == {**parts, "reference": parts["weights"]}
-    adapted = LocalBackendConfig(lora=LoraConfig()).estimate_memory(run_config(architecture, loss=tied), 100, 100).parts
-    assert "reference" not in adapted, "adapters are turned off instead"
-    assert LocalBackendConfig(precision="bf16").estimate_memory(run, 100, 100).parts["rounded weights"] == 2 * count
-
-
 def test_memory_of_the_cache_is_that_of_keys_and_values(architecture: Path) -> None:
     # 2 layers, 2 key heads of 8: 64 numbers of keys and values per token.
     model = ModelConfig(path=str(architecture))
     assert estimate_cache(model, 1000, precision="fp32") == 1000 * 64 * 4
     assert estimate_cache(model, 1000, precision="bf16") == 1000 * 64 * 2
-
-
-def test_a_model_without_attention_has_an_estimate_too(tmp_path: Path) -> None:
-    MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=300, state_size=4).save_pretrained(tmp_path)
-    model = ModelConfig(path=str(tmp_path), init="random")
-    assert estimate_cache(model, 100, precision="fp32") == 0
-    assert count_parameters(model) > 0
 
 
 def test_a_model_that_also_sees_says_how_its_text_part_is_trained_and_that_way_works(tmp_path: Path) -> None:
@@ -236,7 +165,7 @@ def test_a_model_that_also_sees_says_how_its_text_part_is_trained_and_that_way_w
     whole = AutoModelForImageTextToText.from_config(config)
     whole.save_pretrained(seeing)
     tiny_tokenizer().save_pretrained(seeing)
-    with pytest.raises(ModelError, match=r"also sees or hears.*type mistral, which has one.*docs/models\.md"):
+    with pytest.raises(ModelError, match=r"also sees or hears.*text part .mistral. has one.*docs/models\.md"):
         load(seeing)
     page = (Path(__file__).parents[3] / "docs" / "models.md").read_text(encoding="utf-8")
     (shown,) = re.findall(r"## Models that also see or hear\n.*?```python\n(.*?)```", page, re.DOTALL)

@@ -76,20 +76,6 @@ def test_every_view_of_what_is_given_comes_back_bit_for_bit(
             tensor.fill_(2)
 
 
-def test_a_second_call_frees_the_weights_that_the_first_one_kept() -> None:
-    held, weight, state = memory(), torch.arange(1000.0), torch.ones(1000)
-    tensors = DeviceTensors([weight], [state])
-    held.give(tensors, keep_weights=True)
-    assert (weight.untyped_storage().nbytes(), state.untyped_storage().nbytes()) == (4000, 0)
-    held.give(tensors, keep_weights=False)
-    assert (weight.untyped_storage().nbytes(), state.untyped_storage().nbytes()) == (0, 0)
-    held.give(tensors, keep_weights=True)
-    held.take()
-    assert torch.equal(weight, torch.arange(1000.0))
-    held.take()
-    held.check_here("trained")
-
-
 def test_a_gradient_still_reaches_a_parameter_and_its_hook_after_its_memory_was_away() -> None:
     held, weight, seen = memory(), Parameter(torch.ones(3)), []
     node: Any = weight.expand_as(weight).grad_fn

@@ -42,13 +42,6 @@ def folder(tmp_path: Path, **changes: Any) -> Path:
     return write_model_folder(tmp_path / "model", **changes)
 
 
-@pytest.mark.parametrize("name", sorted(EXACT))
-@pytest.mark.parametrize("precision", ["fp32", "fp64", "bf16"])
-def test_models_with_plain_attention_pass(tmp_path: Path, name: str, precision: str) -> None:
-    backend = local_backend(folder(tmp_path, **EXACT[name]), probe=True, precision=precision)
-    assert backend._model.reading == "stream"
-
-
 def test_a_model_that_sees_later_tokens_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"than for each sequence alone: .*standard dev.* looks at later tokens"):
         local_backend(folder(tmp_path, model_type="bert", is_decoder=False), probe=True)
@@ -142,16 +135,6 @@ def test_rope_that_switches_with_the_longest_sample_is_refused(tmp_path: Path, n
     kind = "longrope" if name == "longrope" else "dynamic"
     with pytest.raises(ModelError, match=rf"'{kind}'.*longest.*data\.max_length: 16"):
         local_backend(folder(tmp_path, **SWITCHING[name]), probe=probe, run=up_to(17))
-
-
-@pytest.mark.parametrize("name", sorted(SWITCHING))
-def test_rope_that_cannot_switch_within_the_allowed_lengths_is_exact(tmp_path: Path, name: str) -> None:
-    backend = local_backend(folder(tmp_path, **SWITCHING[name]), probe=True, run=up_to(16))
-    objective = Objective(CrossEntropy(CrossEntropyConfig()), 1.0)
-    samples = make_samples([16, 5, 7])
-    together = backend.evaluate(lay_out(samples), objective).loss
-    alone = sum(backend.evaluate(lay_out([sample]), objective).loss for sample in samples)
-    assert together == pytest.approx(alone, rel=1e-5)
 
 
 def test_a_batch_beyond_the_length_at_which_rope_switches_is_refused(tmp_path: Path) -> None:

@@ -16,10 +16,9 @@ from model_families import FAMILIES, Family, tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from spurline.config.loading import load_config
 from spurline.config.run_config import ModelConfig
 from spurline.data.batch import TrainingBatch
-from spurline.errors import ConfigError, ModelError
+from spurline.errors import ModelError
 from spurline.protocols.loss import Objective
 from spurline_models.accumulate import accumulate_gradients
 from spurline_models.device_profile import device_profile
@@ -159,13 +158,6 @@ def test_a_model_without_routers_or_coefficient_is_refused(tmp_path: Path) -> No
             local_backend(
                 path, run={"model": ModelConfig(path=str(path), init="random", router_aux_loss=wanted)}, probe=False
             )
-
-
-@pytest.mark.parametrize("backend", [{"name": "local", "compile": True}])
-def test_backends_that_see_no_routers_are_refused(backend: dict[str, Any]) -> None:
-    model = {"path": "unused", "router_aux_loss": 0.1}
-    with pytest.raises(ConfigError, match="router_aux_loss is set, and backend 'local' with these settings does not"):
-        load_config({"model": model, "data": {"train": "unused.jsonl"}, "steps": 1, "backend": backend})
 
 
 def test_routers_that_make_scores_in_another_way_are_refused() -> None:

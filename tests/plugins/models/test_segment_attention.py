@@ -5,18 +5,15 @@ from __future__ import annotations
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from spurline.errors import ModelError
-from spurline_models.streams import segment_attention as segment_attention_module
 from spurline_models.streams.segment_attention import Scores, attend_segments, segment_attention
 from spurline_models.streams.token_stream import plan_segments
 
@@ -52,8 +49,6 @@ def one_by_one(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], sc
                 [[i // scores.chunk == j // scores.chunk for j in range(length)] for i in range(length)]
             )
         weights = q @ k.transpose(-1, -2) * 0.3
-        if scores.softcap is not None:
-            weights = scores.softcap * torch.tanh(weights / scores.softcap)
         shares = weights.masked_fill(~seen, -torch.inf).exp()
         sinks = 0.0 if scores.sinks is None else scores.sinks.exp().view(1, -1, 1, 1)
         outputs.append((shares / (shares.sum(-1, keepdim=True) + sinks) @ v).transpose(1, 2))
@@ -70,9 +65,7 @@ SINKS = torch.tensor([-1.0, 0.5, 2.0, 0.0], dtype=torch.float64)
     key_heads=st.sampled_from([1, 2, 4]),
     window=st.sampled_from([None, 1, 2, 5, 19, 64]),
     chunk=st.sampled_from([None, None, 1, 3, 20]),
-    softcap=st.sampled_from([None, None, 0.5, 30.0]),
     has_sinks=st.booleans(),
-    at_once=st.sampled_from([1, 300, 2**26]),
     slots_per_call=st.sampled_from([NEVER_PAD, 16, 64, ALWAYS_PAD]),
 )
 def test_packed_attention_equals_each_segment_alone_in_values_and_gradients(
@@ -80,9 +73,7 @@ def test_packed_attention_equals_each_segment_alone_in_values_and_gradients(
     key_heads: int,
     window: int | None,
     chunk: int | None,
-    softcap: float | None,
     has_sinks: bool,
-    at_once: int,
     slots_per_call: int,
 ) -> None:
     inputs = projections(sum(lengths), key_heads)
@@ -91,22 +82,20 @@ def test_packed_attention_equals_each_segment_alone_in_values_and_gradients(
     if chunk is not None:
         layer.config = SimpleNamespace(layer_types=["chunked_attention"], attention_chunk_size=chunk)
         layer.layer_idx = 0
-    with mock.patch.multiple(segment_attention_module, _SCORES_AT_ONCE=at_once, _SCORES_KEPT=at_once):
-        output, _ = segment_attention(
-            layer,
-            *inputs,
-            None,
-            scaling=0.3,
-            sliding_window=window,
-            softcap=softcap,
-            s_aux=sinks,
-            segment_plan=plan(lengths, slots_per_call),
-        )
-        expected = one_by_one(*inputs, lengths, Scores(0.3, softcap, sinks, window, chunk))
-        torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-12)
-        direction = torch.randn_like(expected)
-        taken = [*inputs, *([] if sinks is None else [sinks])]
-        got = torch.autograd.grad(output, taken, direction)
+    output, _ = segment_attention(
+        layer,
+        *inputs,
+        None,
+        scaling=0.3,
+        sliding_window=window,
+        s_aux=sinks,
+        segment_plan=plan(lengths, slots_per_call),
+    )
+    expected = one_by_one(*inputs, lengths, Scores(0.3, sinks, window, chunk))
+    torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-12)
+    direction = torch.randn_like(expected)
+    taken = [*inputs, *([] if sinks is None else [sinks])]
+    got = torch.autograd.grad(output, taken, direction)
     wanted = torch.autograd.grad(expected, taken, direction)
     for one, other in zip(got, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
@@ -118,17 +107,13 @@ def test_packed_attention_equals_each_segment_alone_in_values_and_gradients(
         Scores(window=8),
         Scores(chunk=8),
         Scores(window=8, sinks=SINKS),
-        Scores(softcap=30.0),
-        Scores(softcap=30.0, window=8),
     ],
-    ids=["window", "chunk", "window and sinks", "softcap", "softcap and window"],
+    ids=["window", "chunk", "window and sinks"],
 )
 def test_nothing_that_grows_with_the_square_of_a_segment_is_kept_for_the_backward_pass(
     scores: Scores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     length = 512
-    monkeypatch.setattr(segment_attention_module, "_SCORES_AT_ONCE", 2**12)
-    monkeypatch.setattr(segment_attention_module, "_SCORES_KEPT", 2**12)
     kept: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
@@ -161,15 +146,6 @@ def test_buckets_cover_the_stream_in_order(lengths: list[int], slots_per_call: i
     assert all(one.length <= other.length for one, other in pairwise(made.buckets))
 
 
-def test_equal_lengths_are_one_attention_call_without_copies() -> None:
-    (bucket,) = plan([7, 7, 7], NEVER_PAD).buckets
-    assert (bucket.count, bucket.length, bucket.slots) == (3, 7, None)
-
-
-def test_short_segments_share_a_call_and_long_ones_get_their_own() -> None:
-    assert [bucket.count for bucket in plan([2, 3, 4, 500, 900], 32).buckets] == [3, 1, 1]
-
-
 def test_dropout_drops_attention_at_the_given_rate() -> None:
     query, key, _ = projections(400, HEADS, torch.float32)
     torch.manual_seed(0)
@@ -179,13 +155,6 @@ def test_dropout_drops_attention_at_the_given_rate() -> None:
     # Rows of softmax sum to 1; after dropout they still do on average.
     assert 0.9 < output.mean().item() < 1.1
     assert output.std().item() > 0.05
-
-
-def test_autocast_reaches_the_kernel() -> None:
-    inputs = projections(12, 2, torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        output, _ = segment_attention(nn.Module(), *inputs, None, segment_plan=plan([5, 7], NEVER_PAD))
-    assert output.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(
@@ -204,9 +173,3 @@ def test_attention_that_is_not_computed_is_refused(kwargs: dict[str, Any], messa
 def test_a_model_that_drops_keyword_arguments_is_refused() -> None:
     with pytest.raises(ModelError, match="does not hand the model's keyword arguments"):
         segment_attention(nn.Module(), *projections(4, 4), None)
-
-
-def test_plain_causal_attention_of_one_segment_is_sdpa() -> None:
-    inputs = projections(9, HEADS)
-    output, _ = segment_attention(nn.Module(), *inputs, None, segment_plan=plan([9], 0))
-    assert torch.equal(output, F.scaled_dot_product_attention(*inputs, is_causal=True).transpose(1, 2))

@@ -115,12 +115,10 @@ def test_a_broken_file_is_named_with_what_to_do(folder: Path, spoil: Break, mess
         check_weight_files(ModelConfig(path=str(folder)))
 
 
-@pytest.mark.parametrize("dtype", ["F8_E4M3", "F4"])
-def test_a_dtype_that_cannot_be_trained_is_named(dtype: str, tmp_path: Path) -> None:
-    size = {"F8_E4M3": 16, "F4": 8}[dtype]
-    (tmp_path / WEIGHTS).write_bytes(safetensors({"a": tensor(dtype, [16], 0, size)}, bytes(size)))
+def test_a_dtype_that_cannot_be_trained_is_named(tmp_path: Path) -> None:
+    (tmp_path / WEIGHTS).write_bytes(safetensors({"a": tensor("F8_E4M3", [16], 0, 16)}, bytes(16)))
     for ask in (lambda: layout_of(tmp_path / WEIGHTS), lambda: stored_dtype(ModelConfig(path=str(tmp_path)))):
-        with pytest.raises(ModelError, match=rf"holds a as {dtype}.*BF16"):
+        with pytest.raises(ModelError, match=r"holds a as F8_E4M3.*BF16"):
             ask()
 
 
@@ -145,10 +143,6 @@ def test_weights_that_the_files_lack_are_no_random_ones(folder: Path) -> None:
     change_config(folder, num_hidden_layers=3, layer_types=["full_attention"] * 3)
     with pytest.raises(ModelError, match=r"lack 11 weights .* stay random: model\.layers\.2\.input_layernorm\.weight"):
         load(folder)
-
-
-def test_tied_output_layers_lack_nothing(tmp_path: Path) -> None:
-    assert "lm_head.weight" not in assert_loads(write_tiny_model(tmp_path / "tied", tie_word_embeddings=True))
 
 
 def test_weights_without_a_place_are_told_and_left_out(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -252,14 +246,6 @@ def test_a_pickle_is_not_opened_and_how_to_convert_it_is_said(name: str, tmp_pat
     for ask in (lambda: check_weight_files(ModelConfig(path=str(folder))), lambda: load(folder)):
         with pytest.raises(ModelError, match=rf"{name} is a pickle.*python -c"):
             ask()
-    assert not ran.exists()
-
-
-def test_pickles_beside_safetensors_files_are_left_alone(tmp_path: Path) -> None:
-    folder, ran = write_tiny_model(tmp_path / "model"), tmp_path / "ran"
-    for name in ("pytorch_model.bin", "training_args.bin", "optimizer.pt", "scheduler.pt", "adapter_model.bin"):
-        (folder / name).write_bytes(pickle.dumps(Trap(str(ran))))
-    load(folder)
     assert not ran.exists()
 
 

@@ -56,15 +56,6 @@ def test_groups_convert_to_what_the_whole_model_converts_to(tmp_path: Path, chan
     assert sorted(source for group in named.groups for source in group.sources) == sorted(own)
 
 
-def test_a_model_without_memory_has_the_groups_of_the_real_one(tmp_path: Path) -> None:
-    folder = write_model_folder(tmp_path, **MIXTURE)
-    real, empty = NamedWeights(built(folder), adapted=False), NamedWeights(without_memory(folder), adapted=False)
-    assert [group.parts for group in empty.groups] == [group.parts for group in real.groups]
-    gathered = {name: tensor.clone() for name, tensor in real.tensors.items()}
-    weights = {name: t for group in empty.groups for name, t in empty.weights_of(group, gathered).items()}
-    assert equal(weights, dict(real))
-
-
 def test_only_what_is_converted_together_leaves_together(tmp_path: Path) -> None:
     named = NamedWeights(built(write_model_folder(tmp_path, **MIXTURE)), adapted=False)
     together = [group for group in named.groups if len(group.parts) > 1]

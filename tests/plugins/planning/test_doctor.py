@@ -11,8 +11,8 @@ import pytest
 from spurline.cli import main
 from spurline.config.loading import load_config
 from spurline.protocols.ranks import RankRequest
-from spurline_models.finding import Finding
 from spurline_models.local.configs import LocalBackendConfig
+from spurline_models.machine import Finding
 from spurline_planning import doctor
 
 

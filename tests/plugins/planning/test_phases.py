@@ -9,7 +9,7 @@ from backend_batches import run_config, write_model_folder
 
 from spurline.config.run_config import RunConfig
 from spurline_async_rl.engines.configs import ChildProcessEngineConfig, PoolConfig, VllmEngineConfig
-from spurline_models.rollout_load import ColocatedEngine
+from spurline_models.backend_config import ColocatedEngine
 from spurline_planning.fit import Load, phase_lines
 
 GIB = 1 << 30

@@ -47,8 +47,6 @@ def draw_adapters(adapted: PreTrainedModel, seed: int, device: torch.device) -> 
         adapted.get_submodule(path).register_parameter(leaf, Parameter(shard))
 
 
-
-
 def _places(adapted: PreTrainedModel) -> dict[str, tuple[nn.Module, str]]:
     """Return the module that holds each parameter or buffer and its name there, by the name without adapters."""
     places: dict[str, tuple[nn.Module, str]] = {}

@@ -12,7 +12,7 @@ from spurline.config.run_config import RunConfig
 from spurline.errors import UserError
 from spurline_fsdp_backend.memory import sent_bytes
 from spurline_fsdp_backend.mesh import EXPERT, EXPERT_SHARD, REPLICA, SHARD, make_meshes
-from spurline_models.finding import Finding
+from spurline_models.machine import Finding
 from spurline_ranks.doctor import ALL_TO_ALL, REDUCE, DoctorRank, Exchange, Group, examine
 from spurline_ranks.group import Place
 

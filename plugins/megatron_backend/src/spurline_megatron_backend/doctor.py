@@ -16,7 +16,7 @@ import torch.distributed as dist
 from spurline.config.run_config import RunConfig
 from spurline_megatron_backend.configs import INSTALL_CORE, has_megatron_core
 from spurline_megatron_backend.grid import Grid, Place
-from spurline_models.finding import Finding
+from spurline_models.machine import Finding
 from spurline_ranks.doctor import ALL_TO_ALL, NEXT, REDUCE, DoctorRank, Group, examine
 from spurline_ranks.group import Place as RankPlace
 

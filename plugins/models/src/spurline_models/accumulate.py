@@ -1,8 +1,4 @@
-"""Run a model over the micro-batches of a step: gradients, held-out sums or logprobs, the same for every backend.
-
-Place on the way: token streams -> logprobs -> token losses -> gradients, and sums of losses and metrics. Who cuts rows
-into streams, clips and steps is the backend's work.
-"""
+"""Run a model over the micro-batches of a step: gradients, held-out sums or logprobs, the same for every backend."""
 
 from __future__ import annotations
 
@@ -13,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from spurline.data.batch import TrainingBatch
@@ -20,13 +17,13 @@ from spurline.protocols.backend import LossSums, Role
 from spurline.protocols.loss import Objective
 from spurline_models.dealing import Rows
 from spurline_models.device_profile import DeviceProfile
-from spurline_models.experts.expert_loads import ExpertLoads, LayerLoad, Loads
+from spurline_models.experts.expert_loads import ExpertLoads, Loads
 from spurline_models.experts.router_balance import BalanceLoss
 from spurline_models.streams.stream_model import StreamModel, evaluation_mode
 from spurline_models.streams.token_stream import TokenStream
 
 Streams = Iterable[tuple[Rows, TokenStream]]
-"""Micro-batches: rows of the mini-batch, and those laid out. The model runs on idle streams too, since other ranks wait
+"""Micro-batches: rows of the mini-batch, and their stream. The model runs on idle streams too, since other ranks wait
 for it there; the loss is not called on them."""
 
 
@@ -66,7 +63,7 @@ def _objective_of(
     sums: StepSums,
     balance: BalanceLoss | None,
 ) -> Tensor:
-    """Return what one micro-batch adds to the objective, differentiable."""
+    """Return one micro-batch's part of the objective, differentiable."""
     loss = objective.loss
     with nullcontext() if balance is None or stream.is_idle else model.balancing(stream) as routed:
         inputs = model.loss_inputs(stream, loss.needs, objective.temperature)
@@ -83,7 +80,7 @@ def _objective_of(
 
 
 def evaluation_sums(model: StreamModel, streams: Streams, objective: Objective, profile: DeviceProfile) -> SumsPart:
-    """Return sums in evaluation mode, without gradients; the normalizer is not applied."""
+    """Return sums in evaluation mode, without gradients and the normalizer."""
     sums = StepSums()
     loss = objective.loss
     with evaluation_mode(model.causal), profile.computing():
@@ -113,7 +110,7 @@ def logprobs_of(
 
 
 _EXTREMES = {"max": (torch.maximum, np.maximum), "min": (torch.minimum, np.minimum)}
-"""Functions that join two values of a metric that is not a mean, as tensors and as numbers, by the end of its name."""
+"""Functions that join two values of a metric named `/max` or `/min`, as tensors and as numbers."""
 
 
 @dataclass(frozen=True)
@@ -127,8 +124,8 @@ class SumsPart:
         broken_rows: Rows of the micro-batches whose loss is not finite.
         sums: Sums of weight * value of the loss's metrics.
         extremes: Values of the metrics named `/max` and `/min`.
-        balance: Sum over sequences of the balance of routers, where it is trained.
-        expert_loads: Loads of this rank's experts; `load_metrics` joins them, since ranks count those without loss too.
+        balance: Sum over sequences of the balance of routers, if it is trained.
+        expert_loads: Loads of this rank's experts, which `load_metrics` joins.
     """
 
     loss: float = 0.0
@@ -138,44 +135,46 @@ class SumsPart:
     sums: Mapping[str, float] = field(default_factory=dict[str, float])
     extremes: Mapping[str, float] = field(default_factory=dict[str, float])
     balance: float | None = None
-    expert_loads: Loads = field(default_factory=dict[int, LayerLoad])
+    expert_loads: Loads = field(default_factory=dict[int, NDArray[np.int64]])
 
     @classmethod
     def join(cls, parts: Iterable[SumsPart]) -> SumsPart:
-        """Join the sums of all ranks, which must come in the same order each time: rounding depends on it."""
-        loss, weight, tokens = 0.0, 0.0, 0
-        balance: float | None = None
-        broken: list[int] = []
+        """Join the sums of all ranks, always in the same order: rounding depends on it."""
+        parts = list(parts)
         sums: dict[str, float] = {}
         extremes: dict[str, float] = {}
         for part in parts:
-            loss, weight, tokens = loss + part.loss, weight + part.weight, tokens + part.tokens
-            if part.balance is not None:
-                balance = (balance or 0.0) + part.balance
-            broken.extend(part.broken_rows)
             for name, value in part.sums.items():
                 sums[name] = sums.get(name, 0.0) + value
             for name, value in part.extremes.items():
                 join = _EXTREMES[name.rpartition("/")[2]][1]
                 extremes[name] = float(join(extremes[name], value)) if name in extremes else value
-        return cls(loss, weight, tokens, tuple(broken), sums, extremes, balance)
+        balances = [part.balance for part in parts if part.balance is not None]
+        return cls(
+            loss=sum(part.loss for part in parts),
+            weight=sum(part.weight for part in parts),
+            tokens=sum(part.tokens for part in parts),
+            broken_rows=tuple(row for part in parts for row in part.broken_rows),
+            sums=sums,
+            extremes=extremes,
+            balance=sum(balances) if balances else None,
+        )
 
     def metrics(self) -> dict[str, float]:
-        """Return the loss's own metrics: weighted means, and extremes of those named `/max` or `/min`."""
+        """Return the loss's own metrics: weighted means, and extremes."""
         means = {name: value / self.weight for name, value in self.sums.items() if self.weight != 0}
         return {**means, **self.extremes}
 
     def balance_metrics(self, num_sequences: int) -> dict[str, float]:
-        """Return `moe/aux_loss`, the mean balance of sequences, 1 where experts get equally much; {} if not trained."""
+        """Return `moe/aux_loss`, the mean balance of sequences, 1 if experts get equally much; {} if not trained."""
         return {} if self.balance is None else {"moe/aux_loss": self.balance / num_sequences}
 
     def as_loss_sums(self) -> LossSums:
-        """Return the sums as a backend's `evaluate` does."""
         return LossSums(self.loss, self.weight, self.tokens, self.sums)
 
 
 class StepSums:
-    """Weighted sums over micro-batches, kept on the device until `fetch`; one transfer per step, not one per number."""
+    """Weighted sums over micro-batches, kept on the device until `fetch`, which is one transfer per step."""
 
     def __init__(self, expert_loads: ExpertLoads | None = None) -> None:
         self._expert_loads = expert_loads or ExpertLoads()
@@ -186,7 +185,7 @@ class StepSums:
         self._extremes: dict[str, Tensor] = {}
 
     def add(self, rows: Rows, stream: TokenStream, loss: Tensor, metrics: Mapping[str, Tensor]) -> Tensor:
-        """Take in a micro-batch, and return its differentiable sum of weight * loss."""
+        """Add a micro-batch, and return its differentiable sum of weight * loss."""
         total = torch.dot(stream.weights, loss.to(stream.weights.dtype))
         self._tokens += stream.num_loss_tokens
         self._losses_by_rows.append((rows, total.detach()))
@@ -197,7 +196,7 @@ class StepSums:
         return total
 
     def add_balance(self, balance: Tensor) -> Tensor:
-        """Take in the balance of a micro-batch's sequences, and return it."""
+        """Add the balance of a micro-batch's sequences, and return it."""
         _add(self._totals, "balance", balance.detach())
         return balance
 
@@ -241,11 +240,10 @@ def describe_failure(role: Role, step: int, batch: TrainingBatch, sums: SumsPart
     rows = np.asarray(sums.broken_rows, np.int64) if sums.broken_rows else np.arange(batch.num_rows)
     uids = list(dict.fromkeys(batch.segments["uid"].take(rows).values.tolist()))
     shown = ", ".join(str(uid) for uid in uids[:8]) + (f" and {len(uids) - 8} more" if len(uids) > 8 else "")
-    whose, rate, warmup = ("", "optimizer.learning_rate", "schedule.warmup_steps")
+    whose, fix = "", "Lower optimizer.learning_rate or lengthen schedule.warmup_steps"
     if role == "critic":
-        whose, rate, warmup = (" of the critic", "critic.optimizer.learning_rate", "critic.warmup_steps")
+        whose, fix = " of the critic", "Lower critic.optimizer.learning_rate or lengthen critic.warmup_steps"
     return (
-        f"Optimizer step {step}{whose}: loss is {loss}, gradient norm is {grad_norm}; the weights are unchanged. "
-        f"Samples: {shown}. Lower {rate} or lengthen {warmup} if the loss had been rising; "
-        "otherwise look at these samples."
+        f"Optimizer step {step}{whose}: loss is {loss}, gradient norm is {grad_norm}; the weights are "
+        f"unchanged. Samples: {shown}. {fix} if the loss had been rising; otherwise look at these samples."
     )

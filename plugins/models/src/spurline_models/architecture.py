@@ -1,7 +1,4 @@
-"""Read the architecture of a model, with the run's overrides, and build a model of it without memory.
-
-Overrides that do not fit are refused here, before torch meets them in the middle of a forward.
-"""
+"""Read the architecture of a model, with the run's overrides, and build a model of it without memory."""
 
 from __future__ import annotations
 
@@ -35,10 +32,8 @@ LOADING_ERRORS = (
 """Errors of transformers for folders, names and architectures that it cannot use."""
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Names that models have for the number of experts of a layer."""
 
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts")
-"""Names that models have for the number of experts that a token of a layer gets."""
 
 
 def has_experts(config: PretrainedConfig) -> bool:
@@ -47,12 +42,12 @@ def has_experts(config: PretrainedConfig) -> bool:
 
 
 def num_experts(config: PretrainedConfig) -> int | None:
-    """Return the experts of a layer of a text model; None if it has none, or different numbers in its layers."""
+    """Return the experts of a layer of a text model; None if there are none, or layers differ."""
     return _count(config, _EXPERT_COUNTS)
 
 
 def experts_per_token(config: PretrainedConfig) -> int | None:
-    """Return the experts that a token of a layer gets; None as for `num_experts`."""
+    """Return the experts that a token of a layer gets; None as in `num_experts`."""
     return _count(config, _EXPERTS_PER_TOKEN)
 
 
@@ -76,7 +71,6 @@ def load_model_config(model: ModelConfig) -> PretrainedConfig:
         config._attn_implementation = config._experts_implementation = None
     for name, value in model.config_overrides.items():
         _override(config, name, value)
-    _check_consistent(config, model)
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(
             f"model.path: {model.path} is quantized, and quantized weights cannot be trained. "
@@ -88,16 +82,7 @@ def load_model_config(model: ModelConfig) -> PretrainedConfig:
 def build_without_memory(
     config: PretrainedConfig, model: ModelConfig, dtype: torch.dtype | None = None
 ) -> PreTrainedModel:
-    """Build the model on the meta device: shapes without storage.
-
-    Args:
-        config: Its architecture.
-        model: Where that comes from.
-        dtype: Dtype of its weights; the config's own by default.
-
-    Raises:
-        ModelError: If no model can be built.
-    """
+    """Build the model on the meta device: shapes without storage, in `dtype` or the config's own. Raises ModelError."""
     options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     try:
         with torch.device("meta"):
@@ -119,7 +104,7 @@ def find_decoder(causal: PreTrainedModel) -> nn.Module:
     decoder = causal.get_decoder()
     if decoder is not causal and isinstance(decoder, PreTrainedModel):
         return decoder
-    # transformers looks for it by names, which not every model has, or has for something else.
+    # transformers looks for a decoder by names, which some models lack or use for something else.
     inner = [module for module in causal.children() if isinstance(module, PreTrainedModel)]
     if len(inner) != 1:
         raise ModelError(f"{type(causal).__name__} has no part that is a decoder. Choose a causal language model.")
@@ -127,10 +112,10 @@ def find_decoder(causal: PreTrainedModel) -> nn.Module:
 
 
 def vocabulary_size(causal: PreTrainedModel) -> int:
-    """Return how many tokens the model knows; models may round the tokenizer's vocabulary up."""
+    """Return how many tokens the model knows, which may be more than the tokenizer has."""
     weight = causal.get_input_embeddings().weight
     assert isinstance(weight, Tensor)
-    # Some embeddings have further rows, of prompts that are no tokens (CPM-Ant).
+    # Some embeddings have further rows for prompts, which are no tokens (CPM-Ant).
     named = getattr(causal.config.get_text_config(), "vocab_size", None)
     return min(weight.shape[0], named) if isinstance(named, int) else weight.shape[0]
 
@@ -141,19 +126,16 @@ def _cannot_build(config: PretrainedConfig, model: ModelConfig, error: Exception
         text = config.get_text_config()
         if text is config:
             return f"model.path: {model.path} ({kind}) is not a causal language model. Choose a text model."
-        seeing = f"model.path: {model.path} ({kind}) also sees or hears, and transformers has no causal language model"
+        fix = "Choose a text model."
         if text.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-            return (
-                f"{seeing} of it. Its text part is of type {text.model_type}, which has one: save it by itself, as "
-                "docs/models.md shows (Models that also see or hear), and train that folder."
+            fix = (
+                f"Its text part ({text.model_type}) has one: save it by itself, as docs/models.md shows (Models that "
+                "also see or hear), and train that folder."
             )
-        return f"{seeing} of it, nor of its text part ({text.model_type}). Choose a text model."
+        return f"model.path: {model.path} ({kind}) also sees or hears, and has no causal language model. {fix}"
     reason = f"{type(error).__name__}: {error}".splitlines()[0]
     if model.config_overrides:
-        return (
-            f"model.config_overrides: no {kind.removesuffix('Config')} model can be built with "
-            f"{model.config_overrides} ({reason}). Remove them one by one to see which does not fit."
-        )
+        return f"model.config_overrides: no model can be built with {model.config_overrides} ({reason})."
     return f"model.path: no model can be built from the config of {model.path} ({reason}). Mend its config.json."
 
 
@@ -161,8 +143,7 @@ def _override(config: PretrainedConfig, name: str, value: Any) -> None:
     known = {*config.to_dict(), *config.attribute_map}
     if name not in known and (not hasattr(config, name) or callable(getattr(config, name))):
         raise ModelError(
-            f"model.config_overrides: '{name}' is not a field of {type(config).__name__}."
-            f"{suggestion(name, known)}\n"
+            f"model.config_overrides: '{name}' is not a field of {type(config).__name__}.{suggestion(name, known)}\n"
             f"Fields: {listing(known)}."
         )
     before = getattr(config, name, None)
@@ -175,25 +156,3 @@ def _override(config: PretrainedConfig, name: str, value: Any) -> None:
             f"model.config_overrides.{name} is {value!r}, which does not fit: {reason}. The model itself has "
             f"{before!r}."
         ) from None
-
-
-def _check_consistent(config: PretrainedConfig, model: ModelConfig) -> None:
-    """Refuse fields that contradict each other, which transformers finds while it builds or computes, or not at all."""
-    text = config.get_text_config()
-    place = "model.config_overrides" if model.config_overrides else f"model.path: the config of {model.path}"
-    layers, kinds = getattr(text, "num_hidden_layers", None), getattr(text, "layer_types", None)
-    if isinstance(layers, int) and isinstance(kinds, list):
-        # A model cut to its first layers is usual, and takes the first kinds.
-        is_cut = "num_hidden_layers" in model.config_overrides and "layer_types" not in model.config_overrides
-        if len(kinds) < layers or (len(kinds) > layers and not is_cut):
-            raise ModelError(
-                f"{place}: layer_types has {len(kinds)} entries, and num_hidden_layers is {layers}. Set both to fit "
-                "each other."
-            )
-    divided = [("num_attention_heads", "num_key_value_heads")]
-    if not getattr(text, "head_dim", None):
-        divided.append(("hidden_size", "num_attention_heads"))
-    for whole, part in divided:
-        size, divisor = getattr(text, whole, None), getattr(text, part, None)
-        if isinstance(size, int) and isinstance(divisor, int) and (divisor <= 0 or size % divisor):
-            raise ModelError(f"{place}: {part} is {divisor}, which does not divide {whole}: {size}. Change one.")

@@ -1,14 +1,11 @@
-"""Base of the settings of backends that train Hugging Face models, and the adapters that a run trains.
-
-Imports no torch: what looks at a model is found by name, as factories are.
-"""
+"""Base of the settings of backends that train Hugging Face models. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from spurline.config.loading import LoadedConfig
 from spurline.config.run_config import RunConfig
@@ -26,9 +23,9 @@ class MemoryEstimate:
     """Bytes that training takes, as `spurline plan` shows them.
 
     Attributes:
-        kept: Bytes on the fullest device that stay from step to step, by part.
+        kept: Bytes by part on the fullest device that stay from step to step.
         moments: Bytes by part that come and go. Parts of one moment are there together, and moments take turns.
-        host: Bytes in the memory of the fullest machine that stand for what is kept off its devices.
+        host: Bytes in the memory of the fullest machine for what is kept off its devices.
     """
 
     kept: Mapping[str, int]
@@ -37,12 +34,10 @@ class MemoryEstimate:
 
     @property
     def peak(self) -> int:
-        """The bytes on the device at the fullest moment."""
         return sum(self.kept.values()) + max((sum(moment.values()) for moment in self.moments), default=0)
 
     @property
     def parts(self) -> dict[str, int]:
-        """All parts, by name, whether they are there together or not."""
         return {**self.kept, **{name: size for moment in self.moments for name, size in moment.items()}}
 
     @property
@@ -53,14 +48,64 @@ class MemoryEstimate:
         return stays | ({"critic": self.kept["weights"]} if "critic" in self.kept else {})
 
 
+@dataclass(frozen=True)
+class LargestUpdate:
+    """The largest optimizer step: the tokens of its longest row, and of all its rows."""
+
+    row_length: int
+    tokens: int
+
+
+class ColocatedSettings(Protocol):
+    """Settings of an engine that takes turns with the backend on its devices."""
+
+    takes_less: ClassVar[str]
+    """Sentences on the settings that leave a trainer more of the device."""
+
+    @property
+    def offloads_trainer(self) -> bool:
+        """True if the trainer's weights leave the device while the engine generates."""
+        ...
+
+    def colocated_memory(
+        self, run: RunConfig, responses: int, length: int, device_bytes: int
+    ) -> Mapping[Literal["weights", "cache"], int]:
+        """Return the bytes that the engine needs on the fullest device; {} if they are not known.
+
+        Args:
+            run: The run that it generates for.
+            responses: Responses that it writes together.
+            length: Tokens of each, prompt included.
+            device_bytes: Memory of the device.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class ColocatedEngine:
+    """An engine that takes turns with the backend on its devices, and its work.
+
+    Attributes:
+        config: Its settings.
+        responses: Responses that it writes together.
+        length: Tokens of each, prompt included.
+        bucket_bytes: Bytes of the weights that are on their way at a time.
+    """
+
+    config: ColocatedSettings
+    responses: int
+    length: int
+    bucket_bytes: int
+
+
 class ModelBackendConfig(BackendConfig):
     """A backend that trains a model of Hugging Face transformers, or adapters on it.
 
-    Besides what a run asks, it answers what `spurline plan` asks (`spurline_planning.protocols`).
+    It also answers what `spurline plan` asks (`spurline_planning.protocols`).
     """
 
     beyond: ClassVar[str] = ""
-    """A sentence on what to do with a model that its settings cannot make fit."""
+    """A sentence on what to do with a model that no setting makes fit."""
 
     @property
     def facts(self) -> BackendFacts:
@@ -73,7 +118,7 @@ class ModelBackendConfig(BackendConfig):
 
     @property
     def adapters(self) -> LoraConfig | None:
-        """Settings of the adapters that are trained instead of all weights, its section `lora`; None for none."""
+        """Settings of the adapters that are trained instead of all weights, if there are any."""
         return None
 
     def check_trainable(self, run: RunConfig) -> None:
@@ -102,28 +147,25 @@ class ModelBackendConfig(BackendConfig):
         return None
 
     def device_bytes(self) -> int | None:
-        """Return the memory of the smallest device that it would train on here; None if that is not known."""
+        """Return the memory of the smallest device that it would train on here, if that is known."""
         return None
 
     def savings(self, run: RunConfig, row_length: int, tokens: int) -> Iterable[Mapping[str, Any]]:
         """Return changes of this section that need less memory, in the order in which a plan tries them.
 
-        Each is tried on top of those before, so the cheapest in time comes first. A key names a setting, such as
-        `compile`, or one of a section in this one, such as `lora.base_dtype`.
+        Each is tried on top of those before. A key names a setting, such as `compile` or `lora.base_dtype`.
         """
         return ()
 
 
 @runtime_checkable
 class HasAdapters(Protocol):
-    """A backend's settings with a section for adapters."""
-
     @property
     def adapters(self) -> LoraConfig | None: ...
 
 
 def adapters_of(run: RunConfig) -> LoraConfig | None:
-    """Settings of the adapters that this run trains instead of all weights; None where its backend trains none."""
+    """Return the adapters that this run trains instead of all weights, if its backend trains any."""
     return run.backend.adapters if isinstance(run.backend, HasAdapters) else None
 
 

@@ -1,7 +1,4 @@
-"""Replace what computes single layers of a model, as a backend's settings `kernels` and `fp8` ask.
-
-The model's own code stays within reach: the probe compares with it.
-"""
+"""Replace the computation of single layers, as a backend's settings `kernels` and `fp8` ask."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Deal the rows of a mini-batch to data-parallel ranks and their micro-batches, and bring what they compute back.
+"""Deal the rows of a mini-batch to data-parallel ranks and their micro-batches, and collect what they compute.
 
-Place on the way: mini-batch -> `Dealing` in the process that directs the ranks -> one `RankShare` each, sent as plain
-arrays -> values per rank -> values per row. Every rank gets the same number of micro-batches, so that all make the same
-collectives; a rank with nothing to do in one runs an idle stream.
+The process that directs the ranks sends each a `RankShare` as plain arrays. Every rank gets the same number of micro-
+batches, so that all make the same collectives; a rank without rows in one runs an idle stream.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ class RankShare:
     """The share of a mini-batch that one rank gets.
 
     Attributes:
-        batch: The rank's rows, with the columns that it reads and the lengths of segments alone.
+        batch: The rank's rows, with the columns that it reads and the lengths of segments.
         rows: Numbers of these rows in the mini-batch.
-        microbatches: Rows of `batch` for each micro-batch, none where the rank is idle; shares have equally many.
+        microbatches: Rows of `batch` for each micro-batch, none where the rank is idle; all shares have equally many.
         num_sequences: Sequences with loss in the whole mini-batch, over all ranks.
     """
 
@@ -67,12 +66,7 @@ class RankShare:
 
 @dataclass(frozen=True)
 class Dealing:
-    """A mini-batch dealt to ranks.
-
-    Attributes:
-        shares: One share per rank.
-        costs: float64 [ranks, micro-batches], the estimated cost of each, 0 where a rank is idle.
-    """
+    """A mini-batch dealt to ranks: a share for each, and costs [ranks, micro-batches], 0 where a rank is idle."""
 
     shares: tuple[RankShare, ...]
     costs: NDArray[np.float64]
@@ -88,7 +82,7 @@ class Dealing:
 
     @property
     def time_over_ideal(self) -> float:
-        """Time of the step over that with all ranks always busy, as ranks meet in every micro-batch; 1 is ideal."""
+        """Estimated time of the step over the time with all ranks always busy; ranks meet in every micro-batch."""
         ideal = float(self.costs.sum()) / len(self.shares)
         return float(self.costs.max(axis=0).sum()) / ideal if ideal else 1.0
 
@@ -111,15 +105,14 @@ def deal(
 ) -> Dealing:
     """Deal the real rows to ranks so that all take about equally long, rows of one unit together.
 
-    Units go from the costliest to the cheapest, each to the least loaded rank, and in the same way to that rank's
-    micro-batches. Equal batches are dealt equally.
+    Units go from the costliest to the cheapest, each to the least loaded rank and micro-batch.
 
     Args:
         batch: The mini-batch.
         num_ranks: Number of data-parallel ranks.
         columns: Token columns that ranks read besides those of every batch.
         max_tokens: Tokens of a micro-batch, padding not counted; a larger unit goes alone. If None, all rows are one.
-        hidden: Width of the model, which says how much attention costs beside the matrices.
+        hidden: Width of the model, which weighs matrices against attention.
     """
     units = _Units.of(batch, hidden)
     costliest_first = sorted(range(len(units.costs)), key=lambda unit: -units.costs[unit])
@@ -148,7 +141,7 @@ class _Units:
         ids, unit_of_row, sizes = np.unique(batch.unit_ids.numpy()[rows], return_inverse=True, return_counts=True)
         unit_of_segment = np.repeat(unit_of_row, lengths.counts())
         length = lengths.values.astype(np.float64)
-        # Matrices take 12 h multiplications for a token of each layer, in units of h; attention takes its length.
+        # In units of h, a layer's matrices take 12 h multiplications per token, and attention takes its length.
         costs = np.bincount(unit_of_segment, 12 * hidden * length + length**2, minlength=len(ids))
         tokens = np.bincount(unit_of_segment, length, minlength=len(ids)).astype(np.int64)
         by_unit = np.split(rows[np.argsort(unit_of_row, kind="stable")], np.cumsum(sizes)[:-1]) if len(ids) else []
@@ -162,7 +155,7 @@ class _Units:
 
 
 def _microbatches(dealt: Sequence[Sequence[int]], units: _Units, limit: float) -> list[list[list[int]]]:
-    """Return the units of each micro-batch of each rank, equally many for all: the rank that needs most decides."""
+    """Return the units of each micro-batch of each rank, equally many for all: as many as the neediest rank needs."""
     if not units.costs:
         return [[] for _ in dealt]
     count = max(1, *(_fewest(mine, units, limit) for mine in dealt))
@@ -183,9 +176,9 @@ def _fewest(chosen: Sequence[int], units: _Units, limit: float) -> int:
 
 
 def _spread(chosen: Sequence[int], units: _Units, count: int, limit: float) -> list[list[int]] | None:
-    """Spread the chosen units, which come from the costliest on, over `count` bins of about equal cost.
+    """Spread the chosen units, the costliest first, over `count` bins of about equal cost.
 
-    Returns None if some unit fits into no bin within the limit of tokens; in an empty bin every unit fits.
+    Returns None if some unit fits into no bin within the limit of tokens; an empty bin takes every unit.
     """
     bins: list[list[int]] = [[] for _ in range(count)]
     filled = [0] * count

@@ -1,8 +1,6 @@
 """The one place where a model's computation branches on CPU versus CUDA and on fp32, bf16 and fp64.
 
-Everything else asks the profile: which dtype weights have, under which context the model runs, how a host tensor gets
-to the device. It holds no model. The random generators that training draws from, those of the devices among them, are
-seeded together here and saved without pickle.
+The random generators that training draws from are seeded together here and saved without pickle.
 """
 
 from __future__ import annotations
@@ -23,8 +21,7 @@ from torch.overrides import TorchFunctionMode
 from spurline.errors import ConfigError
 from spurline_models.machine import memory_bytes
 
-# Padded slots that cost as much as one more attention call, measured: on a CPU core only segments of a few tokens are
-# worth padding; on a GPU (fp32, or half precision without the varlen kernel) a call is a dozen kernel launches.
+# Padded slots that cost as much as one more attention call, or pass of a decoder, measured.
 _SLOTS_PER_CALL = {"cpu": 32, "cuda": 1024}
 _SLOTS_PER_PASS = {"cpu": 256, "cuda": 8192}
 
@@ -58,7 +55,7 @@ class DeviceProfile:
         return self.computing_exactly()
 
     def computing_exactly(self) -> AbstractContextManager[object]:
-        """Return the same context in the dtype of the weights, without autocast."""
+        """Return the context of a forward pass in the dtype of the weights, without autocast."""
         return KeepDouble() if self.weight_dtype == torch.float64 else nullcontext()
 
     def checkpoint_options(self) -> dict[str, Any]:
@@ -84,11 +81,11 @@ class DeviceProfile:
         return self.device.type == "cuda"
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return host memory for what goes to the device and back, pinned for a GPU, with any values."""
+        """Return host memory with any values, pinned for a GPU."""
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=self.pins_memory)
 
     def fetch(self, tensor: Tensor, place: torch.device) -> Tensor:
-        """Return a tensor of the device in this place, itself if it is there. Waits for what goes to the host."""
+        """Return a tensor of the device in this place, itself if it is there. Waits for copies to the host."""
         if tensor.device == place:
             return tensor
         return self.pinned(tensor.shape, tensor.dtype).copy_(tensor)
@@ -100,11 +97,10 @@ class DeviceProfile:
 
     @property
     def name(self) -> str:
-        """A name of the device, for people."""
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else f"CPU ({platform.machine()})"
 
     def memory(self) -> tuple[int, int] | None:
-        """Return how many bytes of the device are free, and how many there are; None on CPU, whose memory is shared."""
+        """Return the free bytes and all bytes of the device; None on CPU, whose memory is shared."""
         return torch.cuda.mem_get_info(self.device) if self.device.type == "cuda" else None
 
     def release_cached_memory(self) -> None:
@@ -118,11 +114,7 @@ def device_profile(
     *,
     setting: str = "backend.device",
 ) -> DeviceProfile:
-    """Return the profile for a device and a precision.
-
-    Raises:
-        ConfigError: If there is no GPU where one is asked for; names `setting`.
-    """
+    """Return the profile. Raises ConfigError, which names `setting`, if there is no GPU and one is asked for."""
     available = torch.cuda.is_available()
     if device == "cuda" and not available:
         raise ConfigError.at(setting, "is cuda, but torch sees no GPU. Set `device: auto`, or check `nvidia-smi`.")
@@ -142,15 +134,15 @@ def device_bytes(device: Literal["auto", "cpu", "cuda"]) -> int:
 
 
 def runs_triton(device: str) -> bool:
-    """Return whether Triton programs run on a device of this type; on CPU only its interpreter runs them, for tests."""
+    """Return whether Triton programs run on this device: on CPU only by its interpreter, for tests."""
     return device == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
 
 
 class KeepDouble(TorchFunctionMode):
     """Turns every conversion to float32 into one to float64, in forward and in recomputation, for `precision: fp64`.
 
-    Hugging Face models round to float32 inside norms, softmax and rotary tables, whatever dtype the weights have. A
-    float64 test would then rest on 1e-16 differences never crossing a float32 rounding boundary.
+    Hugging Face models round to float32 inside norms, softmax and rotary tables. A float64 test would then depend on
+    differences of 1e-16 never crossing a float32 rounding boundary.
     """
 
     def __torch_function__(

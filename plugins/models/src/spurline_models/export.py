@@ -1,7 +1,4 @@
-"""Write a trained model as a Hugging Face folder that `AutoModelForCausalLM.from_pretrained` loads.
-
-Or write its adapter alone, as a folder that `PeftModel.from_pretrained` loads on the model that the run began with.
-"""
+"""Write a trained model, or its adapter, as a Hugging Face folder that `from_pretrained` loads."""
 
 from __future__ import annotations
 
@@ -34,7 +31,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MAX_FILE_BYTES = 5 * 10**9
-"""The size of one weight file, as in the folders that transformers writes."""
 
 _WriteWeights = Callable[[Path, torch.dtype, int], None]
 
@@ -44,8 +40,7 @@ def export_hf(
 ) -> Path:
     """Write the backend's current weights, the model's config and the tokenizer into `out`.
 
-    Weights keep the dtype that the model's config names (fp32 if it names none). With `replace` what is there is
-    overwritten; otherwise `out` must be new or empty.
+    Weights get the dtype that the model's config names. `out` must be new or empty, unless `replace` is set.
     """
     if not replace:
         check_free(out)
@@ -55,9 +50,7 @@ def export_hf(
 def export_adapter(
     backend: Backend, loaded: LoadedConfig, tokenizer: PreTrainedTokenizerBase, out: Path, *, replace: bool = False
 ) -> Path:
-    """Write the backend's current adapter, its settings and the tokenizer into `out`; tensors keep their dtype.
-
-    With `replace` what is there is overwritten; otherwise `out` must be new or empty.
+    """Write the backend's current adapter, its settings and the tokenizer into `out`, as `export_hf` does.
 
     Raises:
         UserError: For a run without an adapter that could be used elsewhere.
@@ -80,10 +73,7 @@ def check_adapter(config: RunConfig) -> None:
     if adapters_of(config) is None:
         raise UserError(f"This run has no adapter: it trains all weights, since backend.lora is not set. {whole}")
     if config.model.init == "random":
-        raise UserError(
-            "The adapter of this run belongs to random weights (model.init: random), which are in no folder that it "
-            f"could be put on. {whole}"
-        )
+        raise UserError(f"The adapter of this run belongs to random weights (model.init: random). {whole}")
 
 
 def _write_adapter(adapter: AdapterStream, config: RunConfig, tokenizer: PreTrainedTokenizerBase, out: Path) -> Path:
@@ -106,8 +96,13 @@ def _write_folder(
     def fill(folder: Path) -> None:
         write_weights(folder, dtype, _MAX_FILE_BYTES)
         config.save_pretrained(folder)
-        _save_generation_config(loaded.config.model, tokenizer, folder)
         tokenizer.save_pretrained(folder)
+        try:
+            generation_config(loaded.config.model, tokenizer).save_pretrained(folder)
+        except ValueError:
+            # transformers loads settings that it refuses to save. A trained model needs the end of a turn only.
+            plain = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+            plain.save_pretrained(folder)
 
     return _write_beside(out, "model", fill)
 
@@ -121,7 +116,9 @@ def _config_and_dtype(model: ModelConfig) -> tuple[PretrainedConfig, torch.dtype
 
 def _write_beside(out: Path, what: str, fill: Callable[[Path], None]) -> Path:
     """Fill a folder beside `out` and rename it: a folder that `from_pretrained` finds is whole."""
-    out = _place_of(out)
+    # A link to a folder with content is replaced, and the content stays; any other link is followed.
+    is_full = out.is_dir() and any(out.iterdir())
+    out = out.parent.resolve() / out.name if is_full else out.resolve()
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         temporary.mkdir(parents=True)
@@ -137,27 +134,10 @@ def _write_beside(out: Path, what: str, fill: Callable[[Path], None]) -> Path:
     return out
 
 
-def _place_of(out: Path) -> Path:
-    """Return the place to write: through a link only to a folder that is new or empty; others stay as they are."""
-    if out.is_dir() and any(out.iterdir()):
-        return out.parent.resolve() / out.name
-    return out.resolve()
-
-
 def check_free(out: Path) -> None:
     """Raise UserError unless `out` is new or an empty folder."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not empty. Choose another folder, or move it away.")
-
-
-def _save_generation_config(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    try:
-        generation_config(model, tokenizer).save_pretrained(folder)
-    except ValueError:
-        # transformers loads settings that it refuses to save, such as a sampling number without sampling; what ends a
-        # turn is all that a trained model must bring along.
-        plain = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-        plain.save_pretrained(folder)
 
 
 def generation_config(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
@@ -193,9 +173,7 @@ def exported_weights(loaded: LoadedConfig, found: Checkpoint) -> dict[str, Tenso
 
 
 def export_run(loaded: LoadedConfig, out: Path, checkpoint: str | Path | None = None, *, adapter: bool = False) -> Path:
-    """Export a checkpoint of a run.
-
-    The backend is not built if its config names a `checkpoint_reader`, or for adapters an `adapter_reader`.
+    """Export a checkpoint of a run, without its backend if that has a `checkpoint_reader`, or `adapter_reader`.
 
     Args:
         loaded: The config of the run.

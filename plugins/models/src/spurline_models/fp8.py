@@ -1,10 +1,8 @@
 """Linear layers that compute in fp8, by torchao, with weights, gradients and optimizer as they were.
 
-Output and gradient of the input are products of values rounded to e4m3, scaled row by row: a token's values by the
-largest of that token, weights by those of each output, or by the largest of all for the gradient. The gradient of
-weights is computed in full precision. So no token's rounding depends on the other tokens of its batch: gradients are
-approximate, and they do not depend on how a batch is cut (recipe `rowwise_with_gw_hp`). Imports torchao in functions
-only, as an optional package.
+Output and gradient of the input are products of values rounded to e4m3 with a scale for each token and each output. The
+gradient of weights is computed in full precision (recipe `rowwise_with_gw_hp`). So no token's rounding depends on the
+other tokens of its batch. torchao is an optional package.
 """
 
 from __future__ import annotations
@@ -23,11 +21,11 @@ from spurline_models.device_profile import DeviceProfile
 from spurline_models.other_forwards import note_own_forward
 
 FP8 = "fp8"
-"""Who gives modules their functions here, for `other_forwards`."""
+"""The name of these functions for `other_forwards`."""
 
 _RECIPE = "rowwise_with_gw_hp"
 _MULTIPLE = 16
-"""Both sides of a matrix must be divisible by this: kernels take no others."""
+"""Both sides of a matrix must be divisible by this."""
 _NEEDS = (9, 0)
 """Compute capability from which on there are kernels for scales by row."""
 
@@ -35,11 +33,7 @@ _NEEDS = (9, 0)
 def use_fp8(causal: PreTrainedModel, *, emulated: bool) -> None:
     """Let the decoder's linear layers compute in fp8, except routers and layers whose sizes do not fit.
 
-    The parameters stay the same ones. Called before adapters are added and parameters sharded.
-
-    Args:
-        causal: The model.
-        emulated: Round alike, and multiply in the precision of the model, which works on every device.
+    Called before adapters are added and parameters sharded. `emulated` rounds alike on every device.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # pyright: ignore
 
@@ -65,7 +59,7 @@ def use_fp8(causal: PreTrainedModel, *, emulated: bool) -> None:
 
 
 def _as_under_autocast(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-    """torchao asks for the autocast of GPUs alone, and multiplies gradients with what it was given."""
+    """Round the input as autocast does: torchao asks for the autocast of GPUs only."""
     (hidden,) = inputs
     kind = hidden.device.type
     return (hidden.to(torch.get_autocast_dtype(kind)),) if torch.is_autocast_enabled(kind) else None

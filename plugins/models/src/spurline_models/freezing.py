@@ -1,7 +1,4 @@
-"""Leave parts of a model out of training, by patterns of parameter names (`model.freeze`).
-
-Frozen parameters have no gradient and no optimizer state, and a checkpoint holds their digest alone.
-"""
+"""Leave parts of a model out of training, by patterns of parameter names (`model.freeze`)."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ def freeze_parameters(causal: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def frozen_names(names: Collection[str], patterns: Sequence[str], tied: Collection[str] = ()) -> set[str]:
-    """Return the names that fit a pattern. tied: further names of some of the parameters.
+    """Return the names that fit a pattern; `tied` are further names of some of the parameters.
 
     Raises:
         ConfigError: For a pattern that fits none, and if nothing is left to train.
@@ -34,16 +31,10 @@ def frozen_names(names: Collection[str], patterns: Sequence[str], tied: Collecti
         fits = name_matcher(pattern)
         found = set(filter(fits, names))
         if not found:
-            second = next(filter(fits, tied), None)
-            raise ConfigError.at(
-                f"model.freeze.{number}",
-                f"is {pattern!r}, and "
-                + (
-                    f"{second} is another name of a tied weight. Freeze it by its first name, such as the embedding's."
-                    if second
-                    else f"no parameter has such a name.{names_near(pattern, list(names))}"
-                ),
-            )
+            why = f"no parameter has such a name.{names_near(pattern, list(names))}"
+            if second := next(filter(fits, tied), None):
+                why = f"{second} is another name of a tied weight. Freeze its first name, such as the embedding's."
+            raise ConfigError.at(f"model.freeze.{number}", f"is {pattern!r}, and {why}")
         frozen |= found
     if len(frozen) == len(names):
         raise ConfigError.at("model.freeze", "leaves nothing to train. Remove a pattern.")

@@ -1,7 +1,6 @@
 """Greedy continuations of prompts with the weights being trained, for evaluation during a run.
 
-It uses Hugging Face generation with a KV cache; fast sampling for RL is a rollout engine's work. Engines that borrow
-the model get it from here.
+Fast sampling for RL is a rollout engine's work. Engines that borrow the model get it from here.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def generate_greedily(
 
 
 def _batches(lengths: Sequence[int], max_new_tokens: int, *, pads: bool) -> Iterator[list[int]]:
-    """Yield prompt numbers to generate together: prompts of similar length, so that little is padded, or of one."""
+    """Yield prompt numbers to generate together: prompts of similar length, or of one length without `pads`."""
     members: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda index: lengths[index]):
         is_full = (len(members) + 1) * (lengths[index] + max_new_tokens) > _TOKENS_PER_BATCH
@@ -105,7 +104,7 @@ def _generation_setup(causal: PreTrainedModel) -> Iterator[None]:
 def generation_model(
     model: StreamModel, profile: DeviceProfile, limit: LengthLimit | None, *, allow_extrapolation: bool = False
 ) -> GenerationModel:
-    """Return the model for a rollout engine. limit: see `check_config`."""
+    """Return the model for a rollout engine, with the limit of `check_config`."""
     positions = position_limit(model.causal.config)
     context = None if positions is None or (positions.extends and allow_extrapolation) else positions.tokens
     limits = [tokens for tokens in (context, limit and limit.tokens) if tokens is not None]
@@ -124,7 +123,7 @@ def stop_tokens(causal: PreTrainedModel, model: ModelConfig) -> list[int]:
     try:
         eos = load_tokenizer(model).eos_token_id
     except ModelError:
-        # Runs on pretokenized data need no tokenizer; the model's own ids are all there is then.
+        # Runs on pretokenized data need no tokenizer.
         return found
     return [*found, eos] if isinstance(eos, int) and eos not in found else found
 

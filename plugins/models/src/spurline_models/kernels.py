@@ -1,11 +1,8 @@
-"""Fused kernels of Liger-Kernel (arXiv:2410.10989) in the place of a model's own norms, rotary positions and gated
-activations.
+"""Let Liger-Kernel (arXiv:2410.10989) compute a model's norms, rotary positions and gated activations.
 
-Liger knows for each type of model what to replace by what. It does so in the classes of transformers, for the whole
-process; here the same functions are given to the modules of one model, and the classes stay as they are. Its fused
-linear cross-entropy is not among them: it rounds the weight of each token to the dtype of logits before it adds up
-gradients, computes no entropy, and waits for the device. liger_kernel is an optional package, imported in functions
-only.
+Liger replaces them by type of model, in the classes of transformers, for the whole process. Here the same functions are
+given to the modules of one model, and the classes stay as they are. Liger's fused linear cross-entropy is not used: it
+rounds the weight of each token, computes no entropy, and waits for the device.
 """
 
 from __future__ import annotations
@@ -27,18 +24,14 @@ from spurline_models.device_profile import runs_triton
 from spurline_models.other_forwards import changed_by, give_forward
 
 KERNELS = "kernels"
-"""The name of this giver of functions, for `other_forwards`."""
+"""The name of these functions for `other_forwards`."""
 
 _MISSING = "liger-kernel is not installed. Run `pip install 'spurline-models[liger]'`"
 _NAMES = {"RMSNorm": "norms", "LayerNorm": "norms", "MLP": "gated activations", "Attention": "rotary positions"}
 
 
 def use_kernels(causal: PreTrainedModel) -> None:
-    """Let the norms, rotary positions and gated activations of this model be computed by Liger's kernels.
-
-    The model's type must be one that Liger knows. Called before adapters are added, which keep the kernels of what
-    they wrap. Raises ModelError.
-    """
+    """Let Liger compute this model, whose type it must know, before adapters are added. Raises ModelError."""
     from liger_kernel.transformers import monkey_patch  # pyright: ignore
 
     before = {id(module): dict(vars(module)) for module in causal.modules()}
@@ -52,7 +45,7 @@ def use_kernels(causal: PreTrainedModel) -> None:
         ) from error
     for module in causal.modules():
         own, given = before[id(module)], vars(module).get("forward")
-        # Stored experts keep their code: what divides or replays experts knows that.
+        # Stored experts keep their code, which other modules divide and replay.
         if given is None or own.get("forward") is not None or _stores_experts(module):
             _restore(module, own)
             continue
@@ -69,7 +62,7 @@ def kernels_of(causal: nn.Module) -> str:
 
 
 def chooses_liger(kernels: Literal["auto", "liger", "none"], model: ModelConfig, device: str, precision: str) -> bool:
-    """Return whether the model computes by Liger's kernels with this setting. device: `cpu` or `cuda`.
+    """Return whether the model computes by Liger's kernels with this setting on `cpu` or `cuda`.
 
     Raises:
         ConfigError: If they are asked for and cannot be used.
@@ -104,7 +97,7 @@ def why_not_liger(model: ModelConfig, device: str, precision: str) -> str | None
 def _undone(causal: PreTrainedModel) -> Iterator[dict[int, dict[str, Callable[..., Any]]]]:
     """Restore the modules (files) of transformers that define this model when the context ends.
 
-    Yields what was replaced in them, filled at its end: functions by id of the namespace and name.
+    Yields what was replaced in them: functions by id of the namespace and name.
     """
     files = {type(module).__module__ for module in causal.modules()}
     namespaces = [vars(sys.modules[name]) for name in files if name in sys.modules]
@@ -140,12 +133,12 @@ def _restore(module: nn.Module, attributes: Mapping[str, Any]) -> None:
 
 
 def _stores_experts(module: nn.Module) -> bool:
-    """Experts of a layer are stored as one tensor, its first dimension theirs; nothing else has three."""
+    """Return whether a module stores the experts of a layer as one tensor: nothing else has three dimensions."""
     return any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
 
 
 def _replace_functions(module: nn.Module, replaced: Mapping[int, Mapping[str, Callable[..., Any]]]) -> None:
-    """Let the module's forward call these functions where it calls others of the same names in its own file."""
+    """Let the module's forward call these functions in the place of others of the same names in its own file."""
     forward = type(module).forward
     if not isinstance(forward, FunctionType) or "forward" in vars(module):
         return

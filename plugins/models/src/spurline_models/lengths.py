@@ -1,7 +1,7 @@
 """Compare the lengths of the data with the positions of the model, before any weight is loaded.
 
 A sequence beyond a learned table ends a run with an error of torch; one beyond rotary positions trains silently on
-what the model has never seen. The longest sequence of the data counts, not the one that settings allow.
+positions that the model has never seen. The longest sequence of the data counts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from spurline_models.streams.positions import PositionLimit, position_limit
 
 
 def check_lengths(loaded: LoadedConfig, source: KnowsLongest, evaluations: Sequence[KnowsLongest]) -> list[str]:
-    """Return notes on limits that no sequence reaches.
+    """Return notes on sequences that `model.allow_extrapolation` lets pass.
 
     Raises:
         ConfigError: If a sequence is too long for the model or the engine.
@@ -28,13 +28,18 @@ def check_lengths(loaded: LoadedConfig, source: KnowsLongest, evaluations: Seque
     for longest in found:
         if limit is not None and longest.tokens > limit.tokens and not _insists(loaded, limit):
             raise ConfigError([Problem(longest.setting, _too_long(loaded, longest, limit))], loaded.origin)
-    # What the same setting bounds is made the same way: attempts at held-out prompts go to the source's engine too.
+    # Attempts at held-out prompts, which the same setting bounds, go to the source's engine too.
     like = [one for one in found if trained is not None and one.setting == trained.setting]
     longest = max(like, key=lambda one: one.tokens, default=None)
     context = loaded.config.source.facts.context_tokens
     if context is not None:
         _check_engine(loaded, longest, context, limit)
-    return _notes(loaded, longest, limit)
+    if limit is None or longest is None or longest.tokens <= limit.tokens:
+        return []
+    return [
+        f"model.allow_extrapolation: {longest.where} has {longest.tokens:,} tokens, beyond the {limit.tokens:,} "
+        f"positions of the model ({limit.origin})"
+    ]
 
 
 def _insists(loaded: LoadedConfig, limit: PositionLimit) -> bool:
@@ -64,7 +69,7 @@ def _positions(loaded: LoadedConfig, limit: PositionLimit) -> str:
 
 
 def _check_engine(loaded: LoadedConfig, longest: Longest | None, context: int, limit: PositionLimit | None) -> None:
-    """Check the engine's own limit on prompt and response."""
+    """Raise ConfigError if the engine's own limit on prompt and response does not fit."""
     text: str | None = None
     allows = f"allows {context:,} tokens of prompt and response, but"
     if limit is not None and context > limit.tokens and not _insists(loaded, limit):
@@ -77,14 +82,3 @@ def _check_engine(loaded: LoadedConfig, longest: Longest | None, context: int, l
         )
     if text is not None:
         raise ConfigError([Problem("source.engine", text)], loaded.origin)
-
-
-def _notes(loaded: LoadedConfig, longest: Longest | None, limit: PositionLimit | None) -> list[str]:
-    if limit is None or longest is None:
-        return []
-    if longest.tokens > limit.tokens:
-        return [
-            f"model.allow_extrapolation: {longest.where} has {longest.tokens:,} tokens, beyond the {limit.tokens:,} "
-            f"positions of the model ({limit.origin})"
-        ]
-    return []

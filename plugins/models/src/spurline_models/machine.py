@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import sys
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +18,15 @@ from spurline.errors import ConfigError
 _GPU_DEVICE = re.compile(r"nvidia\d+")
 
 
+@dataclass(frozen=True)
+class Finding:
+    """One line of `spurline doctor`: a subject, what was found, and the fix, which is empty when all is well."""
+
+    what: str
+    value: str
+    fix: str = ""
+
+
 def num_gpus() -> int:
     """Return how many GPUs of this machine CUDA_VISIBLE_DEVICES leaves to this process, 0 without a driver."""
     return len(visible_gpus())
@@ -22,7 +34,7 @@ def num_gpus() -> int:
 
 @cache
 def visible_gpus() -> tuple[str, ...]:
-    """Return the GPUs that `num_gpus` counts as CUDA_VISIBLE_DEVICES names them, in CUDA's order."""
+    """Return the GPUs that `num_gpus` counts, by their names in CUDA_VISIBLE_DEVICES, in CUDA's order."""
     present = sum(_GPU_DEVICE.fullmatch(entry.name) is not None for entry in Path("/dev").iterdir())
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
@@ -65,7 +77,24 @@ def why_silent(pid: int) -> str:
 def check_ray() -> None:
     """Raise ConfigError if Ray is not installed."""
     if find_spec("ray") is None:
-        raise ConfigError.at(
-            "backend.launch",
-            "is ray, which is not installed. Run `pip install 'spurline-ranks[ray]'`, or set launch: local.",
-        )
+        fix = "Run `pip install 'spurline-ranks[ray]'`, or set launch: local."
+        raise ConfigError.at("backend.launch", f"is ray, which is not installed. {fix}")
+
+
+def return_freed_memory() -> None:
+    """Return freed memory to the system, if the C library is glibc.
+
+    glibc keeps freed tensors of up to 32 MiB, and small ones among them keep them apart: a process that reads a model
+    tensor by tensor would grow.
+    """
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(0)
+
+
+@cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    try:
+        return ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError):
+        return None

@@ -1,7 +1,7 @@
 """Read the shapes of a model without loading a weight, and estimate from them what training keeps, for `spurline plan`.
 
-Weights are exact sums of shapes, read from the model on the meta device. Activations follow a rule of thumb: a decoder
-layer keeps about 2.5 times what its linear layers put out, as norms, gates and attention keep more than as much again.
+Weights are exact sums of shapes of the model on the meta device. Activations follow a rule of thumb: a decoder layer
+keeps about 2.5 times the output of its linear layers, for norms, gates and attention.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from spurline_models.freezing import frozen_names
 from spurline_models.placement.narrow_weights import narrowable_modules, quantizable_modules
 
 COMPUTED_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2}
-"""Bytes of a value that is computed with, by precision."""
+"""Bytes of a computed value, by precision."""
 
 _KEPT_OF_OUTPUTS = 2.5
-"""Values that a layer keeps for its backward pass, over those that its linear layers put out."""
+"""Values that a layer keeps for its backward pass, over the outputs of its linear layers."""
 
 _RESIDUALS = 8
-"""Hidden-sized tensors among these that have the precision of the residual stream: those of norms and their sums."""
+"""Hidden-sized tensors among these that have the precision of the residual stream."""
 
 _LAYERS_ON_DEVICE = 2
 """Layers whose activations stay on the device while those of others are offloaded."""
@@ -45,13 +45,12 @@ class Shapes:
         parameters: Number of all parameters, adapters included.
         trained: Shapes of the parameters that ask for gradients, by name.
         frozen: Shapes of the other parameters, by name.
-        narrowable: Names of weights that may be held in fewer bytes than is computed with.
-        quantizable: Names of weights that may be held quantized.
-        blocks: Names of the modules that are the decoder's layers.
+        narrowable: Names of weights that may be held in half precision.
+        quantizable: Names of weights that may be quantized.
+        blocks: Names of the decoder's layers.
         hidden: Size of the hidden states.
         vocabulary: Rows of the output layer.
-        outputs: Values that all linear layers but the output layer put out for one token; of stored experts, those that
-            a token sees.
+        outputs: Output values for one token of all linear layers but the output layer, and of its experts.
         cached: Keys and values that generation keeps for one token.
     """
 
@@ -69,16 +68,13 @@ class Shapes:
     def activation_bytes(
         self, computed_bytes: int, residual_bytes: int, *, checkpointing: bool, offloading: bool
     ) -> tuple[int, int]:
-        """Estimate what the backward pass needs of one token.
+        """Return the bytes on the device and on the host that the backward pass needs of one token.
 
         Args:
-            computed_bytes: Bytes of a value that a linear layer puts out.
+            computed_bytes: Bytes of an output value of a linear layer.
             residual_bytes: Bytes of a value of the residual stream.
             checkpointing: Whether only the inputs of layers are kept, and one layer at a time is recomputed.
             offloading: Whether all but two layers are in the memory of the host meanwhile.
-
-        Returns:
-            Bytes on the device and bytes on the host.
         """
         layers = len(self.blocks)
         residuals = _RESIDUALS * self.hidden
@@ -91,7 +87,7 @@ class Shapes:
 
 def model_shapes(model: ModelConfig, lora: LoraConfig | None) -> Shapes:
     """Return the shapes of `model.path`, with the adapters of `lora`. Raises ModelError."""
-    # The key holds the content of the model's config file, which may change.
+    # The cache's key holds the content of the model's config file, which may change.
     architecture = load_model_config(model).to_json_string(use_diff=False)
     return _model_shapes(architecture, model.model_dump_json(), lora and lora.model_dump_json())
 
@@ -109,11 +105,13 @@ def _model_shapes(_architecture: str, model_json: str, lora_json: str | None) ->
         if isinstance(module, nn.Linear | Conv1D) and module is not head
     }
     base = {name: tuple(parameter.shape) for name, parameter in causal.named_parameters()}
+    adapters: dict[str, tuple[int, ...]] = {}
     left_out = unadaptable(causal)
-    adaptable = {
-        name: module for name, module in linear.items() if isinstance(module, nn.Linear) and name not in left_out
-    }
-    adapters = {} if lora is None else _adapter_shapes(adaptable, lora)
+    for name, module in linear.items():
+        if lora is not None and isinstance(module, nn.Linear) and name not in left_out and is_target(name, lora):
+            # The names that peft gives them.
+            adapters[f"{name}.lora_A.default.weight"] = (lora.rank, module.in_features)
+            adapters[f"{name}.lora_B.default.weight"] = (module.out_features, lora.rank)
     frozen = set(base) if adapters else frozen_names(base, model.freeze)
     text = config.get_text_config()
     layers = {id(layer) for layer in decoder_layers(causal)}
@@ -133,27 +131,14 @@ def _model_shapes(_architecture: str, model_json: str, lora_json: str | None) ->
 
 
 def _outputs_of_seen_experts(base: ShapeByName, config: PretrainedConfig) -> int:
-    """Return what the experts of one token put out, where the experts of a layer are stored as one tensor."""
+    """Return the number of outputs of a token's experts, if the experts of a layer are stored as one tensor."""
     seen = int(getattr(config, "num_experts_per_tok", None) or 0)
-    # Inputs are copied for each expert too, so that they count for a part.
+    # Inputs are copied for each expert too.
     return seen * sum(sum(shape[1:]) for shape in base.values() if len(shape) == 3) * 3 // 4
 
 
-def _adapter_shapes(linear: Mapping[str, nn.Linear], lora: LoraConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the adapters' parameters, by the names that peft gives them."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, module in linear.items():
-        if is_target(name, lora):
-            shapes[f"{name}.lora_A.default.weight"] = (lora.rank, module.in_features)
-            shapes[f"{name}.lora_B.default.weight"] = (module.out_features, lora.rank)
-    return shapes
-
-
 def _cached_per_token(config: PretrainedConfig) -> int:
-    """Return the keys and values of all layers; more than there are where layers look back over a window only.
-
-    A model without attention heads keeps none.
-    """
+    """Return the keys and values of all layers as if none had a window; a model without attention heads has none."""
     heads = getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int):
         return 0
@@ -163,7 +148,7 @@ def _cached_per_token(config: PretrainedConfig) -> int:
 
 
 def estimate_cache(model: ModelConfig, tokens: int, *, precision: str) -> int:
-    """Return the bytes of keys and values of so many tokens while responses are generated. Raises ModelError."""
+    """Return the bytes of keys and values of so many tokens. Raises ModelError."""
     return tokens * model_shapes(model, None).cached * COMPUTED_BYTES[precision]
 
 

@@ -1,7 +1,6 @@
 """Give single modules of a model another forward function, and the model its own ones back for a while.
 
-Nothing outside of the model changes: its classes, and other models of the same classes in this process, compute as
-before.
+Its classes, and other models of the same classes, compute as before.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ _OWN = "_spurline_own_forward"
 
 
 def give_forward(module: nn.Module, forward: Callable[..., Any], by: str) -> None:
-    """Let the module compute by this function, whose first argument it is. by: the giver's name, for `giving_back`."""
+    """Let the module compute by this function. `by` is the giver's name, for `giving_back`."""
     note_own_forward(module, type(module).forward, by)
     vars(module)["forward"] = MethodType(forward, module)
 
 
 def note_own_forward(module: nn.Module, own: Callable[..., Any], by: str) -> None:
-    """Note the forward function of a module's own, for one whose class computes otherwise."""
+    """Note the own forward function of a module whose class computes otherwise."""
     vars(module)[_OWN] = (by, own)
 
 
@@ -35,7 +34,7 @@ def changed_by(causal: nn.Module, by: str) -> list[nn.Module]:
 
 @contextmanager
 def giving_back(causal: nn.Module, by: Collection[str]) -> Iterator[None]:
-    """Let modules that were given a function by one of `by` compute by their own, for the time of the context."""
+    """Let modules that were given a function by one of `by` compute by their own in the context."""
     changed = [module for one in by for module in changed_by(causal, one)]
     given = [vars(module).get("forward") for module in changed]
     for module in changed:

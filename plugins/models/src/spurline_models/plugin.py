@@ -13,9 +13,9 @@ PLUGIN = Plugin("models", api=API_VERSION)
 @hookimpl
 def register_components(registry: ComponentRegistrar) -> None:
     add = registry.add
-    add(optimizers.AdamWConfig, "spurline_models.optimizers.adamw:make_adamw", default=True)
-    add(optimizers.AdamW8BitConfig, "spurline_models.optimizers.adamw:make_adamw_8bit")
-    add(optimizers.SgdConfig, "spurline_models.optimizers.sgd:make_sgd")
+    add(optimizers.AdamWConfig, "spurline_models.optimizers.torch_optimizers:make_adamw", default=True)
+    add(optimizers.AdamW8BitConfig, "spurline_models.optimizers.torch_optimizers:make_adamw_8bit")
+    add(optimizers.SgdConfig, "spurline_models.optimizers.torch_optimizers:make_sgd")
     add(optimizers.MuonConfig, "spurline_models.optimizers.muon:Muon")
     add(optimizers.ConstantConfig, "spurline_models.optimizers.schedules:Constant")
     add(optimizers.LinearConfig, "spurline_models.optimizers.schedules:Linear")

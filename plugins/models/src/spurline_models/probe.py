@@ -1,10 +1,8 @@
 """Find out at start-up how this model can be trained exactly, and refuse one that cannot.
 
-Shortcuts are compared with the model's own forward pass on a few random tokens: several sequences in one stream,
-attention replaced by `segment_attention`, logits made outside the model, in chunks, and layers by fused kernels. A
-model that mixes tokens of a stream elsewhere (linear attention, state spaces, convolutions) reads rows instead; one
-that differs even then (a window known only to its mask) is refused. Draws from its own generator; leaves weights,
-gradients and mode alone.
+A few random tokens are computed in the ways of training and by the model's own forward pass: several sequences in one
+stream, replaced attention, chunked logits, fused kernels. A model that mixes tokens of a stream outside of attention
+reads rows instead; one that differs even then is refused. Weights, gradients, mode and generators stay as they are.
 """
 
 from __future__ import annotations
@@ -37,12 +35,12 @@ CHUNK_TOKENS = 8
 TOLERANCE = 3e-4
 """Allowed difference of logits in standard deviations of the logits; fp32 kernels differ by some 1e-6 to 1e-5."""
 HALF_PRECISION_TOLERANCE = 0.1
-"""Allowed difference where half precision is involved, same unit; mixed-up segments give far more."""
+"""Allowed difference with half precision, in the same unit; mixed-up segments give far more."""
 _LOUD_LOGITS = 50.0
 """Standard deviation of logits in the output layer's test: the small logits of fresh weights would hide a softcap."""
 
 _COUNTS_IN_ROW = ("attn_temperature_tuning",)
-"""Config fields of models that count positions in a row themselves, for limits that no probe reaches."""
+"""Config fields of models that count positions in a row themselves, beyond the lengths of the probe."""
 _ATTENTION_KINDS = {
     "full_attention": False,
     "attention": False,
@@ -61,7 +59,7 @@ def probe_sequences(vocabulary: int, lengths: Sequence[int] = _LENGTHS) -> list[
 
 
 def probe_stream(sequences: Sequence[Tensor], profile: DeviceProfile) -> TokenStream:
-    """Lay out one stream of these sequences, whose lengths must not decrease, with loss on all tokens but the first."""
+    """Return one stream of these sequences, whose lengths must not decrease, with loss on all tokens but the first."""
     lengths = [len(sequence) for sequence in sequences]
     tokens = torch.cat([*sequences])
     positions = torch.cat([torch.arange(length) for length in lengths])
@@ -86,12 +84,12 @@ def check_exactness(model: StreamModel, profile: DeviceProfile, path: str, *, in
     Args:
         model: The model.
         profile: The device and dtype of the model.
-        path: The model's path, for the message.
-        in_half_precision: Whether the model computes in bf16 by itself and has no exact forward pass, so that half
-            precision is compared with half precision.
+        path: The model's path, for errors.
+        in_half_precision: Whether the model computes in bf16 by itself, so that half precision is compared with half
+            precision.
 
     Raises:
-        ModelError: If results differ; names what differs, by how much, and what to do.
+        ModelError: If results differ; names the difference and what to do.
     """
     try:
         with evaluation_mode(model.causal):
@@ -104,7 +102,8 @@ def check_exactness(model: StreamModel, profile: DeviceProfile, path: str, *, in
         raise ModelError(
             f"model.path: {path} ({type(model.causal).__name__}) fails on the start-up probe: "
             f"{type(error).__name__}: {error}\nIt needs a decoder that takes position_ids and passes **kwargs to its "
-            "attention. Choose a standard decoder-only model."
+            "attention. Choose a standard decoder-only model. If weights are held in bf16, set "
+            "backend.lora.base_dtype: fp32 or backend.weights: fp32."
         ) from error
     if found is not None:
         raise ModelError(f"model.path: {path} ({type(model.causal).__name__}) {found}")
@@ -117,15 +116,15 @@ def choose_reading(model: StreamModel, profile: DeviceProfile, *, in_half_precis
 
 
 def check_routers(model: StreamModel, profile: DeviceProfile, path: str, *, replays: bool, balances: bool) -> None:
-    """Raise ModelError for a model whose routers cannot be replayed or balanced, if that is asked for.
+    """Raise ModelError for a model of this path whose routers cannot be replayed or balanced, if that is asked for.
 
-    Each router is tried on a few tokens: replaying what it chose must give what it gave, bit for bit, and every other
-    expert must get a weight. path: the model's, for the message.
+    Each router is tried on a few tokens: replaying its choice must give its result, bit for bit, and every other expert
+    must get a weight.
     """
     if not (replays or balances):
         return
     routing = model.routing
-    # Of one length, so that rows are read in one pass, in the order of the stream.
+    # Sequences of one length are read in one pass, in the order of the stream.
     stream = probe_stream(probe_sequences(vocabulary_size(model.causal), (6, 6, 6)), profile)
     name = f"model.path: {path} ({type(model.causal).__name__})"
     with evaluation_mode(model.causal), profile.computing():
@@ -179,12 +178,12 @@ class _Probe:
 
     @contextmanager
     def _computing_exactly(self) -> Iterator[None]:
-        # Rounding to fp8 makes large differences of the smallest ones.
+        # Rounding to fp8 makes small differences large.
         with self._profile.computing_exactly(), in_full_precision(self._model.causal):
             yield
 
     def choose_reading(self) -> None:
-        """Let the model read in the first way that gives what it gives for each sequence alone; else in the last."""
+        """Let the model read in the first way that agrees with each sequence alone; else in the last way."""
         config = self._model.causal.config.get_text_config()
         readings = get_args(Reading)
         if any(getattr(config, name, False) for name in _COUNTS_IN_ROW):
@@ -260,9 +259,9 @@ class _Probe:
         )
 
     def _compare_output_layer(self, states: Tensor) -> str | None:
-        """Compare the model's own logits with those of the bare output layer, loud enough to hear every cap on them.
+        """Compare the model's own logits for the last sequence with those that its output layer makes of `states`.
 
-        `states` are the hidden states of the last sequence.
+        The states are loud enough to hear every cap on logits.
         """
         causal, sequence = self._model.causal, self._sequences[-1].to(self._profile.device)
         loudness = _LOUD_LOGITS / float(self._model.head(states).std().clamp_min(1e-30))
@@ -280,7 +279,7 @@ class _Probe:
         )
 
     def _check_windows(self, windows: list[int | None]) -> str | None:
-        """Count whether attention is told of windows: the probe's sequences are shorter than any window."""
+        """Count whether attention is told of windows, which are longer than the probe's sequences."""
         if self._model.reading == "plain_rows":
             return None
         config = self._model.causal.config.get_text_config()
@@ -301,7 +300,7 @@ class _Probe:
     def _has_window(self, config: PretrainedConfig) -> bool:
         """Return whether the model limits attention by `sliding_window`, a field that configs may have for nothing.
 
-        If a window of one token changes nothing, and no module has noted one, there is none.
+        There is no window if no module has noted one, and a window of one token changes nothing.
         """
         window = getattr(config, "sliding_window", None)
         if not window or any(getattr(module, "sliding_window", None) for module in self._model.causal.modules()):

@@ -1,7 +1,4 @@
-"""Refuse settings with which a model cannot be trained, before its weights are loaded.
-
-In: the settings of a run. The model is built without memory for weights, and changed as backends change it.
-"""
+"""Refuse settings with which a model cannot be trained, before its weights are loaded."""
 
 from __future__ import annotations
 
@@ -25,11 +22,7 @@ from spurline_models.streams.value_model import put_value_head
 
 
 def check_trainable(run: RunConfig) -> None:
-    """Raise ConfigError or ModelError for a model that cannot be trained with these settings, whatever its weights.
-
-    Its losses and frequencies, decoder and routers, what `model.freeze` and adapters name, the groups of optimizers. A
-    plan asks, and a run before it loads weights.
-    """
+    """Raise ConfigError or ModelError for a model that cannot be trained with these settings, whatever its weights."""
     config, model = load_model_config(run.model), run.model
     try:
         causal = build_without_memory(config, model)
@@ -74,7 +67,7 @@ def check_losses(run: RunConfig, registry: Registry) -> None:
 
 
 def refuse_stateful(loss: Loss, key: str = "loss") -> None:
-    """Raise ConfigError for a loss with a state: each rank would go on with a state of its own. key: its section."""
+    """Raise ConfigError for a loss with a state: each rank would have a state of its own. key: its section."""
     if isinstance(loss, Stateful):
         raise ConfigError.at(
             key,

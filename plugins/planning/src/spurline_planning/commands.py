@@ -22,7 +22,7 @@ from spurline.terminal import printable
 if TYPE_CHECKING:
     from spurline.config.loading import LoadedConfig
     from spurline.trackers.start_lines import StartLines
-    from spurline_models.finding import Finding
+    from spurline_models.machine import Finding
 
 
 def plan(

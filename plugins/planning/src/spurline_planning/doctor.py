@@ -22,8 +22,7 @@ from spurline.errors import ConfigError, UserError
 from spurline.files import scratch_inside
 from spurline.progress import describe_count
 from spurline_models.architecture import load_model_config
-from spurline_models.finding import Finding
-from spurline_models.machine import memory_bytes, num_cores
+from spurline_models.machine import Finding, memory_bytes, num_cores
 from spurline_models.memory import count_parameters
 from spurline_models.weight_files import check_weight_files
 from spurline_planning.protocols import Diagnoses

@@ -13,9 +13,8 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from spurline.config.run_config import RunConfig
-from spurline_models.backend_config import MemoryEstimate
+from spurline_models.backend_config import ColocatedEngine, MemoryEstimate
 from spurline_models.machine import memory_bytes, num_gpus
-from spurline_models.rollout_load import ColocatedEngine
 from spurline_planning.protocols import PlansLayouts, PlansMemory
 
 _Section = TypeVar("_Section", bound=BaseModel)

@@ -10,9 +10,8 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from spurline.config.run_config import RunConfig
 from spurline.protocols.source import SourceConfig
-from spurline_models.backend_config import MemoryEstimate
-from spurline_models.finding import Finding
-from spurline_models.rollout_load import ColocatedEngine, LargestUpdate
+from spurline_models.backend_config import ColocatedEngine, LargestUpdate, MemoryEstimate
+from spurline_models.machine import Finding
 
 
 @runtime_checkable

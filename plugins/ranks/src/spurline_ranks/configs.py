@@ -17,8 +17,7 @@ from spurline.protocols.backend import BackendFacts
 from spurline.protocols.optimizer import OptimizerConfig
 from spurline.protocols.ranks import ClusterNeed, Launch, RankRequest
 from spurline_models.backend_config import MemoryEstimate, ModelBackendConfig
-from spurline_models.finding import Finding
-from spurline_models.machine import check_ray, num_gpus
+from spurline_models.machine import Finding, check_ray, num_gpus
 from spurline_ranks.cluster import names_cluster
 from spurline_ranks.group import TimeLimits
 

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from spurline.config.run_config import RunConfig
 from spurline.errors import SpurlineError
 from spurline_models.device_profile import device_profile
-from spurline_models.finding import Finding
+from spurline_models.machine import Finding
 from spurline_ranks.cluster import cluster_request
 from spurline_ranks.cluster_checks import check_nodes
 from spurline_ranks.configs import RankBackendConfig

@@ -14,7 +14,7 @@ from spurline.data.configs import PaddedCollatorConfig
 from spurline.errors import Problem, listing, suggestion
 from spurline.protocols.evaluation import EvaluationConfig
 from spurline.protocols.source import SourceConfig, SourceFacts
-from spurline_models.rollout_load import ColocatedEngine, LargestUpdate
+from spurline_models.backend_config import ColocatedEngine, LargestUpdate
 from spurline_rl.environments.configs import as_environment
 from spurline_rl.protocols.advantage import AdvantageConfig
 from spurline_rl.protocols.correction import CorrectionConfig

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from spurline.config.run_config import CheckpointConfig
 from spurline.digests import digest_file
 from spurline.errors import RunFailedError
 from spurline.protocols.loss import Objective
-from spurline.tensor_files import BLOCK_BYTES
 from spurline_models.configs import LoraConfig
 from spurline_models.local.backend import LocalBackend
 from spurline_models.local.checkpoint import HostCopies
@@ -64,19 +62,6 @@ def test_a_snapshot_can_be_taken_while_others_have_the_device(tmp_path: Path) ->
     assert files(tmp_path / "written") == files(tmp_path / "saved")
 
 
-def test_the_memory_of_a_copy_is_used_again_by_the_next(tmp_path: Path) -> None:
-    backend = local_backend(write_model_folder(tmp_path / "model"))
-    step(backend, 0)
-    backend.snapshot()
-    buffers = {key: buffer.data_ptr() for key, buffer in backend._copies._buffers.items()}
-    step(backend, 1)
-    backend.snapshot()
-    again = {key: buffer.data_ptr() for key, buffer in backend._copies._buffers.items()}
-    # The states of the generators are copied too, and have no place on a device.
-    assert buffers
-    assert again == buffers
-
-
 @pytest.mark.parametrize("with_critic", [False, True])
 def test_the_estimate_counts_the_copy_to_the_last_percent(tmp_path: Path, with_critic: bool) -> None:
     model = write_model_folder(tmp_path / "model")
@@ -116,19 +101,6 @@ def test_a_copy_that_does_not_fit_says_what_to_do(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch, "empty", full)
     with pytest.raises(RunFailedError, match=r"copy of w .*checkpoint\.async: false"):
         copies.take("model", {"w": torch.zeros(3)})
-
-
-def address(block: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(block))
-
-
-def test_what_is_written_of_a_tensor_is_its_own_memory_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spurline_models.weight_files.BLOCK_BYTES", 64)
-    tensor = torch.arange(50, dtype=torch.float32).view(5, 10)
-    blocks = list(values_of_tensor(tensor).blocks())
-    assert [len(block) for block in blocks] == [64, 64, 64, 8]
-    assert [address(block) - tensor.data_ptr() for block in blocks] == [0, 64, 128, 192]
-    assert BLOCK_BYTES >= 1 << 20
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,6 @@ from spurline_models.device_profile import KeepDouble
 from spurline_models.local.backend import LocalBackend
 from spurline_models.losses.configs import CrossEntropyConfig, DynamicFineTuningConfig
 from spurline_models.losses.cross_entropy import CrossEntropy, DynamicFineTuning
-from spurline_models.optimizers.configs import AdamWConfig
-from spurline_models.streams.stream_model import other_attention
 
 CROSS_ENTROPY = CrossEntropy(CrossEntropyConfig())
 
@@ -150,47 +148,6 @@ def test_a_loss_that_needs_a_missing_column_is_refused_by_name(model: Path) -> N
         local_backend(model).update(lay_out(make_samples([5])), Objective(AdvantageLoss(), 1.0))
 
 
-def test_a_batch_without_loss_tokens_steps_without_moving_weights(model: Path) -> None:
-    backend = local_backend(model)
-    before = weights_of(backend)
-    batch = lay_out(make_samples([1, 1]), padding_rows=1)
-    metrics = backend.update(batch, Objective(CROSS_ENTROPY, 1.0))
-    assert metrics["loss"] == 0
-    assert metrics["grad_norm"] == 0
-    assert all(torch.equal(before[name], weight) for name, weight in backend.named_weights())
-    assert backend.evaluate(batch, Objective(CROSS_ENTROPY, 1.0)).tokens == 0
-    assert not bool(backend.logprobs(batch).any())
-
-
-def test_gradients_take_nothing_from_the_next_update(model: Path) -> None:
-    folder = write_model_folder(model, attention_dropout=0.2)
-    batch, objective = lay_out(make_samples([9, 12])), Objective(CROSS_ENTROPY, 5.0)
-    expected = local_backend(folder).update(batch, objective)["loss"]
-    backend = local_backend(folder)
-    list(backend.gradients(batch, objective))
-    backend.evaluate(batch, objective)
-    backend.logprobs(batch)
-    backend.logprobs(batch, role="reference")
-    backend.generate([[5, 6]], max_new_tokens=2)
-    assert backend.update(batch, objective)["loss"] == expected
-
-
-def test_null_max_grad_norm_turns_clipping_off(model: Path) -> None:
-    # AdamW hides the scale of gradients except through eps, so a large eps makes clipping visible.
-    run = {"optimizer": AdamWConfig(learning_rate=1e-2, eps=1.0, max_grad_norm=None)}
-    clipped = {"optimizer": AdamWConfig(learning_rate=1e-2, eps=1.0, max_grad_norm=1e-3)}
-    batch, objective = lay_out(make_samples([9, 12])), Objective(CROSS_ENTROPY, 1.0)
-    free, bound = local_backend(model, run=run), local_backend(model, run=clipped)
-    start = weights_of(free)
-    free.update(batch, objective)
-    bound.update(batch, objective)
-    moved = [
-        sum(float((weight - start[name]).norm()) for name, weight in backend.named_weights())
-        for backend in (free, bound)
-    ]
-    assert moved[1] < moved[0] / 10
-
-
 def test_tied_embeddings_appear_once_and_train_as_one(tmp_path: Path) -> None:
     folder = write_model_folder(tmp_path / "tied", tie_word_embeddings=True)
     backend = excite(local_backend(folder, precision="fp64"))
@@ -227,31 +184,6 @@ def test_a_compiled_decoder_gives_the_same_gradients_for_any_lengths(
         expected = dict(plain.gradients(batch, Objective(CROSS_ENTROPY, 9.0)))
         for name, gradient in compiled.gradients(batch, Objective(CROSS_ENTROPY, 9.0)):
             assert float((gradient - expected[name]).norm() / expected[name].norm()) <= 1e-5, name
-
-
-def test_layers_are_compiled_one_by_one_and_generation_leaves_that_alone(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[Any] = []
-
-    def compiled(call: Any, **_: Any) -> Any:
-        def counted(*arguments: Any, **options: Any) -> Any:
-            calls.append(call)
-            return call(*arguments, **options)
-
-        return counted
-
-    monkeypatch.setattr(torch, "compile", compiled)
-    backend = local_backend(model, compile=True)
-    backend.logprobs(lay_out(make_samples([9])))
-    assert len(calls) == len(set(calls)) == 2
-    backend.generate([[5, 6, 7]], max_new_tokens=3)
-    lent = backend.generation_model()
-    with lent.computing(), other_attention(lent.causal, "eager"):
-        lent.causal(input_ids=torch.tensor([[5, 6, 7]]))
-    assert len(calls) == 2
-    backend.logprobs(lay_out(make_samples([9])))
-    assert len(calls) == 4
 
 
 class WithExtremes(CrossEntropy):

@@ -14,19 +14,13 @@ from backend_batches import lay_out, local_backend, make_samples, run_config, wr
 from held_weights import OBJECTIVE, round_files, train, write_fp32_files
 from torch import Tensor
 
-from spurline.config.run_config import CriticConfig, ModelConfig
+from spurline.config.run_config import ModelConfig
 from spurline.errors import CheckpointError
-from spurline.protocols.backend import Role
-from spurline.protocols.loss import Objective
-from spurline.update.minibatches import WholeBatchConfig
 from spurline_models.configs import LoraConfig
 from spurline_models.local.backend import LocalBackend
 from spurline_models.local.checkpoint import read_weights
 from spurline_models.local.configs import LocalBackendConfig
 from spurline_models.optimizers.configs import AdamW8BitConfig, AdamWConfig, MuonConfig
-from spurline_models.placement import master_parameters
-from spurline_rl.losses.configs import ValueLossConfig
-from spurline_rl.losses.value import ValueLoss
 
 HALF = {"precision": "bf16"}
 MASTERS = {**HALF, "weights": "bf16_masters"}
@@ -113,19 +107,6 @@ def test_gradients_do_not_depend_on_the_layout_or_the_cutting_beyond_rounding(
             assert difference <= 0.01 * torch.linalg.vector_norm(wanted[name]), name
 
 
-@modes(*NARROW)
-def test_sums_over_micro_batches_are_wide(half_files: Path, mode: dict[str, Any]) -> None:
-    samples = make_samples([9, 12, 20, 3])
-    backend = opened(half_files, **mode, rows_per_microbatch=1)
-    found = dict(backend.gradients(lay_out(samples), OBJECTIVE))
-    parts = [dict(backend.gradients(lay_out([sample]), OBJECTIVE)) for sample in samples]
-    for name, gradient in found.items():
-        total = parts[0][name] + parts[1][name] + parts[2][name] + parts[3][name]
-        assert torch.equal(gradient, total), name
-    weight = found["model.layers.0.mlp.up_proj.weight"]
-    assert not torch.equal(weight, weight.bfloat16().float())
-
-
 def test_the_gradient_of_a_token_in_many_places_is_summed_wide(half_files: Path) -> None:
     sample = replace(make_samples([200], loss_share=1.0)[0], tokens=(7,) * 200)
     masters, wide = (opened(half_files, **mode) for mode in (MASTERS, HALF))
@@ -185,19 +166,6 @@ def test_a_run_goes_on_bit_for_bit_and_is_exported_from_its_checkpoint(
     assert same(read, {name: value.float() for name, value in weights.items()})
 
 
-@modes(*NARROW)
-def test_small_buckets_step_as_one_large_one(
-    half_files: Path, mode: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    together = opened(half_files, **mode)
-    expected = train(together, range(2))
-    monkeypatch.setattr(master_parameters, "VALUES_AT_ONCE", 1000)
-    apart = opened(half_files, **mode)
-    assert len(apart._policy._masters._buckets) > 10
-    assert train(apart, range(2)) == expected
-    assert same(apart.trained_parameters(), together.trained_parameters())
-
-
 def test_a_checkpoint_of_masters_is_that_of_wide_weights_and_one_without_is_refused(
     half_files: Path, tmp_path: Path
 ) -> None:
@@ -223,23 +191,6 @@ def test_the_reference_is_what_the_policy_computed_with_at_first(files: Path, mo
     assert {name for name, dtype in held.items() if dtype == torch.bfloat16} == narrow_names(backend)
 
 
-@modes(*MODES)
-def test_swapped_parameters_are_computed_with_and_training_goes_on_with_its_own(
-    half_files: Path, mode: dict[str, Any]
-) -> None:
-    swapping, plain = (opened(half_files, **mode) for _ in range(2))
-    train(swapping, range(1))
-    earlier, wanted = copied(swapping.trained_parameters()), swapping.logprobs(BATCH)
-    train(plain, range(2))
-    train(swapping, range(1, 2))
-    role: Role = "policy"
-    with swapping.swapped(role, earlier):
-        assert torch.equal(swapping.logprobs(BATCH), wanted)
-        assert same(swapping.trained_parameters(), earlier)
-    assert same(swapping.trained_parameters(), plain.trained_parameters())
-    assert train(swapping, range(2, 3)) == train(plain, range(2, 3))
-
-
 @modes(*NARROW)
 def test_training_goes_on_after_the_device_was_given_away(
     half_files: Path, tmp_path: Path, mode: dict[str, Any]
@@ -257,23 +208,6 @@ def test_training_goes_on_after_the_device_was_given_away(
     resumed.load(tmp_path / "saved")
     assert train(resumed, range(2, 3))
     assert same(resumed.trained_parameters(), plain.trained_parameters())
-
-
-@modes(*NARROW)
-def test_a_critic_is_held_as_the_policy_is_but_for_its_head(half_files: Path, mode: dict[str, Any]) -> None:
-    section = CriticConfig(loss=ValueLossConfig(), minibatches=WholeBatchConfig(), optimizer=AdamWConfig())
-    backend = opened(half_files, **mode, run={"critic": section})
-    critic = backend._critic
-    assert critic is not None
-    held = {name: value.dtype for name, value in critic.model.causal.named_parameters()}
-    assert held["lm_head.weight"] == torch.float32
-    assert {name for name, dtype in held.items() if dtype == torch.bfloat16} == narrow_names(backend) - {
-        "lm_head.weight"
-    }
-    columns = {"values": torch.zeros(BATCH.num_rows, BATCH.length), "returns": torch.ones(BATCH.num_rows, BATCH.length)}
-    objective = Objective(ValueLoss(ValueLossConfig(clip=None)), 9.0)
-    losses = [backend.update(BATCH.with_tokens(**columns), objective, role="critic")["loss"] for _ in range(3)]
-    assert losses[-1] < losses[0]
 
 
 @modes(*MODES)

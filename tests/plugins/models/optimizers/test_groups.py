@@ -9,7 +9,6 @@ import torch
 from backend_batches import lay_out, local_backend, make_samples, run_config, write_model_folder
 
 from spurline import load_config
-from spurline.config.run_config import CriticConfig
 from spurline.errors import ConfigError, PluginError
 from spurline.protocols.loss import Objective
 from spurline_models.local.configs import LocalBackendConfig
@@ -18,8 +17,6 @@ from spurline_models.losses.cross_entropy import CrossEntropy
 from spurline_models.optimizers.configs import AdamWConfig, LinearConfig
 from spurline_models.optimizers.groups import parameter_groups
 from spurline_models.optimizers.optimization import Optimization
-from spurline_rl.losses.configs import ValueLossConfig
-from spurline_rl.training_configs import ByPromptConfig
 
 BASE: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "rows.jsonl"}, "steps": 1}
 OBJECTIVE = Objective(CrossEntropy(CrossEntropyConfig()), 9.0)
@@ -89,13 +86,6 @@ def test_a_pattern_that_chooses_nothing_is_an_error_with_near_names(model: Any, 
     # `spurline plan` loads no weights, and finds it too.
     with pytest.raises(ConfigError, match=message):
         LocalBackendConfig().estimate_memory(run_config(model, **run), 100, 100)
-
-
-def test_the_critics_patterns_are_checked_under_its_own_key(model: Any) -> None:
-    optimizer = grouped({"match": "nothing*", "weight_decay": 0.1})
-    critic = CriticConfig(loss=ValueLossConfig(), minibatches=ByPromptConfig(), optimizer=optimizer)
-    with pytest.raises(ConfigError, match=r"critic\.optimizer\.groups\.0\.match is 'nothing\*'"):
-        local_backend(model, run={"critic": critic})
 
 
 @pytest.mark.parametrize(

@@ -49,13 +49,6 @@ def test_a_mistake_in_a_reduction_says_what_to_write(written: Any, message: str)
         load_config({**BASE, "reduction": written})
 
 
-def test_a_critic_takes_the_defaults_of_critics() -> None:
-    critic = load_config({**rollouts(), "critic": {"loss": {"clip": 0.5}}}).resolved()["critic"]
-    assert critic["loss"] == {"name": "value", "clip": 0.5}
-    assert critic["minibatches"] == {"name": "by_prompt", "prompts_per_minibatch": None, "update_epochs": 1}
-    assert critic["optimizer"]["learning_rate"] == 1e-5
-
-
 def test_a_critic_chooses_its_optimizer_as_the_policy_does() -> None:
     def chosen(written: Any) -> dict[str, Any]:
         return load_config({**rollouts(), "critic": {"optimizer": written}}).resolved()["critic"]["optimizer"]
@@ -65,12 +58,6 @@ def test_a_critic_chooses_its_optimizer_as_the_policy_does() -> None:
     assert chosen({"learning_rate": 3e-5})["name"] == "adamw"
     with pytest.raises(ConfigError, match=r"critic\.optimizer is 'muno', but no optimizer .*Did you mean 'muon'\?"):
         chosen("muno")
-
-
-def test_a_critic_counts_its_own_minibatches_in_prompts() -> None:
-    critic = {"minibatches": {"prompts_per_minibatch": 4}}
-    with pytest.raises(ConfigError, match=r"critic\.minibatches\.prompts_per_minibatch is 4, which does not divide"):
-        load_config({**rollouts(), "critic": critic})
 
 
 def test_a_critic_is_required_by_gae_and_refused_where_nothing_reads_it() -> None:

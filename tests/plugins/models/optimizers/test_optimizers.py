@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 from backend_batches import lay_out, local_backend, make_samples, run_config, write_model_folder
 from torch.nn import Parameter
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from spurline import load_config
 from spurline.errors import ConfigError
@@ -20,10 +18,9 @@ from spurline_models.local.configs import LocalBackendConfig
 from spurline_models.losses.configs import CrossEntropyConfig
 from spurline_models.losses.cross_entropy import CrossEntropy
 from spurline_models.memory import model_shapes
-from spurline_models.optimizers.adamw import make_adamw
 from spurline_models.optimizers.configs import AdamW8BitConfig, AdamWConfig, MuonConfig, SgdConfig
 from spurline_models.optimizers.muon import Muon
-from spurline_models.optimizers.sgd import make_sgd
+from spurline_models.optimizers.torch_optimizers import make_adamw, make_sgd
 
 BASE: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "rows.jsonl"}, "steps": 1}
 SHAPES = {"embed_tokens.weight": (50, 8), "up_proj.weight": (24, 8), "down_proj.weight": (8, 24), "norm.weight": (8,)}
@@ -95,46 +92,7 @@ def test_muon_is_torchs_on_hidden_matrices_and_adamw_on_the_rest(adjust: Any) ->
     assert_equal(ours, theirs)
 
 
-def test_muon_goes_on_after_torchs_own_way_of_loading() -> None:
-    ours, other = parameters(), parameters()
-    optimizer, resumed = (Muon(MuonConfig(learning_rate=1e-2), each) for each in (ours, other))
-    train([optimizer], ours)
-    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for name, parameter in other.items():
-        parameter.data.copy_(ours[name])
-    train([optimizer], ours)
-    train([resumed], other)
-    assert_equal(other, ours)
-
-
 FAMILIES = ["llama", "qwen3", "gpt2", "gpt_neox", "gptj", "opt", "bloom", "falcon", "phi", "mpt", "gemma2", "olmo2"]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_muon_leaves_embeddings_and_the_output_layer_to_adamw_whatever_they_are_called(family: str) -> None:
-    config = AutoConfig.for_model(family)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    ends = {id(part.weight) for part in (model.get_input_embeddings(), model.get_output_embeddings())}
-    muon = MuonConfig()
-    for name, parameter in model.named_parameters():
-        hidden = muon.is_hidden_matrix(name, parameter.shape)
-        if id(parameter) in ends or parameter.ndim != 2:
-            assert not hidden, name
-        elif any(part.isdigit() for part in name.split(".")):
-            assert hidden, name
-
-
-def test_muon_trains_adapters(tmp_path: Any) -> None:
-    model = write_model_folder(tmp_path / "model")
-    run = {"optimizer": MuonConfig(learning_rate=1e-2)}
-    backend = local_backend(model, run=run, lora=LoraConfig(rank=4))
-    groups = backend._policy.optimization.optimizer.param_groups
-    assert {group["algorithm"] for group in groups} == {"muon"}
-    batch = lay_out(make_samples([9, 12, 5]))
-    objective = Objective(CrossEntropy(CrossEntropyConfig()), 9.0)
-    losses = [backend.update(batch, objective)["loss"] for _ in range(30)]
-    assert losses[-1] < 0.9 * losses[0]
 
 
 @pytest.mark.parametrize("config", [AdamWConfig(), SgdConfig(), SgdConfig(momentum=0.9), MuonConfig()])
@@ -148,18 +106,6 @@ def test_memory_of_the_optimizer_is_estimated_exactly(tmp_path: Any, config: Any
     assert estimate["optimizer"] == kept
     shapes = model_shapes(run_config(model).model, lora).trained
     assert shapes == {name: tuple(value.shape) for name, value in backend._policy.parameters.items()}
-
-
-def test_moments_of_8_bits_take_about_a_quarter_of_the_memory() -> None:
-    shapes = {"large": (1000, 1000), "small": (16,)}
-    ratio = AdamW8BitConfig().state_bytes(shapes, 4) / AdamWConfig().state_bytes(shapes, 4)
-    assert 0.25 < ratio < 0.26
-
-
-def test_muon_names_the_torch_it_needs_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spurline_models.optimizers.configs.version", lambda package: "2.6.0+cu124")
-    with pytest.raises(ConfigError, match=r"optimizer\.name is muon, which needs torch 2\.9 or later, and 2\.6\.0"):
-        load_config({**BASE, "optimizer": "muon"})
 
 
 def test_8_bit_moments_name_the_extra_they_need(monkeypatch: pytest.MonkeyPatch) -> None:

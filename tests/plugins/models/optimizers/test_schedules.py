@@ -64,11 +64,6 @@ def test_warmup_stable_decay_is_that_of_transformers(warmup: int, decay: int, mi
     assert got[warmup:] == pytest.approx(expected[warmup:])
 
 
-def test_warmup_stable_decay_by_shares_of_the_run() -> None:
-    got = factors(total=10, name="wsd", warmup_ratio=0.2, decay_ratio=0.4)
-    assert got == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25])
-
-
 def test_warmup_stable_decay_of_a_longer_run_goes_on_at_the_peak() -> None:
     schedule = made({"name": "wsd", "decay_steps": 4, "min_ratio": 0.2})
     # Before the decay of the shorter run nothing has been different; after that the rate returns to the peak.
@@ -82,26 +77,6 @@ def test_a_decay_longer_than_what_warm_up_leaves_takes_what_there_is() -> None:
     assert factors(total=4, name="wsd", warmup_steps=2, decay_steps=50) == pytest.approx([0.5, 1, 1, 0.5])
     assert factors(total=3, name="wsd", warmup_steps=9) == pytest.approx([1 / 9, 2 / 9, 3 / 9])
     assert factors(total=3, name="wsd", decay_ratio=0) == [1, 1, 1]
-
-
-def test_warm_up_rises_in_equal_steps_to_the_peak_and_wastes_no_step_at_zero() -> None:
-    assert factors(name="constant", warmup_steps=4)[:6] == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1])
-    assert factors(name="linear", warmup_ratio=0.2)[:5] == pytest.approx([0.25, 0.5, 0.75, 1, 1])
-
-
-@pytest.mark.parametrize("name", ["linear", "cosine", "wsd"])
-def test_min_ratio_is_where_the_decay_ends(name: str) -> None:
-    schedule = made({"name": name, "min_ratio": 0.1})
-    assert [schedule.factor(step, 20) for step in (21, 22, 1000)] == pytest.approx([0.1] * 3)
-    shape: dict[str, Any] = {"decay_ratio": 1.0} if name == "wsd" else {}
-    values = factors(name=name, min_ratio=0.1, **shape)
-    assert values == sorted(values, reverse=True)
-    assert 0.1 < values[-1] < 0.16
-
-
-def test_a_run_that_is_all_warm_up_never_divides_by_zero() -> None:
-    assert factors(total=3, name="linear", warmup_ratio=1.0) == pytest.approx([1 / 3, 2 / 3, 1])
-    assert factors(total=2, name="cosine", warmup_steps=10) == pytest.approx([0.1, 0.2])
 
 
 @pytest.mark.parametrize(

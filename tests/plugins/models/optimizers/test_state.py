@@ -163,17 +163,6 @@ def test_numbers_texts_and_what_changes_in_groups_are_restored_to_the_bit() -> N
     assert all(torch.equal(resumed[name], value) for name, value in named.items())
 
 
-def test_a_tensor_that_parameters_share_can_be_written(tmp_path: Path, model: Path) -> None:
-    backend = local_backend(model)
-    policy = backend._policy
-    config = AdamWConfig(name="counting", learning_rate=0.1)
-    counting = Counting(parameter_groups(config, policy.parameters))
-    policy.optimization = Optimization(config, counting, policy.parameters, lambda step: 1.0)
-    train(backend, range(1))
-    backend.save(tmp_path / "saved")
-    assert load_file(tmp_path / "saved/optimizer.safetensors")["model.norm.weight/table"].tolist() == [0.0, 1.0, 2.0]
-
-
 def test_state_is_put_back_where_it_was_beside_the_parameter_or_on_the_host() -> None:
     named = {"one": Parameter(torch.empty(4, 3, device="meta"))}
     running = optimization(torch.optim.SGD, named)

@@ -15,7 +15,7 @@ from spurline.config.section import Component, OnResume
 from spurline.errors import Problem
 from spurline.protocols.source import SourceFacts
 from spurline_async_rl.weights.configs import DEFAULT_BUCKET_BYTES
-from spurline_models.rollout_load import ColocatedEngine
+from spurline_models.backend_config import ColocatedEngine
 from spurline_rl.configs import PromptSourceConfig
 from spurline_rl.protocols.weight_sync import WeightSyncConfig
 

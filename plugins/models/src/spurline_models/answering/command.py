@@ -13,7 +13,7 @@ import typer
 from tokenizers import Encoding
 
 from spurline.config.loading import LoadedConfig, load_config
-from spurline.errors import DataError, UserError, listing, suggestion
+from spurline.errors import DataError, UserError
 from spurline.progress import Progress
 from spurline.protocols.dataset import DatasetConfig
 from spurline.protocols.tokenization import DatasetToTokenize
@@ -21,7 +21,6 @@ from spurline.terminal import json_line, printable, standard_input
 from spurline_models.answering.target import Answer, Sampling, Target, answer, open_model, open_run
 from spurline_text.chats.chat import ChatRenderer
 from spurline_text.encoding import encode_batch, require_chat_template
-from spurline_text.hub import refuse_adapter
 from spurline_text.prompts import TextQuestion, read_question
 from spurline_text.rows.messages import Message
 from spurline_text.rows.rows import BadRowError
@@ -31,30 +30,18 @@ _RESET = "/reset"
 
 
 def opened(target: str, load_run: Callable[[Path], LoadedConfig], checkpoint: str, progress: Progress) -> Target:
-    """Open a run, with `load_run` to read its config, or a model. Raises UserError for a folder that is neither."""
+    """Open a run, with `load_run` to read its config, or a model. Raises UserError if the target is neither."""
     path = Path(target)
+    try:
+        config: Any = json.loads((path / "config.json").read_bytes())
+    except (OSError, ValueError):
+        config = None
     # Models have a config.json too.
-    if "run_dir" in _config_in(path):
+    if isinstance(config, dict) and "run_dir" in config:
         return open_run(load_run(path), checkpoint, progress)
-    if not path.exists() and (path.is_absolute() or (path.parent != Path() and path.parent.is_dir())):
-        # `org/name` is a name on the hub only if there is no folder `org`.
-        there = sorted(entry.name for entry in path.parent.iterdir() if entry.is_dir()) if path.parent.is_dir() else []
-        raise UserError(f"{path}: there is no such folder.{suggestion(path.name, there)}")
     if checkpoint != "latest":
         raise UserError(f"--checkpoint is for runs, and {target} is not one.")
-    refuse_adapter("generate", target)
-    if path.is_dir() and not (path / "config.json").is_file():
-        there = listing(sorted(entry.name for entry in path.iterdir())[:20])
-        raise UserError(f"{target} is neither a run nor a model: both have a config.json. It has: {there}.")
     return open_model(target, progress)
-
-
-def _config_in(folder: Path) -> Mapping[str, Any]:
-    try:
-        config: Any = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return config if isinstance(config, dict) else {}
 
 
 def prompt_rows(path: str, columns: Mapping[str, str]) -> DatasetToTokenize:
@@ -73,10 +60,7 @@ def text_of_input() -> str:
     stream = standard_input()
     if stream is None:
         raise UserError("there is no standard input to read a prompt from. Give a prompt, or --file.")
-    try:
-        return stream.read().rstrip("\n")
-    except UnicodeDecodeError as error:
-        raise UserError(f"standard input is not text in UTF-8: {error}.") from error
+    return stream.read().rstrip("\n")
 
 
 class Prompts:

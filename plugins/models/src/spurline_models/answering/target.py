@@ -16,7 +16,6 @@ from transformers import (
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    StoppingCriteria,
     TextStreamer,
 )
 
@@ -32,7 +31,6 @@ from spurline_models.export import exported_weights, generation_config
 from spurline_models.generation import stop_tokens
 from spurline_models.loading import load_model
 from spurline_models.streams.positions import position_limit
-from spurline_text.stop_texts import StopTexts
 from spurline_text.tokenizer import load_tokenizer
 
 
@@ -155,6 +153,7 @@ def answer(
         num_return_sequences=count,
         eos_token_id=list(target.stops) or None,
         pad_token_id=target.stops[0] if target.stops else 0,
+        stop_strings=list(sampling.stop) or None,
     )
     ids = torch.tensor([list(prompt)], device=target.causal.device)
     generate: Any = target.causal.generate
@@ -165,39 +164,19 @@ def answer(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 generation_config=config,
-                stopping_criteria=[_Stops(target, sampling.stop, len(prompt), count)] if sampling.stop else None,
+                tokenizer=target.tokenizer,
                 streamer=None if seen is None or count > 1 else _Watched(target, seen),
             )
     finally:
         target.causal.generation_config = own
-    return [_read(target, tokens, sampling.stop) for tokens in output[:, len(prompt) :].tolist()]
+    return [_read(target, tokens, config.max_new_tokens) for tokens in output[:, len(prompt) :].tolist()]
 
 
-def _read(target: Target, tokens: list[int], stop: Sequence[str]) -> Answer:
+def _read(target: Target, tokens: list[int], most: int | None) -> Answer:
     """Read an answer up to its end; padding up to the length of the other answers may follow."""
-    texts = StopTexts(target.tokenizer, stop) if stop else None
-    reason: Literal["stop", "length"] = "length"
-    for place, token in enumerate(tokens, 1):
-        if token in target.stops or (texts is not None and texts.completed_by(token)):
-            tokens, reason = tokens[:place], "stop"
-            break
-    return Answer(str(target.tokenizer.decode(tokens, skip_special_tokens=True)), len(tokens), reason)
-
-
-class _Stops(StoppingCriteria):
-    """Ends an answer with the token that completes a stop text; transformers' own criteria look at the prompt too."""
-
-    def __init__(self, target: Target, stop: Sequence[str], prompt_tokens: int, count: int) -> None:
-        self._texts = [StopTexts(target.tokenizer, stop) for _ in range(count)]
-        self._seen = prompt_tokens
-        self._is_done = [False] * count
-
-    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
-        for row, tokens in enumerate(input_ids[:, self._seen :].tolist()):
-            for token in tokens:
-                self._is_done[row] = self._is_done[row] or self._texts[row].completed_by(token)
-        self._seen = input_ids.shape[1]
-        return torch.tensor(self._is_done, device=input_ids.device)
+    end = next((place for place, token in enumerate(tokens, 1) if token in target.stops), None)
+    text = str(target.tokenizer.decode(tokens[:end], skip_special_tokens=True))
+    return Answer(text, len(tokens[:end]), "length" if end is None and len(tokens) == most else "stop")
 
 
 class _Watched(TextStreamer):

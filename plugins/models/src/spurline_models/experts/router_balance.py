@@ -1,9 +1,7 @@
 """Keep a mixture of experts balanced, by a loss of how evenly routers spread the tokens of each sequence.
 
-Place on the way: choices of routers -> one number per sequence -> their sum, which is added to the objective. It is the
-sequence-wise balance loss of DeepSeek-V3 (arXiv:2412.19437, equations 17 to 20). A sequence's value depends on its own
-tokens alone, and all are divided by the sequences of the whole mini-batch. So it does not matter how rows are packed,
-cut into micro-batches or dealt to ranks, which it does for losses over the tokens of a batch.
+It is the sequence-wise balance loss of DeepSeek-V3 (arXiv:2412.19437, equations 17 to 20). A sequence's value depends
+on its own tokens alone, so packing, micro-batches and ranks do not change it, which they do for losses over a batch.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from spurline_models.streams.token_stream import TokenStream
 
 @dataclass(frozen=True)
 class BalanceLoss:
-    """A term that is added to an objective: coefficient * (sum of the sequences' values) / num_sequences.
+    """A term of an objective: coefficient * (sum of the sequences' values) / num_sequences.
 
     `num_sequences` counts those with loss in the whole mini-batch, over all micro-batches and ranks.
     """
@@ -54,9 +52,9 @@ def balance_coefficient(model: ModelConfig, causal: PreTrainedModel) -> float:
 class StreamBalance:
     """The balance of the sequences of one stream, summed while routers run.
 
-    A sequence of T tokens has, in a layer with E experts and k for each token, the value sum over experts of f * P:
-    f = E / (k T) * tokens that went to the expert, which has no gradient; P = the mean over tokens of the expert's
-    share. It is 1 where all experts get equally much. Layers count as their mean.
+    A sequence of T tokens has, in a layer with E experts and k for each token, the value sum over experts of f * P: f =
+    E / (k T) * tokens of the expert, without gradient, and P = the mean over tokens of the expert's share. It is 1 if
+    all experts get equally much. Layers count as their mean.
     """
 
     def __init__(self, stream: TokenStream) -> None:
@@ -72,12 +70,12 @@ class StreamBalance:
         """The class of a router that shares tokens out in an unknown way, and is not summed; empty if none does."""
 
     def add(self, choice: Choice, counted: slice | Tensor, tokens: slice, num_layers: int) -> None:
-        """Take in what a router chose in a pass.
+        """Add the choice of a router in a pass.
 
         Args:
-            choice: What it chose.
+            choice: The choice.
             counted: The tokens of the pass that are tokens of the stream.
-            tokens: Where these are in the stream.
+            tokens: Their places in the stream.
             num_layers: Layers of the model that have a router.
         """
         shares, experts = choice.shares()[counted], choice.experts[counted]
@@ -91,5 +89,5 @@ class StreamBalance:
         self._sum = value if self._sum is None else self._sum + value
 
     def total(self) -> Tensor:
-        """Return the sum of the values of the sequences that have loss, differentiable."""
+        """Return the sum over the sequences that have loss, differentiable."""
         return self._weights.new_zeros(()) if self._sum is None else self._sum

@@ -1,13 +1,10 @@
 """Note the experts that the routers of a model choose in one forward pass, and use them again in another.
 
-Place on the way: engine's forward passes -> experts of every token -> `TrainingBatch` -> `TokenStream` -> the trainer's
-routers. Rounding alone makes a router of the trainer choose other experts than the engine did for some tokens, and then
-the two models compute different functions (rollout routing replay, Ma et al. 2025, arXiv:2510.11370). What is replayed
-is only which experts a token goes to: their weights come from the trainer's own router logits, so gradients reach the
-router.
+Rounding alone makes a router of the trainer choose other experts than the engine did for some tokens, and then the two
+models compute different functions (rollout routing replay, Ma et al. 2025, arXiv:2510.11370). Only the choice is
+replayed: weights come from the trainer's own router logits, so gradients reach the router.
 
-It works by hooks on what is in one model's layers. Two models in a process know nothing of each other. Loads of experts
-and the balance loss see routers through it too.
+It works by hooks in one model's layers. Loads of experts and the balance loss see routers through it too.
 """
 
 from __future__ import annotations
@@ -41,7 +38,7 @@ class ExpertRouting:
     """
 
     def __init__(self, causal: PreTrainedModel) -> None:
-        """Raises ModelError for a model whose routers cannot be found."""
+        """Raise ModelError for a model whose routers cannot be found."""
         layers = decoder_layers(causal)
         self._given: dict[int, Tensor | None] = {}
         self._noted: dict[int, Tensor] | None = None
@@ -62,8 +59,7 @@ class ExpertRouting:
         self.top_k = sizes_of(next(iter(self.routers.values()))).top_k
         self.num_experts = min(sizes_of(router).num_experts for router in self.routers.values())
         for number, layer in enumerate(layers):
-            # What is inside a layer and gets its keywords. Hooks of the layer itself do not run when its activations
-            # are computed again in the backward pass, those of what is inside do.
+            # Hooks of the layer itself do not run when its activations are recomputed; hooks of its children do.
             for child in layer.children():
                 child.register_forward_pre_hook(partial(self._take, number), with_kwargs=True)
             router = self.routers.get(number)
@@ -93,7 +89,7 @@ class ExpertRouting:
             self._test = None
 
     def as_array(self, noted: Mapping[int, Tensor]) -> NDArray[np.int16]:
-        """Return what was noted of a pass over T tokens as [T, layers, top_k]; -1 in layers without experts."""
+        """Return the noted choices of a pass over T tokens as [T, layers, top_k]; -1 in layers without experts."""
         tokens = len(next(iter(noted.values())))
         whole = np.full((tokens, self.num_layers, self.top_k), -1, np.int16)
         layers = sorted(noted)
@@ -101,14 +97,13 @@ class ExpertRouting:
         return whole
 
     def _enter(self, number: int, layer: nn.Module, args: Any) -> None:
-        # Computing again ends where nothing more is needed, which may be before the router.
+        # Recomputing may end before the router.
         self._given.pop(number, None)
 
     def _take(
         self, number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        # As an argument, not set once per pass: what is computed again in the backward pass gets the same arguments,
-        # also when another micro-batch has been computed in between.
+        # As an argument: recomputation in the backward pass gets it too, after another micro-batch as well.
         if ROUTED_EXPERTS not in kwargs:
             return None
         experts: Tensor = kwargs[ROUTED_EXPERTS]
@@ -125,7 +120,7 @@ class ExpertRouting:
             return forward(*args, **kwargs)
         with RouterWatch(router, given) as watch:
             outputs = forward(*args, **kwargs)
-        # What is computed again in the backward pass has been seen.
+        # Recomputation in the backward pass has been seen before.
         if torch._C._current_graph_task_id() == -1:
             self._see(number, router, watch.choice(outputs))
         return outputs
@@ -138,23 +133,21 @@ class ExpertRouting:
         if self._noted is not None:
             self._noted[number] = choice.experts
         if self.loads is not None:
-            with torch.no_grad():
-                shares = choice.shares() if choice.kind else None
-            self.loads.add(number, choice.experts, sizes_of(router).num_experts, self.counted, shares)
+            self.loads.add(number, choice.experts, sizes_of(router).num_experts, self.counted)
         if self.balance is not None and choice.kind:
             self._to_balance[number] = choice
 
     def _leave(self, number: int, layer: nn.Module, args: Any, output: Any) -> None:
-        # Outside of what is computed again, which must save the same tensors the second time.
+        # Outside of recomputed layers, which must save the same tensors the second time.
         choice = self._to_balance.pop(number, None)
         if choice is not None and self.balance is not None:
             self.balance.add(choice, self.counted, self.stream_tokens, len(self.routers))
 
 
 def check_replayed(batch: TrainingBatch, config: PretrainedConfig) -> None:
-    """Raise DataError for a batch with experts that the model of this config has not; ModelError if it has none.
+    """Raise DataError for a batch with experts that this model lacks; ModelError if it has none.
 
-    It is checked on the host: an index out of range ends a process with a GPU.
+    An index out of range would end a process with a GPU.
     """
     experts = batch.tokens.get(ROUTED_EXPERTS)
     if experts is None:
@@ -164,29 +157,29 @@ def check_replayed(batch: TrainingBatch, config: PretrainedConfig) -> None:
     if count is None or top_k is None:
         raise no_routers(f"{config.name_or_path} ({config.model_type})")
     check_experts(experts.flatten(0, 1), model.num_hidden_layers, top_k)
-    # Row by row: the column is large, and so is what comparing it makes.
+    # Row by row: the column is large.
     for row in experts:
         known = row >= 0
         beyond = row[(row >= count) | (row < -1) | (known != known[..., :1])]
         if len(beyond):
             raise DataError(
-                f"The rollouts note expert {int(beyond[0])} for a token, and those of the model are 0 to {count - 1}, "
-                "or -1 for all of a layer where the engine chose none. They are another model's: record them again."
+                f"The rollouts note expert {int(beyond[0])} for a token, and the model has 0 to {count - 1}; -1 stands "
+                "for all experts of a layer. The rollouts are another model's: record them again."
             )
 
 
 def check_experts(experts: Tensor, num_layers: int, top_k: int) -> None:
-    """Raise DataError for experts [T, layers, top_k] that are not of a model with these layers and this top_k."""
+    """Raise DataError for experts [T, layers, top_k] of a model with other layers or another top_k."""
     if tuple(experts.shape[1:]) != (num_layers, top_k):
         raise DataError(
             f"The rollouts note {experts.shape[2]} experts in each of {experts.shape[1]} layers for a token, and the "
-            f"model has {top_k} in {num_layers} layers. They are another model's: record them again."
+            f"model has {top_k} in {num_layers} layers. The rollouts are another model's: record them again."
         )
 
 
 def no_routers(model: str) -> ModelError:
-    """Return the error for a model whose experts cannot be replayed. model: its path."""
+    """Return the error for a model of this path whose experts cannot be replayed."""
     return ModelError(
-        f"source.router_replay is true, and the model {model} has no router that it knows. Set it to false, or choose "
-        "a mixture-of-experts model."
+        f"source.router_replay is true, and the model {model} has no router that it knows. Set it to false, or "
+        "choose a mixture-of-experts model."
     )

@@ -1,9 +1,8 @@
 """Watch the routers of a mixture of experts, of any class, and replace the experts that they choose.
 
-A router makes scores [T, E], takes the k largest of a token, and weighs those. Classes differ in the scores, in groups
-and biases, in how they weigh; what they have in common is that one call of `topk` chooses. That call is watched while
-the router's own code runs, and its answer may be replaced by other experts, so that everything after it, weights and
-gradients, stays the router's own. Whether this is true of a router is tried on it (`RouterTest`), not looked up.
+All classes of routers choose with one call of `topk`, on scores [T, E]. That call is watched while the router's own
+code runs, and its answer may be replaced, so weights and gradients stay the router's own. `RouterTest` tries a router
+out to see whether this is true of it.
 """
 
 from __future__ import annotations
@@ -23,7 +22,8 @@ from spurline_models.architecture import decoder_layers, experts_per_token, num_
 def find_routers(causal: PreTrainedModel) -> dict[int, nn.Module]:
     """Return routers by decoder layer, from 0: the innermost module that has `router_sizes`.
 
-    A layer with several, such as one with experts in its attention, is left out: engines do not tell them apart.
+    A layer with several routers, such as one with experts in its attention, is left out: engines do not tell them
+    apart.
     """
     found = {number: _routers_of(layer) for number, layer in enumerate(decoder_layers(causal))}
     return {number: routers[0] for number, routers in found.items() if len(routers) == 1}
@@ -31,13 +31,12 @@ def find_routers(causal: PreTrainedModel) -> dict[int, nn.Module]:
 
 def _routers_of(layer: nn.Module) -> list[nn.Module]:
     found = [module for module in layer.modules() if router_sizes(module)]
-    return [
-        module for module in found if not any(router_sizes(part) for part in module.modules() if part is not module)
-    ]
+    holders = {id(module) for module in found for part in module.modules() if part is not module and router_sizes(part)}
+    return [module for module in found if id(module) not in holders]
 
 
 class RouterSizes(NamedTuple):
-    """The experts of a token, and the experts that a router chooses from."""
+    """The number of experts of a token, and of experts that a router chooses from."""
 
     top_k: int
     num_experts: int
@@ -53,7 +52,6 @@ def router_sizes(module: nn.Module) -> RouterSizes | None:
 
 
 def sizes_of(router: nn.Module) -> RouterSizes:
-    """Return the sizes of a router that `find_routers` found."""
     sizes = router_sizes(router)
     assert sizes is not None, f"{type(router).__name__} is no router"
     return sizes
@@ -66,7 +64,7 @@ class Choice:
     Attributes:
         experts: int64 [T, top_k].
         scores: [T, E], differentiable, the scores that the router makes of its logits before it chooses.
-        kind: How it makes them; `logits` if it chooses by these, and empty if that is not known.
+        kind: The function that makes the scores; `logits` if there is none, and empty if it is not known.
     """
 
     experts: Tensor
@@ -77,7 +75,7 @@ class Choice:
         """Return [T, E], how the router shares each token out over all experts: at least fp32, rows sum to 1.
 
         It is the softmax of the logits, or their sigmoids over their sum. With gradients, call it only outside of
-        layers whose activations may be recomputed: those must save the same tensors the second time.
+        recomputed layers, which must save the same tensors the second time.
         """
         assert self.kind, "how this router shares tokens out is not known"
         scores = self.scores.to(torch.promote_types(self.scores.dtype, torch.float32))
@@ -89,7 +87,7 @@ class Choice:
 class RouterWatch(TorchFunctionMode):
     """Notes the call of `topk` that chooses experts while it is entered, and may answer it with `given`.
 
-    `given` is [T, top_k], -1 for tokens whose experts the router chooses; if None, it chooses all.
+    `given` is [T, top_k], with -1 for tokens whose experts the router chooses; if None, it chooses all.
     """
 
     def __init__(self, router: nn.Module, given: Tensor | None = None) -> None:
@@ -112,12 +110,12 @@ class RouterWatch(TorchFunctionMode):
         return result
 
     def choice(self, outputs: Any) -> Choice | None:
-        """Return what the router, which gave these outputs, chose; None unless it chose once."""
+        """Return the choice of the router that gave these outputs; None unless it chose once."""
         if len(self._experts) != 1 or self._chosen_from is None:
             return None
         if self._scores is not None:
             return Choice(self._experts[0], *self._scores)
-        # Experts are chosen by logits, which routers return. Anything else would be a score of an unknown kind.
+        # Logits are returned by routers that choose by them. Anything else is a score of an unknown kind.
         is_logits = any(output is self._chosen_from for output in _tensors(outputs))
         return Choice(self._experts[0], self._chosen_from, "logits" if is_logits else "")
 
@@ -125,14 +123,14 @@ class RouterWatch(TorchFunctionMode):
         return isinstance(value, Tensor) and value.dim() == 2 and value.shape[1] == self._sizes.num_experts
 
     def _is_choice(self, scores: Any, result: Any) -> bool:
-        # Groups of experts are chosen before them in some, by scores of another shape.
+        # Some choose groups of experts first, by scores of another shape.
         return self._is_over_experts(scores) and result[1].shape[1] == self._sizes.top_k
 
     def _choose(self, scores: Tensor, own: Any) -> Any:
         experts = own[1]
         self._chosen_from = scores
         if self._given is not None:
-            # Where the engine computed nothing, as at the last token it wrote, the router chooses itself.
+            # The engine did not compute some tokens, such as the last one that it wrote.
             experts = torch.where(self._given[:, :1] >= 0, self._given, experts)
             own = torch.return_types.topk((scores.gather(1, experts), experts))
         self._experts.append(experts.detach())
@@ -147,7 +145,7 @@ def _tensors(outputs: Any) -> Iterator[Tensor]:
 class RouterTest:
     """Tests on routers, each time one runs, what replay takes for granted.
 
-    `failed` says by a router's class what it does instead; `tried` counts routers that have run.
+    `failed` has by a router's class what it does instead; `tried` counts routers that have run.
     """
 
     failed: dict[str, str] = field(default_factory=dict[str, str])
@@ -173,7 +171,7 @@ class RouterTest:
         again, _ = _run(router, forward, args, kwargs, choice.experts)
         if not all(torch.equal(one, other) for one, other in zip(_tensors(own), _tensors(again), strict=True)):
             return "gives other results for the experts that it chose itself"
-        # Neighbours of its choice are other experts, as different from each other as those.
+        # The neighbours of the chosen experts are different from each other, too.
         others = (choice.experts + 1) % sizes_of(router).num_experts
         replaced, _ = _run(router, forward, args, kwargs, others)
         weights = [one for one in _tensors(replaced) if one.shape == others.shape and one.is_floating_point()]

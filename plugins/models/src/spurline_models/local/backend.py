@@ -1,7 +1,6 @@
 """The local backend: one process trains the whole model, on CPU or one GPU.
 
-Place on the way: mini-batch -> micro-batches -> streams -> logprobs -> loss -> gradients -> clipping -> optimizer.
-Other backends are compared with it. It knows no algorithm: the loss comes with each call.
+It is the reference for other backends. It knows no algorithm: the loss comes with each call.
 """
 
 from __future__ import annotations
@@ -46,7 +45,6 @@ from spurline_models.local.configs import LocalBackendConfig
 from spurline_models.local.trained_model import TrainedModel
 from spurline_models.local.weight_placement import WeightPlacement
 from spurline_models.optimizers.optimization import critic_optimization, policy_optimization
-from spurline_models.placement.narrow_weights import widen_as, widen_where_read
 from spurline_models.placement.offloading import DeviceMemory, DeviceTensors
 from spurline_models.placement.quantized_weights import num_parameters
 from spurline_models.probe import check_exactness, check_routers, choose_reading
@@ -77,8 +75,8 @@ class LocalBackend:
         self._model = StreamModel(causal, config.logits_chunk_tokens)
         self._balance = None if run.model.router_aux_loss is None else balance_coefficient(run.model, causal)
         self._reference: StreamModel | None = None
-        widen_where_read(causal, self._probe)
-        # Now, not with the first rollouts: a model without experts is refused before anything is generated.
+        self._probe()
+        # A model without experts is refused before anything is generated.
         wanted = {"replays": run.source.facts.replays_experts, "balances": self._balance is not None}
         check_routers(self._model, self._profile, run.model.path, **wanted)
         recipe = policy_optimization(run, registry, total_updates)
@@ -87,14 +85,13 @@ class LocalBackend:
         if run.trained_critic is not None:
             causal, masters = self._placement.load_trainable()
             put_value_head(causal, self._profile.weight_dtype)
-            widen_as(causal, self._model.causal)
             critic = ValueModel(causal)
             critic.read_as(self._model.reading)
             self._critic = self._placement.train(critic, critic_optimization(run.trained_critic, registry), masters)
         self._memory = DeviceMemory(self._profile)
         self._copies = HostCopies(self._profile)
         self._open_swaps = 0
-        # After loading, which draws or not depending on `init`: dropout depends on the seed alone.
+        # After loading, whose draws depend on `init`: dropout depends on the seed alone.
         seed_generators(run.seed)
 
     def update(self, batch: TrainingBatch, objective: Objective, *, role: Role = "policy") -> Mapping[str, float]:
@@ -159,24 +156,21 @@ class LocalBackend:
             return generate_greedily(self._model, prompts, max_new_tokens, self._stop_tokens)
 
     def generation_model(self) -> GenerationModel:
-        """See `LendsModel`."""
         self._memory.check_here("lent")
         insists = self._run.model.allow_extrapolation
         return generation_model(self._model, self._profile, self._length_limit, allow_extrapolation=insists)
 
     @property
     def is_swapped(self) -> bool:
-        """See `LendsParameters`."""
         return self._open_swaps > 0
 
     def trained_parameters(self, role: Role = "policy") -> Mapping[str, Tensor]:
-        """See `LendsParameters`."""
         self._memory.check_here("asked for its parameters")
         return self._model_to_train(role).values
 
     @contextmanager
     def swapped(self, role: Role, values: Mapping[str, Tensor]) -> Iterator[None]:
-        """See `LendsParameters`. Takes the memory of the swapped parameters once more."""
+        """Takes the memory of the swapped parameters once more."""
         self._memory.check_here("given other parameters")
         with self._model_to_train(role).swapped(values):
             self._open_swaps += 1
@@ -189,7 +183,6 @@ class LocalBackend:
         return iter(self._named_weights())
 
     def adapter_settings(self) -> Mapping[str, Any] | None:
-        """See `TrainsAdapters`."""
         if self._config.lora is None:
             return None
         from spurline_models.adapters.lora import adapter_settings
@@ -197,7 +190,6 @@ class LocalBackend:
         return adapter_settings(self._model.causal, self._run.model)
 
     def named_adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `TrainsAdapters`."""
         if self._config.lora is not None:
             for name, tensor in AdapterWeights(self._model.causal):
                 yield name, self._memory.read(tensor)
@@ -219,7 +211,6 @@ class LocalBackend:
         return _write(path, self._states())
 
     def snapshot(self) -> Callable[[Path], Mapping[str, FileDigest]]:
-        """See `TakesSnapshots`."""
         self._refuse_swapped("saved")
         copies = {folder: state.copied(self._copies, folder) for folder, state in self._states().items()}
         return lambda path: _write(path, copies)
@@ -229,20 +220,18 @@ class LocalBackend:
         self._memory.check_here("loaded from a checkpoint")
         policy = read_training_state(path, self._policy)
         if self._critic is not None:
-            # Before anything is changed: all of it fits, or nothing is.
+            # Nothing is changed unless all of it fits.
             read_training_state(path / _CRITIC_FOLDER, self._critic, is_ours=True).put_into(self._critic)
         policy.put_into(self._policy)
 
     def yield_device(self, *, keep_weights: bool) -> None:
-        """See `YieldsDevice`."""
         self._refuse_swapped("moved off its device")
         for trained in self._trained_models():
-            # A checkpoint may be written meanwhile, with a digest that is computed once, on the device.
+            # A checkpoint may be written meanwhile, with this digest, which is computed on the device.
             _ = trained.frozen_weights
         self._memory.give(self._device_tensors(), keep_weights=keep_weights)
 
     def take_device(self) -> None:
-        """See `YieldsDevice`."""
         self._memory.take()
 
     def close(self) -> None:
@@ -311,7 +300,7 @@ class LocalBackend:
 
     @contextmanager
     def _playing(self, role: Role) -> Iterator[StreamModel]:
-        """Give the model of this role, while it is used for forwards."""
+        """Give the model of this role, for forwards."""
         if role != "reference":
             yield self._model_to_train(role).model
         elif self._config.lora is not None:
@@ -336,10 +325,7 @@ def _write(path: Path, states: Mapping[str, TrainingState]) -> dict[str, FileDig
 
 
 def cut_rows(batch: TrainingBatch, config: LocalBackendConfig) -> list[Rows]:
-    """Return the row numbers of each micro-batch, in row order.
-
-    Rows of one unit stay together, also when they exceed the limit alone.
-    """
+    """Return the row numbers of each micro-batch, in row order. Rows of one unit stay together."""
     tokens = tokens_per_row(batch)
     rows = np.flatnonzero(tokens)
     if config.rows_per_microbatch is not None:

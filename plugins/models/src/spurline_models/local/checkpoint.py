@@ -1,10 +1,9 @@
-"""Write and read everything the local backend needs to continue bit for bit.
+"""Write and read everything the local backend needs to continue bit for bit, without pickle.
 
-model.safetensors: trainable weights (of a LoRA run the adapters only: the others still are what `model.path` gives,
-and are recognised by a digest; of weights with fp32 masters these) and the model's persistent buffers.
-optimizer.safetensors: what the optimizer keeps of each parameter. rng.safetensors and state.json: the random
-generators, the update count, that digest, the one of the weights the run started from, and the optimizer's name and
-numbers. No pickle. Naming, renaming into place and pruning are the caller's work.
+model.safetensors: trainable weights or their fp32 masters, and the model's persistent buffers. A digest stands for
+weights that are not trained. optimizer.safetensors: the optimizer's state of each parameter. rng.safetensors and
+state.json: the random generators, the update count, digests of the frozen weights and of the weights the run started
+from, and the optimizer's name and numbers.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ Digests = dict[str, FileDigest]
 
 
 class HostCopies:
-    """Copies of tensors in the memory of the host, which a checkpoint is written from while training goes on.
+    """Copies of tensors in the memory of the host, from which a checkpoint is written while training goes on.
 
-    The memory is taken once, and used again for the next copies.
+    The memory is taken once, and used again for later copies.
     """
 
     def __init__(self, profile: DeviceProfile) -> None:
@@ -52,7 +51,7 @@ class HostCopies:
         self._buffers: dict[tuple[str, str], Tensor] = {}
 
     def take(self, group: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return copies of the tensors as they are now, under the same names; the next call of this group reuses them.
+        """Return copies of the tensors under the same names; the next call for this group reuses their memory.
 
         Raises:
             RunFailedError: If the host's memory is too small.
@@ -87,7 +86,9 @@ class TrainingState:
     def of(cls, trained: TrainedModel, read: Callable[[Tensor], Tensor]) -> TrainingState:
         """Return the state as it is; its tensors are those that training changes.
 
-        `read` gives the tensor that has the values of one of the model's or the optimizer's own.
+        Args:
+            trained: The model and its optimizer.
+            read: Gives a tensor with the values of one of the model's or the optimizer's own.
 
         Raises:
             CheckpointWriteError: If a checkpoint cannot hold the optimizer's state.
@@ -108,7 +109,7 @@ class TrainingState:
         return cls(held | {"rng": device_profile.generator_tensors()}, facts)
 
     def copied(self, copies: HostCopies, owner: str) -> TrainingState:
-        """Copy the values to memory of the host that training does not change. owner: the model they belong to."""
+        """Copy the values to memory that training does not change; `owner` is the model's name there."""
         held = {file: copies.take(f"{owner}/{file}", tensors) for file, tensors in self.tensors.items()}
         return TrainingState(held, self.facts)
 
@@ -131,7 +132,7 @@ class TrainingState:
 
 @dataclass(frozen=True)
 class SavedState:
-    """The content of a folder, read and found to fit; nothing has been changed by it yet."""
+    """The content of a folder, which has been read and fits; nothing has been changed by it yet."""
 
     updates: int
     initial_weights: str
@@ -177,7 +178,7 @@ def _saved_tensors(config: LocalBackendConfig, model: ModelConfig, folder: Path)
 
     def read(name: str) -> Tensor:
         tensor = file.get_tensor(name)
-        # What the model computes with, where that is not what its optimizer steps on.
+        # The model computes with rounded values of what its optimizer steps on.
         return tensor.to(torch.bfloat16).to(torch.float32) if name in narrow else tensor
 
     return SavedTensors(
@@ -193,11 +194,7 @@ def _saved_tensors(config: LocalBackendConfig, model: ModelConfig, folder: Path)
 
 
 def read_training_state(path: Path, trained: TrainedModel, *, is_ours: bool = False) -> SavedState:
-    """Read what was saved.
-
-    Raises:
-        CheckpointError: Unless all of it fits this model and optimizer.
-    """
+    """Read a saved state. Raises CheckpointError unless all of it fits this model and optimizer."""
     content = read_facts(path, "local", _FORMAT, is_ours=is_ours)
     model, optimizer, generators = (_read(path / f"{name}.safetensors") for name in ("model", "optimizer", "rng"))
     check_weights(path, _described(model), _described(_model_tensors(trained)))
@@ -213,7 +210,7 @@ def read_training_state(path: Path, trained: TrainedModel, *, is_ours: bool = Fa
 
 
 def _model_tensors(trained: TrainedModel) -> dict[str, Tensor]:
-    """Trainable weights, tied ones once, or their masters, and persistent buffers: the very tensors in use."""
+    """Return trainable weights, tied ones once, or their masters, and persistent buffers: the very tensors in use."""
     causal = trained.model.causal
     persistent = causal.state_dict(keep_vars=True)
     buffers = {name: buffer for name, buffer in causal.named_buffers() if name in persistent}

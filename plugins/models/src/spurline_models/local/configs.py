@@ -142,14 +142,14 @@ class LocalBackendConfig(ModelBackendConfig):
         check_kernels(self.kernels, run.model, self.planned_device, self.precision)
 
     def check_libraries(self) -> None:
-        """Raise ConfigError for a library that these settings need and that is missing."""
+        """Raise ConfigError for a missing library that these settings need."""
         if self.lora is not None:
             check_peft(self.lora)
         check_torchao(self.fp8)
 
     @property
     def planned_device(self) -> Literal["cpu", "cuda"]:
-        """The device that it trains on with these settings: `cuda` is taken at its word, here or elsewhere."""
+        """The device that it trains on with these settings, here or elsewhere."""
         if self.device != "auto":
             return self.device
         return "cuda" if resolve("torch.cuda:is_available", "GPU check of backend 'local'")() else "cpu"
@@ -176,10 +176,7 @@ class LocalBackendConfig(ModelBackendConfig):
         if self.offload_activations and self.planned_device == "cpu":
             notes.append(OFFLOADS_NOTHING)
         if self.offload_optimizer and self.planned_device == "cpu":
-            notes.append(
-                "offload_optimizer saves nothing on the CPU, whose memory is that of the host, where the optimizer's "
-                "state is anyway."
-            )
+            notes.append("offload_optimizer saves nothing on the CPU: the optimizer's state is in its memory anyway.")
         if self.lora is not None:
             notes += adapter_notes(run.model, self.lora)
         return notes

@@ -21,18 +21,20 @@ _HALF_BYTES = 2
 
 
 def estimate_memory(config: LocalBackendConfig, run: RunConfig, row_length: int, tokens: int) -> MemoryEstimate:
-    """Estimate the memory of an update of so many tokens, as if all of them had loss. See `ModelBackendConfig`."""
+    """Estimate the memory of an update of so many tokens, all with loss. See `ModelBackendConfig`."""
     shapes = model_shapes(run.model, config.lora)
     check_groups(run.optimizer, shapes.trained)
     wide, computed = _WEIGHT_BYTES[config.precision], COMPUTED_BYTES[config.precision]
     microbatch = config.microbatch_tokens(row_length, tokens)
-    narrow = _narrow_trained(config, shapes)
+    held = {name: shape for name, shape in shapes.trained.items() if name in shapes.narrowable}
+    narrow = num_values(held) if config.narrow_weights else 0
     trained = num_values(shapes.trained)
     critic = None if run.trained_critic is None else run.trained_critic.optimizer
     optimizers = [run.optimizer, *([] if critic is None else [critic])]
 
     weights, rounded = _held_weights(config, run, shapes)
-    masters = _master_values(config, trained, narrow) * wide
+    # An optimizer on the host steps on copies of wide weights too.
+    masters = ((narrow if config.keeps_masters else 0) + (trained - narrow if config.offload_optimizer else 0)) * wide
     kept = {"weights": weights}
     host = 0
     if config.offload_optimizer and config.planned_device == "cuda":
@@ -73,7 +75,7 @@ def estimate_memory(config: LocalBackendConfig, run: RunConfig, row_length: int,
 
 
 def _held_weights(config: LocalBackendConfig, run: RunConfig, shapes: Shapes) -> tuple[int, int]:
-    """Return the bytes of all weights as they are held, and of what is computed with in their place."""
+    """Return the bytes of all weights as they are held, and of rounded or widened copies for computation."""
     wide, computed = _WEIGHT_BYTES[config.precision], COMPUTED_BYTES[config.precision]
     narrow_bytes = _HALF_BYTES if config.narrow_weights else wide
     if config.lora is not None:
@@ -99,22 +101,10 @@ def _held_weights(config: LocalBackendConfig, run: RunConfig, shapes: Shapes) ->
     return held, (rounded + largest) * computed
 
 
-def _narrow_trained(config: LocalBackendConfig, shapes: Shapes) -> int:
-    """Count the trained values that are held in half precision."""
-    if not config.narrow_weights:
-        return 0
-    return num_values({name: shape for name, shape in shapes.trained.items() if name in shapes.narrowable})
-
-
-def _master_values(config: LocalBackendConfig, trained: int, narrow: int) -> int:
-    """Count the fp32 values that stand beside weights; an optimizer on the host steps on copies of wide weights too."""
-    return (narrow if config.keeps_masters else 0) + (trained - narrow if config.offload_optimizer else 0)
-
-
 def _checkpoint_copy(
     config: LocalBackendConfig, shapes: Shapes, narrow: int, optimizers: Sequence[OptimizerConfig]
 ) -> int:
-    """Return the bytes of the copy that `checkpoint.async` writes from, for the models that these optimizers train."""
+    """Return the bytes of the copy that `checkpoint.async` writes, for the models that these optimizers train."""
     wide = _WEIGHT_BYTES[config.precision]
     # Masters are saved instead of what is rounded from them.
     half = 0 if config.keeps_masters else narrow

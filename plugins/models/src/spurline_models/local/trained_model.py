@@ -1,7 +1,4 @@
-"""Join a model with its optimizer; the local backend has one such pair for the policy and one for the critic.
-
-Place on the way: gradients -> clipping -> optimizer -> weights. The backend computes the gradients, of any loss.
-"""
+"""Join a model with its optimizer; the local backend has one such pair for the policy and one for the critic."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ class TrainedModel:
         parameters: Its trained parameters by name.
         masters: The tensors that the optimizer steps on in their place.
         optimization: The optimizer of `masters`.
-        weight_dtype: The dtype that weights count in, however they are held.
+        weight_dtype: The dtype of computation and of digests, however weights are held.
     """
 
     def __init__(
@@ -62,12 +59,12 @@ class TrainedModel:
         self._sums[name] = gradient if sums is None else sums.to(self._weight_dtype).add_(gradient)
 
     def _gradients(self) -> dict[str, Tensor]:
-        """Gradients by name, where there are any; in the dtype of the parameter, or wide."""
+        """Return the gradients that there are, by name, in the dtype of the parameter or wide."""
         found = {name: self._sums.get(name, value.grad) for name, value in self.parameters.items()}
         return {name: gradient for name, gradient in found.items() if gradient is not None}
 
     def gradients(self) -> list[tuple[str, Tensor]]:
-        """Return (name, gradient) of each parameter, on CPU, in the dtype that weights count in."""
+        """Return (name, gradient) of each parameter, on CPU, in `weight_dtype`."""
         found = self._gradients()
         return [
             (name, torch.zeros(value.shape, dtype=self._weight_dtype))
@@ -86,14 +83,11 @@ class TrainedModel:
         return torch.linalg.vector_norm(torch.stack(norms))
 
     def step(self, norm: Tensor, grad_norm: float) -> dict[str, float]:
-        """Clip, and update the weights.
+        """Clip, update the weights, and return the learning rates as metrics.
 
         Args:
             norm: The gradient norm, on the device.
             grad_norm: The same on the host.
-
-        Returns:
-            The learning rates that were used, as metrics.
         """
         limit = self.optimization.max_grad_norm
         if limit is not None and grad_norm <= limit:
@@ -115,12 +109,12 @@ class TrainedModel:
 
     @property
     def values(self) -> dict[str, Tensor]:
-        """The trained parameters by name in the most precise form that is held, such as fp32 masters; not copies."""
+        """The trained parameters by name in the most precise form, such as fp32 masters; not copies."""
         return self._masters.values
 
     @property
     def narrow_names(self) -> list[str]:
-        """Names of the weights that are held in half precision, frozen ones too; none where only frozen ones are."""
+        """Names of the weights in half precision, frozen ones too; none if only frozen ones are."""
         names = [name for name, value in self.model.causal.named_parameters() if self._is_narrow(value)]
         return names if any(map(self._is_narrow, self.parameters.values())) else []
 
@@ -128,7 +122,7 @@ class TrainedModel:
         return value.dtype.itemsize < self._weight_dtype.itemsize
 
     def publish(self) -> None:
-        """Let the model compute with what `values` holds, after that was changed."""
+        """Let the model compute with the changed content of `values`."""
         self._masters.publish(self.parameters)
 
     def tensors(self) -> DeviceTensors:
@@ -144,7 +138,7 @@ class TrainedModel:
 
     @contextmanager
     def swapped(self, values: Mapping[str, Tensor]) -> Iterator[None]:
-        """See `LendsParameters`. The tensors stay the same ones: engines and compiled code hold them."""
+        """See `LendsParameters`. The tensors stay the same objects, which engines and compiled code hold."""
         for name, value in values.items():
             if name not in self.parameters:
                 raise ModelError(
@@ -171,5 +165,5 @@ class TrainedModel:
 
     @cached_property
     def frozen_weights(self) -> str:
-        """Digest of the weights that a checkpoint does not hold; they never change, so it is computed once."""
+        """Digest of the weights that a checkpoint does not hold. They never change."""
         return frozen_digest(self.model.causal, self._weight_dtype)

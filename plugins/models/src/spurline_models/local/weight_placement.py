@@ -1,8 +1,7 @@
 """Load the models of a run and place their weights as the settings of the local backend ask.
 
-Matrices may be held in half precision, with fp32 masters or without; weights under adapters may be rounded or
-quantized; the optimizer may step on the CPU, in host memory. The reference is placed as the policy was before training,
-so that both compute the same at first.
+Matrices may be in half precision, with fp32 masters or without; weights under adapters may be rounded or quantized; the
+optimizer may step in host memory. The reference is placed as the policy was before training.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class WeightPlacement:
         return causal, masters
 
     def load_reference(self, initial_weights: str) -> StreamModel:
-        """Load the weights that the run started from once more, frozen. Runs with adapters turn those off instead.
+        """Load the weights that the run started from once more, frozen; not for runs with adapters.
 
         Raises:
             CheckpointError: If their digest is not `initial_weights`.

@@ -1,8 +1,4 @@
-"""Losses of supervised fine-tuning: cross-entropy, and dynamic fine-tuning, which weighs it.
-
-Logprobs of the target tokens go in, a loss per token comes out. Weights and reduction belong to
-`spurline.update.reduction`, not here.
-"""
+"""Losses of supervised fine-tuning: cross-entropy, and dynamic fine-tuning, which weighs it."""
 
 from __future__ import annotations
 
@@ -35,8 +31,8 @@ class CrossEntropy:
 class DynamicFineTuning:
     """DFT: -sg(p(token)) * log p(token), where sg stops the gradient (Wu et al. 2025, arXiv:2508.05629).
 
-    The gradient of plain cross-entropy is an importance-weighted policy gradient with weight 1/p; the factor p takes
-    that weight away, so that unlikely tokens no longer dominate.
+    Plain cross-entropy is a policy gradient with importance weight 1/p. The factor p takes that weight away, so that
+    unlikely tokens no longer dominate.
     """
 
     needs: frozenset[str] = frozenset()

@@ -1,8 +1,6 @@
-"""Evaluate the mean negative log-likelihood of held-out tokens, whichever loss on tokens the run trains with.
+"""Evaluate the mean negative log-likelihood of held-out tokens, whichever loss the run trains with.
 
 Runs with different losses can be compared by it. The value and the metrics of the training loss are reported too.
-
-Place on the way: datasets -> tokens -> batches (same collator and prefetch as training) -> backend -> metrics.
 """
 
 from __future__ import annotations

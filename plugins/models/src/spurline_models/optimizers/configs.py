@@ -35,10 +35,7 @@ class AdamWConfig(OptimizerConfig):
 
 
 class SgdConfig(OptimizerConfig):
-    """Stochastic gradient descent; `weight_decay` is added to the gradient, so momentum sees it.
-
-    It wants a learning rate far above the default, which is AdamW's.
-    """
+    """Stochastic gradient descent, with weight decay in the gradient. Its learning rates are far above the default."""
 
     needs_whole_parameters: ClassVar[str | None] = None
     is_elementwise: ClassVar[bool] = True
@@ -46,7 +43,7 @@ class SgdConfig(OptimizerConfig):
 
     name: str = "sgd"
     momentum: Annotated[Share, OnResume.BY_NAME] = 0.0
-    """Share of the last step's direction that is kept; 0 keeps no state at all."""
+    """Share of the last step's direction that is kept; 0 keeps no state."""
 
     def state_bytes(self, shapes: Mapping[str, Sequence[int]], weight_bytes: int) -> int:
         return weight_bytes * num_values(shapes) if self.momentum else 0
@@ -55,8 +52,8 @@ class SgdConfig(OptimizerConfig):
 class MuonConfig(AdamWConfig):
     """Muon for matrices of hidden layers (Jordan et al. 2024, kellerjordan.github.io/posts/muon), AdamW for all else.
 
-    AdamW trains embeddings, the output layer, vectors, and tensors of three and more dimensions, such as experts that
-    are stored together. `betas` and `eps` are its settings.
+    AdamW trains embeddings, the output layer, vectors, and tensors of three and more dimensions, with `betas` and
+    `eps`.
     """
 
     is_elementwise: ClassVar[bool] = False
@@ -65,10 +62,9 @@ class MuonConfig(AdamWConfig):
     momentum: Annotated[Share, OnResume.BY_NAME] = 0.95
     """Share of the last step's direction that is kept."""
     adjust_learning_rate: Annotated[Literal["match_rms_adamw", "original"], OnResume.BY_NAME] = "match_rms_adamw"
-    """Factor of a matrix's learning rate by its shape. `match_rms_adamw`: 0.2 sqrt(max(rows, columns)), which gives
-    updates the size of AdamW's, so that AdamW's learning rate and weight decay serve both (Liu et al. 2025,
-    arXiv:2502.16982). `original`: sqrt(max(1, rows / columns)), whose learning rate is far above AdamW's, such as 0.02:
-    give the rest a group of its own then."""
+    """Factor of a matrix's learning rate by its shape. `match_rms_adamw`: 0.2 sqrt(max(rows, columns)), so that AdamW's
+    learning rate and weight decay serve both (Liu et al. 2025, arXiv:2502.16982). `original`: sqrt(max(1, rows /
+    columns)), which wants a learning rate such as 0.02: give the rest a group of its own then."""
     adamw_matrices: tuple[str, ...] = ("*embed*", "*wte*", "*wpe*", "*lm_head*", "*output_layer*")
     """Globs of the names of matrices that AdamW trains: embeddings and the output layer."""
 
@@ -91,8 +87,7 @@ class MuonConfig(AdamWConfig):
 class AdamW8BitConfig(AdamWConfig):
     """AdamW with moments of 8 bits, scaled by block (Dettmers et al. 2022, arXiv:2110.02861).
 
-    Needs `pip install spurline-models[optim-8bit]`, which brings bitsandbytes. Parameters of less than `smallest`
-    values have moments of 32 bits.
+    Needs `pip install spurline-models[optim-8bit]`. Parameters of less than `smallest` values have moments of 32 bits.
     """
 
     needs_whole_parameters: ClassVar[str | None] = "the kernels of bitsandbytes take no DTensors"
@@ -150,7 +145,7 @@ class CosineConfig(DecayingConfig):
 class WsdConfig(DecayingConfig):
     """Warm-up, stable, decay (Hu et al. 2024, arXiv:2404.06395): the peak, then a straight line in the last steps.
 
-    A run that is extended before its decay began goes on at the peak, as if it had been planned that long.
+    A run that is extended before its decay began goes on at the peak.
     """
 
     name: str = "wsd"
@@ -160,6 +155,6 @@ class WsdConfig(DecayingConfig):
     """Optimizer steps of the decay, at the end of the run."""
 
     def decay(self, total: int) -> int:
-        """Return the optimizer steps of the decay in a run of `total` of them: no more than warm-up leaves."""
+        """Return the optimizer steps of the decay in a run of `total` of them, at most those after warm-up."""
         wanted = self.decay_steps if self.decay_steps is not None else math.ceil(self.decay_ratio * total)
         return min(wanted, max(0, total - self.warmup(total)))

@@ -1,7 +1,4 @@
-"""Sort parameters into torch's parameter groups, by the settings that all optimizers share.
-
-In: an optimizer's config and the trained parameters by name. Out: dicts with `params`, `lr` and `weight_decay`.
-"""
+"""Sort parameters into torch's parameter groups, by the settings that all optimizers share."""
 
 from __future__ import annotations
 
@@ -17,10 +14,10 @@ from spurline.protocols.optimizer import REGEX, OptimizerConfig, ParameterGroup
 
 
 def parameter_groups(config: OptimizerConfig, named_parameters: Mapping[str, Parameter]) -> list[dict[str, Any]]:
-    """Return parameter groups for the constructor of a torch optimizer; parameters with equal settings share one.
+    """Return parameter groups for the constructor of a torch optimizer: dicts with `params`, `lr` and `weight_decay`.
 
     `lr` is the peak learning rate. `weight_decay` is the config's for matrices and embeddings, 0 for biases, norms and
-    other vectors, unless a group of the config gives it. An optimizer without weight decay may remove that key.
+    other vectors, unless a group of the config gives it.
     """
     found: dict[tuple[float, float], list[Parameter]] = {}
     for name, parameter in named_parameters.items():
@@ -43,14 +40,13 @@ def group_of(config: OptimizerConfig, name: str) -> ParameterGroup | None:
 
 
 def group_rate(config: OptimizerConfig, group: ParameterGroup) -> float:
-    """Return the group's peak learning rate."""
     if group.learning_rate is not None:
         return group.learning_rate
     return config.learning_rate * (1.0 if group.learning_rate_scale is None else group.learning_rate_scale)
 
 
 def name_matcher(pattern: str) -> Callable[[str], bool]:
-    """Return a function that tells whether a name fits: a glob over the whole name, or `re:` and an expression."""
+    """Return a function that tests names: a glob over the whole name, or `re:` and an expression."""
     if pattern.startswith(REGEX):
         expression = re.compile(pattern.removeprefix(REGEX))
         return lambda name: expression.search(name) is not None
@@ -58,33 +54,27 @@ def name_matcher(pattern: str) -> Callable[[str], bool]:
 
 
 def check_groups(config: OptimizerConfig, names: Iterable[str], key: str = "optimizer") -> None:
-    """Check the patterns of the config's groups against the names of the trained parameters.
+    """Raise ConfigError for a pattern of a group that fits no trained parameter that earlier groups have left.
 
-    Raises:
-        ConfigError: For a pattern that fits none, or none that an earlier one has left. `key` is where the optimizer's
-            settings are in the config file.
+    `key` is where the optimizer's settings are in the config file.
     """
     names = list(names)
     left = names
     for number, group in enumerate(config.groups):
         fits = name_matcher(group.match)
         if not any(map(fits, left)):
-            what = f"is {group.match!r}, and "
+            why = f"no trained parameter has such a name.{names_near(group.match, names)}"
             if any(map(fits, names)):
-                what += "earlier groups have all parameters that it fits. The first that fits counts: move it up."
-            else:
-                what += f"no trained parameter has such a name.{names_near(group.match, names)}"
-            raise ConfigError.at(f"{key}.groups.{number}.match", what)
+                why = "earlier groups have all parameters that it fits. The first that fits counts: move it up."
+            raise ConfigError.at(f"{key}.groups.{number}.match", f"is {group.match!r}, and {why}")
         left = [name for name in left if not fits(name)]
 
 
 def names_near(pattern: str, names: list[str]) -> str:
-    """Suggest names like the pattern, by whole names and by their parts, and show how names look."""
+    """Suggest names like the pattern, and show how names look."""
     word = pattern.removeprefix(REGEX).strip("*^$").replace("\\", "")
-    parts = {part for name in names for part in (name, *name.split("."))}
-    if word in parts or any(word in name for name in names):
+    hint = suggestion(word, {part for name in names for part in (name, *name.split("."))})
+    if any(word in name for name in names):
         hint = f" Globs are compared with the whole name: did you mean '*{word}*'?"
-    else:
-        hint = suggestion(word, parts)
     shown = sorted(names, key=lambda name: (word.split(".")[0] not in name, len(name)))[:4]
     return f"{hint} There are {len(names)}, such as {', '.join(shown)}."

@@ -10,20 +10,17 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import Parameter
 
-from spurline_models.optimizers.adamw import make_adamw
 from spurline_models.optimizers.configs import MuonConfig
 from spurline_models.optimizers.groups import parameter_groups
+from spurline_models.optimizers.torch_optimizers import make_adamw
 
 
 class Muon(torch.optim.Optimizer):
     """The optimizer `muon`: torch's Muon and torch's AdamW over the same state and parameter groups."""
 
     def __init__(self, config: MuonConfig, named_parameters: Mapping[str, Parameter]) -> None:
-        hidden = {
-            name: parameter
-            for name, parameter in named_parameters.items()
-            if config.is_hidden_matrix(name, parameter.shape)
-        }
+        everything = named_parameters.items()
+        hidden = {name: value for name, value in everything if config.is_hidden_matrix(name, value.shape)}
         rest = {name: parameter for name, parameter in named_parameters.items() if name not in hidden}
         self._inner: dict[str, torch.optim.Optimizer] = {}
         if hidden:
@@ -53,10 +50,7 @@ def _is_sharded(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _step_sharded(optimizer: torch.optim.Optimizer) -> None:
-    """Make a step of torch's Muon on sharded matrices.
-
-    Momentum stays in shards. The direction is gathered, one matrix at a time, and made orthogonal on every rank.
-    """
+    """Make a step of torch's Muon on sharded matrices. Only the direction is gathered, one matrix at a time."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is None:
@@ -75,7 +69,7 @@ def _step_sharded(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _orthogonal_change(direction: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """Return what torch's Muon adds to a matrix that has this direction, without weight decay."""
+    """Return what torch's Muon adds to a matrix with this direction, without weight decay."""
     change = Parameter(torch.zeros_like(direction))
     change.grad = direction
     kept = ("lr", "eps", "ns_coefficients", "ns_steps", "adjust_lr_fn")

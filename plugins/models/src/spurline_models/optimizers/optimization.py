@@ -1,7 +1,4 @@
-"""Optimize the weights of one model of a run: its optimizer, the learning rates of its steps, its saved state.
-
-Place on the way: gradients -> clipping -> `Optimization.step` -> weights. It knows names and parameters, no ranks.
-"""
+"""Optimize the weights of one model of a run: its optimizer, the learning rates of its steps, its saved state."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ class Optimization:
         optimizer: The optimizer, which is new.
         parameters: Its parameters by name.
         factor: Gives the share of the peak learning rate in each optimizer step, counted from 1.
-        key: Where the optimizer's settings are in the config file.
+        key: The place of the optimizer's settings in the config file.
 
     Raises:
         ConfigError: If a group of the config fits no parameter.
@@ -60,14 +57,14 @@ class Optimization:
         """Make optimizer step `number`, counted from 1, with the gradients as they are.
 
         Returns:
-            The learning rates: `lr`, and `lr/groups.N` of each group that the config has.
+            The learning rates: `lr`, and `lr/groups.N` of each group in the config.
         """
         rates = self.set_rates(number)
         self.optimizer.step()
         return rates
 
     def set_rates(self, number: int) -> dict[str, float]:
-        """Set the learning rates of step `number`; the caller then steps the optimizer, as in several parts."""
+        """Set and return the learning rates of step `number`; the caller then steps the optimizer."""
         return set_rates(self._config, self.optimizer, self._factor(number))
 
     def state(self) -> OptimizerState:
@@ -85,10 +82,7 @@ class Optimization:
 
 @dataclass(frozen=True)
 class OptimizationRecipe:
-    """All of an `Optimization` but the parameters; a call makes one of the parameters by name.
-
-    A backend whose optimizer steps on other tensors than the parameters takes the parts that it needs.
-    """
+    """Makes the `Optimization` of a model out of its parameters by name; a backend may also take single parts of it."""
 
     config: OptimizerConfig
     registry: Registry
@@ -99,7 +93,6 @@ class OptimizationRecipe:
         return Optimization(self.config, self.make_optimizer(parameters), parameters, self.factor, self.key)
 
     def make_optimizer(self, parameters: Mapping[str, Parameter]) -> Optimizer:
-        """Make an optimizer of these parameters, at the peak rates of its groups."""
         return self.registry.create("optimizer", self.config, named_parameters=parameters)
 
 
@@ -110,7 +103,7 @@ def policy_optimization(run: RunConfig, registry: Registry, total: int) -> Optim
 
 
 def critic_optimization(critic: CriticConfig, registry: Registry) -> OptimizationRecipe:
-    """Return the critic's optimization, by its own optimizer steps: constant after warm-up, so it needs no total."""
+    """Return the critic's optimization, by its own optimizer steps: constant after warm-up."""
     warmup = max(1, critic.warmup_steps)
     return OptimizationRecipe(critic.optimizer, registry, lambda step: min(1.0, step / warmup), "critic.optimizer")
 
@@ -126,7 +119,7 @@ def set_rates(config: OptimizerConfig, optimizer: Optimizer, factor: float) -> d
 
 
 def _check_complete(optimizer: Optimizer, config: OptimizerConfig, parameters: Mapping[str, Parameter]) -> None:
-    """Check that the factory made an optimizer of all parameters: others would silently not be trained."""
+    """Raise PluginError unless the optimizer has all parameters: others would silently not be trained."""
     own = {id(parameter) for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"]}
     left_out = [name for name, parameter in parameters.items() if id(parameter) not in own]
     if left_out or len(own) != len(parameters):

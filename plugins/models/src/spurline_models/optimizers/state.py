@@ -1,9 +1,9 @@
 """Keep the state of any torch optimizer by parameter name, bit for bit and without pickle.
 
-Tensors are named `PARAMETER/KEY`, as in `model.norm.weight/exp_avg`. Numbers, and what changed in the parameter groups
-since the optimizer was made, are JSON values beside them. `lr` is not kept: the schedule sets it in every step.
-Parameters may be sharded: then the tensors of their shape are DTensors as they are, in the same parts, and all others
-are single numbers, the same on all ranks.
+Tensors are named `PARAMETER/KEY`, as in `model.norm.weight/exp_avg`. Numbers, and values of parameter groups that
+changed since the optimizer was made, are JSON values beside them; `lr` is not kept, since the schedule sets it. Of
+sharded parameters, tensors in the shape of the parameter are DTensors in the same parts, and all others are single
+numbers, the same on all ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from spurline.errors import CheckpointError, CheckpointWriteError
 from spurline.protocols.optimizer import Optimizer
 
 PEAK = "initial_lr"
-"""Key of a parameter group's peak learning rate, as torch's own schedulers have it."""
+"""Key of a parameter group's peak learning rate, as in torch's own schedulers."""
 
 _NOT_KEPT = ("params", "lr", PEAK)
 
@@ -36,8 +36,8 @@ class OptimizerState:
         optimizer: The optimizer's name in the config.
         values: JSON values by `PARAMETER/KEY`.
         groups: The values of each parameter group that changed since the optimizer was made.
-        shapes: Shape and dtype of each tensor, as `describe` gives them; a damaged file has others.
-        on_host: Tensors that were in the memory of the host, and not beside their parameter.
+        shapes: Shape and dtype of each tensor, as `describe` gives them.
+        on_host: Tensors in the memory of the host while their parameter was not.
     """
 
     tensors: Mapping[str, Tensor]
@@ -60,9 +60,7 @@ class OptimizerState:
     @classmethod
     def read(cls, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> OptimizerState:
         """Join the tensors of a checkpoint with what `facts` returned."""
-        return cls(
-            tensors, facts["optimizer"], facts["values"], facts["groups"], facts["shapes"], tuple(facts["on_host"])
-        )
+        return cls(tensors, **{**facts, "on_host": tuple(facts["on_host"])})
 
 
 def describe(tensor: Tensor) -> str:
@@ -82,7 +80,7 @@ def take_state(name: str, optimizer: Optimizer, parameters: Mapping[str, Paramet
         name: The optimizer's name in the config.
         optimizer: The optimizer.
         parameters: Its parameters by name.
-        made: `group_values` of the optimizer when it was new.
+        made: `group_values` of the new optimizer.
 
     Raises:
         CheckpointWriteError: For state that a checkpoint cannot hold.
@@ -139,7 +137,7 @@ def check_state(saved: OptimizerState, name: str, parameters: Container[str], ma
 
 
 def put_state(saved: OptimizerState, optimizer: Optimizer, parameters: Mapping[str, Parameter], made: Groups) -> None:
-    """Replace the state by what `take_state` gave, bit for bit. `check_state` has found that it fits."""
+    """Replace the state by a saved one that `check_state` has accepted, bit for bit."""
     optimizer.state.clear()
 
     def put(key: str, value: object) -> None:
@@ -149,8 +147,8 @@ def put_state(saved: OptimizerState, optimizer: Optimizer, parameters: Mapping[s
     on_host = set(saved.on_host)
     # One at a time: the tensors may be read from a file only now.
     for key, tensor in saved.tensors.items():
-        if not isinstance(tensor, DTensor):  # one that was made as a part of its parameter is where it belongs
-            # A fused kernel wants also its step counters beside the weights.
+        if not isinstance(tensor, DTensor):
+            # A fused kernel wants its step counters beside the weights, too.
             device = "cpu" if key in on_host else parameters[key.rpartition("/")[0]].device
             tensor = tensor.to(device, copy=True)
         put(key, tensor)
@@ -167,28 +165,24 @@ def _fits(value: Tensor, parameter: Tensor) -> bool:
         return type(value) in (Tensor, Parameter)
     if isinstance(value, DTensor):
         return value.shape == parameter.shape and value.placements == parameter.placements
-    # The checkpoint takes one rank's, and what has several values may be something of that rank's part.
+    # The checkpoint takes one rank's tensor, and several values may belong to that rank's part.
     return value.numel() == 1
 
 
 def changed_groups(name: str, optimizer: Optimizer, made: Groups) -> Groups:
-    """Return `OptimizerState.groups`: the values of each group that changed since the optimizer was made.
+    """Return the values of each parameter group that changed since the optimizer was made.
 
     Raises:
         CheckpointWriteError: For values that a checkpoint cannot hold.
     """
     changed: Groups = []
     for now, before in zip(group_values(optimizer), made, strict=True):
-        different = {key: value for key, value in now.items() if not _same(value, before.get(key, _Absent))}
+        different = {key: value for key, value in now.items() if key not in before or not _same(value, before[key])}
         for key, value in different.items():
             if not is_plain(value):
                 raise unsaveable(name, f"`{key}` of a parameter group", value)
         changed.append(different)
     return changed if any(changed) else []
-
-
-class _Absent:
-    """Stands for a setting that a new optimizer's parameter group did not have."""
 
 
 def _same(value: object, before: object) -> bool:
@@ -198,12 +192,11 @@ def _same(value: object, before: object) -> bool:
 
 
 def is_plain(value: object) -> bool:
-    """Return whether JSON can hold this value."""
     return value is None or type(value) in (bool, int, float, str)
 
 
 def unsaveable(name: str, what: str, value: object) -> CheckpointWriteError:
-    """Return the error for state that a checkpoint cannot hold. name: the optimizer's in the config."""
+    """Return the error for state that a checkpoint cannot hold."""
     return CheckpointWriteError(
         f"optimizer '{name}' keeps {what} as {type(value).__name__}, which a checkpoint cannot hold. It can hold "
         "tensors, numbers, texts and None by parameter, and all but tensors in parameter groups. Tensors of a sharded "

@@ -1,9 +1,8 @@
 """The tensors that an optimizer steps on: a model's trained parameters, or masters of full precision for them.
 
-Place on the way: gradients of an update -> masters -> the optimizer's step -> weights. A parameter is its own master
-where it is wide and on the device of the optimizer. Otherwise its master lasts (fp32 values of a narrow weight, a copy
-on the host), or is filled from the weight for each step, written back with stochastic rounding, and emptied. Parameters
-are stepped a bucket at a time, so that what is wide for a step alone stays small.
+A parameter that is wide and on the optimizer's device is its own master. Otherwise the master is kept (fp32 values of a
+narrow weight, or a copy on the host), or it is filled from the weight for each step, written back with stochastic
+rounding, and emptied. Parameters are stepped a bucket at a time, so that few are wide at once.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ class MasterParameters:
     Args:
         parameters: The model's trained parameters by name.
         profile: The device and dtype of the model.
-        masters: The fp32 values of narrow parameters, which are kept; they are taken out of it. If None, narrow
-            parameters have no values but their own.
+        masters: The fp32 values of narrow parameters, which are taken out of it; None if there are none.
         on_host: Whether the optimizer steps in the memory of the host.
         apart: Whether the optimizer may step on some parameters at a time.
         seed: Seed of stochastic rounding.
@@ -73,7 +71,7 @@ class MasterParameters:
 
     @property
     def values(self) -> dict[str, Tensor]:
-        """The most precise values that there are between two steps, by name: what a checkpoint holds."""
+        """The most precise values between two steps, by name, which a checkpoint holds."""
         return {
             name: (parameter if name in self._filled else self.parameters[name]).detach()
             for name, parameter in self._model.items()
@@ -83,16 +81,16 @@ class MasterParameters:
         """Give the model's parameters of these names the values of `values`, rounded to their dtype."""
         with torch.no_grad():
             for name in names:
-                if name not in self._filled and self.parameters[name] is not self._model[name]:
+                if self._is_kept(name):
                     self._model[name].copy_(self.parameters[name].to(self._model[name].dtype))
+
+    def _is_kept(self, name: str) -> bool:
+        """Return whether this master takes memory between two steps, beside the model's parameter."""
+        return name not in self._filled and self.parameters[name] is not self._model[name]
 
     def kept(self) -> list[Tensor]:
         """Return the masters that take memory between two steps, beside the model's parameters."""
-        return [
-            value
-            for name, value in self.parameters.items()
-            if name not in self._filled and value is not self._model[name]
-        ]
+        return [value for name, value in self.parameters.items() if self._is_kept(name)]
 
     def step(
         self, step: Callable[[], object], gradients: MutableMapping[str, Tensor], factor: Tensor | None, number: int
@@ -103,7 +101,7 @@ class MasterParameters:
             step: The optimizer's step.
             gradients: Gradients by name, on the device; each is taken out when it has been used.
             factor: A scalar that all gradients are multiplied by.
-            number: Number of the update, on which the random bits of rounding depend.
+            number: Number of the update, which seeds the rounding.
         """
         with torch.no_grad():
             for bucket in self._buckets:
@@ -115,14 +113,14 @@ class MasterParameters:
                     self._write_back(name, number)
 
     def _new(self, parameter: Parameter, values: Tensor | None = None) -> Parameter:
-        """Make a wide tensor with these values; without any, its memory is not written yet."""
+        """Make a wide tensor with these values, or without any."""
         dtype = self._profile.weight_dtype
         if values is None:
             return Parameter(torch.empty_like(parameter, dtype=dtype, device=self._device))
         values = values.detach()
         if self._device.type == "cpu" and self._profile.pins_memory:
             return Parameter(self._profile.pinned(values.shape, dtype).copy_(values))
-        # A master is taken over where it lies in the right place; the model's own weight never is.
+        # A master in the right place is taken over; the model's own weight never is.
         is_own = values.data_ptr() == parameter.data_ptr()
         return Parameter(values.to(self._device, dtype, copy=is_own))
 
@@ -150,12 +148,7 @@ class MasterParameters:
 
 
 def step_buckets(sizes: Mapping[str, int], *, apart: bool) -> list[list[str]]:
-    """Return the names of parameters that are stepped on together.
-
-    Args:
-        sizes: Number of values by name.
-        apart: Whether the optimizer may step on some parameters at a time; else one bucket holds all.
-    """
+    """Return the names of parameters that are stepped on together: one bucket, unless some can be stepped `apart`."""
     if not apart:
         return [list(sizes)]
     buckets: list[list[str]] = []
@@ -172,8 +165,8 @@ def step_buckets(sizes: Mapping[str, int], *, apart: bool) -> list[list[str]]:
 def round_stochastically(values: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     """Round fp32 values to bf16: each to the next one below or above, such that the mean is the value.
 
-    A step that is smaller than half the distance to the next bf16 value is then taken as often as it should be, and not
-    lost. Values of bf16 stay as they are. The generator is on the device of the values.
+    A step smaller than half the distance between two bf16 values is then taken as often as it should be, and not lost.
+    Values of bf16 stay as they are. The generator is on the device of the values.
     """
     assert (values.dtype, dtype) == (torch.float32, torch.bfloat16), f"{values.dtype} to {dtype}"
     rounded = torch.empty_like(values, dtype=dtype, memory_format=torch.contiguous_format)
@@ -187,5 +180,5 @@ def round_stochastically(values: Tensor, dtype: torch.dtype, generator: torch.Ge
 
 
 def _empty(master: Parameter) -> None:
-    """Free its memory. Its shape and its identity, by which the optimizer's state knows it, stay."""
+    """Free its memory. Its shape stays, and its identity, by which the optimizer's state knows it."""
     master.untyped_storage().resize_(0)

@@ -1,16 +1,15 @@
 """Hold weights in half precision, and compute with them as if they were wide.
 
-The matrices of linear layers and plain embeddings are held narrow, which is nearly all of a dense model; norms, biases
-and all that layers read in their own ways have rounded values too, in the wide dtype. So a model computes, bit for
-bit, what it computes with the same rounded values held wide. Under autocast a narrow matrix is used as it is.
-Which weights are quantized (`quantized_weights.py`) is decided here too.
+The matrices of linear layers and plain embeddings are held narrow, which is nearly all of a dense model. All other
+weights have rounded values in the wide dtype. So a model computes, bit for bit, what it computes with the same rounded
+values held wide. Under autocast a narrow matrix is used as it is.
 
 Weights may be frozen or trained. The gradient of a trained one has its dtype, as autocast would have rounded it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +27,7 @@ from spurline_models.weight_files import stored_dtype
 
 
 def base_dtype(lora: LoraConfig, model: ModelConfig) -> torch.dtype:
-    """Return the dtype of the weights under these adapters, except quantized ones.
-
-    Without files here, the model's config tells.
-    """
+    """Return the dtype of the weights under these adapters, except quantized ones."""
     if lora.base_dtype in _DTYPES:
         return _DTYPES[lora.base_dtype]
     if model.init == "random" or any(Path(model.path).glob("*.safetensors")):
@@ -45,20 +41,20 @@ _FORWARDS = (nn.Linear.forward, nn.Embedding.forward)
 
 
 def narrow_dtypes(causal: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the parameters of a frozen model, by name, that `narrow_weights` will hold in this dtype."""
+    """Return the parameters of a frozen model, by name, that `narrow_weights` holds in this dtype."""
     return {f"{name}.weight": dtype for name, _ in narrowable_modules(causal)}
 
 
 def round_weights(causal: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Give every parameter the nearest value of this dtype, in its own dtype; one at a time."""
+    """Give every parameter the nearest value of this dtype, in its own dtype, one at a time."""
     for parameter in causal.parameters():
         parameter.data = parameter.data.to(dtype).to(parameter.dtype)
 
 
 def narrow_weights(causal: PreTrainedModel, dtype: torch.dtype, wide: torch.dtype) -> None:
-    """Hold the frozen weights in this dtype, where they can be, one at a time. Adapters are in the model already.
+    """Hold the frozen weights of a model with adapters in this dtype where possible, one at a time.
 
-    `wide` is the dtype of what flows through the layers, as with weights of that dtype.
+    `wide` is the dtype of hidden states, as with weights of that dtype.
     """
     modules = [module for _, module in narrowable_modules(causal)]
     _narrow([module for module in modules if not any(own.requires_grad for own in module.parameters())], dtype, wide)
@@ -70,13 +66,13 @@ def narrow_trained_weights(
     wide: torch.dtype,
     masters: MutableMapping[str, Tensor] | None = None,
 ) -> None:
-    """Hold all weights in this dtype, where they can be, one at a time, frozen or trained.
+    """Hold all weights in this dtype where possible, one at a time, frozen or trained.
 
     Args:
         causal: The model.
         dtype: The narrow dtype.
-        wide: As in `narrow_weights`.
-        masters: Is given the values that trained weights had, by name, without a copy; if None, they are dropped.
+        wide: The dtype of hidden states.
+        masters: Is given the wide values of trained weights by name; if None, they are dropped.
     """
     modules = [module for _, module in narrowable_modules(causal)]
     if masters is not None:
@@ -88,17 +84,17 @@ def narrow_trained_weights(
 def _narrow(modules: Sequence[nn.Linear | nn.Embedding], dtype: torch.dtype, wide: torch.dtype) -> None:
     for module in modules:
         # Not new modules: adapters, hooks and names stay.
-        module.wide_dtype = wide  # type: ignore[assignment]
         if isinstance(module, nn.Linear):
             module.__class__ = _NarrowLinear
         else:
             module.__class__ = _NarrowEmbedding
+            module.wide_dtype = wide  # type: ignore[assignment]
         # The data, not the parameter: a tied weight has two owners.
         module.weight.data = module.weight.data.to(dtype)
 
 
 def narrowable_modules(causal: nn.Module) -> Iterator[tuple[str, nn.Linear | nn.Embedding]]:
-    """Yield (name, module) whose weight may be held narrow: all that read it compute as torch's own modules do."""
+    """Yield (name, module) whose weight may be held narrow: only torch's own forward functions read the weight."""
     read_otherwise = {
         id(parameter)
         for module in causal.modules()
@@ -106,7 +102,7 @@ def narrowable_modules(causal: nn.Module) -> Iterator[tuple[str, nn.Linear | nn.
         for parameter in module.parameters(recurse=False)
     }
     for name, module in causal.named_modules():
-        # Not by its class alone: some embeddings scale what they look up by a number rounded to the weight's dtype.
+        # Subclasses compute otherwise: some embeddings scale their output by a number rounded to the weight's dtype.
         if not isinstance(module, nn.Linear | nn.Embedding) or type(module).forward not in _FORWARDS:
             continue
         if id(module.weight) not in read_otherwise:
@@ -114,7 +110,7 @@ def narrowable_modules(causal: nn.Module) -> Iterator[tuple[str, nn.Linear | nn.
 
 
 def quantizable_modules(causal: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
-    """Yield (name, module) of the linear layers whose weights may be held quantized: all but the output layer."""
+    """Yield (name, module) of the linear layers whose weights may be quantized: all but the output layer."""
     head = causal.get_output_embeddings()
     for name, module in narrowable_modules(causal):
         if isinstance(module, nn.Linear) and module is not head:
@@ -122,9 +118,10 @@ def quantizable_modules(causal: PreTrainedModel) -> Iterator[tuple[str, nn.Linea
 
 
 def quantize_weights(causal: PreTrainedModel, wide: torch.dtype) -> None:
-    """Hold the weights of linear layers quantized, one at a time. wide: the dtype of the values that they stand for.
+    """Hold the weights of linear layers quantized, one at a time, in the place of values of dtype `wide`.
 
-    Raises ModelError where there are none.
+    Raises:
+        ModelError: For a model without such layers.
     """
     modules = [module for _, module in quantizable_modules(causal)]
     if not modules:
@@ -139,63 +136,16 @@ def quantize_weights(causal: PreTrainedModel, wide: torch.dtype) -> None:
         module.quantize(wide)
 
 
-def widen_where_read(causal: nn.Module, check: Callable[[], None]) -> None:
-    """Run `check`, which runs the model, and hold wide the narrow frozen weights that it reads in its own way.
-
-    Some models round what they compute to the dtype of a weight (Mamba's output layer): that weight is held wide.
-    Others multiply with a weight themselves, which fails: then all are. Raises what `check` raises without narrow ones.
-    """
-    while True:
-        try:
-            return check()
-        except _DtypeError as error:
-            error.module.widen()
-        except (ModelError, RuntimeError) as error:
-            linear = [module for module in causal.modules() if isinstance(module, _NarrowLinear)]
-            narrow = [module for module in linear if not module.weight.requires_grad]
-            if not narrow and linear:
-                raise ModelError(
-                    "Trained weights are held in bf16, which this model may read in ways of its own. Set "
-                    f"backend.weights: fp32. What failed: {error}"
-                ) from error
-            if not narrow:
-                raise
-            for module in narrow:
-                module.widen()
-
-
-def widen_as(causal: nn.Module, seen: nn.Module) -> None:
-    """Hold wide the weights that `seen` does, a model of the same layers that `widen_where_read` has changed."""
-    for name, module in causal.named_modules():
-        if isinstance(module, _NarrowLinear) and not isinstance(seen.get_submodule(name), _NarrowLinear):
-            module.widen()
-
-
-class _DtypeError(ModelError):
-    """A layer's input has been rounded to the dtype of its weight."""
-
-    def __init__(self, module: _NarrowLinear) -> None:
-        super().__init__(
-            "This model rounds what it computes to the dtype of its weights, so that frozen weights in "
-            f"{str(module.weight.dtype).removeprefix('torch.')} would change it. Set backend.lora.base_dtype: fp32."
-        )
-        self.module = module
-
-
 class _NarrowLinear(nn.Linear):
-    wide_dtype: torch.dtype
-
-    def widen(self) -> None:
-        """Hold the weight as it was before, with its rounded values; a tied one everywhere."""
-        self.weight.data = self.weight.data.to(self.wide_dtype)
-        self.__class__ = nn.Linear  # type: ignore[assignment]
-
     def forward(self, input: Tensor) -> Tensor:
         if torch.is_autocast_enabled(input.device.type):
             return F.linear(input, self.weight, self.bias)
         if input.dtype == self.weight.dtype:
-            # Nothing else makes what flows through the layers narrow.
-            raise _DtypeError(self)
+            # Only a model that rounds hidden states to the dtype of this weight, such as Mamba, makes its input narrow.
+            raise ModelError(
+                f"This model rounds what it computes to the dtype of its weights, so weights in {self.weight.dtype} "
+                "would change it. Set backend.lora.base_dtype: fp32 or backend.weights: fp32."
+            )
         if self.weight.requires_grad and torch.is_grad_enabled():
             return F.linear(input, self.weight.to(input.dtype), self.bias)
         return _WidenedLinear.apply(input, self.weight, self.bias)  # type: ignore[no-any-return]
@@ -208,14 +158,13 @@ class _NarrowEmbedding(nn.Embedding):
         # What flows through the layers has the precision that it has with wide weights.
         if not (self.weight.requires_grad and torch.is_grad_enabled()):
             return super().forward(input).to(self.wide_dtype)
-        # Each row once, so that the gradients of a token's many places are summed wide: half precision would lose the
-        # small ones beside the sum of the others.
+        # Each row once, so that the gradients of a token's many places are summed wide, without rounding.
         tokens, places = input.unique(return_inverse=True)
         return F.embedding(places, F.embedding(tokens, self.weight, self.padding_idx).to(self.wide_dtype))
 
 
 class _WidenedLinear(torch.autograd.Function):
-    """A linear layer whose matrix is widened again in the backward pass, instead of being kept wide for it."""
+    """A linear layer whose matrix is widened again in the backward pass, and not kept for it."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,8 +1,7 @@
-"""Give the memory of a device to others between two updates, and bring back what was in it.
+"""Give the memory of a device to others between two updates, and bring its content back.
 
-Place on the way: models and optimizers -> copies in the memory of the host, while others use the device -> the same
-tensors. Memory is moved from under the tensors, storage by storage: parameters, shards and views of flat buffers stay
-the objects that optimizers and wrappers know. It works on CPU too, where both memories are those of the host.
+Memory is moved away under the tensors, storage by storage. Parameters, shards and views of flat buffers stay the
+objects that optimizers and wrappers know. On CPU both memories are the host's.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ class DeviceTensors:
     """The tensors on a device between two updates, with every tensor that shares memory with another one.
 
     Attributes:
-        weights: Weights of all models; memory that is also in the others counts as weights.
+        weights: Weights of all models.
         state: State of optimizers.
-        scratch: Memory whose values are written again before they are needed, such as flat buffers of gradients.
+        scratch: Memory that is written again before it is read, such as flat buffers of gradients.
     """
 
     weights: Sequence[Tensor]
@@ -36,7 +35,7 @@ class DeviceTensors:
 
 @dataclass
 class _Absent:
-    """A storage that has been freed. host: uint8 [size], its content; None if that is not kept."""
+    """A freed storage. `host` is uint8 [size] with its content, or None for scratch."""
 
     storage: UntypedStorage
     size: int
@@ -54,12 +53,14 @@ class DeviceMemory:
         """True if `give` was called and no `take` has succeeded since."""
 
     def give(self, tensors: DeviceTensors, *, keep_weights: bool) -> None:
-        """Free the memory of these tensors, after copying what is not scratch to the host's memory, pinned for a GPU.
+        """Free the memory of these tensors, after copying all but scratch to the host. It may be called again.
 
-        It may be called again: then it frees what is still there. Weights stay with `keep_weights`.
+        Args:
+            tensors: The tensors on the device.
+            keep_weights: Whether weights stay there.
 
         Raises:
-            RunFailedError: If the host's memory is too small; then a part is given, and `take` brings it back.
+            RunFailedError: If the host's memory is too small. A part is given then, and `take` brings it back.
         """
         kept = dict(self._storages(tensors.weights)) if keep_weights else {}
         state = [*tensors.state, *(() if keep_weights else tensors.weights)]
@@ -71,10 +72,10 @@ class DeviceMemory:
         self._profile.release_cached_memory()
 
     def take(self) -> None:
-        """Bring everything back, bit for bit; scratch with any values. Does nothing if nothing was given.
+        """Bring everything back, bit for bit, and scratch with any values.
 
         Raises:
-            RunFailedError: If the memory is not there; then a part is back, and it may be called again.
+            RunFailedError: If the device's memory is too small. A part is back then, and it may be called again.
         """
         for key, absent in list(self._absent.items()):
             try:
@@ -92,9 +93,9 @@ class DeviceMemory:
         self.is_given = False
 
     def read(self, tensor: Tensor) -> Tensor:
-        """Return the tensor itself, or while its memory is given away one that looks the same, on the host's copy.
+        """Return the tensor itself, or while its memory is given away an equal one on the host.
 
-        A shard of a DTensor stays one. For scratch it is memory that starts at 0 and is gone with `take`.
+        A DTensor stays one. For scratch the memory begins at 0 and is gone with `take`.
         """
         if isinstance(tensor, DTensor):
             local = _local(tensor)
@@ -109,7 +110,7 @@ class DeviceMemory:
         return copy.set_(absent.host.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def check_here(self, what: str) -> None:
-        """Raise RunFailedError if the memory is given away. what: the model cannot be so, such as `trained`."""
+        """Raise RunFailedError if the memory is given away, so that the model cannot be `what`, such as `trained`."""
         if self.is_given:
             refuse(what)
 
@@ -131,7 +132,7 @@ class DeviceMemory:
         return host.copy_(_bytes_of(storage))
 
     def _storages(self, tensors: Iterable[Tensor]) -> Iterator[tuple[int, UntypedStorage]]:
-        """Yield (key, storage) of what has memory on the device; the same storage may come again."""
+        """Yield (key, storage) of memory on the device; the same storage may come again."""
         for tensor in tensors:
             storage = _local(tensor).untyped_storage()
             is_here = storage.device.type == self._profile.device.type and storage.nbytes() > 0
@@ -141,7 +142,7 @@ class DeviceMemory:
 
 
 def refuse(what: str) -> NoReturn:
-    """Raise RunFailedError, since the memory of the device is given away. what: as in `DeviceMemory.check_here`."""
+    """Raise RunFailedError, since the memory of the device is given away; see `DeviceMemory.check_here`."""
     raise RunFailedError(
         f"The model cannot be {what} while engines have the memory of its device (yield_device). Let them sleep and "
         "call take_device first."
@@ -149,7 +150,7 @@ def refuse(what: str) -> NoReturn:
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
-    """Yield all tensors in the values of mappings, lists and tuples, however deep, such as in an optimizer's state."""
+    """Yield all tensors in the values of nested mappings, lists and tuples, such as an optimizer's state."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -161,7 +162,7 @@ def tensors_in(value: object) -> Iterator[Tensor]:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """Return the very tensor that a process holds; `to_local` would make another one on its memory."""
+    """Return the tensor that this process holds; `to_local` would make another tensor on its memory."""
     return cast(Any, tensor)._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -171,5 +172,4 @@ def _key(storage: UntypedStorage) -> int:
 
 
 def _bytes_of(storage: UntypedStorage) -> Tensor:
-    """Return the storage as uint8 [bytes]."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))

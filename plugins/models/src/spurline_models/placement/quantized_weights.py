@@ -1,11 +1,10 @@
 """Hold frozen weights of linear layers in 4 bits, and compute with them as if they were wide.
 
-Each block of 64 values has a scale, and each value is one of 16 multiples of it (NF4); the scales are quantized too, in
-blocks of 256, to 8 bits (QLoRA, Dettmers et al. 2023, arXiv:2305.14314). So a model computes, bit for bit, what it
-computes with the same quantized values held wide: each matrix is dequantized where it is used, forward and backward.
+Each block of 64 values has a scale, and each value is one of 16 multiples of the scale (NF4). The scales are quantized
+to 8 bits, in blocks of 256 (QLoRA, Dettmers et al. 2023, arXiv:2305.14314). Each matrix is dequantized where it is
+used, forward and backward, so results are those of the same quantized values held wide, bit for bit.
 
-bitsandbytes does both ways, on CPU and GPU. Weights are quantized on the host, so that the same codes come out wherever
-a run trains, goes on or is exported. It is imported when the first weight is quantized.
+Weights are quantized on the host by bitsandbytes, so that all devices get the same codes.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _PARTS = ("weight", "weight_scales", "weight_outer_scales", "weight_table", "wei
 
 
 def quantized_bytes(num_values: int) -> int:
-    """Return the bytes that a weight of so many values takes."""
+    """Return the bytes of a quantized weight of so many values."""
     blocks = math.ceil(num_values / BLOCK)
     table_and_offset = 4 * (256 + 1)
     return math.ceil(num_values / 2) + blocks + 4 * math.ceil(blocks / OUTER_BLOCK) + table_and_offset
@@ -38,8 +37,8 @@ def quantized_bytes(num_values: int) -> int:
 class QuantizedWeight:
     """A weight in 4 bits.
 
-    `codes` is uint8 [ceil(n / 2), 1], two values in each; `scales` uint8 [blocks], places in `table`, fp32 [256]. A
-    scale is its place's value times that of `outer_scales`, fp32 [ceil(blocks / 256)], plus `offset`, fp32 [].
+    `codes` is uint8 [ceil(n / 2), 1] with two values in each; `scales` is uint8 [blocks] with places in `table`, fp32
+    [256]. A scale is `table[place] * outer_scales[block // 256] + offset`, in fp32.
     """
 
     codes: Tensor
@@ -51,14 +50,14 @@ class QuantizedWeight:
 
     @classmethod
     def of(cls, values: Tensor) -> QuantizedWeight:
-        """Quantize values to the nearest codes, on their device. The host computes them, the same for all devices."""
+        """Quantize values on the host, and return the codes on the device of the values."""
         import bitsandbytes.functional as quantization  # pyright: ignore[reportMissingImports]
 
         codes, state = quantization.quantize_4bit(
             values.detach().to("cpu", torch.float32).contiguous(), blocksize=BLOCK, quant_type=_KIND
         )
         scales: Tensor = state.absmax
-        # Exactly rounded: a mean of torch depends on the number of threads, and resumed runs need the same codes.
+        # A mean of torch depends on the number of threads, and resumed runs need the same codes.
         offset = torch.tensor(math.fsum(scales.tolist()) / scales.numel(), dtype=torch.float32)
         outer: Any
         inner, outer = quantization.quantize_blockwise(scales - offset, blocksize=OUTER_BLOCK)
@@ -67,7 +66,7 @@ class QuantizedWeight:
 
     @classmethod
     def of_parts(cls, parts: Sequence[Tensor], shape: torch.Size) -> QuantizedWeight:
-        """Join the tensors, which come in the order of the fields."""
+        """Make a weight of `parts`."""
         codes, scales, outer_scales, table, offset = parts
         return cls(codes, scales, outer_scales, table, offset, shape)
 
@@ -76,7 +75,7 @@ class QuantizedWeight:
         return self.codes, self.scales, self.outer_scales, self.table, self.offset
 
     def values(self, dtype: torch.dtype) -> Tensor:
-        """Return the values that the codes stand for, in this dtype, as a new tensor."""
+        """Return the values of the codes in this dtype, as a new tensor."""
         import bitsandbytes.functional as quantization  # pyright: ignore[reportMissingImports]
 
         outer = quantization.QuantState(
@@ -98,7 +97,7 @@ class QuantizedWeight:
         return (values if is_even else values.view(-1)[: self.shape.numel()].view(self.shape)).to(dtype)
 
     def named(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) of what it is made of; the codes have the name of the weight."""
+        """Yield the parts by name; the codes have the name of the weight."""
         prefix = name.removesuffix("weight")
         yield from zip((prefix + part for part in _PARTS), self.parts, strict=True)
 
@@ -110,30 +109,30 @@ def quantized_layers(causal: nn.Module) -> dict[str, QuantizedLinear]:
 
 
 def num_parameters(causal: nn.Module) -> int:
-    """Count the values of all parameters, those of quantized weights as they were."""
+    """Count the values of all parameters, each quantized value as one."""
     held = sum(value.numel() for value in causal.parameters())
     layers = quantized_layers(causal).values()
     return held + sum(layer.held().shape.numel() - layer.held().codes.numel() for layer in layers)
 
 
 class QuantizedLinear(nn.Linear):
-    """A linear layer whose parameter `weight` holds codes; the attribute gives the values that they stand for."""
+    """A linear layer whose parameter `weight` holds codes; the attribute `weight` gives their values."""
 
     wide_dtype: torch.dtype
 
     def quantize(self, wide: torch.dtype) -> None:
-        """Replace the values by codes. wide: the dtype of the values that they stand for."""
+        """Replace the values by codes. `wide` is the dtype of the attribute `weight`."""
         weight = self._parameters["weight"]
         assert weight is not None
         self.wide_dtype = wide
         quantized = QuantizedWeight.of(weight)
         self._parameters["weight"] = nn.Parameter(quantized.codes, requires_grad=False)
         for name, part in list(quantized.named("weight"))[1:]:
-            # A checkpoint does not hold frozen weights, so neither their scales.
+            # A checkpoint does not hold frozen weights.
             self.register_buffer(name, part, persistent=False)
 
     def held(self, read: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> QuantizedWeight:
-        """Return the quantized weight. read: gives the tensor that has the values of one of the model's own."""
+        """Return the quantized weight. `read` gives a tensor with the values of one of the model's own."""
         codes = self._parameters["weight"]
         assert codes is not None
         shape = torch.Size((self.out_features, self.in_features))
@@ -153,7 +152,7 @@ class QuantizedLinear(nn.Linear):
 
 
 class _DequantizedLinear(torch.autograd.Function):
-    """A linear layer whose matrix is dequantized again in the backward pass, instead of being kept for it."""
+    """A linear layer whose matrix is dequantized again in the backward pass, and not kept for it."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, bias: Tensor | None, shape: torch.Size, *parts: Tensor) -> Tensor:

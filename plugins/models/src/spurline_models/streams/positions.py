@@ -1,7 +1,7 @@
-"""Read from a model's config how many positions it has.
+"""Read from a model's config how many positions it has. Imports no torch.
 
-A learned table ends where it ends. Rotary positions can be computed for any length, but the model has only been trained
-up to a limit, which rope scaling moves. Imports no torch.
+A learned table ends. Rotary positions can be computed for any length, but the model has only been trained up to a
+limit, which rope scaling moves.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class PositionLimit:
 
 
 def position_limit(config: PretrainedConfig) -> PositionLimit | None:
-    """Return the limit of a model with this config; None for one whose positions have no end, such as ALiBi's."""
+    """Return the limit of a model with this config; None if its positions have no end, such as ALiBi's."""
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
     if not isinstance(positions, int) or positions <= 0 or getattr(text, "alibi", False):
@@ -38,7 +38,7 @@ def position_limit(config: PretrainedConfig) -> PositionLimit | None:
 
 
 def rope_settings(config: PretrainedConfig) -> Iterator[Mapping[str, Any]]:
-    """Yield the rotary settings of the whole model, or those of each type of layer; none for other positions."""
+    """Yield the rotary settings of the whole model, or of each type of layer; none for other positions."""
     found = getattr(config, "rope_parameters", None)
     if isinstance(found, Mapping):
         yield from [value for value in found.values() if isinstance(value, Mapping)] or [found]

@@ -1,10 +1,8 @@
 """Run a decoder on rows, one segment each and padded on the right, in place of one stream.
 
-Place on the way: `TokenStream` -> rows -> decoder -> hidden states, in the order of the stream again. It is for models
-that mix tokens outside of attention (linear attention, state spaces, convolutions) where the installed kernels cannot
-keep segments apart: a row is one segment, and padding lies in the future of all of its tokens, which no causal layer
-sees. So the result is that of each sequence alone. What it costs is a pass per group of lengths and padding, in large
-passes at most as many slots as tokens.
+It is for models that mix tokens outside of attention (linear attention, state spaces, convolutions). Padding lies in
+the future of all tokens of its row, which no causal layer sees, so results are those of each sequence alone. It costs a
+pass per group of lengths, and padding: in large passes at most as many slots as tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ class RowPass:
 
     @property
     def is_real(self) -> Tensor | slice:
-        """The rows' positions, one row after another, that are tokens of the stream."""
+        """The positions of the rows, one row after another, that are tokens of the stream."""
         return slice(None) if self.bucket.slots is None else self.bucket.slots
 
     def rows(self, values: Tensor, padding: int = 0) -> Tensor:
@@ -42,17 +40,17 @@ class RowPass:
         return part.unflatten(0, (bucket.count, bucket.length))
 
     def positions(self, values: Tensor) -> Tensor:
-        """Lay positions [T] out as [rows, length], going on in the padding: others would begin a segment."""
+        """Lay positions [T] out as [rows, length], going on in the padding: other positions would begin a segment."""
         return self.rows(values)[:, :1] + torch.arange(self.bucket.length, device=values.device)
 
     def stream(self, rows: Tensor) -> Tensor:
-        """Bring [rows, length, ...] to [tokens, ...] as they lie in the stream."""
+        """Bring [rows, length, ...] to [tokens, ...] in the order of the stream."""
         flat = rows.flatten(0, 1)
         return flat if self.bucket.slots is None else Unpad.apply(flat, self.bucket.slots)
 
 
 def row_passes(plan: SegmentPlan, slots_per_pass: int, send: Send) -> list[RowPass]:
-    """Return the passes that cover a stream, in order. slots_per_pass: padded slots that cost as much as a pass."""
+    """Return the passes that cover a stream, in order; `slots_per_pass` padded slots cost as much as a pass."""
     passes: list[RowPass] = []
     start = 0
     for bucket in cut_buckets(plan.lengths, slots_per_pass, send, most_padding=1.0):
@@ -62,7 +60,7 @@ def row_passes(plan: SegmentPlan, slots_per_pass: int, send: Send) -> list[RowPa
 
 
 def idle_pass(after: int, send: Send) -> RowPass:
-    """Return a pass over one row of two tokens that are not the stream's. after: tokens in front of it."""
+    """Return a pass over one row of two tokens that are not the stream's, which has `after` tokens."""
     bucket = Bucket(1, 2, 0, send(torch.zeros(0, dtype=torch.int64)))
     return RowPass(slice(after, after), bucket, _equal_segments(bucket, send))
 

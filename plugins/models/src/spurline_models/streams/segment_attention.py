@@ -1,9 +1,9 @@
 """Compute causal attention within each segment of a padding-free stream, for any Hugging Face model.
 
-Place on the way: `TokenStream` -> decoder -> attention in every layer -> hidden states. `attend_segments` computes it;
-`segment_attention` is its form for transformers, registered there as "spurline_segments", on purpose without a mask
-function: transformers then builds no mask and does not guess packing from positions. It knows no loss and no batch
-layout, only the `SegmentPlan` that the backend passes through the model as the keyword `segment_plan`.
+`segment_attention` is registered in transformers as "spurline_segments", without a mask function, so that transformers
+builds no mask and does not guess packing from positions. The backend passes the `SegmentPlan` through the model as the
+keyword `segment_plan`. Attention that is not computed here, such as with softcaps, is refused; the model then reads
+rows with attention of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from spurline.data.batch import ROUTED_EXPERTS
@@ -36,8 +35,8 @@ if varlen_attn is not None and not {"window_size", "enable_gqa"} <= inspect.sign
 ATTENTION_NAME = "spurline_segments"
 
 _IGNORED = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", ROUTED_EXPERTS)
-"""Tensors among the keywords of attention that say what the plan says already, or are meant for routers. Any other,
-such as a bias by position or the blocks that a query sees, asks for attention that is not computed here."""
+"""Tensors among the keywords of attention that repeat the plan, or are meant for routers. Any other tensor, such as a
+bias by position, asks for attention that is not computed here."""
 
 _HALF_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -66,7 +65,6 @@ def segment_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     is_causal: bool | None = None,
-    softcap: float | None = None,
     s_aux: Tensor | None = None,
     segment_plan: SegmentPlan | None = None,
     **kwargs: Any,
@@ -77,7 +75,7 @@ def segment_attention(
     """
     _refuse_what_would_be_ignored(module, attention_mask, is_causal, segment_plan, kwargs)
     assert segment_plan is not None
-    scores = Scores(scaling, softcap=softcap, sinks=s_aux, window=sliding_window, chunk=chunk_of(module))
+    scores = Scores(scaling, sinks=s_aux, window=sliding_window, chunk=chunk_of(module))
     for windows in _observers:
         windows.append(scores.reach)
     if torch.is_autocast_enabled(query.device.type):
@@ -93,36 +91,34 @@ def segment_attention(
 
 @dataclass(frozen=True)
 class Scores:
-    """Weights of keys in attention: softmax over the keys that a query sees of `query @ key * scaling`.
+    """Weights of keys in attention: softmax over the visible keys of `query @ key * scaling`.
 
     Attributes:
         scaling: None for 1 / sqrt(D).
-        softcap: Scores are `softcap * tanh(score / softcap)` (Gemma 2).
         sinks: [H], a score per head that takes part in the softmax and has no value (gpt-oss).
-        window: How many tokens a query sees, itself counted; None for all before it.
+        window: The number of tokens that a query sees, itself counted; None for all before it.
         chunk: A query sees only tokens of its own chunk of so many positions of the segment (Llama 4).
     """
 
     scaling: float | None = None
-    softcap: float | None = None
     sinks: Tensor | None = None
     window: int | None = None
     chunk: int | None = None
 
     @property
     def reach(self) -> int | None:
-        """The window or the chunk; None where a query sees all tokens before it."""
+        """The window or the chunk; None if a query sees all tokens before it."""
         return self.window if self.chunk is None else self.chunk
 
     def for_lengths_up_to(self, length: int) -> Scores:
-        """Return the same for segments of at most so many tokens: without limits that they do not reach."""
+        """Return the same without limits that segments of this length do not reach."""
         window = None if self.window is not None and self.window >= length else self.window
         chunk = None if self.chunk is not None and self.chunk >= length else self.chunk
         return replace(self, window=window, chunk=chunk)
 
 
 def chunk_of(module: nn.Module) -> int | None:
-    """Return the chunk that the layer of this attention is limited to, which models tell their masks only."""
+    """Return the chunk that limits the layer of this attention; models tell their masks only."""
     config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
     kinds = getattr(config, "layer_types", None)
     is_chunked = kinds is not None and layer is not None and kinds[layer] == "chunked_attention"
@@ -134,7 +130,7 @@ def attend_segments(
 ) -> Tensor:
     """Attend causally within each segment: query [T, H, D], key and value [T, K, D] -> [T, H, D].
 
-    T are the tokens of the stream, or of this process's part of it if the plan has an exchange, which makes this a
+    T are the tokens of the stream, or this process's part of them if the plan has an exchange, which makes this a
     collective. K divides H.
     """
     exchange = plan.exchange
@@ -171,6 +167,8 @@ def _refuse_what_would_be_ignored(
             "Use a model whose forward passes **kwargs to the attention function (all recent transformers decoders do)."
         )
     asked = [name for name, value in kwargs.items() if isinstance(value, Tensor) and name not in _IGNORED]
+    if kwargs.get("softcap") is not None:
+        asked.append("softcap")
     if attention_mask is not None:
         asked.append("attention_mask")
     if is_causal is False or not getattr(module, "is_causal", True):
@@ -186,7 +184,6 @@ def _refuse_what_would_be_ignored(
 def _varlen_kernel_fits(query: Tensor, key: Tensor, value: Tensor, scores: Scores, dropout: float) -> bool:
     return (
         varlen_attn is not None
-        and scores.softcap is None
         and scores.sinks is None
         and scores.chunk is None
         and query.is_cuda
@@ -238,7 +235,7 @@ def _attend(bucket: Bucket, query: Tensor, key: Tensor, value: Tensor, scores: S
 def _attend_rows(query: Tensor, key: Tensor, value: Tensor, scores: Scores, dropout: float) -> Tensor:
     """Attend causally within rows: query [B, H, T, D], key and value [B, K, T, D] -> [B, H, T, D].
 
-    Rows that are longer than what a query sees are cut, so that neither time nor memory grow with their square.
+    Longer rows are cut into windows or chunks, so that neither time nor memory grow with their square.
     """
     length = query.shape[2]
     if scores.chunk is not None:
@@ -249,7 +246,7 @@ def _attend_rows(query: Tensor, key: Tensor, value: Tensor, scores: Scores, drop
         return _attend_visible(query, key, value, None, scores, dropout)
     size, scores = scores.window, replace(scores, window=None)
     query, key, value = (_filled(part, size) for part in (query, key, value))
-    # The first block sees itself alone; queries of each other one see keys of theirs and of the one before.
+    # The first block sees itself alone; the queries of each later block see keys of their block and the one before.
     first = _attend_visible(query[:, :, :size], key[:, :, :size], value[:, :, :size], None, scores, dropout)
     query = _blocks(query[:, :, size:], size)
     key, value = (
@@ -271,7 +268,7 @@ def _blocks(rows: Tensor, size: int) -> Tensor:
 
 
 def _rows(blocks: Tensor, length: int, size: int) -> Tensor:
-    """Join [B * blocks, H, size, D] to [B, H, length, D], without what filled the last block."""
+    """Join [B * blocks, H, size, D] to [B, H, length, D], without the padding of the last block."""
     return blocks.unflatten(0, (-1, -(-length // size))).transpose(1, 2).flatten(2, 3)[:, :, :length]
 
 
@@ -279,8 +276,6 @@ def _attend_visible(
     query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scores: Scores, dropout: float
 ) -> Tensor:
     """Attend from queries [B, H, Q, D] to the keys [B, K, T, D] that are visible [Q, T]; if None, causally."""
-    if scores.softcap is not None:
-        return _attend_with_softcap(query, key, value, visible, scores, dropout)
     if scores.sinks is not None:
         return _attend_with_sinks(query, key, value, visible, scores, scores.sinks, dropout)
     return _dot_product_attention(query, key, value, visible, scores.scaling, dropout)
@@ -292,16 +287,12 @@ def _dot_product_attention(
     grouped = query.shape[1] != key.shape[1]
     if grouped and query.is_cuda and (visible is not None or query.dtype not in _HALF_PRECISION):
         # With grouped heads CUDA has no memory-efficient kernel for these cases and would materialize all scores.
-        key, value = _each_head(query, key), _each_head(query, value)
+        heads = query.shape[1] // key.shape[1]
+        key, value = (part.repeat_interleave(heads, dim=1) for part in (key, value))
         grouped = False
     return F.scaled_dot_product_attention(
         query, key, value, visible, dropout, is_causal=visible is None, scale=scaling, enable_gqa=grouped
     )
-
-
-def _each_head(query: Tensor, shared: Tensor) -> Tensor:
-    """Repeat [B, K, T, D] to as many heads as the query has."""
-    return shared.repeat_interleave(query.shape[1] // shared.shape[1], dim=1)
 
 
 _SINK_WIDTH = 8
@@ -319,8 +310,8 @@ def _attend_with_sinks(
 ) -> Tensor:
     """Attend with one more key in front, which all queries see: its score is the head's sink, and its value is 0.
 
-    As a key among others it works with every kernel: queries get a column with the sink, keys one that is 1 in the new
-    key and 0 in all others, and one query in front keeps the causal order.
+    Every kernel computes such a key. Queries get a column with the sink, keys a column that is 1 in the new key and 0
+    in all others, and one query in front keeps the causal order.
     """
     width, scaling = query.shape[-1], scores.scaling or 1 / math.sqrt(query.shape[-1])
     value_width = value.shape[-1]
@@ -336,69 +327,8 @@ def _attend_with_sinks(
     return output[:, :, 1:, :value_width]
 
 
-_SCORES_AT_ONCE = 2**24
-"""Scores that exist at the same time where no kernel computes attention: 64 MiB in fp32, in some ten tensors of the
-backward pass."""
-_SCORES_KEPT = 2**20
-"""Scores of a layer's call that are kept for the backward pass; where there are more, they are computed again."""
-
-
-def _attend_with_softcap(
-    query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scores: Scores, dropout: float
-) -> Tensor:
-    """Attend with capped scores, for which there is no kernel: so many queries at a time that their scores fit."""
-    key, value = _each_head(query, key), _each_head(query, value)
-    num_queries, num_keys = query.shape[2], key.shape[2]
-    scores_per_query = query.shape[0] * query.shape[1] * num_keys
-    if scores_per_query * num_queries <= _SCORES_KEPT:
-        return _capped(query, key, value, visible, scores, dropout)
-    parts: list[Tensor] = []
-    size = max(1, _SCORES_AT_ONCE // scores_per_query)
-    for start in range(0, num_queries, size):
-        stop = min(start + size, num_queries)
-        seen = slice(None, stop if visible is None else None)
-        part = checkpoint(
-            _capped,
-            query[:, :, start:stop],
-            key[:, :, seen],
-            value[:, :, seen],
-            None if visible is None else visible[start:stop],
-            scores,
-            dropout,
-            use_reentrant=False,
-            # Rewinding the generator waits for the device.
-            preserve_rng_state=dropout > 0,
-        )
-        assert isinstance(part, Tensor)
-        parts.append(part)
-    return torch.cat(parts, dim=2)
-
-
-def _capped(
-    query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scores: Scores, dropout: float
-) -> Tensor:
-    """Attend with capped scores. If `visible` is None, queries are the last of the keys, and see those before them."""
-    assert scores.softcap is not None
-    if visible is None:
-        num_queries, num_keys = query.shape[2], key.shape[2]
-        visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
-        visible.tril_(num_keys - num_queries)
-    scaling = scores.scaling or 1 / math.sqrt(query.shape[-1])
-    weights = query @ key.transpose(-1, -2) * scaling
-    weights = scores.softcap * torch.tanh(weights / scores.softcap)
-    weights = weights.masked_fill(~visible, -math.inf)
-    if scores.sinks is not None:
-        sinks = scores.sinks.to(weights.dtype).view(1, -1, 1, 1).expand(*weights.shape[:3], 1)
-        weights = torch.cat([weights, sinks], dim=-1)
-    weights = weights.softmax(-1, torch.promote_types(weights.dtype, torch.float32)).to(value.dtype)
-    if scores.sinks is not None:
-        weights = weights[..., :-1]
-    return F.dropout(weights, dropout) @ value
-
-
 class Pad(torch.autograd.Function):
-    """Spread rows over zeroed slots. Its own backward, since the gradient of padding is exactly zero here: a plain
-    gather both ways, where index_select would allocate zeros and add."""
+    """Spread rows over zeroed slots. The gradient of padding is zero, so the backward pass is a plain gather."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, slots: Tensor, num_slots: int) -> Tensor:

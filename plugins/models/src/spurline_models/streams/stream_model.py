@@ -1,8 +1,7 @@
 """Let a causal language model read token streams: decoder, then logprobs where there is loss.
 
-Place on the way: `TokenStream` -> `StreamModel` -> `TokenLossInputs` -> loss. The output layer runs only where there is
-loss, a chunk of positions at a time, so at no time do logits of all tokens exist. The trained model and a frozen
-reference are two of these; a critic is a `ValueModel` (`value_model`). It owns no optimizer and no loop.
+The output layer runs only where there is loss, a chunk of positions at a time, so logits of all tokens never exist
+together. The trained model and a frozen reference are two of these; a critic is a `ValueModel`.
 """
 
 from __future__ import annotations
@@ -44,11 +43,11 @@ _READ_AS: dict[Reading, str] = {
 }
 
 _DRAWS = re.compile(r"^(?!summary|classifier).*(dropout|pdrop|jitter)")
-"""Names of config fields by which models ask for randomness in training, other heads' not."""
+"""Names of config fields by which models ask for randomness in training, except those of other heads."""
 
 
 class StreamModel:
-    """A causal model with attention that keeps segments apart. chunk_tokens: positions whose logits exist together."""
+    """A causal model with attention that keeps segments apart; logits of `chunk_tokens` positions exist together."""
 
     def __init__(self, causal: PreTrainedModel, chunk_tokens: int = 4096):
         self.causal = causal
@@ -66,10 +65,7 @@ class StreamModel:
         self._takes_positions = "position_ids" in taken or any(one.kind is one.VAR_KEYWORD for one in taken.values())
 
     def checkpoint_activations(self, options: dict[str, Any]) -> None:
-        """Keep only the inputs of layers and recompute the rest in the backward pass.
-
-        options: keywords of `torch.utils.checkpoint.checkpoint`.
-        """
+        """Recompute all but the inputs of layers in the backward pass, with `options` of torch's `checkpoint`."""
         # transformers renamed the method in the course of version 5.
         enable: Any = getattr(self.causal, "activation_checkpointing_enable", None)
         (enable or self.causal.gradient_checkpointing_enable)(options)
@@ -79,16 +75,13 @@ class StreamModel:
         self._offloading = ActivationOffloading(self.causal, profile)
 
     def compile(self) -> None:
-        """Run each layer of the decoder through torch.compile from now on; attention stays outside its graphs.
-
-        Layers of one kind share what is compiled, for any number of tokens.
-        """
+        """Run each layer of the decoder through torch.compile from now on; attention stays outside its graphs."""
         for layer in decoder_layers(self.causal) or [self.decoder]:
             layer.compile(dynamic=True)
 
     @contextmanager
     def uncompiled(self) -> Iterator[None]:
-        """Run layers uncompiled in the context, for generation, whose caches and single tokens would be recompiled."""
+        """Run layers uncompiled in the context, for generation, which would recompile them for single tokens."""
         compiled = self._compiled()
         calls = [layer._compiled_call_impl for layer in compiled]
         for layer in compiled:
@@ -100,7 +93,7 @@ class StreamModel:
                 layer._compiled_call_impl = call
 
     def _compiled(self) -> list[nn.Module]:
-        # Asked of the modules: not every backend compiles by `compile`.
+        # Not every backend compiles by `compile`.
         return [module for module in self.causal.modules() if module._compiled_call_impl is not None]
 
     def read_as(self, reading: Reading) -> None:
@@ -110,7 +103,7 @@ class StreamModel:
         self.reading = reading
 
     def facts(self) -> dict[str, str]:
-        """Describe how it `reads` if that costs time, what fused `kernels` compute, and what is drawn at random."""
+        """Describe slow ways to read, fused `kernels`, and what is drawn at random."""
         facts = {"reads": _READ_AS[self.reading]} if self.reading in _READ_AS else {}
         fused = kernels_of(self.causal)
         if fused:
@@ -124,7 +117,7 @@ class StreamModel:
 
     @contextmanager
     def counting_experts(self) -> Iterator[ExpertLoads]:
-        """Count the tokens that each expert gets in the context; none in compiled layers, which have no hooks."""
+        """Count the tokens that each expert gets in the context; compiled layers are not counted."""
         loads = ExpertLoads()
         if not self._has_routers or self._compiled():
             yield loads
@@ -219,7 +212,7 @@ class StreamModel:
         stream_tokens: slice,
         **options: Any,
     ) -> Tensor:
-        """Return [B, T, H]. `counted` of the B * T tokens count for routers, and are `stream_tokens` of the stream."""
+        """Return [B, T, H]. Routers count `counted` of the B * T tokens, which are `stream_tokens` of the stream."""
         if "routing" in self.__dict__:
             self.routing.counted, self.routing.stream_tokens = counted, stream_tokens
         if routed_experts is not None:
@@ -251,7 +244,7 @@ def other_attention(causal: PreTrainedModel, name: str) -> Iterator[None]:
 
 
 def library_attention(causal: PreTrainedModel) -> str:
-    """Return the name of the fastest attention of transformers itself that the model has everywhere."""
+    """Return the name of the fastest attention of transformers that the model supports everywhere."""
     supports: Any = causal
     return "sdpa" if supports._supports_sdpa else "eager"
 
@@ -260,8 +253,7 @@ def library_attention(causal: PreTrainedModel) -> str:
 def evaluation_mode(causal: nn.Module) -> Iterator[None]:
     """Compute without dropout and gradients in the context.
 
-    It is not torch's inference mode: tables that models cache meanwhile, such as rotary frequencies, must stay usable
-    in the next training step.
+    torch's inference mode would spoil tables that models cache, such as rotary frequencies, for the next training step.
     """
     was_training = causal.training
     causal.eval()

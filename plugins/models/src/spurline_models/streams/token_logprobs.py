@@ -1,8 +1,4 @@
-"""Compute logprobs of tokens from hidden states by the model's own output layer, a chunk at a time.
-
-In: the last hidden states [N, H] where there is loss, and a target for each. Out: logprobs [N], and entropies [N] if
-they are asked for.
-"""
+"""Compute logprobs of tokens from hidden states by the model's own output layer, a chunk at a time."""
 
 from __future__ import annotations
 
@@ -24,25 +20,24 @@ from spurline_models.architecture import find_decoder
 class OutputLogits(nn.Module):
     """A module that makes logits [N, vocabulary] from hidden states [N, H], as the model itself does.
 
-    It runs the model's own forward function around hidden states that are there already: whatever a model does to
-    logits after its output layer, such as a scale or a softcap, is done here too. It shares all modules with the model.
+    It runs the model's own forward function around given hidden states, so a scale or a softcap after the output layer
+    is included. It shares all modules with the model.
     """
 
     def __init__(self, causal: PreTrainedModel) -> None:
         super().__init__()
         self._given: list[Tensor] = []
-        # A shallow copy: the model itself stays as it is. Not `copy`, for which classes of sharded modules have a way
-        # of their own.
+        # A shallow copy; classes of sharded modules change what `copy` does.
         self._around = object.__new__(type(causal))
         self._around.__dict__.update(vars(causal))
         self._around._modules = causal._modules | _given_states(causal, find_decoder(causal), self._given)
 
     def forward(self, hidden: Tensor) -> Tensor:
         around: Any = self._around
-        # Beside the argument, which not every model hands on.
+        # Not every model hands the argument on.
         self._given.append(hidden.unsqueeze(0))
         try:
-            # Not by calling it: hooks of the whole model are not meant for a part of it.
+            # Hooks of the whole model, which a call would run, are not meant for a part of it.
             output = type(around).forward(around, inputs_embeds=self._given[-1], use_cache=False)
         finally:
             self._given.pop()
@@ -58,7 +53,7 @@ def _given_states(module: nn.Module, decoder: nn.Module, given: list[Tensor]) ->
 class _GivenStates(nn.Module):
     """Stands for a decoder, or for a module that holds it beside towers that see or hear.
 
-    Its output is the last of the states that are given; its attributes are those of that module.
+    Its output is the last of the given states; its attributes are that module's.
     """
 
     def __init__(self, inner: nn.Module, decoder: nn.Module, given: list[Tensor]) -> None:
@@ -83,7 +78,7 @@ class _States(BaseModelOutputWithPast):
 class TokenLogprobs:
     """The output layer of a model, applied in chunks of at most `chunk_tokens` positions.
 
-    With several chunks their logits are recomputed in the backward pass.
+    Logits of several chunks are recomputed in the backward pass.
     """
 
     def __init__(self, head: nn.Module, chunk_tokens: int):
@@ -98,7 +93,7 @@ class TokenLogprobs:
     ) -> tuple[Tensor, Tensor | None]:
         """Return the logprob of each target [N] after each hidden state [N, H], and the entropy [N] if asked for.
 
-        Both are those of softmax(logits / temperature).
+        Both are of softmax(logits / temperature).
         """
         score = partial(self._score, want_entropy=want_entropy, temperature=temperature)
         return scored_in_chunks(score, hidden, targets, self._chunk_tokens, draws=self._draws)
@@ -129,8 +124,8 @@ def scored_in_chunks(
 ) -> tuple[Tensor, Tensor | None]:
     """Apply `score` to hidden states [N, H] and targets [N], at most `chunk_tokens` of them at a time.
 
-    With several chunks it is called again in the backward pass, chunk by chunk, in one order on all ranks. `draws` says
-    that it draws random numbers, which must be the same then.
+    Several chunks are scored again in the backward pass, in one order on all ranks. `draws` says that `score` draws
+    random numbers, which must be the same then.
     """
     num_chunks = math.ceil(len(targets) / chunk_tokens)
     if num_chunks <= 1:

@@ -1,9 +1,7 @@
 """Lay rows of a batch out as one padding-free stream of tokens, and say how attention computes its segments.
 
-Place on the way: TrainingBatch -> chosen rows -> `TokenStream` with its `SegmentPlan` -> decoder. Padding of any kind
-(row ends, alignment between segments, filler rows) is dropped here, so padded and packed batches run the very same
-computation. Segments lie from short to long, so that those of one length are neighbours. All of it is made on the host,
-once per micro-batch.
+Padding of any kind is dropped here, so padded and packed batches run the very same computation. Segments lie from short
+to long, so that those of one length are neighbours. All of it is made on the host, once per micro-batch.
 """
 
 from __future__ import annotations
@@ -30,10 +28,9 @@ Send = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Bucket:
-    """Neighbouring segments that one attention call computes, as `count` rows of `length`.
+    """Neighbouring segments that one attention call computes, as `count` rows of `length`, with `tokens` stream tokens.
 
-    `tokens` counts its stream tokens. `slots` is int64 [tokens], the place of each in the padded [count * length]
-    layout; None if all have the same length, so that a view of the stream is that layout already.
+    `slots` is int64 [tokens], the place of each token in the padded [count * length] layout; None without padding.
     """
 
     count: int
@@ -45,8 +42,7 @@ class Bucket:
 class AttentionExchange(Protocol):
     """Exchanges attention's inputs between processes that each run the model on a part of one stream.
 
-    Each process attends with some heads over all tokens. `to_heads` and `to_tokens` are collectives of these processes,
-    and differentiable.
+    Each process attends with some heads over all tokens. `to_heads` and `to_tokens` are differentiable collectives.
     """
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -58,7 +54,7 @@ class AttentionExchange(Protocol):
         ...
 
     def own_heads(self, values: Tensor) -> Tensor:
-        """Return those of [heads] that are this process's. It is not a collective."""
+        """Return this process's part of values [heads]. It is not a collective."""
         ...
 
 
@@ -101,8 +97,8 @@ class TokenStream:
         segment_index: [N], from 0.
         columns: Further token columns at the N positions.
         batch_index: [N] on CPU, the place of the token in the flattened [rows, length] of the batch.
-        routed_experts: int16 [T, layers, top_k], the experts that the engine chose for every token; -1 where it did not
-            compute the token. If None, routers choose.
+        routed_experts: int16 [T, layers, top_k], the engine's experts of every token, -1 for tokens that it did not
+            compute; if None, routers choose.
         num_fill: Tokens at its beginning that belong to no sample.
         is_idle: Whether it stands for no rows: a rank runs it because the others run theirs, and nothing counts.
     """
@@ -149,7 +145,6 @@ class TokenStream:
 
 
 def check_columns(batch: TrainingBatch, needed: Collection[str]) -> None:
-    """Raise DataError when the batch lacks a column that the loss needs."""
     missing = [name for name in needed if name not in batch.tokens]
     if missing:
         raise DataError(
@@ -160,7 +155,7 @@ def check_columns(batch: TrainingBatch, needed: Collection[str]) -> None:
 
 
 def check_tokens(batch: TrainingBatch, vocabulary: int) -> None:
-    """Raise DataError for a token that the model has no embedding of. vocabulary: number of its embeddings."""
+    """Raise DataError for a token beyond the model's embeddings."""
     tokens = batch.tokens["input_ids"]
     if not tokens.numel() or int(tokens.max()) < vocabulary:
         return
@@ -186,8 +181,7 @@ def token_stream(
 ) -> TokenStream | None:
     """Lay the chosen rows out as one stream, or return None if none of their tokens has loss.
 
-    `columns` are gathered besides the standard ones at positions with loss; `routed_experts` for all tokens, if the
-    batch has it.
+    `columns` are gathered at positions with loss, and `routed_experts`, if the batch has them, for all tokens.
     """
     index, lengths = _stream_order(batch, rows)
     weights = batch.tokens["loss_weights"].flatten()[index]
@@ -278,7 +272,7 @@ def _cut(lengths: NDArray[np.int64], slots_per_call: int, most_padding: float) -
     cuts = [0]
     padded_slots = 0
     for start, stop in pairwise(runs[1:]):
-        # Joining pads every segment of the bucket to the new length; one that is padded already pays the growth only.
+        # Joining pads every segment of the bucket to the new length; a padded bucket pays the growth only.
         slots = (stop - cuts[-1]) * int(lengths[start])
         tokens = int(ends[stop - 1] - ends[cuts[-1]] + lengths[cuts[-1]])
         is_mostly_tokens = slots <= max(slots_per_call, (1 + most_padding) * tokens)

@@ -14,7 +14,7 @@ from spurline_models.streams.token_stream import TokenStream
 
 
 class ValueModel(StreamModel):
-    """The critic: the run's decoder, with a value head in the place of the output layer.
+    """The run's decoder with a value head.
 
     The `logprobs` of its loss inputs are values: from the position before a token, the return expected from it on.
     """
@@ -25,7 +25,7 @@ class ValueModel(StreamModel):
         super().__init__(causal)
 
     def loss_inputs(self, stream: TokenStream, needs: Collection[str], temperature: float = 1.0) -> TokenLossInputs:
-        """Return what a critic's loss sees of the stream; there are no logits, so no temperature and no entropy.
+        """Return the inputs of a critic's loss, without temperature and entropy.
 
         The critic's routers choose for themselves: no engine has computed its weights.
         """
@@ -45,7 +45,7 @@ class ValueHead(nn.Linear):
         nn.init.zeros_(self.weight)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        # Not a matrix product, which autocast would round to half precision: values are subtracted from each other.
+        # Autocast would round a matrix product to half precision, and values are subtracted from each other.
         return (hidden.to(self.weight.dtype) * self.weight).sum(-1)
 
 

@@ -25,7 +25,7 @@ from spurline_models.device_profile import DeviceProfile, device_profile
 from spurline_models.experts.router_replay import ExpertRouting
 from spurline_models.generation import generation_model
 from spurline_models.loading import check_config, load_model
-from spurline_models.placement.freed_memory import return_freed_memory
+from spurline_models.machine import return_freed_memory
 from spurline_models.placement.offloading import DeviceMemory, DeviceTensors
 from spurline_models.probe import check_exactness
 from spurline_models.streams.stream_model import StreamModel
