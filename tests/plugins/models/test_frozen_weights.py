@@ -15,7 +15,7 @@ from torch import nn
 from spurline.config.run_config import ModelConfig
 from spurline.errors import CheckpointError, ConfigError, ModelError
 from spurline_models import configs
-from spurline_models.configs import LoraConfig, adapter_page
+from spurline_models.configs import LoraConfig
 from spurline_models.local.checkpoint import read_weights
 from spurline_models.local.configs import LocalBackendConfig
 from spurline_models.placement.narrow_weights import (
@@ -172,14 +172,6 @@ def test_a_model_that_rounds_to_the_dtype_of_its_weights_is_not_rounded_in_silen
     assert model["head"](torch.ones(2, 4)).dtype == torch.float32
     with pytest.raises(ModelError, match="base_dtype: fp32"):
         model["head"](torch.ones(2, 4, dtype=torch.bfloat16))
-
-
-def test_the_page_of_an_adapter_says_which_base_it_belongs_to() -> None:
-    page = adapter_page(ModelConfig(path="a/model", revision="v1"), LoraConfig(base_dtype="nf4"))
-    assert '\nbase_model: "a/model"\n' in page
-    assert "`a/model`, revision `v1`" in page
-    assert "quantized to 4 bits" in page
-    assert "quantized" not in adapter_page(ModelConfig(path="a/model"), LoraConfig())
 
 
 def test_a_missing_library_is_named_with_the_extra_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from spurline.errors import RunFailedError
 from spurline_models.device_profile import device_profile
-from spurline_models.placement.offloading import DeviceMemory, DeviceTensors, tensors_in
+from spurline_models.placement.offloading import DeviceMemory, DeviceTensors
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)
 
@@ -144,29 +144,3 @@ def test_memory_that_is_not_there_again_is_asked_for_once_more(monkeypatch: pyte
     held.take()
     assert torch.equal(first, torch.arange(10.0))
     assert torch.equal(second, torch.arange(20.0))
-
-
-def test_a_host_without_room_says_so_and_leaves_everything_to_be_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    held, first, second = memory(), torch.arange(10.0), torch.arange(20.0)
-    empty = torch.empty
-
-    def full(*size: Any, **options: Any) -> Tensor:
-        if size == (80,):
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-        return empty(*size, **options)
-
-    monkeypatch.setattr(torch, "empty", full)
-    with pytest.raises(RunFailedError, match="80 bytes more of cpu"):
-        held.give(DeviceTensors([], [first, second]), keep_weights=False)
-    monkeypatch.undo()
-    with pytest.raises(RunFailedError, match="take_device first"):
-        held.check_here("trained")
-    held.take()
-    assert torch.equal(first, torch.arange(10.0))
-    assert torch.equal(second, torch.arange(20.0))
-
-
-def test_all_tensors_of_an_optimizers_state_are_found() -> None:
-    one, two, three = torch.ones(1), torch.ones(2), torch.ones(3)
-    state = {one: {"exp_avg": two, "step": 3, "history": [three, {"deep": (one, None)}]}}
-    assert [id(found) for found in tensors_in(state)] == [id(two), id(three), id(one)]

@@ -103,14 +103,6 @@ def with_loss(causal: Any, batch: Any) -> torch.Tensor:
     return found
 
 
-def test_a_step_with_replayed_experts_does_not_depend_on_how_rows_are_cut(tmp_path: Path) -> None:
-    whole = make_backend(tmp_path / "whole")
-    cut = make_backend(tmp_path / "cut", max_tokens_per_microbatch=12)
-    found, expected = (backend.update(batch_of("packed"), OBJECTIVE) for backend in (cut, whole))
-    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-12)
-    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-10)
-
-
 def test_models_of_one_process_know_nothing_of_each_others_experts(tmp_path: Path) -> None:
     one, other = (make_backend(tmp_path / name) for name in ("one", "other"))
     free = lay_out(SAMPLES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -55,24 +54,6 @@ class LoraConfig(Section):
         if self.is_quantized:
             return "engines would add the adapter to weights that are not quantized as backend.lora.base_dtype does"
         return None
-
-
-def adapter_page(model: ModelConfig, lora: LoraConfig) -> str:
-    """Return the model card of an adapter, which names the weights that it belongs to."""
-    revision = "" if model.revision is None else f", revision `{model.revision}`"
-    held = "as its files hold them"
-    if lora.base_dtype == "bf16":
-        held = "rounded to bf16: load it with `dtype=torch.bfloat16`"
-    elif lora.is_quantized:
-        held = (
-            "with all linear layers except the output layer quantized to 4 bits (`bnb_4bit_quant_type` nf4, "
-            "`bnb_4bit_use_double_quant`). Weights that are not quantized give other results; the merged export of the "
-            "run has the values that the adapter was trained on"
-        )
-    return (
-        f"---\nlibrary_name: peft\nbase_model: {json.dumps(model.path)}\n---\n\nAn adapter for the weights of "
-        f"`{model.path}`{revision}, {held}.\n"
-    )
 
 
 def adapter_notes(model: ModelConfig, lora: LoraConfig) -> list[str]:

@@ -23,7 +23,6 @@ from spurline.run.build import build_backend
 from spurline.run.checkpoints.checkpoint import BACKEND, Checkpoint, CheckpointStore
 from spurline_models.adapters.adapter_weights import AdapterStream, write_adapter_files
 from spurline_models.backend_config import adapters_of
-from spurline_models.configs import adapter_page
 from spurline_models.weight_files import write_weight_files
 from spurline_text.tokenizer import load_tokenizer
 
@@ -81,7 +80,6 @@ def _write_adapter(adapter: AdapterStream, config: RunConfig, tokenizer: PreTrai
     assert lora is not None
 
     def fill(folder: Path) -> None:
-        (folder / "README.md").write_text(adapter_page(config.model, lora), encoding="utf-8")
         write_adapter_files(folder, adapter)
         tokenizer.save_pretrained(folder)
 

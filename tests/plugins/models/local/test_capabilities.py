@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from fake_plugins import FakePlugins
 
 from spurline.config.loading import LoadedConfig, load_config
@@ -15,9 +13,7 @@ from spurline.errors import ConfigError
 from spurline.plugins.registry import ComponentRegistrar
 from spurline.protocols.backend import BackendConfig, BackendFacts
 from spurline.protocols.ranks import Launch, RankRequest
-from spurline_models.testing import write_tiny_model
 from spurline_rl.engines.configs import InProcessEngineConfig
-from spurline_rl.engines.in_process.engine import load_own_model
 from spurline_rl.protocols.rollout_engine import RolloutEngineConfig
 
 SFT = {"plugins": ["ranks"], "model": {"path": "unused"}, "data": {"train": "unused.jsonl"}, "steps": 1}
@@ -110,14 +106,6 @@ def test_a_copy_is_on_no_gpu_of_a_rank(load: Any, ranks: dict[str, Any], device:
     run = load(ROLLOUTS, {"name": "ranks", **ranks}).config
     assert InProcessEngineConfig().copy_device(run) == device
     assert InProcessEngineConfig().copy_device(load(ROLLOUTS, "plain").config) == "auto"
-
-
-def test_the_engine_loads_its_copy_beside_the_ranks(load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = {"path": str(write_tiny_model(tmp_path / "model"))}
-    run = load({**ROLLOUTS, "model": model}, "ranks").config
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "is_available", lambda: True)
-        assert load_own_model(InProcessEngineConfig(), run).causal.device.type == "cpu"
 
 
 @pytest.mark.parametrize(

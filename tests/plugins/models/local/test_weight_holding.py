@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,15 +104,6 @@ def test_gradients_do_not_depend_on_the_layout_or_the_cutting_beyond_rounding(
             assert gradient.dtype == torch.float32
             difference = torch.linalg.vector_norm(gradient - wanted[name])
             assert difference <= 0.01 * torch.linalg.vector_norm(wanted[name]), name
-
-
-def test_the_gradient_of_a_token_in_many_places_is_summed_wide(half_files: Path) -> None:
-    sample = replace(make_samples([200], loss_share=1.0)[0], tokens=(7,) * 200)
-    masters, wide = (opened(half_files, **mode) for mode in (MASTERS, HALF))
-    name = "model.embed_tokens.weight"
-    found, expected = (dict(backend.gradients(lay_out([sample]), OBJECTIVE))[name] for backend in (masters, wide))
-    assert torch.equal(found, expected.bfloat16().float())
-    assert bool(found[7].any())
 
 
 @pytest.mark.parametrize(
@@ -227,22 +217,3 @@ def test_memory_is_estimated_exactly(half_files: Path, mode: dict[str, Any]) -> 
     assert parts["optimizer"] == pytest.approx(kept, rel=0.01)
     cut = LocalBackendConfig(device="cpu", rows_per_microbatch=1, **mode).estimate_memory(run, 50, 100).parts
     assert cut["gradients"] == sum(4 * value.numel() for value in backend._policy.parameters.values())
-
-
-def test_a_gpu_is_not_asked_for_what_lies_on_the_host(half_files: Path) -> None:
-    run = run_config(half_files, model=ModelConfig(path=str(half_files)))
-    here = LocalBackendConfig(device="cpu", **MASTERS, **ON_HOST).estimate_memory(run, 100, 100).parts
-    config = LocalBackendConfig(device="cuda", **MASTERS, **ON_HOST)
-    there = config.estimate_memory(run, 100, 100).parts
-    assert there["optimizer"] == 0
-    assert "masters" not in there
-    assert config.estimate_memory(run, 100, 100).host == here["masters"] + here["optimizer"] > 0
-    assert LocalBackendConfig(device="cuda", **MASTERS).estimate_memory(run, 100, 100).host == 0
-
-
-def test_a_plan_suggests_masters_first_and_what_changes_rounding_last() -> None:
-    config = LocalBackendConfig(device="cuda", precision="bf16")
-    found = [dict(change) for change in config.savings(run_config("m"), 10, 10)]
-    assert found[0] == {"weights": "bf16_masters"}
-    assert found[-2:] == [{"offload_optimizer": True}, {"weights": "bf16_stochastic"}]
-    assert not any("weights" in change for change in LocalBackendConfig().savings(run_config("m"), 10, 10))
