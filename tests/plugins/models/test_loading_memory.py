@@ -101,12 +101,6 @@ def test_a_loaded_model_does_not_depend_on_its_files(tmp_path: Path) -> None:
     assert all((value == 0.01).all() for value in causal.parameters())
 
 
-def test_values_go_through_float32_whatever_dtype_they_have_in_the_end(tmp_path: Path) -> None:
-    folder = write_weights(write_model_folder(tmp_path / "model"), torch.float64)
-    wide = load_model(ModelConfig(path=str(folder)), device_profile("cpu", "fp64"), 0)
-    assert all((value == torch.tensor(0.01, dtype=torch.float32).double()).all() for value in wide.parameters())
-
-
 def test_of_a_repository_only_the_files_that_are_loaded_are_downloaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch.nn import Parameter
 
 from spurline_models.device_profile import device_profile
-from spurline_models.placement.master_parameters import MasterParameters, round_stochastically, step_buckets
+from spurline_models.placement.master_parameters import MasterParameters, round_stochastically
 
 PROFILE = device_profile("cpu", "bf16")
 
@@ -35,13 +35,6 @@ def test_what_bf16_holds_is_not_moved_and_what_is_not_finite_stays_so() -> None:
     rounded = round_stochastically(special, torch.bfloat16, generator())
     assert rounded[:2].tolist() == [torch.inf, -torch.inf]
     assert bool(rounded[2].isnan())
-
-
-def test_a_bucket_holds_so_many_values_or_one_parameter() -> None:
-    room = 1 << 25
-    sizes = {"embedding": room + 1, "a": room // 2, "b": room // 2, "c": 1}
-    assert step_buckets(sizes, apart=True) == [["embedding"], ["a", "b"], ["c"]]
-    assert step_buckets(sizes, apart=False) == [list(sizes)]
 
 
 def test_a_small_step_is_lost_to_the_nearest_value_and_not_to_a_random_one() -> None:

@@ -81,12 +81,3 @@ def test_dropout_in_the_output_layer_is_the_same_when_recomputed() -> None:
     ]
     (plain,) = torch.autograd.grad(torch.cat(parts).sum(), hidden)
     torch.testing.assert_close(chunked, plain)
-
-
-def test_half_precision_logits_go_through_a_float32_softmax() -> None:
-    head = nn.Linear(6, 5000, dtype=torch.bfloat16)
-    hidden = torch.randn(4, 6, dtype=torch.bfloat16)
-    logprobs, _ = TokenLogprobs(head, 4096)(hidden, torch.arange(4))
-    assert logprobs.dtype == torch.float32
-    expected = head(hidden).float().log_softmax(-1)[torch.arange(4), torch.arange(4)]
-    assert torch.equal(logprobs, expected)

@@ -56,15 +56,6 @@ def test_groups_convert_to_what_the_whole_model_converts_to(tmp_path: Path, chan
     assert sorted(source for group in named.groups for source in group.sources) == sorted(own)
 
 
-def test_only_what_is_converted_together_leaves_together(tmp_path: Path) -> None:
-    named = NamedWeights(built(write_model_folder(tmp_path, **MIXTURE)), adapted=False)
-    together = [group for group in named.groups if len(group.parts) > 1]
-    assert [group.sources for group in together] == [
-        [f"model.layers.{layer}.mlp.experts.{part}" for part in ("gate_up_proj", "down_proj")] for layer in (0, 1)
-    ]
-    assert "model.layers.0.mlp.experts.3.up_proj.weight" in together[0].weights
-
-
 def test_adapters_are_merged_from_tensors_that_the_model_does_not_hold(tmp_path: Path) -> None:
     folder = write_model_folder(tmp_path)
     backend = excite(local_backend(folder, lora=ADAPTERS))

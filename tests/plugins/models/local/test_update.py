@@ -148,21 +148,6 @@ def test_a_loss_that_needs_a_missing_column_is_refused_by_name(model: Path) -> N
         local_backend(model).update(lay_out(make_samples([5])), Objective(AdvantageLoss(), 1.0))
 
 
-def test_tied_embeddings_appear_once_and_train_as_one(tmp_path: Path) -> None:
-    folder = write_model_folder(tmp_path / "tied", tie_word_embeddings=True)
-    backend = excite(local_backend(folder, precision="fp64"))
-    names = [name for name, _ in backend.named_weights()]
-    assert len(names) == len(set(names))
-    assert "model.embed_tokens.weight" in names
-    assert "lm_head.weight" not in names
-    samples = make_samples([5, 9])
-    causal = oracle_model(backend)
-    with KeepDouble():
-        oracle_loss(causal, samples, 2.0).backward()
-    gradient = dict(backend.gradients(lay_out(samples), Objective(CROSS_ENTROPY, 2.0)))["model.embed_tokens.weight"]
-    torch.testing.assert_close(gradient, causal.model.embed_tokens.weight.grad, rtol=1e-9, atol=1e-12)
-
-
 def test_bf16_computes_close_to_fp32_on_fp32_weights(model: Path) -> None:
     exact, half = excite(local_backend(model)), excite(local_backend(model, precision="bf16"))
     batch, objective = lay_out(make_samples([9, 12, 20])), Objective(CROSS_ENTROPY, 20.0)

@@ -32,23 +32,6 @@ def test_a_reduction_is_a_name_or_a_section(written: Any, expected: dict[str, An
     assert load_config(resolved).resolved() == resolved
 
 
-@pytest.mark.parametrize(
-    ("written", "message"),
-    [
-        ("tokn_mean", r"reduction\.name is 'tokn_mean'; .*Did you mean 'token_mean'\?"),
-        ({"name": "fixed_nrm", "length": 3}, r"reduction\.name is 'fixed_nrm'; .*Did you mean 'fixed_norm'\?"),
-        ({"name": "fixed_norm", "lenth": 3}, r"reduction\.lenth is not a setting\. Did you mean 'length'\?"),
-        ({"name": "fixed_norm", "length": 0}, r"reduction\.length is 0: .*greater than 0"),
-        ("fixed_norm", r"reduction\.length is required by fixed_norm: .*\{name: fixed_norm, length: 512\}"),
-        ({"length": 3}, r"reduction\.length is for fixed_norm and has no meaning with token_mean"),
-        (3, r"reduction is 3; it must be a mapping"),
-    ],
-)
-def test_a_mistake_in_a_reduction_says_what_to_write(written: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_config({**BASE, "reduction": written})
-
-
 def test_a_critic_chooses_its_optimizer_as_the_policy_does() -> None:
     def chosen(written: Any) -> dict[str, Any]:
         return load_config({**rollouts(), "critic": {"optimizer": written}}).resolved()["critic"]["optimizer"]

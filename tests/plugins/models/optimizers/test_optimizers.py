@@ -92,9 +92,6 @@ def test_muon_is_torchs_on_hidden_matrices_and_adamw_on_the_rest(adjust: Any) ->
     assert_equal(ours, theirs)
 
 
-FAMILIES = ["llama", "qwen3", "gpt2", "gpt_neox", "gptj", "opt", "bloom", "falcon", "phi", "mpt", "gemma2", "olmo2"]
-
-
 @pytest.mark.parametrize("config", [AdamWConfig(), SgdConfig(), SgdConfig(momentum=0.9), MuonConfig()])
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)])
 def test_memory_of_the_optimizer_is_estimated_exactly(tmp_path: Any, config: Any, lora: LoraConfig | None) -> None:

@@ -14,7 +14,6 @@ from transformers import (
 )
 
 from spurline.config.loading import load_config
-from spurline.errors import ConfigError
 from spurline.protocols.schedule import Schedule
 
 BASE: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "rows.jsonl"}, "steps": 1}
@@ -71,25 +70,6 @@ def test_warmup_stable_decay_of_a_longer_run_goes_on_at_the_peak() -> None:
     assert schedule.factor(9, 10) == pytest.approx(0.6)
     assert schedule.factor(9, 30) == 1.0
     assert schedule.factor(31, 30) == pytest.approx(0.2)
-
-
-def test_a_decay_longer_than_what_warm_up_leaves_takes_what_there_is() -> None:
-    assert factors(total=4, name="wsd", warmup_steps=2, decay_steps=50) == pytest.approx([0.5, 1, 1, 0.5])
-    assert factors(total=3, name="wsd", warmup_steps=9) == pytest.approx([1 / 9, 2 / 9, 3 / 9])
-    assert factors(total=3, name="wsd", decay_ratio=0) == [1, 1, 1]
-
-
-@pytest.mark.parametrize(
-    ("written", "message"),
-    [
-        ("cosin", r"schedule is 'cosin', but no schedule has that name\. Did you mean 'cosine'\?"),
-        ({"name": "constant", "min_ratio": 0.1}, r"schedule\.min_ratio is not a setting of 'constant'"),
-        ({"name": "wsd", "decay_rato": 0.1}, r"Did you mean 'decay_ratio'\?"),
-    ],
-)
-def test_a_mistake_in_a_schedule_says_what_to_write(written: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_config({**BASE, "schedule": written})
 
 
 def notes(total: int, **settings: object) -> list[str]:

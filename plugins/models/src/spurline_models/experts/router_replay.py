@@ -10,9 +10,9 @@ It works by hooks in one model's layers. Loads of experts and the balance loss s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +26,8 @@ from spurline_models.architecture import decoder_layers, experts_per_token, num_
 from spurline_models.experts.expert_loads import ExpertLoads
 from spurline_models.experts.router_balance import StreamBalance
 from spurline_models.experts.routers import Choice, RouterTest, RouterWatch, find_routers, sizes_of
+
+Watcher = TypeVar("Watcher")
 
 
 class ExpertRouting:
@@ -69,24 +71,22 @@ class ExpertRouting:
                 layer.register_forward_pre_hook(partial(self._enter, number))
                 layer.register_forward_hook(partial(self._leave, number))
 
-    @contextmanager
-    def noting(self) -> Iterator[dict[int, Tensor]]:
+    def noting(self) -> AbstractContextManager[dict[int, Tensor]]:
         """Note the choices of every forward pass in the context: experts [T, top_k] by layer."""
-        noted: dict[int, Tensor] = {}
-        self._noted = noted
-        try:
-            yield noted
-        finally:
-            self._noted = None
+        return self.watching("_noted", {})
+
+    def testing(self) -> AbstractContextManager[RouterTest]:
+        """Try every router out before it runs in the context."""
+        return self.watching("_test", RouterTest())
 
     @contextmanager
-    def testing(self) -> Iterator[RouterTest]:
-        """Try every router out before it runs in the context."""
-        self._test = RouterTest()
+    def watching(self, name: str, watcher: Watcher) -> Iterator[Watcher]:
+        """Set this attribute, such as `loads`, in the context."""
+        setattr(self, name, watcher)
         try:
-            yield self._test
+            yield watcher
         finally:
-            self._test = None
+            setattr(self, name, None)
 
     def as_array(self, noted: Mapping[int, Tensor]) -> NDArray[np.int16]:
         """Return the noted choices of a pass over T tokens as [T, layers, top_k]; -1 in layers without experts."""

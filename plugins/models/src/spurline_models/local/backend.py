@@ -218,11 +218,12 @@ class LocalBackend:
     def load(self, path: Path, digests: Mapping[str, FileDigest] | None = None) -> None:
         self._refuse_swapped("loaded")
         self._memory.check_here("loaded from a checkpoint")
-        policy = read_training_state(path, self._policy)
+        puts = [read_training_state(path, self._policy)]
         if self._critic is not None:
-            # Nothing is changed unless all of it fits.
-            read_training_state(path / _CRITIC_FOLDER, self._critic, is_ours=True).put_into(self._critic)
-        policy.put_into(self._policy)
+            puts.insert(0, read_training_state(path / _CRITIC_FOLDER, self._critic, is_ours=True))
+        # Nothing is changed unless all of it fits.
+        for put in puts:
+            put()
 
     def yield_device(self, *, keep_weights: bool) -> None:
         self._refuse_swapped("moved off its device")

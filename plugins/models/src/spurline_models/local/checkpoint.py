@@ -130,30 +130,6 @@ class TrainingState:
             raise CheckpointWriteError(str(error)) from error
 
 
-@dataclass(frozen=True)
-class SavedState:
-    """The content of a folder, which has been read and fits; nothing has been changed by it yet."""
-
-    updates: int
-    initial_weights: str
-    model: Mapping[str, Tensor]
-    optimizer: OptimizerState
-    generator_tensors: dict[str, Tensor]
-    generator_values: dict[str, Any]
-
-    def put_into(self, trained: TrainedModel) -> None:
-        """Make the model, its optimizer and the random generators what they were."""
-        with torch.no_grad():
-            for name, target in _model_tensors(trained).items():
-                target.copy_(self.model[name])
-        trained.publish()
-        trained.optimization.restore(self.optimizer)
-        trained.updates = self.updates
-        trained.initial_weights = self.initial_weights
-        device_profile.restore_generator_tensors(self.generator_tensors)
-        device_profile.restore_generator_values(self.generator_values)
-
-
 def read_weights(run: RunConfig, folder: Path, digests: Mapping[str, FileDigest]) -> WeightStream:
     """Read the policy's weights from a checkpoint, one by one; see `BackendFacts.checkpoint_reader`."""
     config = cast(LocalBackendConfig, run.backend)
@@ -193,8 +169,12 @@ def _saved_tensors(config: LocalBackendConfig, model: ModelConfig, folder: Path)
     )
 
 
-def read_training_state(path: Path, trained: TrainedModel, *, is_ours: bool = False) -> SavedState:
-    """Read a saved state. Raises CheckpointError unless all of it fits this model and optimizer."""
+def read_training_state(path: Path, trained: TrainedModel, *, is_ours: bool = False) -> Callable[[], None]:
+    """Read a saved state, and return a function that puts it into the model, its optimizer and the random generators.
+
+    Raises:
+        CheckpointError: Unless all of it fits this model and optimizer; nothing has been changed then.
+    """
     content = read_facts(path, "local", _FORMAT, is_ours=is_ours)
     model, optimizer, generators = (_read(path / f"{name}.safetensors") for name in ("model", "optimizer", "rng"))
     check_weights(path, _described(model), _described(_model_tensors(trained)))
@@ -204,9 +184,19 @@ def read_training_state(path: Path, trained: TrainedModel, *, is_ours: bool = Fa
         trained.optimization.check(state)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    return SavedState(
-        int(content["updates"]), content["initial_weights"], model, state, generators, content["generators"]
-    )
+
+    def put() -> None:
+        with torch.no_grad():
+            for name, target in _model_tensors(trained).items():
+                target.copy_(model[name])
+        trained.publish()
+        trained.optimization.restore(state)
+        trained.updates = int(content["updates"])
+        trained.initial_weights = content["initial_weights"]
+        device_profile.restore_generator_tensors(generators)
+        device_profile.restore_generator_values(content["generators"])
+
+    return put
 
 
 def _model_tensors(trained: TrainedModel) -> dict[str, Tensor]:

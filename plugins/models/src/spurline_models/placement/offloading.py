@@ -115,21 +115,18 @@ class DeviceMemory:
             refuse(what)
 
     def _free(self, storage: UntypedStorage, *, is_scratch: bool) -> _Absent:
-        size = storage.nbytes()
-        host = None if is_scratch else self._on_host(storage)
+        size, host = storage.nbytes(), None
+        if not is_scratch:
+            try:
+                host = self._profile.pinned((size,), torch.uint8)
+            except RuntimeError as error:
+                raise RunFailedError(
+                    f"{size:,} bytes more of {self._profile.device} do not fit into the host's memory ({error}). Keep "
+                    "weights on the device, train with fewer ranks on this machine, or let engines have GPUs of their own."
+                ) from error
+            host.copy_(_bytes_of(storage))
         storage.resize_(0)
         return _Absent(storage, size, host, is_scratch)
-
-    def _on_host(self, storage: UntypedStorage) -> Tensor:
-        try:
-            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self._profile.device.type == "cuda")
-        except RuntimeError as error:
-            raise RunFailedError(
-                f"{storage.nbytes():,} bytes more of {self._profile.device}, which gives its memory to engines, do not "
-                f"fit into the host's memory ({error}). Keep weights on the device, train with fewer ranks on this "
-                "machine, or let engines have GPUs of their own."
-            ) from error
-        return host.copy_(_bytes_of(storage))
 
     def _storages(self, tensors: Iterable[Tensor]) -> Iterator[tuple[int, UntypedStorage]]:
         """Yield (key, storage) of memory on the device; the same storage may come again."""

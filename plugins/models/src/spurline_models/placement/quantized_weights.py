@@ -10,7 +10,7 @@ Weights are quantized on the host by bitsandbytes, so that all devices get the s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,13 +62,7 @@ class QuantizedWeight:
         outer: Any
         inner, outer = quantization.quantize_blockwise(scales - offset, blocksize=OUTER_BLOCK)
         parts: list[Tensor] = [codes, inner, outer.absmax, outer.code, offset]
-        return cls.of_parts([part.to(values.device) for part in parts], values.shape)
-
-    @classmethod
-    def of_parts(cls, parts: Sequence[Tensor], shape: torch.Size) -> QuantizedWeight:
-        """Make a weight of `parts`."""
-        codes, scales, outer_scales, table, offset = parts
-        return cls(codes, scales, outer_scales, table, offset, shape)
+        return cls(*(part.to(values.device) for part in parts), values.shape)
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
@@ -137,7 +131,7 @@ class QuantizedLinear(nn.Linear):
         assert codes is not None
         shape = torch.Size((self.out_features, self.in_features))
         scales = [self.get_buffer(name) for name in _PARTS[1:]]
-        return QuantizedWeight.of_parts([read(part) for part in (codes.detach(), *scales)], shape)
+        return QuantizedWeight(*(read(part) for part in (codes.detach(), *scales)), shape)
 
     @property
     def weight(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -158,7 +152,7 @@ class _DequantizedLinear(torch.autograd.Function):
     def forward(ctx: Any, input: Tensor, bias: Tensor | None, shape: torch.Size, *parts: Tensor) -> Tensor:
         ctx.save_for_backward(*parts)
         ctx.shape = shape
-        weight = QuantizedWeight.of_parts(parts, shape).values(input.dtype)
+        weight = QuantizedWeight(*parts, shape).values(input.dtype)
         return F.linear(input, weight, None if bias is None else bias.to(input.dtype))
 
     @staticmethod
@@ -166,4 +160,4 @@ class _DequantizedLinear(torch.autograd.Function):
         (gradient,) = gradients
         # Asked for once: activation checkpointing gives them once.
         parts = ctx.saved_tensors
-        return gradient @ QuantizedWeight.of_parts(parts, ctx.shape).values(gradient.dtype), *(None,) * (2 + len(parts))
+        return gradient @ QuantizedWeight(*parts, ctx.shape).values(gradient.dtype), *(None,) * (2 + len(parts))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, Literal
 
@@ -115,31 +115,19 @@ class StreamModel:
             facts["draws"] = ", ".join(drawn)
         return facts
 
-    @contextmanager
-    def counting_experts(self) -> Iterator[ExpertLoads]:
+    def counting_experts(self) -> AbstractContextManager[ExpertLoads]:
         """Count the tokens that each expert gets in the context; compiled layers are not counted."""
-        loads = ExpertLoads()
         if not self._has_routers or self._compiled():
-            yield loads
-            return
-        self.routing.loads = loads
-        try:
-            yield loads
-        finally:
-            self.routing.loads = None
+            return nullcontext(ExpertLoads())
+        return self.routing.watching("loads", ExpertLoads())
 
     @cached_property
     def _has_routers(self) -> bool:
         return bool(find_routers(self.causal))
 
-    @contextmanager
-    def balancing(self, stream: TokenStream) -> Iterator[StreamBalance]:
+    def balancing(self, stream: TokenStream) -> AbstractContextManager[StreamBalance]:
         """Sum the balance of this stream's sequences in the context. Raises ModelError as `routing` does."""
-        self.routing.balance = balance = StreamBalance(stream)
-        try:
-            yield balance
-        finally:
-            self.routing.balance = None
+        return self.routing.watching("balance", StreamBalance(stream))
 
     @cached_property
     def routing(self) -> ExpertRouting:

@@ -131,19 +131,11 @@ def scored_in_chunks(
     if num_chunks <= 1:
         return score(hidden, targets)
     size = math.ceil(len(targets) / num_chunks)
-    parts = [
-        _recomputed(score, hidden_chunk, target_chunk, draws)
-        for hidden_chunk, target_chunk in zip(hidden.split(size), targets.split(size), strict=True)
-    ]
+    parts: list[Any] = []
+    for chunk in zip(hidden.split(size), targets.split(size), strict=True):
+        if torch.is_grad_enabled():
+            parts.append(checkpoint(score, *chunk, use_reentrant=False, preserve_rng_state=draws))
+        else:
+            parts.append(score(*chunk))
     entropies = [entropy for _, entropy in parts if entropy is not None]
     return torch.cat([logprobs for logprobs, _ in parts]), torch.cat(entropies) if entropies else None
-
-
-def _recomputed(
-    score: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]], hidden: Tensor, targets: Tensor, draws: bool
-) -> tuple[Tensor, Tensor | None]:
-    if not torch.is_grad_enabled():
-        return score(hidden, targets)
-    result = checkpoint(score, hidden, targets, use_reentrant=False, preserve_rng_state=draws)
-    assert isinstance(result, tuple)
-    return result
