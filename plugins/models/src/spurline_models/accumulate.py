@@ -68,7 +68,7 @@ def _objective_of(
     with nullcontext() if balance is None or stream.is_idle else model.balancing(stream) as routed:
         inputs = model.loss_inputs(stream, loss.needs, objective.temperature)
     if stream.is_idle:
-        # Every parameter gets a gradient, of zeros, in the same order as on the other ranks.
+        # Every parameter gets a gradient of zeros, in the order of the other ranks.
         return (inputs.logprobs * 0).sum()
     token_loss = loss.token_loss(inputs)
     with torch.no_grad():
@@ -231,7 +231,7 @@ class StepSums:
 
 
 def _add(sums: dict[str, Tensor], name: str, value: Tensor) -> None:
-    # In double: the last digits of a long sum must not depend on how rows were cut.
+    # In double, so that the cut of rows does not change the last digits.
     sums[name] = sums[name] + value.double() if name in sums else value.double()
 
 

@@ -67,7 +67,7 @@ def load_model_config(model: ModelConfig) -> PretrainedConfig:
     except LOADING_ERRORS as error:
         raise ModelError(describe_missing("model.path", model.path, "model", error, model.trust_remote_code)) from error
     if not model.trust_remote_code:
-        # `org/name` there is a kernel of the hub, which is a program; runs choose by themselves how they compute.
+        # `org/name` here is a kernel of the hub, which is a program. Runs choose their own kernels.
         config._attn_implementation = config._experts_implementation = None
     for name, value in model.config_overrides.items():
         _override(config, name, value)

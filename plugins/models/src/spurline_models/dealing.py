@@ -163,7 +163,7 @@ def _microbatches(dealt: Sequence[Sequence[int]], units: _Units, limit: float) -
         found = [_spread(mine, units, count, limit) for mine in dealt]
         complete = [slots for slots in found if slots is not None]
         if len(complete) == len(found):
-            # Ranks wait for each other in every micro-batch, so those of like cost belong side by side.
+            # Ranks wait for each other in every micro-batch, so micro-batches of like cost come together.
             return [sorted(slots, key=lambda slot: -units.cost(slot)) for slots in complete]
         count += 1
 

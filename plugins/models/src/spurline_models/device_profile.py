@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from spurline.errors import ConfigError
 from spurline_models.machine import memory_bytes
 
-# Padded slots that cost as much as one more attention call, or pass of a decoder, measured.
+# Measured: the padded slots that cost as much as one more attention call, or pass of a decoder.
 _SLOTS_PER_CALL = {"cpu": 32, "cuda": 1024}
 _SLOTS_PER_PASS = {"cpu": 256, "cuda": 8192}
 

@@ -164,7 +164,7 @@ def exported_weights(loaded: LoadedConfig, found: Checkpoint) -> dict[str, Tenso
         else:
             tensors = _read(reader, loaded.config, found).tensors
         return {
-            # A copy: a backend's own tensors go with it, and those of files are mapped.
+            # Copies: a backend's own tensors are freed with it, and tensors of files are mapped.
             name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
             for name, tensor in tensors
         }

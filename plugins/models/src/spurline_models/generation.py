@@ -43,7 +43,7 @@ def generate_greedily(
     )
     generate: Any = causal.generate
     with evaluation_mode(causal), model.uncompiled(), _generation_setup(causal):
-        # Only attention is sure to leave padding out.
+        # Models that mix tokens outside of attention do not leave padding out.
         for members in _batches([len(prompt) for prompt in prompts], max_new_tokens, pads=model.reading == "stream"):
             width = max(len(prompts[member]) for member in members)
             input_ids = torch.full((len(members), width), pad, dtype=torch.int64)
@@ -51,7 +51,7 @@ def generate_greedily(
             for row, member in enumerate(members):
                 input_ids[row, width - len(prompts[member]) :] = torch.as_tensor(prompts[member])
                 mask[row, width - len(prompts[member]) :] = 1
-            # transformers would have the processes of a sharded model decode in step; each has its own prompts here.
+            # transformers would decode on all ranks in step; each rank has prompts of its own here.
             output = generate(
                 input_ids.to(causal.device),
                 attention_mask=mask.to(causal.device),

@@ -147,7 +147,7 @@ def _replace_functions(module: nn.Module, replaced: Mapping[int, Mapping[str, Ca
     if used:
         copy = FunctionType(
             forward.__code__,
-            # A copy of the file's names: functions that it calls see the file itself.
+            # Only this function sees the replaced names.
             {**forward.__globals__, **used},
             forward.__name__,
             forward.__defaults__,

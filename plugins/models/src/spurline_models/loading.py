@@ -120,7 +120,7 @@ def _with_weights(
     # Always through fp32: fp64 runs then start from the very weights of fp32 runs.
     causal = build_without_memory(config, model, torch.float32)
     if held_dtypes is not None:
-        # A parameter is read in the dtype that it has here.
+        # Each parameter is read in its own dtype.
         _cast(causal, torch.float32, held_dtypes(causal))
     with ExitStack() as stack:
         opened = [stack.enter_context(safe_open(file, "pt")) for file in files]

@@ -28,7 +28,7 @@ def check_trainable(run: RunConfig) -> None:
         causal = build_without_memory(config, model)
     except ModelError:
         if model.init == "random":
-            # Random ones are built with memory, and own code may ask its tensors for values.
+            # Random weights are built with memory, and the model's own code may read them.
             return
         raise
     name = f"{model.path} ({type(causal).__name__})"

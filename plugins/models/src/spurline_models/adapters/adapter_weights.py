@@ -52,7 +52,7 @@ class AdapterWeights:
         tensors: dict[str, Tensor] = {}
         groups: list[WeightGroup] = []
         for layer, part, parameter in adapter_parameters(causal):
-            # Files leave out the name of the adapter, which is chosen when they are loaded.
+            # The adapter gets a name when its files are loaded, so the files have none.
             leaf = ".".join(piece for piece in part.split(".") if piece != ADAPTER)
             source, name = f"{layer}.{part}", f"{_WRAPPED}{layer}.{leaf}"
             tensors[source] = parameter

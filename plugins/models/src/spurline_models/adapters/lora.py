@@ -116,7 +116,7 @@ def adapter_parameters(causal: nn.Module) -> Iterator[tuple[str, str, nn.Paramet
     """Yield (layer name, the parameter's name in its layer, parameter) of every adapter."""
     for layer_name, _ in adapted_layers(causal):
         for part, parameter in causal.get_submodule(layer_name).named_parameters():
-            # Layers may lie in each other; each has its own.
+            # Layers may lie in each other; each yields its own parameters.
             if not part.startswith("base_layer."):
                 yield layer_name, part, parameter
 

@@ -52,7 +52,7 @@ def generate(
     with importing():
         from spurline_models.answering import command
 
-    # Before the weights, which take long.
+    # Bad rows are found before the weights are loaded, which takes long.
     rows = None if file is None else command.prompt_rows(file, columns)
     found = command.opened(target, load_run, checkpoint, start)
     sampling = replace(found.sampling, **chosen)

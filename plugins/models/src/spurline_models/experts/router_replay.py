@@ -103,7 +103,7 @@ class ExpertRouting:
     def _take(
         self, number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        # As an argument: recomputation in the backward pass gets it too, after another micro-batch as well.
+        # An argument reaches recomputation in the backward pass too, even after another micro-batch.
         if ROUTED_EXPERTS not in kwargs:
             return None
         experts: Tensor = kwargs[ROUTED_EXPERTS]
@@ -138,7 +138,7 @@ class ExpertRouting:
             self._to_balance[number] = choice
 
     def _leave(self, number: int, layer: nn.Module, args: Any, output: Any) -> None:
-        # Outside of recomputed layers, which must save the same tensors the second time.
+        # Recomputed layers must save the same tensors the second time; this hook is outside of them.
         choice = self._to_balance.pop(number, None)
         if choice is not None and self.balance is not None:
             self.balance.add(choice, self.counted, self.stream_tokens, len(self.routers))
@@ -157,7 +157,7 @@ def check_replayed(batch: TrainingBatch, config: PretrainedConfig) -> None:
     if count is None or top_k is None:
         raise no_routers(f"{config.name_or_path} ({config.model_type})")
     check_experts(experts.flatten(0, 1), model.num_hidden_layers, top_k)
-    # Row by row: the column is large.
+    # Row by row, since the column is large.
     for row in experts:
         known = row >= 0
         beyond = row[(row >= count) | (row < -1) | (known != known[..., :1])]

@@ -66,7 +66,6 @@ class LocalBackend:
             torch.set_num_threads(config.num_threads)
         self._config = config
         self._run = run
-        # Before weights are read.
         config.check_libraries()
         self._profile = device_profile(config.device, config.precision)
         self._placement = WeightPlacement(config, run, self._profile)
@@ -102,7 +101,7 @@ class LocalBackend:
         try:
             sums = self._accumulate(trained, batch, objective, role)
             norm = trained.gradient_norm()
-            # The only wait for the device in a step: loss, norm and all metrics come over together.
+            # A step waits for the device once: loss, norm and all metrics come together.
             part, (grad_norm,) = sums.fetch(norm)
             loss = part.loss / objective.normalizer
             if not (math.isfinite(loss) and math.isfinite(grad_norm)):
@@ -131,7 +130,7 @@ class LocalBackend:
         trained = self._model_to_train(role)
         self._memory.check_here("asked for gradients")
         try:
-            # Dropout as in the next update, without using it up.
+            # The next update draws the same dropout.
             with self._profile.keeping_generators():
                 self._accumulate(trained, batch, objective, role)
             result = trained.gradients()

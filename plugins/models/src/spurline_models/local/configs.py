@@ -126,7 +126,7 @@ class LocalBackendConfig(ModelBackendConfig):
             adapter_reader="spurline_models.local.checkpoint:read_adapter",
             stays_on_cpu=self.device == "cpu",
             optimizes_on_host=self.offload_optimizer,
-            # Both are hooks of routers, for which a compiled decoder would be recompiled.
+            # Both need hooks of routers, for which a compiled decoder would be recompiled.
             replays_experts=not self.compile,
             balances_experts=not self.compile,
             computes_in=self.precision,
@@ -155,7 +155,7 @@ class LocalBackendConfig(ModelBackendConfig):
         return "cuda" if resolve("torch.cuda:is_available", "GPU check of backend 'local'")() else "cpu"
 
     def missing_here(self) -> str | None:
-        # By name, as factories are: only torch knows about GPUs, and a config must not import it.
+        # A config must not import torch, and only torch knows about GPUs.
         has_gpu = resolve("torch.cuda:is_available", "GPU check of backend 'local'")()
         if self.device == "cuda" and not has_gpu:
             return "backend.device is cuda, but torch sees no GPU here: this config trains elsewhere only"
@@ -215,6 +215,6 @@ class LocalBackendConfig(ModelBackendConfig):
         return min(tokens, self.max_tokens_per_microbatch or tokens)
 
     def estimate_memory(self, run: RunConfig, row_length: int, tokens: int) -> MemoryEstimate:
-        # By name, as factories are: the estimate builds the architecture with torch, which a config must not import.
+        # The estimate builds the architecture with torch, which a config must not import.
         estimate = resolve("spurline_models.local.memory:estimate_memory", "memory estimate of backend 'local'")
         return estimate(self, run, row_length, tokens)

@@ -46,7 +46,7 @@ def estimate_memory(config: LocalBackendConfig, run: RunConfig, row_length: int,
     if (run.loss.uses_reference or run.source.facts.uses_reference) and config.lora is None:
         kept["reference"] = weights
     if critic is not None:
-        # As large as the policy but for its output layer; its gradients are dropped before the policy has any.
+        # The critic is as large as the policy; its gradients are dropped before the policy has any.
         kept["critic"] = weights + masters + (critic.state_bytes(shapes.trained, wide) if optimizers else 0)
     if run.checkpoint.is_async:
         copy = _checkpoint_copy(config, shapes, narrow, [run.optimizer, *([] if critic is None else [critic])])
@@ -64,12 +64,12 @@ def estimate_memory(config: LocalBackendConfig, run: RunConfig, row_length: int,
     host += microbatch * on_host
     forward = {
         "activations": microbatch * on_device,
-        # In backward: log-softmax, the gradient of it and that of the logits, at full precision.
+        # The backward pass has the log-softmax and two gradients, at full precision.
         "logits": min(microbatch, config.logits_chunk_tokens) * shapes.vocabulary * 3 * wide,
     }
     if rounded:
         forward["rounded weights"] = rounded
-    # Of a single micro-batch, gradients come while activations go.
+    # With a single micro-batch, gradients come while activations go.
     moments = ({"gradients": gradients, **forward},) if several else (forward, {"gradients": gradients})
     return MemoryEstimate(kept, moments, host)
 
@@ -94,10 +94,10 @@ def _held_weights(config: LocalBackendConfig, run: RunConfig, shapes: Shapes) ->
             rounded += values
         elif size < computed:
             largest = max(largest, values)
-    # Autocast keeps what it rounded for the backward pass; recomputed layers under adapters drop it one by one.
+    # Autocast keeps rounded weights for the backward pass; recomputed layers under adapters drop them one by one.
     if config.activation_checkpointing and config.lora is not None:
         rounded //= len(shapes.blocks)
-    # Matrices that are held narrower than is computed with are widened one at a time.
+    # Matrices in a dtype narrower than that of computation are widened one at a time.
     return held, (rounded + largest) * computed
 
 
@@ -106,7 +106,7 @@ def _checkpoint_copy(
 ) -> int:
     """Return the bytes of the copy that `checkpoint.async` writes, for the models that these optimizers train."""
     wide = _WEIGHT_BYTES[config.precision]
-    # Masters are saved instead of what is rounded from them.
+    # Masters are saved instead of the rounded weights.
     half = 0 if config.keeps_masters else narrow
     weights = (num_values(shapes.trained) - half) * wide + half * _HALF_BYTES
     return sum(weights + one.state_bytes(shapes.trained, wide) for one in optimizers)

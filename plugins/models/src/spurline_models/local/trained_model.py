@@ -55,7 +55,7 @@ class TrainedModel:
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
         sums = self._sums.get(name)
-        # The first one is held as it is: a step of one micro-batch needs no more.
+        # The first gradient stays narrow: a step of one micro-batch needs no sum.
         self._sums[name] = gradient if sums is None else sums.to(self._weight_dtype).add_(gradient)
 
     def _gradients(self) -> dict[str, Tensor]:
@@ -78,7 +78,7 @@ class TrainedModel:
         gradients = list(self._gradients().values())
         if all(gradient.dtype == self._weight_dtype for gradient in gradients):
             return torch.nn.utils.get_total_norm(gradients).to(self.model.causal.device)
-        # In full precision, also of narrow gradients: in their own the norm would have three digits.
+        # In half precision the norm would have three digits.
         norms = [torch.linalg.vector_norm(gradient, dtype=self._weight_dtype) for gradient in gradients]
         return torch.linalg.vector_norm(torch.stack(norms))
 
@@ -98,9 +98,9 @@ class TrainedModel:
             rates = self.optimization.step(self.updates + 1)
         else:
             gradients = self._gradients()
-            # From here on each is there once, and goes when it has been used.
+            # `gradients` holds the only references now, and each goes when it has been used.
             self.drop_gradients()
-            # As torch clips.
+            # The factor by which torch clips.
             factor = torch.clamp(limit / (norm + 1e-6), max=1.0) if limit is not None else None
             rates = self.optimization.set_rates(self.updates + 1)
             self._masters.step(self.optimization.optimizer.step, gradients, factor, self.updates + 1)

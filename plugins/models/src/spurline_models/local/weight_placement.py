@@ -116,10 +116,10 @@ class WeightPlacement:
 
         dtype = self._base_dtype()
         if dtype is not None:
-            # Before adapters are added, since DoRA initializes its magnitudes from the rounded weights.
+            # Before adapters are added, which are not rounded.
             round_weights(causal, dtype)
         if lora.is_quantized:
-            # Before adapters are added as well, since quantizing twice does not give the same values.
+            # Before adapters wrap the layers.
             quantize_weights(causal, wide)
         add_adapters(causal, lora, self._run.seed)
         if dtype is not None:

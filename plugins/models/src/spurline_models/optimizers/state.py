@@ -145,7 +145,7 @@ def put_state(saved: OptimizerState, optimizer: Optimizer, parameters: Mapping[s
         optimizer.state.setdefault(parameters[name], {})[part] = value
 
     on_host = set(saved.on_host)
-    # One at a time: the tensors may be read from a file only now.
+    # One at a time: a tensor may be read from its file only here.
     for key, tensor in saved.tensors.items():
         if not isinstance(tensor, DTensor):
             # A fused kernel wants its step counters beside the weights, too.

@@ -173,7 +173,7 @@ def round_stochastically(values: Tensor, dtype: torch.dtype, generator: torch.Ge
     source, target = values.contiguous().view(-1), rounded.view(-1)
     for part, place in zip(source.split(_ROUNDED_AT_ONCE), target.split(_ROUNDED_AT_ONCE), strict=True):
         bits = torch.randint(1 << 16, part.shape, dtype=torch.int32, device=part.device, generator=generator)
-        # The half that bf16 cuts off carries into the half that it keeps as often as it is large.
+        # Random bits make the half that bf16 cuts off carry into the kept half as often as it should.
         bits.add_(part.view(torch.int32)).bitwise_and_(-(1 << 16))
         place.copy_(bits.view(torch.float32))
     return rounded

@@ -155,10 +155,10 @@ class _NarrowEmbedding(nn.Embedding):
     wide_dtype: torch.dtype
 
     def forward(self, input: Tensor) -> Tensor:
-        # What flows through the layers has the precision that it has with wide weights.
+        # Hidden states have the precision that they have with wide weights.
         if not (self.weight.requires_grad and torch.is_grad_enabled()):
             return super().forward(input).to(self.wide_dtype)
-        # Each row once, so that the gradients of a token's many places are summed wide, without rounding.
+        # Each row is looked up once, so that the gradients of a token's many places are summed wide.
         tokens, places = input.unique(return_inverse=True)
         return F.embedding(places, F.embedding(tokens, self.weight, self.padding_idx).to(self.wide_dtype))
 

@@ -88,7 +88,7 @@ class DeviceMemory:
                 ) from error
             if absent.host is not None and not absent.is_scratch:
                 _bytes_of(absent.storage).copy_(absent.host)
-            # Gone before the next one comes, so that there is never a second copy of all.
+            # Freed before the next one comes, so that there is never a second copy of everything.
             del self._absent[key]
         self.is_given = False
 
@@ -122,7 +122,7 @@ class DeviceMemory:
             except RuntimeError as error:
                 raise RunFailedError(
                     f"{size:,} bytes more of {self._profile.device} do not fit into the host's memory ({error}). Keep "
-                    "weights on the device, train with fewer ranks on this machine, or let engines have GPUs of their own."
+                    "weights on the device, use fewer ranks on this machine, or give engines GPUs of their own."
                 ) from error
             host.copy_(_bytes_of(storage))
         storage.resize_(0)
@@ -133,7 +133,7 @@ class DeviceMemory:
         for tensor in tensors:
             storage = _local(tensor).untyped_storage()
             is_here = storage.device.type == self._profile.device.type and storage.nbytes() > 0
-            # Memory that others own as well, such as another process or numpy, cannot be freed here.
+            # Memory that another process or numpy owns too cannot be freed here.
             if is_here and storage.resizable():
                 yield _key(storage), storage
 

@@ -158,6 +158,6 @@ class _DequantizedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
-        # Asked for once: activation checkpointing gives them once.
+        # Activation checkpointing gives them only once.
         parts = ctx.saved_tensors
         return gradient @ QuantizedWeight(*parts, ctx.shape).values(gradient.dtype), *(None,) * (2 + len(parts))

@@ -154,7 +154,7 @@ class StreamModel:
             routed_experts,
             slice(num_fill, None),
             slice(num_fill, None),
-            # Packed models other than plain attention ask for these, under the names of transformers.
+            # Packed models with other layers than attention ask for these names.
             cu_seq_lens_q=plan.cu_seqlens,
             cu_seq_lens_k=plan.cu_seqlens,
             max_length_q=plan.max_length,
@@ -172,7 +172,7 @@ class StreamModel:
         device = input_ids.device
         parts: list[Tensor] = []
         for row_pass in self._row_passes(plan, device):
-            # Fill is not counted, and it lies in front of the stream.
+            # Fill lies in front of the stream, and is not counted.
             fill = max(0, num_fill - row_pass.tokens.start)
             real = row_pass.is_real
             experts = None if routed_experts is None else row_pass.rows(routed_experts, -1).flatten(0, 1)

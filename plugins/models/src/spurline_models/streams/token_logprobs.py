@@ -58,7 +58,7 @@ class _GivenStates(nn.Module):
 
     def __init__(self, inner: nn.Module, decoder: nn.Module, given: list[Tensor]) -> None:
         super().__init__()
-        # Not as modules of this one: dropout inside the decoder is not dropout around it.
+        # Not submodules: dropout inside the decoder is not dropout around it.
         self.__dict__.update(_given_states(inner, decoder, given), _inner=inner, _given=given)
 
     def __getattr__(self, name: str) -> Any:

@@ -194,7 +194,7 @@ def token_stream(
     send = profile.send
     experts = batch.tokens.get(ROUTED_EXPERTS)
     return TokenStream(
-        # What crosses to the device is narrow; indices are wide there.
+        # Narrow values cross to the device; indices are wide there.
         input_ids=send(input_ids).long().unsqueeze(0),
         position_ids=send(batch.tokens["position_ids"].flatten()[index]).long().unsqueeze(0),
         plan=plan_segments(lengths, profile.slots_per_attention_call, send),

@@ -145,13 +145,13 @@ class OptimizerContract:
         if not self.make_config().is_elementwise:
             pytest.skip("is not said to be elementwise")
         whole, plain = _parameters(), _parameters()
-        # A border inside of a row.
+        # The border lies inside a row.
         pieces = {
             f"{name}/{index}": Parameter(piece.detach().clone())
             for name, value in plain.items()
             for index, piece in enumerate(value.detach().flatten().tensor_split([value.numel() // 3 + 1]))
         }
-        # Without decay: which parameters have some is for the shapes of the whole ones to say.
+        # Weight decay depends on the shapes of whole parameters.
         one, other = self._optimization(whole), self._optimization(pieces)
         targets = {name: target.detach() for name, target in _parameters(seed=1).items()}
         _train(one, whole, range(1, 4))

@@ -136,7 +136,7 @@ class SourceContract:
 
     def test_a_resumed_run_goes_on_with_the_next_batch(self, train: Train, tmp_path: Path) -> None:
         whole = train(run_dir=str(tmp_path / "whole"))
-        # After every step: what a source forgets may be what it begins with after an even number of them.
+        # A resume after each step: a source may forget state that only matters after an odd number of steps.
         for step in range(1, STEPS + 1):
             resumed = train(steps=step).batches
             assert list(resumed) == [step], "a resume neither repeats nor leaves out a step"
@@ -171,7 +171,7 @@ def _columns(batch: TrainingBatch) -> dict[str, np.ndarray]:
 
 def _equal(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> bool:
     same = one.keys() == other.keys() and all(one[name].shape == other[name].shape for name in one)
-    # Logprobs, and what is made of them, depend in the last digits on what was computed beside them.
+    # The last digits of logprobs depend on what was computed in the same batch.
     return same and all(np.allclose(one[name], other[name], rtol=1e-4, atol=1e-5) for name in one)
 
 
