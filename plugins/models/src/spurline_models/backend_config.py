@@ -160,7 +160,7 @@ class ModelBackendConfig(BackendConfig):
 
 def adapters_of(run: RunConfig) -> LoraConfig | None:
     """Return the adapters that this run trains instead of all weights, if its backend trains any."""
-    return run.backend.adapters if isinstance(run.backend, ModelBackendConfig) else None
+    return getattr(run.backend, "adapters", None)
 
 
 def _part(name: str, what: str) -> Any:

@@ -97,7 +97,7 @@ def test_a_pattern_that_chooses_nothing_is_an_error_with_near_names(model: Any, 
             r"groups\.0\.learning_rate and learning_rate_scale",
         ),
         ({"match": "re:(", "weight_decay": 1}, r"groups\.0\.match is 're:\(', and what follows 're:' is no regular"),
-        ({"match": "*", "lr": 1}, r"groups\.0\.lr is not a setting.*Did you mean 'learning_rate'\?"),
+        ({"match": "*", "lr": 1}, r"groups\.0\.lr is not a setting.*learning_rate"),
     ],
 )
 def test_a_group_that_makes_no_sense_is_refused_before_anything_is_loaded(group: Any, message: str) -> None:

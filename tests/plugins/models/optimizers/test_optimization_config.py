@@ -39,7 +39,7 @@ def test_a_critic_chooses_its_optimizer_as_the_policy_does() -> None:
     assert chosen("muon")["name"] == "muon"
     assert chosen({"name": "sgd", "learning_rate": 0.1, "momentum": 0.9})["momentum"] == 0.9
     assert chosen({"learning_rate": 3e-5})["name"] == "adamw"
-    with pytest.raises(ConfigError, match=r"critic\.optimizer is 'muno', but no optimizer .*Did you mean 'muon'\?"):
+    with pytest.raises(ConfigError, match=r"critic\.optimizer is 'muno', but no optimizer .*muon"):
         chosen("muno")
 
 
