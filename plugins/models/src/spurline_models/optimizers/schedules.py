@@ -12,8 +12,8 @@ from spurline.protocols.schedule import ScheduleConfig
 from spurline_models.optimizers.configs import WsdConfig
 
 
-class Constant:
-    """The schedule `constant`: linear warm-up, then the peak. Others change `_share`."""
+class WarmedUp:
+    """A `Schedule` that begins with the linear warm-up of its config, and stays at the peak."""
 
     def __init__(self, config: ScheduleConfig) -> None:
         self._config = config
@@ -24,36 +24,40 @@ class Constant:
         warmup = self._config.warmup(total)
         if step <= warmup:
             return step / warmup
-        share = self._share(step - warmup - 1, total - warmup, total)
+        share = self.after_warmup(step - warmup - 1, total - warmup, total)
         return self._min_ratio + (1.0 - self._min_ratio) * share
 
-    def _share(self, done: int, steps: int, total: int) -> float:
-        """Return how far the rate is above the minimum when `done` of the `steps` after warm-up are done."""
+    def after_warmup(self, done: int, steps: int, total: int) -> float:
+        """Return the share of the way from `min_ratio` to the peak after `done` of the `steps` that follow warm-up."""
         return 1.0
 
 
-class Linear(Constant):
+class Constant(WarmedUp):
+    """The schedule `constant`."""
+
+
+class Linear(WarmedUp):
     """The schedule `linear`."""
 
-    def _share(self, done: int, steps: int, total: int) -> float:
+    def after_warmup(self, done: int, steps: int, total: int) -> float:
         return 1.0 - _progress(done, steps)
 
 
-class Cosine(Constant):
+class Cosine(WarmedUp):
     """The schedule `cosine`."""
 
-    def _share(self, done: int, steps: int, total: int) -> float:
+    def after_warmup(self, done: int, steps: int, total: int) -> float:
         return 0.5 * (1.0 + math.cos(math.pi * _progress(done, steps)))
 
 
-class WarmupStableDecay(Constant):
+class WarmupStableDecay(WarmedUp):
     """The schedule `wsd`."""
 
     def __init__(self, config: WsdConfig) -> None:
         super().__init__(config)
         self._decay = config.decay
 
-    def _share(self, done: int, steps: int, total: int) -> float:
+    def after_warmup(self, done: int, steps: int, total: int) -> float:
         decay = self._decay(total)
         stable = max(0, steps) - decay
         return 1.0 if done < stable or not decay else 1.0 - _progress(done - stable, decay)

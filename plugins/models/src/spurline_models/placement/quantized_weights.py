@@ -41,12 +41,12 @@ class QuantizedWeight:
     [256]. A scale is `table[place] * outer_scales[block // 256] + offset`, in fp32.
     """
 
+    shape: torch.Size
     codes: Tensor
     scales: Tensor
     outer_scales: Tensor
     table: Tensor
     offset: Tensor
-    shape: torch.Size
 
     @classmethod
     def of(cls, values: Tensor) -> QuantizedWeight:
@@ -62,7 +62,7 @@ class QuantizedWeight:
         outer: Any
         inner, outer = quantization.quantize_blockwise(scales - offset, blocksize=OUTER_BLOCK)
         parts: list[Tensor] = [codes, inner, outer.absmax, outer.code, offset]
-        return cls(*(part.to(values.device) for part in parts), values.shape)
+        return cls(values.shape, *(part.to(values.device) for part in parts))
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
@@ -131,7 +131,7 @@ class QuantizedLinear(nn.Linear):
         assert codes is not None
         shape = torch.Size((self.out_features, self.in_features))
         scales = [self.get_buffer(name) for name in _PARTS[1:]]
-        return QuantizedWeight(*(read(part) for part in (codes.detach(), *scales)), shape)
+        return QuantizedWeight(shape, *(read(part) for part in (codes.detach(), *scales)))
 
     @property
     def weight(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -152,7 +152,7 @@ class _DequantizedLinear(torch.autograd.Function):
     def forward(ctx: Any, input: Tensor, bias: Tensor | None, shape: torch.Size, *parts: Tensor) -> Tensor:
         ctx.save_for_backward(*parts)
         ctx.shape = shape
-        weight = QuantizedWeight(*parts, shape).values(input.dtype)
+        weight = QuantizedWeight(shape, *parts).values(input.dtype)
         return F.linear(input, weight, None if bias is None else bias.to(input.dtype))
 
     @staticmethod
@@ -160,4 +160,4 @@ class _DequantizedLinear(torch.autograd.Function):
         (gradient,) = gradients
         # Activation checkpointing gives them only once.
         parts = ctx.saved_tensors
-        return gradient @ QuantizedWeight(*parts, ctx.shape).values(gradient.dtype), *(None,) * (2 + len(parts))
+        return gradient @ QuantizedWeight(ctx.shape, *parts).values(gradient.dtype), *(None,) * (2 + len(parts))
