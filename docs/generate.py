@@ -34,7 +34,7 @@ DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 sys.path.append(str(ROOT / "tests/support"))
 
-from interface import offered  # noqa: E402 - beside the tests, which use it too
+from import_graph import offered  # noqa: E402 - beside the tests, which use it too
 
 PLUGINS = tuple(name for name in OFFICIAL if name not in DEFAULT_PLUGINS)
 """Plugins of this repository that a config has to list."""

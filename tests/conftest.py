@@ -168,37 +168,6 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     return outcome
 
 
-def used_cpu_s() -> tuple[float, float]:
-    """Return the CPU seconds of this process, and of the processes that it started and waited for."""
-    used = os.times()
-    return used.user + used.system, used.children_user + used.children_system
-
-
-CPU_S_OF_WORKERS: list[tuple[float, float]] = []
-"""Filled in the process that hands out the tests, where workers of pytest-xdist run them."""
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    if (output := getattr(session.config, "workeroutput", None)) is not None:
-        output["cpu_s"] = used_cpu_s()
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:
-    # A worker that crashed leaves none.
-    CPU_S_OF_WORKERS.append(tuple(getattr(node, "workeroutput", {}).get("cpu_s", (0.0, 0.0))))
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    own, started = used_cpu_s()
-    if CPU_S_OF_WORKERS:
-        # The workers are among what this process has started.
-        own, started = own + sum(each[0] for each in CPU_S_OF_WORKERS), sum(each[1] for each in CPU_S_OF_WORKERS)
-    terminalreporter.write_line(
-        f"{own + started:.0f} CPU seconds, {started:.0f} of them in processes that tests started"
-    )
-
-
 @pytest.fixture
 def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Failing:
     """Lines of the error that loading this text gives, the file being called run.yaml."""

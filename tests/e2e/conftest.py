@@ -12,7 +12,7 @@ import pytest
 from reward_functions import in_process
 from ruamel.yaml import YAML
 from run_helpers import Config, KillableProcess, Spurline, WriteConfig
-from warm_runs import WarmRuns
+from warm_children import WarmChildren, WarmRuns
 
 from spurline.cli import main
 from spurline.run.evaluations.evaluation import DataEvaluation
@@ -41,9 +41,9 @@ def fails_on_some_rows(answer):
 
 
 @pytest.fixture(scope="session")
-def warm_runs() -> Iterator[WarmRuns]:
+def warm_runs(forked_children: WarmChildren) -> Iterator[WarmRuns]:
     """Starts `spurline` in processes that need no imports."""
-    runs = WarmRuns()
+    runs = WarmRuns(forked_children)
     yield runs
     runs.close()
 

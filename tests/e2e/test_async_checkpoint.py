@@ -63,7 +63,7 @@ def beside(base_config: Config) -> Config:
 
 
 class Watcher:
-    """Keeps state that it changes in place, and notes what it sees. at: what to do at the begin of a step."""
+    """Keeps state that it changes in place, and notes what it sees. at: functions to call when a step begins."""
 
     def __init__(self, at: Mapping[int, Any] | None = None) -> None:
         self._at = at or {}
@@ -100,7 +100,7 @@ class Watcher:
 
 
 def contents(run: Trained, step: int) -> dict[str, bytes]:
-    """Every file of a checkpoint but the manifest, which has the run's own settings."""
+    """Return the files of a checkpoint, except the manifest, which names settings of the run."""
     folder = run.run_dir / "checkpoints" / f"step-{step:08d}"
     return {
         str(path.relative_to(folder)): path.read_bytes()

@@ -19,7 +19,7 @@ from async_runs import IN_PROCESS, asynchronous, comparable, synchronous
 from killed_runs import AGENT, ORDERS, PHASES, REWARDS, Order, RunTree, assert_each_prompt_ended_once, write_prompts
 from reward_functions import in_process
 from run_helpers import Config, Trained, WriteConfig, assert_same_weights, train
-from warm_runs import WarmRuns
+from warm_children import WarmRuns
 
 from spurline_collation_fast.cache.upkeep import damage
 
@@ -34,11 +34,11 @@ TrainAndKill = Callable[[dict[str, Any], Kills], None]
 IN_ONE_PROCESS = ("start", "steps", "checkpoint")
 """Phases of a run that starts no processes and records no groups."""
 BY_TIME = ("collation/", "groups/retries")
-"""Which attempts at a prompt were made again before another one of it failed for good is a matter of time too."""
+"""Metrics that depend on time. Groups that fail for good end while some of their attempts are retried."""
 
 
 def plans(*kills: Kill, soak: int, phases: Sequence[str] = PHASES) -> list[Any]:
-    """Of one run each: these kills, or in a long run as many as `soak`, ten a run, by chance."""
+    """Return the kills of each run: these of one run, or `soak` random ones in a long test, ten a run."""
     if not SOAK:
         return [pytest.param(kills, id="")]
     chances = [(seed, random.Random(seed)) for seed in range(soak // 10)]

@@ -43,7 +43,7 @@ def vllm_config(rl_config: Config, tmp_path: Path) -> Config:
 
 
 def blocks(pid: int, number: signal.Signals) -> bool:
-    """Whether a process never gets this signal."""
+    """Return whether a process blocks this signal."""
     status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     mask = next(line.split()[1] for line in status.splitlines() if line.startswith("SigBlk:"))
     return bool(int(mask, 16) >> (number - 1) & 1)

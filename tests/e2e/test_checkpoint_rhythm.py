@@ -1,4 +1,4 @@
-"""When a run saves, which checkpoints it keeps, and what becomes of an attempt that saved none."""
+"""When a run saves, which checkpoints it keeps, and how it starts again without one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GiveScores = Callable[..., None]
 
 @pytest.fixture
 def scored_config(base_config: Config, spurline_chat_file: Path) -> Config:
-    """Six steps with an evaluation after each; of the checkpoints the last and the best are kept."""
+    """Six steps with an evaluation after each. The last and the best checkpoint are kept."""
     base_config["data"]["eval"] = str(spurline_chat_file)
     base_config["evaluation"] = {"every_steps": 1}
     base_config["checkpoint"] = {"every_minutes": None, "keep_last": 1, "keep_best": "eval/score"}

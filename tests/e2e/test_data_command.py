@@ -1,4 +1,4 @@
-"""`spurline data`: what it shows is what is trained, and nothing in the data gets out of its place."""
+"""`spurline data` shows what is trained, and escapes hostile text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that is evaluated before its first step, and one that an evaluation ends before its last."""
+"""Runs that are evaluated before their first step, and runs that an evaluation ends early."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several evaluations of one run: each with its data, its rhythm, its names, and one error for what does not fit."""
+"""Several evaluations of one run, each with data, a rhythm and names of its own."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def sft(base_config: Config, spurline_chat_file: Path, tmp_path: Path) -> Config
 
 @pytest.fixture
 def rl(sft: Config, spurline_chat_file: Path) -> Config:
-    """Rollouts with two rewards, and a named evaluation by rollouts beside that of `data.eval`."""
+    """Rollouts with two rewards, evaluated on `data.eval` and by two named evaluations."""
     del sft["batch_size"], sft["collator"]
     rewards = Path(sft["run_dir"]).parent / "two.py"
     rewards.write_text("def right(answer):\n    return 1.0\n\ndef short(answer):\n    return -0.5\n")
@@ -235,7 +235,7 @@ def test_a_length_that_does_not_fit_names_the_evaluation_that_asks_for_it(sft: C
 def test_a_mistyped_best_metric_that_only_an_evaluation_tells_is_found_when_it_is_first_made(
     sft: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not only at the end, where evaluations of different rhythms are all due together."""
+    """Before the end, where evaluations of all rhythms are due together."""
     monkeypatch.setattr(LossEvaluation, "metrics", lambda _: None)
     sft["evaluations"]["few"]["every_steps"] = 3
     sft |= {"steps": 20, "checkpoint": {"keep_best": "eval/all/los"}}

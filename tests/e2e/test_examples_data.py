@@ -1,4 +1,4 @@
-"""The shipped example data and the tiny model are reproducible and what the quickstart needs."""
+"""The example data and the tiny model can be made again, byte for byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's weights as a Hugging Face folder, from the run itself and from its checkpoint."""
+"""Exports to Hugging Face folders, by the run itself and from its checkpoints."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NF4 = ADAPTERS | {"base_dtype": "nf4"}
 
 @pytest.fixture
 def reader_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test with this fixture fails where an export builds a backend or loads the whole model."""
+    """Fail the test if an export builds a backend or loads the whole model."""
 
     def refuse(*arguments: object, **options: object) -> None:
         raise AssertionError("the model was built")
@@ -81,7 +81,7 @@ def test_a_checkpoint_is_exported_without_the_model_as_the_run_exports_it(
 
 
 def assert_answers_as_exported(loaded: LoadedConfig, exported: Path, scratch: Path) -> None:
-    """`spurline generate` computes with the exported weights, of which it makes no copy. scratch: no folder."""
+    """`spurline generate` computes with the exported weights and needs no temporary file. scratch: a missing folder."""
     checkpoint = str(Path(loaded.config.run_dir) / "checkpoints" / "step-00000003")
     with pytest.MonkeyPatch.context() as patch:
         # Whoever makes a temporary file fails.
@@ -170,7 +170,7 @@ def test_an_adapter_is_exported_without_the_weights_under_it_and_computes_what_t
 
 
 def _assert_computes_alike(base: Path, adapter: Path, merged: Path) -> None:
-    """PEFT loads the adapter on the base, which then computes what the merged model computes, and not what it did."""
+    """The base with the adapter, loaded by PEFT, computes what the merged model computes."""
     assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
     plain, whole, under = (
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (base, merged, base)

@@ -1,4 +1,4 @@
-"""`spurline generate`: what an export would answer, to prompts from everywhere a person may have them."""
+"""`spurline generate` answers what an export would answer, to prompts from arguments, files and standard input."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 import torch
 from run_helpers import Config, Spurline, train, wait_for
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from warm_runs import WarmRuns
+from warm_children import WarmRuns
 
 from spurline.terminal import printable
 from spurline_models.answering import command
@@ -36,7 +36,7 @@ def answers(out: str) -> list[dict[str, Any]]:
 
 
 def greedy(folder: Path, text: str, count: int) -> str:
-    """What transformers answers with an exported model."""
+    """Return the answer of transformers with an exported model."""
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
     ids = tokenizer.apply_chat_template(

@@ -1,4 +1,4 @@
-"""Python objects in the places of paths: what a config makes of them, and what it says of those that it cannot use."""
+"""Python objects in place of paths in a config: rows, rewards, tools and environments."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_what_is_no_rows_is_refused_with_the_way_out(load: Load, tmp_path: Path,
 
 def test_programs_with_one_run_directory_do_not_meet_while_they_write(tmp_path: Path) -> None:
     class Rows(list[dict[str, Any]]):
-        """While they are written, another program writes the same."""
+        """Rows that another program writes too, while they are written."""
 
         def __iter__(self) -> Iterator[dict[str, Any]]:
             for number, row in enumerate(list(super().__iter__())):
@@ -197,7 +197,7 @@ def test_tools_are_functions_too(load: Load) -> None:
 
 
 class Counting:
-    """An environment as a plugin's is written."""
+    """An environment that is written like one of a plugin."""
 
     def __init__(self, config: Any, registry: object, tokenizer: object, data: object) -> None:
         self.turns, self.tokenizer = config.max_turns, tokenizer
@@ -207,7 +207,7 @@ class Counting:
 
 
 class Ready:
-    """An environment that is built already."""
+    """An environment as an object."""
 
     async def run(self, task: object, policy: object) -> Any:
         return "object"
@@ -260,7 +260,7 @@ def test_what_is_no_environment_says_how_one_is_written(load: Load, given: objec
 
 def test_a_closure_goes_with_the_config_that_it_was_given_to(spurline_tiny_model: Path, tmp_path: Path) -> None:
     class Held:
-        """Stands for a model that a reward sees."""
+        """Stands for a model that a reward uses."""
 
     held = Held()
     gone = weakref.ref(held)

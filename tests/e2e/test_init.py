@@ -1,4 +1,4 @@
-"""`spurline init`: the config that it writes is one that plans clean and trains."""
+"""The config that `spurline init` writes plans without problems, and trains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ctrl-C: acknowledged at once, again to stop now, and never told as a failure."""
+"""Ctrl-C is answered at once, stops a run after its step, and is no failure. A second one stops it now."""
 
 from __future__ import annotations
 

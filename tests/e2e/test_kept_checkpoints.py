@@ -1,4 +1,4 @@
-"""Checkpoints that an earlier version wrote go on as they would have there; `kept/make.py` says what they hold."""
+"""Checkpoints of an earlier version go on with the metrics of that version. `kept/make.py` makes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs keep their rollouts, synchronous and asynchronous alike, each step exactly once."""
+"""Synchronous and asynchronous runs keep the rollouts of each step exactly once."""
 
 from __future__ import annotations
 

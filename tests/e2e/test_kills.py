@@ -23,7 +23,7 @@ Kill = Callable[..., KillableProcess]
 SOAK = bool(os.environ.get("SPURLINE_SOAK"))
 MANY: tuple[Victim, ...] = ("rank", "controller", "all") * 10
 LISTENS = "0A"
-"""State of a socket in the tables of the kernel."""
+"""The state of a listening socket in the tables of the kernel."""
 
 LAYOUTS: tuple[dict[str, int], ...] = (
     {"ranks": 2, "pipeline": 2},
@@ -40,7 +40,7 @@ LAYOUTS: tuple[dict[str, int], ...] = (
 def test_a_killed_run_of_one_process_ends_with_the_metrics_of_the_uninterrupted_one(
     base_config: Config, spurline_chat_file: Path, killable_process: Kill, beside: bool
 ) -> None:
-    """beside: checkpoints are written while training goes on, after each step, so that most kills come into a write."""
+    """beside: a checkpoint is written after each step while training goes on, so that most kills interrupt a write."""
     kills = (20 if beside else 100) if SOAK else 2 if beside else 4
     config = config_to_kill(base_config, spurline_chat_file, 12 * kills)
     if beside:
@@ -73,7 +73,7 @@ def test_a_killed_run_of_one_process_ends_with_the_metrics_of_the_uninterrupted_
 def test_killed_ranks_go_on_with_the_metrics_of_the_uninterrupted_run(
     base_config: Config, spurline_chat_file: Path, killable_process: Kill, case: str, victims: Sequence[Victim]
 ) -> None:
-    """On the same ranks they are equal bit for bit, with dropout too, and otherwise to rounding."""
+    """They are equal bit for bit on the same ranks, with dropout too, and to rounding on others."""
     config = whole = config_to_kill(base_config, spurline_chat_file, 6 + 6 * len(victims))
     if case != "fsdp":
         # Dropout is drawn by rank, and Megatron models have none.
@@ -103,7 +103,7 @@ def test_killed_ranks_go_on_with_the_metrics_of_the_uninterrupted_run(
 
 
 def _kill(process: KillableProcess, victim: Victim, instants: random.Random) -> None:
-    """Kill some of its processes. Soon none of them is left, and no socket that they listened at."""
+    """Kill some processes of the run, and wait until all have ended and no socket listens."""
     controller = psutil.Process(process.pid)
     # The process that has imported everything, and the ranks that were forked from it, if they have been by now.
     server = controller.children()
@@ -124,7 +124,7 @@ def _kill(process: KillableProcess, victim: Victim, instants: random.Random) -> 
 
 
 def _sockets_of(process: psutil.Process) -> set[str]:
-    """Their numbers; those of a process that has ended are unknown."""
+    """Return the numbers of the sockets of a process, none if it has ended."""
     found: set[str] = set()
     with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
         for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
@@ -137,7 +137,7 @@ def _sockets_of(process: psutil.Process) -> set[str]:
 
 
 def _listening_sockets() -> set[str]:
-    """Numbers of the TCP sockets of this machine that accept connections."""
+    """Return the numbers of the TCP sockets on this machine that listen."""
     lines = [line.split() for table in ("tcp", "tcp6") for line in Path("/proc/net", table).read_text().splitlines()]
     return {fields[9] for fields in lines if fields[3] == LISTENS}
 

@@ -1,4 +1,4 @@
-"""Sequences longer than the model's positions are found before training, by `plan` and by `train`."""
+"""`plan` and `train` find sequences longer than the model's positions before training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Links among a run's files give way themselves; a folder in a place that all may write belongs to one user alone."""
+"""Links among the files of a run are not followed, and a private folder belongs to one user."""
 
 from __future__ import annotations
 

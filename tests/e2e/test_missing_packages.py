@@ -1,4 +1,4 @@
-"""What a run leaves is read where fewer packages are, and what hooks attach or make of a run ends with it."""
+"""A run is read where fewer packages are installed, and what hooks attach to a run ends with it."""
 
 from __future__ import annotations
 

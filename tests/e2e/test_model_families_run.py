@@ -25,7 +25,7 @@ def write_family(folder: Path, name: str) -> Path:
 
 @pytest.fixture(autouse=True)
 def few_rows(base_config: Config, tmp_path: Path) -> None:
-    """Reading all of them takes longer than training on some."""
+    """Train on few rows, since reading all takes longer than training."""
     few = tmp_path / "few.jsonl"
     lines = Path(base_config["data"]["train"]).read_text(encoding="utf-8").splitlines(keepends=True)
     few.write_text("".join(lines[:16]), encoding="utf-8")

@@ -78,7 +78,7 @@ def html_of(notebook: Any) -> list[str]:
 
 
 def execute(client: NotebookClient, source: str) -> str:
-    """What a further cell prints, which is no part of the notebook afterwards."""
+    """Return the output of one more cell, which does not become part of the notebook."""
     client.nb.cells.append(nbformat.v4.new_code_cell(source))
     cell = client.execute_cell(client.nb.cells[-1], len(client.nb.cells) - 1)
     client.nb.cells.pop()

@@ -33,7 +33,7 @@ def changed(config: Config, changes: Config) -> Config:
 
 
 def refusals(config: Config) -> tuple[list[str], str]:
-    """What a plan finds, and what training raises."""
+    """Return the problems that a plan finds, and the error that training raises."""
     found = [str(problem) for problem in make_plan(load_config(config)).problems]
     with pytest.raises(UserError) as raised:
         train(config)

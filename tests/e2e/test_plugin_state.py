@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from run_helpers import (
-    Config,
-    WriteConfig,
-    assert_same_weights,
-    config_to_kill,
-    deterministic,
-    read_metrics,
-    train,
-    train_and_kill,
-)
+from run_helpers import Config, KillableProcess, assert_same_run, config_to_kill, train
 from safetensors.torch import load_file
-from warm_runs import WarmRuns
 
 SOURCE = Path(__file__).parents[2] / "examples" / "plugin_ema" / "src"
 KILLS = 5
@@ -41,40 +31,27 @@ def ema_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def average_of(run_dir: Path) -> dict[str, torch.Tensor]:
-    """What the newest checkpoint holds."""
+    """Return the average that the newest checkpoint holds."""
     return load_file(sorted((run_dir / "checkpoints").glob("step-*"))[-1] / "hooks/ema/weights.safetensors")
 
 
 @pytest.mark.processes
 @pytest.mark.usefixtures("ema_installed")
 def test_the_average_of_the_tutorial_is_that_of_the_uninterrupted_run_after_five_kills(
-    base_config: Config,
-    write_config: WriteConfig,
-    spurline_chat_file: Path,
-    warm_runs: WarmRuns,
-    tmp_path: Path,
+    base_config: Config, spurline_chat_file: Path, killable_process: Callable[..., KillableProcess]
 ) -> None:
     ema = {"plugins": ["ema"], "ema": {"decay": 0.9, "export": False}}
     config = config_to_kill(base_config | ema, spurline_chat_file, 12 * KILLS)
-    whole = config | {"run_dir": str(tmp_path / "whole")}
-    train(whole)
-    path = write_config(config)
-    run_dir = Path(config["run_dir"])
-    random_instants = random.Random(11)
+    whole = train(config, name="whole")
+    instants = random.Random(11)
     for _ in range(KILLS):
-        steps, wait_s = random_instants.randint(1, 8), random_instants.uniform(0, 0.03)
-        train_and_kill(warm_runs, path, run_dir / "metrics.jsonl", steps=steps, wait_s=wait_s)
-    assert train(path).status == "finished"
-    one, other = average_of(run_dir), average_of(tmp_path / "whole")
+        process = killable_process(config)
+        process.wait_for_steps(instants.randint(1, 8), instants.uniform(0, 0.03))
+        process.kill()
+    run = train(config)
+    one, other = average_of(run.run_dir), average_of(whole.run_dir)
     assert one.keys() == other.keys()
     assert all(name.startswith("weights/") for name in one)
     assert all(torch.equal(one[name], other[name]) for name in one)
-    assert_same_weights(run_dir, tmp_path / "whole")
-    recorded = read_metrics(run_dir)
-    assert [line["step"] for line in recorded if "ema/loss" in line] == [10, 20, 30, 40, 50, 60]
-    assert deterministic_without_times(recorded) == deterministic_without_times(read_metrics(tmp_path / "whole"))
-
-
-def deterministic_without_times(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The lines without wall times, those of the average's evaluation either."""
-    return [{name: value for name, value in line.items() if name != "ema/time"} for line in deterministic(metrics)]
+    assert [line["step"] for line in run.lines if "ema/loss" in line] == [10, 20, 30, 40, 50, 60]
+    assert_same_run(run, whole)

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,18 +16,16 @@ from fake_plugins import FakePlugins
 from reward_functions import in_process
 from run_helpers import (
     Config,
+    KillableProcess,
     Spurline,
-    WriteConfig,
     assert_pieces_equal_the_whole,
     assert_same_run,
     assert_same_weights,
     deterministic,
     read_metrics,
     train,
-    train_and_kill,
 )
 from safetensors.torch import load_file, save_file
-from warm_runs import WarmRuns
 
 from spurline import Run, load_config
 from spurline.errors import CheckpointError, ConfigError, DataError, RunFailedError
@@ -344,22 +343,21 @@ def test_an_engine_with_a_copy_of_the_weights_trains_what_one_that_shares_them_d
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_killed_runs_end_with_the_metrics_of_the_uninterrupted_run(
-    rl_config: Config, write_config: WriteConfig, warm_runs: WarmRuns, tmp_path: Path
+    rl_config: Config, killable_process: Callable[..., KillableProcess]
 ) -> None:
     kills = 100 if os.environ.get("SPURLINE_SOAK") else 4
     rl_config["source"] |= {"prompts_per_step": 2, "samples_per_prompt": 2}
     rl_config["minibatches"]["prompts_per_minibatch"] = 1
     config = rl_config | {"steps": 7 * kills, "checkpoint": {"every_steps": 2}, "report": {"enabled": False}}
-    whole = config | {"run_dir": str(tmp_path / "whole")}
-    train(whole)
-    path = write_config(config)
+    whole = train(config, name="whole")
     instants = random.Random(11)
-    metrics = Path(config["run_dir"]) / "metrics.jsonl"
     for _ in range(kills):
-        train_and_kill(warm_runs, path, metrics, steps=instants.randint(1, 3), wait_s=instants.uniform(0, 0.1))
-    assert train(path).status == "finished"
-    assert_same_run(config["run_dir"], tmp_path / "whole")
-    killed, through = (KeptRollouts(tmp_path / name).attempts() for name in ("run", "whole"))
+        process = killable_process(config)
+        process.wait_for_steps(instants.randint(1, 3), instants.uniform(0, 0.1))
+        process.kill()
+    run = train(config)
+    assert_same_run(run, whole)
+    killed, through = (KeptRollouts(each.run_dir).attempts() for each in (run, whole))
     for attempt, expected in zip(killed, through, strict=True):
         assert (attempt.step, attempt.uid, attempt.sample) == (expected.step, expected.uid, expected.sample)
         assert (attempt.reward, attempt.advantage) == (expected.reward, expected.advantage)

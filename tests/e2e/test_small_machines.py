@@ -26,7 +26,7 @@ from run_helpers import (
     train_command,
     wait_for,
 )
-from warm_runs import WarmRuns
+from warm_children import WarmRuns
 
 from spurline.errors import SpurlineError
 

@@ -9,17 +9,17 @@ import os
 import socket
 import sys
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from otlp_receiver import OtlpReceiver
 from prometheus_client.parser import text_string_to_metric_families
-from run_helpers import Config, WriteConfig, config_to_kill, num_lines, read_metrics, train_for
-from warm_runs import WarmRuns
+from run_helpers import Config, KillableProcess, config_to_kill, num_lines, read_metrics
 
 LIBRARIES = Path(sys.prefix) / "trackers"
-"""What `make test` installs from tests/trackers.txt: their bounds exclude versions that other tests run with."""
+"""`make test` installs these from tests/trackers.txt. Their bounds exclude versions that other tests need."""
 SOAK = bool(os.environ.get("SPURLINE_SOAK"))
 
 
@@ -38,9 +38,8 @@ SOAK = bool(os.environ.get("SPURLINE_SOAK"))
 )
 def test_a_killed_run_goes_on_as_the_same_run_in_every_store(
     base_config: Config,
-    write_config: WriteConfig,
     spurline_chat_file: Path,
-    warm_runs: WarmRuns,
+    killable_process: Callable[..., KillableProcess],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     steps: int,
@@ -62,17 +61,15 @@ def test_a_killed_run_goes_on_as_the_same_run_in_every_store(
         ]
         if has_all:
             trackers.append({"name": "mlflow", "tracking_uri": f"sqlite:///{database}", "tags": {"team": "a"}})
-        path = write_config(config_to_kill(base_config, spurline_chat_file, steps) | {"trackers": trackers})
-        metrics = run_dir / "metrics.jsonl"
-        before_kill = steps // 2
-        process = train_for(warm_runs, path, metrics, steps=before_kill, wait_s=0.01)
+        config = config_to_kill(base_config, spurline_chat_file, steps) | {"trackers": trackers}
+        process = killable_process(config)
+        process.wait_for_steps(steps // 2, 0.01)
         process.kill()
-        process.wait(10)
-        killed_at = num_lines(metrics)
-        assert before_kill <= killed_at < steps
-        process = train_for(warm_runs, path, metrics, steps=2, wait_s=0)
+        assert steps // 2 <= num_lines(run_dir / "metrics.jsonl") < steps
+        process = killable_process(config)
+        process.wait_for_steps(2)
         scraped = scrape(port)
-        assert process.wait(120) == 0, path.with_suffix(".log").read_text()
+        assert process.wait(120) == 0, process.said()
     lines = read_metrics(run_dir)
     assert [line["step"] for line in lines] == [*range(1, steps + 1)]
     last = {(name, steps) for name in lines[-1] if name != "step"}

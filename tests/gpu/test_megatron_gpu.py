@@ -231,7 +231,7 @@ def test_a_rank_that_dies_or_stands_still_in_an_update_ends_those_that_wait_for_
     spurline_tiny_model: Path, monkeypatch: pytest.MonkeyPatch, divided: str, how: str
 ) -> None:
     monkeypatch.setenv("FAILING_RANK", f"1:{how}")
-    monkeypatch.setattr(MegatronBackend, "worker", "megatron_mistakes:fails")
+    monkeypatch.setattr(MegatronBackend, "worker", "megatron_ranks:fails")
     settings = on(2, **{divided: 2}, start_timeout_s=300) | {"call_timeout_s": 20, "collective_timeout_s": 60}
     with opened(backend_run(spurline_tiny_model, settings, PLUGINS)) as (backend, layout):
         ranks = _ranks_of_this_process()

@@ -61,7 +61,7 @@ def adapter_tensors(folder: Path) -> dict[str, Tensor]:
 def adapted_logprobs(
     model: Path, adapter: Path, prompt: Sequence[int], response: Sequence[int], temperature: float = 1.0
 ) -> NDArray[np.float32]:
-    """Of each response token, by a forward pass of PEFT's model, adapter not merged."""
+    """Return the logprob of each response token by a forward pass of PEFT's model, adapter not merged."""
     tokens = torch.tensor([[*prompt, *response]])
     with torch.no_grad():
         logits = _load(model, adapter)(input_ids=tokens, use_cache=False).logits[0, len(prompt) - 1 : -1]
@@ -121,7 +121,7 @@ class OneAdaptedEngine:
         self._runner = asyncio.Runner()
 
     def use(self, use: Callable[[Any], Awaitable[Result]]) -> Result:
-        """What `use` does with the engine; it comes with whatever adapter it has, at first without one."""
+        """Return the result of `use(engine)`. The engine keeps its adapter from call to call; at first it has none."""
 
         async def main() -> Result:
             if self._engine is None:

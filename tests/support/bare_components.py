@@ -51,7 +51,7 @@ VOCABULARY = 256
 
 
 class BareDistribution:
-    """What package metadata would say of this plugin, as far as it is asked."""
+    """The metadata of this plugin as a distribution."""
 
     name, version = DISTRIBUTION, BARE.version
 
@@ -66,7 +66,7 @@ metadata_of_environment = importlib.metadata.entry_points
 
 
 def metadata_with(found: Callable[[str], Sequence[importlib.metadata.EntryPoint]]) -> Callable[..., Any]:
-    """What to put in the place of `importlib.metadata.entry_points`, so that these plugins and commands are installed.
+    """Return a stand-in for `importlib.metadata.entry_points` by which these plugins and commands are installed.
 
     found: those of a group. All other groups are what they are.
     """
@@ -98,8 +98,6 @@ class LinesConfig(DatasetConfig):
 
 
 class Lines:
-    """See `Dataset`."""
-
     def __init__(self, config: LinesConfig) -> None:
         self.label = Path(config.path).name
         if not Path(config.path).is_file():
@@ -130,8 +128,6 @@ class BytesConfig(TokenizationConfig):
 
 
 class Bytes:
-    """See `Tokenization`."""
-
     def __init__(self, config: BytesConfig, tokenizer: Any, data: Any) -> None:
         self._most = data.max_length
 
@@ -193,8 +189,6 @@ class RepeatedConfig(TextConfig):
 
 
 class Text(BatchSource):
-    """See `BatchSource`."""
-
     pure = True
 
     def __init__(self, config: TextConfig, context: SourceContext) -> None:
@@ -232,8 +226,6 @@ class LogLikelihoodConfig(LossConfig):
 
 
 class LogLikelihood:
-    """See `Loss`."""
-
     needs: frozenset[str] = frozenset()
 
     def __init__(self, config: LossConfig) -> None:
@@ -253,7 +245,7 @@ class ScaleConfig(Section):
     """A section within a component."""
 
     factor: Annotated[float, OnResume.BY_NAME] = 1.0
-    """What values are multiplied by."""
+    """A factor."""
 
 
 class SquaredConfig(LossConfig):
@@ -265,8 +257,6 @@ class SquaredConfig(LossConfig):
 
 
 class Squared(LogLikelihood):
-    """See `Loss`."""
-
     def token_loss(self, inputs: TokenLossInputs) -> Tensor:
         assert isinstance(self.config, SquaredConfig)
         return self.config.scale.factor * inputs.logprobs.square()
@@ -283,8 +273,6 @@ class BesideReferenceConfig(LossConfig):
 
 
 class BesideReference(LogLikelihood):
-    """See `Loss`."""
-
     needs = frozenset({"reference_logprobs"})
 
     def token_loss(self, inputs: TokenLossInputs) -> Tensor:
@@ -300,8 +288,6 @@ class HeldOutConfig(EvaluationConfig):
 
 
 class HeldOut(MeasuresSamples):
-    """See `MeasuresSamples`."""
-
     def __init__(self, config: HeldOutConfig, context: EvaluationContext) -> None:
         self._held = Held(config.data, context.run)
         self.samples: Any = self._held
@@ -334,7 +320,6 @@ class DescentConfig(OptimizerConfig):
 
 
 def make_descent(config: DescentConfig, named_parameters: Mapping[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """See `Optimizer`."""
     return torch.optim.SGD([*named_parameters.values()], lr=config.learning_rate, momentum=config.momentum)
 
 
@@ -345,7 +330,7 @@ class FlatConfig(ScheduleConfig):
 
 
 class FallingConfig(ScheduleConfig):
-    """From the peak down to a share of it."""
+    """Falls from the peak to a share of it."""
 
     name: str = "falling"
     min_ratio: float = Field(default=0.0, ge=0, le=1)
@@ -353,8 +338,6 @@ class FallingConfig(ScheduleConfig):
 
 
 class Flat:
-    """See `Schedule`."""
-
     def __init__(self, config: ScheduleConfig) -> None:
         self._floor = config.min_ratio if isinstance(config, FallingConfig) else 1.0
 
@@ -380,7 +363,7 @@ class TableConfig(BackendConfig):
     max_tokens_per_microbatch: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
     """Tokens at once."""
     precision: Annotated[Literal["fp32", "fp64"], OnResume.BY_NAME] = "fp32"
-    """Of the table."""
+    """The dtype of the table."""
     part: PartConfig | None = None
     """A part; null leaves it out."""
 
@@ -399,7 +382,7 @@ class Table:
     """See `Backend`: the logprob of a token is that of its byte, whatever comes before it."""
 
     is_next_lost: ClassVar[bool] = False
-    """Whether the next update finds a loss that is not finite."""
+    """If set, the loss of the next update is not finite."""
 
     def __init__(self, config: TableConfig, *, run: RunConfig, registry: Registry, total_updates: int) -> None:
         kind = torch.float64 if config.precision == "fp64" else torch.float32
@@ -486,8 +469,6 @@ class NotedConfig(TrackerConfig):
 
 
 class Noted:
-    """See `Tracker`."""
-
     told: ClassVar[list[tuple[int, Mapping[str, float]]]] = []
 
     def __init__(self, config: NotedConfig) -> None:

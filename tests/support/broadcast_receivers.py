@@ -20,7 +20,7 @@ from spurline_rl.protocols.rollout_engine import TakesWeights
 
 
 class Weights:
-    """As much of a backend as a publish needs. device: where they are."""
+    """A backend, as far as a publish needs one. device: where its weights are."""
 
     def __init__(self, device: str, num_bytes: int, num_tensors: int, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -66,7 +66,7 @@ class Receiver(TakesWeights):
         await self._ask("finish")
 
     def taken(self) -> tuple[dict[str, Tensor], int]:
-        """What has come in the last update, and the most GPU memory that it took, in bytes."""
+        """Return the weights of the last update, and the peak of GPU memory in bytes."""
         self._connection.send(("taken", None))
         return self._connection.recv()
 

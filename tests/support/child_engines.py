@@ -33,7 +33,7 @@ def child_engine(
 
 
 def shared_memory(bucket_bytes: int = 20_000, **settings: Any) -> SharedMemorySync:
-    """With buckets so small that a tiny model takes several."""
+    """Return a sync whose buckets are so small that a tiny model takes several."""
     sync = SharedMemorySync(SharedMemorySyncConfig(**settings))
     sync.max_bucket_bytes = bucket_bytes
     return sync

@@ -25,7 +25,7 @@ def echoes(parent: Parent) -> None:
 
 
 def hangs(parent: Parent, *also: str) -> None:
-    """For ever, in C code that hears no signal. also: beside a process of its own."""
+    """Run for ever in C code that handles no signal. also: start another process first."""
     others = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) for _ in also]
     parent.send({"ids": [os.getpid(), *(other.pid for other in others)]})
     max(itertools.count())
@@ -64,7 +64,7 @@ def tells_where_it_is(parent: Parent) -> None:
 
 
 def start_and_wait(task: str, folder: str | None) -> None:
-    """For a process that will be killed: start a child, print the ids that it tells, and wait."""
+    """Start a child, print the ids that it sends, and wait to be killed."""
     ChildProcess(
         __name__,
         (task,),

@@ -16,7 +16,7 @@ MINIMAL = "model: {path: m}\ndata: {train: rows.jsonl}\nsteps: 3\n"
 BASE: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "rows.jsonl"}, "steps": 3}
 
 Failing = Callable[..., list[str]]
-"""What the fixture `failing` is: text of a config and overrides -> lines of the error."""
+"""The fixture `failing`: text of a config and overrides -> lines of the error."""
 
 
 def resolved(*overrides: str, **settings: Any) -> dict[str, Any]:

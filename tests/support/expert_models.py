@@ -49,7 +49,7 @@ def replaying_source() -> RolloutSourceConfig:
 
 
 def random_experts(samples: Sequence[Sample], seed: int = 0, unknown: float = 0.2) -> list[np.ndarray[Any, Any]]:
-    """For each sample int16 [tokens, layers, top_k], different ones for a token; -1 for this share of tokens."""
+    """Return int16 [tokens, layers, top_k] for each sample. The experts of a token differ; a share of tokens has -1."""
     random = np.random.default_rng(seed)
     found = []
     for sample in samples:

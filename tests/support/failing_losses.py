@@ -29,16 +29,16 @@ class FailingLossConfig(CrossEntropyConfig):
 
     name: str = "fails"
     how: Literal["value", "data", "sleep", "kill"] = "value"
-    """What goes wrong."""
+    """The failure."""
     rank: int = 1
-    """Where."""
+    """The rank that fails."""
     after: int = Field(default=2, ge=0)
     """Calls of that rank that go well."""
 
 
 class FailingLoss(CrossEntropy):
     calls = 0
-    """Of this process, which makes the loss again for each step."""
+    """Calls in this process, which makes the loss again for each step."""
 
     def __init__(self, config: FailingLossConfig) -> None:
         super().__init__(config)

@@ -24,7 +24,7 @@ from typing import Any, Literal, get_args
 import psutil
 from run_helpers import num_lines, read_metrics, wait_for, write_rows
 from safetensors.numpy import load_file
-from warm_runs import WarmRuns
+from warm_children import WarmRuns
 
 from spurline import child
 
@@ -105,7 +105,7 @@ class RunTree:
         return sorted(found, key=lambda process: process.pid != self._run.pid)
 
     def children(self) -> list[psutil.Process]:
-        """What the run has started: engines, workers and the like."""
+        """Return the processes that the run has started, such as engines and workers."""
         found: list[psutil.Process] = []
         for process in self.processes():
             with suppress(psutil.Error):
@@ -220,7 +220,7 @@ def write_prompts(path: Path, count: int = 24) -> list[str]:
 
 @dataclass(frozen=True)
 class Record:
-    """What a run left. trained: by step the draws of its batch, with the row of each and its tokens' versions.
+    """The files that a run left. trained: draw -> row and versions of its tokens, by step.
     ledger: the state of each draw, in the newest checkpoint."""
 
     lines: list[dict[str, Any]]
@@ -229,7 +229,7 @@ class Record:
 
 
 def read_record(run_dir: Path, steps: int) -> Record:
-    """Of a run with `record_groups: true`."""
+    """Read a run with `record_groups: true`."""
     trained = {step: _recorded(run_dir / "groups" / f"step-{step:06d}") for step in range(1, steps + 1)}
     newest = sorted((run_dir / "checkpoints").glob("step-*"))[-1]
     ledger = load_file(newest / "components" / "source" / "async_rollouts.safetensors")["ledger/states"]

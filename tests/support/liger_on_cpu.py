@@ -25,7 +25,7 @@ from spurline_models.losses.cross_entropy import CrossEntropy
 
 
 def complete_interpreter() -> None:
-    """What Triton 3.9's interpreter lacks of what Liger uses: floats as arguments, and CUDA's own functions."""
+    """Add what Liger uses and the interpreter of Triton 3.9 lacks: floats as arguments, and functions of CUDA."""
     convert: Any = interpreter._implicit_cvt
 
     def with_floats(argument: Any) -> Any:

@@ -21,7 +21,7 @@ def living_below(pid: int, part: str) -> list[psutil.Process]:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether it has not ended, waited for or not."""
+    """Return whether a process runs. A zombie does not."""
     # Where Linux tells, which is all that core's own tests have.
     if Path("/proc/self/stat").exists():
         try:

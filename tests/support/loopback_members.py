@@ -27,7 +27,7 @@ PROMPT = 2
 
 
 class World:
-    """What the members of one pool share.
+    """The state that the members of a pool share.
 
     deaths: numbers of tokens, over all members, behind which the member that wrote it dies. flushes: behind which it
     hands over what it has, as it does when a second has passed.
@@ -75,11 +75,11 @@ class LoopbackMember(ChildMember):
         self._server, self._child = server, child
 
     def flush(self) -> None:
-        """As the child's timer does."""
+        """Send what has been written, as the child's timer does."""
         self._server._chunks.flush()
 
     def die(self) -> None:
-        """As a killed process does: with what it had not told."""
+        """Die as a killed process does, with everything that was not sent."""
         if self.is_alive:
             self.is_alive = False
             for task in self._server._tasks.values():
@@ -93,7 +93,7 @@ class LoopbackMember(ChildMember):
 
 
 class ScriptedEngine:
-    """As far as a child needs an engine: responses side by side, a token of each a step, and none while it is held."""
+    """An engine for a child: it writes a token of each response in turn, and none while it is paused."""
 
     def __init__(self, member: LoopbackMember, world: World) -> None:
         self.version = -1

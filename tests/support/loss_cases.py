@@ -63,7 +63,7 @@ def batch_for_all(local: Backend) -> TrainingBatch:
 
 
 class LossGradients:
-    """What the local backend says the gradients are; each case is computed once."""
+    """Return the gradients of the local backend. Each case is computed once."""
 
     def __init__(self, local: Backend) -> None:
         self._local = local

@@ -27,7 +27,7 @@ from spurline_ranks.publishing import Publishing
 from spurline_ranks.weight_gathering import WeightGathering
 
 Message = tuple[str, int, int]
-"""What a rank did (isend, irecv), with which other one, and bytes."""
+"""The operation (isend, irecv), the other rank, and the bytes."""
 
 
 def whole_tensors(model: Path, *, critic: bool) -> dict[str, Tensor]:
@@ -40,7 +40,7 @@ def whole_tensors(model: Path, *, critic: bool) -> dict[str, Tensor]:
 
 
 def held_by(architecture: Architecture, grid: Grid, rank: int, tensors: Mapping[str, Tensor], *, critic: bool) -> Held:
-    """What a rank holds of these tensors. Copies and padding are NaN: nothing may be made of them."""
+    """Return the parts of these tensors that a rank holds. Copies and padding are NaN, since nothing may use them."""
     held = []
     for parameters in held_parameters(architecture, grid, grid.place(rank), critic=critic):
         for parameter in parameters.values():
@@ -111,7 +111,7 @@ class GatheringWorker:
     def gather(
         self, wanted: Mapping[int, Sequence[str]], dtype: str | None = None
     ) -> tuple[dict[str, Any], list[Message]]:
-        """What came here, and the messages that it took. dtype: its name in torch."""
+        """Return the tensors that came here, and the messages sent for them. dtype: its name in torch."""
         self._messages = []
         found = self._gathers.gather(wanted, None if dtype is None else getattr(torch, dtype))
         return {name: bits(value) for name, value in found.items()}, self._messages

@@ -144,7 +144,7 @@ def attention_inputs(num_tokens: int, heads: int, key_heads: int) -> list[Tensor
 
 
 def core_attention(inputs: list[Tensor], params: StreamParams, *, recompute: bool = False) -> Tensor:
-    """What Megatron's attention layer gets from the one inside of it."""
+    """Return the output of the core attention within Megatron's attention layer."""
     heads, size = inputs[0].shape[1:]
     config = TransformerConfig(num_layers=1, hidden_size=heads * size, num_attention_heads=heads, attention_dropout=0.0)
     attention = SegmentCoreAttention(config, 1, AttnMaskType.causal, "self")

@@ -85,7 +85,7 @@ def local_parameter(held: HeldParameter, whole: Mapping[str, Tensor]) -> Tensor:
 
 @dataclass
 class SimulatedRank:
-    """What the optimizer of a rank holds."""
+    """The parts that the optimizer of a rank holds."""
 
     rank: int
     owned: list[Owned] = field(default_factory=list[Owned])

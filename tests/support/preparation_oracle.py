@@ -34,7 +34,7 @@ CAP = 1.5
 
 
 def says(token: int, position: int, role: Role, temperature: float = 1.0) -> float:
-    """What the fake model says about a token: always below 0."""
+    """Return the logprob or value that the fake model gives a token, always below 0."""
     return -(1 + (7 * token + 13 * position + _OFFSETS[role]) % 17) / 17 / temperature
 
 

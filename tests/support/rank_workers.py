@@ -99,8 +99,8 @@ class Worker:
         return Unreadable()
 
     def waits(self, how: str) -> None:
-        """For ever: in an exchange that rank 0 alone takes part in, for what the other rank never sends, in torch, in
-        code that lets no thread run, or in sleep."""
+        """Wait for ever: in an exchange that only rank 0 joins, for what the other rank never sends, in torch, in code
+        that lets no thread run, or in sleep."""
         if how == "exchange" and self.place.rank == 0:
             dist.all_reduce(torch.ones(1))
         if how == "receive":

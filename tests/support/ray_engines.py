@@ -18,7 +18,7 @@ TOKEN_S = 0.02
 
 
 class ScriptedActor(EngineActor):
-    """In the place of `EngineActor`; the rest of it is as it is."""
+    """An `EngineActor` in whose place nothing else changes."""
 
     def __init__(self, plain_spec: PlainSpec, log: str | None):
         super().__init__(plain_spec, log)

@@ -29,7 +29,7 @@ REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": Fi
 
 
 class RecordedCore:
-    """In the place of vLLM's client of the engine's process.
+    """A stand-in for vLLM's client of the engine process.
 
     requests: those made, by the names they were given; vLLM's own names are within. aborted: vLLM's own names.
     """
@@ -48,7 +48,7 @@ class RecordedCore:
         return list(self._encoder.encode(EngineCoreOutputs(outputs=list(outputs))))
 
     def receive(self, frames: Sequence[Any]) -> None:
-        """As vLLM's task that reads the socket does."""
+        """Hand over the outputs, as vLLM's task that reads the socket does."""
         self.outputs_queue.put_nowait(self.decoder.decode(frames))
 
     async def get_output_async(self) -> Any:
@@ -123,7 +123,7 @@ async def _nothing() -> None:
 def step_output(
     internal_id: str, token_ids: Sequence[int], logprobs: Sequence[float], reason: str | None = None, **more: Any
 ) -> EngineCoreOutput:
-    """What one step of vLLM gives one request."""
+    """Return the output of one step of vLLM for one request."""
     count = len(token_ids)
     found = LogprobsLists(
         np.array(token_ids, np.int32).reshape(count, 1),

@@ -46,7 +46,7 @@ class RecordingMaker:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What came of a publish.
+    """The result of a publish.
 
     weights: by name. senders: of each bucket, in order: the numbers of those that made it, with "None" where they were
     told none. sizes: bytes of the weights of each bucket. processes: ids of those that made any. told: the numbers of
@@ -62,7 +62,7 @@ class Recorded:
 
 
 def choice_of(max_bytes: int = 20_000, *, folder: object = None, **settings: Any) -> MakerChoice:
-    """Of this maker. settings: of the choice."""
+    """Return a choice of this maker. settings: of the choice."""
     return MakerChoice(MAKER, {"folder": None if folder is None else str(folder)}, max_bytes, **settings)
 
 

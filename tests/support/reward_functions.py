@@ -72,7 +72,7 @@ async def hangs_later(answer: Answer) -> float:
 
 
 def echo(text: Any, times: int = 1) -> Any:
-    """What it was given, so many times."""
+    """Return the text, repeated."""
     return text * times
 
 
@@ -91,7 +91,7 @@ def sleeps(seconds: float) -> float:
 
 
 def spins(report: str = "") -> None:
-    """For ever, in C code that hears no signal. report: a file that gets the id of this process when it begins."""
+    """Run for ever in C code that handles no signal. report: a file that gets the id of this process first."""
     if report:
         Path(f"{report}.new").write_text(str(os.getpid()))
         Path(f"{report}.new").rename(report)

@@ -50,7 +50,7 @@ from spurline.plugins.hookspecs import hookimpl
 from spurline.run.endings.ending import RunResult
 
 if TYPE_CHECKING:
-    from warm_runs import WarmProcess, WarmRuns
+    from warm_children import WarmRuns
 
 Config = dict[str, Any]
 Spurline = Callable[..., tuple[int, str, str]]
@@ -147,7 +147,7 @@ def deterministic(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
         {
             name: value
             for name, value in line.items()
-            if not name.startswith(("time/", "controller/")) and name != "eval/time"
+            if not name.startswith(("time/", "controller/")) and not name.endswith("/time")
         }
         for line in metrics
     ]
@@ -280,15 +280,3 @@ class KillableProcess:
         """Kill it with SIGKILL, and wait for its end."""
         self._process.kill()
         self.wait(wait_s)
-
-
-def train_and_kill(runs: WarmRuns, config: Path, metrics: Path, *, steps: int | None, wait_s: float) -> None:
-    process = KillableProcess(runs, config, metrics.parent)
-    process.wait_for_steps(steps, wait_s)
-    process.kill()
-
-
-def train_for(runs: WarmRuns, config: Path, metrics: Path, *, steps: int | None, wait_s: float) -> WarmProcess:
-    process = KillableProcess(runs, config, metrics.parent)
-    process.wait_for_steps(steps, wait_s)
-    return process._process

@@ -20,12 +20,12 @@ calls = 0
 
 
 def fingerprint(row: Mapping[str, Any]) -> int:
-    """Of the values and their types."""
+    """Return a checksum of the values and their types."""
     return zlib.crc32(ascii(sorted(row.items())).encode())
 
 
 def behaves(answer: Answer) -> Any:
-    """As the response says; `row` has what it needs to know."""
+    """Behave as the response says. `row` has what that needs."""
     global calls
     calls += 1
     match answer.response:

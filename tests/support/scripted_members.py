@@ -28,7 +28,7 @@ def next_token(context: Sequence[int]) -> int:
 
 
 def reference(request: GenerationRequest) -> tuple[list[int], FinishReason]:
-    """What an engine that never dies would write."""
+    """Return the response of an engine that never dies."""
     tokens: list[int] = []
     while len(tokens) < request.sampling.max_new_tokens:
         tokens.append(next_token([*request.prompt_ids, *tokens]))
@@ -47,7 +47,7 @@ class Tokenizer:
 
 
 class World:
-    """What the members of one pool share.
+    """The state that the members of a pool share.
 
     deaths: number of the token, over all members, at which the member that writes it dies; and how: it raises, or only
     ends, before that token or after it. slow_start: until it is set no member but the first has started.
@@ -178,7 +178,7 @@ class Trainer:
             await taking.finish_update(self.version)
 
     async def serve(self) -> None:
-        """For ever: the engines that wait."""
+        """Publish to the engines that wait, for ever."""
         while True:
             await self._wanted.wait()
             self._wanted.clear()

@@ -127,7 +127,7 @@ class SharingMember(ScriptedMember):
             await super().close()
 
     def die(self) -> None:
-        """As a killed process does."""
+        """Die as a killed process does."""
         self._dead.set()
         self._world.device.free(self.name)
 
@@ -197,7 +197,7 @@ class CountedSync(BucketSync):
 
 
 class PlainPublisher:
-    """What `Publisher` does, without a run. has_failed: whether a publish did."""
+    """A `Publisher` without a run. has_failed: whether a publish has failed."""
 
     def __init__(self, pool: EnginePool, loop: LoopThread) -> None:
         self.has_failed = False

@@ -106,7 +106,7 @@ def write_run(folder: Path, steps: int = 3, *, loss: float = 1.0, summary: Mappi
 
 
 def add_step(folder: Path, step: int, *, loss: float = 1.0) -> None:
-    """What a live run appends when a step is done."""
+    """Append what a live run writes when a step is done."""
     line = {"step": step, "loss": loss / step, "reward/mean": 0.5, "eval/pass@1": 0.5, "eval/hard/pass@1": 0.25}
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(line) + "\n")

@@ -72,7 +72,7 @@ def vllm_engine(model: Path, run_dir: Path, *, backend: BackendConfig | None = N
 
 
 def shared_memory(**settings: Any) -> SharedMemorySync:
-    """With buckets so small that a tiny model takes several, some layers in parts."""
+    """Return a sync whose buckets are so small that a tiny model takes several, some layers in parts."""
     sync = SharedMemorySync(SharedMemorySyncConfig(**settings))
     sync.max_bucket_bytes = 20_000
     return sync
@@ -102,7 +102,7 @@ class OneEngine:
         self._runner = asyncio.Runner()
 
     def use(self, model: Path, use: Callable[[Any], Awaitable[Result]], **settings: Any) -> Result:
-        """What `use` does with an engine that has this model's weights, as version 1 as far as it can see."""
+        """Return the result of `use(engine)` with the weights of this model, published as version 1."""
 
         async def main() -> Result:
             what = (model, tuple(sorted(settings.items())))

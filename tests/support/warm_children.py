@@ -1,7 +1,8 @@
-"""Child processes that begin where the imports end: one process has imported everything, and is forked.
+"""Processes that begin where the imports end: one process has imported everything, and is forked.
 
-Half a dozen seconds of CPU that an engine or a worker spends on importing torch and transformers are no part of what
-most tests are about. All else is as `ChildProcess` has it: a child of this process, in a session of its own.
+Half a dozen seconds of CPU for importing torch and transformers are no part of what most tests are about. The forks are
+engines and workers of `ChildProcess`, and whole commands of `spurline`. Like those that `subprocess` starts, they are
+children of the process that asks for them.
 """
 
 from __future__ import annotations
@@ -11,45 +12,60 @@ import gc
 import importlib
 import json
 import os
+import pkgutil
 import select
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 MODULES = ("spurline_async_rl.engines.child.main",)
-"""Those that are forked; others start as ever."""
-IMPORTED = ("torch", "torch._dynamo", "transformers", "transformers.models.qwen3.modeling_qwen3", *MODULES)
+"""Modules of `ChildProcess` that are forked; others start as ever."""
+IMPORTED = ("torch", "torch._dynamo", "transformers", "transformers.models.qwen3.modeling_qwen3", "datasets", *MODULES)
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-class WarmChild:
-    """A `subprocess.Popen` of such a module, as far as `ChildProcess` uses that."""
+class WarmProcess:
+    """A fork, as `subprocess.Popen` shows it as far as that is used."""
 
-    def __init__(self, pid: int, stdin: IO[bytes], stdout: IO[bytes]) -> None:
+    def __init__(self, pid: int, stdin: IO[bytes] | None = None, stdout: IO[bytes] | None = None) -> None:
         self.pid, self.stdin, self.stdout = pid, stdin, stdout
+        self.returncode: int | None = None
         self._ended = os.pidfd_open(pid)
-        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def kill(self) -> None:
+        if self.returncode is None:
+            signal.pidfd_send_signal(self._ended, signal.SIGKILL)
 
     def wait(self, timeout_s: float | None = None) -> int:
-        if self._code is None:
+        """Return the exit code, or minus the signal that ended it. Raises TimeoutExpired."""
+        if self.returncode is None:
             if not select.select([self._ended], [], [], timeout_s)[0]:
                 raise subprocess.TimeoutExpired("a fork", timeout_s or 0.0)
             os.close(self._ended)
             try:
-                self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+                self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
             except ChildProcessError:
                 # Somebody else has waited for it; `subprocess` says the same then.
-                self._code = 0
-        return self._code
+                self.returncode = 0
+        return self.returncode
 
 
 class WarmChildren:
-    """Stands in for the module `subprocess` in `spurline.child`. The process that is forked starts with the
-    first child."""
+    """Stands in for the module `subprocess` in `spurline.child`. The process that is forked starts with the first
+    order."""
 
     PIPE, TimeoutExpired = subprocess.PIPE, subprocess.TimeoutExpired
 
@@ -62,12 +78,22 @@ class WarmChildren:
     def Popen(self) -> dict[type, Any]:
         return {bytes: self._start}
 
+    def fork(self, order: dict[str, Any], files: Sequence[int]) -> int:
+        """Return the id of a fork that carries out this order with copies of three files as its standard ones."""
+        with self._lock:
+            control = self._opened()
+            _adopt(True)
+            socket.send_fds(control, [json.dumps(order).encode()], files)
+            pid = int(control.recv(100))
+            _adopt(False)
+        return pid
+
     def close(self) -> None:
         if self._process is not None and self._control is not None:
             self._control.close()
             self._process.wait(60)
 
-    def _start(self, command: list[str], **options: Any) -> WarmChild | subprocess.Popen[bytes]:
+    def _start(self, command: list[str], **options: Any) -> WarmProcess | subprocess.Popen[bytes]:
         # COMMAND -P -m spurline.child MODULE ...
         module = command[4]
         if module not in MODULES or options["pass_fds"]:
@@ -75,15 +101,10 @@ class WarmChildren:
         theirs_in, ours_in = os.pipe()
         ours_out, theirs_out = os.pipe()
         order = {"arguments": command[4:], "environment": options["env"], "folder": os.getcwd()}
-        with self._lock:
-            control = self._opened()
-            _adopt(True)
-            socket.send_fds(control, [json.dumps(order).encode()], [theirs_in, theirs_out, options["stderr"].fileno()])
-            pid = int(control.recv(100))
-            _adopt(False)
+        pid = self.fork(order, [theirs_in, theirs_out, options["stderr"].fileno()])
         os.close(theirs_in)
         os.close(theirs_out)
-        return WarmChild(pid, os.fdopen(ours_in, "wb"), os.fdopen(ours_out, "rb"))
+        return WarmProcess(pid, os.fdopen(ours_in, "wb"), os.fdopen(ours_out, "rb"))
 
     def _opened(self) -> socket.socket:
         if self._control is None:
@@ -99,14 +120,10 @@ class WarmChildren:
 
 
 class ForkedChildren(WarmChildren):
-    """The same in a process that has imported everything itself: what is forked for the children is a fork of it.
+    """The same in a fork, which has imported everything: what is forked for its children is a fork of it.
 
-    To be made while that process has no threads, and after `prepare` in it or in what it is a fork of.
+    To be made while the process has no threads.
     """
-
-    @staticmethod
-    def prepare() -> None:
-        _import_all()
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,31 +132,69 @@ class ForkedChildren(WarmChildren):
             theirs.close()
             return
         self._control.close()
-        if (order := serve(theirs)) is None:
-            os._exit(0)
-        become(order)
+        if (order := serve(theirs)) is not None:
+            become(order)
         os._exit(0)
 
 
-def find_room_for_titles() -> None:
-    """Look for it before the imports: less is found once a library has changed the environment."""
-    importlib.import_module("setproctitle").getproctitle()
+class WarmRuns:
+    """Starts commands of `spurline` as forks."""
+
+    def __init__(self, children: WarmChildren) -> None:
+        self._children = children
+        self._started: list[WarmProcess] = []
+
+    def start(
+        self, *words: object, output: Path | str = os.devnull, folder: Path | str = ".", warm_children: bool = False
+    ) -> WarmProcess:
+        """Run `spurline WORDS` with this process's environment.
+
+        Args:
+            words: The command.
+            output: The file that it writes to.
+            folder: Where it runs.
+            warm_children: Engines and workers that it starts need no imports either.
+        """
+        order = {
+            "words": [str(word) for word in words],
+            "environment": dict(os.environ),
+            "folder": str(Path(folder).absolute()),
+            "warm_children": warm_children,
+        }
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOCTTY, 0o644)
+        self._started.append(WarmProcess(self._children.fork(order, [nothing, file, file])))
+        os.close(nothing)
+        os.close(file)
+        return self._started[-1]
+
+    def close(self) -> None:
+        """End what a test that failed has left."""
+        for process in self._started:
+            if process.poll() is None:
+                process.kill()
+                process.wait(10)
 
 
 def _import_all() -> None:
-    find_room_for_titles()
-    for name in IMPORTED:
+    # It looks for its place in memory, and finds less once a library has changed the environment.
+    importlib.import_module("setproctitle").getproctitle()
+    spurline = importlib.import_module("spurline")
+    own = (module.name for module in pkgutil.walk_packages(spurline.__path__, "spurline."))
+    for name in (*IMPORTED, *(name for name in own if not name.startswith("spurline.testing"))):
         importlib.import_module(name)
 
 
 def _adopt(on: bool) -> None:
-    """Whether grandchildren whose parent ends become children of this process."""
+    """Choose whether grandchildren whose parent ends become children of this process."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0)
 
 
 def serve(control: socket.socket) -> dict[str, Any] | None:
-    """Fork for every order, in a process without threads, which a fork would lose. Returns again in each fork, with
-    its order; None at the end."""
+    """Fork for every order, in a process without threads, which a fork would lose.
+
+    Returns again in each fork, with its order, and at the end with None.
+    """
     _import_all()
     threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
     # The allocator of pyarrow has one, and handles forks.
@@ -181,16 +236,32 @@ def _has_ended(pid: int) -> bool:
 
 
 def become(order: dict[str, Any]) -> None:
-    from setproctitle import setproctitle
-
+    """Carry out an order in a fork."""
     from spurline import child
 
-    setproctitle(" ".join([sys.executable, "-P", "-m", child.__name__, *order["arguments"]]))
     os.environ.clear()
     os.environ.update(order["environment"])
     os.chdir(order["folder"])
-    sys.path[:0] = order["environment"]["PYTHONPATH"].split(os.pathsep)
-    child._main(*order["arguments"])
+    sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if "words" in order:
+        from spurline.cli import main
+
+        # Libraries complain at the end of what is never collected.
+        gc.unfreeze()
+        # As a terminal starts commands, also where the tests were started with `nohup` or in the background.
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        # Where temporary files go is a matter of the environment too.
+        tempfile.tempdir = None
+        if order["warm_children"]:
+            setattr(child, "subprocess", ForkedChildren())  # noqa: B010 - another type than the module's
+        sys.argv[1:] = order["words"]
+        main()
+    else:
+        from setproctitle import setproctitle
+
+        setproctitle(" ".join([sys.executable, "-P", "-m", child.__name__, *order["arguments"]]))
+        child._main(*order["arguments"])
 
 
 if __name__ == "__main__":

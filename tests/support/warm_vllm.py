@@ -44,6 +44,6 @@ class WarmContext(context.ForkServerContext):
 
 
 def warm_context() -> WarmContext:
-    """In place of vLLM's `get_mp_context`."""
+    """Return a stand-in for the result of vLLM's `get_mp_context`."""
     forkserver.set_forkserver_preload(_IMPORTED)
     return WarmContext()

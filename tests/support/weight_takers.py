@@ -77,7 +77,7 @@ class Taker(TakesWeights):
 
 
 def make_sync(transport: str, folder: Path) -> Any:
-    """With buckets so small that a tiny model takes several."""
+    """Return a sync whose buckets are so small that a tiny model takes several."""
     if transport == "disk":
         sync: Any = DiskSync(DiskSyncConfig(folder=str(folder / "weights"), checksum=True))
     else:

@@ -85,7 +85,7 @@ def test_what_the_plugins_of_this_project_have_is_as_the_table_says() -> None:
 
 
 REQUIRED = {"agents": ("async_rl",)}
-"""What must be listed with a plugin."""
+"""Plugins that must be listed with a plugin."""
 
 
 def test_problem_in_a_named_reward_has_its_key_path(failing: Failing) -> None:

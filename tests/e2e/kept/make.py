@@ -1,23 +1,18 @@
-"""Make the kept checkpoints of this folder with the code of a checkout.
+"""Make the kept checkpoints of this folder, with the packages that this Python has.
 
-    python tests/e2e/kept/make.py CHECKOUT [--only sft,rl]
+    python tests/e2e/kept/make.py [CASE ...]
 
-CHECKOUT: folder of the version whose checkpoints are to be kept. It trains with its own packages, and with the
-interpreter of its own `.venv`, or with this one where it has none. Each case becomes CASE.tar.xz beside this file:
+Each case becomes CASE.tar.xz beside this file, in place of the one that is there:
 
     inputs/         what the run reads: config.yaml, the model, its rows, and the reward where it has one
     run/            its run directory, as a stop left it: a checkpoint, metrics.jsonl, config.json, summary.json
     expected.jsonl  the steps after that checkpoint, as a run that nobody stopped recorded them
-
-A case that is there already is replaced. Nothing here imports a part of Spurline that has ever moved.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import subprocess
 import sys
 import tarfile
 import time
@@ -106,45 +101,14 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def write_inputs(folder: Path, config: Mapping[str, Any]) -> None:
-    """Write what a run reads: a model of less than a thousand parameters, a tokenizer of single letters, rows."""
-    import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+TINY = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "head_dim": 4, "tie_word_embeddings": True}
 
-    folder.mkdir(parents=True)
-    special = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
-    vocabulary = {token: index for index, token in enumerate([*special, *"ĠĊ0123456789abcdefghijklmnopqrstuvwxyz"])}
-    letters = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    letters.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    letters.decoder = decoders.ByteLevel()
-    letters.add_special_tokens(special)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, pad_token="<|pad|>", eos_token="<|im_end|>")
-    tokenizer.chat_template = (
-        "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
-        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=48,
-            hidden_size=8,
-            intermediate_size=8,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            head_dim=4,
-            max_position_embeddings=128,
-            tie_word_embeddings=True,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    )
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter)) if "norm" in name else parameter.mul_(4)
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+
+def write_inputs(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write what a run reads: the config, a tiny model, rows, and the reward where it has one."""
+    from spurline_models.testing.inputs import write_tiny_model
+
+    write_tiny_model(folder / "model", **TINY)
     rows: list[dict[str, Any]] = []
     for number in range(16):
         asked = [{"role": "user", "content": f"say {number}"}]
@@ -198,34 +162,12 @@ def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkout", type=Path)
-    parser.add_argument("--only", help="cases, with commas between them")
-    parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    cases = options.only.split(",") if options.only else list(CASES)
-    if options.inside is not None:
-        make(*cases, options.inside)
-        return
-    checkout = options.checkout.absolute()
-    own = checkout / ".venv" / "bin" / "python"
-    sources = [str(path) for pattern in ("*/src", "*/*/src") for path in sorted(checkout.glob(pattern))]
-    for case in cases:
-        started = time.monotonic()
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+    for case in sys.argv[1:] or CASES:
         with TemporaryDirectory(prefix="kept-") as folder:
-            environment = os.environ | {
-                "PYTHONPATH": os.pathsep.join(sources),
-                "PYTHONDONTWRITEBYTECODE": "1",
-                "SPURLINE_CACHE": str(Path(folder, "cache")),
-                "HF_HUB_OFFLINE": "1",
-                "TOKENIZERS_PARALLELISM": "false",
-                "OMP_NUM_THREADS": "1",
-            }
-            python = str(own) if own.exists() else sys.executable
-            command = [python, __file__, str(checkout), "--only", case, "--inside", str(Path(folder, case))]
-            subprocess.run(command, check=True, env=environment, cwd=folder)
-        size = (HERE / f"{case}.tar.xz").stat().st_size
-        print(f"{case}: {size:,} bytes, {time.monotonic() - started:.0f} s", flush=True)
+            os.environ["SPURLINE_CACHE"] = str(Path(folder, "cache"))
+            make(case, Path(folder, case))
+        print(f"{case}: {(HERE / f'{case}.tar.xz').stat().st_size:,} bytes", flush=True)
 
 
 if __name__ == "__main__":

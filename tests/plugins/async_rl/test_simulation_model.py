@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_driver import assert_nothing_lost
-from schedules import limits, outcomes
+from schedule_driver import assert_nothing_lost, limits, outcomes
 
 from spurline.config.run_config import DatasetConfig
 from spurline.errors import RunFailedError

@@ -146,7 +146,7 @@ def test_ranks_that_cannot_divide_the_heads_are_refused_before_any_is_started(sp
 def mixing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankGroup]:
     run = backend_run(write_tiny_model(tmp_path_factory.mktemp("mixing")), on(2, context=2), ("fsdp_backend",)).config
     ranks = open_ranks(
-        RankRequest(2, num_threads=1), "context_workers:MixingRank", (plain_run(run),), TimeLimits(120, 60, 60)
+        RankRequest(2, num_threads=1), "fsdp_ranks:MixingRank", (plain_run(run),), TimeLimits(120, 60, 60)
     )
     ranks.call("build")
     yield ranks

@@ -25,7 +25,7 @@ class TestCheckpoints(CheckpointContract):
     plugins = ("megatron_backend", "fsdp_backend")
     on = staticmethod(on)
     write = staticmethod(write_qwen3)
-    losing_worker = "megatron_losing:open_losing_rank"
+    losing_worker = "megatron_ranks:losing"
     test_another_model_is_refused_with_the_weights_that_differ = pytest.mark.slow(
         CheckpointContract.test_another_model_is_refused_with_the_weights_that_differ
     )

@@ -30,7 +30,7 @@ def after_two_updates(
 ) -> Iterator[tuple[Backend, ParallelLayout, list[psutil.Process]]]:
     """A backend whose next update fails, and its ranks; none of these is left in the end."""
     monkeypatch.setenv("FAILING_RANK", f"{rank}:{how}")
-    monkeypatch.setattr(MegatronBackend, "worker", "megatron_mistakes:fails")
+    monkeypatch.setattr(MegatronBackend, "worker", "megatron_ranks:fails")
     before = set(_grandchildren())
     # The check at start-up runs the model too, and the failing rank counts such runs.
     run = backend_run(model, on(**{"ranks": 2, "probe": False, **settings}), ("megatron_backend",))

@@ -32,7 +32,7 @@ soak = pytest.mark.slow
 def test_many_buckets_give_the_gradients_and_weights_of_one_process(
     layout: dict[str, Any], experts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(MegatronBackend, "worker", "megatron_mistakes:nothing_is_wrong_with_small_buckets")
+    monkeypatch.setattr(MegatronBackend, "worker", "megatron_ranks:nothing_is_wrong_with_small_buckets")
     write = write_qwen3_moe if experts else write_qwen3
     model = write(tmp_path / "model", num_hidden_layers=4)
     ours = backend_run(model, on(**layout, max_tokens_per_microbatch=40), ("megatron_backend",))

@@ -35,7 +35,7 @@ def counts(backend: Backend) -> list[dict[str, int]]:
 def test_what_is_recomputed_changes_no_bit_of_gradients(
     layout: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(MegatronBackend, "worker", "megatron_counting:counting")
+    monkeypatch.setattr(MegatronBackend, "worker", "megatron_ranks:counting")
     model = write_qwen3(tmp_path / "model", num_hidden_layers=NUM_LAYERS)
     gradients: list[dict[str, torch.Tensor]] = []
     for recompute, layers, attention in (("none", 1, 1), ("selective", 1, 2), ("full", 2, 2)):

@@ -1,4 +1,4 @@
-"""Ranks of the Megatron backend that fail, or sum gradients in many small buckets.
+"""Ranks of the Megatron backend that fail, count, lose a checkpoint, or sum gradients in many small buckets.
 
 Each function is a worker of `MegatronBackend`: it opens a rank in its process, and changes the code there. They are in
 one module, since ranks of each module are forked from a process of their own.
@@ -12,12 +12,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from failing_losses import fail
+from fsdp_ranks import lose_files
 
 from spurline_megatron_backend.open_rank import open_rank
 from spurline_ranks.group import Place
 
 RUNS_THAT_GO_WELL = 2
-"""Of all its micro-batches, forward or forward and backward."""
+"""Forward passes that go well before a rank fails."""
 
 SMALL_BUCKET = 2_000
 """Values of a bucket, after which another begins; a tiny model has some ten times as many."""
@@ -56,7 +57,7 @@ def nothing_is_wrong_with_small_buckets(place: Place) -> None:
 
 @_mutant
 def fails(place: Place) -> None:
-    """In an update, where the other ranks go on until they wait for it. The environment variable `FAILING_RANK` says
+    """Fail in an update, while the other ranks go on until they wait. The environment variable `FAILING_RANK` says
     which rank and how: `1:kill`."""
     from spurline_megatron_backend.stages import StagedModel
 
@@ -72,3 +73,41 @@ def fails(place: Place) -> None:
 
     if place.rank == int(number):
         StagedModel.run = failing
+
+
+def counting(place: Place, plain_run: Mapping[str, Any], total_updates: int) -> Any:
+    """Its `counts` returns how often layers, and the attention inside of them, ran since the last call."""
+    rank: Any = open_rank(place, plain_run, total_updates)
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    from spurline_megatron_backend.core_attention import SegmentCoreAttention
+
+    counts = {"layers": 0, "attention": 0}
+
+    def count(kind: Any, name: str) -> None:
+        forward = kind.forward
+
+        def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return forward(self, *args, **kwargs)
+
+        kind.forward = counted
+
+    count(TransformerLayer, "layers")
+    count(SegmentCoreAttention, "attention")
+
+    def taken() -> dict[str, int]:
+        result = dict(counts)
+        counts.update(dict.fromkeys(counts, 0))
+        return result
+
+    rank.counts = taken
+    return rank
+
+
+def losing(place: Place, plain_run: Mapping[str, Any], total_updates: int) -> Any:
+    """A rank that loses a checkpoint while it reads it."""
+    rank: Any = open_rank(place, plain_run, total_updates)
+    read = rank._read_fitting
+    rank._read_fitting = lambda path: lose_files(path, read(path))
+    return rank

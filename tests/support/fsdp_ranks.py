@@ -1,10 +1,12 @@
-"""A rank of the FSDP backend whose model can be made to mix neighbouring tokens, as a convolution would."""
+"""Ranks of the FSDP backend that lose a checkpoint while they read it, or whose model can be made to mix tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from spurline_fsdp_backend.rank import FsdpRank
@@ -14,12 +16,27 @@ from spurline_ranks.group import Place
 from spurline_ranks.sequence_sharing import check_sharing
 
 
+class LosingRank(FsdpRank):
+    def _read_fitting(self, path: Path) -> Callable[[], None]:
+        return lose_files(path, super()._read_fitting(path))
+
+
+def lose_files(path: Path, read: Callable[[], None]) -> Callable[[], None]:
+    """Remove the files of a checkpoint whose headers have been read. `read` then asks for their values."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for file in path.rglob("*.safetensors"):
+            file.unlink()
+    dist.barrier()
+    return read
+
+
 class MixingRank(FsdpRank):
     def __init__(self, place: Place, plain_run: Mapping[str, Any]) -> None:
         super().__init__(place, plain_run, total_updates=8)
 
     def check(self, mixes: bool) -> None:
-        """Whether the model may be shared, as it is or with a layer that adds each token's neighbour."""
+        """Check that the model may be shared, as it is or with a layer that adds each token's neighbour."""
         model = self._policy.model
         [layer, *_] = decoder_layers(model.causal)
         handle = layer.register_forward_hook(_add_neighbour) if mixes else None
