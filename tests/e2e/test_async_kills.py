@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import eager_workers
 import pytest
 from async_runs import IN_PROCESS, asynchronous, comparable, synchronous
-from killed_runs import AGENT, ORDERS, PHASES, REWARDS, Order, RunTree, assert_each_prompt_ended_once, write_prompts
+from fake_plugins import install_plugin
+from killed_runs import AGENT, ORDERS, PHASES, REWARDS, Order, RunTree, assert_every_prompt_met_its_fate, write_prompts
 from reward_functions import in_process
 from run_helpers import Config, Trained, WriteConfig, assert_same_weights, train
 from warm_children import WarmRuns
@@ -123,7 +123,7 @@ def test_a_run_ahead_of_training_ends_every_prompt_once_whenever_it_is_killed(
     # In processes of their own, which have to end with the run too.
     fated_config["source"]["environment"]["rewards"] = {"fated": "fated_rewards:fated"}
     train_and_kill(fated_config, kills)
-    assert_each_prompt_ended_once(fated_config, write_prompts(tmp_path / "fated.jsonl"))
+    assert_every_prompt_met_its_fate(fated_config, write_prompts(tmp_path / "fated.jsonl"))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_a_run_without_staleness_ends_with_the_weights_of_one_that_was_never_kil
     source["max_staleness"] = 0
     fated_config["steps"] = 3 * len(kills) + 2
     train_and_kill(fated_config, kills)
-    assert_each_prompt_ended_once(fated_config, write_prompts(tmp_path / "fated.jsonl"))
+    assert_every_prompt_met_its_fate(fated_config, write_prompts(tmp_path / "fated.jsonl"))
     whole = train(fated_config, name="whole", source=source | {"engine": IN_PROCESS})
     twin = train(synchronous(fated_config), name="twin")
     lines = numbers(fated_config["run_dir"])
@@ -182,7 +182,7 @@ def test_programs_of_agents_weights_on_disk_and_the_endpoint_end_with_the_run(
         "weight_sync": {"name": "disk"},
     }
     train_and_kill(fated_config, kills)
-    assert_each_prompt_ended_once(fated_config, write_prompts(tmp_path / "fated.jsonl"))
+    assert_every_prompt_met_its_fate(fated_config, write_prompts(tmp_path / "fated.jsonl"))
     assert not [*(Path(fated_config["run_dir"]) / "weights").iterdir()]
 
 
@@ -190,7 +190,7 @@ def test_programs_of_agents_weights_on_disk_and_the_endpoint_end_with_the_run(
 def test_a_run_killed_while_it_fills_the_token_cache_fills_it_again(
     base_config: Config, tmp_path: Path, train_and_kill: TrainAndKill, kills: Kills, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    eager_workers.install(tmp_path / "site", monkeypatch)
+    install_plugin(tmp_path / "site", monkeypatch, "eager_workers", "eager_workers")
     row = {"messages": [{"role": "user", "content": "say it"}, {"role": "assistant", "content": "it " * 20}]}
     base_config["data"]["train"] = str(tmp_path / "long.jsonl")
     Path(base_config["data"]["train"]).write_text((json.dumps(row) + "\n") * 1200, encoding="utf-8")

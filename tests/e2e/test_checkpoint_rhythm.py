@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -137,24 +136,6 @@ def test_a_metric_that_no_evaluation_measures_is_named_and_costs_no_training(
         train(scored_config)
     scored_config["checkpoint"]["keep_best"] = "eval/loss"
     assert train(scored_config).steps == [1, 2, 3, 4, 5, 6]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"data": {"eval": None}, "evaluation": {}}, r"nothing is evaluated: `data.eval` is empty"),
-        ({"evaluation": {}}, r"evaluates only once, at its end. Set evaluation.every_steps"),
-        ({"checkpoint": {"keep_best": "loss"}}, r"which is no metric of the held-out"),
-    ],
-)
-def test_a_best_that_cannot_be_known_is_found_by_the_plan(
-    spurline: Spurline, scored_config: Config, changes: Any, message: str
-) -> None:
-    for section, settings in changes.items():
-        scored_config[section] = {**scored_config[section], **settings} if settings else {}
-    code, _, err = spurline("plan", scored_config)
-    assert code == 2
-    assert re.search(message, err)
 
 
 def test_the_best_checkpoint_can_be_exported_by_name(

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from problems import assert_problem
 from run_helpers import Config, Spurline, fail, fail_at, kept_steps, read_metrics, train
 
 from spurline import load_config
-from spurline.errors import ConfigError, HookFailedError, RunFailedError
-from spurline.run.evaluations.evaluation import DataEvaluation
+from spurline.errors import ConfigError, HookFailedError
 from spurline.trackers.jsonl import read_json_lines
 from spurline_insight.report.record import read_record
 from spurline_planning.plan import make_plan
@@ -130,26 +128,6 @@ def test_rollouts_are_evaluated_before_the_first_step_too(rl_config: Config) -> 
     assert "eval/reward" in first
     for name in ("loss", "reward/mean", "rollout/tokens"):
         assert [line[name] for line in lines] == [line[name] for line in without]
-
-
-def test_step_0_stands_although_the_evaluation_of_step_1_failed(
-    config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config["evaluation"]["at_start"] = True
-    left = iter([0.0, None, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
-
-    def evaluate(self: DataEvaluation, backend: object) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        score = next(left)
-        if score is None:
-            raise RunFailedError("a reward")
-        return {"score": score}, []
-
-    monkeypatch.setattr(DataEvaluation, "evaluate", evaluate)
-    with pytest.raises(RunFailedError, match="a reward"):
-        train(config)
-    train(config)
-    lines = read_metrics(config["run_dir"])
-    assert [(line["step"], line["eval/score"]) for line in lines] == [(step, float(step)) for step in range(7)]
 
 
 def test_answers_of_step_0_are_kept_once(config: Config) -> None:

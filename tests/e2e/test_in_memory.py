@@ -8,7 +8,7 @@ import inspect
 import json
 import subprocess
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from spurline_rl.environments.tools import Toolbox
 from spurline_rl.functions import load_function
 from spurline_rl.protocols.reward import Answer
 from spurline_rl.rewards.function import FunctionReward
-from spurline_text.in_memory import Keeper
 
 ROWS = [{"prompt": "1 + 1", "completion": "2"}, {"prompt": "grüße", "completion": "4"}]
 Load = Callable[..., LoadedConfig]
@@ -109,34 +108,6 @@ def test_what_is_no_rows_is_refused_with_the_way_out(load: Load, tmp_path: Path,
     with pytest.raises(ConfigError, match=said):
         load(train)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
-
-
-def test_programs_with_one_run_directory_do_not_meet_while_they_write(tmp_path: Path) -> None:
-    class Rows(list[dict[str, Any]]):
-        """Rows that another program writes too, while they are written."""
-
-        def __iter__(self) -> Iterator[dict[str, Any]]:
-            for number, row in enumerate(list(super().__iter__())):
-                if number == 1:
-                    found.append(Keeper(tmp_path).rows(ROWS))
-                yield row
-
-    class Tokenizer:
-        def __init__(self, beside: Tokenizer | None) -> None:
-            self.beside = beside
-
-        def save_pretrained(self, folder: Path) -> None:
-            folder.mkdir()
-            if self.beside is not None:
-                found.append(Keeper(tmp_path).saved(self.beside, "tokenizer"))
-            (folder / "tokenizer.json").write_text("{}")
-
-    found: list[str] = []
-    assert found == [Keeper(tmp_path).rows(Rows(ROWS))]
-    assert Path(found[0]).read_text().count("\n") == len(ROWS)
-    found.clear()
-    assert found == [Keeper(tmp_path).saved(Tokenizer(Tokenizer(None)), "tokenizer")]
-    assert len(list((tmp_path / "in_memory").iterdir())) == 2
 
 
 def test_a_file_cannot_hold_rows(tmp_path: Path) -> None:

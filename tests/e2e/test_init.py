@@ -137,7 +137,6 @@ def test_what_generates_beside_training_is_chosen_by_the_gpus(
     ("row", "expected"),
     [
         ({"Question": "a", "Response": "b"}, {"instruction": "Question", "output": "Response"}),
-        ({"prompt": "a", "response": "b"}, {"completion": "response"}),
         ({"instruction": "a", "response": "b"}, {"output": "response"}),
         (
             {"context": "a", "question": "b", "answer": "c"},
@@ -145,12 +144,9 @@ def test_what_generates_beside_training_is_chosen_by_the_gpus(
         ),
         ({"conversation": [{"role": "user", "content": "a"}]}, {"messages": "conversation"}),
         ({"question": "a", "chosen": "b", "rejected": "c"}, {"prompt": "question"}),
-        ({"input": "a", "output": "b"}, {"prompt": "input", "completion": "output"}),
         ({"content": "a", "number": 1}, {"text": "content"}),
         # What could be something else stays what it is.
-        ({"title": "a", "document": "b", "summary": "c"}, {}),
         ({"question": "a", "answer": 3}, {}),
-        ({"question": "a", "answer": None}, {}),
         ({"prompt": [{"role": "user", "content": "a"}], "answer": "b"}, {}),
         ({"prompt": "a", "completion": "b", "response": "c"}, {}),
     ],

@@ -7,10 +7,11 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from run_helpers import read_metrics
+from run_helpers import Config, read_metrics, train
 
-from spurline import Run, load_config
+from spurline import load_config
 
+PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.md"
 ARCHIVES = sorted((Path(__file__).parent / "kept").glob("*.tar.xz"))
 ON_RANKS = ("sft_fsdp.tar.xz", "sft_megatron.tar.xz")
 COMPARED = (
@@ -35,9 +36,7 @@ def test_a_kept_checkpoint_goes_on_with_the_metrics_of_the_version_that_wrote_it
     before = read_metrics(run_dir)
     # These name files that lie elsewhere now, and could be others.
     moved = ["model.path"] + ["source.environment"] * (inputs / "rewards.py").exists()
-    run = Run(load_config(inputs / "config.yaml", [f"run_dir={run_dir}"]), allow_change=moved)
-    assert run.train().status == "finished"
-    lines = read_metrics(run_dir)
+    lines = train(load_config(inputs / "config.yaml", [f"run_dir={run_dir}"]), allow_change=moved).lines
     assert lines[:2] == before
     expected = [json.loads(line) for line in (tmp_path / "expected.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [line["step"] for line in lines[2:]] == [line["step"] for line in expected] == [3, 4]
@@ -53,3 +52,15 @@ def test_a_kept_checkpoint_goes_on_with_the_metrics_of_the_version_that_wrote_it
 def test_every_kind_of_checkpoint_is_kept() -> None:
     kept = {path.name.partition(".")[0] for path in ARCHIVES}
     assert kept == {"sft", "sft_fsdp", "sft_megatron", "preference", "rl", "rl_critic", "rl_async"}
+
+
+@pytest.mark.parametrize("kind", ["base_config", "rl_config", "critic"])
+def test_the_page_about_checkpoints_names_every_file(kind: str, request: pytest.FixtureRequest) -> None:
+    config: Config = request.getfixturevalue("rl_config" if kind == "critic" else kind)
+    if kind == "critic":
+        config["critic"], config["source"]["advantage"] = {}, "gae"
+    checkpoint = train(config, steps=1).checkpoint
+    assert checkpoint is not None
+    page = PAGE.read_text(encoding="utf-8")
+    missing = [path for path in checkpoint.rglob("*") if path.name not in page]
+    assert not missing

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from fake_plugins import install_plugin
 from run_helpers import Config, KillableProcess, assert_same_run, config_to_kill, train
 from safetensors.torch import load_file
 
@@ -18,16 +18,8 @@ KILLS = 5
 
 @pytest.fixture
 def ema_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The example plugin as its installation looks to this process and to those it starts."""
-    installed = tmp_path / "site" / "spurline_plugin_ema-0.1.0.dist-info"
-    installed.mkdir(parents=True)
-    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: spurline-plugin-ema\nVersion: 0.1.0\n")
-    (installed / "entry_points.txt").write_text("[spurline.plugins]\nema = spurline_plugin_ema.plugin\n")
-    paths = [str(SOURCE), str(installed.parent)]
-    for path in paths:
-        monkeypatch.syspath_prepend(path)
-    before = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([*paths, *before]))
+    """Install the example plugin."""
+    install_plugin(tmp_path / "site", monkeypatch, "ema", "spurline_plugin_ema.plugin", SOURCE)
 
 
 def average_of(run_dir: Path) -> dict[str, torch.Tensor]:

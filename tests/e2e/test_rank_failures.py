@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from failing_losses import installed
+from fake_plugins import install_plugin
 from run_helpers import Config, Spurline, WriteConfig, num_lines, on_ranks, read_metrics, train, train_command, wait_for
 
 from spurline.errors import CheckpointError
@@ -50,8 +50,8 @@ def failing(base_config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     def make(how: str, **backend: Any) -> Config:
         return on_ranks(base_config | {"plugins": ["failing_losses"], "loss": {"name": "fails", "how": how}}, **backend)
 
-    with installed(tmp_path / "site", monkeypatch):
-        yield make
+    install_plugin(tmp_path / "site", monkeypatch, "failing_losses", "failing_losses")
+    return make
 
 
 @pytest.mark.parametrize(

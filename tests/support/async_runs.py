@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from spurline.run.checkpoints.state_files import read_state
 from spurline_async_rl.scheduling.scheduler import Scheduler, SchedulerLimits, State
 from spurline_async_rl.source.recordings import groups_of, recorded_step
 from spurline_rl.kept_rollouts import KeptRollouts
+from spurline_rl.trajectory import Group
 
 IN_PROCESS = {"name": "in_process", "deterministic": True}
 ONLY_ASYNC = ("max_staleness", "record_groups", "max_concurrent_groups")
@@ -54,6 +55,13 @@ def assert_equals_synchronous(config: Config) -> Trained:
     return run
 
 
+def recorded_groups(config: Config) -> Iterator[tuple[int, Group]]:
+    """Yield each group that the run has trained on, with its step."""
+    for step in range(1, config["steps"] + 1):
+        for group in groups_of(read_state(recorded_step(Path(config["run_dir"]), step))):
+            yield step, group
+
+
 def assert_every_prompt_ended_once(config: Config) -> Scheduler:
     """Each step has its line and its groups, and each prompt that was drawn ended exactly once.
 
@@ -67,13 +75,11 @@ def assert_every_prompt_ended_once(config: Config) -> Scheduler:
     counts = scheduler.counts()
     assert [counts[name] for name in ("pending", "running", "buffered")] == [0, 0, 0]
     recorded: dict[int, int] = {}
-    for step in range(1, steps + 1):
-        groups = [*groups_of(read_state(recorded_step(run_dir, step)))]
-        assert len(groups) == config["source"]["prompts_per_step"]
-        for group in groups:
-            assert group.draw not in recorded, f"draw {group.draw} was trained at {recorded[group.draw]} and {step}"
-            recorded[group.draw] = step
+    for step, group in recorded_groups(config):
+        assert group.draw not in recorded, f"draw {group.draw} was trained at {recorded[group.draw]} and {step}"
+        recorded[group.draw] = step
     assert recorded == scheduler.trained()
+    assert set(Counter(recorded.values()).values()) == {config["source"]["prompts_per_step"]}
     kept = {attempt.draw: attempt.step for attempt in KeptRollouts(run_dir).attempts() if attempt.status == "trained"}
     assert kept == recorded
     untrained = [*scheduler.in_state(State.FILTERED), *scheduler.in_state(State.GIVEN_UP)]

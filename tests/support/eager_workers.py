@@ -5,9 +5,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import pytest
 
 from spurline.plugins import API_VERSION, ComponentRegistrar, Plugin, hookimpl
@@ -29,13 +26,3 @@ def start_for_any_rows(patch: pytest.MonkeyPatch, rows_here: int = 4) -> None:
 def register_components(registry: ComponentRegistrar) -> None:
     # The process is the run's own, and ends with it.
     start_for_any_rows(pytest.MonkeyPatch())
-
-
-def install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plugin as its installation looks to the runs that this process starts. folder: for its metadata."""
-    metadata = folder / "eager_workers-0.1.0.dist-info"
-    metadata.mkdir(parents=True)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: eager-workers\nVersion: 0.1.0\n")
-    (metadata / "entry_points.txt").write_text("[spurline.plugins]\neager_workers = eager_workers\n")
-    places = [str(folder), str(Path(__file__).parent)]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(places), prepend=os.pathsep)

@@ -5,12 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from typing import Literal
 
-import pytest
 import torch.distributed as dist
 from pydantic import Field
 from torch import Tensor
@@ -79,14 +76,3 @@ _HOW: dict[str, Callable[[], None]] = {
 @hookimpl
 def register_components(registry: ComponentRegistrar) -> None:
     registry.add(FailingLossConfig, "failing_losses:FailingLoss")
-
-
-@contextmanager
-def installed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The plugin as its installation looks to this process and to those it starts. folder: for its metadata."""
-    metadata = folder / "failing_losses-0.1.0.dist-info"
-    metadata.mkdir(parents=True)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: failing-losses\nVersion: 0.1.0\n")
-    (metadata / "entry_points.txt").write_text("[spurline.plugins]\nfailing_losses = failing_losses\n")
-    monkeypatch.syspath_prepend(str(folder))
-    yield

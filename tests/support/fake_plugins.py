@@ -1,10 +1,12 @@
-"""Plugins that exist only in memory, for tests of loading and of the config."""
+"""Plugins that exist only in memory, and modules that are installed as plugins for a test."""
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
@@ -66,6 +68,27 @@ class FakePlugins:
         sys.modules[module.__name__] = module
         self.available[name] = InstalledPlugin(name, module.__name__, f"spurline-{name}", "1.2.3")
         return self.available
+
+
+def install_plugin(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, module: str, source: Path = Path(__file__).parent
+) -> None:
+    """Install a module as a plugin for this process and for those it starts.
+
+    Args:
+        folder: A new folder for the metadata.
+        monkeypatch: Takes it back.
+        name: The name of the plugin.
+        module: The module, which lies in `source`.
+        source: A folder of modules; this one by default.
+    """
+    metadata = folder / f"{name}-0.1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 0.1.0\n")
+    (metadata / "entry_points.txt").write_text(f"[spurline.plugins]\n{name} = {module}\n")
+    for path in (source, folder):
+        monkeypatch.syspath_prepend(str(path))
+        monkeypatch.setenv("PYTHONPATH", str(path), prepend=os.pathsep)
 
 
 def refused(names: list[str], available: Mapping[str, InstalledPlugin], pattern: str) -> None:

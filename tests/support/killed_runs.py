@@ -4,12 +4,11 @@
 
 Each row of the prompts says in its column `fate` what its attempts come to: `trained`; `filtered`, as its rewards are
 all equal; `given_up`, as its reward always fails; or `retried`, whose reward fails for a third of the responses, so
-that other attempts decide. What a run has made of them is read from its files alone.
+that other attempts decide.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -17,16 +16,16 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import psutil
-from run_helpers import num_lines, read_metrics, wait_for, write_rows
-from safetensors.numpy import load_file
+from async_runs import assert_every_prompt_ended_once, recorded_groups
+from run_helpers import Config, num_lines, wait_for, write_rows
 from warm_children import WarmRuns
 
 from spurline import child
+from spurline_async_rl.scheduling.scheduler import State
 
 Order = Literal["controller", "a child, later the controller", "children first", "any order", "all at once"]
 ORDERS: tuple[Order, ...] = get_args(Order)
@@ -203,9 +202,6 @@ print(1.0 if fate == "filtered" else seen / 2**32)
 """
 """The same as a program that asks over HTTP, without imports that take long."""
 
-_FILTERED, _GIVEN_UP = -3, -4
-"""In the ledger of a checkpoint; a positive number is the step that has trained on the prompt."""
-
 
 def write_prompts(path: Path, count: int = 24) -> list[str]:
     """Write the rows; returns their fates."""
@@ -218,84 +214,28 @@ def write_prompts(path: Path, count: int = 24) -> list[str]:
     return fates
 
 
-@dataclass(frozen=True)
-class Record:
-    """The files that a run left. trained: draw -> row and versions of its tokens, by step.
-    ledger: the state of each draw, in the newest checkpoint."""
+def assert_every_prompt_met_its_fate(config: Config, fates: list[str]) -> None:
+    """Each prompt ended exactly once, as its row says, and no token was older than the bound.
 
-    lines: list[dict[str, Any]]
-    trained: dict[int, dict[int, tuple[int, set[int]]]]
-    ledger: list[int]
-
-
-def read_record(run_dir: Path, steps: int) -> Record:
-    """Read a run with `record_groups: true`."""
-    trained = {step: _recorded(run_dir / "groups" / f"step-{step:06d}") for step in range(1, steps + 1)}
-    newest = sorted((run_dir / "checkpoints").glob("step-*"))[-1]
-    ledger = load_file(newest / "components" / "source" / "async_rollouts.safetensors")["ledger/states"]
-    return Record(read_metrics(run_dir), trained, ledger.tolist())
-
-
-def assert_each_prompt_ended_once(config: dict[str, Any], fates: list[str]) -> Record:
-    """Every step has one line and one batch, and each draw of each epoch has met the fate of its row, once."""
-    steps, source = config["steps"], config["source"]
-    record = read_record(Path(config["run_dir"]), steps)
-    assert [line["step"] for line in record.lines] == list(range(1, steps + 1))
+    An epoch draws each row once, so that the rows that nobody trained on are those with another fate.
+    """
+    scheduler = assert_every_prompt_ended_once(config)
     row_of: dict[int, int] = {}
-    step_of: dict[int, int] = {}
-    for step, batch in record.trained.items():
-        assert len(batch) == source["prompts_per_step"], f"step {step}"
-        for draw, (row, versions) in batch.items():
-            assert draw not in step_of, f"draw {draw} was trained on at step {step_of[draw]} and at {step}"
-            step_of[draw], row_of[draw] = step, row
-            ages = {step - 1 - version for version in versions}
-            assert min(ages) >= 0, f"step {step}, draw {draw}: {ages}"
-            assert max(ages) <= source["max_staleness"], f"step {step}, draw {draw}: {ages}"
-    assert step_of == {draw: state for draw, state in enumerate(record.ledger) if state > 0}
-    ended = Counter(state for state in record.ledger if state <= 0)
-    assert ended.keys() <= {_FILTERED, _GIVEN_UP}, f"under way or left over: {ended}"
-    _assert_fates(record.ledger, row_of, fates)
-    # What ended after the last batch was taken is in no line.
-    filtered = sum(line["groups/filtered"] for line in record.lines)
-    given_up = sum(line["groups/quarantined"] for line in record.lines)
-    last = max(step_of)
-    tail = Counter(record.ledger[last + 1 :])
-    assert ended[_FILTERED] - tail[_FILTERED] <= filtered <= ended[_FILTERED]
-    assert ended[_GIVEN_UP] - tail[_GIVEN_UP] <= given_up <= ended[_GIVEN_UP]
-    return record
-
-
-def _assert_fates(ledger: list[int], row_of: dict[int, int], fates: list[str]) -> None:
-    """An epoch draws each row once, so that those nobody has trained on are the ones whose fate is another."""
-    count = len(fates)
-    for first in range(0, len(ledger), count):
-        states = ledger[first : first + count]
-        rows = [row_of[draw] for draw in range(first, first + len(states)) if draw in row_of]
+    for step, group in recorded_groups(config):
+        row_of[group.draw] = int(group.uid.rpartition("@")[0].rpartition(":")[2])
+        versions = [turn.versions for attempt in group.trajectories for turn in attempt.turns]
+        ages = {step - 1 - version for each in versions if each is not None for version in each.tolist()}
+        assert min(ages) >= 0, f"step {step}, draw {group.draw}: {ages}"
+        assert max(ages) <= config["source"]["max_staleness"], f"step {step}, draw {group.draw}: {ages}"
+    filtered, given_up = (set(scheduler.in_state(state)) for state in (State.FILTERED, State.GIVEN_UP))
+    for first in range(0, scheduler.num_drawn, len(fates)):
+        draws = set(range(first, min(first + len(fates), scheduler.num_drawn)))
+        rows = [row_of[draw] for draw in sorted(draws) if draw in row_of]
         assert len({*rows}) == len(rows), f"a row was trained on twice in the epoch that begins with draw {first}"
         met = Counter(fates[row] for row in rows)
         assert met.keys() <= {"trained", "retried"}, f"epoch of draw {first}: {met}"
-        if len(states) == count:
+        if len(draws) == len(fates):
             left = Counter(fates) - met
-            assert states.count(_FILTERED) == left["filtered"]
-            assert states.count(_GIVEN_UP) == left["given_up"] + left["retried"]
-            assert left["trained"] == 0
-
-
-def _recorded(path: Path) -> dict[int, tuple[int, set[int]]]:
-    """Row and versions of the tokens by draw, of one step."""
-    found: dict[int, tuple[int, set[int]]] = {}
-    [count] = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))["parts"]
-    for block in range(count):
-        part = path.with_suffix(".parts") / "0" / f"{block:05d}"
-        state = json.loads(part.with_suffix(".json").read_text(encoding="utf-8"))["state"]
-        arrays = load_file(part.with_suffix(".safetensors"))
-        fields = {name.rpartition("fields/")[2]: array for name, array in arrays.items()}
-        versions, lengths = fields["versions/values"], iter(fields["versions/lengths"].tolist())
-        at = 0
-        for group in state["groups"]:
-            length = sum(next(lengths) for item in group["trajectories"] for _ in range(item["turns"]))
-            row = int(group["uid"].rpartition("@")[0].rpartition(":")[2])
-            assert group["draw"] not in found, f"{path}: draw {group['draw']} twice"
-            found[group["draw"]] = row, {*versions[at : at + length].tolist()}
-            at += length
-    return found
+            assert len(filtered & draws) == left["filtered"]
+            assert len(given_up & draws) == left["given_up"] + left["retried"]
+            assert not left["trained"]
