@@ -1,6 +1,6 @@
 """Measure how fast a run gets from the token cache to its first batch, and the memory of an opened cache.
 
-    python benchmarks/cache.py [--json] [--repeats 25] [--rows 100000] [--kernels numba|numpy]
+    python benchmarks/cache.py [--json] [--repeats 25] [--rows 100000]
 
 Main entry: 100,000 samples with the lengths of D1 (`collation_inputs.py`). Open to first batch: the entry opened,
 1,024 random samples packed into rows of 8,192 for 8 ranks. Against it the
@@ -51,7 +51,6 @@ from spurline_collation_fast.cache.entry import CacheKey, MappedTokenStore
 from spurline_collation_fast.cache.folder import TokenCache
 from spurline_collation_fast.collators import FastPackedCollator
 from spurline_collation_fast.configs import FastPackedCollatorConfig
-from spurline_collation_fast.kernels import Kernels, best_kernels, kernels_named
 from spurline_text.tokenization import Findings
 
 SIZES = (10_000, 100_000, 1_000_000)
@@ -77,7 +76,8 @@ def short(random: np.random.Generator, rows: int) -> NDArray[np.int64]:
 def write_entry(folder: Path, lengths: NDArray[np.int64]) -> float:
     """Write random samples of these lengths; seconds that the cache took for it."""
     random, seconds = np.random.default_rng(1), 0.0
-    with TokenCache(folder).writer(key(len(lengths))) as writer:
+    cache = TokenCache(folder)
+    with cache.writer(key(len(lengths))) as writer:
         for first in range(0, len(lengths), ROWS_PER_WRITE):
             part = lengths[first : first + ROWS_PER_WRITE]
             total = int(part.sum())
@@ -87,7 +87,8 @@ def write_entry(folder: Path, lengths: NDArray[np.int64]) -> float:
             writer.extend(SampleBlock(0, tokens, mask, part, np.arange(first, first + len(part))))
             seconds += time.perf_counter() - start
         start = time.perf_counter()
-        writer.commit(Findings({}, 0, {}, {}))
+        writer.finish(Findings({}, 0, {}, {}))
+        cache.commit(writer.folder, key(len(lengths)))
         return seconds + time.perf_counter() - start
 
 
@@ -99,10 +100,10 @@ def open_store(folder: Path, rows: int) -> MappedTokenStore:
     return found.store
 
 
-def pack(store: TokenStore, chosen: NDArray[np.int64], kernels: Kernels) -> TrainingBatch:
+def pack(store: TokenStore, chosen: NDArray[np.int64]) -> TrainingBatch:
     """These samples as a batch, in fresh buffers as the first batch of a run."""
     config = FastPackedCollatorConfig(max_tokens=CAPACITY)
-    collator = FastPackedCollator(config, 0, ParallelLayout(data=8), kernels)
+    collator = FastPackedCollator(config, 0, ParallelLayout(data=8))
     return collator.collate(store.view(chosen), training=True)
 
 
@@ -128,30 +129,30 @@ def lists_by_column(folder: Path) -> tuple[list[list[int]], list[list[int]]]:
     return table["input_ids"].to_pylist(), table["loss_mask"].to_pylist()
 
 
-def pack_from_lists(lists: Lists, folder: Path, chosen: NDArray[np.int64], kernels: Kernels) -> TrainingBatch:
+def pack_from_lists(lists: Lists, folder: Path, chosen: NDArray[np.int64]) -> TrainingBatch:
     """A list-building way to the same batch."""
     tokens, masks = lists(folder)
     builder = TokenStoreBuilder(["synthetic"])
     for row in chosen.tolist():
         builder.add(tokens[row], masks[row], 0, row)
-    return pack(builder.build(), np.arange(len(chosen)), kernels)
+    return pack(builder.build(), np.arange(len(chosen)))
 
 
-def measure_first_batch(folder: Path, rows: int, repeats: int, kernels: Kernels) -> dict[str, Any]:
+def measure_first_batch(folder: Path, rows: int, repeats: int) -> dict[str, Any]:
     """The main entry: writing, first batch both ways, full check, view."""
     lengths = DATA_SETS["D1"].draw(np.random.default_rng(0), rows)
     write_s = write_entry(folder, lengths)
     chosen = np.random.default_rng(2).permutation(rows)[:BATCH]
     store = open_store(folder, rows)
     save_dataset(store, folder / "dataset")
-    expected, timings = pack(store, chosen, kernels), {}
+    expected, timings = pack(store, chosen), {}
     for name, lists in {BY_ROW: lists_by_row, BY_COLUMN: lists_by_column}.items():
-        timings[name], batch = once(lambda lists=lists: pack_from_lists(lists, folder / "dataset", chosen, kernels))
+        timings[name], batch = once(lambda lists=lists: pack_from_lists(lists, folder / "dataset", chosen))
         for column, values in expected.tokens.items():
             assert values.equal(batch.tokens[column]), f"{name}: {column} differs"
     functions: dict[str, Callable[[], object]] = {
         "open": lambda: open_store(folder, rows),
-        "open to first batch": lambda: pack(open_store(folder, rows), chosen, kernels),
+        "open to first batch": lambda: pack(open_store(folder, rows), chosen),
         "open and check everything": lambda: entry.check_content(folder / key(rows).digest),
     }
     timings |= round_robin(functions, repeats)
@@ -180,18 +181,18 @@ def measure_opening(folder: Path, repeats: int) -> dict[str, Any]:
     return usual | lazy
 
 
-def anonymous_mb(folder: Path, rows: int, kernels: Kernels) -> float:
+def anonymous_mb(folder: Path, rows: int) -> float:
     """RssAnon in MB of a fresh process that packs batches from an entry."""
-    command = [sys.executable, __file__, "--kernels", kernels.name, "--memory", str(folder), str(rows)]
+    command = [sys.executable, __file__, "--memory", str(folder), str(rows)]
     result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     return float(result.stdout)
 
 
-def print_own_memory(folder: Path, rows: int, kernels: Kernels) -> None:
+def print_own_memory(folder: Path, rows: int) -> None:
     """The measured process of `anonymous_mb`."""
     store, random = open_store(folder, rows), np.random.default_rng(0)
     for _ in range(BATCHES_FOR_MEMORY):
-        pack(store, random.integers(0, rows, BATCH), kernels).release()
+        pack(store, random.integers(0, rows, BATCH)).release()
     status = Path("/proc/self/status").read_text()
     [line] = [line for line in status.splitlines() if line.startswith("RssAnon")]
     print(int(line.split()[1]) * 1024 / 1e6)
@@ -203,17 +204,15 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--repeats", type=int, default=25)
     parser.add_argument("--rows", type=int, default=100_000, help="samples of the main entry")
-    parser.add_argument("--kernels", choices=["numba", "numpy"], help="default is the best that is installed")
     parser.add_argument("--memory", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    kernels = kernels_named(arguments.kernels) if arguments.kernels else best_kernels()
     if arguments.memory:
-        print_own_memory(Path(arguments.memory[0]), int(arguments.memory[1]), kernels)
+        print_own_memory(Path(arguments.memory[0]), int(arguments.memory[1]))
         return
     with TemporaryDirectory() as main_folder, TemporaryDirectory() as short_folder:
-        first = measure_first_batch(Path(main_folder), arguments.rows, arguments.repeats, kernels)
+        first = measure_first_batch(Path(main_folder), arguments.rows, arguments.repeats)
         opening = measure_opening(Path(short_folder), arguments.repeats)
-        memory = {rows: anonymous_mb(Path(short_folder), rows, kernels) for rows in (SIZES[0], SIZES[-1])}
+        memory = {rows: anonymous_mb(Path(short_folder), rows) for rows in (SIZES[0], SIZES[-1])}
     timings = first["timings"] | opening
     names = [f"open {rows:,} rows, no check" for rows in SIZES]
     gates = [
@@ -223,7 +222,6 @@ def main() -> None:
         Gate("view of 1,024 samples, us", timings["view of 1,024 samples"].min_s * 1e6, 50, False),
     ]
     facts = {
-        "kernels": kernels.name,
         "rows": arguments.rows,
         "tokens": first["tokens"],
         "write_s": first["write_s"],
@@ -233,7 +231,7 @@ def main() -> None:
         print(json.dumps({**facts, "timings": timings_as_json(timings), "gates": gates_as_json(gates)}, indent=2))
         return
     print(f"{facts['rows']:,} samples, {facts['tokens']:,} tokens, written in {facts['write_s']:.2f} s")
-    print_timings(f"{kernels.name} kernels", timings)
+    print_timings("cache", timings)
     print(", ".join(f"RssAnon at {rows}: {megabytes:.0f} MB" for rows, megabytes in facts["rss_anon_mb"].items()))
     print_gates(gates)
 

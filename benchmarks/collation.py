@@ -9,7 +9,7 @@ Candidates per layout, which take turns on one thread:
 - reference: core's readable collator, token by token in Python lists, which become arrays row by row;
 - per-token loops: one Python statement per token and column, written into the arrays element by element;
 - row slices: numpy, one slice assignment per sample and column, from Python lists, into fresh arrays;
-- fast: compiled kernels into reused buffers; numpy fallback: the same collator without numba;
+- fast: compiled kernels into reused buffers;
 - warm fill: the same columns, same dtypes and bytes, in a buffer of the same pool, filled with a constant; nothing is
   read.
 The limits on reference loops are held against core's reference. The loops they were set against took 4 us a token; the
@@ -52,7 +52,7 @@ from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig
 from spurline.protocols.collator import ParallelLayout
 from spurline.testing.collator_contract import assert_batches_equal, clone
 from spurline_collation_fast.collators import FastPackedCollator, FastPaddedCollator, FastRolloutsCollator
-from spurline_collation_fast.kernels import ALGORITHMS, kernels_named
+from spurline_collation_fast.kernels.planning import pack_rows
 from spurline_collation_fast.row_writer import BufferPool
 from spurline_rl.configs import RolloutsCollatorConfig
 from spurline_rl.rollouts_collator import RolloutsCollator
@@ -63,7 +63,7 @@ GROUP = 8
 """Attempts at a prompt, which are flat before a batch takes them."""
 PAD = 151643
 LAYOUT = ParallelLayout(data=RANKS)
-NUMBA, NUMPY = kernels_named("numba"), kernels_named("numpy")
+ALGORITHMS: tuple[PackingAlgorithm, ...] = ("ffd", "bfd", "multifit")
 
 # layout -> (reference, row slices, warm fill), for D1 and D2: at least, at least, at most.
 LIMITS: dict[str, dict[str, tuple[float, float, float]]] = {
@@ -92,8 +92,7 @@ def candidates(layout: str, inputs: Inputs) -> dict[str, Callable[[], TrainingBa
         length = max(sum(int(inputs.lengths[position]) for position in row) for row in rows)
         collators: list[Any] = [
             PackedCollator(packed, PAD, LAYOUT),
-            FastPackedCollator(packed, PAD, LAYOUT, NUMBA),
-            FastPackedCollator(packed, PAD, LAYOUT, NUMPY),
+            FastPackedCollator(packed, PAD, LAYOUT),
         ]
 
         def plan() -> list[list[int]]:
@@ -104,29 +103,26 @@ def candidates(layout: str, inputs: Inputs) -> dict[str, Callable[[], TrainingBa
         rows = [[position] for rank in range(RANKS) for position in range(rank, len(inputs.lengths), RANKS)]
         collators = [
             PaddedCollator(padded, PAD, LAYOUT),
-            FastPaddedCollator(padded, PAD, LAYOUT, NUMBA),
-            FastPaddedCollator(padded, PAD, LAYOUT, NUMPY),
+            FastPaddedCollator(padded, PAD, LAYOUT),
         ]
 
         length, plan = int(inputs.lengths.max()), lambda: rows
 
     else:
         return _rollout_candidates(inputs)
-    reference, fast, fallback = (lambda c=c: c.collate(inputs.view, training=True) for c in collators)
+    reference, fast = (lambda c=c: c.collate(inputs.view, training=True) for c in collators)
     return {
         "reference": reference,
         "per-token loops": lambda: token_loops(inputs, plan(), length, PAD),
         "row slices": lambda: row_slices(inputs, plan(), length, PAD),
         "fast": fast,
-        "numpy fallback": fallback,
     }
 
 
 def _rollout_candidates(inputs: Inputs) -> dict[str, Callable[[], TrainingBatch]]:
     config = RolloutsCollatorConfig()
     reference = RolloutsCollator(config, PAD, LAYOUT)
-    fast = FastRolloutsCollator(config, PAD, LAYOUT, NUMBA)
-    fallback = FastRolloutsCollator(config, PAD, LAYOUT, NUMPY)
+    fast = FastRolloutsCollator(config, PAD, LAYOUT)
     attempts = inputs.trajectories
     blocks = [FlatTurns.of(attempts[start : start + GROUP]) for start in range(0, len(attempts), GROUP)]
     return {
@@ -135,7 +131,6 @@ def _rollout_candidates(inputs: Inputs) -> dict[str, Callable[[], TrainingBatch]
         "row slices": lambda: row_slices_rollouts(inputs, PAD),
         "fast": lambda: fast.collate_rollouts(inputs.trajectories),
         "fast, flat groups": lambda: fast.collate_flat(blocks),
-        "numpy fallback": lambda: fallback.collate_rollouts(inputs.trajectories),
     }
 
 
@@ -168,9 +163,6 @@ def measure(layout: str, name: str, inputs: Inputs, repeats: int, reference_repe
         speedup_gate(f"{title}row slices", slices, fast, against_slices),
         cost_gate(f"{layout} {name}: times a warm fill of the same bytes", fast, timings["warm fill"], against_fill),
     ]
-    if layout == "packed":
-        fallback = timings["numpy fallback"]
-        gates.append(speedup_gate(f"packed {name}: numpy fallback, times faster than row slices", slices, fallback, 3))
     if layout == "rollouts":
         flat, warm_fill = timings["fast, flat groups"], timings["warm fill"]
         gates.append(cost_gate(f"rollouts {name}, flat groups: times a warm fill", flat, warm_fill, 1.5))
@@ -184,7 +176,7 @@ def measure_planning(name: str, inputs: Inputs, repeats: int) -> tuple[dict[str,
     plain = lengths.tolist()
 
     def plan(algorithm: PackingAlgorithm) -> Any:
-        return NUMBA.pack_rows(lengths, 1, capacity, RANKS, ALGORITHMS.index(algorithm))
+        return pack_rows(lengths, 1, capacity, RANKS, algorithm)
 
     for algorithm in ALGORITHMS:
         positions, offsets, *_ = plan(algorithm)
@@ -202,7 +194,7 @@ def measure_planning(name: str, inputs: Inputs, repeats: int) -> tuple[dict[str,
     evenness: dict[str, Any] = {}
     for algorithm in ALGORITHMS:
         config = PackedCollatorConfig.model_validate({"max_tokens": capacity, "algorithm": algorithm})
-        batch = FastPackedCollator(config, PAD, LAYOUT, NUMBA).collate(inputs.view, training=True)
+        batch = FastPackedCollator(config, PAD, LAYOUT).collate(inputs.view, training=True)
         evenness[algorithm] = {key.removeprefix("packing/"): value for key, value in batch.info.items()}
     gates = [
         speedup_gate(f"plan {name}: times faster than plain Python", timings["plain Python ffd"], timings["ffd"], 20)

@@ -1,6 +1,6 @@
 """Measure what asynchronous collation hides, what it costs the main thread, and what its depth buys.
 
-    python benchmarks/prefetch.py [--json] [--steps 60] [--kernels numba|numpy]
+    python benchmarks/prefetch.py [--json] [--steps 60]
 
 The batches are real: D1 of `collation_inputs.py` (1,024 samples of 16 to 4,096 tokens, mean 500, from a store of 20
 times as many), packed into rows of 8,192 for 8 ranks by the plugin's `packed` collator into reused buffers.
@@ -49,7 +49,6 @@ from spurline.protocols.collator import Collator, ParallelLayout
 from spurline.protocols.prefetch import BuildBatch, Prefetch
 from spurline_collation_fast.collators import FastPackedCollator
 from spurline_collation_fast.configs import AsyncPrefetchConfig, FastPackedCollatorConfig
-from spurline_collation_fast.kernels import best_kernels, kernels_named
 from spurline_collation_fast.prefetch import AsyncPrefetch
 
 LAYOUT = ParallelLayout(data=8)
@@ -192,13 +191,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--steps", type=int, default=60, help="of one round")
-    parser.add_argument("--kernels", choices=["numba", "numpy"], help="default: the best there are")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     data = DATA_SETS["D1"].make()
-    kernels = kernels_named(arguments.kernels) if arguments.kernels else best_kernels()
     config = FastPackedCollatorConfig(max_tokens=data.capacity)
-    fast = builder(data.view.store, FastPackedCollator(config, 0, LAYOUT, kernels))
+    fast = builder(data.view.store, FastPackedCollator(config, 0, LAYOUT))
     reference = builder(data.view.store, PackedCollator(PackedCollatorConfig(max_tokens=data.capacity), 0, LAYOUT))
     alone_s = collation_seconds(SerialPrefetch(SerialPrefetchConfig(), fast, 1_000_000), lambda: None)
     devices: dict[str, MakeStep] = {"device elsewhere": sleeping, "device here": multiplying}
@@ -214,10 +211,10 @@ def main() -> None:
     ]
     tables = {**hidden, "main loop": loop, **jitter}
     if arguments.json:
-        figures = {"kernels": kernels.name, "collate_alone_ms": 1000 * alone_s, **tables}
+        figures = {"collate_alone_ms": 1000 * alone_s, **tables}
         print(json.dumps({"figures": figures, "gates": gates_as_json(gates), "steps": arguments.steps}, indent=2))
         return
-    print(f"collation alone, {kernels.name} kernels: {1000 * alone_s:.2f} ms")
+    print(f"collation alone, {1000 * alone_s:.2f} ms")
     for name, values in tables.items():
         print(f"{name}: " + ", ".join(f"{key} {value:.3g}" for key, value in values.items()))
     print_gates(gates)

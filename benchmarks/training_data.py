@@ -63,7 +63,8 @@ def fill_cache(config: Path, rows: int) -> None:
     datasets = open_datasets(run.data.train, loaded.host.registry)
     numbers, vocabulary = np.random.default_rng(0), json.loads((MODEL / "config.json").read_text())["vocab_size"]
     key = cache_key(datasets, load_tokenizer(run.model), run.data)
-    with TokenCache(config.parent / "cache").writer(key) as writer:
+    cache = TokenCache(config.parent / "cache")
+    with cache.writer(key) as writer:
         for first in range(0, rows, ROWS_PER_WRITE):
             lengths = numbers.integers(16, 65, min(ROWS_PER_WRITE, rows - first))
             tokens = numbers.integers(0, vocabulary, int(lengths.sum()), dtype=np.int32)
@@ -71,4 +72,5 @@ def fill_cache(config: Path, rows: int) -> None:
             inside = np.arange(len(tokens)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
             mask = (2 * inside >= np.repeat(lengths, lengths)).astype(np.uint8)
             writer.extend(SampleBlock(0, tokens, mask, lengths, np.arange(first, first + len(lengths))))
-        writer.commit(Findings({}, 0, {}, {}))
+        writer.finish(Findings({}, 0, {}, {}))
+        cache.commit(writer.folder, key)

@@ -1,6 +1,6 @@
 """Make token cache entries in tests, here or in processes that are killed and race.
 
-As a program: `cache_entries.py FOLDER SEED CHUNKS [replace] [LINE]` says `ready`, waits for a line and writes the
+As a program: `cache_entries.py FOLDER SEED CHUNKS [LINE]` says `ready`, waits for a line and writes the
 entry. It names each chunk before it writes it, says `committing`, then how many lines of code the commit ran, and the
 fingerprint of what it got. With LINE it kills itself before that line of the commit. Imports no tokenizer library, so
 that such a process starts at once.
@@ -53,11 +53,12 @@ def in_memory(chunks: Sequence[SampleBlock], labels: Sequence[str] = LABELS) -> 
     return builder.build()
 
 
-def write(cache: TokenCache, key: CacheKey, chunks: Sequence[SampleBlock], *, replace: bool = False) -> Tokenized:
-    with cache.writer(key, replace=replace) as writer:
+def write(cache: TokenCache, key: CacheKey, chunks: Sequence[SampleBlock]) -> Tokenized:
+    with cache.writer(key) as writer:
         for chunk in chunks:
             writer.extend(chunk)
-        return writer.commit(FINDINGS)
+        writer.finish(FINDINGS)
+        return cache.commit(writer.folder, key)
 
 
 def assert_same_store(found: TokenStore, expected: TokenStore) -> None:
@@ -126,13 +127,15 @@ def _main() -> None:
     counter = _LineCounter(next((int(option) for option in options if option.isdecimal()), None))
     print("ready", flush=True)
     sys.stdin.readline()
-    with TokenCache(Path(folder)).writer(make_key(), replace="replace" in options) as writer:
+    cache = TokenCache(Path(folder))
+    with cache.writer(make_key()) as writer:
         for number, chunk in enumerate(samples):
             print(number, flush=True)
             writer.extend(chunk)
         print("committing", flush=True)
         sys.settrace(counter)
-        store = writer.commit(FINDINGS).store
+        writer.finish(FINDINGS)
+        store = cache.commit(writer.folder, make_key()).store
         sys.settrace(None)
     print(counter.lines)
     print(store.fingerprint)

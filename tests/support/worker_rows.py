@@ -94,13 +94,13 @@ def is_alive(process_id: int) -> bool:
 
 
 def start_and_wait() -> None:
-    from spurline_collation_fast.tokenization.chunks import RowLine
+    from spurline_collation_fast.tokenization.block_encoder import chunks_of
     from spurline_collation_fast.tokenization.worker_pool import TokenizationTask, WorkerPool
     from spurline_text.testing.inputs import tiny_tokenizer
 
     item = source(TrappedRows(chat_rows(400), {199: "hang", 399: "hang"}))
     task = TokenizationTask([item], tiny_tokenizer(), data_config(item))
-    with WorkerPool(task, 2, 60) as pool:
-        next(pool.blocks(RowLine([400]).chunks(range(400), lambda: 50)))
+    with WorkerPool(task, 2) as pool:
+        next(pool.blocks(chunks_of([400], 0, lambda: 50)))
         print(*pool.process_ids, flush=True)
         time.sleep(120)

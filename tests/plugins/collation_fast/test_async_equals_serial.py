@@ -12,13 +12,10 @@ import pytest
 
 from spurline import load_config
 from spurline.data.batch import TrainingBatch
-from spurline.data.configs import SerialPrefetchConfig
-from spurline.data.serial_prefetch import SerialPrefetch
 from spurline.protocols.backend import Backend, LossSums
 from spurline.protocols.prefetch import Prefetch
-from spurline.run.build import DataComponents, build_data
+from spurline.run.build import build_data
 from spurline.testing.collator_contract import assert_batches_equal, clone
-from spurline_collation_fast.cache import entry
 from spurline_collation_fast.configs import AsyncPrefetchConfig
 from spurline_collation_fast.prefetch import AsyncPrefetch
 
@@ -27,16 +24,13 @@ BATCH_SIZE = 7
 EPOCHS = 3
 STEPS = -(-NUM_SAMPLES * EPOCHS // BATCH_SIZE)
 """Neither a sample count nor an epoch is a multiple of the batch: each epoch ends inside a batch."""
+DEPTHS = [1, 2, 5]
 
 COLLATORS: list[dict[str, Any]] = [
-    {"name": "core/padded"},
     {"name": "core/packed", "max_tokens": 192, "align_to": 4},
-    {"name": "padded"},
     {"name": "padded", "pad_side": "left", "pad_to_multiple_of": 8},
     {"name": "packed", "max_tokens": 128},
-    {"name": "packed", "max_tokens": 192, "align_to": 4},
 ]
-DEPTHS = [1, 2, 5]
 
 
 @pytest.fixture(params=COLLATORS, ids=lambda settings: "-".join(str(value) for value in settings.values()))
@@ -63,14 +57,21 @@ def config(spurline_tiny_model: Path, spurline_chat_file: Path, tmp_path: Path, 
 
 
 class Parts:
-    """The data components of one run, its source in front; each run has its own, as collators may reuse buffers."""
+    """The data components of one run. Each run has its own, as collators may reuse buffers."""
 
     def __init__(self, config: dict[str, Any], stack: ExitStack, **changes: Any) -> None:
-        self.data: DataComponents = build_data(load_config(config | changes), stack)
+        self.data = build_data(load_config(config | changes), stack)
         self.source = self.data.source
 
+    def ahead(self, depth: int) -> AsyncPrefetch:
+        config = AsyncPrefetchConfig(depth=depth, timeout_s=60)
+        return AsyncPrefetch(config, build=self.source.build, last_step=self.source.total_steps)
+
+    def serial(self) -> list[TrainingBatch]:
+        return [clone(self.source.build(step)) for step in range(1, self.source.total_steps + 1)]
+
     def evaluate(self) -> list[TrainingBatch]:
-        """The batches that an evaluation hands to the backend."""
+        """Return the batches that an evaluation hands to the backend."""
         recorder = Recorder()
         [evaluation] = self.data.evaluations
         evaluation.run(cast(Backend, recorder))
@@ -90,41 +91,32 @@ class Recorder:
 
 def serve(prefetch: Prefetch, first: int, last: int) -> list[TrainingBatch]:
     prefetch.start(first)
-    try:
-        return [serve_one(prefetch, step) for step in range(first, last + 1)]
-    finally:
-        prefetch.close()
-
-
-def serve_one(prefetch: Prefetch, step: int) -> TrainingBatch:
-    batch = prefetch.next(step)
-    seen = clone(batch)
-    batch.release()
-    return seen
+    served: list[TrainingBatch] = []
+    for step in range(first, last + 1):
+        batch = prefetch.next(step)
+        served.append(clone(batch))
+        batch.release()
+    return served
 
 
 def assert_all_equal(batches: list[TrainingBatch], expected: list[TrainingBatch]) -> None:
-    assert len(batches) == len(expected)
     for batch, wanted in zip(batches, expected, strict=True):
         assert_batches_equal(batch, wanted)
 
 
-def serial(parts: Parts) -> SerialPrefetch:
-    return SerialPrefetch(SerialPrefetchConfig(), build=parts.source.build, last_step=parts.source.total_steps)
-
-
-def ahead(parts: Parts, depth: int) -> AsyncPrefetch:
-    config = AsyncPrefetchConfig(depth=depth, timeout_s=60)
-    return AsyncPrefetch(config, build=parts.source.build, last_step=parts.source.total_steps)
-
-
-def test_every_step_of_three_epochs_is_equal_and_epochs_differ(config: dict[str, Any]) -> None:
+def test_three_epochs_and_what_begins_anywhere_in_them_are_equal(config: dict[str, Any]) -> None:
     with ExitStack() as stack:
-        expected = serve(serial(Parts(config, stack)), 1, STEPS)
+        expected = Parts(config, stack).serial()
         parts = Parts(config, stack)
         assert parts.source.total_steps == STEPS
         for depth in DEPTHS:
-            assert_all_equal(serve(ahead(parts, depth), 1, STEPS), expected)
+            prefetch = parts.ahead(depth)
+            assert_all_equal(serve(prefetch, 1, STEPS), expected)
+            # As a resume does: forwards and backwards, after having looked ahead.
+            for first in (NUM_SAMPLES // BATCH_SIZE + 1, 3, 20, STEPS):
+                last = min(first + 3, STEPS)
+                assert_all_equal(serve(prefetch, first, last), expected[first - 1 : last])
+            prefetch.close()
     uids = [batch.segments["uid"].values.tolist() for batch in expected]
     seen = Counter(uid for batch in uids for uid in batch)
     assert len(seen) == NUM_SAMPLES
@@ -132,36 +124,22 @@ def test_every_step_of_three_epochs_is_equal_and_epochs_differ(config: dict[str,
     assert len({tuple(batch) for batch in uids}) == STEPS, "two batches are the same"
 
 
-@pytest.mark.parametrize("first", [2, 10, NUM_SAMPLES // BATCH_SIZE + 1, STEPS])
-def test_a_resume_in_the_middle_of_an_epoch_serves_what_was_to_come(config: dict[str, Any], first: int) -> None:
-    with ExitStack() as stack:
-        expected = serve(serial(Parts(config, stack)), 1, STEPS)
-        for depth in DEPTHS:
-            assert_all_equal(serve(ahead(Parts(config, stack), depth), first, STEPS), expected[first - 1 :])
-
-
-def test_going_back_after_having_looked_ahead_serves_the_same_batches_again(config: dict[str, Any]) -> None:
-    with ExitStack() as stack:
-        expected = serve(serial(Parts(config, stack)), 1, STEPS)
-        prefetch = ahead(Parts(config, stack), depth=3)
-        for first in (8, 3, 20):
-            prefetch.start(first)
-            seen = [serve_one(prefetch, step) for step in range(first, first + 4)]
-            assert_all_equal(seen, expected[first - 1 : first + 3])
-        prefetch.close()
-
-
-def test_evaluations_in_between_change_no_batch_and_are_equal_themselves(config: dict[str, Any]) -> None:
+def test_evaluations_in_between_change_no_batch_and_are_equal_themselves_also_with_cached_tokens(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    tokenization = {"name": "parallel", "workers": 0, "cache_dir": str(tmp_path / "cache")}
     with ExitStack() as stack:
         plain = Parts(config, stack, prefetch="core/serial")
-        expected, scores = serve(serial(plain), 1, STEPS), plain.evaluate()
+        expected, scores = plain.serial(), plain.evaluate()
         assert len(scores) == -(-30 // BATCH_SIZE)
+        Parts(config, stack, tokenization=tokenization)
         for depth in DEPTHS:
-            parts = Parts(config, stack, prefetch={"name": "async", "depth": depth})
-            prefetch = ahead(parts, depth)
+            parts = Parts(config, stack, tokenization=tokenization, prefetch={"name": "async", "depth": depth})
+            assert "from the cache" in str(parts.source.summary()["notes"])
+            prefetch = parts.ahead(depth)
             prefetch.start(1)
             for step in range(1, STEPS + 1):
-                assert_batches_equal(serve_one(prefetch, step), expected[step - 1])
+                assert_batches_equal(prefetch.next(step), expected[step - 1])
                 if step % 4 == 0:
                     assert_all_equal(parts.evaluate(), scores)
             prefetch.close()
@@ -174,30 +152,9 @@ def test_a_mixture_whose_datasets_wrap_at_different_steps_is_equal(
     mixture = [{"path": str(spurline_chat_file), "weight": 0.7}, {"path": held_out, "weight": 1.3}]
     config["data"] = {**config["data"], "train": mixture}
     with ExitStack() as stack:
-        plain = Parts(config, stack)
-        steps = plain.source.total_steps
+        expected = Parts(config, stack).serial()
         per_epoch = round(0.7 * NUM_SAMPLES) + round(1.3 * 30)
-        assert steps == -(-per_epoch * EPOCHS // BATCH_SIZE)
-        expected = serve(serial(plain), 1, steps)
-        for depth in DEPTHS:
-            assert_all_equal(serve(ahead(Parts(config, stack), depth), 1, steps), expected)
-
-
-def test_tokens_from_the_cache_checked_while_batches_are_built_give_the_same_batches(
-    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(entry, "_READ_WHOLE_BYTES", -1)
-    tokenization = {"name": "parallel", "workers": 0, "cache_dir": str(tmp_path / "cache")}
-    with ExitStack() as stack:
-        plain = Parts(config, stack)
-        expected, scores = serve(serial(plain), 1, STEPS), plain.evaluate()
-        Parts(config, stack, tokenization=tokenization)
-        for depth in DEPTHS:
-            parts = Parts(config, stack, tokenization=tokenization, prefetch={"name": "async", "depth": depth})
-            assert "from the cache" in str(parts.source.summary()["notes"])
-            prefetch = ahead(parts, depth)
-            prefetch.start(1)
-            # Both look at blocks that nobody has checked yet, on two threads.
-            assert_all_equal(parts.evaluate(), scores)
-            assert_all_equal([serve_one(prefetch, step) for step in range(1, STEPS + 1)], expected)
-            prefetch.close()
+        assert len(expected) == -(-per_epoch * EPOCHS // BATCH_SIZE)
+        prefetch = Parts(config, stack).ahead(2)
+        assert_all_equal(serve(prefetch, 1, len(expected)), expected)
+        prefetch.close()

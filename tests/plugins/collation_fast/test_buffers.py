@@ -24,23 +24,22 @@ def test_leases_in_use_never_share_memory(script: list[tuple[bool, int]]) -> Non
     held: list[tuple[Lease, int]] = []
     for number, (give_back, count) in enumerate(script):
         if give_back and held:
-            held.pop(count % len(held))[0].release()
+            lease, _ = held.pop(count % len(held))
+            lease.release()
+            # Lends nothing twice.
+            lease.release()
         else:
             lease = acquire(pool, count)
+            assert {name: (array.shape, array.dtype) for name, array in lease.arrays.items()} == {
+                "ids": ((count, 3), np.dtype(np.int64)),
+                "weights": ((count, 3), np.dtype(np.float32)),
+            }
+            assert all(tensor.data_ptr() % 64 == 0 for tensor in lease.tensors.values())
             for array in lease.arrays.values():
                 array.fill(number)
             held.append((lease, number))
         for lease, mark in held:
             assert all((array == mark).all() for array in lease.arrays.values())
-
-
-def test_columns_have_their_shape_and_dtype_and_begin_at_cache_lines() -> None:
-    lease = acquire(BufferPool(), 7)
-    assert {name: (array.shape, array.dtype) for name, array in lease.arrays.items()} == {
-        "ids": ((7, 3), np.dtype(np.int64)),
-        "weights": ((7, 3), np.dtype(np.float32)),
-    }
-    assert all(tensor.data_ptr() % 64 == 0 for tensor in lease.tensors.values())
 
 
 def test_released_memory_is_used_again_also_by_a_slightly_larger_batch() -> None:
@@ -49,14 +48,6 @@ def test_released_memory_is_used_again_also_by_a_slightly_larger_batch() -> None
     place = first.tensors["ids"].data_ptr()
     first.release()
     assert acquire(pool, 1050).tensors["ids"].data_ptr() == place
-
-
-def test_releasing_twice_lends_the_memory_once() -> None:
-    pool = BufferPool()
-    lease = acquire(pool)
-    lease.release()
-    lease.release()
-    assert acquire(pool).tensors["ids"].data_ptr() != acquire(pool).tensors["ids"].data_ptr()
 
 
 def test_a_batch_that_is_never_released_is_freed_with_its_last_reference() -> None:
@@ -70,14 +61,12 @@ def test_a_batch_that_is_never_released_is_freed_with_its_last_reference() -> No
 def test_no_more_memory_than_allowed_waits_for_use() -> None:
     pool = BufferPool(max_free=2)
     leases = [acquire(pool) for _ in range(5)]
-    places = {lease.tensors["ids"].data_ptr() for lease in leases}
     bases = [weakref.ref(lease.arrays["ids"].base) for lease in leases]
     for lease in leases:
         lease.release()
     del lease, leases
     gc.collect()
     assert sum(base() is not None for base in bases) == 2
-    assert len(places) == 5
 
 
 def test_acquiring_and_releasing_on_two_threads_never_lends_one_buffer_twice() -> None:

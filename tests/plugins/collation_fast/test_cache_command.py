@@ -60,31 +60,19 @@ def test_the_help_imports_nothing_heavy() -> None:
     assert result.stdout.rstrip().endswith("HEAVY []"), result.stdout
 
 
-def test_path_prints_the_folder(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert cache(capsys, tmp_path, "path") == (0, f"{tmp_path}\n")
-    monkeypatch.setenv("SPURLINE_CACHE", str(tmp_path / "from environment"))
-    with pytest.raises(SystemExit):
-        main(["cache", "path"])
-    assert capsys.readouterr().out == f"{tmp_path / 'from environment'}\n"
-
-
 def test_list_shows_each_entry_with_its_datasets(
     capsys: pytest.CaptureFixture[str], cache_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     os.truncate(cache_folder / KEYS[1].digest / "manifest.json", 5)
-    age(cache_folder, 1, 3)
     code, output = cache(capsys, cache_folder, "list")
     assert code == 0
-    first, second = output.splitlines()[1:3]
-    assert KEYS[0].digest[:12] in first
-    assert "first, with a [bold] name" in first
-    assert "480" in first
-    assert KEYS[1].digest[:12] in second
-    assert "damaged" in second
-    assert "2 entries" in output
+    lines = {line.split()[0]: line for line in output.splitlines()}
+    assert "first, with a [bold] name" in lines[KEYS[0].digest[:12]]
+    assert "480" in lines[KEYS[0].digest[:12]]
+    assert "damaged" in lines[KEYS[1].digest[:12]]
+    assert output.splitlines()[-1].startswith("2 entries")
+    assert output.splitlines()[-1].endswith(f"in {cache_folder}")
 
 
 @pytest.mark.parametrize("command", ["list", "verify", "prune"])
@@ -105,18 +93,12 @@ def test_verify_names_the_damaged_file_and_removes_the_entry(
     capsys: pytest.CaptureFixture[str], cache_folder: Path
 ) -> None:
     path = damage(cache_folder)
-    code, output = cache(capsys, cache_folder, "verify", KEYS[0].digest[:8])
+    code, output = cache(capsys, cache_folder, "verify")
     assert code == 1
     assert str(path) in output
-    assert "1 entry read, 0 whole" in output
+    assert "2 entries read, 1 whole" in output
     assert TokenCache(cache_folder).open(KEYS[0]) is None
     assert cache(capsys, cache_folder, "verify")[0] == 0
-
-
-def test_verify_of_an_unknown_key_lists_what_there_is(capsys: pytest.CaptureFixture[str], cache_folder: Path) -> None:
-    code, output = cache(capsys, cache_folder, "verify", "xyz")
-    assert code == 2
-    assert KEYS[0].digest in output
 
 
 def test_prune_removes_damaged_entries_and_leftovers_and_nothing_else(
@@ -128,10 +110,6 @@ def test_prune_removes_damaged_entries_and_leftovers_and_nothing_else(
         (cache_folder / name).mkdir()
     with TokenCache(cache_folder).writer(make_key("three")) as writer:
         (cache_folder / ".removed-x-1").mkdir()
-        code, output = cache(capsys, cache_folder, "prune", "--dry-run")
-        assert code == 0
-        assert "would be freed" in output
-        assert len(list(cache_folder.iterdir())) == 4
         code, output = cache(capsys, cache_folder, "prune")
         assert code == 0
         assert str(path) in output
@@ -167,7 +145,7 @@ def test_what_cannot_be_removed_is_named(
     monkeypatch.setattr(Path, "rename", refuse)
     code, output = cache(capsys, cache_folder, "prune", "--all")
     assert code == 1
-    assert output.count("cannot be removed: Permission denied") == 2
+    assert output.count("cannot be read or removed: Permission denied") == 2
 
 
 @pytest.mark.parametrize("words", [["list"], ["verify"], ["prune"]], ids=" ".join)
@@ -184,8 +162,8 @@ def test_an_entry_that_cannot_be_read_is_named_and_kept(
 
     monkeypatch.setattr(Manifest, "read", read)
     code, output = cache(capsys, cache_folder, *words)
-    assert code == (words == ["verify"])
-    assert ("Permission denied" in output) == (words != ["prune"])
+    assert code == (words != ["list"])
+    assert "Permission denied" in output
     assert len(list(cache_folder.iterdir())) == 2
 
 

@@ -8,7 +8,6 @@ import subprocess
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 from cache_entries import (
     FINDINGS,
@@ -22,54 +21,47 @@ from cache_entries import (
     write,
 )
 
-from spurline_collation_fast.cache import upkeep
-from spurline_collation_fast.cache.folder import TokenCache
+from spurline_collation_fast.cache.folder import TokenCache, remove
 
 CHUNKS = 60
 KEY = make_key()
 
 
 @pytest.mark.slow
-def test_a_writer_killed_at_any_instant_leaves_the_old_entry_the_new_one_or_none(tmp_path: Path) -> None:
+def test_a_writer_killed_at_any_instant_leaves_a_whole_entry_or_none(tmp_path: Path) -> None:
     kills = 200 if os.environ.get("SPURLINE_SOAK") else 20
-    old, new = make_chunks(seed=1, count=3), make_chunks(seed=2, count=CHUNKS)
-    stores = {in_memory(chunks).fingerprint: in_memory(chunks) for chunks in (old, new)}
+    chunks = make_chunks(seed=2, count=CHUNKS)
+    expected = in_memory(chunks)
     *_, lines_of_commit, fingerprint = start_writer(tmp_path, 2, CHUNKS).communicate("begin\n", timeout=60)[0].split()
-    assert fingerprint == in_memory(new).fingerprint
+    assert fingerprint == expected.fingerprint
     instants = random.Random(0)
-    found = {"none": 0, "old": 0, "new": 0}
+    found = {True: 0, False: 0}
     for kill in range(kills):
-        if kill % 2:
-            write(TokenCache(tmp_path), KEY, old, replace=True)
-        else:
-            upkeep.remove(tmp_path / KEY.digest)
-        replace = ["replace"] if kill % 2 else []
+        remove(tmp_path / KEY.digest)
         if kill % 5 < 2:
-            _kill_from_outside(start_writer(tmp_path, 2, CHUNKS, *replace), instants)
+            _kill_from_outside(start_writer(tmp_path, 2, CHUNKS), instants)
         else:
             # Lines spread evenly over the commit: on a machine of any speed some come before the entry is in place
             # and some after it.
             line = int((kill + instants.random()) / kills * int(lines_of_commit))
-            process = start_writer(tmp_path, 2, CHUNKS, *replace, str(line))
+            process = start_writer(tmp_path, 2, CHUNKS, str(line))
             begin(process)
             process.communicate(timeout=60)
         cache = TokenCache(tmp_path)
         opened = cache.open(KEY)
         assert cache.notes == []
         if opened is not None:
-            assert_same_store(opened.store, stores[opened.store.fingerprint])
-        assert opened is not None or not kill % 2 or _is_between_two_renames(tmp_path), "the old entry is gone"
-        fingerprint = opened.store.fingerprint if opened is not None else None
-        found[{None: "none", in_memory(old).fingerprint: "old"}.get(fingerprint, "new")] += 1
-        assert_same_store(write(cache, KEY, new, replace=True).store, in_memory(new))
+            assert_same_store(opened.store, expected)
+        found[opened is not None] += 1
+        assert_same_store(write(cache, KEY, chunks).store, expected)
         assert not list(tmp_path.glob(".writing-*")), "the next writer sweeps what a dead one left"
     assert all(found.values()), f"the instants missed a state: {found}"
 
 
 def _kill_from_outside(process: subprocess.Popen[str], instants: random.Random) -> None:
-    """At an instant that falls inside system calls too: soon after some chunk, or the commit, was begun.
+    """Kill inside system calls too: soon after some chunk, or the commit, was begun.
 
-    A slow machine may let the writer finish first, so which state this leaves is not for a test to expect.
+    A slow machine may let the writer finish first, so a test cannot expect which state this leaves.
     """
     begin(process)
     read_until(process, "committing" if instants.random() < 0.5 else str(instants.randrange(CHUNKS)))
@@ -78,66 +70,47 @@ def _kill_from_outside(process: subprocess.Popen[str], instants: random.Random) 
     process.communicate(timeout=60)
 
 
-def _is_between_two_renames(folder: Path) -> bool:
-    """A writer that replaces an entry sets it aside before it puts its own in place."""
-    return any((path / "manifest.json").exists() for path in folder.glob(".writing-*"))
-
-
 @pytest.mark.processes
 def test_eight_writers_of_one_key_agree_on_one_entry(tmp_path: Path) -> None:
     expected = in_memory(make_chunks(seed=3, count=CHUNKS))
-    processes = [start_writer(tmp_path, 3, CHUNKS, *(["replace"] if number % 2 else [])) for number in range(8)]
+    processes = [start_writer(tmp_path, 3, CHUNKS) for _ in range(8)]
     for process in processes:
         begin(process)
     answers = [process.communicate(timeout=120) for process in processes]
     assert [out.split()[-1:] for out, _ in answers] == [[expected.fingerprint]] * 8, answers
-    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".removed-")] == [KEY.digest]
+    assert [path.name for path in tmp_path.iterdir()] == [KEY.digest]
     opened = TokenCache(tmp_path).open(KEY)
     assert opened is not None
     assert_same_store(opened.store, expected)
 
 
-def test_the_slower_of_two_writers_opens_the_entry_of_the_faster(tmp_path: Path) -> None:
-    chunks = make_chunks()
-    with TokenCache(tmp_path).writer(KEY) as slower:
-        for chunk in chunks:
-            slower.extend(chunk)
-        write(TokenCache(tmp_path), KEY, chunks)
-        before = (tmp_path / KEY.digest).stat().st_ino
-        assert_same_store(slower.commit(FINDINGS).store, in_memory(chunks))
-    assert (tmp_path / KEY.digest).stat().st_ino == before
-    assert [path.name for path in tmp_path.iterdir()] == [KEY.digest]
-
-
-def test_replacing_gives_way_to_an_entry_that_is_newer_than_the_writers_start(tmp_path: Path) -> None:
-    write(TokenCache(tmp_path), KEY, make_chunks(seed=1))
-    with TokenCache(tmp_path).writer(KEY, replace=True) as slower:
-        write(TokenCache(tmp_path), KEY, make_chunks(seed=2), replace=True)
-        for chunk in make_chunks(seed=3):
-            slower.extend(chunk)
-        assert_same_store(slower.commit(FINDINGS).store, in_memory(make_chunks(seed=2)))
-
-
-def test_an_entry_stays_readable_while_it_is_replaced(tmp_path: Path) -> None:
-    old, new = make_chunks(seed=1), make_chunks(seed=2)
-    reader = write(TokenCache(tmp_path), KEY, old).store
-    assert_same_store(write(TokenCache(tmp_path), KEY, new, replace=True).store, in_memory(new))
-    assert_same_store(reader, in_memory(old))
-    assert [path.name for path in tmp_path.iterdir()] == [KEY.digest]
-    np.testing.assert_array_equal(reader.view(np.array([1])).tokens(0), in_memory(old).view(np.array([1])).tokens(0))
-
-
-def test_a_damaged_winner_is_replaced_by_the_loser_of_the_race(tmp_path: Path) -> None:
-    chunks = make_chunks()
-    cache = TokenCache(tmp_path)
+@pytest.mark.parametrize("winner", ["whole", "damaged"])
+def test_the_slower_of_two_writers_opens_the_entry_of_the_faster_unless_it_is_damaged(
+    tmp_path: Path, winner: str
+) -> None:
+    chunks, cache = make_chunks(), TokenCache(tmp_path)
     with cache.writer(KEY) as slower:
         for chunk in chunks:
             slower.extend(chunk)
+        slower.finish(FINDINGS)
         write(TokenCache(tmp_path), KEY, chunks)
-        (tmp_path / KEY.digest / "tokens.bin").write_bytes(b"")
-        tokenized = slower.commit(FINDINGS)
+        before = (tmp_path / KEY.digest).stat().st_ino
+        if winner == "damaged":
+            (tmp_path / KEY.digest / "tokens.bin").write_bytes(b"")
+        tokenized = cache.commit(slower.folder, KEY)
     assert_same_store(tokenized.store, in_memory(chunks))
-    assert "tokens.bin has 0 bytes" in tokenized.notes[0]
+    assert ((tmp_path / KEY.digest).stat().st_ino == before) == (winner == "whole")
+    assert ("tokens.bin has 0 bytes" in "".join(tokenized.notes)) == (winner == "damaged")
+    assert [path.name for path in tmp_path.iterdir()] == [KEY.digest]
+
+
+def test_an_entry_stays_readable_when_it_is_discarded_and_made_again(tmp_path: Path) -> None:
+    old, new, cache = make_chunks(seed=1), make_chunks(seed=2), TokenCache(tmp_path)
+    reader = write(cache, KEY, old).store
+    cache.discard(KEY)
+    assert_same_store(write(cache, KEY, new).store, in_memory(new))
+    assert_same_store(reader, in_memory(old))
+    assert [path.name for path in tmp_path.iterdir()] == [KEY.digest]
 
 
 def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:

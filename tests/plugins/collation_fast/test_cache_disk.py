@@ -13,9 +13,9 @@ import pytest
 from cache_entries import assert_same_store, in_memory, make_chunks, make_key, write
 
 from spurline.errors import DataError
-from spurline_collation_fast.cache import upkeep
-from spurline_collation_fast.cache import writer as cache_writer
-from spurline_collation_fast.cache.folder import NoHomeError, TokenCache, default_cache_folder
+from spurline_collation_fast.cache import entry, folder
+from spurline_collation_fast.cache.entry import EntryWriter
+from spurline_collation_fast.cache.folder import TokenCache, default_cache_folder
 
 KEY = make_key()
 
@@ -56,21 +56,21 @@ def test_a_writable_folder_is_made_and_has_no_problem(tmp_path: Path) -> None:
     assert list(cache.folder.iterdir()) == []
 
 
-@pytest.mark.parametrize("array", range(5), ids=["tokens", "loss_mask", "offsets", "source", "row"])
+@pytest.mark.parametrize("array", entry.ARRAYS)
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_leaves_nothing_and_says_where_and_what_to_do(
-    tmp_path: Path, array: int, code: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, array: str, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, calls = cache_writer._ArrayFile.append, []
+    real, calls = EntryWriter._append, []
 
-    def append(file: Any, values: Any) -> None:
-        calls.append(len(values))
-        if len(calls) == 2 + 5 * 3 + array:  # The first call writes the first offset; then five for each chunk.
-            real(file, values[: len(values) // 2])
+    def append(writer: EntryWriter, name: str, values: Any) -> None:
+        calls.append(name)
+        if calls.count(array) == 3 and name == array:
+            real(writer, name, values[: len(values) // 2])
             raise OSError(code, os.strerror(code))
-        real(file, values)
+        real(writer, name, values)
 
-    monkeypatch.setattr(cache_writer._ArrayFile, "append", append)
+    monkeypatch.setattr(EntryWriter, "_append", append)
     with pytest.raises(DataError) as caught:
         write(TokenCache(tmp_path), KEY, make_chunks())
     message = str(caught.value)
@@ -85,7 +85,7 @@ def test_a_failing_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     def fail(_: Path) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(cache_writer, "sync_file", fail)
+    monkeypatch.setattr(entry, "sync_file", fail)
     with pytest.raises(DataError, match="cannot be written: Input/output error"):
         write(TokenCache(tmp_path), KEY, make_chunks())
     assert list(tmp_path.iterdir()) == []
@@ -166,44 +166,43 @@ def refuse_paths(patch: pytest.MonkeyPatch, path: Path, code: int) -> None:
         patch.setattr(Path, name, refusing(getattr(Path, name)))
 
 
-def test_another_users_entry_in_a_shared_folder_is_known_to_stay_before_anything_is_made(
+def test_an_entry_that_cannot_be_discarded_is_known_before_anything_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(TokenCache(tmp_path), KEY, make_chunks())
-    tmp_path.chmod(0o1777)
-    assert TokenCache(tmp_path).write_problem(KEY) is None
-    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    problem = TokenCache(tmp_path).write_problem(KEY)
-    assert problem is not None
-    assert f"{tmp_path / KEY.digest} is another user's" in problem
-    assert TokenCache(tmp_path).write_problem() is None
-    assert TokenCache(tmp_path).write_problem(make_key("absent")) is None
+
+    def refuse(*_: Any) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", refuse)
+        cache = TokenCache(tmp_path)
+        cache.discard(KEY)
+    assert f"{tmp_path / KEY.digest} cannot be read or replaced (Operation not permitted)" in str(cache.write_problem())
+    assert TokenCache(tmp_path).open(KEY) is not None
 
 
-def test_an_entry_whose_files_stay_while_a_reader_has_them_is_replaced_all_the_same(
+def test_an_entry_whose_files_stay_while_a_reader_has_them_gives_way_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write(TokenCache(tmp_path), KEY, make_chunks(seed=1))
+    cache = TokenCache(tmp_path)
+    write(cache, KEY, make_chunks(seed=1))
 
     def refuse(path: Path) -> None:
         raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
 
     with monkeypatch.context() as patch:
-        patch.setattr(upkeep, "remove_path", refuse)
-        made = write(TokenCache(tmp_path), KEY, make_chunks(seed=2), replace=True)
+        patch.setattr(folder, "remove_path", refuse)
+        cache.discard(KEY)
+        made = write(cache, KEY, make_chunks(seed=2))
     assert_same_store(made.store, in_memory(make_chunks(seed=2)))
     assert len(list(tmp_path.iterdir())) == 2
-    upkeep.sweep(tmp_path)
+    folder.sweep(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [KEY.digest]
 
 
 def test_without_a_home_the_error_names_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    no_home(monkeypatch)
-    for make in (default_cache_folder, lambda: TokenCache(Path("~/cache"))):
-        with pytest.raises(NoHomeError, match=r"no home directory was found\. Set SPURLINE_CACHE"):
-            make()
-
-
-def no_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SPURLINE_CACHE", raising=False)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    with pytest.raises(DataError, match="Set SPURLINE_CACHE"):
+        default_cache_folder()

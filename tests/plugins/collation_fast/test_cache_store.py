@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cache_entries import FINDINGS, LABELS, assert_same_store, in_memory, make_chunks, make_key, write
+from cache_entries import FINDINGS, assert_same_store, in_memory, make_chunks, make_key, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -63,13 +63,3 @@ def test_a_renamed_dataset_finds_its_tokens_under_its_new_label(tmp_path: Path) 
     assert opened is not None
     assert opened.store.uid(0) == "new:0"
     assert list(summarize(opened)["sources"]) == ["new", "second"]
-
-
-def test_an_empty_store_can_be_cached(tmp_path: Path) -> None:
-    write(TokenCache(tmp_path), make_key(), [])
-    opened = TokenCache(tmp_path).open(make_key())
-    assert opened is not None
-    assert len(opened.store) == 0
-    assert opened.store.sizes() == (0, 0)
-    assert opened.store.labels == LABELS
-    assert_same_store(opened.store, in_memory([]))

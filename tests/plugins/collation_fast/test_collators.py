@@ -1,13 +1,15 @@
-"""The fast collators equal core's reference bit for bit, with compiled kernels and with numpy ones."""
+"""The fast collators equal core's reference bit for bit, whatever their reused buffers held before."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from fast_kernels import dirty_kernels
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from spurline.data.collators.packed import PackedCollator
 from spurline.data.collators.padded import PaddedCollator
@@ -19,8 +21,9 @@ from spurline.testing import CollatorContract
 from spurline.testing.collator_contract import assert_batches_equal, clone
 from spurline.testing.samples import make_store, make_view
 from spurline_collation_fast.collators import FastPackedCollator, FastPaddedCollator, FastRolloutsCollator
-from spurline_collation_fast.kernels import Kernels
+from spurline_collation_fast.row_writer import BufferPool, Lease
 from spurline_rl.configs import RolloutsCollatorConfig
+from spurline_rl.trajectory import FlatTurns
 from spurline_rl.rollouts_collator import RolloutsCollator
 from spurline_rl.testing import RolloutCollatorContract
 from spurline_rl.testing.inputs import make_trajectories
@@ -29,90 +32,97 @@ from spurline_rl.trajectory import Trajectory, Turn
 PAD = 999
 
 
-class OnBothKernels:
+@pytest.fixture(autouse=True)
+def _dirty_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every column is dirty before a kernel writes it, as reused memory is."""
+    acquire = BufferPool.acquire
+
+    def dirty(pool: BufferPool, columns: Any) -> Lease:
+        lease = acquire(pool, columns)
+        for array in lease.arrays.values():
+            array.fill(77)
+        return lease
+
+    monkeypatch.setattr(BufferPool, "acquire", dirty)
+
+
+class Fast:
     """Subclass with `reference`, `fast` and `config`."""
 
     reference: Any
     fast: Any
     config: Any
-    kernels: Kernels
-
-    @pytest.fixture(autouse=True, scope="class", params=["numba", "numpy"])
-    @classmethod
-    def _with_kernels(cls, request: pytest.FixtureRequest) -> None:
-        request.cls.kernels = dirty_kernels(request.param)
 
     def make_collator(self, pad_token_id: int, layout: Any) -> Any:
-        return self.fast(self.config, pad_token_id, layout, self.kernels)
+        return self.fast(self.config, pad_token_id, layout)
 
     def make_reference(self, pad_token_id: int, layout: Any) -> Any:
         return self.reference(self.config, pad_token_id, layout)
 
 
-class TestPaddedRight(OnBothKernels, CollatorContract):
+class TestPaddedRight(Fast, CollatorContract):
     reference, fast, config = PaddedCollator, FastPaddedCollator, PaddedCollatorConfig()
 
 
-class TestPaddedLeft(OnBothKernels, CollatorContract):
+class TestPaddedLeft(Fast, CollatorContract):
     reference, fast = PaddedCollator, FastPaddedCollator
     config = PaddedCollatorConfig(pad_side="left", pad_to_multiple_of=8)
 
 
-class TestPadded(OnBothKernels, CollatorContract):
+class TestPadded(Fast, CollatorContract):
     reference, fast, config = PaddedCollator, FastPaddedCollator, PaddedCollatorConfig(pad_to_multiple_of=200)
 
 
-class TestPacked(OnBothKernels, CollatorContract):
+class TestPacked(Fast, CollatorContract):
     reference, fast, config = PackedCollator, FastPackedCollator, PackedCollatorConfig(max_tokens=128)
 
 
-class TestPackedToTheBrim(OnBothKernels, CollatorContract):
+class TestPackedToTheBrim(Fast, CollatorContract):
     reference, fast, config = PackedCollator, FastPackedCollator, PackedCollatorConfig(max_tokens=64)
 
 
-class TestPackedBestFit(OnBothKernels, CollatorContract):
+class TestPackedBestFit(Fast, CollatorContract):
     reference, fast, config = PackedCollator, FastPackedCollator, PackedCollatorConfig(max_tokens=128, algorithm="bfd")
 
 
-class TestPackedMultifit(OnBothKernels, CollatorContract):
+class TestPackedMultifit(Fast, CollatorContract):
     reference, fast = PackedCollator, FastPackedCollator
     config = PackedCollatorConfig(max_tokens=128, algorithm="multifit")
 
 
-class TestPackedAligned(OnBothKernels, CollatorContract):
+class TestPackedAligned(Fast, CollatorContract):
     reference, fast = PackedCollator, FastPackedCollator
     config = PackedCollatorConfig(max_tokens=256, align_to=64, pad_to_max=True)
 
 
-class TestRolloutsAsSamples(OnBothKernels, CollatorContract):
+class TestRolloutsAsSamples(Fast, CollatorContract):
     reference, fast, config = RolloutsCollator, FastRolloutsCollator, RolloutsCollatorConfig()
 
 
-class TestRolloutsRight(OnBothKernels, RolloutCollatorContract):
+class TestRolloutsRight(Fast, RolloutCollatorContract):
     reference, fast, config = RolloutsCollator, FastRolloutsCollator, RolloutsCollatorConfig()
 
 
-class TestRolloutsLeft(OnBothKernels, RolloutCollatorContract):
+class TestRolloutsLeft(Fast, RolloutCollatorContract):
     reference, fast = RolloutsCollator, FastRolloutsCollator
     config = RolloutsCollatorConfig(pad_side="left", pad_to_multiple_of=8)
 
 
-class TestPackedRollouts(OnBothKernels, RolloutCollatorContract):
+class TestPackedRollouts(Fast, RolloutCollatorContract):
     one_turn_per_row = False
     reference, fast, config = PackedCollator, FastPackedCollator, PackedCollatorConfig(max_tokens=64)
 
 
-class TestPackedRolloutsEvenedOut(OnBothKernels, RolloutCollatorContract):
+class TestPackedRolloutsEvenedOut(Fast, RolloutCollatorContract):
     one_turn_per_row = False
     reference, fast = PackedCollator, FastPackedCollator
     config = PackedCollatorConfig(max_tokens=192, align_to=4, algorithm="multifit")
 
 
-@pytest.mark.parametrize("kernels", ["numba", "numpy"])
-def test_with_pipeline_stages_every_row_is_as_long_as_allowed(kernels: str) -> None:
+def test_with_pipeline_stages_every_row_is_as_long_as_allowed() -> None:
     layout = ParallelLayout(data=2, pipeline=2)
     config = PackedCollatorConfig(max_tokens=96)
-    batch = FastPackedCollator(config, PAD, layout, dirty_kernels(kernels)).collate(make_view([5, 9]), training=True)
+    batch = FastPackedCollator(config, PAD, layout).collate(make_view([5, 9]), training=True)
     assert batch.length == 96
     assert_batches_equal(batch, PackedCollator(config, PAD, layout).collate(make_view([5, 9]), training=True))
 
@@ -225,3 +235,37 @@ def test_turns_whose_arrays_have_gaps_are_joined_all_the_same() -> None:
         trajectories = [Trajectory("uid", 0, (turn(step), turn(1)))]
         expected = RolloutsCollator(RolloutsCollatorConfig(), 0, ParallelLayout()).collate_rollouts(trajectories)
         assert_batches_equal(collator.collate_rollouts(trajectories), expected)
+
+
+TURNS = st.lists(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)).filter(any), min_size=1, max_size=3), max_size=14
+)
+
+
+@given(
+    TURNS,
+    st.lists(st.integers(0, 14), max_size=12),
+    st.integers(1, 5),
+    st.sampled_from(["left", "right"]),
+    st.integers(0, 9),
+)
+@settings(max_examples=60)
+def test_blocks_of_flat_turns_give_the_batch_of_the_reference(
+    turns: Any, cuts: list[int], ranks: int, pad_side: Any, seed: int
+) -> None:
+    attempts = make_trajectories(turns, seed, routed_experts=True)
+    bounds = [0, *sorted(min(cut, len(turns)) for cut in cuts), len(turns)]
+    blocks = [FlatTurns.of(attempts[start:stop]) for start, stop in pairwise(bounds)]
+    config, layout = RolloutsCollatorConfig(pad_side=pad_side), ParallelLayout(data=ranks)
+    batch = FastRolloutsCollator(config, 9, layout).collate_flat(blocks)
+    assert_batches_equal(batch, RolloutsCollator(config, 9, layout).collate_rollouts(attempts))
+
+
+def test_a_column_that_only_some_blocks_have_is_left_out() -> None:
+    with_experts = make_trajectories([[(3, 12)]], 1, routed_experts=True)
+    without = make_trajectories([[(2, 12)]], 2)
+    config, layout = RolloutsCollatorConfig(), ParallelLayout(data=1)
+    blocks = [FlatTurns.of(with_experts), FlatTurns.of(without)]
+    batch = FastRolloutsCollator(config, 9, layout).collate_flat(blocks)
+    assert "routed_experts" not in batch.tokens
+    assert_batches_equal(batch, RolloutsCollator(config, 9, layout).collate_rollouts([*with_experts, *without]))

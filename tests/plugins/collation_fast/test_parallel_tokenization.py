@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ from eager_workers import start_for_any_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from rich.console import Console
+from run_helpers import wait_for
 from worker_rows import TrappedRows, chat_rows, data_config, source
 
 from spurline import load_config
@@ -28,8 +32,8 @@ from spurline_collation_fast.cache import folder
 from spurline_collation_fast.configs import AsyncPrefetchConfig, ParallelTokenizationConfig
 from spurline_collation_fast.tokenization import block_encoder
 from spurline_collation_fast.tokenization import parallel as block_source
-from spurline_collation_fast.tokenization.chunks import Chunk, RowLine
-from spurline_collation_fast.tokenization.parallel import ParallelTokenization, workers_worth_starting
+from spurline_collation_fast.tokenization.block_encoder import Chunk, chunks_of
+from spurline_collation_fast.tokenization.parallel import ParallelTokenization, show_progress, workers_worth_starting
 from spurline_collation_fast.tokenization.worker_pool import WorkerPool
 from spurline_text.configs import HfDatasetConfig, SequentialTokenizationConfig
 from spurline_text.datasets.hf_dataset import HfDataset
@@ -50,17 +54,6 @@ class TestInThisProcess(TokenizationContract):
 class TestWhereItIsSoonest(TokenizationContract):
     def make_tokenization(self, tokenizer: Any, data: DataConfig) -> ParallelTokenization:
         return ParallelTokenization(ParallelTokenizationConfig(disable_cache=True), tokenizer=tokenizer, data=data)
-
-
-@pytest.mark.slow
-class TestInWorkers(TokenizationContract):
-    @pytest.fixture(autouse=True)
-    def workers_for_any_rows(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        start_for_any_rows(monkeypatch, rows_here=1)
-
-    def make_tokenization(self, tokenizer: Any, data: DataConfig) -> ParallelTokenization:
-        config = ParallelTokenizationConfig(workers=2, disable_cache=True)
-        return ParallelTokenization(config, tokenizer=tokenizer, data=data)
 
 
 def of_rows(patch: pytest.MonkeyPatch, num_rows: int) -> None:
@@ -104,7 +97,9 @@ def mixed_files(folder: Path) -> list[DatasetToTokenize]:
     for name, rows in (("chat", chat), ("alpaca", alpaca), ("pairs", pairs)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     ids = [random.integers(0, 250, random.integers(1, 200)).tolist() for _ in range(400)]
-    tokens = pyarrow.table({"input_ids": ids, "num_actions": [len(row) // 2 * (len(row) % 9 > 0) for row in ids]})
+    trained = [[-100] * (len(row) // 2) + row[len(row) // 2 :] for row in ids]
+    labels = [kept if len(kept) % 9 else [-100] * len(kept) for kept in trained]
+    tokens = pyarrow.table({"input_ids": ids, "labels": labels})
     pyarrow.parquet.write_table(tokens, folder / "tokens.parquet")
     configs = [
         HfDatasetConfig(path=str(folder / name), on_bad_row="skip" if name == "chat.jsonl" else "error")
@@ -256,27 +251,19 @@ def test_tokens_in_the_cache_are_served_without_reading_a_row(tmp_path: Path) ->
     assert summarize(again) | {"notes": []} == summarize(expected)
 
 
-def test_force_recache_makes_the_tokens_again_and_replaces_them(tmp_path: Path) -> None:
-    cached = {"disable_cache": False, "cache_dir": tmp_path, "workers": 0}
-    sources = [source(TrappedRows(chat_rows(5)))]
-    parallel(sources, cached)
-    [entry] = [path for path in tmp_path.iterdir() if path.is_dir()]
-    before = entry.stat().st_ino
-    forced = parallel(sources, {**cached, "force_recache": True})
-    assert_equal(forced, sequential(sources))
-    assert entry.stat().st_ino != before
-
-
-def test_a_damaged_entry_is_made_again_with_a_note(tmp_path: Path) -> None:
+@pytest.mark.parametrize("reason", ["forced", "damaged"])
+def test_tokens_are_made_again_when_that_is_forced_or_the_entry_is_damaged(tmp_path: Path, reason: str) -> None:
     cached = {"disable_cache": False, "cache_dir": tmp_path, "workers": 0}
     sources = [source(TrappedRows(chat_rows(5)))]
     parallel(sources, cached)
     [manifest] = tmp_path.glob("*/manifest.json")
-    manifest.write_text("{}")
-    again = parallel(sources, cached)
+    before = manifest.parent.stat().st_ino
+    if reason == "damaged":
+        manifest.write_text("{}")
+    again = parallel(sources, {**cached, "force_recache": reason == "forced"})
     assert_equal(again, sequential(sources))
-    [note] = again.notes
-    assert "manifest.json" in note
+    assert manifest.parent.stat().st_ino != before
+    assert ["manifest.json" in note for note in again.notes] == [True] * (reason == "damaged")
     assert [note.split(":")[0] for note in parallel(sources, cached).notes] == ["tokens read from the cache"]
 
 
@@ -324,10 +311,10 @@ def test_workers_are_not_started_for_rows_that_are_done_here_at_once(monkeypatch
 
 
 def test_chunks_stay_within_one_dataset_and_pass_over_empty_ones() -> None:
-    line = RowLine([3, 0, 4])
-    assert list(line.chunks(range(1, 7), lambda: 2)) == [Chunk(0, 1, 3), Chunk(2, 0, 2), Chunk(2, 2, 4)]
-    assert list(line.chunks(range(2, 4), lambda: 9)) == [Chunk(0, 2, 3), Chunk(2, 0, 1)]
-    assert list(line.chunks(range(0), lambda: 2)) == []
+    sizes = [3, 0, 4]
+    assert list(chunks_of(sizes, 1, lambda: 2)) == [Chunk(0, 1, 3), Chunk(2, 0, 2), Chunk(2, 2, 4)]
+    assert list(chunks_of(sizes, 2, lambda: 9)) == [Chunk(0, 2, 3), Chunk(2, 0, 4)]
+    assert list(chunks_of(sizes, 7, lambda: 2)) == []
 
 
 def test_chunks_of_short_rows_have_more_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,8 +354,9 @@ def test_data_that_changes_under_the_tokenization_is_an_error_and_not_an_entry(
     assert not list((tmp_path / "cache").rglob("manifest*"))
 
 
+@pytest.mark.parametrize("force", [False, True])
 def test_an_entry_in_the_way_is_known_before_tokenizing_and_said_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, force: bool
 ) -> None:
     def refuse(_: Path) -> None:
         raise PermissionError(1, "Operation not permitted")
@@ -379,7 +367,7 @@ def test_an_entry_in_the_way_is_known_before_tokenizing_and_said_once(
     [manifest] = tmp_path.glob("*/manifest.json")
     manifest.write_text("{}")
     monkeypatch.setattr(folder, "remove", refuse)
-    result = parallel(sources, cached)
+    result = parallel(sources, {**cached, "force_recache": force})
     assert_equal(result, sequential(sources))
     [note] = result.notes
     assert str(manifest.parent) in note
@@ -409,8 +397,6 @@ def test_a_template_that_prints_the_date_is_noted(tmp_path: Path) -> None:
     ("section", "settings"),
     [
         (ParallelTokenizationConfig, {"workers": True}),
-        (ParallelTokenizationConfig, {"stall_timeout_s": math.inf}),
-        (ParallelTokenizationConfig, {"stall_timeout_s": 1e10}),
         (AsyncPrefetchConfig, {"timeout_s": math.inf}),
         (AsyncPrefetchConfig, {"timeout_s": 1e10}),
     ],
@@ -418,3 +404,26 @@ def test_a_template_that_prints_the_date_is_noted(tmp_path: Path) -> None:
 def test_settings_that_could_only_fail_later_are_refused(section: Any, settings: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         section(**settings)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_terminal_shows_the_rows_done_so_far_and_nothing_afterwards(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    written = io.StringIO()
+    monkeypatch.setattr(
+        block_source, "Console", lambda **_: Console(file=written, width=100, force_terminal=True, legacy_windows=False)
+    )
+    with suppress(ZeroDivisionError), show_progress(4000) as advance:
+        advance(1500)
+        wait_for(lambda: "1,500 of 4,000 rows" in written.getvalue(), "the bar to show rows")
+        if fails:
+            raise ZeroDivisionError
+    # The last thing written erases the line.
+    assert written.getvalue().endswith("\x1b[1A\x1b[2K")
+
+
+def test_nothing_is_written_where_no_one_watches(capfd: pytest.CaptureFixture[str]) -> None:
+    with show_progress(10) as advance:
+        advance(10)
+    assert capfd.readouterr() == ("", "")

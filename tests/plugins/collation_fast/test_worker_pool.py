@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import types
@@ -21,33 +20,26 @@ from worker_rows import TrappedRows, chat_rows, data_config, is_alive, large_blo
 
 from spurline.errors import DataError, RunFailedError
 from spurline_collation_fast.tokenization import worker_pool
-from spurline_collation_fast.tokenization.chunks import RowLine
+from spurline_collation_fast.tokenization.block_encoder import Chunk, chunks_of
 from spurline_collation_fast.tokenization.worker_pool import TokenizationTask, UnsharableDataError, WorkerPool
 from spurline_text.testing.inputs import tiny_tokenizer
 
 pytestmark = pytest.mark.processes
 
 
-@pytest.fixture(autouse=True)
-def temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The file for workers goes here; it must not be left."""
-    place = tmp_path / "temporary"
-    place.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(place))
-    yield
-    assert list(place.iterdir()) == []
-
-
-def pool_on(dataset: Any, num_workers: int = 2, stall_timeout_s: float = 120) -> WorkerPool:
+def pool_on(dataset: Any, num_workers: int = 2) -> WorkerPool:
     item = source(dataset)
-    return WorkerPool(TokenizationTask([item], tiny_tokenizer(), data_config(item)), num_workers, stall_timeout_s)
+    return WorkerPool(TokenizationTask([item], tiny_tokenizer(), data_config(item)), num_workers)
+
+
+def chunks(num_rows: int) -> Iterator[Chunk]:
+    return chunks_of([num_rows], 0, lambda: 20)
 
 
 def rows_of(pool: WorkerPool, num_rows: int) -> list[int]:
     """Rows in the order in which they come."""
     with pool:
-        blocks = pool.blocks(RowLine([num_rows]).chunks(range(num_rows), lambda: 20))
-        return [row for block in blocks for row in block.rows.tolist()]
+        return [row for block in pool.blocks(chunks(num_rows)) for row in block.rows.tolist()]
 
 
 def assert_ended(pool: WorkerPool) -> None:
@@ -75,20 +67,13 @@ def test_a_killed_worker_is_an_error_with_a_way_out() -> None:
     assert_ended(pool)
 
 
-def test_workers_that_stand_still_are_ended() -> None:
-    pool = pool_on(TrappedRows(chat_rows(60), {30: "hang"}), stall_timeout_s=30)
-    with pytest.raises(RunFailedError, match=r"within 30 s.*stall_timeout_s"):
-        rows_of(pool, 60)
-    assert_ended(pool)
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 def test_an_exception_of_the_caller_ends_the_workers(error: type[BaseException]) -> None:
     pool = pool_on(TrappedRows(chat_rows(60), {30: "hang"}))
 
     def leave() -> None:
         with pool:
-            next(pool.blocks(RowLine([60]).chunks(range(60), lambda: 20)))
+            next(pool.blocks(chunks(60)))
             assert all(map(is_alive, pool.process_ids))
             raise error
 
@@ -118,7 +103,7 @@ def test_leaving_ends_workers_that_are_in_the_middle_of_a_block(monkeypatch: pyt
     has_begun = threading.Event()
     with pool:
         on_first_part(pool, has_begun.set, monkeypatch)
-        for chunk in RowLine([60]).chunks(range(60), lambda: 20):
+        for chunk in chunks(60):
             pool._submit(chunk)
         assert has_begun.wait(60)
         begin = time.monotonic()
@@ -128,11 +113,11 @@ def test_leaving_ends_workers_that_are_in_the_middle_of_a_block(monkeypatch: pyt
 
 @pytest.mark.timeout(120)
 def test_a_worker_killed_in_the_middle_of_a_block_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = pool_on(TrappedRows(chat_rows(60)), num_workers=1, stall_timeout_s=600)
+    pool = pool_on(TrappedRows(chat_rows(60)), num_workers=1)
     with pool:
         on_first_part(pool, lambda: os.kill(pool.process_ids[0], signal.SIGKILL), monkeypatch)
         with pytest.raises(RunFailedError, match=r"memory ran out.*tokenization\.workers"):
-            list(pool.blocks(RowLine([60]).chunks(range(60), lambda: 20)))
+            list(pool.blocks(chunks(60)))
     assert not is_alive(pool.process_ids[0])
 
 
@@ -157,14 +142,14 @@ def test_a_script_without_a_main_guard_is_not_run_again_in_workers(tmp_path: Pat
     script = tmp_path / "script.py"
     script.write_text(
         "from worker_rows import *\n"
-        "from spurline_collation_fast.tokenization.chunks import RowLine\n"
+        "from spurline_collation_fast.tokenization.block_encoder import chunks_of\n"
         "from spurline_collation_fast.tokenization.worker_pool import TokenizationTask, WorkerPool\n"
         "from spurline_text.testing.inputs import tiny_tokenizer\n"
         "item = source(TrappedRows(chat_rows(40)))\n"
-        "with WorkerPool(TokenizationTask([item], tiny_tokenizer(), data_config(item)), 2, 120) as pool:\n"
+        "with WorkerPool(TokenizationTask([item], tiny_tokenizer(), data_config(item)), 2) as pool:\n"
         # The executor starts no process for a chunk while it counts an idle one: the last worker comes later then.
         f"    for _ in range({num_idle}): pool._executor._idle_worker_semaphore.release()\n"
-        "    blocks = pool.blocks(RowLine([40]).chunks(range(40), lambda: 10))\n"
+        "    blocks = pool.blocks(chunks_of([40], 0, lambda: 10))\n"
         "    print('rows', sum(block.num_rows for block in blocks), 'workers', len(pool.process_ids))\n"
     )
     environment = {"TMPDIR": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}

@@ -14,9 +14,6 @@ from spurline.protocols.prefetch import PrefetchConfig
 from spurline_rl.configs import RolloutsCollatorConfig
 from spurline_text.configs import TextTokenizationConfig
 
-DAY_S = 86_400
-"""The longest that anything is waited for: a hanging run has to end, and the system's waits have a limit too."""
-
 
 class FastPaddedCollatorConfig(PaddedCollatorConfig):
     """One sample per row, padded to the longest; the same batches as `core/padded`."""
@@ -34,19 +31,17 @@ class ParallelTokenizationConfig(TextTokenizationConfig):
     """Encode on all cores and keep the tokens in a memory-mapped cache."""
 
     name: str = "parallel"
-    # Strict: `true` is no number of workers.
+    # Strict, so that `true` is not taken for 1.
     workers: Annotated[Literal["auto"] | Annotated[int, Field(ge=0, le=256, strict=True)], OnResume.FREE] = "auto"
-    """Worker processes at most. 0 stays in this process, on the threads of the
-    tokenizer. Else the first rows are measured, and workers start where the rest will be done sooner with them: `auto`
-    one for each core, or this many."""
+    """Worker processes at most. 0 stays in this process, on the threads of the tokenizer. Otherwise the first rows are
+    measured, and workers start where the rest will be done sooner with them: `auto` starts one for each core, a number
+    so many."""
     cache_dir: Annotated[Path | None, OnResume.FREE, PathSetting()] = None
     """Folder of the token cache; null is SPURLINE_CACHE, else ~/.cache/spurline/tokens."""
     force_recache: Annotated[bool, OnResume.FREE] = False
     """Tokenize again even when the cache has the tokens, and replace them."""
     disable_cache: Annotated[bool, OnResume.FREE] = False
     """Neither read nor write the cache; tokens stay in memory."""
-    stall_timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0, le=DAY_S, allow_inf_nan=False)
-    """Seconds that workers may take for the next rows before tokenization is given up."""
 
 
 class AsyncPrefetchConfig(PrefetchConfig):
@@ -55,5 +50,5 @@ class AsyncPrefetchConfig(PrefetchConfig):
     name: str = "async"
     depth: Annotated[int, OnResume.FREE] = Field(default=2, ge=1, le=64)
     """Batches that may be ready or in the making ahead of the step being trained."""
-    timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0, le=DAY_S, allow_inf_nan=False)
+    timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0, le=86_400, allow_inf_nan=False)
     """Seconds to wait for one batch before giving up."""

@@ -1,6 +1,6 @@
 """Report panel `collation`: how long batches took to build, and how much of that training waited for.
 
-Reads the metrics of prefetch `async`. The totals are in core's time panel; here is how they came about, step by step.
+Reads the metrics of prefetch `async`. The time panel has the totals.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from spurline_insight.report_panel import ReportPanelConfig, RunRecord
 
 _NAMES = ("time/collate", "time/collate_wait", "collation/hidden")
 _COLD_START = 10
-"""How many times the mean of the others the first batch takes at least, where it is told apart from them."""
+"""The first batch is shown apart from the others if it took at least so many times their mean."""
 
 
 class CollationPanel:
@@ -50,7 +50,7 @@ class CollationPanel:
 
 
 def _summary(collate: list[float], waited: list[float]) -> str:
-    """Means and the hidden share. A first batch that compiled code says nothing about the others, so they go alone."""
+    """Return the means and the hidden share, without a first batch that compiled code."""
     cold, rest = collate[0], collate[1:]
     head = ""
     if rest and cold > _COLD_START * sum(rest) / len(rest):
@@ -59,7 +59,7 @@ def _summary(collate: list[float], waited: list[float]) -> str:
     head += f"{'a' if head else 'A'} batch took {_milliseconds(collate)} to build; training waited "
     head += f"{_milliseconds(waited)} for it (means)"
     if sum(collate) > 0:
-        # Weighted by time: a mean of shares would let quick batches hide slow ones.
+        # Weighted by time: in a mean of shares, quick batches would hide slow ones.
         kept = sum(max(0.0, took - wait) for took, wait in zip(collate, waited, strict=True))
         head += f". {kept / sum(collate):.1%} of all building was hidden behind training"
     return head

@@ -1,5 +1,5 @@
-"""Tokens kept on disk, found again by what they were made of, and read memory-mapped.
+"""Keep tokens on disk, find them again by what they were made of, and read them memory-mapped.
 
-`key` says what identifies tokens, `entry` opens an entry, `folder` finds and commits entries, `writer` streams samples
-to disk, `upkeep` lists, verifies and removes entries. Nothing here tokenizes.
+`key` says what identifies tokens, `entry` writes and opens one entry, `folder` finds, commits, lists and removes
+entries. Nothing here tokenizes.
 """

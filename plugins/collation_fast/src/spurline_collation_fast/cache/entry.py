@@ -1,7 +1,7 @@
 """One entry of the token cache: a folder of flat arrays and a manifest.
 
-Place on the way: cache entry -> TokenStore over mapped files -> views -> collator, as with a store in memory. A writer
-renames a finished folder into place, so that an entry is whole or not there.
+Place on the way: tokenization -> EntryWriter (a SampleSink) -> entry -> TokenStore over mapped files -> collator. A
+finished folder is renamed into place, so that an entry is whole or not there.
 """
 
 from __future__ import annotations
@@ -10,20 +10,26 @@ import dataclasses
 import functools
 import json
 import mmap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from spurline.data.token_store import Tokenized, TokenStore, fingerprint_of
-from spurline.files import write_json
+from spurline.data.token_store import SampleBlock, Tokenized, TokenStore, fingerprint_of, summarize
+from spurline.errors import DataError
+from spurline.files import sync_file, write_json
+
+if TYPE_CHECKING:
+    from spurline_text.tokenization import Findings
 
 FORMAT_VERSION = 2
-"""Part of every key: entries in an older layout are simply not found."""
+"""A part of every key, so that entries in an older layout are not found."""
 
 ARRAYS: Mapping[str, np.dtype[Any]] = {
     "tokens": np.dtype("<i4"),
@@ -42,15 +48,17 @@ _CHUNK_BYTES = 16 << 20
 
 
 class DamagedEntry(Exception):  # noqa: N818 - a finding that makes the caller rebuild, not a failure of the run
-    """An entry that cannot be used. The text says which file, and what is wrong with it."""
+    """An entry that cannot be used. The text says which file is wrong, and how."""
 
 
 @dataclass(frozen=True)
 class CacheKey:
-    """Name of an entry.
+    """The name of an entry.
 
-    digest: hex, the entry's folder name. parts: what it was made of, readable. labels: what the datasets are called
-    now; not part of the digest, since a renamed file holds the same tokens.
+    Attributes:
+        digest: Hex digits, the name of the entry's folder.
+        parts: What the entry was made of, readable.
+        labels: Names of the datasets now. They are not in the digest: a renamed file holds the same tokens.
     """
 
     digest: str
@@ -60,49 +68,45 @@ class CacheKey:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything about an entry that is known without reading its arrays.
+    """The facts of an entry that are known without reading its arrays.
 
-    key, parts: what the tokens were made of. created: ISO time in UTC. labels, sizes: name and samples of each dataset.
-    digests: xxh3-128 of each array. findings: fields of `Findings`. summary: of `summarize`.
+    Attributes:
+        key, parts, labels: As of CacheKey.
+        created: ISO time in UTC.
+        sizes: Samples of each dataset.
+        tokens: Tokens of all samples.
+        digests: xxh3-128 of each array.
+        findings: Fields of `Findings`.
+        summary: As `summarize` returns it.
     """
 
     key: str
     parts: Mapping[str, Any]
-    created: str
     labels: tuple[str, ...]
+    created: str
     sizes: tuple[int, ...]
-    samples: int
     tokens: int
     digests: Mapping[str, str]
     findings: Mapping[str, Any]
     summary: Mapping[str, Any]
 
     @property
-    def fingerprint(self) -> str:
-        """Fingerprint of the store."""
-        return fingerprint_of(self.digests[name] for name in ("tokens", "loss_mask", "offsets", "source"))
-
-    @property
     def num_bytes(self) -> dict[str, int]:
-        """Size of the file of each array."""
-        entries = {"tokens": self.tokens, "loss_mask": self.tokens, "offsets": self.samples + 1}
-        return {name: entries.get(name, self.samples) * dtype.itemsize for name, dtype in ARRAYS.items()}
-
-    def write(self, folder: Path) -> None:
-        """Write it durably."""
-        write_json(folder / MANIFEST, {"format": FORMAT_VERSION, **dataclasses.asdict(self)})
+        """Return the size of the file of each array."""
+        samples = sum(self.sizes)
+        entries = {"tokens": self.tokens, "loss_mask": self.tokens, "offsets": samples + 1}
+        return {name: entries.get(name, samples) * dtype.itemsize for name, dtype in ARRAYS.items()}
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Return the manifest of an entry. Raises DamagedEntry unless it describes one, OSError."""
+        """Return the manifest of an entry. Raises DamagedEntry if none fits, OSError if it cannot be read now."""
         path = folder / MANIFEST
         try:
             content = json.loads(path.read_bytes())
             version = content.pop("format")
             manifest = cls(**{**content, "labels": tuple(content["labels"]), "sizes": tuple(content["sizes"])})
             fits = version == FORMAT_VERSION and manifest.key == folder.name and set(manifest.digests) == set(ARRAYS)
-            fits = fits and len(manifest.labels) == len(manifest.sizes) and sum(manifest.sizes) == manifest.samples
-            fits = fits and min(manifest.tokens, *manifest.sizes) >= 0
+            fits = fits and len(manifest.labels) == len(manifest.sizes) and min(manifest.tokens, *manifest.sizes) >= 0
         except FileNotFoundError as error:
             raise DamagedEntry(f"{path} is missing") from error
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -120,24 +124,22 @@ class MappedTokenStore(TokenStore):
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Hex digest of everything training can see."""
         return self.known_fingerprint
 
 
-def open_entry(folder: Path, labels: tuple[str, ...]) -> Tokenized:
+def open_entry(folder: Path, labels: tuple[str, ...] | None = None) -> Tokenized:
     """Open an entry.
-
-    The sizes of all files and the offsets are checked, and the content of a small entry; `check_content` reads any.
 
     Args:
         folder: The entry.
-        labels: What its datasets are called now.
+        labels: Names of its datasets now; None takes those of the manifest.
 
     Returns:
-        The samples in mapped files; what is left out is said as when the tokens were made.
+        The samples in mapped files, with the counts from when the tokens were made.
 
     Raises:
-        DamagedEntry: If a file is missing, or is not what was written.
+        DamagedEntry: If a file is missing or has another size, the offsets do not divide the tokens, or the content of
+            a small entry was changed; `check_content` finds the last for an entry of any size.
         OSError: If a file cannot be read now, which says nothing of it.
     """
     manifest = Manifest.read(folder)
@@ -145,16 +147,18 @@ def open_entry(folder: Path, labels: tuple[str, ...]) -> Tokenized:
     _check_places(folder, manifest, arrays["offsets"], arrays["source"])
     if sum(manifest.num_bytes.values()) <= _READ_WHOLE_BYTES:
         check_content(folder)
+    labels = manifest.labels if labels is None else labels
+    fingerprint = fingerprint_of(manifest.digests[name] for name in ("tokens", "loss_mask", "offsets", "source"))
     try:
         sources = dict(zip(labels, manifest.sizes, strict=True))
-        store = MappedTokenStore(**arrays, labels=labels, known_fingerprint=manifest.fingerprint)
+        store = MappedTokenStore(**arrays, labels=labels, known_fingerprint=fingerprint)
         return Tokenized(store, summary={**manifest.summary, "sources": sources}, **manifest.findings)
     except (TypeError, ValueError) as error:
         raise DamagedEntry(f"{folder / MANIFEST} does not describe an entry of this key ({error})") from error
 
 
 def check_content(folder: Path) -> None:
-    """Read an entry as a whole. Raises DamagedEntry unless every array is what was written, OSError."""
+    """Read an entry as a whole. Raises DamagedEntry if an array is not what was written, OSError."""
     manifest = Manifest.read(folder)
     for name in ARRAYS:
         digest = xxhash.xxh3_128()
@@ -170,17 +174,12 @@ def array_path(folder: Path, array: str) -> Path:
     return folder / f"{array}.bin"
 
 
-def map_array(folder: Path, array: str) -> NDArray[Any]:
+def _map_array(folder: Path, array: str) -> NDArray[Any]:
     """Map one array of an entry, read-only; a plain ndarray, so that compiled kernels take it."""
     with array_path(folder, array).open("rb") as file:
         # An empty file cannot be mapped.
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if file.seek(0, 2) else b""
     return np.frombuffer(content, dtype=ARRAYS[array])
-
-
-def canonical_json(value: Any) -> bytes:
-    """Return one text for equal values, to be hashed."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode("utf-8")
 
 
 def _map_checked(folder: Path, name: str, expected: int) -> NDArray[Any]:
@@ -189,7 +188,7 @@ def _map_checked(folder: Path, name: str, expected: int) -> NDArray[Any]:
         size = path.stat().st_size
         if size != expected:
             raise DamagedEntry(f"{path} has {size:,} bytes instead of {expected:,}")
-        return map_array(folder, name)
+        return _map_array(folder, name)
     except FileNotFoundError as error:
         raise DamagedEntry(f"{path} is missing") from error
 
@@ -200,3 +199,81 @@ def _check_places(folder: Path, manifest: Manifest, offsets: NDArray[np.int64], 
         raise DamagedEntry(f"{array_path(folder, 'offsets')} does not divide the tokens")
     if len(source) and (source.min() < 0 or source.max() >= len(manifest.labels)):
         raise DamagedEntry(f"{array_path(folder, 'source')} names datasets that do not exist")
+
+
+class EntryWriter:
+    """Streams samples into the files of a new entry, and makes their digests while the bytes pass by.
+
+    Its methods raise DataError when the disk is full or fails; the caller removes the folder.
+    """
+
+    def __init__(self, folder: Path, key: CacheKey) -> None:
+        self.folder, self._key = folder, key
+        self._tokens = 0
+        self._digests = {name: xxhash.xxh3_128() for name in ARRAYS}
+        with disk_errors(folder.parent):
+            # Unbuffered: after a failed write there is nothing left that closing would try to write again.
+            self._files = {name: array_path(folder, name).open("xb", buffering=0) for name in ARRAYS}
+            self._append("offsets", np.zeros(1))
+
+    def extend(self, block: SampleBlock) -> None:
+        """Append the samples of a block."""
+        with disk_errors(self.folder.parent):
+            self._append("tokens", block.tokens)
+            self._append("loss_mask", block.loss_mask)
+            self._append("offsets", self._tokens + np.cumsum(block.lengths))
+            self._append("source", np.full(len(block.rows), block.source))
+            self._append("row", block.rows)
+        self._tokens += len(block.tokens)
+
+    def build(self) -> TokenStore:
+        """Return everything appended, on disk but not yet in the cache. Nothing can be appended afterwards."""
+        with disk_errors(self.folder.parent):
+            self.close()
+            return TokenStore(**{name: _map_array(self.folder, name) for name in ARRAYS}, labels=self._key.labels)
+
+    def finish(self, findings: Findings) -> None:
+        """Write the manifest, and force everything to disk."""
+        store = self.build()
+        summary = summarize(Tokenized(store, **vars(findings)))
+        with disk_errors(self.folder.parent):
+            for name in ARRAYS:
+                sync_file(array_path(self.folder, name))
+            manifest = Manifest(
+                key=self._key.digest,
+                parts=self._key.parts,
+                labels=self._key.labels,
+                created=datetime.now(UTC).isoformat(),
+                sizes=store.sizes(),
+                tokens=self._tokens,
+                digests={name: digest.hexdigest() for name, digest in self._digests.items()},
+                findings=vars(findings),
+                summary=summary,
+            )
+            write_json(self.folder / MANIFEST, {"format": FORMAT_VERSION, **dataclasses.asdict(manifest)})
+
+    def close(self) -> None:
+        """Close the files; calling it again does nothing."""
+        for file in self._files.values():
+            file.close()
+
+    def _append(self, array: str, values: NDArray[Any]) -> None:
+        values = np.ascontiguousarray(values, dtype=ARRAYS[array])
+        content = values.view(np.uint8).data if values.size else memoryview(b"")
+        self._digests[array].update(content)
+        while content:
+            # A nearly full disk takes a part and refuses the rest.
+            content = content[self._files[array].write(content) or 0 :]
+
+
+@contextmanager
+def disk_errors(cache_folder: Path) -> Iterator[None]:
+    """Turn a failure to write into a DataError that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"{cache_folder}: the token cache cannot be written: {error.strerror or error}. Set "
+            "tokenization.cache_dir to a folder on another disk, or tokenization.disable_cache: true. "
+            "`spurline cache prune` frees space."
+        ) from error

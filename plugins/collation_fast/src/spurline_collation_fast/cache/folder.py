@@ -1,7 +1,9 @@
-"""The folder of the token cache: find an entry by its key, write a new one, remove a damaged one.
+"""The folder of the token cache: find an entry by its key, commit a new one, list and remove entries.
 
-Place on the way: tokenization -> TokenCache -> Tokenized with a mapped store. Readers need no locks: writers fill a
-folder of their own and rename it into place, so that readers see a whole entry or none, on shared folders too.
+Place on the way: tokenization -> TokenCache -> Tokenized with a mapped store. Readers need no locks: a writer fills a
+folder of its own and renames it into place, and an entry is renamed before it is removed. So readers see a whole entry
+or none, on shared folders too, and a process that has an entry mapped keeps reading it. Folders that are no entries
+begin with a dot.
 """
 
 from __future__ import annotations
@@ -9,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
+import secrets
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,82 +20,76 @@ from pathlib import Path
 
 from spurline.data.token_store import Tokenized
 from spurline.errors import DataError
+from spurline.files import remove as remove_path
 from spurline.files import sync_file
-from spurline_collation_fast.cache.entry import MANIFEST, CacheKey, DamagedEntry, open_entry
-from spurline_collation_fast.cache.upkeep import WRITING, may_remove, remove, sweep
-from spurline_collation_fast.cache.writer import CacheWriter, disk_errors
-from spurline_text.own_folder import OwnFolder
+from spurline_collation_fast.cache.entry import MANIFEST, CacheKey, DamagedEntry, EntryWriter, disk_errors, open_entry
+from spurline_text import own_folder
 
 ENVIRONMENT_VARIABLE = "SPURLINE_CACHE"
 
+WRITING = ".writing-"
+"""The prefix of a folder that a writer fills and holds a lock on."""
+_REMOVED = ".removed-"
+_KEY = re.compile(r"[0-9a-f]{32}")
 _ATTEMPTS = 5
-"""Times to look again when other processes replace the entry under our hands."""
-
-
-class NoHomeError(DataError):
-    """The cache would be in a home directory, and this user has none."""
+"""Times to look again when other processes commit or remove the same entry."""
 
 
 def default_cache_folder() -> Path:
-    """Return SPURLINE_CACHE, else ~/.cache/spurline/tokens. Raises NoHomeError."""
-    return _expanded(Path(os.environ.get(ENVIRONMENT_VARIABLE) or "~/.cache/spurline/tokens"))
+    """Return SPURLINE_CACHE, else ~/.cache/spurline/tokens. Raises DataError if there is no home directory."""
+    folder = Path(os.environ.get(ENVIRONMENT_VARIABLE) or "~/.cache/spurline/tokens")
+    try:
+        return folder.expanduser()
+    except RuntimeError as error:
+        raise DataError(
+            f"token cache: {folder} cannot be written, since no home directory was found. Set {ENVIRONMENT_VARIABLE} "
+            "or tokenization.cache_dir to a folder."
+        ) from error
 
 
 class TokenCache:
-    """Entries in one folder, each in a subfolder named by its key. Making one may raise NoHomeError.
+    """Entries in one folder, each in a subfolder named by its key.
 
-    notes: lines for the user about what was found wrong so far; `commit` and `open` put them into `Tokenized.notes`.
+    `notes` holds lines for the user about what was found wrong so far.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = _expanded(folder)
+        self.folder = folder.expanduser()
         self.notes: list[str] = []
-        self._stuck: str | None = None
+        self._problem: str | None = None
 
     def open(self, key: CacheKey) -> Tokenized | None:
         """Return the tokens of this key, or None when they must be made.
 
-        A damaged entry is removed with a note; one that stays in the way, or cannot be read now, is left alone, and
+        A damaged entry is removed with a note. An entry that cannot be read or removed is left alone, and
         `write_problem` says so. `Tokenized.examples` name files as they were called when the tokens were made.
         """
         entry = self.folder / key.digest
-        try:
-            identity = _identity(entry)
-            if identity is None:
+        with self._leaving_alone(entry):
+            if not _exists(entry):
                 return None
             try:
                 found = open_entry(entry, key.labels)
             except DamagedEntry as damage:
-                # Unless another process has replaced it meanwhile.
-                if _identity(entry) == identity:
-                    remove(entry)
+                remove(entry)
                 self.notes.append(f"token cache: {damage}. The entry is removed, and the tokens are made again.")
                 return None
-        except OSError as error:
-            self._stuck = (
-                f"token cache: {entry} cannot be read or replaced ({error.strerror or error}), so it is left alone and "
-                "the tokens stay in memory for this run. Check its permissions and the storage, or set "
-                "tokenization.cache_dir to another folder."
-            )
-            return None
-        # For `list` and `prune --older-than`; a reader without write access leaves no trace.
-        with contextlib.suppress(OSError):
-            os.utime(entry / MANIFEST)
-        return replace(found, notes=tuple(self.notes))
+            # For `list` and `prune --older-than`; a reader without write access leaves no trace.
+            with contextlib.suppress(OSError):
+                os.utime(entry / MANIFEST)
+            return replace(found, notes=tuple(self.notes))
+        return None
 
-    def write_problem(self, replaced: CacheKey | None = None) -> str | None:
-        """Return None when an entry can be written, otherwise a line for the user that says why not.
+    def discard(self, key: CacheKey) -> None:
+        """Remove the entry of this key; `write_problem` says so if that is not possible."""
+        with self._leaving_alone(self.folder / key.digest):
+            remove(self.folder / key.digest)
 
-        replaced: The key of an entry that has to give way if there is one.
-        """
-        if self._stuck is not None:
-            return self._stuck
+    def write_problem(self) -> str | None:
+        """Return a line for the user that says why no entry can be written, or None."""
+        if self._problem is not None:
+            return self._problem
         try:
-            if replaced is not None and not may_remove(self.folder / replaced.digest):
-                return (
-                    f"token cache: {self.folder / replaced.digest} is another user's and cannot be replaced, so the "
-                    "tokens stay in memory for this run. Set tokenization.cache_dir to another folder."
-                )
             self.folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.folder):
                 return None
@@ -102,28 +100,20 @@ class TokenCache:
             )
 
     @contextlib.contextmanager
-    def writer(self, key: CacheKey, *, replace: bool = False) -> Iterator[CacheWriter]:
-        """Yield a sink for the samples of a new entry; `commit` puts it into the cache. Without commit nothing stays.
+    def writer(self, key: CacheKey) -> Iterator[EntryWriter]:
+        """Yield a sink for the samples of a new entry; nothing of it stays unless it is finished and committed.
 
-        Args:
-            key: What the samples are made of.
-            replace: Let an entry that is there now give way to the new one. One that another process commits meanwhile
-                is as new as ours and stays.
-
-        Raises:
-            DataError: If the disk is full or fails.
+        Raises DataError if the disk is full or fails.
         """
-        entry = self.folder / key.digest
         with disk_errors(self.folder):
-            replaced = _identity(entry) if replace else None
             self.folder.mkdir(parents=True, exist_ok=True)
             sweep(self.folder)
-            own = OwnFolder(WRITING, self.folder)
+            own = own_folder.OwnFolder(WRITING, self.folder)
         try:
             with disk_errors(self.folder):
                 # A temporary folder is for its owner alone, an entry for all who may read the cache.
                 own.path.chmod(self.folder.stat().st_mode & 0o777)
-            writer = CacheWriter(own.path, key, lambda: self._publish(own.path, key, replaced))
+            writer = EntryWriter(own.path, key)
             try:
                 yield writer
             finally:
@@ -131,46 +121,84 @@ class TokenCache:
         finally:
             own.remove()
 
-    def _publish(self, temporary: Path, key: CacheKey, replaced: tuple[int, int] | None) -> Tokenized:
-        """Rename a finished folder into place and open it; when another writer was faster, open that one's entry."""
+    def commit(self, finished: Path, key: CacheKey) -> Tokenized:
+        """Rename a finished folder into place and open it; open the entry of another writer that was faster.
+
+        Raises DataError if the entry cannot be put in place or read back.
+        """
         entry = self.folder / key.digest
-        for _ in range(_ATTEMPTS):
-            try:
-                temporary.rename(entry)
-            except OSError as error:
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                    raise
-                if replaced is not None and _identity(entry) == replaced:
-                    remove(entry)
-                    continue
-            else:
-                sync_file(self.folder)
-            found = self.open(key)
-            if found is not None:
-                return found
-            if not temporary.exists() or self._stuck is not None:
-                break
+        with disk_errors(self.folder):
+            for _ in range(_ATTEMPTS):
+                try:
+                    finished.rename(entry)
+                except OSError as error:
+                    if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                        raise
+                else:
+                    sync_file(self.folder)
+                found = self.open(key)
+                if found is not None:
+                    return found
         raise DataError(
             f"{entry}: the token cache entry cannot be put in place or read back. "
-            f"{' '.join([*self.notes, self._stuck or ''])} "
+            f"{' '.join([*self.notes, self._problem or ''])} "
             "Check the disk, set tokenization.cache_dir to another folder, or tokenization.disable_cache: true."
         )
 
+    @contextlib.contextmanager
+    def _leaving_alone(self, entry: Path) -> Iterator[None]:
+        """Note an OSError as the reason to keep the tokens in memory."""
+        try:
+            yield
+        except OSError as error:
+            self._problem = (
+                f"token cache: {entry} cannot be read or replaced ({error.strerror or error}), so it is left alone and "
+                "the tokens stay in memory for this run. Check its permissions and the storage, or set "
+                "tokenization.cache_dir to another folder."
+            )
 
-def _expanded(folder: Path) -> Path:
+
+def entry_paths(folder: Path) -> list[Path]:
+    """Return the folders of all entries. Raises DataError if they cannot be listed."""
     try:
-        return folder.expanduser()
-    except RuntimeError as error:
-        raise NoHomeError(
-            f"token cache: {folder} cannot be written, since no home directory was found. Set {ENVIRONMENT_VARIABLE} "
-            "or tokenization.cache_dir to a folder."
+        return sorted(path for path in folder.iterdir() if _KEY.fullmatch(path.name))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise DataError(
+            f"{folder}: the token cache cannot be listed: {error.strerror or error}. Make the folder readable, or "
+            "choose another one: `--cache-dir`, in a run tokenization.cache_dir."
         ) from error
 
 
-def _identity(entry: Path) -> tuple[int, int] | None:
-    """Tell one folder from another of the same name; None when there is none."""
+def remove(entry: Path) -> None:
+    """Remove an entry, which disappears under its name at once; do nothing when another process was faster.
+
+    Raises OSError when it cannot be renamed.
+    """
+    aside = entry.with_name(f"{_REMOVED}{entry.name}-{secrets.token_hex(4)}")
     try:
-        found = entry.stat()
+        entry.rename(aside)
+    except FileNotFoundError:
+        return
+    # Nobody finds it any more. Files that a reader has mapped over NFS keep the folder there: a later sweep takes it.
+    with contextlib.suppress(OSError):
+        remove_path(aside)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what killed writers have left: folders without a lock, and entries that were being removed."""
+    own_folder.sweep(folder, WRITING)
+    for path in folder.glob(f"{_REMOVED}*"):
+        # Another process may be at it, and another user's stays.
+        with contextlib.suppress(OSError):
+            remove_path(path)
+
+
+def _exists(entry: Path) -> bool:
+    """Return whether there is an entry. Raises OSError if that cannot be told."""
+    try:
+        entry.stat()
     except (FileNotFoundError, NotADirectoryError):
-        return None
-    return found.st_dev, found.st_ino
+        return False
+    return True

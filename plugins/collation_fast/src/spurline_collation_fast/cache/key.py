@@ -1,8 +1,7 @@
-"""Make the key that identifies tokens: runs with equal keys make the same tokens, so one may use the other's.
+"""Make the key that identifies tokens: runs with equal keys make the same tokens, so they share an entry.
 
-In: datasets, tokenizer and data settings. Out: a CacheKey. The key depends on content and not on names: renaming or
-touching a file does not change it, while one changed row, template or library version does. No rows are read beyond
-those that the dataset's own fingerprint needs.
+The key depends on content and not on names: renaming or touching a file does not change it, while one changed row,
+template or library version does. Rows are read only as far as the fingerprint of their dataset needs it.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import xxhash
 from spurline.config.run_config import DataConfig
 from spurline.config.section import OnResume
 from spurline.protocols.tokenization import DatasetToTokenize
-from spurline_collation_fast.cache.entry import FORMAT_VERSION, CacheKey, canonical_json
+from spurline_collation_fast.cache.entry import FORMAT_VERSION, CacheKey
 from spurline_text.encoding import require_offsets
 from spurline_text.tokenization import store_labels
 
@@ -30,19 +29,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _TOKEN_CODE = ("spurline_text", "spurline.data.token_store", "spurline_collation_fast.tokenization")
-"""Packages and modules whose code decides what an entry holds: tokens, counts, summary."""
+"""Packages and modules whose code decides which tokens, counts and summary an entry holds."""
 
 LIBRARIES = ("datasets", "jinja2", "pyarrow", "tokenizers", "transformers")
-"""Libraries whose version decides it too: they read rows, render and encode them."""
+"""Libraries that read, render and encode rows; their versions count too."""
 
 _CLOCK = re.compile(r"\b(strftime_now|datetime)\b")
-"""How a chat template asks what day it is: Llama 3.2 puts the date into the system prompt."""
+"""Names by which a chat template asks for the date: Llama 3.2 puts it into the system prompt."""
 
 _NO_MATTER_IN_DATASET = {"weight", "label"}
-"""They act after tokenization. Paths do not matter either: they are marked free, and the fingerprint is of content."""
+"""Settings that act after tokenization. Paths do not matter either: they are marked free."""
 
 _NO_MATTER_IN_DATA = {"train", "eval", "order"}
-"""The datasets themselves are identified by content; the order comes later."""
+"""Settings that the parts of the datasets cover, or that act after tokenization."""
 
 
 def cache_key(
@@ -51,9 +50,16 @@ def cache_key(
     data: DataConfig,
     today: date | None = None,
 ) -> CacheKey:
-    """Return the key of these datasets' tokens. Raises ModelError for a tokenizer that no loss mask can be made with.
+    """Return the key of the tokens of these datasets.
 
-    today: counts where the chat template prints the date; None asks the clock.
+    Args:
+        datasets: What is tokenized.
+        tokenizer: Encodes it.
+        data: Settings of the section `data`.
+        today: Counts if the chat template prints the date; None asks the clock.
+
+    Raises:
+        ModelError: If no loss mask can be made with the tokenizer.
     """
     require_offsets(tokenizer)
     parts = {
@@ -67,11 +73,11 @@ def cache_key(
         },
         "format": FORMAT_VERSION,
     }
-    return CacheKey(xxhash.xxh3_128_hexdigest(canonical_json(parts)), parts, tuple(store_labels(datasets)))
+    return CacheKey(_hash(parts), parts, tuple(store_labels(datasets)))
 
 
 def prints_date(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether the chat template asks what day it is, so that its tokens are of one day only."""
+    """Return whether the chat template asks for the date, so that its tokens are for one day only."""
     templates = tokenizer.chat_template or ""
     texts = templates.values() if isinstance(templates, dict) else (templates,)
     return any(_CLOCK.search(text) for text in texts)
@@ -108,13 +114,13 @@ def _tokenizer_part(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     source = inspect.getsourcefile(kind)
     return {
         "class": f"{kind.__module__}.{kind.__qualname__}",
-        "class_source": _hash(Path(source).read_bytes()) if source else None,
-        "backend": _hash(canonical_json(backend)),
-        "chat_template": _hash(canonical_json(tokenizer.chat_template)) if tokenizer.chat_template else None,
+        "class_source": xxhash.xxh3_128_hexdigest(Path(source).read_bytes()) if source else None,
+        "backend": _hash(backend),
+        "chat_template": _hash(tokenizer.chat_template) if tokenizer.chat_template else None,
         "special_tokens": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
         "split_special_tokens": bool(getattr(tokenizer, "split_special_tokens", False)),
     }
 
 
-def _hash(content: bytes) -> str:
-    return xxhash.xxh3_128_hexdigest(content)
+def _hash(content: Any) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())

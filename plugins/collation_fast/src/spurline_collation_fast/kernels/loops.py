@@ -1,15 +1,42 @@
-"""Write segments into the columns of a batch: plain Python that numba compiles as it stands.
+"""The innermost loops of collation: plain Python that `compiled.py` compiles as it stands.
 
-Segments are given row by row: those of row r are `row_offsets[r] : row_offsets[r + 1]`. Segment s is sample
-`positions[s]`, whose values are found by `begins` and `lengths`, and takes that many columns from `columns[s]` on,
-behind the segment before it. Everything between segments is padding, which these loops write too, since buffers are
-reused. All tables are int64. Tests run the same source uncompiled, with errors put into it, so nothing here may depend
-on being compiled.
+All tables are int64. No loop makes an array, and the packing loops slice none: compiling code that makes or slices
+arrays takes seconds, code that only reads and writes them a tenth of one.
+
+`write_rows` and `write_values` write segments into the columns of a batch, row by row. Row r holds the segments
+`row_offsets[r] : row_offsets[r + 1]`. Segment s is sample `positions[s]`, whose values are found by `begins` and
+`lengths`; it begins at column `columns[s]`, behind the segment before it. Everything between segments is padding, which
+these loops write too, since buffers are reused.
+
+The other loops pack samples into rows. `order` lists the samples longest first. `row_of` receives the row of each
+sample, numbered as the rows were opened.
 """
 
 from __future__ import annotations
 
-from spurline_collation_fast.kernels.memory import fetch_ahead
+LINE = 64
+"""Bytes of a cache line."""
+AHEAD = 4
+"""Segments that are fetched before they are written: about as many lines as a core can wait for at once."""
+FETCHED_LINES = 16
+"""Lines fetched of each such segment; once reading is under way, the processor looks ahead by itself."""
+
+
+def fetch(values, place):
+    """Bring the cache line of `values[place]` closer; `place` may lie behind the end.
+
+    Plain Python does nothing here; `compiled.py` puts in the instruction.
+    """
+
+
+def fetch_ahead(values, begins, lengths, positions, segment):
+    """Fetch the first lines of a segment that is written soon, since segments lie scattered in a store."""
+    if segment + AHEAD >= positions.shape[0]:
+        return
+    sample = positions[segment + AHEAD]
+    begin, each = begins[sample], LINE // values.itemsize
+    for place in range(begin, begin + min(lengths[sample], FETCHED_LINES * each), each):
+        fetch(values, place)
 
 
 def fill(out, value):
@@ -46,10 +73,11 @@ def write_rows(
     segment_ids,
     position_ids,
 ):
-    """Fill three columns [R, L]; returns the number of tokens.
+    """Fill three columns [R, L] and return the number of tokens.
 
-    input_ids: the tokens of each segment, from `tokens[begins[sample]]` on; `pad` on padding. segment_ids: 1, 2, ... on
-    the segments of each row; 0 on padding. position_ids: 0, 1, 2, ... in each segment; 0 on padding.
+    `input_ids` receives the tokens of each segment, from `tokens[begins[sample]]` on, and `pad` on padding.
+    `segment_ids` receives 1, 2, ... on the segments of each row, `position_ids` 0, 1, 2, ... in each segment. Both are
+    0 on padding.
     """
     num_tokens = 0
     for row in range(input_ids.shape[0]):
@@ -76,8 +104,10 @@ def write_rows(
 
 
 def write_values(values, begins, skips, lengths, positions, columns, row_offsets, out):
-    """out[R, L] = the values of each segment, from `values[begins[sample]]` on, after `skips[sample]` zeros; 0 on
-    padding."""
+    """Fill one column [R, L]: in each segment `skips[sample]` zeros, then `values[begins[sample]]` and those after it.
+
+    Padding is 0.
+    """
     for row in range(out.shape[0]):
         line = out[row]
         free = 0
@@ -91,5 +121,145 @@ def write_values(values, begins, skips, lengths, positions, columns, row_offsets
         zero(line[free:])
 
 
-HELPERS = (fill, zero, copy, count_up)
-"""Functions that the loops above call; numba compiles them along."""
+def longest_first(lengths, free, order):
+    """Write positions by falling length into `order`; of equal lengths the higher position comes first.
+
+    Lengths are counted, so this takes linear time. `free` holds zeros, two more than the longest sample has tokens.
+    """
+    longest = free.shape[0] - 2
+    for length in lengths:
+        free[longest - length + 1] += 1
+    for place in range(longest):
+        free[place + 1] += free[place]
+    for position in range(lengths.shape[0] - 1, -1, -1):
+        place = longest - lengths[position]
+        order[free[place]] = position
+        free[place] += 1
+
+
+def first_fit(lengths, order, row_of, room):
+    """Put each sample into the first row with room; return the number of rows.
+
+    The result is more than there can be rows if some sample fits into none. `room` is a tree [2 * leaves] with a leaf
+    for each row there can be: a node holds the most room below it, so that a row is found in log2(rows) steps. At first
+    every node is the capacity of a row.
+    """
+    leaves = room.shape[0] // 2
+    num_rows = 0
+    for sample in order:
+        length = lengths[sample]
+        if room[1] < length:
+            return room.shape[0]
+        node = 1
+        while node < leaves:
+            node = 2 * node + (room[2 * node] < length)
+        row_of[sample] = node - leaves
+        num_rows = max(num_rows, node - leaves + 1)
+        most = room[node] - length
+        room[node] = most
+        while node > 1:
+            most = max(most, room[node ^ 1])
+            node //= 2
+            if room[node] == most:
+                break
+            room[node] = most
+    return num_rows
+
+
+def best_fit(lengths, order, capacity, row_of, keys):
+    """Put each sample into the row in which it leaves the least room, the earlier of equals; return the number of rows.
+
+    `keys` has one place for each sample. It keeps the rows sorted by (room, number), both in one key.
+    """
+    scale = order.shape[0]
+    num_rows = 0
+    for sample in order:
+        length = lengths[sample]
+        place = num_rows
+        low = 0
+        while low < place:
+            middle = (low + place) // 2
+            if keys[middle] < length * scale:
+                low = middle + 1
+            else:
+                place = middle
+        if place == num_rows:
+            row, room = num_rows, capacity
+            num_rows += 1
+        else:
+            row, room = keys[place] % scale, keys[place] // scale
+        key = (room - length) * scale + row
+        while place > 0 and keys[place - 1] > key:
+            keys[place] = keys[place - 1]
+            place -= 1
+        keys[place] = key
+        row_of[sample] = row
+    return num_rows
+
+
+def fill_missing_rows(order, row_of, num_rows, counts, donors, last, before):
+    """Give rows beyond `num_rows` the last sample of the rows with the most, as core's `spread_over_ranks` does.
+
+    `counts` holds a zero for each row there is to be and receives the number of its samples. `donors` and `last` are as
+    long, `before` is as long as `order`; all three are overwritten.
+    """
+    for sample in order:
+        row = row_of[sample]
+        before[sample] = last[row]
+        last[row] = sample
+        counts[row] += 1
+    for row in range(num_rows):
+        donors[row] = counts[row]
+    donor = -1
+    for row in range(num_rows, counts.shape[0]):
+        if donor < 0 or counts[donor] == 1:
+            donor = 0
+            for other in range(num_rows):
+                if donors[other] >= donors[donor]:
+                    donor = other
+            if donors[donor] <= 1:
+                break
+            donors[donor] = 0
+        moved = last[donor]
+        last[donor] = before[moved]
+        counts[donor] -= 1
+        row_of[moved] = row
+        counts[row] = 1
+
+
+def list_rows(order, row_of, counts, num_ranks, row_offsets, free, positions):
+    """List the samples rank by rank, row by row, in the order in which they were placed.
+
+    Row i goes to rank i mod `num_ranks`. `row_offsets` [R + 1] and `positions` [S] receive the result; `free` [R] is
+    overwritten.
+    """
+    num_rows = counts.shape[0]
+    place = total = 0
+    for rank in range(num_ranks):
+        for row in range(rank, num_rows, num_ranks):
+            row_offsets[place] = free[row] = total
+            total += counts[row]
+            place += 1
+    row_offsets[num_rows] = total
+    for sample in order:
+        row = row_of[sample]
+        positions[free[row]] = sample
+        free[row] += 1
+
+
+def place_in_rows(aligned, positions, row_offsets, num_ranks, columns):
+    """Find the column of each segment; return the tokens of the fullest row, and of the fullest rank over the mean."""
+    longest_row = fullest = total = 0
+    per_rank = (row_offsets.shape[0] - 1) // num_ranks
+    for rank in range(num_ranks):
+        of_rank = 0
+        for row in range(rank * per_rank, (rank + 1) * per_rank):
+            used = 0
+            for segment in range(row_offsets[row], row_offsets[row + 1]):
+                columns[segment] = used
+                used += aligned[positions[segment]]
+            longest_row = max(longest_row, used)
+            of_rank += used
+        fullest = max(fullest, of_rank)
+        total += of_rank
+    return longest_row, fullest * num_ranks / total if total else 1.0

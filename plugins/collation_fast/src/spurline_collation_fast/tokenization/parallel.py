@@ -1,7 +1,7 @@
 """Tokenization `parallel`: tokens from the cache, or made on all cores and kept there.
 
 Place on the way: datasets -> cache key -> a cache entry; or blocks of samples -> SampleCollector -> memory or a new
-entry. What a row becomes is decided by core's RowEncoder, as for `text/sequential`.
+entry. Core's RowEncoder decides what a row becomes, as for `text/sequential`.
 """
 
 from __future__ import annotations
@@ -14,109 +14,19 @@ from datetime import date
 from itertools import islice
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
-from rich.text import Text
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import PreTrainedTokenizerBase
 
 from spurline.config.run_config import DataConfig
 from spurline.data.token_store import SampleBlock, SampleSink, Tokenized
 from spurline.errors import DataError
 from spurline.protocols.tokenization import DatasetToTokenize
-from spurline_collation_fast.cache.entry import CacheKey
-from spurline_collation_fast.cache.folder import NoHomeError, TokenCache, default_cache_folder
+from spurline_collation_fast.cache.folder import TokenCache, default_cache_folder
 from spurline_collation_fast.cache.key import cache_key, prints_date
 from spurline_collation_fast.configs import ParallelTokenizationConfig
-from spurline_collation_fast.tokenization.block_encoder import BlockEncoder, available_cores
-from spurline_collation_fast.tokenization.chunks import Chunk, RowLine
+from spurline_collation_fast.tokenization.block_encoder import BlockEncoder, Chunk, available_cores, chunks_of
 from spurline_collation_fast.tokenization.worker_pool import TokenizationTask, UnsharableDataError, WorkerPool
 from spurline_text.tokenization import SampleCollector, check_rows
-
-
-class _RowsPerSecond(ProgressColumn):
-    def render(self, task: Task) -> Text:
-        return Text(f"{task.speed:,.0f} rows/s" if task.speed else "")
-
-
-@contextmanager
-def show_progress(num_rows: int) -> Iterator[Callable[[int], None]]:
-    """Yields a function to be called with each number of rows that are done. The bar goes when the work is done."""
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("tokenizing"),
-        BarColumn(),
-        TextColumn("{task.completed:,.0f} of {task.total:,.0f} rows"),
-        _RowsPerSecond(),
-        TimeRemainingColumn(),
-    )
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal, get_time=time.monotonic
-    ) as bar:
-        task = bar.add_task("tokenizing", total=num_rows)
-        yield lambda rows: bar.advance(task, rows)
-
-
-class ParallelTokenization:
-    """Tokenizes datasets on all cores; equal to `text/sequential` sample by sample."""
-
-    def __init__(
-        self, config: ParallelTokenizationConfig, *, tokenizer: PreTrainedTokenizerBase, data: DataConfig
-    ) -> None:
-        self._config = config
-        self._tokenizer = tokenizer
-        self._data = data
-
-    def tokenize(self, datasets: Sequence[DatasetToTokenize]) -> Tokenized:
-        """All samples of all datasets, in order. No row is read when the cache has the tokens."""
-        if self._config.disable_cache:
-            return self._in_memory(datasets)
-        try:
-            cache = TokenCache(self._config.cache_dir or default_cache_folder())
-        except NoHomeError as error:
-            return self._in_memory(datasets, (str(error),))
-        if prints_date(self._tokenizer):
-            cache.notes.append(
-                "token cache: the chat template prints the date, so these tokens are for today's runs only."
-            )
-        today = date.today()
-        key = cache_key(datasets, self._tokenizer, self._data, today)
-        if not self._config.force_recache:
-            found = cache.open(key)
-            if found is not None:
-                return replace(found, notes=(*found.notes, f"tokens read from the cache: {cache.folder / key.digest}"))
-        problem = cache.write_problem(key if self._config.force_recache else None)
-        if problem is None:
-            return self._fill(cache, key, datasets, today)
-        return self._in_memory(datasets, (*cache.notes, problem))
-
-    def _in_memory(self, datasets: Sequence[DatasetToTokenize], notes: Sequence[str] = ()) -> Tokenized:
-        """Make the tokens and keep them for this run."""
-        collector, more_notes = self._encode(datasets)
-        return replace(collector.finish(), notes=(*notes, *more_notes))
-
-    def _fill(self, cache: TokenCache, key: CacheKey, datasets: Sequence[DatasetToTokenize], today: date) -> Tokenized:
-        """Make the tokens and keep them as an entry of the cache. today: what the key was made with."""
-        with cache.writer(key, replace=self._config.force_recache) as writer:
-            collector, notes = self._encode(datasets, writer)
-            if cache_key(datasets, self._tokenizer, self._data, today).digest != key.digest:
-                names = ", ".join(item.dataset.label for item in datasets)
-                raise DataError(f"{names}: the data changed while it was being tokenized. Run the same command again.")
-            made = writer.commit(collector.findings())
-        return replace(made, notes=(*made.notes, *notes))
-
-    def _encode(
-        self, datasets: Sequence[DatasetToTokenize], sink: SampleSink | None = None
-    ) -> tuple[SampleCollector, list[str]]:
-        """Send the samples of all rows to the sink, memory if None. Returns the counts, and notes for the user."""
-        for dataset in datasets:
-            check_rows(dataset.dataset)
-        source = BlockSource(TokenizationTask(datasets, self._tokenizer, self._data), self._config)
-        collector = SampleCollector(datasets, sink)
-        # Closed whatever happens here: an error must not leave worker processes behind.
-        with show_progress(source.num_rows) as advance, closing(source.blocks(advance)) as blocks:
-            for block in blocks:
-                collector.add(block)
-        return collector, source.notes
-
 
 ROWS_PER_CHUNK = 256
 """Enough to keep the tokenizer's own threads busy, unless rows are short."""
@@ -136,35 +46,99 @@ MAX_WORKERS = 64
 Advance = Callable[[int], None]
 
 
-class BlockSource:
-    """Makes the blocks of all rows of a task. notes: lines for the user about how it went."""
+@contextmanager
+def show_progress(num_rows: int) -> Iterator[Advance]:
+    """Yield a function to call with each number of rows that are done. The bar goes when the work is done."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("tokenizing"),
+        BarColumn(),
+        TextColumn("{task.completed:,.0f} of {task.total:,.0f} rows"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("tokenizing", total=num_rows)
+        yield lambda rows: bar.advance(task, rows)
 
-    def __init__(self, task: TokenizationTask, config: ParallelTokenizationConfig) -> None:
+
+class ParallelTokenization:
+    """Tokenizes datasets on all cores; equal to `text/sequential` sample by sample."""
+
+    def __init__(
+        self, config: ParallelTokenizationConfig, *, tokenizer: PreTrainedTokenizerBase, data: DataConfig
+    ) -> None:
+        self._config, self._tokenizer, self._data = config, tokenizer, data
+
+    def tokenize(self, datasets: Sequence[DatasetToTokenize]) -> Tokenized:
+        """Return all samples of all datasets, in order. No row is read when the cache has the tokens."""
+        if self._config.disable_cache:
+            return self._in_memory(datasets)
+        try:
+            cache = TokenCache(self._config.cache_dir or default_cache_folder())
+        except DataError as error:
+            return self._in_memory(datasets, (str(error),))
+        if prints_date(self._tokenizer):
+            cache.notes.append(
+                "token cache: the chat template prints the date, so these tokens are for today's runs only."
+            )
+        today = date.today()
+        key = cache_key(datasets, self._tokenizer, self._data, today)
+        if self._config.force_recache:
+            cache.discard(key)
+        elif (found := cache.open(key)) is not None:
+            return replace(found, notes=(*found.notes, f"tokens read from the cache: {cache.folder / key.digest}"))
+        problem = cache.write_problem()
+        if problem is not None:
+            return self._in_memory(datasets, (*cache.notes, problem))
+        with cache.writer(key) as writer:
+            collector, notes = self._encode(datasets, writer)
+            if cache_key(datasets, self._tokenizer, self._data, today).digest != key.digest:
+                names = ", ".join(item.dataset.label for item in datasets)
+                raise DataError(f"{names}: the data changed while it was being tokenized. Run the same command again.")
+            writer.finish(collector.findings())
+            made = cache.commit(writer.folder, key)
+        return replace(made, notes=(*made.notes, *notes))
+
+    def _in_memory(self, datasets: Sequence[DatasetToTokenize], notes: Sequence[str] = ()) -> Tokenized:
+        collector, more_notes = self._encode(datasets)
+        return replace(collector.finish(), notes=(*notes, *more_notes))
+
+    def _encode(
+        self, datasets: Sequence[DatasetToTokenize], sink: SampleSink | None = None
+    ) -> tuple[SampleCollector, list[str]]:
+        """Send the samples of all rows to the sink, memory if None. Returns the counts, and notes for the user."""
+        for dataset in datasets:
+            check_rows(dataset.dataset)
+        source = BlockSource(TokenizationTask(datasets, self._tokenizer, self._data), self._config.workers)
+        collector = SampleCollector(datasets, sink)
+        # Closed whatever happens here: an error must not leave worker processes behind.
+        with show_progress(sum(source.sizes)) as advance, closing(source.blocks(advance)) as blocks:
+            for block in blocks:
+                collector.add(block)
+        return collector, source.notes
+
+
+class BlockSource:
+    """Makes the blocks of all rows of a task; `notes` are lines for the user about how it went."""
+
+    def __init__(self, task: TokenizationTask, workers: int | str) -> None:
         """Raises DataError for a dataset whose columns fit no format."""
-        self._task, self._config = task, config
+        self._task, self._workers = task, workers
         self._encoder = BlockEncoder(task.datasets, task.tokenizer, task.data)
         self._encoder.check_formats()
-        self._line = RowLine([len(source.dataset) for source in task.datasets])
+        self.sizes = [len(source.dataset) for source in task.datasets]
         self._rows_per_chunk = ROWS_PER_CHUNK
         self.notes: list[str] = []
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of all datasets."""
-        return len(self._line)
 
     def blocks(self, advance: Advance) -> Generator[SampleBlock, None, None]:
         """Yield the blocks of all rows in order; close it when leaving early.
 
-        Where the config allows workers, the first rows are encoded here with the clock running, and the rest where that
-        will be done sooner.
-
-        Args:
-            advance: Called with numbers of rows that are done.
+        Where workers are allowed, the first rows are encoded here with the clock running, and the rest where that will
+        be done sooner. `advance` is called with numbers of rows that are done.
         """
-        chunks = self._chunks(range(self.num_rows))
+        chunks = self._chunks(0)
         done = 0
-        if self._config.workers != 0:
+        if self._workers != 0:
             # The first chunk also compiles the template and starts threads; it says nothing about the others.
             for block in self._here(islice(chunks, 1), advance):
                 done += block.num_rows
@@ -173,29 +147,27 @@ class BlockSource:
             for block in self._here(_for_seconds(chunks, MEASURE_S), advance):
                 done += block.num_rows
                 yield block
-            left, measured = self.num_rows - done, max(1, done - unmeasured)
+            left, measured = sum(self.sizes) - done, max(1, done - unmeasured)
             row_s, row_cpu_s = (time.perf_counter() - begin) / measured, (time.process_time() - begin_cpu) / measured
-            workers = workers_worth_starting(left, row_s, row_cpu_s, self._most_workers())
+            most = min(available_cores(), MAX_WORKERS) if self._workers == "auto" else int(self._workers)
+            workers = workers_worth_starting(left, row_s, row_cpu_s, most)
             if workers:
                 try:
-                    with WorkerPool(self._task, workers, self._config.stall_timeout_s) as pool:
-                        for block in pool.blocks(self._line.chunks(range(done, self.num_rows), lambda: ROWS_PER_CHUNK)):
+                    with WorkerPool(self._task, workers) as pool:
+                        for block in pool.blocks(chunks_of(self.sizes, done, lambda: ROWS_PER_CHUNK)):
                             done += block.num_rows
                             advance(block.num_rows)
                             yield block
                 except UnsharableDataError as error:
                     self._go_on_without(workers, error)
-                chunks = self._chunks(range(done, self.num_rows))
+                chunks = self._chunks(done)
         yield from self._here(chunks, advance)
-
-    def _most_workers(self) -> int:
-        return min(available_cores(), MAX_WORKERS) if self._config.workers == "auto" else self._config.workers
 
     def _go_on_without(self, workers: int, error: UnsharableDataError) -> None:
         """Say that the data stays here. Raises DataError where the config asks for worker processes."""
-        if self._config.workers != "auto":
+        if self._workers != "auto":
             raise DataError(
-                f"tokenization.workers: {self._config.workers}: the data cannot be given to worker processes "
+                f"tokenization.workers: {self._workers}: the data cannot be given to worker processes "
                 f"({error}). Define the dataset in a module that can be imported and let it be pickled, or set "
                 "tokenization.workers: 0."
             ) from error
@@ -203,8 +175,8 @@ class BlockSource:
             f"tokenized in one process instead of {workers}: the data cannot be given to another one ({error})."
         )
 
-    def _chunks(self, rows: range) -> Iterator[Chunk]:
-        return self._line.chunks(rows, lambda: self._rows_per_chunk)
+    def _chunks(self, first: int) -> Iterator[Chunk]:
+        return chunks_of(self.sizes, first, lambda: self._rows_per_chunk)
 
     def _here(self, chunks: Iterator[Chunk], advance: Advance) -> Generator[SampleBlock, None, None]:
         for block in self._encoder.blocks(chunks):

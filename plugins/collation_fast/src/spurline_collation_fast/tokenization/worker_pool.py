@@ -1,19 +1,17 @@
 """Encode chunks of rows in a pool of processes, and take their blocks in order.
 
-Rows do not travel: a dataset says with its pickled form how to find them again, and a tokenizer with its own JSON. They
-are pickled into a file without a name, which workers find among the open files of this process: it goes with it.
+Rows do not travel: a pickled dataset says how to find them again, and a pickled tokenizer holds its own JSON.
 """
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 import pickle
 import signal
 import sys
-import tempfile
 import threading
-import time
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,8 +21,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from multiprocessing import connection
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -33,8 +30,7 @@ from spurline.config.section import Section
 from spurline.data.token_store import SampleBlock
 from spurline.errors import RunFailedError
 from spurline.protocols.tokenization import DatasetToTokenize
-from spurline_collation_fast.tokenization.block_encoder import BlockEncoder
-from spurline_collation_fast.tokenization.chunks import Chunk
+from spurline_collation_fast.tokenization.block_encoder import BlockEncoder, Chunk
 
 _WAITING = 2
 """Chunks that are handed out for each worker: one that it encodes, and one that it finds when it is done."""
@@ -54,50 +50,27 @@ class TokenizationTask:
     tokenizer: PreTrainedTokenizerBase
     data: DataConfig
 
-    def save(self, file: IO[bytes]) -> None:
-        """Write the task. Raises UnsharableDataError when something in it cannot be pickled."""
-        try:
-            _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(self)
-            file.flush()
-        except OSError:
-            raise
-        except Exception as error:  # a foreign class may raise anything while it is taken apart
-            raise UnsharableDataError(f"{type(error).__name__}: {error}") from error
-
-    @classmethod
-    def load(cls, path: Path) -> TokenizationTask:
-        """Raises UnsharableDataError when a class in it is not found by its module and name, say in `__main__`."""
-        with path.open("rb") as file:
-            try:
-                task = pickle.load(file)  # noqa: S301 - the parent's own open file
-            except Exception as error:  # noqa: BLE001 - a class that is not found, or whatever it raises
-                raise UnsharableDataError(f"{type(error).__name__}: {error}") from None
-        assert isinstance(task, cls), type(task)
-        return task
-
 
 class WorkerPool:
     """Processes that encode chunks, as a context manager: on leaving it none is alive.
 
-    Raises UnsharableDataError when a task cannot be given to other processes.
+    Entering it, or its first block, raises UnsharableDataError when a task cannot be given to other processes.
     """
 
-    def __init__(self, task: TokenizationTask, num_workers: int, stall_timeout_s: float) -> None:
-        self._num_workers, self._stall_timeout_s = num_workers, stall_timeout_s
-        self._task = task
-        # Process id -> worker. The executor's own, which it fills.
+    def __init__(self, task: TokenizationTask, num_workers: int) -> None:
+        self._task, self._num_workers = task, num_workers
+        # Process id -> worker. The dict is the executor's own, which it fills.
         self._processes: Any = {}
 
     def __enter__(self) -> WorkerPool:
-        self._file = tempfile.TemporaryFile()
-        path = Path(f"/proc/{os.getpid()}/fd/{self._file.fileno()}")
+        content = io.BytesIO()
         try:
-            self._task.save(self._file)
-        except BaseException:
-            self._file.close()
-            raise
+            _Pickler(content, pickle.HIGHEST_PROTOCOL).dump(self._task)
+        except Exception as error:  # a foreign class may raise anything while it is taken apart
+            raise UnsharableDataError(f"{type(error).__name__}: {error}") from error
         spawn = multiprocessing.get_context("spawn")
-        self._executor = ProcessPoolExecutor(self._num_workers, spawn, initializer=_begin, initargs=(path,))
+        initial = (content.getvalue(),)
+        self._executor = ProcessPoolExecutor(self._num_workers, spawn, initializer=_begin, initargs=initial)
         self._processes = self._executor._processes
         return self
 
@@ -110,7 +83,6 @@ class WorkerPool:
         executor: Any = self._executor
         executor._result_queue._writer.close()
         self._executor.shutdown(cancel_futures=True)
-        self._file.close()
 
     @property
     def process_ids(self) -> list[int]:
@@ -121,7 +93,7 @@ class WorkerPool:
         """Yield the block of each chunk, in order. Memory holds a few chunks of each worker.
 
         Raises what the first row in order that is an error would raise in this process, RunFailedError for a worker
-        that died and for a chunk that takes longer than the time limit.
+        that died.
         """
         rest = iter(chunks)
         waiting: deque[Future[SampleBlock]] = deque()
@@ -130,11 +102,6 @@ class WorkerPool:
             while waiting:
                 yield self._result(waiting.popleft())
                 waiting.extend(self._submit(chunk) for chunk in islice(rest, 1))
-        except TimeoutError:
-            raise RunFailedError(
-                f"tokenization: no worker has finished the next rows within {self._stall_timeout_s:g} s. Raise "
-                "tokenization.stall_timeout_s if rows may take that long, or look at the storage that holds the data."
-            ) from None
         except BrokenProcessPool as error:
             raise RunFailedError(
                 "tokenization: a worker process died, which often means that memory ran out. Use fewer workers "
@@ -148,14 +115,10 @@ class WorkerPool:
             return self._executor.submit(_encode, chunk)
 
     def _result(self, future: Future[SampleBlock]) -> SampleBlock:
-        """Wait for a block. Raises what `blocks` makes of it: TimeoutError, BrokenProcessPool."""
-        deadline = time.monotonic() + self._stall_timeout_s
-        while not wait([future], timeout=min(_LOOK_S, self._stall_timeout_s)).done:
+        while not wait([future], timeout=_LOOK_S).done:
             # The executor does not see the end of a worker while it waits for the rest of a block from it.
             if connection.wait([process.sentinel for process in list(self._processes.values())], timeout=0):
                 raise BrokenProcessPool("a worker ended")
-            if time.monotonic() > deadline:
-                raise TimeoutError
         return future.result()
 
 
@@ -170,14 +133,14 @@ def _without_main_module() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-_task: Path | None = None
+_pickled_task = b""
 _encoder: BlockEncoder | None = None
 
 
-def _begin(task: Path) -> None:
-    """Prepare a worker: keep the place of the task, use one thread, end with the parent."""
-    global _task
-    _task = task
+def _begin(pickled_task: bytes) -> None:
+    """Prepare a worker: keep its task, use one thread, end with the parent."""
+    global _pickled_task
+    _pickled_task = pickled_task
     # The workers are what runs in parallel.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     # A key that ends the run goes to the parent, which ends its workers.
@@ -195,8 +158,10 @@ def _end_with_parent() -> None:
 def _encode(chunk: Chunk) -> SampleBlock:
     global _encoder
     if _encoder is None:
-        assert _task is not None, "a worker begins with _begin"
-        task = TokenizationTask.load(_task)
+        try:
+            task: TokenizationTask = pickle.loads(_pickled_task)  # noqa: S301 - made by the parent
+        except Exception as error:  # noqa: BLE001 - a class that is not found here, or whatever it raises
+            raise UnsharableDataError(f"{type(error).__name__}: {error}") from None
         _encoder = BlockEncoder(task.datasets, task.tokenizer, task.data, threads=False)
     return next(_encoder.blocks([chunk]))
 
@@ -205,17 +170,15 @@ class _Pickler(pickle.Pickler):
     """Knows the config classes that were put together for one run and exist in no module."""
 
     def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, Section):
-            return _restore, (_written_class(type(value)), value.__getstate__())
-        return NotImplemented
-
-
-def _written_class(kind: type[Section]) -> type[Section]:
-    """Return the class as its author wrote it: the nearest base that its module has under its name."""
-    for base in kind.__mro__:
-        if getattr(sys.modules.get(base.__module__), base.__qualname__, None) is base:
-            return base
-    raise AssertionError(f"Section itself is in its module, but is no base of {kind}")
+        if not isinstance(value, Section):
+            return NotImplemented
+        # The class as its author wrote it: the nearest base that its module has under its name.
+        written = next(
+            base
+            for base in type(value).__mro__
+            if getattr(sys.modules.get(base.__module__), base.__qualname__, None) is base
+        )
+        return _restore, (written, value.__getstate__())
 
 
 def _restore(kind: type[Section], state: dict[Any, Any]) -> Section:
