@@ -52,8 +52,8 @@ ALLOWED = {
     ): "rows of the run, which its own process sends to its child",
     (
         "plugins/collation_fast/src/spurline_collation_fast/tokenization/worker_pool.py",
-        "pickle.load",
-    ): "the parent's own file, in a folder that only this user can enter",
+        "pickle.loads",
+    ): "bytes that the parent process has sent",
 }
 
 

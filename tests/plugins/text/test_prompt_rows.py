@@ -74,7 +74,7 @@ def test_a_system_column_and_tools_belong_to_the_question() -> None:
 
 def test_what_cannot_be_asked_is_refused() -> None:
     with pytest.raises(BadRowError, match="token ids"):
-        read({"input_ids": [1, 2], "prompt_length": 1})
+        read({"input_ids": [1, 2], "labels": [1, 2]})
     with pytest.raises(BadRowError, match="reference is a list, expected text or a number"):
         read({"prompt": "2+2=", "reference": ["4"]})
     with pytest.raises(DataError, match="fit no format"):

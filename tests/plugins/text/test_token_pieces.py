@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from spurline_text.shown_pieces import shown, text_of
-from spurline_text.token_pieces import TokenPieces
+from spurline_text.token_pieces import TokenPieces, shown, text_of
 
 FACE = "😀".encode()
 

@@ -38,7 +38,8 @@ class Rows:
 
 
 def ids(tokens, prompt_length):
-    return {"input_ids": list(tokens), "prompt_length": prompt_length}
+    tokens = list(tokens)
+    return {"input_ids": tokens, "loss_mask": [int(place >= prompt_length) for place in range(len(tokens))]}
 
 
 def tokenize(tokenizer, *row_lists, labels=None, on_bad_row="error", **settings):

@@ -134,12 +134,3 @@ class CheckableDataset(Protocol):
     def check(self) -> None:
         """Raise DataError for the first unreadable row."""
         ...
-
-
-@runtime_checkable
-class ArrowDataset(Protocol):
-    """A dataset whose rows may be had as Arrow tables, without a Python object per value."""
-
-    def arrow(self, start: int, stop: int) -> Any:
-        """Rows [start, stop) as a pyarrow.Table, or None when these are not stored as a table."""
-        ...

@@ -1,7 +1,7 @@
 """Turn rows of a dataset into samples (token ids with a loss mask, cut to length) or reasons for leaving them out.
 
-Place on the way: rows -> plain forms (formats) -> text and spans (chat) -> ONE batch encoding -> samples. Works on any
-slice of the rows, so worker processes can share a dataset; what a row becomes never depends on its neighbours.
+Place on the way: rows -> plain forms (formats) -> text and spans (chat) -> one batch encoding -> samples. The outcome
+of a row never depends on its neighbours, so worker processes can share a dataset.
 """
 
 from __future__ import annotations
@@ -33,13 +33,20 @@ TEMPLATE_REWRITES_HISTORY = "template_rewrites_history"
 TOO_LONG = "too_long"
 
 _MOST_DECLINED = 4
-"""One text in so many may take a second encoding; with more, the first costs more than it saves."""
+"""If more than one text in so many needs a second encoding, the first costs more than it saves."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A usable sample. loss_mask: uint8, one entry per token, 0 on the first. truncated: it was cut to `max_length`.
-    ignored: sorts of things in the row that the chat template leaves out, and EMPTY_ANSWER."""
+    """A usable sample.
+
+    Attributes:
+        row: The row that it comes from.
+        tokens: Token ids.
+        loss_mask: One entry per token, 0 on the first.
+        truncated: Whether the sample was cut to `max_length`.
+        ignored: Sorts of things in the row that the chat template leaves out, and EMPTY_ANSWER.
+    """
 
     row: int
     tokens: NDArray[np.int32]
@@ -58,8 +65,7 @@ class Dropped:
 
 @dataclass(frozen=True)
 class _Text:
-    """A text waiting to be encoded. is_chat: the template has written every special token itself. ends: it is to end
-    with the end-of-sequence token. ignored: as of Sample."""
+    """A text waiting to be encoded; with `ends` it gets an end-of-sequence token."""
 
     text: str
     spans: tuple[Span, ...]
@@ -70,17 +76,22 @@ class _Text:
 
 @dataclass(frozen=True)
 class PreparedRows:
-    """Rows read and rendered, waiting for their texts to be encoded. error: why the row after the last is not here."""
+    """Rows read and rendered, waiting for their texts to be encoded; `error` is why the next row is missing."""
 
     rows: Sequence[int]
     items: list[_Text | TokenRow | Dropped]
     error: Exception | None = None
 
+    def texts(self, *, is_chat: bool) -> list[_Text]:
+        return [item for item in self.items if isinstance(item, _Text) and item.is_chat == is_chat]
+
 
 @dataclass(frozen=True)
 class EncodedTexts:
-    """The texts of PreparedRows as the tokenizer encoded them: chats in order, and plain texts in order. by_bytes: what
-    masks the chats, whose offsets mean nothing then; None where the offsets do."""
+    """The encodings of the texts of PreparedRows: chats in order, and plain texts in order.
+
+    `by_bytes` masks the chats if their encodings have no offsets.
+    """
 
     by_bytes: TokenBytes | None
     chats: Sequence[Encoding]
@@ -88,13 +99,10 @@ class EncodedTexts:
 
 
 class RowEncoder:
-    """Encodes rows of one dataset.
-
-    Raises DataError when the columns fit no format or chat rows meet a tokenizer without template, ModelError for a
-    tokenizer that cannot say which characters a token covers.
-    """
+    """Encodes rows of one dataset."""
 
     def __init__(self, source: DatasetToTokenize, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> None:
+        """Raises DataError when the columns fit no format, ModelError for a tokenizer without offsets."""
         self._dataset, self._config = source.dataset, source.config
         self._tokenizer = tokenizer
         self._data = data
@@ -106,9 +114,9 @@ class RowEncoder:
         self._too_long = data.too_long or ("split" if self.format == "text" else "truncate")
 
     def encode(self, rows: Sequence[int]) -> list[Sample | Dropped]:
-        """The outcome of each row, in the order given: one, or the samples that a long row was cut into.
+        """Return the outcomes of the rows in order; a long row may be cut into several samples.
 
-        The first row that is an error is the one raised.
+        Raises DataError for the first row that is an error.
         """
         prepared = self.prepare(rows)
         return self.finish(prepared, self.encode_texts(prepared))
@@ -128,39 +136,34 @@ class RowEncoder:
 
         Needs only the tokenizer, so any thread may do it, one at a time, while another one prepares or finishes rows.
         """
-        chats, others = _by_kind(prepared)
+        chats = [item.text for item in prepared.texts(is_chat=True)]
+        others = [item.text for item in prepared.texts(is_chat=False)]
         by_bytes = self._token_bytes
-        return EncodedTexts(
-            by_bytes,
-            encode_batch(self._tokenizer, _texts(chats), is_chat=True)
-            if by_bytes is None
-            else by_bytes.encode(_texts(chats)),
-            encode_batch(self._tokenizer, _texts(others), is_chat=False),
-        )
+        encoded = encode_batch(self._tokenizer, chats, is_chat=True) if by_bytes is None else by_bytes.encode(chats)
+        return EncodedTexts(by_bytes, encoded, encode_batch(self._tokenizer, others, is_chat=False))
 
     def _masked(self, prepared: PreparedRows, encoded: EncodedTexts) -> Iterator[Masked]:
-        """Tokens and mask of each text, in order."""
-        chats, others = _by_kind(prepared)
+        """Yield tokens and mask of each text, in order."""
+        chats = prepared.texts(is_chat=True)
         if encoded.by_bytes is None:
             of_chats = _by_offsets(chats, encoded.chats)
         else:
             of_chats = self._by_bytes(encoded.by_bytes, chats, encoded.chats)
-        made = {True: iter(of_chats), False: iter(_by_offsets(others, encoded.others))}
+        made = {True: iter(of_chats), False: iter(_by_offsets(prepared.texts(is_chat=False), encoded.others))}
         return (next(made[item.is_chat]) for item in prepared.items if isinstance(item, _Text))
 
     def _by_bytes(self, by_bytes: TokenBytes, chats: Sequence[_Text], encodings: Sequence[Encoding]) -> list[Masked]:
-        found = by_bytes.masked(encodings, _texts(chats), [item.spans for item in chats])
+        found = by_bytes.masked(encodings, [item.text for item in chats], [item.spans for item in chats])
         declined = [item for item, masked in zip(chats, found, strict=True) if masked is None]
-        if not declined:
-            return [masked for masked in found if masked is not None]
         if len(declined) * _MOST_DECLINED > len(chats):
-            # What such a tokenizer does with most texts it will do with those to come.
+            # The tokenizer will do with later texts what it did with these.
             self._token_bytes = None
-        others = iter(_by_offsets(declined, by_bytes.encode_with_offsets(_texts(declined))))
+        again = by_bytes.encode_with_offsets([item.text for item in declined]) if declined else []
+        others = iter(_by_offsets(declined, again))
         return [masked if masked is not None else next(others) for masked in found]
 
     def finish(self, prepared: PreparedRows, encoded: EncodedTexts) -> list[Sample | Dropped]:
-        """Return what `encode` returns. Raises what went wrong with the first row that is an error."""
+        """Return the outcomes of the rows. Raises the error of the first row that is one."""
         of_text = self._masked(prepared, encoded)
         outcomes: list[Sample | Dropped] = []
         for row, item in zip(prepared.rows, prepared.items, strict=True):
@@ -170,7 +173,10 @@ class RowEncoder:
                 tokens, mask = np.array(item.input_ids, np.int32), np.array(item.loss_mask, np.uint8)
                 outcomes += self._finish(row, tokens, mask)
             else:
-                outcomes += self._finish(row, *self._ended(item, next(of_text)), item.ignored)
+                tokens, mask = next(of_text)
+                if item.ends:
+                    tokens, mask = _end_with(self._tokenizer.eos_token_id, tokens, mask)
+                outcomes += self._finish(row, tokens, mask, item.ignored)
         if prepared.error is not None:
             raise prepared.error
         return outcomes
@@ -203,7 +209,7 @@ class RowEncoder:
                 require_end_of_sequence(self._tokenizer)
             text = item.prompt + item.completion
             require_text(text, values)
-            # Without a prompt it is raw text, which may well have an empty line.
+            # Raw text, which has no prompt, may be empty.
             empty = (EMPTY_ANSWER,) if item.prompt and not item.completion.strip() else ()
             return _Text(text, ((len(item.prompt), len(text)),), is_chat=False, ends=item.ends, ignored=empty)
         if not has_template:
@@ -227,9 +233,6 @@ class RowEncoder:
                 f"{item.field}[{index}]",
                 f"is {largest}, but the tokenizer has {self._vocabulary} tokens. Was the data made with another one?",
             )
-
-    def _ended(self, item: _Text, encoded: Masked) -> Masked:
-        return _end_with(self._tokenizer.eos_token_id, *encoded) if item.ends else encoded
 
     def _finish(
         self, row: int, tokens: NDArray[np.int32], mask: NDArray[np.uint8], ignored: tuple[str, ...] = ()
@@ -265,16 +268,16 @@ def _has_empty_answer(conversation: Conversation, train_on: str) -> bool:
         turns = turns[-1:]
     for turn in turns:
         message = conversation.messages[turn]
-        # Whatever else it has, such as a call or reasoning, may be written by the template.
+        # Anything else, such as a call or reasoning, may be written by the template.
         if message.keys() <= {"role", "content"} and not str(message.get("content") or "").strip():
             return True
     return False
 
 
 def _pieces(sample: Sample, limit: int) -> list[Sample]:
-    """A long sample as several of at most `limit` tokens, those without loss left out.
+    """Cut a long sample into several of at most `limit` tokens; leave out those without loss.
 
-    The first alone tells what the template leaves out, so that rows are counted and not pieces.
+    Only the first has `ignored`, so that rows are counted and not pieces.
     """
     pieces: list[Sample] = []
     for start in range(0, len(sample.tokens), limit):
@@ -287,16 +290,6 @@ def _pieces(sample: Sample, limit: int) -> list[Sample]:
     return pieces
 
 
-def _by_kind(prepared: PreparedRows) -> tuple[list[_Text], list[_Text]]:
-    """The texts that are chats, and the others."""
-    texts = [item for item in prepared.items if isinstance(item, _Text)]
-    return [item for item in texts if item.is_chat], [item for item in texts if not item.is_chat]
-
-
-def _texts(items: Sequence[_Text]) -> list[str]:
-    return [item.text for item in items]
-
-
 def _by_offsets(items: Sequence[_Text], encodings: Sequence[Encoding]) -> list[Masked]:
     return [
         (np.array(encoding.ids, np.int32), mask_of_spans(encoding, item.spans))
@@ -305,7 +298,7 @@ def _by_offsets(items: Sequence[_Text], encodings: Sequence[Encoding]) -> list[M
 
 
 def encode_batch(tokenizer: PreTrainedTokenizerBase, texts: list[str], is_chat: bool) -> list[Encoding]:
-    """`tokenizers.Encoding` of each text; special tokens are added to plain text only."""
+    """Return the `tokenizers.Encoding` of each text; special tokens are added to plain text only."""
     if not texts:
         return []
     batch = tokenizer(texts, add_special_tokens=not is_chat, return_attention_mask=False, verbose=False)
@@ -341,7 +334,7 @@ def require_chat_template(tokenizer: PreTrainedTokenizerBase, location: str) -> 
 
 
 def _end_with(end: Any, tokens: NDArray[np.int32], mask: NDArray[np.uint8]) -> Masked:
-    """Tokens that end with the end-of-sequence token, which has loss."""
+    """Return tokens that end with the end-of-sequence token, which has loss."""
     if not len(tokens) or tokens[-1] != end:
         tokens, mask = np.append(tokens, np.int32(end)), np.append(mask, np.uint8(0))
     mask[-1] = 1

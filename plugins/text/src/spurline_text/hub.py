@@ -1,7 +1,7 @@
 """Find models, tokenizers and data by name: a local folder, or the Hugging Face hub and its cache.
 
-The libraries try a hub that cannot be reached again and again, for every file they look for. Here it is asked once,
-within seconds; when it does not answer they look into the cache alone, which takes no time.
+The libraries try an unreachable hub again and again, for every file they look for. Here the hub is asked once, within
+seconds; when it does not answer, they look into the cache alone.
 """
 
 from __future__ import annotations
@@ -16,18 +16,17 @@ from typing import Any
 
 from huggingface_hub import constants, get_session
 
-from spurline.errors import ModelError, suggestion
+from spurline.errors import ModelError, listing, suggestion
 
 _ANSWER_WITHIN_S = 5.0
 _ANSWER_COUNTS_S = 60.0
-_FOLDERS_SHOWN = 12
 
 
 @contextmanager
 def finding(key: str, source: str) -> Iterator[None]:
     """Load `source`, which the setting `key` names, without waiting for a hub that does not answer.
 
-    Raises ModelError at once for what can only be a local path, and does not exist.
+    Raises ModelError for a local path that does not exist.
     """
     if Path(source).is_dir():
         yield
@@ -39,7 +38,7 @@ def finding(key: str, source: str) -> Iterator[None]:
 
 
 def refuse_adapter(key: str, source: str) -> None:
-    """Raise ModelError for a folder with an adapter in the place of a model, naming the model that it is for."""
+    """Raise ModelError for a folder with an adapter instead of a model, and name the base model."""
     folder = Path(source)
     if (folder / "config.json").exists() or not (folder / "adapter_config.json").is_file():
         return
@@ -50,8 +49,8 @@ def refuse_adapter(key: str, source: str) -> None:
     base = settings.get("base_model_name_or_path") if isinstance(settings, dict) else None
     raise ModelError(
         f"{key}: {source} is an adapter, not a model: it has an adapter_config.json and no config.json. Its base model "
-        f"is {base or 'not said there'}. Merge it into that first, with PEFT's `merge_and_unload` and "
-        "`save_pretrained`; of a run of Spurline, `spurline export RUN_DIR OUT` writes the merged model."
+        f"is {base or 'not said there'}. Merge the adapter into its base model with PEFT's `merge_and_unload` and "
+        "`save_pretrained`; for a run of Spurline, `spurline export RUN_DIR OUT` writes the merged model."
     )
 
 
@@ -61,7 +60,7 @@ _asking = threading.RLock()
 
 @contextmanager
 def asked_once() -> Iterator[None]:
-    """Inside, the hub's client looks into its cache alone, unless the hub answers now. One thread at a time."""
+    """Let the client of the hub look into its cache alone, unless the hub answers now. One thread at a time."""
     with _asking:
         before = constants.HF_HUB_OFFLINE
         constants.HF_HUB_OFFLINE = before or not hub_answers()
@@ -81,8 +80,8 @@ def hub_answers() -> bool:
     if constants.is_offline_mode():
         return False
     if _last_answer is None or time.monotonic() - _last_answer[0] > _ANSWER_COUNTS_S:
-        # Timed from the end: a minute of waiting must not use the answer up.
         answered = _ask()
+        # The time after the answer: else a minute of waiting for it would use it up.
         _last_answer = time.monotonic(), answered
     return _last_answer[1]
 
@@ -90,53 +89,49 @@ def hub_answers() -> bool:
 def _ask() -> bool:
     try:
         get_session().head(constants.ENDPOINT, timeout=_ANSWER_WITHIN_S)
-    except Exception:  # noqa: BLE001 - whatever a client raises, there was no answer
+    except Exception:  # noqa: BLE001 - a client may raise anything; there was no answer
         return False
     return True
 
 
 def is_path(source: str) -> bool:
-    """Return whether it cannot be a hub name, which has at most one slash and does not begin like a path."""
+    """Return whether `source` cannot be a hub name, which has at most one slash and does not begin like a path."""
     return source.startswith(("/", ".", "~", "$")) or source.count("/") > 1 or Path(source).exists()
 
 
 def may_be_path(source: str) -> bool:
-    """Return whether a name that was not found on the hub may be a misspelled path, as of `models/tiny`."""
+    """Return whether a name that was not found on the hub may be a misspelled path, such as `models/tiny`."""
     parent = Path(source).parent
     return "/" in source and parent.is_dir() and suggestion(Path(source).name, _folders(parent)) != ""
 
 
 def describe_missing_path(source: str) -> str:
-    """Say what is wrong with a local path, with the nearest name there is."""
+    """Say what is wrong with a local path, and suggest the nearest name."""
     path = Path(source)
     if path.is_file():
         return f"{source} is a file. Give the folder with `config.json`, weights and tokenizer."
-    parent = path.parent
-    while not parent.is_dir() and parent != parent.parent:
-        parent = parent.parent
+    parent, missing = path.parent, path.name
+    while not parent.is_dir():
+        parent, missing = parent.parent, parent.name
     folders = _folders(parent)
-    # The first part of the path that is not there is the one that may be misspelled.
-    wrong = path.parts[len(parent.parts)] if parent != Path() else path.parts[0]
-    shown = ", ".join(folders[:_FOLDERS_SHOWN]) + (", ..." if len(folders) > _FOLDERS_SHOWN else "")
     return (
-        f"folder {source} does not exist.{suggestion(wrong, folders)} Folders in {parent.absolute()}: "
-        f"{shown or '(none)'}."
+        f"folder {source} does not exist.{suggestion(missing, folders)} Folders in {parent.absolute()}: "
+        f"{listing(folders)}."
     )
 
 
 def describe_unfound(source: str, what: str, reason: str) -> str:
-    """Say what was looked for where, for a name that is not a path. reason: the words of the hub's client."""
+    """Say where a name that is not a path was looked for; `reason` is what the client of the hub says."""
     searched = f"{source} is neither a local folder nor a {what}"
-    near = suggestion(source, _folders(Path.cwd())) if "/" not in source else ""
-    cached = suggestion(source, _cached_names())
+    near = (suggestion(source, _folders(Path.cwd())) if "/" not in source else "") or suggestion(source, _cached())
     if hub_answers():
         return (
             f"{searched} the Hugging Face hub gave us: {reason}\nCheck the spelling and model.revision; for a private "
-            f"model run `hf auth login`.{near or cached}"
+            f"model run `hf auth login`.{near}"
         )
     why = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else f"{constants.ENDPOINT} cannot be reached"
     return (
-        f"{searched} in the cache of the Hugging Face hub ({constants.HF_HUB_CACHE}), and {why}.{near or cached}\n"
+        f"{searched} in the cache of the Hugging Face hub ({constants.HF_HUB_CACHE}), and {why}.{near}\n"
         f"Where there is network run `hf download {source}` and copy that cache; without network give a local folder."
     )
 
@@ -145,8 +140,7 @@ def _folders(parent: Path) -> list[str]:
     return sorted(entry.name for entry in parent.iterdir() if entry.is_dir() and not entry.name.startswith("."))
 
 
-def _cached_names() -> list[str]:
-    """Models in the hub's cache."""
-    cache = Path(constants.HF_HUB_CACHE)
-    found = cache.glob("models--*") if cache.is_dir() else ()
+def _cached() -> list[str]:
+    """Return the names of the models in the cache of the hub."""
+    found = Path(constants.HF_HUB_CACHE).glob("models--*")
     return [folder.name.removeprefix("models--").replace("--", "/") for folder in found]

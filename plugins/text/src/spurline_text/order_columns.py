@@ -1,8 +1,4 @@
-"""Read a column of the rows behind samples: what an order may know besides sizes and lengths.
-
-In: datasets, and the row of each sample in them (some rows became no sample). Out: one value for each sample. Rows are
-read again for that, without being tokenized; of Arrow tables only the column.
-"""
+"""Read a column of the rows behind samples, for an order that needs more than sizes and lengths."""
 
 from __future__ import annotations
 
@@ -17,14 +13,11 @@ from numpy.typing import NDArray
 from spurline.errors import DataError, listing, suggestion
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline_text.rows.rows import column_paths, describe, value_at
-from spurline_text.tokenization import arrow_rows
-
-_ROWS_AT_A_TIME = 4096
 
 
 @dataclass(frozen=True)
 class ColumnsOfRows:
-    """`SampleColumns` over datasets. rows: for each dataset the row of each of its samples, ascending, int64 [n]."""
+    """`SampleColumns` over datasets; `rows` has for each dataset the row of each of its samples, int64 [n]."""
 
     datasets: Sequence[DatasetToTokenize]
     rows: Sequence[NDArray[np.int64]]
@@ -54,7 +47,7 @@ class ColumnsOfRows:
 
 
 def _number(value: Any) -> float | None:
-    """The value as a finite number, or None. All values of a CSV file are text."""
+    """Return the value as a finite number, or None. All values of a CSV file are text."""
     if not isinstance(value, (int, float, str)):
         return None
     try:
@@ -65,37 +58,21 @@ def _number(value: Any) -> float | None:
 
 
 def _values(source: DatasetToTokenize, rows: NDArray[np.int64], name: str) -> Iterator[Any]:
-    dataset = source.dataset
-    for start in range(0, len(dataset), _ROWS_AT_A_TIME):
-        stop = min(start + _ROWS_AT_A_TIME, len(dataset))
-        wanted = rows[slice(*np.searchsorted(rows, (start, stop)))].tolist()
-        table = arrow_rows(dataset, start, stop) if wanted else None
-        if table is not None:
-            column = name if name in table.column_names else name.partition(".")[0]
-            if column in table.column_names:
-                found = table.column(column).take([row - start for row in wanted]).to_pylist()
-                yield from (_value(source, row, {column: v}, name) for row, v in zip(wanted, found, strict=True))
-                continue
-        for row in wanted:
-            yield _value_of_row(source, row, name)
-
-
-def _value_of_row(source: DatasetToTokenize, row: int, name: str) -> Any:
-    try:
-        content = source.dataset[row]
-    except DataError:
-        if source.config.on_bad_row == "error":
-            raise
-        return None
-    return _value(source, row, content, name)
-
-
-def _value(source: DatasetToTokenize, row: int, content: Any, name: str) -> Any:
-    value = value_at(content, name)
-    if value is None:
-        names = list(column_paths(source.dataset[row]))
-        raise DataError(
-            f"{source.dataset.location(row)}: {name} is missing or null, and data.order needs it."
-            f"{suggestion(name, names)} Give every row a value, or name another column. The row has: {listing(names)}."
-        )
-    return value
+    """Yield the value of each row; None for a row that cannot be read and is skipped."""
+    for row in rows.tolist():
+        try:
+            content = source.dataset[row]
+        except DataError:
+            if source.config.on_bad_row == "error":
+                raise
+            yield None
+            continue
+        value = value_at(content, name)
+        if value is None:
+            names = list(column_paths(content))
+            raise DataError(
+                f"{source.dataset.location(row)}: {name} is missing or null, and data.order needs it."
+                f"{suggestion(name, names)} Give every row a value, or name another column. The row has: "
+                f"{listing(names)}."
+            )
+        yield value

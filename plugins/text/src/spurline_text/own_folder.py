@@ -15,9 +15,10 @@ from pathlib import Path
 
 
 class OwnFolder:
-    """A new folder in this one, or in that for temporary files; those of dead owners there are removed.
+    """A new folder in `parent`, or in the system's folder for temporary files.
 
-    prefix: of its name, and of what is removed; nobody else's folders begin so.
+    Its name begins with `prefix`, which nothing else uses: folders there with this prefix whose owners are dead are
+    removed.
     """
 
     def __init__(self, prefix: str, parent: Path | None = None) -> None:
@@ -36,7 +37,7 @@ class OwnFolder:
                 os.close(self._lock)
 
     def remove(self) -> None:
-        """Remove it with all in it, but what another process writes there just now: the next sweep takes that."""
+        """Remove the folder; the next sweep takes what another process is writing there now."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 
@@ -44,7 +45,7 @@ class OwnFolder:
 def sweep(place: Path, prefix: str) -> None:
     """Remove the folders with this prefix whose owners are dead."""
     for folder in place.glob(f"{prefix}*"):
-        # Another user's cannot be opened, which is how it stays; what is no folder, such as a link to one, is not ours.
+        # Folders of other users cannot be opened and stay. A link to a folder is not ours either.
         with suppress(OSError):
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:

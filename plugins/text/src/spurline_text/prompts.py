@@ -1,8 +1,8 @@
-"""From a row to the prompt that a model answers, and the reference answer where the row has one.
+"""Turn a row into the prompt that a model answers, and the reference answer if the row has one.
 
-In: a chat, alpaca or prompt/completion row, with or without an answer; a column `reference` may hold what an answer is
-compared with. Out: prompt tokens as the model sees them at inference, and the reference as plain text. For rollouts and
-held-out generation: nothing here is trained on.
+In: a chat, alpaca or prompt/completion row, with or without an answer; a column `reference` may hold the reference.
+Out: prompt tokens as the model sees them at inference, and the reference as plain text. For rollouts and held-out
+generation: nothing here is trained on.
 """
 
 from __future__ import annotations
@@ -29,8 +29,14 @@ from spurline_text.rows.rows import BadRowError, RowView, describe, explain_bad_
 
 @dataclass(frozen=True)
 class ChatQuestion:
-    """messages: the whole conversation of the row. answer_at: the message that is the answer, or their number when the
-    row ends with the question. reference: the expected answer, or None. tools: schemas that the row brings."""
+    """A conversation to answer.
+
+    Attributes:
+        messages: The whole conversation of the row.
+        answer_at: Index of the answer, or the number of messages if the row ends with the question.
+        reference: The expected answer, or None.
+        tools: Schemas of tools in the row.
+    """
 
     messages: list[Message]
     answer_at: int
@@ -40,7 +46,7 @@ class ChatQuestion:
 
 @dataclass(frozen=True)
 class TextQuestion:
-    """Plain text to go on from. reference: the expected answer, or None."""
+    """Plain text to go on from, and the expected answer or None."""
 
     text: str
     reference: str | None
@@ -49,10 +55,9 @@ class TextQuestion:
 def read_question(
     row: Mapping[str, Any], config: DatasetConfig, *, has_chat_template: bool
 ) -> ChatQuestion | TextQuestion:
-    """The question of a row in any format but `pretokenized`.
+    """Return the question of a row; a conversation is asked up to an assistant turn at its end.
 
-    A conversation that ends with an assistant turn is asked up to there; any other is the question as it stands.
-    Raises BadRowError naming the field, and DataError when the columns fit no format.
+    Raises BadRowError naming the field, also for a pretokenized row, and DataError when the columns fit no format.
     """
     name = detect_format(config, row, needs_answer=False)
     item = read_row(row, config, name, has_chat_template=has_chat_template, needs_answer=False)
@@ -76,7 +81,7 @@ def read_question(
 
 
 def _reference(view: RowView) -> str | None:
-    """The `reference` column as text; numbers are written out."""
+    """Return the `reference` column as text; numbers are written out."""
     value = view.get("reference")
     if value is None or isinstance(value, str):
         return value
@@ -87,8 +92,7 @@ def _reference(view: RowView) -> str | None:
 
 @dataclass(frozen=True)
 class GenerationExample:
-    """One prompt with its reference answer. prompt_ids encode prompt_text, plus a BOS if the tokenizer adds one.
-    location: of its row."""
+    """A prompt with its reference answer; `prompt_ids` encode `prompt_text`, plus a BOS if the tokenizer adds one."""
 
     prompt_ids: list[int]
     prompt_text: str
@@ -97,7 +101,7 @@ class GenerationExample:
 
 
 def question_key(row: Mapping[str, Any], config: DatasetConfig) -> int:
-    """Return a hash that is equal for equal questions; of the whole row where only an environment can read it."""
+    """Return a hash of the question, or of the whole row if only an environment can read it."""
     try:
         question = read_question(row, config, has_chat_template=True)
     except DataError:
@@ -117,11 +121,19 @@ def prompt_and_reference(
     location: str = "row",
     renderer: ChatRenderer | None = None,
 ) -> GenerationExample:
-    """The question of the row with the generation prompt, and its reference; see `data.prompt_rows`.
+    """Return the question of the row with the generation prompt, and its reference.
 
-    renderer: of this tokenizer, for many rows; it takes as long to make as a short chat takes to render.
-    Raises DataError with `location` in front for malformed and for pretokenized rows, and for a prompt over
-    `data.max_length` when `data.too_long` is `error`; otherwise prompts are used whole.
+    Args:
+        row: The row.
+        config: Settings of its dataset.
+        tokenizer: Renders and encodes the prompt.
+        data: Settings of the section `data`.
+        location: Stands in front of errors.
+        renderer: A renderer with this tokenizer, for many rows.
+
+    Raises:
+        DataError: If the row is malformed or pretokenized, or the prompt is over `data.max_length` and
+            `data.too_long` is `error`; otherwise prompts are used whole.
     """
     require_offsets(tokenizer)
     try:
@@ -144,8 +156,8 @@ def read_examples(
 ) -> Iterator[tuple[Mapping[str, Any], GenerationExample]]:
     """Yield the rows of a dataset with their examples, in order.
 
-    check: raises DataError for a row that cannot be used although its prompt can be read. Rows that cannot be used are
-    passed over when `on_bad_row: skip`.
+    `check` raises DataError for a row that cannot be used although its prompt can be read. With `on_bad_row: skip`,
+    rows that cannot be used are left out.
     """
     dataset, renderer = source.dataset, ChatRenderer(tokenizer)
     for number in range(len(dataset)):
@@ -180,7 +192,7 @@ def _split(
         require_text(question.text, row)
         [encoding] = encode_batch(tokenizer, [question.text], is_chat=False)
         ids = list(encoding.ids)
-        # A tokenizer that ends every text would ask the model to answer after the end.
+        # Behind an end-of-sequence token, as some tokenizers add it, the model would not answer.
         if ids and ids[-1] == tokenizer.eos_token_id and encoding.special_tokens_mask[-1]:
             ids.pop()
         return GenerationExample(ids, question.text, question.reference, location)

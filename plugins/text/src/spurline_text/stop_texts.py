@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 _INCOMPLETE = "\ufffd"
-"""The character to which tokenizers decode the first bytes of an incomplete character."""
+"""Tokenizers decode the first bytes of an incomplete character to this one."""
 
 
 class StopTexts:
     """Finds the token that completes a stop text.
 
-    It keeps the text of one response so far, as far as a stop text may still begin in it. Tokens are decoded as they
-    come, each only a few times, yet what is found is what decoding the whole response would show.
+    It keeps the end of one response, in which a stop text may still begin. Each token is decoded only a few times, yet
+    the result is that of decoding the whole response.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]):
@@ -27,9 +27,9 @@ class StopTexts:
         self._unsettled: list[int] = []
 
     def completed_by(self, token: int) -> bool:
-        """Add the response's next token. Returns whether a stop text is in the response now."""
+        """Add the next token of the response. Returns whether a stop text is in the response now."""
         self._unsettled.append(token)
-        # Decoded behind the tokens before: many tokenizers decode a token otherwise when it is the first.
+        # Decoded behind the tokens before: many tokenizers decode the first token in another way.
         before = self._decode(self._context)
         seen = self._settled_text + self._decode(self._context + self._unsettled)[len(before) :]
         if any(text in seen for text in self._texts):

@@ -1,8 +1,8 @@
 """Encode texts without asking the tokenizer for offsets, and mask their tokens by the bytes that each stands for.
 
-Offsets cost a quarter of an encoding. The tokens of a byte-level vocabulary say themselves what they cover: where their
-bytes, one token after another, are the bytes of the text, a token covers its own. That is compared for each text; one
-that the tokenizer changed on the way (a normalizer, a character it does not know) is declined.
+Offsets cost a quarter of an encoding. In a byte-level vocabulary each token stands for some bytes. Where these bytes,
+one token after another, are the bytes of the text, each token covers its own. This is checked for each text; a text
+that the tokenizer changed on the way (a normalizer, an unknown character) is declined.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ Span = tuple[int, int]
 """Characters `[start, stop)` of a text."""
 
 Masked = tuple[NDArray[np.int32], NDArray[np.uint8]]
-"""Token ids of a text, and for each whether it covers a character of a span: uint8, 0 or 1."""
+"""Token ids of a text, and 1 for each that covers a character of a span, else 0."""
 
 _KEEP_OFFSETS = ("ByteLevel", "TemplateProcessing")
-"""Post-processors after which a token covers all its bytes."""
+"""Post-processors that leave each token all its bytes."""
 
 _AT_ONCE = 1 << 18
-"""Tokens whose bytes are put together at once; that takes some ten times the memory of the bytes."""
+"""Tokens whose bytes are joined at once, which takes some ten times the memory of the bytes."""
 
 
 class TokenBytes:
@@ -38,14 +38,14 @@ class TokenBytes:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._pieces = TokenPieces(tokenizer)
-        # Of token i: `_bytes[_starts[i]:][:_sizes[i]]`; a token that was not met yet has size -1.
+        # Token i stands for `_bytes[_starts[i]:][:_sizes[i]]`; a token that was not met yet has size -1.
         self._bytes = np.zeros(0, np.uint8)
         self._starts = np.zeros(len(tokenizer), np.int64)
         self._sizes = np.full(len(tokenizer), -1, np.int64)
 
     @staticmethod
     def fits(tokenizer: PreTrainedTokenizerBase) -> bool:
-        """Return whether the tokenizer's offsets are those of its tokens' bytes, wherever these are the text's."""
+        """Return whether the offsets of the tokenizer follow from the bytes of its tokens."""
         kind: Any = type(tokenizer)
         plain = PreTrainedTokenizerFast
         if not tokenizer.is_fast or kind.__call__ is not plain.__call__ or kind._encode_plus is not plain._encode_plus:
@@ -79,7 +79,7 @@ class TokenBytes:
     def masked(
         self, encodings: Sequence[Encoding], texts: Sequence[str], spans: Sequence[Sequence[Span]]
     ) -> list[Masked | None]:
-        """Tokens and mask of each text; None for one that is declined. encodings: as `encode` made them."""
+        """Return tokens and mask of each text that `encode` encoded; None for one that is declined."""
         lists = [encoding.ids for encoding in encodings]
         ids = np.fromiter(chain.from_iterable(lists), np.int64)
         sizes = self._sizes_of(ids)
@@ -102,7 +102,7 @@ class TokenBytes:
         ]
 
     def _sizes_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Bytes of each token."""
+        """Return the number of bytes of each token."""
         # Vocabularies with gaps have ids beyond their size.
         more = int(ids.max(initial=-1)) + 1 - len(self._sizes)
         if more > 0:
@@ -121,7 +121,7 @@ class TokenBytes:
         self._bytes = np.append(self._bytes, np.frombuffer(b"".join(pieces), np.uint8))
 
     def _written(self, ids: NDArray[np.int64], sizes: NDArray[np.int64]) -> bytes:
-        """The bytes of all tokens, end to end."""
+        """Return the bytes of all tokens, end to end."""
         parts: list[bytes] = []
         for start in range(0, len(ids), _AT_ONCE):
             some, counts = ids[start : start + _AT_ONCE], sizes[start : start + _AT_ONCE]
@@ -133,7 +133,7 @@ class TokenBytes:
 
 
 def _in_bytes(texts: Sequence[str], spans: Sequence[Sequence[Span]], first_byte: Sequence[int]) -> NDArray[np.int64]:
-    """The spans that are not empty as bytes, counted from the first text on: [spans, 2]. first_byte: of each text."""
+    """Return the spans that are not empty, in bytes counted over all texts: [spans, 2]."""
     bounds: list[int] = []
     for text, begin, found in zip(texts, first_byte, spans, strict=False):
         for start, stop in found:

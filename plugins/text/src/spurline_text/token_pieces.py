@@ -1,20 +1,23 @@
-"""Return the bytes that each single token stands for.
+"""Find the bytes that each single token stands for, and show a sequence token by token.
 
-A token need not be whole characters: byte-level vocabularies cut an emoji into several. `tokenizer.decode` of one such
-token gives a replacement sign. Here it gives the token's bytes, and `shown_pieces` turns bytes into texts.
+A token need not be whole characters: byte-level vocabularies cut an emoji into several, and `tokenizer.decode` of one
+of them gives a replacement sign.
 """
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
+from collections.abc import Iterable, Iterator
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedTokenizerBase
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-"""How vocabularies with byte fallback name a byte."""
+"""The name of a byte in vocabularies with byte fallback."""
 
 
 class TokenPieces:
@@ -28,11 +31,11 @@ class TokenPieces:
         self._known: dict[int, bytes] = {}
 
     def of(self, token_id: int) -> bytes:
-        """The bytes that a token stands for; a number without a token is `<token N>`."""
+        """Return the bytes that a token stands for; a number without a token is `<token N>`."""
         return self.of_all([token_id])[0]
 
     def of_all(self, token_ids: list[int]) -> list[bytes]:
-        """Return `of` for each, faster where they are many."""
+        """Return the bytes of each token."""
         unknown = [token_id for token_id in token_ids if token_id not in self._known]
         names: list[Any] = self._tokenizer.convert_ids_to_tokens(unknown) if unknown else []  # type: ignore[assignment]
         for token_id, name in zip(unknown, names, strict=True):
@@ -45,11 +48,10 @@ class TokenPieces:
         return self._kind == "bytes"
 
     def is_special(self, token_id: int) -> bool:
-        """Return whether it is a mark of the template or the model, such as `<|im_end|>`, and not text."""
+        """Return whether a token is a mark such as `<|im_end|>`, and not text."""
         return token_id in self._special
 
     def _bytes(self, token_id: int, token: Any) -> bytes:
-        """token: what the vocabulary calls it."""
         if token_id in self._added:
             return str(self._added[token_id].content).encode(errors="backslashreplace")
         if token is None:
@@ -66,7 +68,7 @@ class TokenPieces:
 
 
 def _kind_of(tokenizer: PreTrainedTokenizerBase) -> str:
-    """How the vocabulary writes bytes and spaces: `bytes`, `sentencepiece`, or `other`, which has to be decoded."""
+    """Return how the vocabulary writes bytes and spaces; tokens of kind `other` have to be decoded."""
     if not tokenizer.is_fast:
         return "other"
     decoder = tokenizer.backend_tokenizer.decoder  # type: ignore[attr-defined]
@@ -79,17 +81,49 @@ def _kind_of(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _names(decoder: Any) -> set[str]:
-    """Types of a decoder and of those inside it."""
+    """Return the types of a decoder and of the decoders inside it."""
     return {decoder["type"]}.union(*(_names(inner) for inner in decoder.get("decoders", ())))
 
 
 @cache
 def _byte_of_sign() -> dict[int, int]:
-    """The byte of the sign that byte-level vocabularies write for it (GPT-2): printable ones stand for themselves.
-
-    Characters of one byte that are no signs get a number that is no byte.
-    """
+    """Map the signs of byte-level vocabularies (GPT-2) to bytes; other characters of one byte map to 256."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     signs = {byte: byte for byte in printable} | {256 + place: byte for place, byte in enumerate(others)}
     return dict.fromkeys(others, 256) | signs
+
+
+def shown(pieces: Iterable[bytes]) -> Iterator[str]:
+    """Yield a text for each piece, in order.
+
+    Whole characters are shown as they are, the first bytes of a character as `<F0 9F>`, the bytes that complete it as
+    `<98 80 = 😀>`, and bytes that are not UTF-8 as `\\xff`.
+    """
+    pending = b""
+    for piece in pieces:
+        whole, head = pending + piece, ""
+        text, used = codecs.utf_8_decode(whole, "backslashreplace", False)
+        if pending and not used:
+            # Not complete yet.
+            pending = whole
+            yield f"<{_hex(piece)}>"
+            continue
+        if pending and whole.startswith(text[0].encode()):
+            size = len(text[0].encode())
+            head, text = f"<{_hex(piece[: size - len(pending)])} = {text[0]}>", text[1:]
+        elif pending:
+            # The bytes before were no character: what is not UTF-8 decodes to a backslash and more.
+            whole = piece
+            text, used = codecs.utf_8_decode(piece, "backslashreplace", False)
+        pending = whole[used:]
+        yield head + text + (f"<{_hex(pending)}>" if pending else "")
+
+
+def text_of(pieces: Iterable[bytes]) -> str:
+    """Return the text of a sequence; bytes that are not UTF-8 are `\\xff`."""
+    return b"".join(pieces).decode(errors="backslashreplace")
+
+
+def _hex(piece: bytes) -> str:
+    return piece.hex(" ").upper()

@@ -1,8 +1,8 @@
-"""From dataset entries of the config to a token store: the first half of the data's way.
+"""Turn dataset entries of the config into a token store.
 
-Datasets are opened and checked here, and all tokenizations end in the same collector, which takes encoded samples in
-the order of datasets and rows and counts what was left out or cut. Tokenization `sequential` encodes row after row in
-this process, in chunks, so the tokenizer's own threads are used.
+Datasets are opened and checked here. All tokenizations end in the same collector, which takes encoded samples in the
+order of datasets and rows and counts what was left out or cut. Tokenization `sequential` encodes rows in chunks, so
+that the threads of the tokenizer are used.
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ from transformers import PreTrainedTokenizerBase
 from spurline.config.run_config import DataConfig, RunConfig
 from spurline.data.token_store import IGNORED, Count, SampleBlock, SampleSink, Tokenized, TokenStoreBuilder, joined
 from spurline.errors import DataError
-from spurline.protocols.dataset import ArrowDataset, CheckableDataset, Dataset, DatasetConfig
+from spurline.protocols.dataset import CheckableDataset, Dataset, DatasetConfig
 from spurline.protocols.tokenization import DatasetToTokenize, Tokenization
 from spurline_text.configs import SequentialTokenizationConfig
 from spurline_text.encoding import NO_LOSS_TOKENS_AFTER_TRUNCATION, Dropped, RowEncoder, Sample
 from spurline_text.rows.rows import RowView, absent_column_problem, unknown_column_problem
 
 if TYPE_CHECKING:
-    import pyarrow
-
     from spurline.plugins.registry import Registry
 
 
@@ -35,7 +33,7 @@ _ROWS_WITH_COLUMNS = 1000
 
 
 class DerivedDataset:
-    """A `Dataset` made of another one; as it is, the same rows under the same name."""
+    """A `Dataset` made of another one, with the same rows and the same name unless a subclass changes them."""
 
     def __init__(self, dataset: Dataset) -> None:
         self.label = dataset.label
@@ -72,16 +70,14 @@ class FirstRows(DerivedDataset):
     def fingerprint(self) -> str:
         return f"{self._dataset.fingerprint()}[:{self._limit}]"
 
-    def arrow(self, start: int, stop: int) -> pyarrow.Table | None:
-        return arrow_rows(self._dataset, start, stop)
-
 
 def open_datasets(
     configs: Sequence[DatasetConfig], registry: Registry, row_limit: int | None = None
 ) -> list[DatasetToTokenize]:
-    """Create the dataset components. Raises DataError for data that cannot be found or read.
+    """Create the dataset components.
 
-    So are names in `columns` that no row has: a system prompt under a misspelled name would silently be left out.
+    Raises DataError for data that cannot be found or read, and for names in `columns` that no row has: a system prompt
+    under a misspelled name would silently be left out.
     """
     opened: list[Dataset] = [registry.create("dataset", config) for config in configs]
     for dataset, config in zip(opened, configs, strict=True):
@@ -101,7 +97,7 @@ def _check_columns(dataset: Dataset, config: DatasetConfig) -> None:
 
 
 def _first_rows(dataset: Dataset, config: DatasetConfig) -> Iterator[Mapping[str, Any]]:
-    """Yield the first rows that can be read; later code that reads all rows handles the others."""
+    """Yield the first rows that can be read; code that reads all rows handles the others."""
     for row in range(min(len(dataset), _ROWS_WITH_COLUMNS)):
         try:
             yield dataset[row]
@@ -112,12 +108,10 @@ def _first_rows(dataset: Dataset, config: DatasetConfig) -> Iterator[Mapping[str
 def plain_text_notes(
     sources: Sequence[DatasetToTokenize], tokenizer: PreTrainedTokenizerBase, answer: str | None = None
 ) -> list[str]:
-    """Name the datasets whose prompts are plain text for a model with a chat template, where nobody chose that.
+    """Name the datasets whose prompts are plain text for a model with a chat template, unless the config says so.
 
-    Args:
-        sources: As opened, with the settings of the user. The first row that can be read decides.
-        tokenizer: Of the model.
-        answer: The column that is trained after the prompt; None where answers are generated.
+    The first row of each dataset decides. `answer` is the column that is trained after the prompt; None where answers
+    are generated.
     """
     notes: list[str] = []
     for dataset, config in ((source.dataset, source.config) for source in sources):
@@ -137,17 +131,9 @@ def plain_text_notes(
 
 
 def check_rows(dataset: Dataset) -> None:
-    """Raise DataError for the first unreadable row, where the dataset can tell before the rows are tokenized.
-
-    To be called before long work on rows: the mistake in the last row should not cost the hours before it.
-    """
+    """Raise DataError for the first unreadable row, if the dataset can find it before long work on the rows begins."""
     if isinstance(dataset, CheckableDataset):
         dataset.check()
-
-
-def arrow_rows(dataset: Dataset, start: int, stop: int) -> pyarrow.Table | None:
-    """Rows [start, stop) as an Arrow table, or None when the dataset does not hold them as one."""
-    return dataset.arrow(start, stop) if isinstance(dataset, ArrowDataset) else None
 
 
 def share_read(datasets: Sequence[DatasetToTokenize]) -> list[float]:
@@ -164,7 +150,7 @@ def tokenize(
     registry: Registry,
     tokenizer: PreTrainedTokenizerBase,
 ) -> Tokenized:
-    """All usable samples of the datasets, through the configured tokenization component."""
+    """Return all usable samples of the datasets, made by the configured tokenization component."""
     tokenization: Tokenization = registry.create(
         "tokenization", config.tokenization, tokenizer=tokenizer, data=config.data
     )
@@ -177,7 +163,7 @@ TRUNCATED = "truncated"
 
 @dataclass(frozen=True)
 class Findings:
-    """Counts of what was left out or cut, as in `Tokenized`."""
+    """Counts of samples that were left out or cut, as in `Tokenized`."""
 
     dropped: Mapping[str, int]
     truncated: int
@@ -186,7 +172,7 @@ class Findings:
 
 
 def block_of_outcomes(source: int, outcomes: Sequence[Sample | Dropped]) -> SampleBlock:
-    """Join what `RowEncoder` made of rows of dataset number `source`, in order."""
+    """Join the outcomes that `RowEncoder` made of rows of dataset number `source`, in order."""
     samples: list[Sample] = []
     counts: dict[tuple[str, bool], Count] = {}
     for outcome in outcomes:
@@ -209,17 +195,14 @@ def block_of_outcomes(source: int, outcomes: Sequence[Sample | Dropped]) -> Samp
 
 
 def _fates(outcome: Sample | Dropped) -> list[tuple[str, bool]]:
-    """Reasons to count it under, as (reason, kept) of `Count`."""
+    """Return the reasons to count an outcome under, as (reason, kept) of `Count`."""
     if isinstance(outcome, Dropped):
         return [(outcome.reason, False)]
     return [("", False)] * outcome.truncated + [(what, True) for what in outcome.ignored]
 
 
 class SampleCollector:
-    """Collects the samples of several datasets, one dataset after another.
-
-    sink: where the samples go; None keeps them in memory.
-    """
+    """Collects the samples of several datasets, one dataset after another, in a sink or in memory."""
 
     def __init__(self, sources: Sequence[DatasetToTokenize], sink: SampleSink | None = None) -> None:
         self._datasets = [source.dataset for source in sources]
@@ -247,7 +230,7 @@ class SampleCollector:
             self._sink.extend(block)
 
     def findings(self, *, may_be_empty: bool = False) -> Findings:
-        """The counts. Raises DataError when a dataset has no usable sample, unless it may."""
+        """Return the counts. Raises DataError when a dataset has no usable sample, unless it may."""
         for source, kept in enumerate(self._kept):
             if kept == 0 and not may_be_empty:
                 raise DataError(self._nothing_left(source))
@@ -259,7 +242,7 @@ class SampleCollector:
         return Findings(dict(dropped), self._truncated, examples, dict(self._ignored))
 
     def finish(self, *, may_be_empty: bool = False) -> Tokenized:
-        """The store and the counts. Raises DataError when a dataset has no usable sample, unless it may."""
+        """Return store and counts. Raises DataError when a dataset has no usable sample, unless it may."""
         return Tokenized(self._sink.build(), **vars(self.findings(may_be_empty=may_be_empty)))
 
     def _nothing_left(self, source: int) -> str:
@@ -275,7 +258,7 @@ class SampleCollector:
 
 
 def store_labels(sources: Sequence[DatasetToTokenize]) -> list[str]:
-    """Names of the datasets in a store, distinct."""
+    """Return distinct names of the datasets in a store."""
     return distinct_labels([source.dataset.label for source in sources])
 
 
@@ -304,10 +287,10 @@ class SequentialTokenization:
         self._data = data
 
     def tokenize(self, datasets: Sequence[DatasetToTokenize]) -> Tokenized:
-        """All samples of all datasets, in order."""
+        """Return all samples of all datasets, in order."""
         for dataset in datasets:
             check_rows(dataset.dataset)
-        # All before the first row: a format that does not fit the last dataset should not cost the work on the others.
+        # All before the first row, so that a format that does not fit the last dataset is found at once.
         encoders = [RowEncoder(dataset, self._tokenizer, self._data) for dataset in datasets]
         collector = SampleCollector(datasets)
         for source, encoder in enumerate(encoders):

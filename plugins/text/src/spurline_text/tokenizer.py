@@ -1,6 +1,6 @@
-"""Load the tokenizer that belongs to a model, and say what is nearest when there is none.
+"""Load the tokenizer of a model, and say what is nearest when there is none.
 
-The same advice serves every backend's loading of models. Loads no weights.
+Backends that load a model give the same advice.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ _MARKERS = {
     "gemma": ("<start_of_turn>", "<end_of_turn>"),
     "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
 }
-"""The tokens that a bundled template writes around turns; the last one ends a turn. `zephyr` ends turns with the
-tokenizer's own end-of-sequence token."""
+"""The tokens that a bundled template writes around turns; `zephyr` writes the end-of-sequence token."""
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer of `model.tokenizer` or `model.path`, with `model.chat_template` in place of its own template.
+    """Load the tokenizer of `model.tokenizer` or `model.path`, with `model.chat_template` if it is given.
 
-    It has a padding token: its own, else its end-of-sequence token. Raises ModelError.
+    Its padding token is its own, else its end-of-sequence token. Raises ModelError.
     """
     source = model.tokenizer or model.path
     key = "model.tokenizer" if model.tokenizer else "model.path"
@@ -37,7 +36,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
         with finding(key, source):
             tokenizer = AutoTokenizer.from_pretrained(
                 source,
-                # A revision names a commit of the model's repository, not of another one that only gives the tokenizer.
+                # A revision is a commit of the repository of the model, not of another repository.
                 revision=None if model.tokenizer else model.revision,
                 trust_remote_code=model.trust_remote_code,
             )
@@ -49,7 +48,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
         raise ModelError(describe_missing(key, source, "tokenizer", OSError("there are no tokenizer files")))
     if model.chat_template is not None:
         tokenizer.chat_template = _read_template(model.chat_template)
-        # Said in messages about what the template does.
+        # For messages about the template.
         tokenizer.chat_template_source = model.chat_template
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
@@ -62,12 +61,12 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def template_name(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Say which chat template the tokenizer has, for messages."""
+    """Return the name of the chat template of the tokenizer, for messages."""
     return getattr(tokenizer, "chat_template_source", None) or f"of the tokenizer {tokenizer.name_or_path}".rstrip()
 
 
 def template_notes(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """A warning when markers of the bundled chat template that `model` names are no tokens of the tokenizer."""
+    """Warn when markers of the bundled chat template that `model` names are not tokens of the tokenizer."""
     broken = _split_markers(model.chat_template or "", tokenizer)
     if not broken:
         return []
@@ -80,20 +79,20 @@ def template_notes(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> li
 
 
 def _split_markers(template: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Markers of a bundled template that the tokenizer cuts into several tokens."""
+    """Return the markers of a bundled template that the tokenizer cuts into several tokens."""
     markers = _MARKERS.get(template, ())
     return [marker for marker in markers if len(tokenizer.encode(marker, add_special_tokens=False)) != 1]
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Id that fills rows. Padding never reaches the model, so that the end-of-sequence token serves as well."""
+    """Return the id that fills rows. Padding never reaches the model, so the end-of-sequence token will do."""
     token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     assert isinstance(token_id, int), f"load_tokenizer gives every tokenizer a padding token, got {token_id!r}"
     return token_id
 
 
 def _read_template(template: str) -> str:
-    """The text of a bundled template, by its name, or of a file."""
+    """Return the text of a bundled template, by its name, or of a file."""
     if template in CHAT_TEMPLATES:
         return (_TEMPLATES / f"{template}.jinja").read_text(encoding="utf-8").rstrip("\n")
     try:
@@ -106,7 +105,7 @@ def _read_template(template: str) -> str:
 
 
 def describe_missing(key: str, source: str, what: str, error: Exception, trust_remote_code: bool = False) -> str:
-    """Text of a ModelError. key: config path that named `source`. what: `model`, `weights` or `tokenizer`."""
+    """Describe why no `what` (model, weights, tokenizer) can be loaded from `source`, which the setting `key` names."""
     folder = Path(source)
     text = str(error)
     reason = text.strip().splitlines()[0] if text.strip() else type(error).__name__

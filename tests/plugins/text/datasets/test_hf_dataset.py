@@ -83,16 +83,10 @@ def test_a_byte_order_mark_is_no_part_of_the_data():
     ("content", "problem"),
     [
         (b'{"n": 0}\n{"n": \n', "train.jsonl:2: not valid JSON: Expecting value (column 7)."),
-        (b'{"n": 0}\n{"n": 1, "m": "ab', "(column 15). The file ends there"),
-        (b'{"n": 0}\n{"n": 1,', "The file ends there"),
-        (b'{"n": 0}\n{"n": "\xc3', "The file ends there"),
-        (b"PAR1\x15\x00", "train.jsonl: is a Parquet table, although its name ends in .jsonl. Rename"),
-        (gzip.compress(b'{"n": 0}\n'), "train.jsonl: is compressed with gzip, although its name ends in .jsonl."),
-        ('{"n": 0}\n'.encode("utf-16"), "train.jsonl: is UTF-16 text"),
-        ('{"n": 0}\n'.encode("utf-16-le"), "train.jsonl: is UTF-16 text"),
+        (gzip.compress(b'{"n": 0}\n'), "train.jsonl:1: not valid UTF-8"),
         (b'{"n": 0}\n[1]\n', "train.jsonl:2: is a list, expected a JSON object with named fields."),
         (b'{"n": 0}\n{"n": "\xff"}\n', "train.jsonl:2: not valid UTF-8: invalid start byte at byte 8."),
-        (b'[\n{"n": 0}\n]\n', "A file with one JSON list should end in .json."),
+        (b'[{"n": 0}]\n', "A file with one JSON list should end in .json."),
         (b"", "train.jsonl: split 'train' is empty; the data has 0 rows."),
         (b"\n\n", "split 'train' is empty"),
     ],
@@ -107,10 +101,9 @@ def test_a_malformed_line_is_an_error_naming_file_and_line(content, problem):
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        ('[\n{"n": 0},\n{"n" 1}\n]', "train.json:3: not valid JSON: Expecting ':' delimiter (column 6)."),
+        ('[\n{"n": 0},\n{"n" 1}\n]', "train.json: not valid JSON: Expecting ':' delimiter (line 3, column 6)."),
         ('[{"n": 0}, 3]', "train.json row 1: is a number (3), expected a JSON object with named fields."),
-        ('[{"n": 0}, {"n": ', "The file ends there"),
-        ('{\n"data": []\n}', "train.json: holds one JSON object. Expected a list of objects"),
+        ('{\n"data": []\n}', "Expected one object per line, or in a .json file a list of objects"),
         ("[]", "train.json: split 'train' is empty"),
     ],
 )
@@ -152,7 +145,7 @@ def test_split_strings_choose_rows_of_local_files_and_keep_their_places(split, e
     [
         ("train[3", "split 'train[3' cannot be read"),
         ("train[:300%]", "split 'train[:300%]' cannot be read"),
-        ("trian", "has no split 'trian'. Did you mean 'train'? Splits: train. A file or glob is one split, 'train'."),
+        ("trian", "has no split 'trian'. Did you mean 'train'? Splits: train."),
         ("train[5:5]", "split 'train[5:5]' is empty; the data has 10 rows."),
     ],
 )
@@ -212,11 +205,6 @@ def test_keys_that_arrow_adds_to_objects_are_taken_away_again():
     assert first["tool_calls"] == [{"name": "f", "arguments": {"a": 1}}]
 
 
-def test_a_csv_header_may_begin_as_a_parquet_file_does():
-    Path("rows.csv").write_text("PAR1,b\n1,2\n")
-    assert rows_of(open_data("rows.csv")) == [{"PAR1": "1", "b": "2"}]
-
-
 def test_csv_cells_stay_text_whatever_they_look_like():
     Path("rows.csv").write_text('prompt,completion\n"6 x 7?",42\nNA,\n"a\nb",true\n')
     dataset = open_data("rows.csv")
@@ -252,9 +240,9 @@ def test_a_file_that_is_broken_is_an_error_naming_it(name, content, problem):
         ("data/zzz.json", "contains: train.jsonl."),
         # Alike in the ending alone.
         ("data/kto.jsonl", "contains: train.jsonl."),
-        ("dato/train.jsonl", "The folder dato does not exist. Did you mean data?"),
+        ("dato/train.jsonl", "Did you mean data?"),
         ("./nothing", "./nothing: no such file or folder."),
-        ("/nowhere/at/all", "/nowhere/at/all: no such file or folder. The folder /nowhere/at does not exist."),
+        ("/nowhere/at/all", "/nowhere/at/all: no such file or folder. / contains: "),
         ("a/b/c", "a/b/c: no such file or folder."),
         ("data/*.parquet", "data/*.parquet: matches no file ending in .jsonl"),
         ("notes", "notes: has no file ending in .jsonl, .json, .parquet, .arrow, .csv. It contains: notes.txt."),
@@ -350,16 +338,11 @@ def test_the_fingerprint_of_whole_splits_opens_no_file(split, monkeypatch):
         len(dataset)
 
 
-def test_rows_of_tables_come_as_arrow_across_files_and_splits():
-    Path("data").mkdir()
+def test_parts_of_a_split_string_choose_rows_across_files():
     for name, start in (("train-0", 0), ("train-1", 10), ("test-0", 20)):
-        datasets.Dataset.from_list([{"n": n} for n in range(start, start + 10)]).to_parquet(f"data/{name}.parquet")
+        numbered(f"data/{name}.jsonl", 10, start=start)
     dataset = open_data("data", split="train[5:15]+test[:4]")
-    expected = [*range(5, 15), *range(20, 24)]
-    assert dataset.arrow(0, 14).column("n").to_pylist() == expected
-    assert dataset.arrow(3, 12).column("n").to_pylist() == expected[3:12]
-    numbered("lines.jsonl", 2)
-    assert open_data("lines.jsonl").arrow(0, 2) is None
+    assert [row["n"] for row in rows_of(dataset)] == [*range(5, 15), *range(20, 24)]
 
 
 def test_a_dataset_can_be_pickled_for_worker_processes():

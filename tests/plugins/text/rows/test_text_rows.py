@@ -66,7 +66,7 @@ def test_other_samples_are_split_only_when_told_to(tmp_path, make_tokenizer):
     made = read(tmp_path, tokenizer, rows, max_length=16, too_long="split")
     assert len(made.store) > 2
     ids = list(range(5, 25))
-    given = [{"input_ids": ids, "prompt_length": 4}]
+    given = [{"input_ids": ids, "labels": [-100] * 4 + ids[4:]}]
     for kind in ("sequential", "parallel"):
         split = read(tmp_path, tokenizer, given, kind=kind, max_length=8, too_long="split")
         assert [tokens for tokens, _ in samples(split)] == [ids[:8], ids[8:16], ids[16:]]
@@ -76,7 +76,10 @@ def test_other_samples_are_split_only_when_told_to(tmp_path, make_tokenizer):
 @pytest.mark.parametrize("kind", ["sequential", "parallel"])
 def test_a_row_of_which_no_piece_has_loss_is_counted_as_left_out(tmp_path, make_tokenizer, kind):
     # The one token with loss begins the second piece, where nothing precedes it.
-    rows = [{"input_ids": list(range(5, 14)), "prompt_length": 8}, {"input_ids": [5, 6, 7], "prompt_length": 1}]
+    rows = [
+        {"input_ids": list(range(5, 14)), "loss_mask": [0] * 8 + [1]},
+        {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]},
+    ]
     made = read(tmp_path, make_tokenizer(), rows, kind=kind, max_length=8, too_long="split")
     assert made.store.row.tolist() == [1]
     assert made.dropped == {"no_loss_tokens_after_truncation": 1}

@@ -19,8 +19,7 @@ from spurline.data.batch import TrainingBatch
 from spurline.data.token_store import describe
 from spurline.progress import Progress, silent
 from spurline.run.build import DataComponents, build_data
-from spurline_text.shown_pieces import shown
-from spurline_text.token_pieces import TokenPieces
+from spurline_text.token_pieces import TokenPieces, shown
 
 ROW_LIMIT = 10_000
 """Rows of each dataset that are read unless all are asked for."""

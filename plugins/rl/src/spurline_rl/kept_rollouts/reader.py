@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from spurline.errors import RunDirectoryError
 from spurline_rl.kept_rollouts.files import ROLLOUTS_FOLDER, read_step, step_files
 from spurline_rl.kept_rollouts.table import DETAILS, SEARCHED
-from spurline_text.shown_pieces import shown, text_of
+from spurline_text.token_pieces import shown, text_of
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Render conversations through the tokenizer's chat template and find the characters that carry loss.
 
-Place on the way: Conversation -> text and trained spans -> encoding. One rendering of the whole conversation is what
-gets encoded; renderings of its beginnings serve only to check where turns start. A trained turn runs from just after
-the generation prompt to the end of its end-of-turn token, without the white space that follows.
+Place on the way: Conversation -> text and trained spans -> encoding. Only the rendering of the whole conversation is
+encoded; renderings of its beginnings show where turns start. A trained turn runs from just after the generation prompt
+to the end of its end-of-turn token, without the white space that follows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from spurline_text.tokenizer import template_name
 
 
 def mask_of_spans(encoding: Encoding, spans: Iterable[Span]) -> NDArray[np.uint8]:
-    """1 on every token that covers a character of a span, uint8 [tokens]."""
+    """Return 1 for every token that covers a character of a span, uint8 [tokens]."""
     mask = np.zeros(len(encoding), dtype=np.uint8)
     for start, stop in spans:
         first, last = _token_range(encoding, start, stop)
@@ -38,7 +38,7 @@ def mask_of_spans(encoding: Encoding, spans: Iterable[Span]) -> NDArray[np.uint8
 
 
 def _token_range(encoding: Encoding, start: int, stop: int) -> tuple[int, int]:
-    """First and last token that cover a character of the span; (0, -1) when none does."""
+    """Return the first and last token that cover a character of the span; (0, -1) when none does."""
     first = next((token for char in range(start, stop) if (token := encoding.char_to_token(char)) is not None), None)
     if first is None:
         return 0, -1
@@ -78,9 +78,9 @@ def _has_generation_blocks(template: str) -> bool:
 
 _PROBE_ANSWER = "spurlineprobeanswer"
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-"""Names that data sets have for the thinking of a turn."""
+"""Names of the thinking of a turn in data sets."""
 SPOKEN = ("user", "assistant")
-"""Roles that every template writes."""
+"""The roles that every template writes."""
 _CHANCE_CHARACTERS = 16
 """Shorter words may be in a rendering by chance, as part of another message."""
 
@@ -110,12 +110,12 @@ def is_doubtful(conversation: Conversation, text: str) -> bool:
 
 
 class TemplateRewritesHistory(Exception):  # noqa: N818 - a finding about one sample that gets counted, not a failure
-    """The text that the model saw when it wrote a turn is not the beginning of the conversation's text."""
+    """The prompt that the model saw when it wrote a turn is not the beginning of the text of the conversation."""
 
 
 @dataclass(frozen=True)
 class RenderedChat:
-    """Text of a conversation, to be encoded without special tokens, and its trained characters in order."""
+    """The text of a conversation, to be encoded without special tokens, and its trained characters in order."""
 
     text: str
     spans: tuple[Span, ...]
@@ -168,7 +168,7 @@ class ChatRenderer:
         return RenderedChat(text, tuple(spans))
 
     def _marked_spans(self, text: str, indices: list[Span], conversation: Conversation, train_on: str) -> list[Span]:
-        """The template's own `{% generation %}` spans, those that are to be trained."""
+        """Return the trained ones of the spans that the template marks by `{% generation %}`."""
         spans = [span for span in indices if span[0] < span[1]]
         first = conversation.first_trained
         if first is None:
@@ -183,7 +183,7 @@ class ChatRenderer:
         return [span for span in spans if span[0] >= len(before)]
 
     def _turn_end(self, text: str, conversation: Conversation, turn: int, start: int) -> int:
-        """Just after the end-of-turn token of the turn whose content starts at `start`."""
+        """Return the place after the end-of-turn token of the turn whose content starts at `start`."""
         messages = conversation.messages
         if turn == len(messages) - 1:
             return max(start, len(text.rstrip()))
@@ -217,7 +217,7 @@ class ChatRenderer:
         return self._end_of_turn[source]
 
     def _source(self, tools: list[dict[str, Any]] | None) -> str:
-        """The text of the template for conversations with such tools."""
+        """Return the text of the template for conversations with such tools."""
         try:
             return self._tokenizer.get_chat_template(tools=tools)  # type: ignore[arg-type]
         except ValueError as error:
@@ -244,8 +244,7 @@ class ChatRenderer:
         try:
             return template.render(messages, tools, **how)
         except Exception as error:
-            # A template is a program, which may fail with anything; and rows may hold anything, such as values nested
-            # without end.
+            # A template is a program, which may raise anything.
             reason = str(error) or type(error).__name__
             raise BadRowError(
                 "messages",
@@ -260,7 +259,7 @@ def _common_prefix(texts: Sequence[str]) -> str:
 
 
 def _search_turn_end(text: str, message: Message, start: int, end_of_turn: str) -> int:
-    """End of a turn by its words. The turn must hold everything the message says, else the template rewrote it."""
+    """Return the end of a turn by its words. The turn must hold all words of the message, else it was rewritten."""
     content = str(message.get("content", "")).strip()
     first_end = text.find(end_of_turn, start) if end_of_turn else len(text)
     place = text.find(content, start)

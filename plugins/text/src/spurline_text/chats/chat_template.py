@@ -1,8 +1,4 @@
-"""Render conversations by chat templates as Hugging Face transformers does, in its sandbox.
-
-In: messages and tools. Out: their text, and where the template says that the model wrote. The folder of a model is
-trusted: its template is kept from files and from Python's insides, not from looping for long.
-"""
+"""Render conversations by chat templates as Hugging Face transformers does, in its sandbox."""
 
 from __future__ import annotations
 
@@ -12,27 +8,14 @@ from typing import Any
 import jinja2
 from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
-_MOST_CHARACTERS = 1 << 17
-"""Templates of known models have up to some 20,000 characters."""
-
 
 class ChatTemplate:
     """A chat template, with the tokens that it may write."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, Any]) -> None:
-        """Check and compile the template.
-
-        Args:
-            source: Text of the template.
-            special_tokens: The special tokens of the tokenizer, by name.
-
-        Raises:
-            ValueError: If the template does not compile; says what is wrong with it.
-        """
-        if len(source) > _MOST_CHARACTERS:
-            raise ValueError(f"it has {len(source):,} characters; at most {_MOST_CHARACTERS:,} are read")
+        """Compile the template. Raises ValueError, which says what is wrong with it, if that is not possible."""
         try:
-            # Cached by transformers, which compiles it there for every rendering.
+            # transformers caches the result, and compiles it in the same way for every rendering.
             self._compiled = _compile_jinja_template(source)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"line {error.lineno}: {error.message}") from error
@@ -64,7 +47,7 @@ class ChatTemplate:
             Exception: Whatever the template raises.
         """
         if tools is None and not track_generation and all(map(_is_plain, messages)):
-            # What `render_jinja_template` does for such messages, in half of the time.
+            # The same as `render_jinja_template` for such messages, in half of the time.
             text = self._compiled.render(
                 messages=messages,
                 tools=None,
@@ -73,7 +56,7 @@ class ChatTemplate:
                 **self._special_tokens,
             )
             return text, []
-        # Its annotations say less than it takes and returns.
+        # Untyped: its annotations are too narrow.
         render: Any = render_jinja_template
         texts, spans = render(
             conversations=[list(messages)],

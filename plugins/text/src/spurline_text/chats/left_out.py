@@ -1,9 +1,8 @@
 """Find what a chat template leaves out of a conversation: tools, tool calls, reasoning, or whole messages.
 
-Place on the way: beside the rendering of a row. A template that does not know tools renders a call as an empty answer,
-and a prompt that never mentions its tools; nothing fails, and the wrong text is trained. What a row says is marked with
-words of its own and rendered once more: a mark that does not come out was left out. Only rows with such things are
-rendered again, and every one of them is.
+A template that does not know tools renders a call as an empty answer, and a prompt that never mentions its tools;
+nothing fails, and the wrong text is trained. So every row with such things is rendered once more with marks in it: the
+template leaves out what a missing mark stands for.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from spurline_text.tokenizer import template_name
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Something that does not come out. what: its sort, for counts. place: where the row has it."""
+    """Something that is left out: its sort, for counts, and its place in the row."""
 
     what: str
     place: str
@@ -33,10 +32,10 @@ class LeftOut:
 def find_left_out(
     renderer: ChatRenderer, conversation: Conversation, *, add_generation_prompt: bool = False
 ) -> list[LeftOut]:
-    """Return what a rendering of the conversation does not show.
+    """Return the parts of the conversation that its rendering does not show.
 
     Reasoning and words beside a tool call count in the last assistant turn alone: templates leave the thinking of
-    earlier turns out on purpose. With `add_generation_prompt` there is no such turn.
+    earlier turns out on purpose. With `add_generation_prompt` no turn counts as the last.
     """
     last = None if add_generation_prompt else (assistant_turns(conversation.messages) or [None])[-1]
     marks = _Marks()
@@ -68,13 +67,13 @@ def refuse_left_out(found: Sequence[LeftOut], tokenizer: PreTrainedTokenizerBase
 
 @dataclass
 class _Marks:
-    """Words that occur nowhere else, and what each stands for; of those of one group one is enough."""
+    """Words that occur nowhere else, and the parts that they stand for; one word of a group is enough."""
 
     _groups: list[tuple[LeftOut, list[str]]] = field(default_factory=list[tuple[LeftOut, list[str]]])
     _count: int = 0
 
     def open(self, what: str, place: str) -> list[str]:
-        """A new group."""
+        """Begin a group of marks for one part of the conversation."""
         group: list[str] = []
         self._groups.append((LeftOut(what, place), group))
         return group
@@ -91,7 +90,7 @@ class _Marks:
 
 
 def _marked(message: Message, index: int, marks: _Marks, is_last: bool) -> Message:
-    """The message with marks on what a template may leave out. is_last: it is the last answer, trained on."""
+    """Mark the parts of a message that a template may leave out; `is_last` is true for the last answer."""
     marked, place, role = dict(message), f"messages[{index}]", message["role"]
     calls = message.get("tool_calls")
     if calls:
@@ -110,7 +109,7 @@ def _marked(message: Message, index: int, marks: _Marks, is_last: bool) -> Messa
 
 
 def _marked_tool(tool: dict[str, Any], marks: _Marks, what: str = "tools", place: str = "tools") -> dict[str, Any]:
-    """A schema or a call with a mark on the function's name."""
+    """Mark the name of the function in a schema or a call."""
     function = tool.get("function", tool)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         return tool

@@ -1,7 +1,7 @@
 """Rows that Hugging Face `datasets` loads: parquet, arrow and CSV files, `save_to_disk` folders, hub datasets.
 
-Loaded tables are memory-mapped from the datasets cache, in a folder named after the file's content, so a changed file
-is never served from an old cache and nothing is written beside the data.
+Loaded tables are memory-mapped from the datasets cache, in a folder named after the content of the file. So a changed
+file is never served from an old cache, and nothing is written beside the data.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Any
 
 import datasets
 import pyarrow
-import pyarrow.parquet
 import xxhash
 from datasets import Features, Json, Value
 from datasets.config import HF_DATASETS_CACHE
@@ -27,7 +26,7 @@ from datasets.exceptions import DatasetsError
 
 from spurline.errors import DataError
 from spurline.files import private_folder
-from spurline_text.datasets.file_digest import digest_of_file, digest_of_files
+from spurline_text.datasets.local_files import digest_of_file
 from spurline_text.hub import asked_once
 
 _BLOCK = 128
@@ -37,7 +36,7 @@ _ROWS_EXPANDED = 1000
 
 
 class ArrowRows:
-    """Rows of one loaded table. name: what to call it in messages. find_digest: called when the digest is asked for."""
+    """Rows of one loaded table. Messages call it `name`; `find_digest` is called when the digest is asked for."""
 
     def __init__(self, table: datasets.Dataset, name: str, find_digest: Callable[[], str]) -> None:
         self._table = table
@@ -54,9 +53,13 @@ class ArrowRows:
         start, rows = self._block
         if not start <= row < start + len(rows):
             start = row - row % _BLOCK
-            size = min(_BLOCK, len(self) - start)
-            columns = self._features.decode_batch(self.arrow(start, start + size).to_pydict())
-            rows = [{name: without_padding(columns[name][i]) for name in columns} for i in range(size)]
+            stop = min(start + _BLOCK, len(self))
+            with data_errors(f"{self._name} rows {start} to {stop - 1}"):
+                table: Any = self._plain[start:stop]
+                # Offsets in a mapped file that is broken may point anywhere.
+                table.validate(full=True)
+            columns = self._features.decode_batch(table.to_pydict())
+            rows = [{name: without_padding(columns[name][i]) for name in columns} for i in range(stop - start)]
             self._block = (start, rows)
         return rows[row - start]
 
@@ -67,17 +70,9 @@ class ArrowRows:
     def location(self, row: int) -> str:
         return f"{self._name} row {row}"
 
-    def arrow(self, start: int, stop: int) -> pyarrow.Table:
-        """Rows [start, stop) as the table holds them. Raises DataError where it does not hold what it says."""
-        with data_errors(f"{self._name} rows {start} to {stop - 1}", prefix="are not what the file says they are: "):
-            rows: Any = self._plain[start:stop]
-            # A mapped file was not looked at before, and its offsets may point anywhere.
-            rows.validate(full=True)
-        return rows
-
 
 def _without_files(feature: Any) -> Any:
-    """A feature of `datasets` that opens no images and sounds, at paths and addresses that rows name."""
+    """Return the feature of `datasets` so that it opens no images or sounds at paths and addresses that rows name."""
     if isinstance(feature, dict):
         return {name: _without_files(inner) for name, inner in feature.items()}
     if isinstance(feature, list):
@@ -99,31 +94,15 @@ def load_file(path: Path) -> ArrowRows:
     elif builder == "parquet":
         # By itself the library expands whole row groups.
         options = {"batch_size": _ROWS_EXPANDED}
-    with _quiet(), data_errors(str(path), find_place=functools.partial(_broken_row_group, path)):
+    with _quiet(), data_errors(str(path)):
         table = datasets.load_dataset(
             builder, data_files=glob.escape(str(path.absolute())), split="train", cache_dir=str(cache), **options
         )
     return ArrowRows(table, str(path), functools.partial(digest_of_file, path))  # type: ignore[arg-type]
 
 
-def _broken_row_group(path: Path) -> str:
-    """Return ` row group N` for the first one of a parquet file that cannot be read; nothing for other files."""
-    if path.suffix.lower() != ".parquet":
-        return ""
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for group in range(file.num_row_groups):
-                try:
-                    file.read_row_group(group)
-                except (pyarrow.ArrowException, OSError):
-                    return f" row group {group}"
-    except (pyarrow.ArrowException, OSError):
-        pass
-    return ""
-
-
 def load_saved(path: Path) -> dict[str, ArrowRows]:
-    """Split name -> rows of a folder written by `save_to_disk`; a folder of one dataset is split `train`."""
+    """Return the rows of each split of a folder written by `save_to_disk`; a single dataset is split `train`."""
     with data_errors(str(path)):
         saved = datasets.load_from_disk(str(path))
     tables = {str(name): table for name, table in saved.items()} if isinstance(saved, dict) else {"train": saved}
@@ -133,11 +112,12 @@ def load_saved(path: Path) -> dict[str, ArrowRows]:
 
 
 def _digest_of_table(table: datasets.Dataset) -> str:
-    return digest_of_files(sorted(Path(file["filename"]) for file in table.cache_files))
+    digests = [digest_of_file(Path(name)) for name in sorted(file["filename"] for file in table.cache_files)]
+    return xxhash.xxh3_128_hexdigest("\0".join(digests).encode())
 
 
 def load_hub(name: str, subset: str | None, revision: str | None, split: str) -> ArrowRows:
-    """Rows of one split of a hub dataset. Raises DataError when it cannot be reached or does not exist."""
+    """Load one split of a hub dataset. Raises DataError when it cannot be reached or does not exist."""
     hint = f" No file or folder {name} exists here either; start local paths with ./ if you meant one."
     with _quiet(), asked_once(), data_errors(name, prefix="cannot be loaded from the Hugging Face hub: ", hint=hint):
         table = datasets.load_dataset(name, name=subset, split=split, revision=revision)
@@ -148,7 +128,7 @@ def load_hub(name: str, subset: str | None, revision: str | None, split: str) ->
 
 
 def without_padding(value: Any) -> Any:
-    """Arrow gives every struct all keys that any row has; drop the ones this row did not have."""
+    """Drop null keys of objects: Arrow gives every object all keys that any row has."""
     if isinstance(value, dict):
         return {key: without_padding(item) for key, item in value.items() if item is not None}
     if isinstance(value, list) and value and isinstance(value[0], (dict, list)):
@@ -188,21 +168,12 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def data_errors(
-    origin: str, prefix: str = "cannot be read: ", hint: str = "", find_place: Callable[[], str] = lambda: ""
-) -> Iterator[None]:
-    """Turn what the loading libraries raise into a DataError.
-
-    Args:
-        origin: The file, or the name of the dataset.
-        prefix: What went wrong, before the library's words.
-        hint: Sentences after them.
-        find_place: Called after an error; returns where in the file it is, to stand behind `origin`.
-    """
+def data_errors(origin: str, prefix: str = "cannot be read: ", hint: str = "") -> Iterator[None]:
+    """Turn what the loading libraries raise into a DataError: origin, prefix, their words, hint."""
     try:
         yield
     except (DatasetsError, pyarrow.ArrowException, OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
         cause = error.__cause__ if isinstance(error, DatasetsError) and error.__cause__ else error
         if "corresponds to no data" in str(cause):
             raise DataError(f"{origin}: is empty; it has no rows.") from error
-        raise DataError(f"{origin}{find_place()}: {prefix}{' '.join(str(cause).split()).rstrip('.')}.{hint}") from error
+        raise DataError(f"{origin}: {prefix}{' '.join(str(cause).split()).rstrip('.')}.{hint}") from error

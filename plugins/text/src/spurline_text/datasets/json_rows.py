@@ -1,16 +1,15 @@
 """Rows of files of JSON: one object per line, or a list of objects.
 
-They are read here, one at a time, because rows whose fields differ in type must stay readable and a malformed line must
-be named, which Hugging Face `datasets` does not do.
+They are read here because rows whose fields differ in type must stay readable and a malformed line must be named, which
+Hugging Face `datasets` does not do.
 """
 
 from __future__ import annotations
 
 import codecs
 import json
-import re
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +17,28 @@ from spurline.errors import DataError
 from spurline_text.rows.rows import describe
 
 _BEGINNING_BYTES = 1 << 16
-"""Bytes at the beginning of a file within which its first character other than space is looked for."""
+"""The first character other than space is looked for in so many bytes."""
 _AHEAD_BYTES = 1 << 14
 """Bytes to read at once if rows are asked for in order, since opening the file for each would take most of the time."""
 
 
-class JsonRows:
-    """JSON objects in a file. Holds only where they begin and how long they are."""
+class JsonLines:
+    """One JSON object per line; blank lines are passed over. Holds only where lines begin and how long they are."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._starts, self._sizes = array("q"), array("q")
+        self._starts, self._sizes, self._lines = array("q"), array("q"), array("q")
         self._expected = 0
+        # Position in the file of the bytes that were read last, and those bytes; they may hold the next rows too.
         self._ahead: tuple[int, bytes] = (0, b"")
-        """Position in the file of what was read last, and those bytes; they may hold the next rows too."""
+        offset = 0
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    self._starts.append(offset)
+                    self._sizes.append(len(line))
+                    self._lines.append(number)
+                offset += len(line)
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -49,7 +56,7 @@ class JsonRows:
         return read_json_line(content[begin - first : begin - first + size], self.location(row))
 
     def location(self, row: int) -> str:
-        return f"{self._path} row {row}"
+        return f"{self._path}:{self._lines[row]}"
 
     def check(self, rows: range) -> None:
         """Raise DataError for the first of these rows that is not a JSON object."""
@@ -59,163 +66,69 @@ class JsonRows:
                 read_json_line(file.read(self._sizes[row]), self.location(row))
 
 
-class JsonLines(JsonRows):
-    """One JSON object per line; blank lines are passed over."""
+class JsonArray:
+    """One JSON list of objects, which is held in memory."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self._lines = array("q")
-        offset = 0
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    self._starts.append(offset)
-                    self._sizes.append(len(line))
-                    self._lines.append(number)
-                offset += len(line)
+        """Read the file. Raises DataError if it is not a list."""
+        self._path = path
+        try:
+            self._rows: list[Any] = json.loads(path.read_bytes().decode("utf-8-sig", "surrogatepass"))
+        except (ValueError, RecursionError) as error:
+            raise _unreadable(str(path), error) from error
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, row: int) -> Mapping[str, Any]:
+        return _object(self._rows[row], self.location(row))
 
     def location(self, row: int) -> str:
-        return f"{self._path}:{self._lines[row]}"
+        return f"{self._path} row {row}"
+
+    def check(self, rows: range) -> None:
+        """Raise DataError for the first of these rows that is not an object."""
+        for row in rows:
+            self[row]
 
 
-class JsonArray(JsonRows):
-    """One JSON list of objects. Opening reads all of its text; then one object is held at a time."""
-
-    def __init__(self, path: Path) -> None:
-        """Find where the objects are. Raises DataError where the file is not a list of values."""
-        super().__init__(path)
-        content = path.read_bytes()
-        try:
-            text = content.decode("utf-8-sig", "surrogatepass")
-        except UnicodeDecodeError as error:
-            line = content.count(b"\n", 0, error.start) + 1
-            raise DataError(f"{path}:{line}: not valid UTF-8: {error.reason}.") from error
-        byte = len(codecs.BOM_UTF8) if content.startswith(codecs.BOM_UTF8) else 0
-        place = 0
-        try:
-            for begin, end in _values_of_list(text):
-                byte += _num_bytes(text[place:begin])
-                self._starts.append(byte)
-                self._sizes.append(_num_bytes(text[begin:end]))
-                byte, place = byte + self._sizes[-1], end
-        except json.JSONDecodeError as error:
-            cut = _CUT if _needs_more(error) else ""
-            raise DataError(
-                f"{path}:{error.lineno}: not valid JSON: {error.msg} (column {error.colno}).{cut}"
-            ) from error
-        except RecursionError as error:
-            raise DataError(f"{self.location(len(self))}: not valid JSON: nested too deeply.") from error
-        except ValueError as error:
-            raise DataError(f"{self.location(len(self))}: not readable JSON: {error}.") from error
-
-
-def _values_of_list(text: str) -> Iterator[tuple[int, int]]:
-    """Yield the characters `[begin, end)` of each value of a JSON list. Raises JSONDecodeError."""
-    place = _past(text, "[", 0)
-    is_first = True
-    while not text.startswith("]", place):
-        if not is_first:
-            place = _past(text, ",", place)
-        is_first = False
-        _, end = _DECODER.raw_decode(text, place)
-        yield place, end
-        place = _past_space(text, end)
-    end = _past_space(text, place + 1)
-    if end < len(text):
-        raise json.JSONDecodeError("Extra data", text, end)
-
-
-def _past(text: str, mark: str, place: int) -> int:
-    """Return the place after this mark and the space around it. Raises JSONDecodeError where another comes."""
-    place = _past_space(text, place)
-    if not text.startswith(mark, place):
-        raise json.JSONDecodeError(f"Expecting {mark!r} delimiter", text, place)
-    return _past_space(text, place + 1)
-
-
-def _past_space(text: str, place: int) -> int:
-    found = _SPACE.match(text, place)
-    return found.end() if found else place
-
-
-def _num_bytes(text: str) -> int:
-    return len(text.encode("utf-8", "surrogatepass"))
+def open_json(path: Path) -> JsonLines | JsonArray:
+    """Return the rows of a .json file: a list of objects, or JSON lines under that name."""
+    with path.open("rb") as file:
+        start = file.read(_BEGINNING_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()[:1]
+    return JsonArray(path) if start == b"[" else JsonLines(path)
 
 
 def read_json_line(line: bytes, location: str) -> Mapping[str, Any]:
     """Return the object on one line. Raises DataError with `location` in front."""
     try:
-        # As json.loads reads bytes, which takes half as long again to find out which encoding they have.
+        # What json.loads does with bytes, without finding out which encoding they have: that takes half as long again.
         text = line.rstrip(b"\r\n").removeprefix(codecs.BOM_UTF8).decode("utf-8", "surrogatepass")
         values = _DECODER.decode(text)
-    except UnicodeDecodeError as error:
-        cut = _CUT if error.reason == "unexpected end of data" else ""
-        raise DataError(f"{location}: not valid UTF-8: {error.reason} at byte {error.start + 1}.{cut}") from error
-    except json.JSONDecodeError as error:
-        hint = " A file with one JSON list should end in .json." if line.lstrip().startswith(b"[") else ""
-        # Every line but the last ends with a line break.
-        cut = _CUT if not line.endswith(b"\n") and _needs_more(error) else ""
-        raise DataError(f"{location}: not valid JSON: {error.msg} (column {error.pos + 1}).{hint}{cut}") from error
-    except RecursionError as error:
-        raise DataError(f"{location}: not valid JSON: nested too deeply.") from error
-    except ValueError as error:
-        raise DataError(f"{location}: not readable JSON: {error}.") from error
+    except (ValueError, RecursionError) as error:
+        raise _unreadable(location, error) from error
+    return _object(values, location)
+
+
+_DECODER = json.JSONDecoder()
+
+
+def _object(values: Any, location: str) -> Mapping[str, Any]:
     if not isinstance(values, dict):
-        raise DataError(f"{location}: is {describe(values)}, expected a JSON object with named fields.")
+        hint = " A file with one JSON list should end in .json." if isinstance(values, list) else ""
+        raise DataError(f"{location}: is {describe(values)}, expected a JSON object with named fields.{hint}")
     return values
 
 
-def _needs_more(error: json.JSONDecodeError) -> bool:
-    """Return whether the text was well formed up to its end."""
-    return error.msg.startswith("Unterminated string") or error.pos >= len(error.doc.rstrip())
-
-
-_CUT = " The file ends there, within a row: was it cut when it was written or copied?"
-_DECODER = json.JSONDecoder()
-_SPACE = re.compile(r"[ \t\n\r]*")
-
-
-_OTHER_CONTENT: tuple[tuple[bytes, str, str], ...] = (
-    (b"PAR1\x15", "a Parquet table", "Rename it so that it ends in .parquet."),
-    (b"ARROW1\0\0", "an Arrow table", "Rename it so that it ends in .arrow."),
-    (b"\x1f\x8b", "compressed with gzip", "Unpack it: `gunzip < FILE > OTHER`."),
-    (b"PK\x03\x04", "a zip archive", "Unpack it: `unzip FILE`."),
-    *(
-        (start, "UTF-16 text", "Convert it: `iconv -f UTF-16 -t UTF-8 FILE > OTHER`.")
-        for start in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, b"{\0", b"[\0", b"\0{", b"\0[")
-    ),
-)
-"""How a file begins that is no text in UTF-8, what it is, and what to do."""
-
-
-def refuse_other_content(path: Path) -> None:
-    """Raise DataError for a file of text that is something else by its content, whatever its name says."""
-    with path.open("rb") as file:
-        start = file.read(8)
-    for begins, what, fix in _OTHER_CONTENT:
-        if start.startswith(begins):
-            raise DataError(f"{path}: is {what}, although its name ends in {path.suffix}. {fix}")
-
-
-def open_json(path: Path) -> JsonRows:
-    """Return the rows of a .json file: a list of objects, or JSON lines under that name."""
-    with path.open("rb") as file:
-        start = file.read(_BEGINNING_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()[:1]
-    if start == b"[":
-        return JsonArray(path)
-    lines = JsonLines(path)
-    if start == b"{" and len(lines) > 1:
-        content = path.read_bytes()
-        if not _is_json(content.splitlines()[0]) and _is_json(content):
-            raise DataError(
-                f"{path}: holds one JSON object. Expected a list of objects, or one object per line, each a row."
-            )
-    return lines
-
-
-def _is_json(content: bytes) -> bool:
-    try:
-        json.loads(content)
-    except (ValueError, RecursionError):
-        return False
-    return True
+def _unreadable(location: str, error: ValueError | RecursionError) -> DataError:
+    if isinstance(error, UnicodeDecodeError):
+        return DataError(f"{location}: not valid UTF-8: {error.reason} at byte {error.start + 1}.")
+    if isinstance(error, json.JSONDecodeError):
+        line = f"line {error.lineno}, " if error.lineno > 1 else ""
+        return DataError(
+            f"{location}: not valid JSON: {error.msg} ({line}column {error.colno}). Expected one object per line, or "
+            "in a .json file a list of objects."
+        )
+    if isinstance(error, RecursionError):
+        return DataError(f"{location}: not valid JSON: nested too deeply.")
+    return DataError(f"{location}: not readable JSON: {error}.")

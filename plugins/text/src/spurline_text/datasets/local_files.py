@@ -1,30 +1,27 @@
-"""The files that a local dataset path stands for, and what one of them is to a reader of rows.
+"""The files that a local dataset path stands for, and one of them as rows.
 
-What is local never goes to the network. Rows of JSON files are read by `json_rows`, all others by `arrow_rows`.
+A local path never leads to the network. `json_rows` reads the rows of JSON files, `arrow_rows` all others.
 """
 
 from __future__ import annotations
 
 import difflib
-import errno
 import functools
 import glob
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol
+
+import xxhash
 
 from spurline.errors import DataError, listing
-from spurline_text.datasets.file_digest import digest_of_file
-
-if TYPE_CHECKING:
-    import pyarrow
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".csv")
 """Files that can be read, by the end of their name."""
 
 _OTHER_SUFFIXES = (".ndjson", ".tsv", ".txt", ".gz", ".zst", ".zip", ".xz", ".bz2", ".tar", ".xlsx", ".pkl", ".yaml")
+_CHUNK_BYTES = 1 << 22
 
 
 def looks_local(path: str) -> bool:
@@ -44,7 +41,7 @@ def is_saved_dataset(path: Path) -> bool:
 
 
 def find_files(path: str) -> dict[str, list[Path]]:
-    """Split name -> files. A file or glob is split `train`; the files of a folder are sorted by their names."""
+    """Return the files of each split. A file or glob is split `train`; the files of a folder are sorted by name."""
     local = Path(path).expanduser()
     if local.is_dir():
         return _files_of_folder(local)
@@ -64,7 +61,7 @@ def find_files(path: str) -> dict[str, list[Path]]:
 
 
 def _files_of_folder(folder: Path) -> dict[str, list[Path]]:
-    """Files of a folder by split, told apart by the words in their names as Hugging Face `datasets` does."""
+    """Return the files of each split, told apart by the words in their names as Hugging Face `datasets` does."""
     # Not above: it takes a second to import, which runs on files of JSON need not wait for.
     from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns
 
@@ -88,34 +85,33 @@ def _files_of_folder(folder: Path) -> dict[str, list[Path]]:
 
 
 def _neighbours(missing: Path) -> str:
-    """` Did you mean ...?`, or what the folder holds instead."""
-    folder = missing.parent
-    while glob.has_magic(str(folder)):
-        folder = folder.parent
-    if not folder.is_dir():
-        return f" The folder {folder} does not exist.{_similar(folder.parent, folder.name)}"
-    return _similar(folder, missing.name) or _contents(folder)
-
-
-def _similar(folder: Path, name: str) -> str:
-    if not folder.is_dir():
-        return ""
-    names = [entry.name for entry in folder.iterdir()]
-    close = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
+    """Return ` Did you mean ...?`, or what the nearest folder holds instead."""
+    folder, name = missing.parent, missing.name
+    while not folder.is_dir():
+        folder, name = folder.parent, folder.name
+    entries = [entry for entry in folder.iterdir() if entry.is_dir() or entry.suffix.lower() in SUFFIXES]
+    stems = {entry.name: entry.stem for entry in entries}
     # Names that have little in common but their ending are no slips of the pen.
-    stem = Path(name).stem
-    close = [match for match in close if difflib.SequenceMatcher(None, stem, Path(match).stem).ratio() >= 0.6]
-    return f" Did you mean {' or '.join(str(folder / match) for match in close)}?" if close else ""
-
-
-def _contents(folder: Path) -> str:
-    names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() or entry.suffix.lower() in SUFFIXES)
+    close = difflib.get_close_matches(Path(name).stem, stems.values(), n=3, cutoff=0.6)
+    if close:
+        meant = [str(folder / name) for name, stem in stems.items() if stem in close]
+        return f" Did you mean {' or '.join(sorted(meant))}?"
+    names = sorted(entry.name for entry in entries)
     shown = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
     return f" {folder.absolute()} contains: {shown or '(no data files)'}."
 
 
-class LocalRows(Protocol):
-    """Rows of an opened local file."""
+def digest_of_file(path: Path) -> str:
+    """Return the xxh3-128 of the content, as hex digits."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+class Rows(Protocol):
+    """Random access to the rows of an opened file or table."""
 
     def __len__(self) -> int: ...
 
@@ -126,38 +122,27 @@ class LocalRows(Protocol):
         ...
 
 
-class RowFile(LocalRows, Protocol):
-    """Random access to the rows of one file or table."""
+class RowFile(Rows, Protocol):
+    """Rows whose content has a digest."""
 
     @property
     def digest(self) -> str:
-        """Hash of the content as it is now, so that a change while rows are read can be told."""
-        ...
-
-
-@runtime_checkable
-class HoldsTable(LocalRows, Protocol):
-    """Rows that are stored as an Arrow table."""
-
-    def arrow(self, start: int, stop: int) -> pyarrow.Table:
-        """Rows [start, stop) as the table holds them."""
+        """Hash of the content as it is now, so that a change while rows are read is noticed."""
         ...
 
 
 class LocalFile:
-    """The rows of a local file, opened when first asked for: telling whether it changed must not cost reading it.
+    """The rows of a local file, opened when the first is asked for: telling whether it changed must not read it.
 
-    Can be pickled; the copy opens the file again.
+    It can be pickled; the copy opens the file again.
     """
 
-    def __init__(self, path: Path, open_rows: Callable[[Path], LocalRows]) -> None:
+    def __init__(self, path: Path, open_rows: Callable[[Path], Rows]) -> None:
         self._path = path
         self._open_rows = open_rows
-        if not os.access(path, os.R_OK):
-            raise DataError(f"{path}: cannot be read: {os.strerror(errno.EACCES)}.")
 
     @functools.cached_property
-    def rows(self) -> LocalRows:
+    def rows(self) -> Rows:
         """The opened file. Raises DataError when it cannot be read."""
         with self._readable():
             return self._open_rows(self._path)

@@ -1,7 +1,7 @@
 """Dataset `hf_stream`: rows one after another, for data larger than disk or memory should hold.
 
 Place on the way: config -> files, or a hub dataset that stays on the hub -> rows in order -> source `stream`. A reader
-knows its place as JSON, so that another one goes on from there. Nothing is copied into a cache.
+gives its position as JSON, and another one goes on from there. Nothing is copied into a cache.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any, BinaryIO, cast
 import datasets
 import pyarrow.parquet
 
-from spurline.errors import DataError, listing, suggestion
+from spurline.errors import DataError, listing
 from spurline.protocols.dataset import RowReader, StreamedRow
 from spurline_text.configs import HfStreamConfig
 from spurline_text.datasets.arrow_rows import data_errors, without_padding
-from spurline_text.datasets.hf_dataset import default_label
-from spurline_text.datasets.json_rows import read_json_line, refuse_other_content
+from spurline_text.datasets.hf_dataset import default_label, of_split, refuse_hub_settings
+from spurline_text.datasets.json_rows import read_json_line
 from spurline_text.datasets.local_files import find_files, looks_local
 from spurline_text.hub import asked_once
 
@@ -36,7 +36,7 @@ class HfStream:
         self._files = _files(config) if looks_local(config.path) else None
 
     def open(self, position: Mapping[str, Any] | None = None) -> RowReader:
-        """A reader at the beginning, or where another reader was."""
+        """Return a reader at the beginning, or where another reader was."""
         if self._files is not None:
             return FilesReader(self._files, position)
         config = self._config
@@ -49,28 +49,20 @@ class HfStream:
 
 
 def _files(config: HfStreamConfig) -> list[Path]:
-    """The files of the split, in order. Raises DataError for what cannot be read in a stream."""
-    path = config.path
-    for setting in ("subset", "revision"):
-        if getattr(config, setting) is not None:
-            raise DataError(f"{path}: {setting} is for hub datasets, but this path is local. Remove {setting}.")
-    splits = find_files(path)
-    if config.split not in splits:
-        raise DataError(
-            f"{path}: has no split {config.split!r}.{suggestion(config.split, splits)} Splits: {listing(splits)}. A "
-            "stream takes a whole split, without brackets."
-        )
-    for file in splits[config.split]:
+    """Return the files of the split, in order. Raises DataError for a file that cannot be read as a stream."""
+    refuse_hub_settings(config)
+    files = of_split(find_files(config.path), config.split, config.path)
+    for file in files:
         if file.suffix.lower() not in _READERS:
             raise DataError(
                 f"{file}: cannot be read as a stream. Files that can: {listing(_READERS)}. Convert it, or read it with "
                 "dataset name: hf."
             )
-    return splits[config.split]
+    return files
 
 
 class FilesReader:
-    """Reads files one after another. position: the number of the file, and the place in it."""
+    """Reads files one after another. Its position is the number of the file, and the place in it."""
 
     def __init__(self, files: Sequence[Path], position: Mapping[str, Any] | None) -> None:
         self._files = files
@@ -99,10 +91,9 @@ class FilesReader:
 
 
 class JsonLinesReader:
-    """Lines of a file. place: byte and line that come next."""
+    """Reads the lines of a file. Its place is the byte and the line that come next."""
 
     def __init__(self, path: Path, place: Sequence[int] | None) -> None:
-        refuse_other_content(path)
         self._path = path
         self._file: BinaryIO = path.open("rb")
         self._offset, self._line = place or (0, 1)
@@ -127,7 +118,7 @@ class JsonLinesReader:
 
 
 class ParquetReader:
-    """Rows of a parquet file, a few at a time. place: the row that comes next."""
+    """Reads the rows of a parquet file, a few at a time. Its place is the row that comes next."""
 
     def __init__(self, path: Path, place: int | None) -> None:
         self._path = path
@@ -164,14 +155,14 @@ class ParquetReader:
 
 
 class HubReader:
-    """Rows of an iterable dataset of Hugging Face `datasets`, which knows its own place."""
+    """Reads an iterable dataset of Hugging Face `datasets`, which knows its own place."""
 
     def __init__(self, rows: datasets.IterableDataset, name: str, position: Mapping[str, Any] | None) -> None:
         self._table, self._name = rows, name
         self._row = int(position["row"]) if position else 0
         self._begun_at = position
         if position:
-            # Kept as text: the library's own state may hold what the checkpoint's format has no word for.
+            # Kept as text: the state of the library may hold values that a checkpoint cannot.
             self._table.load_state_dict(json.loads(position["state"]))
         self._rows = cast("Iterator[Mapping[str, Any]]", iter(self._table))
 

@@ -6,7 +6,7 @@ types, but no templates or tokenizers. The encoder, which knows the vocabulary, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 IGNORED_LABEL = -100
 """Label of a token without loss, as everywhere in the Hugging Face libraries."""
 
-_RULES = ("loss_mask", "labels", "prompt_length", "num_actions")
+_RULES = ("loss_mask", "labels")
 
 
 @dataclass(frozen=True)
 class TokenRow:
-    """Token ids and loss mask (0 or 1), one entry per token. field: the column of the ids, for error messages."""
+    """Token ids and loss mask (0 or 1), one entry per token; `field` is the column of the ids, for messages."""
 
     input_ids: list[int]
     loss_mask: list[int]
@@ -38,7 +38,7 @@ class TokenRow:
 
 
 def read_token_row(view: RowView) -> TokenRow:
-    """The row's tokens and loss mask. With several columns present the first of loss_mask, labels, ... decides."""
+    """Return the tokens and loss mask of a row; `loss_mask` counts before `labels`. Raises BadRowError."""
     field = view.label("input_ids")
     tokens = _integers(view.require("input_ids"), field)
     if not tokens:
@@ -51,66 +51,41 @@ def read_token_row(view: RowView) -> TokenRow:
             field,
             f"comes without a column that says where the loss is. Add one of {', '.join(map(view.label, _RULES))}.",
         )
-    label, value = view.label(rule), view.require(rule)
-    if rule == "loss_mask":
-        mask = _from_mask(value, label, tokens, field)
-    elif rule == "labels":
-        mask = _from_labels(value, label, tokens, field)
-    else:
-        mask = _from_count(value, label, len(tokens), from_end=rule == "num_actions")
-    return TokenRow(tokens, mask, field)
-
-
-def _integers(value: Any, field: str) -> list[int]:
-    if isinstance(value, np.ndarray):
-        value = value.tolist()
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        raise BadRowError(field, f"is {describe(value)}, expected a list of whole numbers.")
-    for index, item in enumerate(value):
-        if type(item) is not int:
-            raise BadRowError(f"{field}[{index}]", f"is {describe(item)}, expected a whole number.")
-    return list(value)
-
-
-def _same_length(values: Sized, label: str, tokens: list[int], field: str) -> None:
+    label = view.label(rule)
+    values = _integers(view.require(rule), label)
     if len(values) != len(tokens):
         raise BadRowError(label, f"has {len(values)} entries, but {field} has {len(tokens)}. Give one entry per token.")
-
-
-def _from_mask(value: Any, label: str, tokens: list[int], field: str) -> list[int]:
-    if not isinstance(value, (Sequence, np.ndarray)) or isinstance(value, str):
-        raise BadRowError(label, f"is {describe(value)}, expected a list of 0 and 1.")
-    _same_length(value, label, tokens, field)
-    for index, item in enumerate(value):
-        if item not in (0, 1):
-            raise BadRowError(f"{label}[{index}]", f"is {describe(item)}, expected 0 or 1.")
-    return [int(item) for item in value]
-
-
-def _from_labels(value: Any, label: str, tokens: list[int], field: str) -> list[int]:
-    labels = _integers(value, label)
-    _same_length(labels, label, tokens, field)
-    for index, (wanted, token) in enumerate(zip(labels, tokens, strict=True)):
+    if rule == "loss_mask":
+        wrong = next((index for index, value in enumerate(values) if value not in (0, 1)), None)
+        if wrong is not None:
+            raise BadRowError(f"{label}[{wrong}]", f"is {describe(values[wrong])}, expected 0 or 1.")
+        return TokenRow(tokens, values, field)
+    for index, (wanted, token) in enumerate(zip(values, tokens, strict=True)):
         if wanted not in (IGNORED_LABEL, token):
             raise BadRowError(
                 f"{label}[{index}]",
                 f"is {wanted}, but {field}[{index}] is {token}. Labels are not shifted: each is the token at the same "
                 f"place, or {IGNORED_LABEL} for no loss.",
             )
-    return [int(wanted != IGNORED_LABEL) for wanted in labels]
+    return TokenRow(tokens, [int(wanted != IGNORED_LABEL) for wanted in values], field)
 
 
-def _from_count(value: Any, label: str, length: int, *, from_end: bool) -> list[int]:
-    if type(value) is not int or not 0 <= value <= length:
-        raise BadRowError(label, f"is {describe(value)}, expected a whole number from 0 to {length}, the row's tokens.")
-    prompt = length - value if from_end else value
-    return [0] * prompt + [1] * (length - prompt)
+def _integers(value: Any, field: str) -> list[int]:
+    """Return a list of whole numbers; booleans count as 0 and 1."""
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise BadRowError(field, f"is {describe(value)}, expected a list of whole numbers.")
+    if not set(map(type, value)) <= {int, bool}:
+        index, item = next((index, item) for index, item in enumerate(value) if type(item) not in (int, bool))
+        raise BadRowError(f"{field}[{index}]", f"is {describe(item)}, expected a whole number.")
+    return list(map(int, value))
 
 
 FormatName = Literal["chat", "alpaca", "prompt_completion", "pretokenized", "text"]
 
 NEEDS: dict[FormatName, str] = {
-    "pretokenized": "input_ids and one of loss_mask, labels, prompt_length, num_actions",
+    "pretokenized": "input_ids and one of loss_mask, labels",
     "chat": "messages (or conversations); optional system, tools",
     "prompt_completion": "prompt, completion",
     "alpaca": "instruction, output; optional input, system",
@@ -145,8 +120,7 @@ ALPACA_WITH_INPUT = (
 class Conversation:
     """Messages for the chat template.
 
-    first_trained: messages before this one are context whatever their role; None leaves the choice to `train_on`,
-    otherwise every assistant turn from there on has loss.
+    Every assistant turn from message `first_trained` on has loss; None leaves the choice to `train_on`.
     """
 
     messages: list[Message]
@@ -156,10 +130,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class TextPair:
-    """Plain text: loss on the completion and, with `ends`, on an end-of-sequence token after it.
-
-    Without a prompt it is raw text, and every token has loss.
-    """
+    """Plain text, with loss on the completion and, with `ends`, on an end-of-sequence token after it."""
 
     prompt: str
     completion: str
@@ -167,15 +138,15 @@ class TextPair:
 
 
 def detect_format(config: DatasetConfig, row: Mapping[str, Any], *, needs_answer: bool = True) -> FormatName:
-    """The format of a dataset by its config, or by the columns of its first row. Raises DataError without a place.
+    """Return the format of a dataset by its config, or by the columns of its first row.
 
-    needs_answer: False for prompts that are to be answered, whose rows may lack the column of the answer.
+    Without `needs_answer` rows may lack the column of the answer. Raises DataError, which does not name the row.
     """
     if config.format != "auto":
         return config.format
     names = list(row)
     view = RowView(row, config.columns)
-    # What `columns` names is meant, also where the row has the columns of another format.
+    # A format whose columns the setting names comes before the others.
     for name, signature in sorted(_SIGNATURES, key=lambda item: item[1].isdisjoint(config.columns)):
         if all(column in view for column in (signature if needs_answer else signature - ANSWER_COLUMNS)):
             return name
@@ -189,7 +160,7 @@ def detect_format(config: DatasetConfig, row: Mapping[str, Any], *, needs_answer
 
 
 def format_of(source: DatasetToTokenize) -> FormatName:
-    """The format of a dataset: what its config says, or what the first row that can be read looks like."""
+    """Return the format of a dataset by its config, or by the first row that can be read."""
     dataset, config = source.dataset, source.config
     problem = unknown_column_problem(config.columns)
     if problem is not None:
@@ -218,11 +189,21 @@ def read_row(
     has_chat_template: bool,
     needs_answer: bool = True,
 ) -> Any:
-    """The row as Conversation, TextPair or TokenRow. Raises BadRowError naming the field.
+    """Read a row into one of the plain forms.
 
-    has_chat_template: alpaca rows become a conversation when the tokenizer can render one, otherwise Alpaca's text.
-    needs_answer: with False a row without an answer is a conversation that ends with a question, or a TextPair whose
-    completion is empty.
+    Args:
+        row: The row.
+        config: Settings of its dataset.
+        name: Its format.
+        has_chat_template: Alpaca rows become a conversation if so, otherwise Alpaca's text.
+        needs_answer: If false, a row without an answer becomes a conversation that ends with a question, or a TextPair
+            with an empty completion.
+
+    Returns:
+        Conversation, TextPair or TokenRow.
+
+    Raises:
+        BadRowError: If the row is malformed; names the field.
     """
     view = RowView(row, config.columns)
     if name == "pretokenized":
@@ -230,20 +211,16 @@ def read_row(
     if name == "chat":
         return _chat(view, needs_answer)
     if name == "text":
-        return _text(view, config, needs_answer)
-    if name == "alpaca":
-        return _alpaca(view, has_chat_template, needs_answer)
-    return _prompt_completion(view, needs_answer)
-
-
-def _text(view: RowView, config: DatasetConfig, needs_answer: bool) -> TextPair:
-    if not needs_answer:
+        if needs_answer:
+            return TextPair("", view.text("text"), config.append_eos)
         raise BadRowError(
             view.label("text"),
             "is raw text, which asks for no answer. To go on from it, name it as the prompt: "
             f"`columns: {{prompt: {view.label('text')}}}` and `format: prompt_completion`.",
         )
-    return TextPair("", view.text("text"), config.append_eos)
+    if name == "alpaca":
+        return _alpaca(view, has_chat_template, needs_answer)
+    return _prompt_completion(view, needs_answer)
 
 
 def _chat(view: RowView, needs_answer: bool) -> Conversation:
@@ -284,11 +261,9 @@ def _prompt_completion(view: RowView, needs_answer: bool) -> Conversation | Text
     prompt = view.require("prompt")
     prompt_field, completion_field = view.label("prompt"), view.label("completion")
     if not needs_answer and view.get("completion") is None:
-        return (
-            TextPair(prompt, "")
-            if isinstance(prompt, str)
-            else _conversation(view, read_messages(prompt, prompt_field))
-        )
+        if isinstance(prompt, str):
+            return TextPair(prompt, "")
+        return _conversation(view, read_messages(prompt, prompt_field))
     completion = view.require("completion")
     if isinstance(prompt, str) and isinstance(completion, str):
         return TextPair(prompt, completion)

@@ -32,7 +32,7 @@ SHAREGPT_ROLES = {
 
 
 def read_messages(value: Any, field: str) -> list[Message]:
-    """The messages of one field. Raises BadRowError naming the message and key that is malformed."""
+    """Return the messages of one field. Raises BadRowError naming the message and key that is malformed."""
     items = _parsed(value, field)
     if type(items) is not list and (not isinstance(items, Sequence) or isinstance(items, str)):
         raise BadRowError(field, f'is {describe(items)}, expected a list like [{{"role": "user", "content": "..."}}].')
@@ -42,7 +42,7 @@ def read_messages(value: Any, field: str) -> list[Message]:
 
 
 def read_tools(value: Any, field: str) -> list[dict[str, Any]] | None:
-    """Tool schemas of a row, as a list or as its JSON text; None when there are none."""
+    """Return the tool schemas of a row, given as a list or as its JSON text; None when there are none."""
     tools = _parsed(value, field) if value else None
     if not tools:
         return None
@@ -55,7 +55,7 @@ def read_tools(value: Any, field: str) -> list[dict[str, Any]] | None:
 
 
 def with_system(messages: list[Message], system: Any, field: str) -> list[Message]:
-    """The messages with the text of a `system` column in front, when there is one."""
+    """Return the messages with the text of a `system` column in front, when there is one."""
     if system is None or system == "":
         return messages
     if not isinstance(system, str):
@@ -66,12 +66,12 @@ def with_system(messages: list[Message], system: Any, field: str) -> list[Messag
 
 
 def assistant_turns(messages: Sequence[Message], first: int = 0) -> list[int]:
-    """Indices of assistant messages from `first` on."""
+    """Return the indices of assistant messages from `first` on."""
     return [index for index in range(first, len(messages)) if messages[index]["role"] == "assistant"]
 
 
 def _parsed(value: Any, field: str) -> Any:
-    """A list as it is; JSON text, as CSV and some parquet files hold it, parsed."""
+    """Parse JSON text, as CSV and some parquet files hold it; return any other value as it is."""
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return value
     try:

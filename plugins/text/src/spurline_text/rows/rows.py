@@ -14,10 +14,7 @@ from spurline.errors import DataError, listing, nearest, suggestion
 
 
 class BadRowError(DataError):
-    """A row that cannot be read.
-
-    field: path in the row, such as `messages[2].role`. problem: what is wrong and the fix.
-    """
+    """A row that cannot be read: `field` is the path in the row, `problem` says what is wrong and the fix."""
 
     def __init__(self, field: str, problem: str) -> None:
         self.field = field
@@ -25,12 +22,12 @@ class BadRowError(DataError):
         super().__init__(f"{field} {problem}".strip())
 
     def at(self, location: str) -> DataError:
-        """The same error with the place in front: `train.jsonl:12: messages[2].role is ...`."""
+        """Return the error with the place in front: `train.jsonl:12: messages[2].role is ...`."""
         return DataError(f"{location}: {self}")
 
 
 def explain_bad_row(location: str, error: DataError) -> DataError:
-    """Return the error with the row's location in front and the way out behind, where it does not say them itself."""
+    """Return the error with the location of the row in front and the fix behind, unless it has them already."""
     text = str(error)
     place = "" if location in text else f"{location}: "
     fix = "" if "on_bad_row" in text else " Mend the row, or leave such rows out with `on_bad_row: skip`."
@@ -55,8 +52,10 @@ def describe(value: Any) -> str:
 
 
 def broken_text(value: Any, field: str) -> BadRowError | None:
-    """The error of the first text in `value` that is no Unicode text, or None: half of a surrogate pair, as JSON's
-    `\\ud83d` without its second half gives it. No tokenizer takes such text and no file can hold it."""
+    """Return the error of the first text in `value` with half of a surrogate pair, or None.
+
+    JSON's `\\ud83d` without its second half gives such text. No tokenizer takes it and no file can hold it.
+    """
     if isinstance(value, str):
         try:
             value.encode()
@@ -64,7 +63,7 @@ def broken_text(value: Any, field: str) -> BadRowError | None:
             half = f"\\u{ord(value[error.start]):04x}"
             return BadRowError(
                 field,
-                f"has half of a surrogate pair ({half}) at character {error.start}, which is no Unicode text: a "
+                f"has half of a surrogate pair ({half}) at character {error.start}, which is not Unicode text: a "
                 "character was cut in two. Mend the row, leave it out, or set `on_bad_row: skip`.",
             )
         return None
@@ -78,7 +77,7 @@ def broken_text(value: Any, field: str) -> BadRowError | None:
 
 
 def require_text(text: str, row: Mapping[str, Any]) -> None:
-    """Raise BadRowError when `text`, made of the row, is no Unicode text, naming the field that brought it in."""
+    """Raise BadRowError when `text`, made of the row, is not Unicode text; names the field that it comes from."""
     if not text.isascii() and (error := broken_text(text, "")) is not None:
         raise broken_text(row, "") or error
 
@@ -100,14 +99,12 @@ EXPECTED_COLUMNS = (
     "input_ids",
     "loss_mask",
     "labels",
-    "prompt_length",
-    "num_actions",
 )
 """Every column name that some format reads."""
 
 
 def value_at(row: Mapping[str, Any], name: str) -> Any:
-    """The value of a column, or None. Dots lead into objects, unless a column has the very name."""
+    """Return the value of a column, or None. Dots lead into objects, unless a column has the whole name."""
     if name in row:
         return row[name]
     outer, dot, inner = name.partition(".")
@@ -116,7 +113,7 @@ def value_at(row: Mapping[str, Any], name: str) -> Any:
 
 
 class RowView:
-    """Read access to one row. names: expected name -> name in the file (the `columns` setting).
+    """Read access to one row; `names` is the `columns` setting: expected name -> name in the file.
 
     A name with dots goes into objects: `reward_model.ground_truth` is the field `ground_truth` of the column
     `reward_model`, unless a column has the whole name.
@@ -127,24 +124,20 @@ class RowView:
         self._names = names
 
     def __contains__(self, column: str) -> bool:
-        return self._place(column) is not None
+        holder, name = self._deepest(column)
+        return name in holder
 
     def label(self, column: str) -> str:
-        """Return the column's name in the file."""
+        """Return the name of the column in the file."""
         return self._names.get(column, column)
 
     def get(self, column: str) -> Any:
-        """The value, or None when the row has no such column."""
-        place = self._place(column)
-        return None if place is None else place[0][place[1]]
-
-    def _place(self, column: str) -> tuple[Mapping[str, Any], str] | None:
-        """The object that holds the value, and its name there; None when the row has no such column."""
+        """Return the value, or None when the row has no such column."""
         holder, name = self._deepest(column)
-        return (holder, name) if name in holder else None
+        return holder.get(name)
 
     def _deepest(self, column: str) -> tuple[Mapping[str, Any], str]:
-        """The innermost object on the way to the column, and what was to be found there."""
+        """Return the innermost object on the way to the column, and the name that is looked for in it."""
         holder, name = self._row, self._names.get(column, column)
         while name not in holder and "." in name:
             first, _, rest = name.partition(".")
@@ -155,7 +148,7 @@ class RowView:
         return holder, name
 
     def require(self, column: str) -> Any:
-        """The value; BadRowError when it is missing or null."""
+        """Return the value. Raises BadRowError when it is missing or null."""
         label = self.label(column)
         holder, name = self._deepest(column)
         if name not in holder:
@@ -171,7 +164,7 @@ class RowView:
         return value
 
     def text(self, column: str) -> str:
-        """The value, which must be text."""
+        """Return the value. Raises BadRowError when it is not text."""
         value = self.require(column)
         if not isinstance(value, str):
             raise BadRowError(
@@ -183,7 +176,7 @@ class RowView:
 
 
 def absent_column_problem(names: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> str | None:
-    """Say which name in the values of a `columns` setting not one of the rows has; None when all are there."""
+    """Say which name in the values of a `columns` setting none of the rows has; None when all are there."""
     missing = dict(names)
     seen: dict[str, None] = {}
     count = 0
@@ -203,7 +196,7 @@ def absent_column_problem(names: Mapping[str, str], rows: Iterable[Mapping[str, 
 
 
 def column_paths(row: Mapping[str, Any]) -> Iterable[str]:
-    """The columns of a row, and the fields of those that hold objects, with dots."""
+    """Yield the columns of a row, and with dots the fields of columns that hold objects."""
     for name, value in row.items():
         yield name
         if isinstance(value, Mapping):
@@ -213,12 +206,10 @@ def column_paths(row: Mapping[str, Any]) -> Iterable[str]:
 def unknown_column_problem(names: Mapping[str, str]) -> str | None:
     """Say what is wrong with the keys of a `columns` setting, or return None."""
     for name, label in names.items():
-        if name not in EXPECTED_COLUMNS:
-            if label in EXPECTED_COLUMNS and nearest(name, EXPECTED_COLUMNS) != label:
-                return (
-                    f"columns.{name} is not a column Spurline reads, but '{label}' is one: the name that is expected "
-                    f"comes first, the one in the file second. Write `columns: {{{label}: {name}}}`."
-                )
-            hint = suggestion(name, EXPECTED_COLUMNS)
-            return f"columns.{name} is not a column Spurline reads.{hint} Columns: {', '.join(EXPECTED_COLUMNS)}."
+        if name in EXPECTED_COLUMNS:
+            continue
+        hint = suggestion(name, EXPECTED_COLUMNS)
+        if label in EXPECTED_COLUMNS and nearest(name, EXPECTED_COLUMNS) != label:
+            hint = f" The expected name comes first: write `columns: {{{label}: {name}}}`."
+        return f"columns.{name} is not a column Spurline reads.{hint} Columns: {', '.join(EXPECTED_COLUMNS)}."
     return None

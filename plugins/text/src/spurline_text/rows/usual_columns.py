@@ -1,8 +1,7 @@
-"""Guess what a row's columns mean where they have other names than Spurline reads.
+"""Guess the `columns` setting with which a row that fits no format would fit one.
 
-In: a row that fits no format. Out: the `columns` setting with which it would fit one, or nothing; errors show it, and
-`spurline init` writes it. Only names that say one thing are known, and only values of the right kind count: a wrong
-guess would train on something else. Nothing is read from a column because of its name here.
+Errors show the guess and `spurline init` writes it; no column is read because of it. Only names with one meaning are
+known, and only values of the right kind count: a wrong guess would train on something else.
 """
 
 from __future__ import annotations
@@ -45,84 +44,72 @@ _KINDS: Mapping[str, tuple[tuple[str, ...], Callable[[Any], bool]]] = {
     "text": (("content", "document", "body"), _is_text),
     "reference": (("ground_truth", "reward_model.ground_truth", "target", *_ANSWERS), _is_comparable),
 }
-"""Expected column: what others call it, and whether a value can be one."""
+"""Expected column -> its other names, and whether a value can be one."""
 
 _FORMS: tuple[tuple[str, ...], ...] = (
     ("prompt", "chosen", "rejected"),
     ("messages",),
     ("instruction", "output"),
-    # Of a row that has one of the two: its prompt is plain text to go on from, and that of `instruction` a user's turn.
+    # Only for a row that has one of the two; else a prompt is a user's turn, as `instruction` makes it.
     ("prompt", "completion"),
     ("text",),
 )
-"""Columns that make a row one of some format, tried in this order."""
+"""The columns of some formats, tried in this order."""
 _BESIDE: Mapping[tuple[str, ...], tuple[str, ...]] = {
     ("messages",): ("system",),
     ("instruction", "output"): ("input", "system"),
 }
-"""Further columns that a row of such a format may have, and that must then be named too."""
+"""Further columns that a row of the format may have, and that must then be named too."""
 
 
 def guessed_columns(row: Mapping[str, Any]) -> dict[str, str]:
-    """The `columns` setting; empty where nothing is to be renamed, or nothing fits."""
+    """Return the `columns` setting; empty where nothing is to be renamed, or nothing fits."""
     has_own = "prompt" in row or "completion" in row
     for form in _FORMS:
         if form == ("instruction", "output") and has_own:
             continue
-        # A document beside a title and a summary is not what is to be learned.
+        # A document beside a title and a summary may not be the text to learn.
         if form == ("text",) and sum(map(_is_text, row.values())) != 1:
             continue
         if all(_found(row, column) for column in form):
-            found = {column: _found(row, column) for column in (*form, *_BESIDE.get(form, ()))}
-            return {column: name for column, name in found.items() if name is not None and name != column}
-    for outer, value in row.items():
-        inner: Any = value
-        for form in _FORMS if isinstance(value, Mapping) else ():
+            found = _names(row, form)
+            return {column: name for column, name in found.items() if name != column}
+    for outer, inner in row.items():
+        for form in _FORMS if isinstance(inner, Mapping) else ():
             if form != ("text",) and all(_found(inner, column) for column in form):
-                found = {column: _found(inner, column) for column in (*form, *_BESIDE.get(form, ()))}
-                return {column: f"{outer}.{name}" for column, name in found.items() if name is not None}
+                return {column: f"{outer}.{name}" for column, name in _names(inner, form).items()}
     return {}
 
 
-def advice(row: Mapping[str, Any], *, needs_answer: bool) -> str:
-    """Say what to do with a row that fits no format: a readable `columns` setting, or what is wrong with the file.
+def _names(row: Mapping[str, Any], form: tuple[str, ...]) -> dict[str, str]:
+    found = {column: _found(row, column) for column in (*form, *_BESIDE.get(form, ()))}
+    return {column: name for column, name in found.items() if name is not None}
 
-    needs_answer: False where answers are generated.
-    """
+
+def advice(row: Mapping[str, Any], *, needs_answer: bool) -> str:
+    """Say what to do with a row that fits no format; without `needs_answer` its answer will be generated."""
     if found := guessed_columns(row):
         return _rename(_written(found))
     question = _found(row, "instruction")
     if question is not None and not needs_answer:
         return _rename(_written({"instruction": question}))
-    if len(row) == 1 and any(mark in next(iter(row)) for mark in ";\t|"):
-        return "Its cells are not separated by commas: write the file with commas between them."
-    rows = next((name for name, value in row.items() if _is_conversation(value) and not _are_messages(value)), None)
-    if rows is not None:
-        return f"'{rows}' holds a list of objects: if these are the rows, write each on a line of its own."
-    texts = [name for name, value in row.items() if _is_text(value)]
-    others = [value for value in row.values() if isinstance(value, (list, tuple, Mapping))]
-    # A lone column of text is raw text.
-    if len(texts) == 1 and not others:
-        return _rename(f"text: {texts[0]}")
-    messages = next((name for name, value in row.items() if _are_messages(value)), None)
-    if messages is None:
+    lists = [name for name, value in row.items() if _is_conversation(value)]
+    if not lists:
         return _rename("instruction: NAME, output: NAME")
-    roles = {turn.get("role", turn.get("from")) for turn in row[messages]}
+    roles = {turn.get("role", turn.get("from")) for turn in row[lists[0]]}
+    if roles == {None}:
+        return f"'{lists[0]}' holds a list of objects: if these are the rows, write each on a line of its own."
     if needs_answer and roles <= {"system", "developer", "user", "human"}:
-        return f"'{messages}' holds turns without an answer, which is generated with `source: rollouts`."
-    return _rename(f"messages: {messages}")
+        return f"'{lists[0]}' holds turns without an answer, which is generated with `source: rollouts`."
+    return _rename(f"messages: {lists[0]}")
 
 
 def _rename(columns: str) -> str:
     return f"Rename columns with `columns: {{{columns}}}`, or set `format`."
 
 
-def _are_messages(value: Any) -> bool:
-    return _is_conversation(value) and all("role" in turn or "from" in turn for turn in value)
-
-
 def pair_renaming(row: Mapping[str, Any]) -> str:
-    """The inside of a `columns` setting for a preference pair; empty where there is none under usual names."""
+    """Return what to write inside `columns: {}` for a preference pair; empty where no usual names are found."""
     found = guessed_columns(row)
     is_pair = all(side in found or side in row for side in ("chosen", "rejected"))
     return _written(found) if is_pair else ""
@@ -133,13 +120,13 @@ def _written(columns: Mapping[str, str]) -> str:
 
 
 def guessed_reference(row: Mapping[str, Any]) -> dict[str, str]:
-    """The `columns` setting for what answers to a prompt are compared with; empty where it has its name, or none."""
+    """Return the `columns` setting for the reference answer; empty where it has its expected name, or there is none."""
     name = _found(row, "reference")
     return {} if name in (None, "reference") else {"reference": str(name)}
 
 
 def _found(row: Mapping[str, Any], column: str) -> str | None:
-    """The name of what is this column: its own, or another of those that are known, in any case."""
+    """Return the name of this column in the row: the expected one or another known one, in any case; else None."""
     others, fits = _KINDS[column]
     if column in row:
         return column if fits(row[column]) else None

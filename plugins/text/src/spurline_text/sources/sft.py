@@ -28,17 +28,17 @@ from spurline_text.tokenization import open_datasets, plain_text_notes, share_re
 from spurline_text.tokenizer import pad_token_id
 
 _MOST_KEYS = 1_000_000
-"""Samples that are compared with held-out ones: more would hold up the start."""
+"""At most so many samples are compared with held-out ones; more would hold up the start."""
 
 
 class SampleSet:
-    """See `Samples`. Raises DataError for data that cannot be found, read or used.
+    """`Samples` of tokenized datasets; `shares` has for each dataset the share of its rows that was read.
 
-    shares: for each dataset the share of its rows that was read. labels: name of each dataset.
+    Making one raises DataError for data that cannot be found, read or used.
     """
 
     answer = "completion"
-    """The column that is trained where a row is a prompt and what follows it."""
+    """The column that is trained in rows of prompts and answers."""
 
     def __init__(self, configs: Sequence[DatasetConfig], context: SourceContext) -> None:
         run, registry = context.config, context.host.registry
@@ -83,19 +83,19 @@ class SampleSet:
         return self._sources[int(store.source[index])].dataset.location(int(store.row[index]))
 
     def _whole(self) -> NDArray[np.int64]:
-        """Return for each sample the place in the store that tells it from others."""
+        """Return for each sample the place in the store that identifies it."""
         return np.arange(len(self._tokenized.store), dtype=np.int64)
 
     def answered(self) -> Sequence[DatasetToTokenize]:
         return self._sources
 
     def facts(self, weights: Sequence[float], per_step: int) -> SampleFacts:
-        """Return what an order may know of the samples."""
+        """Return the facts of the samples for an order."""
         columns = ColumnsOfRows(self._opened, self._rows())
         return SampleFacts(self.sizes(), tuple(weights), per_step, columns, self._lengths)
 
     def _rows(self) -> Sequence[NDArray[np.int64]]:
-        """For each dataset the row of each of its samples."""
+        """Return for each dataset the row of each of its samples."""
         store = self._tokenized.store
         return np.split(store.row, np.cumsum(store.sizes())[:-1])
 
@@ -116,30 +116,30 @@ def shared_note(held_out: Samples, source: BatchSource) -> list[str]:
 def note_of_shared(
     held_out: NDArray[np.uint64], trained: NDArray[np.uint64], location: Callable[[int], str]
 ) -> list[str]:
-    """Say how many hashes of held-out rows are among those of training rows. location: of a held-out row."""
+    """Say how many hashes of held-out rows are also hashes of training rows; `location` names a held-out row."""
     shared = np.flatnonzero(np.isin(held_out, trained))
     if not len(shared):
         return []
     return [
-        f"{len(shared):,} of {len(held_out):,} held-out rows are also training rows, so their scores do not tell what "
-        f"becomes of rows that are new (first: {location(int(shared[0]))})"
+        f"{len(shared):,} of {len(held_out):,} held-out rows are also training rows, so their scores do not show "
+        f"how well the model does on new rows (first: {location(int(shared[0]))})"
     ]
 
 
 def longest_sample(samples: Samples) -> Longest:
-    """Its length and its uid, as the summary of the samples has them."""
+    """Return length and uid of the longest sample."""
     facts = samples.summary()
     where = f"sample {facts['longest_at']} (rows counted from 0)"
     return Longest(int(facts["longest"]), where, "data.max_length")
 
 
 class SftSource(BatchSource):
-    """The batch of a step is a pure function of (config, step), so nothing is carried from step to step."""
+    """Makes the batch of a step from config and step alone, so nothing is carried from step to step."""
 
     pure = True
 
     def __init__(self, config: ComponentConfig, context: SourceContext, samples: SampleSet | None = None) -> None:
-        """samples: what to train on, when it is not one sample per row."""
+        """Train on `samples`; None makes one sample per row."""
         run = context.config
         self._batch_size = run.batch_size
         self._samples = SampleSet(run.data.train, context) if samples is None else samples
@@ -147,7 +147,7 @@ class SftSource(BatchSource):
         facts = self._samples.facts(weights, self._batch_size)
         self._order: Order = context.host.registry.create("order", run.data.order, samples=facts, seed=run.seed)
         shares = self._samples.shares
-        # Of data that was read in part, the rest is taken to be as usable as what was read.
+        # Rows that were not read are assumed to be as usable as those that were.
         sizes = [round(size / share) for size, share in zip(self._samples.sizes(), shares, strict=True)]
         per_epoch = epoch_shares(sizes, weights)
         self._samples_per_epoch = sum(per_epoch)

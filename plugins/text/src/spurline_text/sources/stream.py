@@ -1,8 +1,8 @@
 """Source `stream`: samples of data that is read as it is needed, and never held as a whole.
 
-Place on the way: streams -> a block of rows -> tokens -> samples in an order of the block's own -> collator ->
-TrainingBatch. Memory holds one block. The batch of a step depends on those before it, so steps are built in order; the
-state is where the block began and how much of it was used, so that a resume reads the same block once more and goes on.
+Place on the way: streams -> a block of rows -> tokens -> samples in an order of their own -> collator -> TrainingBatch.
+Memory holds one block. Steps are built in order. The state says where the block began and how much of it was used; a
+resume reads the block again and goes on.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from spurline.data.batch import TrainingBatch
 from spurline.data.orders.epochs import permutation
-from spurline.data.token_store import Tokenized, TokenStore, TokenStoreBuilder, summarize
+from spurline.data.token_store import Tokenized, TokenStoreBuilder, summarize
 from spurline.errors import DataError
 from spurline.protocols.collator import Collator
-from spurline.protocols.dataset import DatasetConfig, RowReader, StreamedDataset, StreamedRow
+from spurline.protocols.dataset import RowReader, StreamedDataset, StreamedRow
 from spurline.protocols.lengths import Longest
 from spurline.protocols.source import BatchSource, SourceContext
 from spurline.protocols.stateful import refuse_other_data
@@ -31,7 +31,7 @@ from spurline_text.tokenizer import pad_token_id
 
 
 class _Window:
-    """The rows of one stream that are in the block, as a dataset. numbers: of each row in its stream."""
+    """The rows of one stream that are in the block, as a dataset; `numbers` count them in the stream."""
 
     def __init__(self, label: str) -> None:
         self.label = label
@@ -63,9 +63,9 @@ class _Cursor:
         self.passes = self.row = 0
 
     def fill(self, window: _Window, limit: int, *, within_pass: bool) -> None:
-        """Put the next `limit` rows into the window. Raises DataError when there is no row at all.
+        """Put the next `limit` rows into the window, or with `within_pass` fewer where a pass ends.
 
-        within_pass: stop with fewer where a pass ends.
+        Raises DataError when there is no row at all.
         """
         window.rows, window.numbers = [], []
         while len(window) < limit:
@@ -96,9 +96,16 @@ class _Cursor:
 
 @dataclass(frozen=True)
 class _Block:
-    """Samples in the order in which they are trained on. number: counted from 0. begin: where the streams were before
-    it. passes: of the first stream, completed when it is used up. left_out: rows without a sample, up to its end.
-    left_out_before: those before it."""
+    """Samples that are in memory together.
+
+    Attributes:
+        number: Blocks before this one.
+        begin: Positions of the streams before it.
+        tokenized: The samples.
+        order: The order in which they are trained on.
+        passes: Passes of the first stream that are complete when the block is used up.
+        left_out, left_out_before: Rows without a sample up to its end, and before it.
+    """
 
     number: int
     begin: Sequence[Mapping[str, Any]]
@@ -107,10 +114,6 @@ class _Block:
     passes: int
     left_out: int
     left_out_before: int
-
-    @property
-    def store(self) -> TokenStore:
-        return self.tokenized.store
 
 
 class _Blocks:
@@ -121,11 +124,11 @@ class _Blocks:
         entries = run.data.train
         streams: list[StreamedDataset] = [context.host.registry.create("dataset", entry) for entry in entries]
         self.cursors = [_Cursor(stream) for stream in streams]
-        windows = [_Window(stream.label) for stream in streams]
-        self._windows = windows
-        self._sources = [DatasetToTokenize(window, entry) for window, entry in zip(windows, entries, strict=True)]
+        self._windows = [_Window(stream.label) for stream in streams]
+        self._sources = [DatasetToTokenize(*pair) for pair in zip(self._windows, entries, strict=True)]
         self._encoders: list[RowEncoder | None] = [None] * len(streams)
-        self._weights = _shares(entries)
+        total = sum(entry.weight for entry in entries)
+        self._weights = [entry.weight / total for entry in entries]
         self._size = min(config.buffer_rows, context.row_limit or config.buffer_rows)
         self._shuffles = config.shuffle
         self._run, self._tokenizer = run, context.tokenizer
@@ -139,11 +142,11 @@ class _Blocks:
         return plain_text_notes(self._sources, self._tokenizer, "completion")
 
     def read(self, number: int, left_out: int) -> _Block:
-        """The next block that has a sample. Raises DataError when two passes over a stream give none."""
+        """Return the next block that has a sample. Raises DataError when two passes over a stream give none."""
         limit = self.cursors[0].passes + 2
         while True:
             block = self._read(number, left_out)
-            if len(block.store):
+            if len(block.order):
                 return block
             number, left_out = number + 1, block.left_out
             if self.cursors[0].passes >= limit:
@@ -152,7 +155,7 @@ class _Blocks:
     def _read(self, number: int, left_out: int) -> _Block:
         begin = [cursor.state() for cursor in self.cursors]
         for window, cursor, share in zip(self._windows, self.cursors, self._weights, strict=True):
-            # So many that all blocks together keep the weights.
+            # Rounded so that all blocks together keep the weights.
             rows = int((number + 1) * self._size * share) - int(number * self._size * share)
             # One stream alone has no share to keep, and its passes stay apart.
             cursor.fill(window, rows, within_pass=len(self.cursors) == 1)
@@ -181,13 +184,8 @@ class _Blocks:
         return collector.finish(may_be_empty=True)
 
 
-def _shares(entries: Sequence[DatasetConfig]) -> list[float]:
-    total = sum(entry.weight for entry in entries)
-    return [entry.weight / total for entry in entries]
-
-
 class StreamSource(BatchSource):
-    """Steps are built in order; a resume goes on with the very next sample."""
+    """Builds steps in order; a resume goes on with the very next sample."""
 
     reads_only_data = True
 
@@ -204,7 +202,7 @@ class StreamSource(BatchSource):
         self._block = self._blocks.read(0, 0)
         self._max_length = run.data.max_length
         self._taken = self._step = 0
-        note = f"read as a stream; these are the first {len(self._block.store):,} samples"
+        note = f"read as a stream; these are the first {len(self._block.tokenized.store):,} samples"
         notes = (note, *self._blocks.plain_text_notes())
         self._facts = summarize(replace(self._block.tokenized, notes=notes))
 
@@ -212,7 +210,7 @@ class StreamSource(BatchSource):
         return self._facts
 
     def longest(self) -> Longest:
-        # Nobody knows what is still to come, so what may come counts.
+        # Samples still to come may have the most tokens that are allowed.
         return Longest(self._max_length, "samples of the stream", "data.max_length")
 
     def build(self, step: int) -> TrainingBatch:
@@ -220,16 +218,16 @@ class StreamSource(BatchSource):
         builder = TokenStoreBuilder(self._blocks.labels)
         for _ in range(self._batch_size):
             index = self._next_index()
-            view = self._block.store.view(np.array([index]))
-            source, row = int(self._block.store.source[index]), int(self._block.store.row[index])
-            builder.add(view.tokens(0), view.loss_mask(0), source, row)
+            store = self._block.tokenized.store
+            view = store.view(np.array([index]))
+            builder.add(view.tokens(0), view.loss_mask(0), int(store.source[index]), int(store.row[index]))
         self._step = step
         everything = np.arange(self._batch_size, dtype=np.int64)
         batch = self._collator.collate(builder.build().view(everything), training=True)
         return replace(batch, info={**batch.info, "stream/left_out": float(self._block.left_out)})
 
     def epoch(self, step: int) -> float:
-        """Whole passes over the first dataset whose last rows were read: how long a stream is nobody knows."""
+        """Return the whole passes over the first dataset: the length of a stream is not known."""
         return float(self._block.passes)
 
     def state_dict(self) -> dict[str, object]:
@@ -239,7 +237,7 @@ class StreamSource(BatchSource):
             "taken": self._taken,
             "left_out": self._block.left_out_before,
             "begin": [dict(place) for place in self._block.begin],
-            "data": self._block.store.fingerprint,
+            "data": self._block.tokenized.store.fingerprint,
         }
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
@@ -248,7 +246,7 @@ class StreamSource(BatchSource):
         self._block = self._blocks.read(cast("int", state["block"]), cast("int", state["left_out"]))
         refuse_other_data(
             state,
-            self._block.store.fingerprint,
+            self._block.tokenized.store.fingerprint,
             "The data where the stream is to go on is not what the checkpoint was trained on: tokens or loss masks "
             "differ (a changed file, tokenizer or chat template). Restore them, or start again with another run_dir.",
         )
@@ -259,7 +257,7 @@ class StreamSource(BatchSource):
             cursor.close()
 
     def _next_index(self) -> int:
-        """The next sample's place in the store of the current block, which may be a new one."""
+        """Return the place of the next sample in the store of the current block, which may be a new one."""
         if self._taken == len(self._block.order):
             self._block = self._blocks.read(self._block.number + 1, self._block.left_out)
             self._taken = 0

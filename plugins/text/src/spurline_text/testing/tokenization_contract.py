@@ -1,4 +1,4 @@
-"""Check that a tokenization makes the same store as core's sequential one."""
+"""Check that a tokenization makes the same store as `text/sequential`."""
 
 from __future__ import annotations
 
@@ -39,13 +39,10 @@ class ListDataset:
 
 
 class TokenizationContract:
-    """Subclass with `make_tokenization(tokenizer, data)`.
-
-    rows: the chat rows that most tests tokenize.
-    """
+    """Subclass with `make_tokenization(tokenizer, data)`; most tests tokenize the chat rows `rows`."""
 
     def make_tokenization(self, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Tokenization:
-        """Your tokenization."""
+        """Return your tokenization."""
         raise NotImplementedError("subclass TokenizationContract with make_tokenization(self, tokenizer, data)")
 
     rows: Sequence[Mapping[str, Any]] = [
@@ -68,11 +65,8 @@ class TokenizationContract:
         config = DatasetConfig(name="rows", format="chat")
         data = DataConfig(train=(config,))
         entry = [DatasetToTokenize(ListDataset(self.rows), config)]
-        expected = (
-            SequentialTokenization(SequentialTokenizationConfig(), tokenizer=tiny_tokenizer(), data=data)
-            .tokenize(entry)
-            .store
-        )
+        reference = SequentialTokenization(SequentialTokenizationConfig(), tokenizer=tiny_tokenizer(), data=data)
+        expected = reference.tokenize(entry).store
         store = self.make_tokenization(tiny_tokenizer(), data).tokenize(entry).store
         assert store.row.tolist() == list(range(30))
         for name in ("tokens", "loss_mask", "offsets", "source", "row"):
@@ -86,21 +80,17 @@ class TokenizationContract:
         trained = view.tokens(0)[view.loss_mask(0) == 1]
         assert tokenizer.decode(trained.tolist()) == "x<|im_end|>"
 
-    def test_long_samples_are_cut_and_counted(self) -> None:
-        result = self.run(self.rows, max_length=50)
+    @pytest.mark.parametrize("too_long", ["truncate", "drop"])
+    def test_long_samples_are_cut_or_left_out_and_counted(self, too_long: str) -> None:
+        result = self.run(self.rows, max_length=50, too_long=too_long)
         assert int(result.store.lengths().max()) <= 50
         assert result.truncated + sum(result.dropped.values()) > 0
-
-    def test_long_samples_can_be_left_out_and_counted(self) -> None:
-        result = self.run(self.rows, max_length=50, too_long="drop")
         assert len(result.store) + sum(result.dropped.values()) == 30
-        assert sum(result.dropped.values()) > 0
 
-    def test_a_malformed_row_is_an_error_that_names_it(self) -> None:
+    def test_a_malformed_row_is_an_error_that_names_it_or_skipped_and_counted(self) -> None:
+        rows = [self.rows[0], {"text": "no messages"}]
         with pytest.raises(DataError, match=r"rows\.jsonl:2"):
-            self.run([self.rows[0], {"text": "no messages"}])
-
-    def test_a_malformed_row_can_be_skipped_and_is_counted(self) -> None:
-        result = self.run([self.rows[0], {"text": "no messages"}], on_bad_row="skip")
+            self.run(rows)
+        result = self.run(rows, on_bad_row="skip")
         assert len(result.store) == 1
         assert sum(result.dropped.values()) == 1
