@@ -23,11 +23,10 @@ from spurline.testing.samples import make_store, make_view
 from spurline_collation_fast.collators import FastPackedCollator, FastPaddedCollator, FastRolloutsCollator
 from spurline_collation_fast.row_writer import BufferPool, Lease
 from spurline_rl.configs import RolloutsCollatorConfig
-from spurline_rl.trajectory import FlatTurns
 from spurline_rl.rollouts_collator import RolloutsCollator
 from spurline_rl.testing import RolloutCollatorContract
 from spurline_rl.testing.inputs import make_trajectories
-from spurline_rl.trajectory import Trajectory, Turn
+from spurline_rl.trajectory import FlatTurns, Trajectory, Turn
 
 PAD = 999
 
