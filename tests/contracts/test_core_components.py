@@ -234,15 +234,3 @@ class TestPanels(ReportPanelContract):
 
     def make_panel(self) -> Any:
         return resolve(self._entry.factory, "panel")(ReportPanelConfig(name=self._entry.name))
-
-
-def test_a_loss_whose_needs_are_no_frozenset_is_told_so() -> None:
-    class Listed:
-        needs = ["entropy"]
-
-    class Contract(LossContract):
-        def make_loss(self) -> Any:
-            return Listed()
-
-    with pytest.raises(AssertionError, match=r"needs is \['entropy'\]; it must be a frozenset of column names"):
-        Contract().inputs()

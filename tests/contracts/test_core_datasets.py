@@ -9,7 +9,6 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pytest
 
 from spurline.protocols.dataset import Dataset
 from spurline_text.configs import HfDatasetConfig
@@ -39,25 +38,3 @@ class TestSeveralFiles(DatasetContract):
         for number, part in enumerate((rows[:4], rows[4:])):
             (folder / f"part-{number}.json").write_text(json.dumps(list(part)), encoding="utf-8")
         return HfDataset(HfDatasetConfig(path=f"{folder}/*.json"))
-
-
-class ForgetfulDataset(HfDataset):
-    """Its fingerprint is of the number of rows alone."""
-
-    def fingerprint(self) -> str:
-        return str(len(self))
-
-
-class Forgetful(TestJsonLines):
-    __test__ = False
-
-    def make_dataset(self, folder: Path, rows: Sequence[Mapping[str, Any]]) -> Dataset:
-        made = super().make_dataset(folder, rows)
-        return ForgetfulDataset(HfDatasetConfig(path=str(folder / "rows.jsonl"))) if made else made
-
-
-def test_the_contract_catches_a_fingerprint_that_misses_a_changed_value(tmp_path: Path) -> None:
-    contract = Forgetful()
-    dataset = contract._make(tmp_path / "data", contract.rows)
-    with pytest.raises(AssertionError):
-        contract.test_its_fingerprint_changes_with_the_rows(dataset, tmp_path, "a value")

@@ -8,7 +8,6 @@ import os
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 from spurline.protocols.held_out import HeldOutEvaluation
@@ -90,11 +89,8 @@ def sleeps(seconds: float) -> float:
     return seconds
 
 
-def spins(report: str = "") -> None:
-    """Run for ever in C code that handles no signal. report: a file that gets the id of this process first."""
-    if report:
-        Path(f"{report}.new").write_text(str(os.getpid()))
-        Path(f"{report}.new").rename(report)
+def spins() -> None:
+    """Run forever, in C code that hears no signal."""
     max(itertools.count())
 
 

@@ -29,49 +29,27 @@ from spurline_rl.protocols.advantage import Advantage
 from spurline_rl.testing.advantage_contract import AdvantageContract
 from spurline_rl.trajectory import Group, Trajectory, Turn
 
-
-class TestGrpo(AdvantageContract):
-    def make_advantage(self) -> Advantage:
-        return Grpo(GrpoConfig())
-
-
-class TestGrpoWithoutStd(AdvantageContract):
-    def make_advantage(self) -> Advantage:
-        return Grpo(GrpoConfig(normalize_std=False))
-
-
-class TestDrGrpo(AdvantageContract):
-    def make_advantage(self) -> Advantage:
-        return DrGrpo(DrGrpoConfig())
+ADVANTAGES: dict[str, Advantage] = {
+    "grpo": Grpo(GrpoConfig()),
+    "grpo without std": Grpo(GrpoConfig(normalize_std=False)),
+    "dr_grpo": DrGrpo(DrGrpoConfig()),
+    "rloo": Rloo(RlooConfig()),
+    "maxrl": MaxRl(MaxRlConfig()),
+    "reinforce_pp": ReinforcePlusPlus(ReinforcePlusPlusConfig()),
+    "reinforce_pp of tokens": ReinforcePlusPlus(ReinforcePlusPlusConfig(baseline="batch", gamma=0.9)),
+    "gae": Gae(GaeConfig(gamma=0.98)),
+}
+RELATIVE = ("dr_grpo", "grpo", "maxrl", "rloo")
 
 
-class TestRloo(AdvantageContract):
-    def make_advantage(self) -> Advantage:
-        return Rloo(RlooConfig())
-
-
-class TestMaxRl(AdvantageContract):
-    def make_advantage(self) -> Advantage:
-        return MaxRl(MaxRlConfig())
-
-
-class TestReinforcePlusPlusOverGroups(AdvantageContract):
-    def make_advantage(self) -> Advantage:
-        return ReinforcePlusPlus(ReinforcePlusPlusConfig())
-
-
-class TestReinforcePlusPlusOverTokens(AdvantageContract):
-    compares_samples = False
+class TestAdvantages(AdvantageContract):
+    @pytest.fixture(autouse=True, params=sorted(ADVANTAGES))
+    def _each(self, request: pytest.FixtureRequest) -> None:
+        self._advantage = ADVANTAGES[request.param]
+        self.compares_samples = request.param not in ("reinforce_pp of tokens", "gae")
 
     def make_advantage(self) -> Advantage:
-        return ReinforcePlusPlus(ReinforcePlusPlusConfig(baseline="batch", gamma=0.9))
-
-
-class TestGae(AdvantageContract):
-    compares_samples = False
-
-    def make_advantage(self) -> Advantage:
-        return Gae(GaeConfig(gamma=0.98))
+        return self._advantage
 
 
 FLOATS = st.floats(0, 4, width=32).map(lambda value: round(value, 3))
@@ -123,23 +101,14 @@ def plain_relative(name: str, returns: list[float], position: int) -> float:
     return (own - mean) / (mean + 1e-6)
 
 
-RELATIVE: dict[str, Advantage] = {
-    "grpo": Grpo(GrpoConfig()),
-    "dr_grpo": DrGrpo(DrGrpoConfig()),
-    "rloo": Rloo(RlooConfig()),
-    "maxrl": MaxRl(MaxRlConfig()),
-}
-
-
-@pytest.mark.parametrize("name", sorted(RELATIVE))
+@pytest.mark.parametrize("name", RELATIVE)
 @given(groups=scored_groups())
 @settings(max_examples=40)
 def test_group_relative_advantages_are_their_formulas(name: str, groups: list[Group]) -> None:
-    for before, after in zip(groups, RELATIVE[name].advantages(groups), strict=True):
+    for before, after in zip(groups, ADVANTAGES[name].advantages(groups), strict=True):
         returns = [plain_return(trajectory) for trajectory in before.trajectories]
         for position, trajectory in enumerate(after.trajectories):
-            expected = plain_relative(name, returns, position)
-            assert_all(trajectory, expected)
+            assert_all(trajectory, plain_relative(name, returns, position))
 
 
 def assert_all(trajectory: Trajectory, expected: float) -> None:
@@ -217,13 +186,6 @@ def test_gae_normalises_the_trained_tokens_and_leaves_the_returns_alone() -> Non
         assert joined(one, "returns") == joined(other, "returns")
 
 
-def test_with_gamma_and_lambda_one_the_returns_are_the_rewards_to_come() -> None:
-    groups = AdvantageContract().groups(seed=5)
-    for trajectory in all_trajectories(Gae(GaeConfig(lam=1.0)).advantages(groups)):
-        expected = plain_discounted(joined(trajectory, "rewards"), 1.0)
-        np.testing.assert_allclose(joined(trajectory, "returns"), expected, rtol=1e-5)
-
-
 def test_gae_without_a_critic_says_what_is_missing() -> None:
     groups = AdvantageContract().groups()
     first = groups[0].trajectories[0]
@@ -247,13 +209,12 @@ def test_lengths_of_samples_do_not_leak_into_reinforce_pp() -> None:
     assert set(joined(result[0].trajectories[0], "advantages")) != {0.0}
 
 
-@pytest.mark.parametrize("name", [*sorted(RELATIVE), "reinforce_pp"])
+@pytest.mark.parametrize("name", [*RELATIVE, "reinforce_pp"])
 def test_group_of_one_is_refused_with_the_reason_and_the_way_out(name: str) -> None:
-    component = RELATIVE.get(name, ReinforcePlusPlus(ReinforcePlusPlusConfig()))
     (group, *_) = AdvantageContract().groups()
     alone = replace(group, trajectories=group.trajectories[:1])
     with pytest.raises(DataError, match=rf"prompt 'prompt-0' has 1 sample\(s\), but {name} compares .* Set source\."):
-        component.advantages([alone])
+        ADVANTAGES[name].advantages([alone])
 
 
 def test_maxrl_refuses_negative_returns() -> None:

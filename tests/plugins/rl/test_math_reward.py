@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -160,30 +159,6 @@ def test_a_call_that_waited_for_a_worker_while_the_pool_was_closed_starts_no_pro
 
     run(close_while_waiting())
     assert pool._child is None
-
-
-@pytest.mark.processes
-def test_a_worker_ends_with_its_parent_even_in_the_middle_of_a_call(tmp_path):
-    report = tmp_path / "process"
-    code = (
-        "import os, pathlib, sys, threading, time\n"
-        "from spurline_rl.rewards.killable import KillablePool\n"
-        "report = pathlib.Path(sys.argv[1])\n"
-        "pool = KillablePool('reward_functions:spins', 60)\n"
-        "threading.Thread(target=pool.call, args=sys.argv[1:], daemon=True).start()\n"
-        "while not report.exists(): time.sleep(0.01)\n"
-        "os.kill(os.getpid(), 9)\n"
-    )
-    path = os.pathsep.join(sys.path)
-    parent = subprocess.run(
-        [sys.executable, "-c", code, str(report)],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert parent.returncode == -9, parent.stderr
-    wait_until_dead(int(report.read_text()))
 
 
 def test_without_the_library_the_reward_says_what_to_install(monkeypatch):

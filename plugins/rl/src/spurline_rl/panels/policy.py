@@ -1,4 +1,4 @@
-"""How the policy changes, and how well trainer and rollout engine agree on what it is. For RL runs alone."""
+"""Draw how the policy changes, and how well trainer and rollout engine agree. Only RL runs record these."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class MismatchPanel(Panel):
 
 
 def _fresh_steps(record: RunRecord) -> list[int]:
-    """Steps whose tokens were all generated with the weights that are trained on them: what differs is the engine."""
+    """Return the steps whose tokens all come from the weights before the update, so only the engine differs."""
     ages = dict(zip(*record.series("staleness/mean"), strict=True))
     return [step for step in record.series("mismatch/logprob_diff")[0] if ages.get(step, 0.0) <= 0]
 
@@ -106,7 +106,7 @@ def _entropy(record: RunRecord) -> str:
 
 
 def _clipping(record: RunRecord, notes: list[str]) -> str:
-    """Shares of tokens by side; a note instead where no token was ever clipped."""
+    """Draw shares of clipped tokens by side, or note that no token was ever clipped."""
     names = recorded_names(record, _CLIPPED)
     if not names:
         return ""
@@ -118,7 +118,7 @@ def _clipping(record: RunRecord, notes: list[str]) -> str:
 
 
 def _ratio(record: RunRecord, name: str, y_title: str, notes: list[str]) -> str:
-    """Mean and extremes; a note instead where the policy that is trained is the one before the update throughout."""
+    """Draw mean and extremes, or note that the trained policy is always the one before the update."""
     (steps, means), (_, low), (_, high) = (record.series(name + suffix) for suffix in ("", "/min", "/max"))
     if not steps or not len(steps) == len(low) == len(high):
         return ""
@@ -144,7 +144,7 @@ def _advantages(record: RunRecord) -> str:
 
 
 def _lines(record: RunRecord, labels: Mapping[str, str], y_title: str, **y_axis: Any) -> str:
-    """Draw those of the series that are not 0 throughout."""
+    """Draw the series that are not always 0."""
     traces: list[Trace] = []
     for index, (name, label) in enumerate(labels.items()):
         steps, values = record.series(name)
@@ -154,7 +154,7 @@ def _lines(record: RunRecord, labels: Mapping[str, str], y_title: str, **y_axis:
 
 
 def _differences(record: RunRecord) -> str:
-    """Draw on a logarithmic axis: the largest difference is many times the mean one."""
+    """Draw on a logarithmic axis, since the largest difference is many times the mean."""
     traces: list[Trace] = []
     for name, label, color in (
         ("mismatch/logprob_diff/max", "largest |difference|", "--series-8"),
@@ -163,7 +163,7 @@ def _differences(record: RunRecord) -> str:
     ):
         traces += one_of_several(label, *record.series(name), color)
     for trace in traces:
-        # What is 0 or, by rounding, negative has no place on a logarithmic axis.
+        # A logarithmic axis has no place for 0, nor for values below it by rounding.
         trace["y"] = [value if value > 0 else math.nan for value in trace["y"]]
     if fresh := _fresh_steps(record):
         traces.append(level(f"warning above {LARGEST_MISMATCH:g} on average", fresh, LARGEST_MISMATCH, "--series-6"))
@@ -194,7 +194,7 @@ def _token_shares(record: RunRecord, labels: Mapping[str, str], label: str) -> s
 
 
 def _log_if(low: Sequence[float], high: Sequence[float]) -> dict[str, Any]:
-    """A logarithmic axis where ratios lie far apart."""
+    """Return a logarithmic axis if ratios lie far apart."""
     if min(low) <= 0 or max(high) <= 10 * min(low):
         return {}
     return {"type": "log", "tickmode": "array", "tickvals": _RATIO_TICKS}

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from spurline_insight.report.figure import (
     Trace,
     band,
-    level,
     line,
     moving_means,
     one_of_several,
@@ -17,7 +16,7 @@ from spurline_insight.report.figure import (
     thinned,
 )
 from spurline_insight.report.markup import Panel, block, caption, columns, table, text
-from spurline_insight.report.record import REWARD, evaluations_of, recorded_names, setting
+from spurline_insight.report.record import REWARD, evaluations_of, recorded_names
 from spurline_insight.report_panel import RunRecord
 
 _TERM = "rewards/"
@@ -92,7 +91,7 @@ class ResponsesPanel(Panel):
 
 
 def _spread(record: RunRecord) -> list[Trace]:
-    """One standard deviation around the mean, both smoothed as the mean is."""
+    """Draw one standard deviation around the mean, smoothed as the mean is."""
     lines = [metrics for metrics in record.metrics if REWARD in metrics and "reward/std" in metrics]
     if len(lines) < 2:
         return []
@@ -114,7 +113,7 @@ def _mean_reward(record: RunRecord) -> list[Trace]:
 
 
 def _term_plot(record: RunRecord, terms: Sequence[str]) -> str:
-    """Draw terms before weights, as the reward functions returned them; those of held-out prompts are dashed."""
+    """Draw terms before weights; those of held-out prompts are dashed."""
     traces: list[Trace] = []
     for index, term in enumerate(terms):
         name, color = term.removeprefix(_TERM), series_color(index + 2)
@@ -157,7 +156,7 @@ def _fates(record: RunRecord) -> str:
 
 
 def _failures(record: RunRecord) -> str:
-    """Counts per step, as bars; nothing for a run in which nothing failed."""
+    """Draw failures per step as bars, or nothing if nothing failed."""
     traces: list[Trace] = []
     for name, label, color in (
         ("groups/retries", "attempts made again", "--series-8"),
@@ -171,7 +170,7 @@ def _failures(record: RunRecord) -> str:
 
 
 def _reasons(record: RunRecord) -> str:
-    """List which prompts were given up, and why; that is known when the run ends."""
+    """List the prompts that were given up, with the reasons, once the run has ended."""
     reasons = record.summary.get("given_up") or []
     if not reasons:
         return ""
@@ -191,16 +190,11 @@ def _length_plot(record: RunRecord, reasons: Sequence[str]) -> str:
         for reason in reasons:
             points = record.series(f"response/length_{reason}")
             traces += one_of_several(_ending(reason), *points, _ending_color(reason))
-    limit = _token_limit(record)
-    _, turns = record.series("response/turns")
-    # Of several turns each has the limit for itself.
-    if limit is not None and longest and max(longest) > limit / 2 and max(turns, default=1) <= 1:
-        traces.append(level(f"limit {limit:,}", steps, limit, "--series-6"))
     return step_figure(traces, "Tokens", label="Response lengths over steps", rangemode="tozero", tickformat="~s")
 
 
 def _ending_plot(record: RunRecord, reasons: Sequence[str]) -> str:
-    """Shares of turns. A step in which no turn ended that way recorded no share, which is 0."""
+    """Draw shares of turns. A step without such turns recorded no share, which is 0."""
     lines = [metrics for metrics in record.metrics if "response/length" in metrics]
     steps = [int(metrics["step"]) for metrics in lines]
     traces: list[Trace] = []
@@ -219,9 +213,3 @@ def _ending(reason: str) -> str:
 def _ending_color(reason: str) -> str:
     known = [*_REASONS]
     return series_color(known.index(reason) + 3 if reason in known else 7)
-
-
-def _token_limit(record: RunRecord) -> int | None:
-    """`source.sampling.max_new_tokens` of the config."""
-    limit = setting(record.config, "source", "sampling", "max_new_tokens")
-    return limit if isinstance(limit, int) else None

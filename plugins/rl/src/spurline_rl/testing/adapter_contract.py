@@ -1,7 +1,4 @@
-"""Check that the adapter of a backend is a PEFT adapter, with which PEFT computes the same.
-
-PEFT is the oracle: it gets the settings and tensors that leave the backend, and the model that the run began with.
-"""
+"""Check that PEFT computes the same as the backend from the backend's adapter and the model that the run began with."""
 
 from __future__ import annotations
 
@@ -25,31 +22,32 @@ from spurline_rl.testing.backend_runs import backend_run, opened
 
 
 class FileMaker:
-    """A `BucketMaker` that writes each bucket to a file of this folder, whichever process it is in."""
+    """A `BucketMaker` that writes each bucket to a file of this folder."""
 
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)
 
     def make(self, version: int, number: int, weights: Iterable[tuple[str, Tensor]]) -> WeightBucket:
-        """The bucket; its file has the number of the bucket as its name."""
+        """Write the bucket to a file named after its number."""
         held = {name: tensor.cpu().contiguous() for name, tensor in weights}
         path = self._folder / f"{number}.safetensors"
         save_file(held, path)
         places = tuple(TensorPlace.of(name, tensor) for name, tensor in held.items())
         return WeightBucket("files", places, {"path": str(path)})
 
-    def taken(self) -> None:
-        """Files stay for the test."""
+    def taken(self) -> None: ...
 
-    def close(self) -> None:
-        """Files stay for the test."""
+    def close(self) -> None: ...
 
 
 class AdapterContract:
     """Subclass with `backend_settings`, the config's `backend:` section with its adapters, and `plugins` to enable.
 
-    tolerance: largest difference of a logprob from what PEFT computes, in nats; for a backend that computes in fp32.
-    merge_tolerance: largest difference of a merged weight. Needs peft.
+    Needs peft.
+
+    Attributes:
+        tolerance: Largest difference of a logprob from PEFT's, in nats; the default suits a backend in fp32.
+        merge_tolerance: Largest difference of a merged weight.
     """
 
     backend_settings: Mapping[str, Any] = {"name": "local", "lora": {"rank": 4, "alpha": 8.0}}
@@ -60,26 +58,24 @@ class AdapterContract:
     @pytest.fixture(scope="class")
     @classmethod
     def adapted_model(cls, spurline_tiny_model: Path) -> Path:
-        """Folder of the tiny model; override for another architecture."""
+        """Return the folder of the tiny model; override for another architecture."""
         return spurline_tiny_model
 
     @pytest.fixture(scope="class")
     @classmethod
     def trained(cls, adapted_model: Path) -> Iterator[tuple[Backend, ParallelLayout]]:
-        """One backend for all tests of the class, after two updates: no matrix of an adapter is 0 any more."""
+        """Return one backend for all tests of the class, after two updates, when no adapter matrix is 0 any more."""
         with opened(backend_run(adapted_model, cls.backend_settings, cls.plugins)) as (backend, layout):
             for step in range(2):
                 backend.update(*minibatch("packed", layout, step))
             yield backend, layout
-
-    def test_the_config_says_that_adapters_are_trained(self, adapted_model: Path) -> None:
-        assert backend_run(adapted_model, self.backend_settings, self.plugins).config.backend.facts.trains_adapters
 
     def test_settings_are_plain_and_make_peft_build_the_same_tensors(
         self, trained: tuple[Backend, ParallelLayout], adapted_model: Path
     ) -> None:
         import peft
 
+        assert backend_run(adapted_model, self.backend_settings, self.plugins).config.backend.facts.trains_adapters
         settings = _settings_of(trained[0])
         assert json.loads(json.dumps(settings)) == settings
         assert settings["base_model_name_or_path"] == str(adapted_model)
@@ -152,7 +148,7 @@ class AdapterContract:
         assert _settings_of(backend) == settings
 
     def load(self, backend: Backend, base: Path, folder: Path) -> Any:
-        """The model that PEFT makes of the base and the backend's adapter, in evaluation mode. folder: for files."""
+        """Return the model that PEFT makes of the base and the backend's adapter, in evaluation mode."""
         import peft
 
         folder.mkdir(exist_ok=True)
@@ -177,5 +173,5 @@ def _adapter_of(backend: Backend) -> Iterator[tuple[str, Tensor]]:
 
 
 def _copy(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """The backend may go on changing its own tensors."""
+    """Copy the tensors, which the backend may go on changing."""
     return {name: tensor.detach().cpu().clone() for name, tensor in weights}

@@ -18,20 +18,21 @@ _WRITTEN = ("advantages", "returns")
 class AdvantageContract:
     """Subclass with `make_advantage()`; rewards and values are random numbers between 0 and 1.
 
-    compares_samples: whether a group whose samples all got the same reward has advantage 0. Set it to False for
-    algorithms whose baseline is not the group's.
-    carry: columns that your advantage reads in `Group.columns`; they are numbers between 0.5 and 1.5.
+    Attributes:
+        compares_samples: Whether a group with equal rewards has advantage 0. Set it to False for algorithms whose
+            baseline is not the group's.
+        carry: Columns that your advantage reads in `Group.columns`; they are numbers between 0.5 and 1.5.
     """
 
     compares_samples = True
     carry: ClassVar[tuple[str, ...]] = ()
 
     def make_advantage(self) -> Advantage:
-        """Your advantage."""
+        """Return your advantage."""
         raise NotImplementedError("subclass AdvantageContract with make_advantage(self)")
 
     def groups(self, seed: int = 0, num_groups: int = 4) -> list[Group]:
-        """Groups of 2 to 4 samples with 1 to 3 turns of up to 5 tokens each, some of them empty."""
+        """Return groups of 2 to 4 samples with 1 to 3 turns of up to 5 tokens each, some of them empty."""
         random = np.random.default_rng(seed)
         return [
             Group(
@@ -43,12 +44,16 @@ class AdvantageContract:
             for draw in range(num_groups)
         ]
 
-    def test_it_says_which_fields_of_a_turn_it_needs(self) -> None:
+    def test_it_describes_itself_and_the_fields_of_a_turn_that_it_needs(self) -> None:
+        text = self.make_advantage().describe()
+        assert len(text.split()) >= 3
+        assert text.endswith(".")
         needs = self.make_advantage().needs
         assert isinstance(needs, frozenset), f"`needs` is a frozenset of names, not {needs!r}"
         assert needs <= {field.name for field in fields(Turn)}, f"a turn has no field {sorted(needs)}"
 
     def test_every_response_token_gets_a_finite_float32(self) -> None:
+        assert list(self.make_advantage().advantages([])) == []
         for turn in _turns(self.make_advantage().advantages(self.groups())):
             for name in _WRITTEN:
                 values = getattr(turn, name)
@@ -97,14 +102,6 @@ class AdvantageContract:
         assert all(not _advantages(turn).any() for turn in _turns(result[:1]))
         assert any(_advantages(turn).any() for turn in _turns(result[1:]))
 
-    def test_no_groups_give_no_groups(self) -> None:
-        assert list(self.make_advantage().advantages([])) == []
-
-    def test_advantage_describes_itself_in_a_sentence(self) -> None:
-        text = self.make_advantage().describe()
-        assert len(text.split()) >= 3
-        assert text.endswith(".")
-
 
 def _trajectory(random: np.random.Generator, uid: str, sample: int) -> Trajectory:
     # The last turn is never empty: its last token holds the reward of the whole trajectory.
@@ -123,7 +120,7 @@ def _turn(random: np.random.Generator, length: int) -> Turn:
 
 
 def _one_token_groups(carry: Sequence[str]) -> list[Group]:
-    """Two groups of samples with one token each, rewards ascending, a critic that expects 0, carried columns of 1."""
+    """Return two groups of samples with one token each and ascending rewards; values are 0, carried columns 1."""
 
     def sample(uid: str, number: int, reward: float) -> Trajectory:
         array = np.array([reward], dtype=np.float32)
@@ -143,13 +140,12 @@ def _one_token_groups(carry: Sequence[str]) -> list[Group]:
 
 
 def _with_return(group: Group, value: float) -> Group:
-    """The group with `value` as reward of each trajectory's last token, and 0 elsewhere."""
+    """Return the group with `value` as reward of each trajectory's last token, and 0 elsewhere."""
     trajectories = []
     for trajectory in group.trajectories:
-        turns = [replace(turn, rewards=np.zeros(len(turn.response_ids), np.float32)) for turn in trajectory.turns]
-        last = turns[-1].rewards
-        assert last is not None
-        last[-1] = value
+        rewards = [np.zeros(len(turn.response_ids), np.float32) for turn in trajectory.turns]
+        rewards[-1][-1] = value
+        turns = [replace(turn, rewards=found) for turn, found in zip(trajectory.turns, rewards, strict=True)]
         trajectories.append(replace(trajectory, turns=tuple(turns)))
     return replace(group, trajectories=tuple(trajectories))
 

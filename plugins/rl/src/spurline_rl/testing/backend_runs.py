@@ -21,7 +21,7 @@ from spurline_rl.training_configs import ByPromptConfig
 def backend_run(
     model: Path, backend: Mapping[str, Any], plugins: tuple[str, ...] = (), *, critic: bool = False
 ) -> LoadedConfig:
-    """A run with this section `backend` and no data. critic: whether it trains a critic too."""
+    """Return the config of a run with this section `backend` and no data, with a critic or without."""
     loaded = load_config(
         {
             "plugins": list(plugins),
@@ -35,7 +35,7 @@ def backend_run(
     )
     if not critic:
         return loaded
-    # Past the check that a source reads its values: no source is needed here.
+    # The config's check wants a source that reads the critic's values, which is not needed here.
     optimizer = AdamWConfig(learning_rate=1e-2)
     section = CriticConfig(loss=ValueLossConfig(), minibatches=ByPromptConfig(), optimizer=optimizer, warmup_steps=2)
     return replace(loaded, config=loaded.config.model_copy(update={"critic": section}))
@@ -43,7 +43,7 @@ def backend_run(
 
 @contextmanager
 def opened(loaded: LoadedConfig) -> Iterator[tuple[Backend, ParallelLayout]]:
-    """The backend of a run, and what it asks of batches; closed afterwards."""
+    """Open the backend of a run, with the layout that it asks of batches."""
     config, registry = loaded.config, loaded.host.registry
     backend: Backend = registry.create("backend", config.backend, run=config, registry=registry, total_updates=8)
     try:
@@ -53,10 +53,10 @@ def opened(loaded: LoadedConfig) -> Iterator[tuple[Backend, ParallelLayout]]:
 
 
 class KeptBackend:
-    """One open backend, lent to a test after the other, for backends that take seconds to start.
+    """One open backend that is lent to one test after another, for backends that take seconds to start.
 
-    A test that borrows it gets it as it was when it was opened: it loads what it saved then. A run with another config
-    takes its place, and so does a new one after a test that failed.
+    Each test gets it as it was when it was opened, by loading what it saved then. It is replaced for another config,
+    and after a test that failed.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class KeptBackend:
 
     @contextmanager
     def lend(self, loaded: LoadedConfig) -> Iterator[tuple[Backend, ParallelLayout]]:
-        """The backend of this run, while the context is open."""
+        """Lend the backend of this run."""
         if self._lent is None or loaded.config != self._config:
             self.close()
             self._lent = self._stack.enter_context(opened(loaded))

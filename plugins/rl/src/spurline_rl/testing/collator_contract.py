@@ -31,11 +31,11 @@ class RolloutCollatorContract:
     one_turn_per_row = True
 
     def make_collator(self, pad_token_id: int, layout: ParallelLayout) -> RolloutCollator:
-        """Your collator."""
+        """Return your collator."""
         raise NotImplementedError("subclass RolloutCollatorContract with make_collator(self, pad_token_id, layout)")
 
     def make_reference(self, pad_token_id: int, layout: ParallelLayout) -> RolloutCollator | None:
-        """The readable reference with the same settings, or None."""
+        """Return the readable reference with the same settings, or None."""
         return None
 
     _turns_strategy = st.lists(

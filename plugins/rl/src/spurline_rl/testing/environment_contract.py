@@ -26,9 +26,10 @@ Script = Callable[[GenerationRequest], Sequence[int]]
 
 
 class ScriptedEngine:
-    """Answers every request with what `script` says, cut at the request's limit; equal requests get equal answers.
+    """Answers every request with the tokens of `script`, cut at the request's limit.
 
-    context: longest prompt with response, as a model has one. requests: everything that was asked, in order.
+    Attributes:
+        requests: All requests, in order.
     """
 
     def __init__(self, script: Script, *, context: int = 4096) -> None:
@@ -41,7 +42,7 @@ class ScriptedEngine:
         room = min(request.sampling.max_new_tokens, self._context - len(request.prompt_ids))
         if room < 1:
             raise DataError(f"{request.name}: no room for a response: the prompt has {len(request.prompt_ids)} tokens.")
-        # A number of turns of the event loop that differs between requests, so that attempts overtake each other.
+        # Requests take different numbers of turns of the event loop, so that attempts overtake each other.
         for _ in range(request.seed % 5):
             await asyncio.sleep(0)
         answer = list(self._script(request))
@@ -63,7 +64,7 @@ class ScriptedEngine:
 
 
 def random_text(vocabulary: Sequence[int], end_token: int, longest: int = 20) -> Script:
-    """A script of random tokens by the request's seed, with the end token last."""
+    """Return a script of random tokens by the request's seed, with the end token last."""
 
     def script(request: GenerationRequest) -> list[int]:
         random = np.random.default_rng(request.seed)
@@ -79,14 +80,12 @@ class EnvironmentContract:
     """Subclass with `make_environment(tokenizer)`, and `row()` when the environment needs rows of its own."""
 
     def make_environment(self, tokenizer: PreTrainedTokenizerBase) -> Environment:
-        """Your environment."""
+        """Return your environment."""
         raise NotImplementedError("subclass EnvironmentContract with make_environment(self, tokenizer)")
 
     def row(self) -> Mapping[str, Any]:
-        """A dataset row that it understands."""
-        return {
-            "messages": [{"role": "user", "content": "Sort: 3 1 2"}, {"role": "assistant", "content": "1 2 3"}],
-        }
+        """Return a dataset row that it understands."""
+        return {"messages": [{"role": "user", "content": "Sort: 3 1 2"}, {"role": "assistant", "content": "1 2 3"}]}
 
     def test_a_trajectory_belongs_to_its_task_and_keeps_what_the_engine_wrote(self) -> None:
         engine = _RecordingEngine(tiny_tokenizer())
@@ -108,19 +107,14 @@ class EnvironmentContract:
         [trajectory] = self._run(_RecordingEngine(tiny_tokenizer()), [0])
         assert trajectory.turns[0].prompt_ids.tolist() == list(announced)
 
-    def test_it_gives_finite_rewards(self) -> None:
-        [trajectory] = self._run(_RecordingEngine(tiny_tokenizer()), [0])
-        assert trajectory.rewards or any(turn.rewards is not None for turn in trajectory.turns)
-        scored = score(trajectory, {})
-        assert all(turn.rewards is not None and np.isfinite(turn.rewards).all() for turn in scored.turns)
-
-    def test_every_attempt_gives_the_same_reward_terms(self) -> None:
+    def test_every_attempt_gives_the_same_reward_terms_with_finite_numbers_and_info_in_json(self) -> None:
         trajectories = self._run(_RecordingEngine(tiny_tokenizer()), range(8))
         assert len({frozenset(trajectory.rewards) for trajectory in trajectories}) == 1, "weights need every term"
-
-    def test_what_it_says_about_an_attempt_can_be_written_as_json(self) -> None:
-        [trajectory] = self._run(_RecordingEngine(tiny_tokenizer()), [0])
-        json.dumps(trajectory.info)
+        for trajectory in trajectories:
+            assert trajectory.rewards or any(turn.rewards is not None for turn in trajectory.turns)
+            scored = score(trajectory, {})
+            assert all(turn.rewards is not None and np.isfinite(turn.rewards).all() for turn in scored.turns)
+            json.dumps(trajectory.info)
 
     def test_attempts_at_the_same_time_do_not_touch_each_other(self) -> None:
         tokenizer = tiny_tokenizer()
@@ -179,7 +173,7 @@ async def _attempt(environment: Environment, engine: ScriptedEngine, task: Task)
 
 
 class _RecordingEngine(ScriptedEngine):
-    """Writes random hexadecimal digits; `exchanges` are the prompts it was given with what it wrote."""
+    """Writes random hexadecimal digits; `exchanges` are pairs of prompt and answer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         assert isinstance(tokenizer.eos_token_id, int)

@@ -24,13 +24,14 @@ _CALLERS = 8
 class RewardContract:
     """Subclass with `make_reward()`, and `answers()` when it needs rows or references of its own.
 
-    is_deterministic: whether equal answers have equal scores; set it to False for one that asks a judge.
+    Attributes:
+        is_deterministic: Whether equal answers have equal scores; set it to False for one that asks a judge.
     """
 
     is_deterministic = True
 
     def make_reward(self) -> Reward:
-        """Your reward."""
+        """Return your reward."""
         raise NotImplementedError("subclass RewardContract with make_reward(self)")
 
     def answers(self) -> Sequence[Answer]:
@@ -39,7 +40,7 @@ class RewardContract:
 
     @pytest.fixture
     def reward(self) -> Any:
-        """Your reward, closed at the end, twice: a run that fails may close more than once."""
+        """Return your reward. It is closed twice at the end, as a run that fails may close more than once."""
         made = self.make_reward()
         yield made
         for _ in range(2):
