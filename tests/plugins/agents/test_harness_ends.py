@@ -12,8 +12,8 @@ from harness_runs import Harness, attempt
 from rl_attempts import encode
 
 from spurline.errors import PluginError, RunFailedError
+from spurline_agents import server
 from spurline_agents.agents import Session
-from spurline_agents.responses import ResponseWriter
 from spurline_rl.protocols.environment import AttemptFailedError
 from spurline_rl.protocols.rollout_engine import GenerationRequest, GenerationResult
 from spurline_rl.testing.environment_contract import ScriptedEngine
@@ -183,7 +183,7 @@ def test_a_mistake_while_answering_ends_the_attempt(monkeypatch: pytest.MonkeyPa
         assert (await post(session, BODY))[0] == 500
         return 1.0
 
-    monkeypatch.setattr(ResponseWriter, "chat", mistaken)
+    monkeypatch.setattr(server, "chat_completion", mistaken)
     with pytest.raises(ZeroDivisionError, match="of the writer"):
         attempt(agent, hello())
 

@@ -226,28 +226,49 @@ def test_maxrl_refuses_negative_returns() -> None:
         MaxRl(MaxRlConfig()).advantages([replace(group, trajectories=(changed, *group.trajectories[1:]))])
 
 
+def load(config: Any, **source: Any) -> object:
+    source = {"environment": {"rewards": "exact_match"}, "advantage": config.model_dump(), **source}
+    run = {
+        "model": {"path": "m"},
+        "data": {"train": "rows.jsonl"},
+        "steps": 1,
+        "source": {"name": "rollouts", **source},
+    }
+    return load_config({**run, "critic": {}} if config.uses_critic else run)
+
+
 @pytest.mark.parametrize(
-    ("config", "samples", "accepted"),
+    ("config", "accepted"),
     [
-        (GrpoConfig(), 1, False),
-        (RlooConfig(), 1, False),
-        (GrpoConfig(), 2, True),
-        (ReinforcePlusPlusConfig(), 1, False),
-        (ReinforcePlusPlusConfig(baseline="batch"), 1, True),
-        (GaeConfig(), 1, True),
+        (GrpoConfig(), False),
+        (RlooConfig(), False),
+        (ReinforcePlusPlusConfig(), False),
+        (ReinforcePlusPlusConfig(baseline="batch"), True),
+        (GaeConfig(), True),
     ],
 )
-def test_config_check_knows_how_many_samples_an_advantage_needs(config: Any, samples: int, accepted: bool) -> None:
-    source = {
-        "name": "rollouts",
-        "samples_per_prompt": samples,
-        "environment": {"rewards": "exact_match"},
-        "advantage": config.model_dump(),
-    }
-    run = {"model": {"path": "m"}, "data": {"train": "rows.jsonl"}, "steps": 1, "source": source}
-    complete = {**run, "critic": {}} if config.uses_critic else run
+def test_config_check_knows_how_many_samples_an_advantage_needs(config: Any, accepted: bool) -> None:
+    assert load(config, samples_per_prompt=2)
     if accepted:
-        load_config(complete)
-    else:
-        with pytest.raises(ConfigError, match=f"samples_per_prompt is {samples}. Set it to 2 or more"):
-            load_config(complete)
+        assert load(config, samples_per_prompt=1)
+        return
+    with pytest.raises(ConfigError, match="samples_per_prompt is 1. Set it to 2 or more"):
+        load(config, samples_per_prompt=1)
+
+
+@pytest.mark.parametrize("config", [GrpoConfig(), MaxRlConfig()])
+def test_kl_in_the_reward_is_refused_for_advantages_in_units_of_the_group(config: Any) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(config, kl_in_reward={"coefficient": 0.01})
+    [problem] = error.value.problems
+    assert problem.key == "source.advantage.name"
+    for fix in ("loss.kl.coefficient", "normalize_std: false", "dr_grpo", "rloo", "gae"):
+        assert fix in problem.message
+    for other in (
+        GrpoConfig(normalize_std=False),
+        DrGrpoConfig(),
+        RlooConfig(),
+        GaeConfig(),
+        ReinforcePlusPlusConfig(),
+    ):
+        assert load(other, kl_in_reward={"coefficient": 0.01})

@@ -8,11 +8,8 @@ from rl_run_record import rl_metrics
 from spurline_insight.rollout_health import health_words
 
 
-def test_nothing_is_said_of_a_healthy_step() -> None:
+def test_nothing_is_said_of_a_healthy_step_and_of_steps_without_rollouts() -> None:
     assert health_words(rl_metrics(1)) == {}
-
-
-def test_nothing_is_said_of_steps_without_rollouts() -> None:
     assert health_words({"step": 1, "loss": 0.0, "grad_norm": 9.0, "lr": 1e-4}) == {}
 
 
@@ -52,12 +49,9 @@ def test_a_number_at_its_limit_is_not_yet_off(changes: dict[str, float]) -> None
     assert health_words(rl_metrics(1, **changes)) == {}
 
 
-def test_equal_rewards_are_said_when_no_advantage_is_left() -> None:
+def test_equal_rewards_are_named_only_if_no_advantage_is_left() -> None:
     line = rl_metrics(1, groups__zero_variance=1.0, advantage__max=1e-11, advantage__min=-1e-11)
     assert list(health_words(line)) == ["equal_rewards"]
-
-
-def test_equal_rewards_of_single_attempts_or_under_a_critic_still_teach_and_are_not_off() -> None:
     assert health_words(rl_metrics(1, groups__zero_variance=1.0, advantage__max=0.7)) == {}
 
 

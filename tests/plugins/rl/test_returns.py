@@ -1,4 +1,4 @@
-"""Returns, equal returns, and the reward terms that come from length and from the reference model."""
+"""Returns, equal returns, and the reward term of the length."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import math
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from spurline.errors import DataError
-from spurline_rl.losses.policy_loss import kl_estimate
 from spurline_rl.scoring import overlong_penalty
 from spurline_rl.trajectory import Group, Trajectory, Turn, group_returns, has_equal_returns, trajectory_return
 
@@ -57,20 +55,3 @@ def test_overlong_penalty_is_the_piecewise_line_of_dapo(num_tokens: int, longest
     else:
         expected = -1.0
     assert overlong_penalty(num_tokens, longest=longest, buffer=buffer) == pytest.approx(expected, abs=1e-12)
-
-
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_kl_is_charged_to_each_token(estimator: str) -> None:
-    logprobs, reference = [-0.5, -2.0, -1.0], [-1.0, -1.0, -1.0]
-    expected = []
-    for p, q in zip(logprobs, reference, strict=True):
-        k = {"k1": p - q, "k2": 0.5 * (p - q) ** 2, "k3": math.exp(q - p) - (q - p) - 1}[estimator]
-        expected.append(1.0 - 0.1 * k)
-    now, before = (torch.tensor(values, dtype=torch.float32).double() for values in (logprobs, reference))
-    result = 1.0 - 0.1 * kl_estimate(now, before, estimator)  # type: ignore[arg-type]
-    np.testing.assert_allclose(result, expected, rtol=1e-6)
-
-
-def test_kl_in_the_reward_does_not_overflow() -> None:
-    tokens = torch.tensor([-1e4], dtype=torch.float64)
-    assert torch.isfinite(kl_estimate(tokens, 0 * tokens, "k3")).all()

@@ -8,9 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spurline.protocols.collator import ParallelLayout
+from spurline.testing.samples import PAD
 from spurline_rl.configs import RolloutsCollatorConfig
 from spurline_rl.preparation import TurnColumns
 from spurline_rl.rollouts_collator import RolloutsCollator
+from spurline_rl.testing.inputs import make_trajectories
 from spurline_rl.trajectory import Trajectory, Turn, merge_turns
 
 
@@ -51,3 +53,11 @@ def test_what_is_written_for_a_turn_is_read_back_for_it_at_its_own_tokens(attemp
     for tokens, turn in zip(columns.split(batch.tokens["input_ids"].float()), turns, strict=True):
         np.testing.assert_array_equal(tokens, turn.response_ids)
     assert torch.equal(column != 0, batch.tokens["loss_weights"] != 0), "exactly the response tokens are written"
+
+
+def test_optional_columns_are_there_only_when_every_turn_has_them() -> None:
+    collator = RolloutsCollator(RolloutsCollatorConfig(), PAD, ParallelLayout())
+    both = make_trajectories([[(3, 4)], [(2, 5)]], optional_columns=True)
+    mixed = [both[0], *make_trajectories([[(2, 5)]], optional_columns=False)]
+    assert "advantages" in collator.collate_rollouts(both).tokens
+    assert "advantages" not in collator.collate_rollouts(mixed).tokens

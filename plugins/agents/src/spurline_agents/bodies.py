@@ -93,7 +93,7 @@ BodyT = TypeVar("BodyT", bound="Body")
 
 
 class StreamOptions(BaseModel):
-    """How a stream ends; with include_usage, its last chunk counts tokens."""
+    """Options of a stream. With `include_usage` its last chunk counts tokens."""
 
     include_usage: bool = False
 
@@ -117,12 +117,12 @@ class Body(BaseModel):
 
     @property
     def most_tokens(self) -> int | None:
-        """The longest response asked for."""
+        """Return the longest response asked for."""
         return self.max_tokens
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The texts that end a response."""
+        """Return the texts that end a response."""
         return tuple([self.stop] if isinstance(self.stop, str) else self.stop)
 
 

@@ -201,57 +201,32 @@ def _as_openai(call: ToolCall) -> dict[str, Any]:
     return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
 
 
-class ResponseWriter:
-    """Makes the JSON objects of answers."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
-
-    def chat(self, body: ChatBody, choices: Sequence[Choice]) -> dict[str, Any]:
-        answer = self._answer("chat.completion", body, choices, self._chat_choice)
-        return {**answer, **({"prompt_token_ids": list(choices[0].prompt_ids)} if body.return_token_ids else {})}
-
-    def completion(self, body: CompletionBody, choices: Sequence[Choice]) -> dict[str, Any]:
-        return self._answer("text_completion", body, choices, self._completion_choice)
-
-    def _answer(
-        self, kind: str, body: BodyT, choices: Sequence[Choice], write: Callable[[BodyT, Choice], dict[str, Any]]
-    ) -> dict[str, Any]:
-        # A prompt with several answers counts once.
-        prompt = sum(len(choice.prompt_ids) for choice in choices[:: body.n])
-        completion = sum(len(choice.result.token_ids) for choice in choices)
-        return {
-            "id": f"{'cmpl' if kind == 'text_completion' else 'chatcmpl'}-{secrets.token_hex(12)}",
-            "object": kind,
-            "created": int(time.time()),
-            "model": body.model or MODEL_NAME,
-            "choices": [
-                {
-                    "index": index,
-                    **write(body, choice),
-                    "finish_reason": choice.finish_reason,
-                    **({"token_ids": choice.result.token_ids.tolist()} if body.return_token_ids else {}),
-                }
-                for index, choice in enumerate(choices)
-            ],
-            "usage": {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion},
-        }
-
-    def _chat_choice(self, body: ChatBody, choice: Choice) -> dict[str, Any]:
+def chat_completion(tokenizer: PreTrainedTokenizerBase, body: ChatBody, choices: Sequence[Choice]) -> dict[str, Any]:
+    """Return the JSON object of a chat completion."""
+    written: list[dict[str, Any]] = []
+    for choice in choices:
         logprobs = None
         if body.logprobs:
             entries = [
                 {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
-                for text, logprob in self._tokens(choice)
+                for text, logprob in _tokens(tokenizer, choice)
             ]
             # The engine reports the sampled token alone.
             logprobs = {"content": [{**entry, "top_logprobs": [entry]} for entry in entries]}
-        return {"message": {"refusal": None, **choice.message()}, "logprobs": logprobs}
+        written.append({"message": {"refusal": None, **choice.message()}, "logprobs": logprobs})
+    prompt_ids = {"prompt_token_ids": list(choices[0].prompt_ids)} if body.return_token_ids else {}
+    return {**_completion("chat.completion", body, choices, written), **prompt_ids}
 
-    def _completion_choice(self, body: CompletionBody, choice: Choice) -> dict[str, Any]:
+
+def text_completion(
+    tokenizer: PreTrainedTokenizerBase, body: CompletionBody, choices: Sequence[Choice]
+) -> dict[str, Any]:
+    """Return the JSON object of a text completion."""
+    written: list[dict[str, Any]] = []
+    for choice in choices:
         logprobs = None
         if body.logprobs is not None:
-            tokens = self._tokens(choice)
+            tokens = _tokens(tokenizer, choice)
             offsets = accumulate((len(text) for text, _ in tokens), initial=0)
             logprobs = {
                 "tokens": [text for text, _ in tokens],
@@ -260,13 +235,37 @@ class ResponseWriter:
                 "text_offset": [offset for offset, _ in zip(offsets, tokens, strict=False)],
             }
         prompt_ids = {"prompt_token_ids": list(choice.prompt_ids)} if body.return_token_ids else {}
-        return {"text": choice.text, "logprobs": logprobs, **prompt_ids}
+        written.append({"text": choice.text, "logprobs": logprobs, **prompt_ids})
+    return _completion("text_completion", body, choices, written)
 
-    def _tokens(self, choice: Choice) -> list[tuple[str, float]]:
-        """Return text and logprob of each token. Logprobs are those of the distribution that was sampled from."""
-        texts = [str(self._tokenizer.decode([token])) for token in choice.result.token_ids.tolist()]
-        logprobs = [max(value, _LOWEST_LOGPROB) for value in choice.result.logprobs.tolist()]
-        return list(zip(texts, logprobs, strict=True))
+
+def _completion(kind: str, body: Body, choices: Sequence[Choice], written: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    # A prompt with several answers counts once.
+    prompt = sum(len(choice.prompt_ids) for choice in choices[:: body.n])
+    completion = sum(len(choice.result.token_ids) for choice in choices)
+    return {
+        "id": f"{'cmpl' if kind == 'text_completion' else 'chatcmpl'}-{secrets.token_hex(12)}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": body.model or MODEL_NAME,
+        "choices": [
+            {
+                "index": index,
+                **own,
+                "finish_reason": choice.finish_reason,
+                **({"token_ids": choice.result.token_ids.tolist()} if body.return_token_ids else {}),
+            }
+            for index, (choice, own) in enumerate(zip(choices, written, strict=True))
+        ],
+        "usage": {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion},
+    }
+
+
+def _tokens(tokenizer: PreTrainedTokenizerBase, choice: Choice) -> list[tuple[str, float]]:
+    """Return text and logprob of each token. Logprobs are those of the distribution that was sampled from."""
+    texts = [str(tokenizer.decode([token])) for token in choice.result.token_ids.tolist()]
+    logprobs = [max(value, _LOWEST_LOGPROB) for value in choice.result.logprobs.tolist()]
+    return list(zip(texts, logprobs, strict=True))
 
 
 def chunks(body: Body, answer: dict[str, Any]) -> Iterator[dict[str, Any]]:

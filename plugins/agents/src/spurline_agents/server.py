@@ -26,7 +26,7 @@ from spurline.errors import ConfigError
 from spurline_agents.agents import CANCEL_TIMEOUT_S
 from spurline_agents.bodies import ApiError, Body, BodyT
 from spurline_agents.configs import HarnessConfig
-from spurline_agents.responses import MODEL_NAME, Answering, Choice, Generate, ResponseWriter, chunks
+from spurline_agents.responses import MODEL_NAME, Answering, Choice, Generate, chat_completion, chunks, text_completion
 from spurline_agents.sessions import LiveSession
 from spurline_rl.chat_front import PrefixError
 from spurline_rl.concurrency import end_tasks
@@ -71,7 +71,6 @@ class HarnessServer:
         # open, one that has ended, and one that never was.
         self._secret = secrets.token_bytes(32)
         self._answering = Answering(tokenizer, config)
-        self._writer = ResponseWriter(tokenizer)
         self._sessions: dict[str, LiveSession] = {}
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="harness-request")
         self._listener: asyncio.Server | None = None
@@ -223,16 +222,16 @@ class HarnessServer:
         return web.json_response({"object": "list", "data": [model]})
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, self._answering.read_chat, self._writer.chat)
+        return await self._answer(request, self._answering.read_chat, chat_completion)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, self._answering.read_completion, self._writer.completion)
+        return await self._answer(request, self._answering.read_completion, text_completion)
 
     async def _answer(
         self,
         request: web.Request,
         read: Callable[[LiveSession, bytes], tuple[BodyT, Generate]],
-        write: Callable[[BodyT, list[Choice]], dict[str, Any]],
+        write: Callable[[PreTrainedTokenizerBase, BodyT, list[Choice]], dict[str, Any]],
     ) -> web.StreamResponse:
         """Send the model's answer. Once it is sent, its turns count as received."""
         session = self._session(request)
@@ -253,7 +252,7 @@ class HarnessServer:
             body, generate = await prepare()
             choices = await generate()
             size = sum(len(choice.result.token_ids) for choice in choices) * _BYTES_PER_TOKEN
-            return body, choices, await session.work(size, lambda: _parts(body, write(body, choices)))
+            return body, choices, await session.work(size, lambda: _parts(body, write(self._tokenizer, body, choices)))
 
         body, choices, parts = await self._in_session(session, asyncio.ensure_future(work()))
         if body.stream:

@@ -1,7 +1,4 @@
-"""Evaluation `answers`: greedy answers to held-out prompts, scored by reward components.
-
-Place on the way: rows -> prompts -> answers of the backend -> rewards, called as those of rollouts are -> metrics.
-"""
+"""Evaluation `answers`: greedy answers to held-out prompts, scored by reward components."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ from spurline_text.tokenization import open_datasets, store_labels
 
 
 class AnswersEvaluation(HeldOutEvaluation):
-    """Owns its rewards. datasets: rows of a prompt with its answer, where they have been opened already."""
+    """Generates and scores answers. `datasets` are rows of a prompt with its answer, if they are open already."""
 
     def __init__(
         self,
@@ -56,7 +53,7 @@ class AnswersEvaluation(HeldOutEvaluation):
         if not self._examples:
             labels = ", ".join(source.dataset.label for source in self._datasets)
             raise DataError(f"{labels}: no row can be used as a held-out prompt. Give at least one.")
-        # Last: from here on there is something to close.
+        # This comes last, as rewards must be closed.
         self._rewards = make_rewards(config.rewards, context.run.host.registry)
 
     def _check(self, row: Mapping[str, Any], example: GenerationExample) -> None:
@@ -72,7 +69,7 @@ class AnswersEvaluation(HeldOutEvaluation):
         }
 
     def _notes_of_shared(self) -> list[str]:
-        # A source that does not generate has keys of whole samples.
+        # Keys of other sources belong to whole samples.
         trained = self._source.sample_keys() if self._generates else None
         if trained is None:
             return []
@@ -80,7 +77,7 @@ class AnswersEvaluation(HeldOutEvaluation):
         return note_of_shared(np.array(self._keys, np.uint64), trained, places.__getitem__)
 
     def longest(self) -> Longest:
-        """The longest prompt with a whole answer behind it."""
+        """Return the tokens of the longest prompt with its longest answer."""
         lengths = [len(example.prompt_ids) for _, example in self._examples]
         longest = max(lengths)
         where = f"prompt {lengths.index(longest)} of the held-out data"
@@ -128,7 +125,7 @@ class AnswersEvaluation(HeldOutEvaluation):
         return await terms_of_all(self._rewards, answers, retries=self._config.retries)
 
     def _scored(self, answers: Sequence[Answer]) -> list[dict[str, float]]:
-        # On a thread of its own: a notebook has an event loop on this one.
+        # A notebook has an event loop on this thread.
         with ThreadPoolExecutor(1, "spurline-scoring") as scoring:
             try:
                 return scoring.submit(asyncio.run, self._terms(answers)).result()
@@ -137,7 +134,7 @@ class AnswersEvaluation(HeldOutEvaluation):
 
 
 def _rows(config: AnswersEvaluationConfig, context: EvaluationContext) -> Sequence[DatasetToTokenize]:
-    """The datasets as rows of a prompt with its answer, as the source reads them."""
+    """Return the datasets as rows of a prompt with its answer, as the source reads them."""
     own = context.source.held_out(config.data)
     if own is not None:
         return own.answered()

@@ -1,7 +1,4 @@
-"""Numbers that tell whether reinforcement learning is healthy: rewards and lengths.
-
-Groups go in, metrics come out, all plain means over the step unless the name says otherwise.
-"""
+"""Metrics of rewards and lengths. All are means over the step unless the name says otherwise."""
 
 from __future__ import annotations
 
@@ -14,8 +11,7 @@ from spurline_rl.trajectory import Group, group_returns, has_equal_returns, traj
 
 
 def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """`reward/mean` and `reward/std` of the returns, the mean of each term before weights as `rewards/TERM`, and the
-    share of groups whose returns are all equal."""
+    """Return `reward/mean`, `reward/std`, the terms of `mean_terms`, and the share of groups with equal returns."""
     returns = all_returns(groups)
     return {
         "reward/mean": float(returns.mean()),
@@ -26,12 +22,12 @@ def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def all_returns(groups: Sequence[Group]) -> NDArray[np.float64]:
-    """The return of every attempt, float64, group after group."""
+    """Return the return of every attempt, float64, group after group."""
     return np.concatenate([group_returns(group) for group in groups])
 
 
 def mean_terms(groups: Sequence[Group]) -> dict[str, float]:
-    """Mean of each reward term before weights, over the attempts that have it: `rewards/TERM`."""
+    """Return the mean of each reward term before weights, over the attempts that have it: `rewards/TERM`."""
     terms: dict[str, list[float]] = {}
     for trajectory in trajectories_of(groups):
         for name, value in trajectory.rewards.items():
@@ -40,11 +36,11 @@ def mean_terms(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def kl_reward_metrics(groups: Sequence[Group], kl: Sequence[NDArray[np.float64]]) -> dict[str, float]:
-    """`kl_reward/mean`: KL per trained token, before its coefficient; `reward/after_kl`: mean return, its KL charged.
+    """Return `kl_reward/mean`, the KL per trained token before its coefficient, and `reward/after_kl`, the mean return.
 
     Args:
-        groups: After the charge.
-        kl: Per response token, for each of their turns.
+        groups: Groups whose rewards have been charged with the KL.
+        kl: KL of each response token, for each of their turns.
     """
     trained = [of_turn[turn.loss_mask != 0] for turn, of_turn in zip(turns_of(groups), kl, strict=True)]
     values = np.concatenate([np.empty(0), *trained])
@@ -53,7 +49,7 @@ def kl_reward_metrics(groups: Sequence[Group], kl: Sequence[NDArray[np.float64]]
 
 
 def length_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Response tokens and turns per attempt, and how turns ended: share and mean length by finish reason."""
+    """Return response tokens and turns per attempt, and the share and mean length of turns by finish reason."""
     flat = [group.flat for group in groups]
     num_response = np.concatenate([turns.num_response for turns in flat])
     attempt_turns = np.concatenate([turns.attempt_turns for turns in flat])

@@ -3,10 +3,9 @@
     delta_t = r_t + gamma * V_{t+1} - V_t
     A_t = delta_t + gamma * lam * A_{t+1}        returns: A_t + V_t
 
-along the response tokens of a trajectory, its turns joined to one sequence; V_t is the critic's value before token t is
-written, and 0 after the last token, also of an answer that was cut off. The critic is trained on the returns, which
-are taken before the advantages are normalised (minus mean, over std, of all trained tokens passed in; std divides by
-the count).
+along the response tokens of a trajectory, with its turns joined. V_t is the critic's value before token t, and 0 after
+the last token, also if the answer was cut off. The critic is trained on the returns. The advantages are then normalised
+over all trained tokens passed in; std divides by the count.
 """
 
 from __future__ import annotations

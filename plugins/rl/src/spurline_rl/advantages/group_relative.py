@@ -7,13 +7,12 @@
 
 over the returns R of the n samples of a prompt; exactly 0 in groups whose returns are all equal.
 
-GRPO: std is the sample standard deviation (n - 1 in the denominator), as the trainers in use compute it; the paper
-leaves it open. Dr. GRPO (GRPO done right): without the division, prompts that nearly all or nearly no samples solve no
-longer weigh more than others. That paper's other half, a divisor that does not depend on the answer's length, is
-`reduction: fixed_norm`. RLOO (REINFORCE leave-one-out): this is R_i less the mean of the other returns; a baseline
-without the sample's own return keeps the policy gradient unbiased. MaxRL (maximum likelihood reinforcement learning):
-for rewards of 0 and 1 the mean estimates the probability p of success, and the gradient of log p is that of p over p,
-so that prompts that are rarely solved weigh more; it asks for rewards >= 0.
+GRPO: std has n - 1 in the denominator, as in other trainers; the paper leaves it open. Dr. GRPO (GRPO done right):
+without the division, prompts that nearly all or nearly no samples solve do not weigh more than others. The paper's
+divisor, which does not depend on the answer's length, is `reduction: fixed_norm`. RLOO (REINFORCE leave-one-out): this
+is R_i less the mean of the other returns; a baseline without the sample's own return keeps the policy gradient
+unbiased. MaxRL (maximum likelihood reinforcement learning): for rewards of 0 and 1 the mean estimates the probability p
+of success. As the gradient of log p is the gradient of p over p, rarely solved prompts weigh more.
 """
 
 from __future__ import annotations
@@ -32,8 +31,6 @@ Config = TypeVar("Config", bound=GroupAdvantageConfig)
 
 
 class _GroupRelative(ABC, Generic[Config]):
-    """name: the algorithm's, for messages. formula: the advantage in words."""
-
     needs: frozenset[str] = frozenset()
     name: ClassVar[str]
     formula: ClassVar[str]
@@ -49,7 +46,7 @@ class _GroupRelative(ABC, Generic[Config]):
 
     @abstractmethod
     def _compare(self, returns: Returns, uid: str) -> Returns:
-        """The advantages of samples with these returns, which differ. uid: the prompt's."""
+        """Return the advantages of samples with these returns, which differ, of the prompt `uid`."""
 
     def describe(self) -> str:
         return self.formula

@@ -4,8 +4,8 @@
 
     B_i = R_i - mean(R of the prompt),  A_i = B_i / (std(B) + eps)
 
-with std over all samples passed in. Their mean is 0 already. Samples count the same whatever their length: weighed by
-tokens, the mean would not be 0, and groups whose returns are all equal would get an advantage.
+with std over all samples passed in; their mean is 0 already. Samples count the same whatever their length: if they were
+weighed by tokens, groups with equal returns would get an advantage.
 
 `baseline: batch`, for any number of samples per prompt:
 

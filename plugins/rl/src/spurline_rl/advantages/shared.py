@@ -1,4 +1,4 @@
-"""Share code of advantages: compare the samples of a prompt, and walk along the tokens of a trajectory.
+"""Helpers of advantages: compare the samples of a prompt, and walk along the tokens of a trajectory.
 
 An algorithm that compares samples has one number per trajectory, the same for all its tokens:
 
@@ -9,8 +9,7 @@ An algorithm that compares samples has one number per trajectory, the same for a
             return [spread_over_tokens(group, relative_to_group(group, "centred", center)) for group in groups]
 
 An algorithm whose advantages differ from token to token reads a trajectory's turns as one sequence of decisions, with
-`read_tokens` and `write_tokens`. Every response token is a decision, whether it is trained or not; prompts between the
-turns are none. Hence this comes before turns are merged into one row, which makes response tokens of those prompts.
+`read_tokens` and `write_tokens`. Every response token is a decision, trained or not; prompts between the turns are not.
 """
 
 from __future__ import annotations
@@ -30,18 +29,20 @@ Sequences = list[NDArray[np.float64]]
 
 
 def center(returns: Returns) -> Returns:
-    """The returns of a group minus their mean."""
+    """Return the returns of a group minus their mean."""
     return returns - returns.mean()
 
 
 def relative_to_group(group: Group, name: str, rule: Callable[[Returns], Returns]) -> Returns:
-    """`rule` applied to the group's returns, both float64 [n]; exactly 0 where all returns are equal.
+    """Apply a rule to the group's returns, float64 [n]. The result is exactly 0 if all returns are equal.
 
     Args:
-        name: The algorithm's, for the message.
+        group: The group.
+        name: The name of the algorithm for messages.
+        rule: Returns the advantages of these returns.
 
     Raises:
-        DataError: For a group of one, which has nothing to compare with.
+        DataError: If the group has one sample, which has nothing to compare with.
     """
     returns = group_returns(group)
     if len(returns) < 2:
@@ -54,7 +55,7 @@ def relative_to_group(group: Group, name: str, rule: Callable[[Returns], Returns
 
 
 def spread_over_tokens(group: Group, advantages: Returns) -> Group:
-    """The group with one advantage per trajectory written to every response token of every turn, as float32."""
+    """Write one advantage per trajectory to every response token of every turn, as float32."""
     turns = [
         replace(turn, advantages=np.full(len(turn.response_ids), value, dtype=np.float32))
         for trajectory, value in zip(group.trajectories, advantages.tolist(), strict=True)
@@ -64,17 +65,17 @@ def spread_over_tokens(group: Group, advantages: Returns) -> Group:
 
 
 def spread_over_groups(groups: Sequence[Group], advantages: Sequence[Returns]) -> list[Group]:
-    """`spread_over_tokens` for each group."""
+    """Call `spread_over_tokens` for each group."""
     return [spread_over_tokens(group, values) for group, values in zip(groups, advantages, strict=True)]
 
 
 def read_tokens(groups: Sequence[Group], name: Literal["rewards", "values", "loss_mask"]) -> Sequences:
-    """A field of the turns for each trajectory of all groups in order, turns joined, float64."""
+    """Return a field of each trajectory of all groups, with its turns joined, float64."""
     return [_join_turns(trajectory, name) for trajectory in trajectories_of(groups)]
 
 
 def write_tokens(groups: Sequence[Group], **fields: Sequences) -> list[Group]:
-    """The groups with fields of their turns set to float32 values laid out as `read_tokens` gives them."""
+    """Set fields of the turns to values in the order of `read_tokens`, as float32."""
     turns = turns_of(groups)
     ends = np.cumsum([len(turn.response_ids) for turn in turns])
     cut = {
@@ -88,9 +89,9 @@ def write_tokens(groups: Sequence[Group], **fields: Sequences) -> list[Group]:
 
 
 def discounted_sums(sequences: Sequences, factor: float) -> Sequences:
-    """y[t] = x[t] + factor * y[t + 1] for each sequence x, with 0 after its end."""
+    """Return y[t] = x[t] + factor * y[t + 1] for each sequence x, with 0 after its end."""
     longest = max((len(sequence) for sequence in sequences), default=0)
-    # One column per sequence: all of them take a step back in time together.
+    # One column per sequence, so that all take a step back in time together.
     sums = np.zeros((longest, len(sequences)))
     for column, sequence in enumerate(sequences):
         sums[: len(sequence), column] = sequence
@@ -100,7 +101,7 @@ def discounted_sums(sequences: Sequences, factor: float) -> Sequences:
 
 
 def normalized(sequences: Sequences, masks: Sequences, eps: float) -> Sequences:
-    """Minus the mean, over (standard deviation + eps), both over the tokens of all sequences whose mask is not 0."""
+    """Subtract the mean and divide by (standard deviation + eps), both over all tokens whose mask is not 0."""
     counted = np.concatenate(
         [np.empty(0), *(sequence[mask != 0] for sequence, mask in zip(sequences, masks, strict=True))]
     )

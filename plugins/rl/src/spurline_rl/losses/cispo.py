@@ -4,9 +4,9 @@ With r = p / p_old per token, and sg stopping the gradient:
 
     l = -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log p
 
-The weight is clipped, not the token: also tokens whose ratio moved far keep a gradient. The paper sets no lower bound
-and does not print its upper one; the default cap of 5 is one of those that ScaleRL compared and found alike (Khatri et
-al. 2025, arXiv:2510.13786).
+The weight is clipped, not the token, so tokens whose ratio moved far keep a gradient. The paper sets no lower bound and
+does not state its upper one. ScaleRL found several caps to work alike, among them the default of 5 (Khatri et al. 2025,
+arXiv:2510.13786).
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from spurline_rl.losses.configs import CispoConfig
 from spurline_rl.losses.policy_loss import PolicyLoss, ratio_to_old
 
 
-class Cispo(PolicyLoss):
+class Cispo(PolicyLoss[CispoConfig]):
     """Policy gradient with a clipped, constant importance weight."""
 
     def __init__(self, config: CispoConfig):
-        self.config = config
         super().__init__(config)
         self._low = 1 - config.clip_low if config.clip_low is not None else 0.0
         self._high = 1 + config.clip_high

@@ -20,8 +20,8 @@ class KlConfig(Section):
     coefficient: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Weight of the penalty; with 0 no reference model is loaded."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of the KL divergence per token: `k3` is GRPO's; the gradient of `k2` is that of the true KL; that of
-    `k1` is zero on average, so in a loss it holds nothing back."""
+    """Estimator of the KL divergence per token: `k3` is GRPO's. `k2` has the gradient of the true KL. The gradient of
+    `k1` is zero on average, so it has no effect in a loss."""
 
 
 class PolicyLossConfig(LossConfig):
@@ -49,7 +49,7 @@ class PolicyGradientConfig(PolicyLossConfig):
 
     name: str = "policy_gradient"
     importance_ratio: Annotated[bool, OnResume.BY_NAME] = False
-    """Weigh by the unclipped ratio to the policy before the update, for batches of several optimizer steps."""
+    """Weigh by the unclipped ratio to the policy before the update, if a batch takes several optimizer steps."""
 
 
 class PpoConfig(PolicyLossConfig):
@@ -101,7 +101,7 @@ class ValueLossConfig(LossConfig):
 
     name: str = "value"
     clip: Annotated[float | None, OnResume.BY_NAME] = Field(default=0.2, gt=0, allow_inf_nan=False)
-    """How far a value may move from the one before the update until its error stops counting; null is no limit."""
+    """A value that has moved this far from its value before the update gets no further gradient; null for no limit."""
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if run.loss is self:

@@ -1,15 +1,14 @@
 """Corrections for the difference between the engine that generates and the trainer: factors on the loss of tokens.
 
-All start from how far the two disagree about the tokens of a batch:
+All start from log ratios of the tokens with loss (`spurline_rl.losses.log_ratios`):
 
     rho_t = old_logprobs_t - rollout_logprobs_t                             token
     sum of rho over the segment                                             sequence: log of the product of the ratios
     mean of rho over the segment                                            geometric
 
-Only tokens with loss count; `spurline_rl.losses.log_ratios` finds them and the sequences that they are of. Weighing the
-loss by p_old / p_rollout takes the expectation under the policy that the loss assumes instead of the one that
-generated. With `loss: ppo` this is decoupled PPO (Hilton et al. 2021, arXiv:2110.00641): p_old is the proximal policy,
-p_rollout the behaviour policy.
+A loss weighed by p_old / p_rollout is an expectation under the policy that the loss assumes, not under the engine's.
+With `loss: ppo` this is decoupled PPO (Hilton et al. 2021, arXiv:2110.00641): p_old is the proximal policy, p_rollout
+the behaviour policy.
 """
 
 from __future__ import annotations
@@ -56,8 +55,8 @@ class TruncatedImportanceSampling:
     """TIS: factor = min(p_old / p_rollout, cap) (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
     Off-Policy RL Training"; Ionides 2008).
 
-    The ratio is that of each token, or of a sequence the product of the ratios of its tokens. The cap bounds the
-    variance at the price of a bias; with `cap: null` decoupled PPO is exact.
+    The ratio of a sequence is the product of its tokens' ratios. The cap bounds the variance at the price of a bias;
+    with `cap: null` decoupled PPO is exact.
     """
 
     def __init__(self, config: TruncatedImportanceSamplingConfig):
@@ -78,8 +77,8 @@ class MaskedImportanceSampling:
     """MIS: factor = p_old / p_rollout where that is in [low, high], else 0 (IcePop, Ling Team 2025, arXiv:2510.18855;
     per sequence: Liu, Li et al. 2025, "When Speed Kills Stability").
 
-    The ratio is that of each token, or of a sequence the product of the ratios of its tokens. What `tis` truncates is
-    left out here: such a token is more likely a numerical accident than a sample worth its cap.
+    The ratio of a sequence is the product of its tokens' ratios. `tis` truncates large ratios; here they are left out,
+    as they are more likely numerical accidents.
     """
 
     def __init__(self, config: MaskedImportanceSamplingConfig):
@@ -97,7 +96,7 @@ class MaskedImportanceSampling:
 
 
 class _Rejection:
-    """Leaves out whole sequences, and weighs the others by 1. level: the ratio that they are judged by."""
+    """Leaves out whole sequences by a ratio of this level, and weighs the others by 1."""
 
     level: Literal["geometric", "sequence"]
 
@@ -120,8 +119,8 @@ class GeometricRejection(_Rejection):
     """Factor = 1 where (p_old(y) / p_rollout(y))^(1 / |y|) is in [low, high], else 0, for the whole sequence y (Liu, Li
     et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch").
 
-    The mean ratio per token judges long and short sequences by the same measure, so its band can be narrow. Weights
-    stay 1: it removes outliers and corrects nothing else.
+    The mean ratio per token does not grow with the length, so the band can be narrow. Weights stay 1: it removes
+    outliers and corrects nothing else.
     """
 
     level = "geometric"
@@ -130,8 +129,8 @@ class GeometricRejection(_Rejection):
 class SequenceRejection(_Rejection):
     """Factor = 1 where p_old(y) / p_rollout(y) is in [low, high], else 0, for the whole sequence y (Liu, Li et al.).
 
-    The ratio is the product over all tokens, so long sequences leave the band more easily; `geometric_rejection` does
-    not depend on length. Weights stay 1: it removes outliers and corrects nothing else.
+    The ratio is the product over all tokens, so long sequences leave the band more easily than short ones. Weights stay
+    1: it removes outliers and corrects nothing else.
     """
 
     level = "sequence"
@@ -141,20 +140,19 @@ _Level = Literal["token", "sequence", "geometric"]
 
 
 def _judged(ratios: LogRatios, level: _Level) -> Tensor:
-    """float64 [N] or [S]: the log ratios that tokens, or whole sequences, are judged by."""
+    """Return the log ratios that tokens or whole sequences are judged by: float64 [N] or [S]."""
     if level == "token":
         return ratios.values
     return ratios.sums() if level == "sequence" else ratios.means()
 
 
 def _are_within(log_ratios: Tensor, low: float, high: float) -> Tensor:
-    """bool: low <= ratio <= high."""
     bounds = torch.tensor([low, high], dtype=torch.float64).log()
     return (log_ratios >= bounds[0]) & (log_ratios <= bounds[1])
 
 
 def _of_tokens(ratios: LogRatios, level: _Level, factors: Tensor, **shares: Tensor) -> Corrected:
-    """Factors and shares that are one per judged ratio, as one per token."""
+    """Spread factors and shares over the tokens of each judged ratio."""
     if level != "token":
         factors = ratios.spread(factors)
         shares = {name: ratios.spread(where) for name, where in shares.items()}

@@ -3,11 +3,10 @@
     s = (p(y) / p_old(y))^(1 / |y|) = exp(mean over the sequence of log p - log p_old)
     l = -min(s A, clip(s, 1 - clip_low, 1 + clip_high) A)       for each token of the sequence
 
-The ratio is one for the whole sequence, so the clip takes in or leaves out sequences, not tokens. The sequence is the
-segment: the loss tokens of one turn, or of all turns of a trajectory that were merged into one row; tokens that a
-correction rejected are not part of it. The paper's objective weighs sequences alike: `reduction: sequence_mean`. The
-gradient goes through the mean, as the formula says; with one advantage per sequence that is also the gradient of the
-paper's GSPO-token.
+All tokens of a sequence share one ratio, so the clip leaves out sequences, not tokens. A sequence is a segment: the
+loss tokens of one turn, or of all turns that were merged into one row, without tokens that a correction rejected. The
+paper weighs sequences alike: `reduction: sequence_mean`. With one advantage per sequence, this is also the gradient of
+the paper's GSPO-token.
 """
 
 from __future__ import annotations
@@ -22,11 +21,10 @@ from spurline_rl.losses.configs import GspoConfig
 from spurline_rl.losses.policy_loss import PolicyLoss, bounded_exp, clip_fractions
 
 
-class Gspo(PolicyLoss):
-    """The pessimistic one of the sequence's ratio and its clipped ratio."""
+class Gspo(PolicyLoss[GspoConfig]):
+    """The smaller objective of the sequence's ratio and its clipped ratio."""
 
     def __init__(self, config: GspoConfig):
-        self.config = config
         super().__init__(config)
         self._low, self._high = 1 - config.clip_low, 1 + config.clip_high
 
@@ -51,7 +49,7 @@ class Gspo(PolicyLoss):
 
 
 def _sequence_ratio(inputs: TokenLossInputs) -> Tensor:
-    """[N] geometric mean of the ratios of each token's segment."""
+    """Return for each token the geometric mean of the ratios in its segment, [N]."""
     log_ratio = inputs.logprobs - inputs.columns["old_logprobs"]
     sums = log_ratio.new_zeros(inputs.num_segments).index_add(0, inputs.segment_index, log_ratio)
     counts = torch.bincount(inputs.segment_index, minlength=inputs.num_segments).clamp(min=1)

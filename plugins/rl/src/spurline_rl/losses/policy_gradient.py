@@ -6,7 +6,7 @@ or with `importance_ratio`, for batches of several optimizer steps, where p move
 
     l = -A p / p_old
 
-whose gradient is that of the former times the ratio. Neither bounds the step; that is what `ppo` is for.
+whose gradient is the former gradient times the ratio. Neither bounds the step, as `ppo` does.
 """
 
 from __future__ import annotations
@@ -18,12 +18,8 @@ from spurline_rl.losses.configs import PolicyGradientConfig
 from spurline_rl.losses.policy_loss import PolicyLoss, ratio_to_old
 
 
-class PolicyGradient(PolicyLoss):
+class PolicyGradient(PolicyLoss[PolicyGradientConfig]):
     """-A log p, or -A p / p_old."""
-
-    def __init__(self, config: PolicyGradientConfig):
-        self.config = config
-        super().__init__(config)
 
     def surrogate_needs(self) -> frozenset[str]:
         return frozenset({"advantages", "old_logprobs"} if self.config.importance_ratio else {"advantages"})

@@ -9,7 +9,7 @@ A new policy loss is a subclass with `surrogate` and `describe_surrogate`, and a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,17 +17,19 @@ from torch import Tensor
 from spurline.protocols.loss import TokenLossInputs
 from spurline_rl.losses.configs import PolicyLossConfig
 
+Config = TypeVar("Config", bound=PolicyLossConfig)
+
 LARGEST_LOG_RATIO = 20.0
-"""Ratios beyond exp(20), about 5e8, are taken for exp(20), and likewise downwards: no infinity, no 0 * infinity."""
+"""Ratios are kept between exp(-20) and exp(20), about 5e8, so that none becomes infinite."""
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """exp, without overflow; its gradient is 0 beyond the bound."""
+    """Return exp without overflow. Its gradient is 0 beyond the bound."""
     return log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
 
 
 def kl_estimate(logprobs: Tensor, reference: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
-    """KL divergence from the reference, estimated per token in nats; all tensors of one shape. Differentiable.
+    """Estimate the KL divergence from the reference per token, in nats. Differentiable; all tensors have one shape.
 
     With d = log p_ref - log p, and tokens drawn from p (Schulman 2020, "Approximating KL Divergence"):
 
@@ -43,10 +45,10 @@ def kl_estimate(logprobs: Tensor, reference: Tensor, estimator: Literal["k1", "k
     return bounded_exp(distance) - 1 - distance
 
 
-class PolicyLoss:
+class PolicyLoss(Generic[Config]):
     """Base of losses that raise the probability of tokens with positive advantage."""
 
-    def __init__(self, config: PolicyLossConfig):
+    def __init__(self, config: Config):
         self.config = config
         self.needs = self.surrogate_needs()
         if config.kl.coefficient > 0:
@@ -55,19 +57,19 @@ class PolicyLoss:
             self.needs |= {"entropy"}
 
     def surrogate_needs(self) -> frozenset[str]:
-        """The columns that the surrogate itself reads."""
+        """Return the columns that the surrogate reads."""
         return frozenset({"advantages", "old_logprobs"})
 
     def surrogate(self, inputs: TokenLossInputs) -> Tensor:
-        """[N] losses before penalty and bonus."""
+        """Return the losses before penalty and bonus, [N]."""
         raise NotImplementedError("subclass PolicyLoss with surrogate(self, inputs)")
 
     def surrogate_metrics(self, inputs: TokenLossInputs) -> Mapping[str, Tensor]:
-        """Named [N] values of the surrogate."""
+        """Return named values of the surrogate, [N] each."""
         return {}
 
     def describe_surrogate(self) -> str:
-        """Say the surrogate in words, without a full stop."""
+        """Describe the surrogate, without a full stop."""
         raise NotImplementedError("subclass PolicyLoss with describe_surrogate(self)")
 
     def token_loss(self, inputs: TokenLossInputs) -> Tensor:
@@ -102,12 +104,13 @@ class PolicyLoss:
 
 
 def ratio_to_old(inputs: TokenLossInputs) -> Tensor:
-    """[N] probability of each token over the one before the update, differentiable."""
+    """Return the probability of each token over its probability before the update, [N]. Differentiable."""
     return bounded_exp(inputs.logprobs - inputs.columns["old_logprobs"])
 
 
 def clip_fractions(ratio: Tensor, advantages: Tensor, low: float, high: float) -> dict[str, Tensor]:
-    """1 where a clipped surrogate has no gradient: below `low` with negative, above `high` with positive advantage."""
+    """Return 1 for tokens without gradient in a clipped surrogate: below `low` with a negative advantage, or above
+    `high` with a positive one."""
     return {
         "policy/clip_fraction_low": ((ratio < low) & (advantages < 0)).to(ratio.dtype),
         "policy/clip_fraction_high": ((ratio > high) & (advantages > 0)).to(ratio.dtype),
@@ -120,7 +123,7 @@ def _distance_from_old(inputs: TokenLossInputs) -> dict[str, Tensor]:
         "policy/ratio": ratio,
         "policy/ratio/max": ratio,
         "policy/ratio/min": ratio,
-        # k3 with tokens drawn from the old policy, hence the ratio the other way round than for the reference.
+        # The tokens are drawn from the old policy, so the ratio is the inverse of that for the reference.
         "policy/kl_old": kl_estimate(inputs.columns["old_logprobs"], inputs.logprobs, "k3"),
     }
 

@@ -5,9 +5,9 @@ With r = p / p_old per token:
     l = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
 
 A larger `clip_high`, 0.28, is the clip-higher of DAPO (Yu et al. 2025, arXiv:2503.14476). With `dual_clip` = c, tokens
-with A < 0 lose at most -c A, however large r is (Ye et al. 2020, arXiv:1912.09729). `old_logprobs` are those of the
-trainer before the update; where the engine that generated differs from it, a `correction` makes this decoupled PPO
-(Hilton et al. 2021, arXiv:2110.00641), with the old policy as the proximal one.
+with A < 0 lose at most -c A, however large r is (Ye et al. 2020, arXiv:1912.09729). `old_logprobs` are the trainer's
+before the update. If the engine differs from the trainer, a `correction` makes this decoupled PPO (Hilton et al. 2021,
+arXiv:2110.00641), with the old policy as the proximal one.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from spurline_rl.losses.configs import PpoConfig
 from spurline_rl.losses.policy_loss import PolicyLoss, clip_fractions, ratio_to_old
 
 
-class Ppo(PolicyLoss):
-    """The pessimistic one of the ratio and the clipped ratio."""
+class Ppo(PolicyLoss[PpoConfig]):
+    """The smaller objective of the ratio and the clipped ratio."""
 
     def __init__(self, config: PpoConfig):
-        self.config = config
         super().__init__(config)
         self._low, self._high = 1 - config.clip_low, 1 + config.clip_high
 

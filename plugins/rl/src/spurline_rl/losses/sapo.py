@@ -4,9 +4,9 @@ With r = p / p_old per token, and sigma the logistic function:
 
     l = -A * 4 / tau * sigma(tau (r - 1)),      tau = tau_positive where A > 0, else tau_negative
 
-The gradient is that of -A r times a gate 4 sigma (1 - sigma), which is 1 at r = 1 and closes smoothly on both sides
-instead of being cut off. A higher tau for A <= 0 closes the gate earlier there: lowering the probability of one token
-raises that of all others, which makes training unstable.
+The gradient is the gradient of -A r times a gate 4 sigma (1 - sigma), which is 1 at r = 1 and closes smoothly on both
+sides. A higher tau closes it earlier for A <= 0: lowering the probability of one token raises all others, which makes
+training unstable.
 """
 
 from __future__ import annotations
@@ -21,12 +21,8 @@ from spurline_rl.losses.configs import SapoConfig
 from spurline_rl.losses.policy_loss import PolicyLoss, ratio_to_old
 
 
-class Sapo(PolicyLoss):
+class Sapo(PolicyLoss[SapoConfig]):
     """A soft gate on the ratio."""
-
-    def __init__(self, config: SapoConfig):
-        self.config = config
-        super().__init__(config)
 
     def surrogate(self, inputs: TokenLossInputs) -> Tensor:
         tau, open_share = self._gate(inputs)

@@ -4,9 +4,8 @@ With v the value, v_old the one before the update and R the return:
 
     l = max((v - R)^2, (clip(v, v_old - clip, v_old + clip) - R)^2) / 2
 
-For `Backend.update(..., role="critic")`, where `inputs.logprobs` are not logprobs but the critic's values: the model
-predicts, from the position before a token, the return from that token on, and the backend gathers predictions at the
-same positions for both roles. `values` and `returns` are what `gae` read and wrote.
+For `Backend.update(..., role="critic")`, where `inputs.logprobs` are the critic's values: at the position before a
+token, the model predicts the return from that token on. `gae` reads `values` and writes `returns`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from spurline_rl.losses.configs import ValueLossConfig
 
 
 class ValueLoss:
-    """Half the squared error; a value that already moved as far as allowed gets no gradient to move on."""
+    """Half the squared error. A value that has moved by `clip` gets no gradient to move further."""
 
     needs: frozenset[str] = frozenset({"values", "returns"})
 

@@ -27,19 +27,18 @@ class Advantage(Protocol):
     needs: frozenset[str]
 
     def advantages(self, groups: Sequence[Group]) -> Sequence[Group]:
-        """The same groups, in the same order, with `advantages` float32 per response token.
+        """Return copies of the groups, in order, with `advantages` float32 per response token.
 
-        Algorithms with a critic also set `returns`, what the critic is trained on. The groups given are not changed.
-        Statistics that span groups are those of the groups passed: the caller decides whether these are the whole batch
-        or one mini-batch.
+        Algorithms with a critic also set `returns`, the critic's target. Statistics over several groups are of the
+        groups passed, which are the whole batch or one mini-batch.
 
         Raises:
-            DataError: Names the prompt when a group is too small or its rewards cannot be used.
+            DataError: If a group is too small or its rewards cannot be used; names the prompt.
         """
         ...
 
     def describe(self) -> str:
-        """The advantage in words, one sentence, for `spurline plan`."""
+        """Describe the advantage in one sentence, for `spurline plan`."""
         ...
 
 
@@ -47,13 +46,15 @@ class Advantage(Protocol):
 class ComparesSamples(Advantage, Protocol):
     """An advantage that may be one number per attempt, the same for all its response tokens.
 
-    Sources then write it to the batch as it is, without an array for every turn. A subclass that
-    overrides `advantages` alone is asked for those.
+    Sources then write it to the batch without an array for every turn. If a subclass overrides only `advantages`,
+    sources call that.
     """
 
     def sample_advantages(self, groups: Sequence[Group]) -> Sequence[NDArray[np.float64]] | None:
-        """The advantages of each group's attempts, float64 [n] per group; `advantages` writes the same numbers to the
-        turns. None where, with these settings, tokens of an attempt differ. Raises what `advantages` raises."""
+        """Return the advantages of each group's attempts, float64 [n] per group, as `advantages` writes them to turns.
+
+        None if tokens of an attempt differ with these settings. Raises the same errors as `advantages`.
+        """
         ...
 
 
@@ -68,11 +69,11 @@ class AdvantageConfig(ComponentConfig):
 
     @property
     def smallest_group(self) -> int:
-        """Samples of a prompt below which the algorithm has nothing to learn from."""
+        """Return the smallest number of samples of a prompt that the algorithm can learn from."""
         return 1
 
     @property
     def divides_by_spread(self) -> bool:
-        """Return whether a group's returns are compared in units of their own spread or mean, so that differences
-        that are small in every group weigh as much as large ones."""
+        """Return whether a group's returns are compared in units of their own spread or mean, so that small differences
+        weigh as much as large ones."""
         return False

@@ -38,22 +38,20 @@ class Correction(Protocol):
     """Importance weights or masks from logprobs.
 
     Factory: `Class(config)`. Pure; a token's factor depends on its own segment only.
-    Called by the source when the models have scored the tokens: after `old_logprobs` are in the batch, before it is cut
-    and before any update; once per block of rows, with the log ratios of their tokens with loss. The factors travel in
-    the column `correction_factors`, 1 on tokens without loss, and
-    `spurline.update.reduction.reduce_corrected` applies them to each mini-batch of the policy: rejected tokens leave
-    before the reduction counts them, all other factors weigh after it, so that they do not cancel out of the
-    normaliser.
+
+    The source calls it once per batch, when the models have scored the tokens, before any update. The factors become
+    the column `correction_factors`, 1 on tokens without loss. `spurline.update.reduction.reduce_corrected` applies them
+    to each mini-batch: rejected tokens do not count in the reduction, and all other factors weigh after it, so that
+    they do not cancel out.
     """
 
     def correct(self, ratios: LogRatios) -> Corrected:
-        """Factors from log ratios: `old_logprobs`, the trainer's before the update, less the engine's
-        `rollout_logprobs`.
+        """Return factors from log ratios: the trainer's `old_logprobs` less the engine's `rollout_logprobs`.
 
-        There may be no tokens. Values may be infinite or NaN where a logprob is.
+        There may be no tokens. Values are infinite or NaN where a logprob is.
         """
         ...
 
     def describe(self) -> str:
-        """The correction in words, one sentence, for `spurline plan`."""
+        """Describe the correction in one sentence, for `spurline plan`."""
         ...

@@ -30,7 +30,7 @@ class RewardConfig(ComponentConfig):
 
     kind: ClassVar[str] = "reward"
     needs_reference: ClassVar[bool] = False
-    """If true, it cannot score an answer to a row that has no reference; such rows are found before training."""
+    """If true, every row needs a reference, which is checked before training."""
 
 
 @dataclass(frozen=True)
@@ -59,30 +59,27 @@ class Reward(Protocol):
     """
 
     def score(self, answer: Answer) -> float:
-        """A finite number, larger is better. Rollouts call it on a thread of its own, several at the same time."""
+        """Return a finite number; larger is better. Rollouts call it on several threads at the same time."""
         ...
 
 
 class ScoresOnLoop(Protocol):
-    """A reward that needs no thread, because it awaits what it waits for, or is done at once.
-
-    Rollouts then await this on the event loop instead of calling `score`.
-    """
+    """A reward that does not block. Rollouts await it on the event loop instead of calling `score` on a thread."""
 
     async def score_async(self, answer: Answer) -> float:
-        """The same number as `score`."""
+        """Return the same number as `score`."""
         ...
 
 
 def _expand(value: Any) -> Any:
-    """A table of rewards, whatever was written."""
+    """Return a table of rewards from each short form."""
     if callable(value):
         return {name_of(value): _expand_function(value)}
     one = expand_shorthand(value, "name")
     if not isinstance(one, Mapping):
         return value
     rewards = cast("Mapping[str, Any]", one)
-    # A term may be called `name` too: then it holds a reward, which here has to be a mapping.
+    # If `name` is not a text, it is a term of that name.
     if isinstance(rewards.get("name"), str):
         reward = _expand_function(value)
         return {_term(reward): reward}
@@ -90,7 +87,7 @@ def _expand(value: Any) -> Any:
 
 
 def _expand_function(reward: Any) -> Any:
-    """`module:function` or `file.py:function` as the settings of the reward `function`; anything else unchanged."""
+    """Return `module:function` or `file.py:function` as settings of the reward `function`; leave others unchanged."""
     if callable(reward):
         return {"name": "function", "path": reward}
     settings = expand_shorthand(reward, "path")
@@ -109,7 +106,7 @@ def _term(reward: Any) -> str:
 
 
 class _SchemaOfRewards:
-    """Mark of the mapping: text is valid too, for all rewards or for one, and one reward in place of the mapping."""
+    """Adds the short forms to the JSON schema: a text for all rewards or for one, or one reward alone."""
 
     def __get_pydantic_json_schema__(self, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         table = handler(core_schema)
