@@ -10,9 +10,9 @@ import pytest
 from reward_functions import in_process
 
 from spurline_models.testing import SourceContract
-from spurline_rl.rewards.configs import ExactMatchConfig, FunctionRewardConfig, MathVerifyConfig, PrefixMatchConfig
+from spurline_rl.rewards.configs import ExactMatchConfig, FunctionRewardConfig, MathVerifyConfig
 from spurline_rl.rewards.function import FunctionReward
-from spurline_rl.rewards.matching import ExactMatch, PrefixMatch
+from spurline_rl.rewards.matching import ExactMatch
 from spurline_rl.rewards.math_verify import MathVerify
 from spurline_rl.testing import RewardContract
 
@@ -20,11 +20,6 @@ from spurline_rl.testing import RewardContract
 class TestExactMatch(RewardContract):
     def make_reward(self) -> ExactMatch:
         return ExactMatch(ExactMatchConfig())
-
-
-class TestPrefixMatch(RewardContract):
-    def make_reward(self) -> PrefixMatch:
-        return PrefixMatch(PrefixMatchConfig())
 
 
 @pytest.mark.processes

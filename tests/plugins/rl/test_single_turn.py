@@ -107,14 +107,6 @@ def test_a_response_cut_off_is_scored_and_says_so():
     assert trajectory.info["response"] == "1 2"
 
 
-@pytest.mark.parametrize(
-    ("response", "credit"),
-    [("1 2 3", 1), ("1 2 4", 2 / 3), ("1 2", 2 / 3), ("2 1 3", 0), ("1 2 3 4", 3 / 4), ("", 0), (" 1  2 3 ", 1)],
-)
-def test_prefix_match_gives_partial_credit_and_only_the_reference_gets_all_of_it(response, credit):
-    assert attempt(response, "prefix_match")[0].rewards == {"prefix_match": pytest.approx(credit)}
-
-
 def test_plain_text_rows_are_answered_as_they_are():
     trajectory, engine = attempt("4", row={"prompt": "2 + 2 =", "completion": "4"})
     assert list(engine.requests[0].prompt_ids) == encode(tiny_tokenizer(), "2 + 2 =")
@@ -142,8 +134,8 @@ def test_a_prompt_over_max_length_is_refused_where_the_data_section_says_so():
 
 
 def test_a_reward_that_needs_a_reference_it_does_not_get_is_the_datas_fault():
-    environment = make_environment("prefix_match")
-    reward: Any = environment._rewards["prefix_match"]
+    environment = make_environment("exact_match")
+    reward: Any = environment._rewards["exact_match"]
     from spurline_rl.protocols.reward import Answer
 
     with pytest.raises(DataError, match="needs a reference answer"):

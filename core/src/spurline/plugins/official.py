@@ -36,7 +36,7 @@ _TABLE = {
         correction/mis correction/geometric_rejection correction/sequence_rejection advantage/grpo
         advantage/dr_grpo advantage/rloo advantage/maxrl advantage/reinforce_pp advantage/gae
         environment/single_turn environment/tools environment/custom rollout_engine/in_process
-        reward/exact_match reward/prefix_match reward/function reward/math_verify report_panel/reward
+        reward/exact_match reward/function reward/math_verify report_panel/reward
         report_panel/groups report_panel/responses report_panel/policy report_panel/mismatch section/critic
         section/evaluation.generate
     """,

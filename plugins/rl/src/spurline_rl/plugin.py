@@ -63,7 +63,6 @@ def register_components(registry: ComponentRegistrar) -> None:
     add(CustomConfig, "spurline_rl.environments.custom:make_custom")
     add(InProcessEngineConfig, "spurline_rl.engines.in_process.engine:InProcessEngine", default=True)
     add(rewards.ExactMatchConfig, "spurline_rl.rewards.matching:ExactMatch")
-    add(rewards.PrefixMatchConfig, "spurline_rl.rewards.matching:PrefixMatch")
     add(rewards.FunctionRewardConfig, "spurline_rl.rewards.function:FunctionReward")
     add(rewards.MathVerifyConfig, "spurline_rl.rewards.math_verify:MathVerify")
     for name, panel in _PANELS.items():

@@ -77,11 +77,3 @@ class MathVerifyConfig(RewardConfig):
     """Seconds one comparison may take; an answer that takes longer counts as wrong."""
     workers: Annotated[int, OnResume.FREE] = Field(default=1, gt=0)
     """Processes that compare."""
-
-
-class PrefixMatchConfig(RewardConfig):
-    """Share of the reference's words that the response has right before its first mistake, between 0 and 1."""
-
-    needs_reference = True
-
-    name: str = "prefix_match"
