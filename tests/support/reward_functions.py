@@ -94,10 +94,6 @@ def spins() -> None:
     max(itertools.count())
 
 
-def exits_instead() -> None:
-    sys.exit(2)
-
-
 def gives_back_a_set() -> set[int]:
     return {1}
 

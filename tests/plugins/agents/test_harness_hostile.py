@@ -230,16 +230,11 @@ def test_a_row_that_is_malformed_is_named() -> None:
         asyncio.run(run())
 
 
-@pytest.mark.parametrize(
-    ("prompt", "message"),
-    [("", "empty"), ([], "empty"), ([[1], []], "empty"), ([5, 10**6], "is no token"), ([-1], "is no token")],
-)
-def test_a_prompt_that_means_nothing_is_refused(prompt: Any, message: str) -> None:
+@pytest.mark.parametrize("prompt", ["", [], [[1], []], [5, 10**6], [-1]])
+def test_a_prompt_that_means_nothing_is_refused(prompt: Any) -> None:
     agent = posting({"prompt": prompt}, "/completions")
     attempt(agent, hello())
-    status, answer = agent.told
-    assert status == 400
-    assert message in answer["error"]["message"]
+    assert (agent.told[0], agent.told[1]["error"]["param"]) == (400, "prompt")
 
 
 @pytest.mark.parametrize("item", [b"[],", b'{},"":', b"0,"])
@@ -462,13 +457,9 @@ def test_a_call_whose_name_no_client_could_send_back_is_text() -> None:
     assert (said[0]["message"]["content"], said[0]["finish_reason"]) == (written, "stop")
 
 
-async def answer(reader: asyncio.StreamReader) -> bytes:
-    return await asyncio.wait_for(reader.read(), LIMIT_S)
-
-
 async def is_closed(reader: asyncio.StreamReader) -> bool:
     try:
-        return not await answer(reader)
+        return not await asyncio.wait_for(reader.read(), LIMIT_S)
     except ConnectionResetError:
         return True
 
@@ -520,12 +511,6 @@ def test_a_body_without_an_end_is_refused_when_it_gets_too_large() -> None:
         return 1.0
 
     attempt(agent, hello(), max_body_bytes=10_000)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 def test_a_session_keeps_few_bodies_in_memory_and_waits_for_itself() -> None:
@@ -633,7 +618,7 @@ def test_connections_beyond_the_limit_replace_idle_ones_and_leave_the_process_ha
             writer.write(head(session, "Content-Length: 5000") + b"x")
         await asyncio.sleep(0.05)
         refused, _ = await dial(session)
-        assert (await answer(refused)).startswith(b"HTTP/1.1 503 ")
+        assert await status(refused) == 503
         opened[1][1].close()
         await asyncio.sleep(0.05)
         await good(session)
@@ -646,6 +631,11 @@ def test_connections_beyond_the_limit_replace_idle_ones_and_leave_the_process_ha
 def test_a_client_that_does_not_read_is_cut_off(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_WRITE_TIMEOUT_S", 0.2)
     body = json.dumps({**BODY, "n": 20, "logprobs": True, "stream": stream}).encode()
+
+    async def until(condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(LIMIT_S):
+            while not condition():
+                await asyncio.sleep(0.005)
 
     async def agent(session: Session) -> float:
         connections = harness[0].environment._server._runner.server  # type: ignore[union-attr]

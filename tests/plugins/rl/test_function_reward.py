@@ -35,11 +35,6 @@ def terms(name: str, timeout_s: float = 30.0) -> dict[str, float]:
     return run(reward_terms({"mine": make_reward(name, timeout_s)}, ANSWER))
 
 
-def test_an_error_within_a_library_has_its_place_in_the_functions_own_file():
-    with pytest.raises(AttemptFailedError, match=r"KeyError: 'NO_SUCH_VARIABLE' \(.*reward_functions\.py:\d+ in"):
-        terms("reads_a_variable")
-
-
 def test_a_function_of_the_script_itself_is_refused_with_the_way_out():
     with pytest.raises(ConfigError, match=r"is in the script or notebook that runs.*Write it in a file"):
         FunctionReward(FunctionRewardConfig(path="__main__:mine"))
@@ -62,17 +57,17 @@ def test_plain_and_async_functions_are_called_with_the_answer(name):
     assert make_reward(name).score(ANSWER) == 4.0
 
 
-def test_a_function_that_raises_is_named_with_its_error():
-    with pytest.raises(
-        AttemptFailedError,
-        match=r"Reward 'mine' failed on the response 'four': ValueError: no such unit \(.*reward_functions\.py:",
-    ):
-        terms("raises")
-
-
-def test_a_function_that_exits_does_not_end_the_run():
-    with pytest.raises(AttemptFailedError, match=r"Reward 'mine' failed on .*: it raised SystemExit\(2\)"):
-        terms("exits")
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("raises", r"on the response 'four': ValueError: no such unit \(.*reward_functions\.py:"),
+        ("exits", r": it raised SystemExit\(2\)"),
+        ("reads_a_variable", r"KeyError: 'NO_SUCH_VARIABLE' \(.*reward_functions\.py:\d+ in"),
+    ],
+)
+def test_a_function_that_raises_is_named_with_its_error_and_its_place(name, words):
+    with pytest.raises(AttemptFailedError, match=rf"Reward 'mine' failed .*{words}"):
+        terms(name)
 
 
 @pytest.mark.parametrize(("name", "shown"), [("text", "'1.0'"), ("forgets", "None")])
@@ -103,10 +98,8 @@ def test_a_score_that_is_a_coroutine_says_where_awaiting_belongs():
 
 @pytest.mark.usefixtures("hung_threads")
 def test_a_plain_function_that_hangs_is_left_behind_with_a_message():
-    with pytest.raises(AttemptFailedError) as caught:
+    with pytest.raises(AttemptFailedError, match=r"Reward 'mine' .*:hangs did not return within 0\.1 s"):
         terms("hangs", timeout_s=0.1)
-    expected = "The function reward_functions:hangs did not return within 0.1 s."
-    assert str(caught.value) == f"Reward 'mine' on the response 'four': {expected}"
     with pytest.raises(AttemptFailedError, match=r"did not return within 0\.1 s"):
         make_reward("hangs", timeout_s=0.1).score(ANSWER)
 
@@ -127,15 +120,9 @@ def test_a_function_left_behind_keeps_nothing_else_from_being_scored():
     assert run(both()) == ({"other": 4.0}, 1)
 
 
-def test_a_function_with_other_arguments_is_refused_at_the_start():
-    with pytest.raises(ConfigError) as caught:
-        make_reward("two_arguments")
-    message = str(caught.value)
-    assert "reward function reward_functions:two_arguments is defined as two_arguments(prompt: 'str'" in message
-    assert "but is called with one argument. Write `def two_arguments(answer)`" in message
-
-
 def test_what_cannot_be_called_or_found_is_refused_at_the_start():
+    with pytest.raises(ConfigError, match=r"two_arguments\(prompt: 'str'.* Write `def two_arguments\(answer\)`"):
+        make_reward("two_arguments")
     with pytest.raises(ConfigError, match="reward_functions:NOT_A_FUNCTION is of type int, not a function"):
         make_reward("NOT_A_FUNCTION")
     has_no = r"names 'reward_functions:lenght', but reward_functions has no 'lenght'\. Did you mean 'length'\? It has: "
@@ -154,11 +141,13 @@ def test_a_file_in_the_working_directory_can_be_named(tmp_path, monkeypatch):
     assert reward.score(ANSWER) == 1.0
 
 
-def test_a_file_can_be_named_by_its_path_whatever_the_working_directory(tmp_path):
+def test_a_file_can_be_named_by_its_path_whatever_the_working_directory(tmp_path, monkeypatch):
     (tmp_path / "beside.py").write_text("SCORE = 0.25\n")
     (tmp_path / "my rewards.py").write_text("from beside import SCORE\n\ndef quarter(answer):\n    return SCORE\n")
-    reward = FunctionReward(FunctionRewardConfig(path=f"{tmp_path}/my rewards.py:quarter", in_process=True))
-    assert reward.score(ANSWER) == 0.25
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for folder in (str(tmp_path), "~", "$HOME"):
+        reward = FunctionReward(FunctionRewardConfig(path=f"{folder}/my rewards.py:quarter", in_process=True))
+        assert reward.score(ANSWER) == 0.25
 
 
 def test_a_file_is_imported_once_as_long_as_it_stays_as_it_is(tmp_path):
@@ -168,13 +157,6 @@ def test_a_file_is_imported_once_as_long_as_it_stays_as_it_is(tmp_path):
     assert one.__globals__ is two.__globals__
     file.write_text("def one(answer):\n    return 11.0\n")
     assert load_function(f"{file}:one", "reward function")(ANSWER) == 11.0
-
-
-def test_the_home_folder_and_variables_are_expanded_in_the_path_of_a_file(tmp_path, monkeypatch):
-    (tmp_path / "of_home.py").write_text("def one(answer):\n    return 1.0\n")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert load_function("~/of_home.py:one", "reward function")(ANSWER) == 1.0
-    assert load_function("$HOME/of_home.py:one", "reward function")(ANSWER) == 1.0
 
 
 def test_what_is_wrong_with_a_file_is_said_with_its_place_and_a_way_out(tmp_path):
@@ -262,19 +244,6 @@ def test_a_function_that_many_threads_still_run_is_called_again_when_some_have_e
 
 
 def test_settings_of_worker_processes_are_refused_where_there_are_none():
-    with pytest.raises(
-        ConfigError, match=r"rewards\.f\.workers limits worker processes, but in_process: true has none"
-    ):
-        load_config(
-            {
-                "model": {"path": "m"},
-                "data": {"train": "t.jsonl"},
-                "steps": 1,
-                "source": {
-                    "name": "rollouts",
-                    "environment": {
-                        "rewards": {"f": {"name": "function", "path": "a:f", "in_process": True, "workers": 2}}
-                    },
-                },
-            }
-        )
+    config = FunctionRewardConfig(path="a:f", in_process=True, workers=2)
+    [problem] = config.problems(None)  # type: ignore[arg-type]
+    assert problem.key == "workers"

@@ -1,14 +1,16 @@
-"""Reward `function` in worker processes: whatever it does, the run goes on, and nothing is left."""
+"""Worker processes of rewards: whatever a function does there, the run goes on, and nothing is left."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from datetime import date, datetime, timedelta
 from decimal import Decimal
@@ -21,11 +23,12 @@ from living_processes import is_alive
 from rl_attempts import run
 from runaway_rewards import fingerprint
 
-from spurline.errors import ConfigError, DataError, PluginError
+from spurline.errors import ConfigError, DataError, PluginError, RunFailedError
 from spurline_rl.protocols.environment import AttemptFailedError
 from spurline_rl.protocols.reward import Answer
 from spurline_rl.rewards.configs import FunctionRewardConfig
 from spurline_rl.rewards.function import FunctionReward
+from spurline_rl.rewards.killable import KillablePool, TookTooLong
 from spurline_rl.scoring import reward_terms
 
 pytestmark = pytest.mark.processes
@@ -323,3 +326,94 @@ def test_mistakes_are_found_at_the_start_and_told_as_in_the_runs_own_process(tmp
                 FunctionReward(FunctionRewardConfig(path=path, in_process=in_process))
             told.append((type(caught.value), str(caught.value)))
         assert told[0] == told[1]
+
+
+# Pools of other functions
+
+
+@pytest.fixture
+def pool(request: pytest.FixtureRequest) -> Iterator[KillablePool]:
+    """A pool of one worker for the function of tests/support/reward_functions.py that the test is parametrized with."""
+    function, timeout_s = request.param
+    pool = KillablePool(f"reward_functions:{function}", timeout_s)
+    yield pool
+    pool.close()
+
+
+def called(pool: KillablePool, *arguments: Any) -> Any:
+    return run(pool.call_async(*arguments))
+
+
+@pytest.mark.parametrize("pool", [("process_id", GENEROUS_S)], indirect=True)
+def test_calls_are_made_in_one_other_process_until_the_pool_is_closed(pool):
+    process = called(pool)
+    assert process != os.getpid()
+    assert called(pool) == process
+    pool.close()
+    assert not is_alive(process)
+    with pytest.raises(RunFailedError, match="is closed"):
+        called(pool)
+
+
+@pytest.mark.parametrize("pool", [("spins", 0.2)], indirect=True)
+def test_a_call_that_never_lets_go_of_the_interpreter_is_killed_too(pool):
+    with pytest.raises(TookTooLong):
+        called(pool)
+
+
+@pytest.mark.parametrize(
+    ("pool", "error", "words"),
+    [
+        (("dies", GENEROUS_S), AttemptFailedError, r"(?s)worker process of .*:dies died: exit code -6\..*giving up"),
+        (("gives_back_a_set", GENEROUS_S), AttemptFailedError, "gives_back_a_set failed: TypeError"),
+        (("missing", GENEROUS_S), PluginError, "cannot import reward_functions:missing: AttributeError"),
+    ],
+    indirect=["pool"],
+)
+def test_what_fails_is_named_each_time(pool, error, words):
+    for _ in range(2):
+        with pytest.raises(error, match=words):
+            called(pool)
+
+
+@pytest.mark.parametrize("pool", [("process_ids", GENEROUS_S)], indirect=True)
+@pytest.mark.parametrize("victim", ["worker", "supervisor"])
+def test_a_process_that_is_killed_between_calls_is_replaced(pool, victim):
+    worker, supervisor = called(pool)
+    os.kill(worker if victim == "worker" else supervisor, signal.SIGKILL)
+    wait_until_dead(worker)
+    for _ in range(3):
+        # Calls may come before the death is seen.
+        with suppress(AttemptFailedError):
+            called(pool)
+    assert called(pool)[0] != worker
+
+
+@pytest.mark.parametrize("pool", [("sleeps", GENEROUS_S)], indirect=True)
+def test_calls_that_wait_for_a_worker_are_taken_back_with_their_callers(pool):
+    async def cancel_those_that_wait() -> list[float | BaseException]:
+        first = asyncio.ensure_future(pool.call_async(0.3))
+        await asyncio.sleep(0.05)
+        waiting = [asyncio.ensure_future(pool.call_async(600)) for _ in range(20)]
+        last = asyncio.ensure_future(pool.call_async(0))
+        await asyncio.sleep(0.05)
+        for call in waiting:
+            call.cancel()
+        return list(await asyncio.wait_for(asyncio.gather(first, last), GENEROUS_S / 2))
+
+    assert run(cancel_those_that_wait()) == [0.3, 0]
+
+
+@pytest.mark.parametrize("pool", [("sleeps", GENEROUS_S)], indirect=True)
+def test_a_call_that_waited_for_a_worker_while_the_pool_was_closed_starts_no_process(pool):
+    async def close_while_waiting() -> None:
+        assert await pool.call_async(0) == 0
+        calls = [asyncio.ensure_future(pool.call_async(600)) for _ in range(2)]
+        await asyncio.sleep(0.1)
+        await asyncio.to_thread(pool.close)
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        assert any("is closed" in str(outcome) for outcome in outcomes)
+        assert all(isinstance(outcome, AttemptFailedError | RunFailedError) for outcome in outcomes)
+
+    run(close_while_waiting())
+    assert pool._child is None

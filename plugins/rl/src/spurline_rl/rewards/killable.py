@@ -163,10 +163,6 @@ class KillablePool:
             return outcome[1]
         raise self._error(child, outcome)
 
-    def call(self, *arguments: Any) -> Any:
-        """Call the function as `call_async` does, for callers without an event loop."""
-        return asyncio.run(self.call_async(*arguments))
-
     def close(self) -> None:
         """End every process. Calls under way fail, and those that wait for a worker too."""
         with self._lock:
