@@ -252,7 +252,7 @@ def test_config_check_knows_how_many_samples_an_advantage_needs(config: Any, acc
     if accepted:
         assert load(config, samples_per_prompt=1)
         return
-    with pytest.raises(ConfigError, match="samples_per_prompt is 1. Set it to 2 or more"):
+    with pytest.raises(ConfigError, match=r"samples_per_prompt is 1\."):
         load(config, samples_per_prompt=1)
 
 
