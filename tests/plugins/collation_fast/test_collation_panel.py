@@ -7,14 +7,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from spurline_collation_fast.panel import CollationPanel
 from spurline_insight.report_panel import ReportPanelConfig, RunRecord
 from spurline_insight.testing import ReportPanelContract
-
-SECONDS = st.floats(0, 1e6)
 
 
 class TestCollationPanel(ReportPanelContract):
@@ -71,11 +66,3 @@ def test_a_long_run_stays_small() -> None:
     fragment = render([collated(step, 0.2, 0.1, 0.5) for step in range(1, 20_001)])
     assert fragment is not None
     assert all(len(trace["x"]) <= 2000 for trace in traces(fragment).values())
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.tuples(SECONDS, SECONDS, st.floats(0, 1)), max_size=30))
-def test_the_panel_survives_whatever_times_were_recorded(times: list[tuple[float, float, float]]) -> None:
-    fragment = render([collated(step, *values) for step, values in enumerate(times, start=1)])
-    assert (fragment is None) == (not times)
-    traces(fragment or "")

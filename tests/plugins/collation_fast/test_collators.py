@@ -68,25 +68,8 @@ class TestPaddedLeft(Fast, CollatorContract):
     config = PaddedCollatorConfig(pad_side="left", pad_to_multiple_of=8)
 
 
-class TestPadded(Fast, CollatorContract):
-    reference, fast, config = PaddedCollator, FastPaddedCollator, PaddedCollatorConfig(pad_to_multiple_of=200)
-
-
 class TestPacked(Fast, CollatorContract):
     reference, fast, config = PackedCollator, FastPackedCollator, PackedCollatorConfig(max_tokens=128)
-
-
-class TestPackedToTheBrim(Fast, CollatorContract):
-    reference, fast, config = PackedCollator, FastPackedCollator, PackedCollatorConfig(max_tokens=64)
-
-
-class TestPackedBestFit(Fast, CollatorContract):
-    reference, fast, config = PackedCollator, FastPackedCollator, PackedCollatorConfig(max_tokens=128, algorithm="bfd")
-
-
-class TestPackedMultifit(Fast, CollatorContract):
-    reference, fast = PackedCollator, FastPackedCollator
-    config = PackedCollatorConfig(max_tokens=128, algorithm="multifit")
 
 
 class TestPackedAligned(Fast, CollatorContract):

@@ -1,7 +1,8 @@
-"""Gradients of pair losses do not depend on rows, padding, micro-batches or ranks, as long as units stay whole."""
+"""Both answers of a pair lie in one row, and gradients depend neither on rows nor on micro-batches nor on ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -51,7 +52,16 @@ def backend(precision: str, **settings: Any) -> LocalBackend:
     return excite(local_backend(model_folder(), precision=precision, **settings))
 
 
+PAD = 0
+COLLATORS: dict[str, Callable[[ParallelLayout], Collator]] = {
+    "padded": lambda layout: PaddedCollator(PaddedCollatorConfig(), PAD, layout),
+    "padded_left": lambda layout: PaddedCollator(PaddedCollatorConfig(pad_side="left"), PAD, layout),
+    "packed": lambda layout: PackedCollator(PackedCollatorConfig(max_tokens=48), PAD, layout),
+}
+
+
 def make_answers(lengths: list[tuple[int, int]], seed: int) -> TokenStore:
+    """Chosen, rejected, chosen, ...; each has loss on a random end of at least one token."""
     random = np.random.default_rng(seed)
     builder = TokenStoreBuilder(["answers"])
     for row, length in enumerate(length for pair in lengths for length in pair):
@@ -61,19 +71,76 @@ def make_answers(lengths: list[tuple[int, int]], seed: int) -> TokenStore:
     return builder.build()
 
 
-def laid_out(store: TokenStore, collator: Collator, reference: dict[int, Tensor]) -> TrainingBatch:
-    """reference: logprobs of each answer, by its number in the store."""
-    count = len(store) // 2
-    everything, pairs = store.view(np.arange(len(store))), np.arange(count)
-    joint = join_pairs(everything, ["pairs"], 0 * pairs, pairs, align_to=1, pad_token_id=0)
-    batch = split_pairs(collator.collate(joint.store.view(pairs), training=True), joint.shapes)
-    column = torch.zeros(batch.num_rows, batch.length)
+def laid_out(
+    store: TokenStore, collator: Collator, align_to: int = 1, pairs: Sequence[int] | None = None
+) -> TrainingBatch:
+    """The pairs of the store, or those that are given, in one batch."""
+    rows = np.arange(len(store) // 2) if pairs is None else np.array(pairs)
+    answers = store.view(np.stack([2 * rows, 2 * rows + 1], axis=1).ravel())
+    joint = join_pairs(answers, ["pairs"], 0 * rows, rows, align_to=align_to, pad_token_id=PAD)
+    batch = collator.collate(joint.store.view(np.arange(len(rows))), training=True)
+    return split_pairs(batch, joint.shapes)
+
+
+def answers_in(batch: TrainingBatch) -> Iterator[tuple[str, int, int, Tensor]]:
+    """Yield uid, sample, row and the columns of each segment."""
     for row in range(batch.num_rows):
         names = zip(batch.segments["uid"][row].tolist(), batch.segments["sample"][row].tolist(), strict=True)
         for segment, (uid, sample) in enumerate(names, start=1):
-            number = 2 * int(uid.removeprefix("pairs:")) + sample
-            column[row, batch.tokens["segment_ids"][row] == segment] = reference[number]
+            (where,) = torch.nonzero(batch.tokens["segment_ids"][row] == segment, as_tuple=True)
+            yield uid, sample, row, where
+
+
+def with_reference(batch: TrainingBatch, reference: dict[int, Tensor]) -> TrainingBatch:
+    """The batch with the logprobs of each answer, by its number in the store."""
+    column = torch.zeros(batch.num_rows, batch.length)
+    for uid, sample, row, where in answers_in(batch):
+        column[row, where] = reference[2 * int(uid.removeprefix("pairs:")) + sample]
     return batch.with_tokens(reference_logprobs=column)
+
+
+PAIRS = st.lists(st.tuples(st.integers(2, 9), st.integers(2, 9)), min_size=1, max_size=7)
+
+
+@pytest.mark.parametrize("name", sorted(COLLATORS))
+@given(lengths=PAIRS, seed=st.integers(0, 1000), ranks=st.integers(1, 4), align_to=st.sampled_from([1, 4]))
+@settings(max_examples=40, database=None)
+def test_every_answer_is_a_segment_beside_its_partner_with_weights_that_sum_to_one(
+    name: str, lengths: list[tuple[int, int]], seed: int, ranks: int, align_to: int
+) -> None:
+    store = make_answers(lengths, seed)
+    batch = laid_out(store, COLLATORS[name](ParallelLayout(data=ranks, tensor=align_to)), align_to)
+    batch.check()
+    assert batch.num_rows % ranks == 0
+    view, rows_of_pairs, seen = store.view(np.arange(len(store))), dict[int, set[int]](), 0
+    for uid, sample, row, where in answers_in(batch):
+        columns = {name: column[row, where] for name, column in batch.tokens.items()}
+        number, seen = 2 * int(uid.removeprefix("pairs:")) + sample, seen + 1
+        assert columns["input_ids"].tolist() == view.tokens(number).tolist()
+        assert (columns["loss_weights"] > 0).tolist() == view.loss_mask(number).astype(bool).tolist()
+        if name != "padded_left":
+            assert int(where[0]) % align_to == 0
+        (pair_id,) = columns["pair_ids"].unique().tolist()
+        assert (pair_id > 0) == (sample == 0)
+        rows_of_pairs.setdefault(abs(pair_id), set()).add(row)
+    assert seen == len(store)
+    assert len(rows_of_pairs) == len(lengths)
+    for number, rows in rows_of_pairs.items():
+        assert len(rows) == 1
+        weights = batch.tokens["loss_weights"][batch.tokens["pair_ids"].abs() == number]
+        assert float(weights.double().sum()) == pytest.approx(1, abs=1e-6)
+        assert len(weights[weights > 0].unique()) == 1
+    unpaired = batch.tokens["pair_ids"] == 0
+    assert bool((batch.tokens["segment_ids"][unpaired] == 0).all())
+    assert bool((batch.tokens["input_ids"][unpaired] == PAD).all())
+
+
+def test_a_pair_that_is_in_the_batch_twice_is_two_pairs() -> None:
+    store = make_answers([(3, 4), (5, 2)], seed=0)
+    batch = laid_out(store, COLLATORS["packed"](ParallelLayout()), pairs=[0, 1, 0])
+    batch.check()
+    assert set(batch.tokens["pair_ids"].unique().tolist()) - {0} == {-3, -2, -1, 1, 2, 3}
+    assert float(batch.tokens["loss_weights"].sum()) == pytest.approx(3)
 
 
 def with_unit_per_pair(batch: TrainingBatch) -> TrainingBatch:
@@ -119,11 +186,12 @@ def test_any_layout_split_and_number_of_ranks_gives_the_gradients_of_one_padded_
         number: torch.from_numpy(-4 * random.random(int(length))).float()
         for number, length in enumerate(store.lengths())
     }
-    padded = laid_out(store, PaddedCollator(PaddedCollatorConfig(), 0, ParallelLayout()), reference)
-    packed = PackedCollator(PackedCollatorConfig(max_tokens=40), 0, ParallelLayout())
+    padded, packed = (
+        with_reference(laid_out(store, COLLATORS[name](ParallelLayout())), reference) for name in ("padded", "packed")
+    )
     layouts = {
         "padded": lambda: padded,
-        "packed": lambda: laid_out(store, packed, reference),
+        "packed": lambda: packed,
         "a_row_per_answer": lambda: with_unit_per_pair(padded),
     }
     reduction = data.draw(st.sampled_from(sorted(REDUCTIONS)))
@@ -140,7 +208,7 @@ def test_any_layout_split_and_number_of_ranks_gives_the_gradients_of_one_padded_
 def test_every_reduction_is_the_mean_over_pairs() -> None:
     store = make_answers([(3, 9), (8, 2), (5, 5)], seed=1)
     reference = {number: torch.full((int(length),), -4.0) for number, length in enumerate(store.lengths())}
-    batch = laid_out(store, PaddedCollator(PaddedCollatorConfig(), 0, ParallelLayout()), reference)
+    batch = with_reference(laid_out(store, COLLATORS["padded"](ParallelLayout())), reference)
     alone = [
         dict(backend("fp64").gradients(batch.take([row]), Objective(LOSSES["sigmoid"], 1.0)))
         for row in range(batch.num_rows)

@@ -16,7 +16,7 @@ from spurline.protocols.source import SourceConfig, SourceFacts
 
 
 class PreferenceSourceConfig(SourceConfig):
-    """Pairs of a chosen and a rejected answer to a prompt; `batch_size` counts pairs. Its loss is `dpo`."""
+    """Pairs of a chosen and a rejected answer to a prompt; `batch_size` counts pairs. The default loss is `dpo`."""
 
     run_defaults: ClassVar[Mapping[str, str]] = {"loss": "dpo"}
 
@@ -37,13 +37,13 @@ class PreferenceSourceConfig(SourceConfig):
         if run.reduction.name == "fixed_norm":
             yield Problem(
                 "name",
-                f"is {self.name}, whose pairs all count the same, but reduction: fixed_norm counts tokens. Remove it.",
+                f"is {self.name}, but reduction: fixed_norm counts tokens, and pairs all count the same. Remove it.",
             )
         if run.data.too_long == "split":
             yield Problem(
                 "name",
-                f"is {self.name}, but data.too_long: split would cut an answer in two, and no half of it belongs to a "
-                "pair. Set data.too_long to truncate, drop or error.",
+                f"is {self.name}, but data.too_long: split would cut an answer in two. Set data.too_long to truncate, "
+                "drop or error.",
             )
         for entry in (*run.data.train, *run.data.eval):
             if entry.format not in ("auto", "prompt_completion"):
@@ -69,14 +69,14 @@ class DpoConfig(LossConfig):
 
     name: str = "dpo"
     beta: Annotated[float, OnResume.BY_NAME] = Field(default=0.1, gt=0, allow_inf_nan=False)
-    """Strength of the tie to the reference model, the model as it was before training."""
+    """Strength of the tie to the reference model, which is the model before training."""
     loss_type: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
-    """Loss of the margin between both answers: DPO's own; squared distance (IPO, arXiv:2310.12036); hinge (SLiC,
-    arXiv:2305.10425)."""
+    """Loss of the margin between both answers: `sigmoid` is DPO, `ipo` a squared distance (arXiv:2310.12036), `hinge`
+    that of SLiC (arXiv:2305.10425)."""
     label_smoothing: Annotated[float, OnResume.BY_NAME] = Field(default=0.0, ge=0, lt=0.5)
-    """Share of pairs taken to be labelled the wrong way round, with `sigmoid` (conservative DPO, Mitchell 2023)."""
+    """Share of pairs that are assumed to be labelled the wrong way round, with `sigmoid` (Mitchell 2023)."""
     sft_weight: Annotated[float, OnResume.BY_NAME] = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """Weight of the chosen answer's mean negative log-likelihood (RPO, Pang et al. 2024, arXiv:2404.19733)."""
+    """Weight of the mean negative log-likelihood of the chosen answer (RPO, arXiv:2404.19733)."""
 
     @property
     def uses_reference(self) -> bool:

@@ -8,14 +8,15 @@ reward of an answer, summed over its tokens:
     hinge     l = max(0, 1 - margin)
     ipo       l = (margin / beta - 1 / (2 beta))^2
 
-s is `label_smoothing` (conservative DPO, Mitchell 2023, "A note on DPO with noisy preferences"). The hinge is that of
-SLiC (Zhao et al. 2023, arXiv:2305.10425) on DPO's reward (Liu et al. 2023, arXiv:2309.06657). For IPO (Azar et al.
-2023, arXiv:2310.12036) the rewards are means over an answer's tokens instead of sums, as in TRL. To each
+s is `label_smoothing` (conservative DPO, Mitchell 2023, "A note on DPO with noisy preferences"). The hinge is the loss
+of SLiC (Zhao et al. 2023, arXiv:2305.10425) on the reward of DPO (Liu et al. 2023, arXiv:2309.06657). For IPO (Azar et
+al. 2023, arXiv:2310.12036) rewards are means over the tokens of an answer instead of sums, as in TRL. RPO (Pang et al.
+2024, arXiv:2404.19733) adds
 
-    + sft_weight * mean over the tokens of y+ of -log p
+    sft_weight * mean over the tokens of y+ of -log p
 
-may be added (RPO, Pang et al. 2024, arXiv:2404.19733). Every token of a pair gets the loss of its pair; the source's
-weights, which sum to 1 over a pair, make the step's loss the mean over pairs.
+Every token of a pair gets the loss of its pair. The weights of the source sum to 1 over a pair, so that the loss of the
+step is the mean over pairs.
 """
 
 from __future__ import annotations
@@ -31,17 +32,16 @@ from spurline_preference.configs import DpoConfig
 
 
 class PairIndex:
-    """The segments that are the chosen and the rejected answer of each pair of a micro-batch, by column `pair_ids`.
+    """Finds the segments of the chosen and the rejected answer of each pair of a micro-batch, by column `pair_ids`.
 
     It waits for no device: the number of pairs follows from the number of segments. A pair without one of its answers,
-    which a source that keeps pairs in one unit never makes, gets values that are not numbers, so that the update is
-    refused before it changes anything.
+    which no source makes, gets NaN, so that the update is refused before it changes anything.
     """
 
     def __init__(self, inputs: TokenLossInputs) -> None:
         self._segment_index = inputs.segment_index
         self._num_segments = inputs.num_segments
-        # int64 [segments], the signed pair of each; all tokens of a segment have the same one.
+        # The signed pair of each segment; all tokens of a segment have the same one.
         pair_ids = inputs.columns["pair_ids"].long()
         ids = pair_ids.new_zeros(self._num_segments).scatter(0, self._segment_index, pair_ids)
         # Pair after pair, the chosen answer first; segments without loss have id 0 and come last.
@@ -56,18 +56,19 @@ class PairIndex:
 
     def sums(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Sum token values [N] over the chosen and over the rejected answers, each [pairs]."""
-        sums = values.new_zeros(self._num_segments).index_add(0, self._segment_index, values)
-        return self._split_pairs(sums)
+        return self._split_pairs(self._by_segment(values))
 
     def means(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Average token values [N] over the chosen and over the rejected answers, each [pairs]."""
-        sums = values.new_zeros(self._num_segments).index_add(0, self._segment_index, values)
-        counts = values.new_zeros(self._num_segments).index_add(0, self._segment_index, torch.ones_like(values))
-        return self._split_pairs(sums / counts.clamp(min=1))
+        counts = self._by_segment(torch.ones_like(values))
+        return self._split_pairs(self._by_segment(values) / counts.clamp(min=1))
 
     def to_tokens(self, values: Tensor) -> Tensor:
         """Give each token [N] the value of its pair."""
         return values[self._pair_of_token]
+
+    def _by_segment(self, values: Tensor) -> Tensor:
+        return values.new_zeros(self._num_segments).index_add(0, self._segment_index, values)
 
     def _split_pairs(self, segments: Tensor) -> tuple[Tensor, Tensor]:
         missing = torch.full((), float("nan"), dtype=segments.dtype, device=segments.device)
@@ -93,9 +94,9 @@ class Dpo:
         return pairs.to_tokens(loss)
 
     def metrics(self, inputs: TokenLossInputs) -> Mapping[str, Tensor]:
-        """Return margin, share of pairs in the right order, both rewards, and mean log-probabilities of both answers.
+        """Return margin, share of pairs in the right order, rewards, and mean log-probabilities of both answers.
 
-        The last show what the margin hides: both answers may become less likely.
+        The margin may grow while both answers become less likely; the log-probabilities show that.
         """
         pairs = PairIndex(inputs)
         chosen, rejected = self._rewards(inputs, pairs)

@@ -1,9 +1,9 @@
 """Source `preference`: pairs of a chosen and a rejected answer, in an order that is known beforehand.
 
-Place on the way: row -> two `PreferenceSide` rows, each a prompt with its completion -> tokenization, of any component,
-once for each side -> pairs -> one joint sample per pair -> collator -> `split_pairs` -> TrainingBatch. The collator
-sees a pair as one sample, so it cannot part it; micro-batches and ranks, which keep rows whole, keep pairs whole.
-Afterwards each answer is a segment of its own, which sees nothing of the other.
+Place on the way: row -> two `PreferenceSide` rows, each a prompt with its completion -> tokenization of each side ->
+pairs -> one joint sample per pair -> collator -> `split_pairs` -> TrainingBatch. The collator sees a pair as one
+sample, and micro-batches and ranks keep rows whole, so no pair is parted. At the end each answer is a segment of its
+own, which sees nothing of the other.
 
 | form of a row | prompt | chosen, rejected |
 |---|---|---|
@@ -45,10 +45,6 @@ from spurline_text.tokenizer import pad_token_id
 Side = Literal["chosen", "rejected"]
 SIDES: tuple[Side, Side] = ("chosen", "rejected")
 
-# Part of the fingerprint, so that tokens cached by an older reading of the same rows are not served. Raise it with
-# every change to what a row becomes.
-_READING = 2
-
 
 def side_of(source: DatasetToTokenize, side: Side) -> DatasetToTokenize:
     """Return one side of a preference dataset as prompts and completions. Raises DataError for unknown columns."""
@@ -62,9 +58,9 @@ def side_of(source: DatasetToTokenize, side: Side) -> DatasetToTokenize:
 
 
 class PreferenceSide(DerivedDataset):
-    """A `Dataset` with the rows of another, in which prompt and answer of one side are told apart.
+    """A `Dataset` with the rows of another, in which prompt and answer of one side are separate.
 
-    `columns` is the setting, which gives names in the file by expected names. The answer stays under its own name.
+    `columns` is the setting. The answer stays under its own name.
     """
 
     def __init__(self, dataset: Dataset, side: Side, columns: Mapping[str, str]) -> None:
@@ -85,11 +81,12 @@ class PreferenceSide(DerivedDataset):
         return {**values, view.label("prompt"): prompt, view.label(self._side): answer}
 
     def fingerprint(self) -> str:
-        return f"{self._dataset.fingerprint()}/{self._side}/{_READING}"
+        # The number is raised with every change in how rows are read, so that older cached tokens are not served.
+        return f"{self._dataset.fingerprint()}/{self._side}/2"
 
 
 def _check_columns(view: RowView, row: Mapping[str, Any]) -> None:
-    """Raise BadRowError for a row that has its pair under other names, or text answers without a prompt."""
+    """Raise BadRowError for a row with its pair under other names, or with text answers but no prompt."""
     missing = [view.label(side) for side in SIDES if side not in view]
     before = _has_prompt(view) or "instruction" in view
     if missing and (meant := pair_renaming(row)):
@@ -110,9 +107,10 @@ def _check_columns(view: RowView, row: Mapping[str, Any]) -> None:
 def _split(view: RowView, side: Side, *, is_turn: bool) -> tuple[Any, Any]:
     """Return prompt and answer of one side, both text or both messages if the row is well formed.
 
-    With `is_turn` the prompt is the column `instruction`, a user's turn, as in rows of one answer.
+    With `is_turn` the prompt is the column `instruction`, which is a turn of the user.
     """
-    answers = {name: _as_list(view.require(name)) for name in SIDES}
+    answers = {name: view.require(name) for name in SIDES}
+    answers = {name: [answer] if isinstance(answer, Mapping) else answer for name, answer in answers.items()}
     prompt = view.get("prompt")
     if is_turn:
         extra = view.text("input") if view.get("input") is not None else ""
@@ -141,10 +139,6 @@ def _has_prompt(view: RowView) -> bool:
     return "prompt" in view or "messages" in view
 
 
-def _as_list(answer: Any) -> Any:
-    return [answer] if isinstance(answer, Mapping) else answer
-
-
 def _num_shared(chosen: list[Message], rejected: list[Message]) -> int:
     """Count the messages that both begin with; each keeps at least its last one as its answer."""
     pairs = zip(chosen[:-1], rejected[:-1], strict=False)
@@ -155,7 +149,7 @@ def _num_shared(chosen: list[Message], rejected: list[Message]) -> int:
 class JointSamples:
     """Pairs as one sample each: chosen tokens, filling, rejected tokens.
 
-    `shapes` has, by uid, the length of the chosen answer's sample and the start of the rejected one's.
+    `shapes` has by uid the length of the chosen sample and the start of the rejected one.
     """
 
     store: TokenStore
@@ -247,7 +241,7 @@ def _two_for_one(segments: Mapping[str, Ragged], table: NDArray[np.int64]) -> di
 Pairs = NDArray[np.int64]
 
 OTHER_ANSWER_LEFT_OUT = "other_answer_left_out"
-"""The reason for not training on a usable answer: its pair is not whole."""
+"""The reason to drop a usable answer whose pair is not whole."""
 
 
 class PairSet(SampleSet):
@@ -331,7 +325,7 @@ def _pairs_of_dataset(store: TokenStore, dataset: int) -> Pairs:
 
 
 class PreferenceSource(SftSource):
-    """The source `sft` with pairs for samples: it is as pure and as resumable, and is built ahead as well."""
+    """The source `sft` with pairs for samples."""
 
     def __init__(self, config: PreferenceSourceConfig, context: SourceContext) -> None:
         self._context = context

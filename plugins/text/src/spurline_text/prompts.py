@@ -62,7 +62,11 @@ def read_question(
     name = detect_format(config, row, needs_answer=False)
     item = read_row(row, config, name, has_chat_template=has_chat_template, needs_answer=False)
     view = RowView(row, config.columns)
-    reference = _reference(view)
+    reference = view.get("reference")
+    if isinstance(reference, (int, float)) and not isinstance(reference, bool):
+        reference = str(reference)
+    if reference is not None and not isinstance(reference, str):
+        raise BadRowError(view.label("reference"), f"is {describe(reference)}, expected text or a number.")
     if isinstance(item, TokenRow):
         raise BadRowError(
             item.field,
@@ -78,16 +82,6 @@ def read_question(
     answer_at = assistant_turns(messages)[-1]
     answer = str(messages[answer_at].get("content", ""))
     return ChatQuestion(messages, answer_at, answer if reference is None else reference, item.tools)
-
-
-def _reference(view: RowView) -> str | None:
-    """Return the `reference` column as text; numbers are written out."""
-    value = view.get("reference")
-    if value is None or isinstance(value, str):
-        return value
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return str(value)
-    raise BadRowError(view.label("reference"), f"is {describe(value)}, expected text or a number.")
 
 
 @dataclass(frozen=True)

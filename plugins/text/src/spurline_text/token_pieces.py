@@ -35,7 +35,6 @@ class TokenPieces:
         return self.of_all([token_id])[0]
 
     def of_all(self, token_ids: list[int]) -> list[bytes]:
-        """Return the bytes of each token."""
         unknown = [token_id for token_id in token_ids if token_id not in self._known]
         names: list[Any] = self._tokenizer.convert_ids_to_tokens(unknown) if unknown else []  # type: ignore[assignment]
         for token_id, name in zip(unknown, names, strict=True):

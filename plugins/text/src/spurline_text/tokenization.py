@@ -180,7 +180,11 @@ def block_of_outcomes(source: int, outcomes: Sequence[Sample | Dropped]) -> Samp
             samples.append(outcome)
             if not outcome.truncated and not outcome.ignored:
                 continue
-        for fate in _fates(outcome):
+        if isinstance(outcome, Dropped):
+            fates = [(outcome.reason, False)]
+        else:
+            fates = [("", False)] * outcome.truncated + [(what, True) for what in outcome.ignored]
+        for fate in fates:
             seen = counts.get(fate, Count(fate[0], 0, outcome.row, fate[1]))
             counts[fate] = replace(seen, count=seen.count + 1)
     return SampleBlock(
@@ -192,13 +196,6 @@ def block_of_outcomes(source: int, outcomes: Sequence[Sample | Dropped]) -> Samp
         num_rows=len({outcome.row for outcome in outcomes}),
         counts=tuple(counts.values()),
     )
-
-
-def _fates(outcome: Sample | Dropped) -> list[tuple[str, bool]]:
-    """Return the reasons to count an outcome under, as (reason, kept) of `Count`."""
-    if isinstance(outcome, Dropped):
-        return [(outcome.reason, False)]
-    return [("", False)] * outcome.truncated + [(what, True) for what in outcome.ignored]
 
 
 class SampleCollector:
@@ -266,10 +263,8 @@ def distinct_labels(labels: Sequence[str]) -> list[str]:
     """Return the labels, each made unique: a repeated one gets `#2`, `#3`, ..."""
     result: list[str] = []
     for label in labels:
-        number, candidate = 2, label
-        while candidate in result:
-            number, candidate = number + 1, f"{label}#{number}"
-        result.append(candidate)
+        candidates = (label, *(f"{label}#{number}" for number in range(2, len(labels) + 2)))
+        result.append(next(candidate for candidate in candidates if candidate not in result))
     return result
 
 

@@ -71,38 +71,22 @@ def written_by_hand(turns, header, end_of_turn, gap, bos=""):
     return text, spans
 
 
+@pytest.mark.parametrize("template", ["chatml", "llama3"])
 @FEW
 @given(turns=TURNS, train_on=st.sampled_from(["last_assistant", "all_assistants"]))
-def test_chatml_masks_equal_those_of_a_conversation_written_by_hand(make_tokenizer, turns, train_on):
-    tokenizer = make_tokenizer("chatml")
-    text, spans = written_by_hand(turns, "<|im_start|>{role}\n", "<|im_end|>", "\n")
+def test_masks_equal_those_of_a_conversation_written_by_hand(make_tokenizer, template, turns, train_on):
+    tokenizer = make_tokenizer(template)
+    if template == "chatml":
+        text, spans = written_by_hand(turns, "<|im_start|>{role}\n", "<|im_end|>", "\n")
+    else:
+        # A template that trims contents.
+        trimmed = [(question.strip(), answer.strip()) for question, answer in turns]
+        header = "<|start_header_id|>{role}<|end_header_id|>\n\n"
+        text, spans = written_by_hand(trimmed, header, "<|eot_id|>", "", bos="<|begin|>")
     outcome = sample(tokenizer, dialogue(turns), train_on)
     assert list(outcome.tokens) == tokenizer(text, add_special_tokens=False)["input_ids"]
     expected = spans if train_on == "all_assistants" else spans[-1:]
     assert outcome.loss_mask.tolist() == mask_by_offsets(tokenizer, text, expected)
-
-
-@FEW
-@given(turns=TURNS, train_on=st.sampled_from(["last_assistant", "all_assistants"]))
-def test_masks_of_a_template_that_trims_cover_the_trimmed_content(make_tokenizer, turns, train_on):
-    tokenizer = make_tokenizer("llama3")
-    trimmed = [(question.strip(), answer.strip()) for question, answer in turns]
-    header = "<|start_header_id|>{role}<|end_header_id|>\n\n"
-    text, spans = written_by_hand(trimmed, header, "<|eot_id|>", "", bos="<|begin|>")
-    outcome = sample(tokenizer, dialogue(turns), train_on)
-    assert list(outcome.tokens) == tokenizer(text, add_special_tokens=False)["input_ids"]
-    expected = spans if train_on == "all_assistants" else spans[-1:]
-    assert outcome.loss_mask.tolist() == mask_by_offsets(tokenizer, text, expected)
-
-
-@FEW
-@given(turns=TURNS)
-def test_masks_of_a_generation_template_equal_those_of_apply_chat_template(make_tokenizer, turns):
-    tokenizer = make_tokenizer("generation")
-    expected = tokenizer.apply_chat_template(dialogue(turns), return_dict=True, return_assistant_tokens_mask=True)
-    outcome = sample(tokenizer, dialogue(turns), "all_assistants")
-    assert list(outcome.tokens) == list(expected["input_ids"])
-    assert outcome.loss_mask.tolist() == list(expected["assistant_masks"])
 
 
 @FEW
@@ -142,15 +126,6 @@ def test_a_newline_merged_into_the_header_is_trained_with_the_content_it_begins(
     assert tokenizer.tokenize("\n\n") == ["ĊĊ"]
     assert trained_runs(tokenizer, sample(tokenizer, dialogue([("hello", "\n\nfine")]))) == ["\n\n\nfine<|im_end|>"]
     assert trained_runs(tokenizer, sample(tokenizer, dialogue([("hello", "fine")]))) == ["fine<|im_end|>"]
-
-
-def test_the_newline_after_the_end_of_turn_is_never_trained(make_tokenizer):
-    for template in ("chatml", "generation", "qwen3"):
-        tokenizer = make_tokenizer(template)
-        outcome = sample(tokenizer, dialogue([("hello", "fine"), ("hello", "fine")]), "all_assistants")
-        assert all(run.endswith("<|im_end|>") for run in trained_runs(tokenizer, outcome))
-        assert tokenizer.decode(outcome.tokens[-1:]) == "\n"
-        assert outcome.loss_mask[-1] == 0
 
 
 def test_qwen3_trains_the_empty_thinking_block_that_it_would_generate(make_tokenizer):
@@ -301,6 +276,8 @@ def test_last_assistant_keeps_every_marked_block_of_the_last_turn(make_tokenizer
     tokenizer = marked_in_blocks(make_tokenizer)
     last = ["<think>new</think>", "good<|im_end|>"]
     assert trained_runs(tokenizer, sample(tokenizer, reasoned([("how", "new", "good")]))) == last
+    # As many blocks as turns, but both belong to the last one.
+    assert trained_runs(tokenizer, sample(tokenizer, reasoned([("hello", "", ""), ("how", "new", "good")]))) == last
     several = reasoned([("hello", "old", "fine"), ("how", "new", "good")])
     assert trained_runs(tokenizer, sample(tokenizer, several)) == last
     assert trained_runs(tokenizer, sample(tokenizer, several, "all_assistants")) == [
@@ -308,13 +285,6 @@ def test_last_assistant_keeps_every_marked_block_of_the_last_turn(make_tokenizer
         "fine<|im_end|>",
         *last,
     ]
-
-
-def test_last_assistant_counts_turns_and_not_marked_blocks(make_tokenizer):
-    tokenizer = marked_in_blocks(make_tokenizer)
-    # As many blocks as turns, but both belong to the last one.
-    messages = reasoned([("hello", "", ""), ("how", "new", "good")])
-    assert trained_runs(tokenizer, sample(tokenizer, messages)) == ["<think>new</think>", "good<|im_end|>"]
 
 
 def test_last_assistant_never_trains_an_earlier_turn_when_the_last_has_no_marked_block(make_tokenizer):
@@ -331,12 +301,3 @@ def test_marked_blocks_of_a_template_that_rewrites_history_are_refused(make_toke
     with pytest.raises(TemplateRewritesHistory):
         ChatRenderer(tokenizer).render_for_training(conversation, "last_assistant")
     assert len(ChatRenderer(tokenizer).render_for_training(conversation, "all_assistants").spans) == 3
-
-
-def test_marked_conversations_with_one_assistant_turn_are_rendered_once(make_tokenizer, monkeypatch):
-    renderer = ChatRenderer(marked_in_blocks(make_tokenizer))
-    calls = []
-    original = ChatTemplate.render
-    monkeypatch.setattr(ChatTemplate, "render", lambda self, *a, **k: calls.append(1) or original(self, *a, **k))
-    renderer.render_for_training(Conversation(reasoned([("how", "new", "good")])), "last_assistant")
-    assert len(calls) == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +59,7 @@ def test_a_template_that_cannot_be_compiled_is_the_models_fault(
         *("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ raise_exception('no') }}"),
     ],
 )
-def test_whatever_a_template_raises_names_the_template(
+def test_an_error_in_a_template_names_the_template(
     make_tokenizer: Callable[..., PreTrainedTokenizerFast], template: str
 ) -> None:
     with pytest.raises(BadRowError, match=r"refused by the chat template mine\.jinja"):
@@ -87,52 +86,16 @@ MESSAGES = st.lists(
     max_size=5,
 )
 TOOLS = st.none() | st.lists(st.fixed_dictionaries({"type": st.just("function"), "function": JSON}), max_size=2)
-USES = """
-{{ messages|length }}{{ messages|map(attribute='content')|join(', ')|upper }}{{ messages[::-1][:2] }}
-{{ messages|selectattr('role', 'equalto', 'user')|map(attribute='content')|list|tojson(indent=2) }}
-{{ messages|rejectattr('more', 'defined')|list|length }}{{ messages|groupby('role')|list|length }}
-{%- for m in messages if m.role != 'system' and m.content is string %}
-    {{ loop.index0 % 2 }}{{ loop.cycle('a', 'b') }}{{ loop.changed(m.role) }}
-    {{ '%s: %-5s|%.3f' % (m.role, m.content, 1.5) }}
-    {{ '{0:>8} {r}'.format(m.content, r=m.role) }}{{ m.content|indent(2)|trim|replace('a', 'bb') }}{{ m.get('more') }}
-    {{ m.content.split('4')[0].strip('\\n').lstrip() ~ m.content.rsplit(' ', 1)|last }}{{ m.content|center(20) }}
-    {{ m.content|truncate(5)|title|string|e }}{{ m['content'].partition('.')|join('-') }}{{ 'a' in m.content }}
-    {{ m.items()|list|length }}{{ m|dictsort|first }}{{ m.keys()|sort|unique|join }}
-    {{ m.content|list|batch(2, '-')|list }}
-    {{ m.content|list|batch(linecount=3)|list }}{{ 'abcd'|slice(slices=2, fill_with='-')|list }}{{ 'ab'|join(d='-') }}
-    {{ m.content|replace(old='a', new='b', count=1)|indent(width=3, first=true)|center(width=9) }}
-    {{ 1.25|round(precision=1, method='floor') }}{{ [1]|sum(start=2) }}{{ '5'|int(default=1, base=8) }}
-    {{ m.content.startswith(('a', 'b')) }}{{ m.content.center(9, '*') }}{{ m.content|wordcount }}
-    {{ m.values()|list|length }}
-    {%- if false %}{% continue %}{% endif %}
-{% endfor %}
-{% set ns = namespace(n=0, all=[], text='') %}
-{%- for m in messages %}{% set ns.n = ns.n + m.content|length * 2 - 1 %}
-{%- set ns.all = ns.all + [m.role] %}{% endfor %}
-{{ ns.n // 2 }}{{ ns.n / 3 }}{{ 2 ** 5 }}{{ -ns.n|abs }}{{ ns.all }}{{ 'x' * 3 }}{{ [1] * 2 + [3] }}
-{{ 3.14159|round(2) }}
-{{ dict(a=1, **{'b': 2})|tojson }}{{ [1, 2, 3]|sum }}{{ [3, 1]|min }}{{ [3, 1]|max }}{{ '12'|int + '1.5'|float }}
-{% macro say(x, y='?') %}<{{ x }}{{ y }}{{ caller() if caller else '' }}>{% endmacro %}{{ say('a') }}
-{{ say('a', y='b') }}
-{% call say('c') %}inner{% endcall %}{% set block %}{{ say('d') }}{% endset %}{{ block }}
-{% filter upper %}low{% endfilter %}
-{%- for x in [1, [2, [3]]] recursive %}{{ loop(x) if x is iterable else x }}{% endfor %}
-{{ tools|tojson if tools }}{{ undefined_name|default('none') }}{{ bos_token }}{{ strftime_now('%Y') }}
-{{ [] is sequence }}
-{% with a = 1 %}{{ a }}{% endwith %}{% set c = cycler('a', 'b') %}{{ c.next() }}{{ c.next() }}
-{{ {'a': {'b': 1}}.a['b'] }}
-{{ messages|map('length')|list }}{{ 'a' if messages }}{{ messages[0].content == messages[-1].content if messages }}
-"""
 
 
 def outcome(render: Callable[[], Any]) -> Any:
     try:
         return render()
-    except Exception as error:  # noqa: BLE001 - whatever transformers raises, so does this
+    except Exception as error:  # noqa: BLE001 - both must raise the same
         return f"{type(error).__name__}: {error}"
 
 
-@pytest.mark.parametrize("template", [*TEMPLATES.values(), USES], ids=[*TEMPLATES, "uses"])
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
 @given(messages=MESSAGES, tools=TOOLS, prompt=st.booleans())
 @settings(max_examples=25, deadline=None)
 def test_templates_render_as_with_transformers(template: str, messages: Any, tools: Any, prompt: bool) -> None:
@@ -149,24 +112,6 @@ def test_templates_render_as_with_transformers(template: str, messages: Any, too
             )[0][0]
         )
         assert outcome(lambda: compiled.render(shown, tools, add_generation_prompt=prompt)[0]) == expected  # noqa: B023
-
-
-def test_every_use_renders() -> None:
-    text, _ = ChatTemplate(USES, {}).render([*HELLO, {"role": "assistant", "content": "4. a\nb"}], None)
-    assert str(datetime.now().year) in text
-
-
-def test_spans_of_generation_blocks_are_those_of_transformers() -> None:
-    messages: list[Any] = [*HELLO, {"role": "assistant", "content": "one"}] * 3
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = TEMPLATES["generation"]
-    text, spans = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens_map).render(
-        messages, None, track_generation=True
-    )
-    expected = tokenizer.apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True)
-    # One token is one byte, except for special ones.
-    trained = [token for token, mask in zip(expected["input_ids"], expected["assistant_masks"], strict=True) if mask]
-    assert tokenizer.decode(trained) == "".join(text[start:stop] for start, stop in spans)
 
 
 @pytest.mark.parametrize(

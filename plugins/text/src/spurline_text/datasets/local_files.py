@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import functools
 import glob
+import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +22,6 @@ SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".csv")
 """Files that can be read, by the end of their name."""
 
 _OTHER_SUFFIXES = (".ndjson", ".tsv", ".txt", ".gz", ".zst", ".zip", ".xz", ".bz2", ".tar", ".xlsx", ".pkl", ".yaml")
-_CHUNK_BYTES = 1 << 22
 
 
 def looks_local(path: str) -> bool:
@@ -103,11 +103,8 @@ def _neighbours(missing: Path) -> str:
 
 def digest_of_file(path: Path) -> str:
     """Return the xxh3-128 of the content, as hex digits."""
-    digest = xxhash.xxh3_128()
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 class Rows(Protocol):

@@ -83,22 +83,8 @@ def require_text(text: str, row: Mapping[str, Any]) -> None:
 
 
 EXPECTED_COLUMNS = (
-    "messages",
-    "conversations",
-    "system",
-    "tools",
-    "text",
-    "instruction",
-    "input",
-    "output",
-    "prompt",
-    "completion",
-    "chosen",
-    "rejected",
-    "reference",
-    "input_ids",
-    "loss_mask",
-    "labels",
+    *("messages", "conversations", "system", "tools", "text", "instruction", "input", "output"),
+    *("prompt", "completion", "chosen", "rejected", "reference", "input_ids", "loss_mask", "labels"),
 )
 """Every column name that some format reads."""
 

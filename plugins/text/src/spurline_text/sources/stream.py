@@ -125,21 +125,14 @@ class _Blocks:
         streams: list[StreamedDataset] = [context.host.registry.create("dataset", entry) for entry in entries]
         self.cursors = [_Cursor(stream) for stream in streams]
         self._windows = [_Window(stream.label) for stream in streams]
-        self._sources = [DatasetToTokenize(*pair) for pair in zip(self._windows, entries, strict=True)]
+        self.sources = [DatasetToTokenize(*pair) for pair in zip(self._windows, entries, strict=True)]
         self._encoders: list[RowEncoder | None] = [None] * len(streams)
+        self.labels = store_labels(self.sources)
         total = sum(entry.weight for entry in entries)
         self._weights = [entry.weight / total for entry in entries]
         self._size = min(config.buffer_rows, context.row_limit or config.buffer_rows)
         self._shuffles = config.shuffle
         self._run, self._tokenizer = run, context.tokenizer
-
-    @property
-    def labels(self) -> list[str]:
-        return store_labels(self._sources)
-
-    def plain_text_notes(self) -> list[str]:
-        """Return `plain_text_notes` of the rows that were read last."""
-        return plain_text_notes(self._sources, self._tokenizer, "completion")
 
     def read(self, number: int, left_out: int) -> _Block:
         """Return the next block that has a sample. Raises DataError when two passes over a stream give none."""
@@ -171,12 +164,12 @@ class _Blocks:
         return _Block(number, begin, replace(tokenized, store=store), order, self.cursors[0].passes, after, left_out)
 
     def _tokenize(self) -> Tokenized:
-        collector = SampleCollector(self._sources)
+        collector = SampleCollector(self.sources)
         for source, window in enumerate(self._windows):
             if not window.rows:
                 continue
             encoder = self._encoders[source] = self._encoders[source] or RowEncoder(
-                self._sources[source], self._tokenizer, self._run.data
+                self.sources[source], self._tokenizer, self._run.data
             )
             for start in range(0, len(window), ROWS_PER_CALL):
                 rows = range(start, min(start + ROWS_PER_CALL, len(window)))
@@ -203,7 +196,7 @@ class StreamSource(BatchSource):
         self._max_length = run.data.max_length
         self._taken = self._step = 0
         note = f"read as a stream; these are the first {len(self._block.tokenized.store):,} samples"
-        notes = (note, *self._blocks.plain_text_notes())
+        notes = (note, *plain_text_notes(self._blocks.sources, context.tokenizer, "completion"))
         self._facts = summarize(replace(self._block.tokenized, notes=notes))
 
     def summary(self) -> Mapping[str, object]:
