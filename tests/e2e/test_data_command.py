@@ -14,7 +14,6 @@ from run_helpers import Config, Spurline, write_rows
 
 from spurline.config.loading import load_config
 from spurline_planning.data_preview import terminal
-from spurline_planning.data_preview.page import write_page
 from spurline_planning.data_preview.rows import ShownData, ShownSequence, show_data
 from spurline_planning.data_preview.terminal import plain_lines, print_data
 from spurline_text.sources.sft import SftSource
@@ -41,7 +40,7 @@ def chat(*turns: tuple[str, str]) -> Config:
     return {"messages": [{"role": role, "content": content} for role, content in turns]}
 
 
-def test_a_conversation_shows_what_is_trained_of_it(spurline: Spurline, base_config: Config, tmp_path: Path) -> None:
+def test_a_conversation_shows_what_is_trained_of_it(spurline: Spurline, base_config: Config) -> None:
     give_rows(base_config, chat(("system", "Be brief."), ("user", "ping"), ("assistant", "pong")))
     code, out, err = spurline("data", base_config)
     assert (code, err) == (0, "")
@@ -52,10 +51,6 @@ def test_a_conversation_shows_what_is_trained_of_it(spurline: Spurline, base_con
     assert f"{len(sequence.tokens)} tokens, " in sequence.heading
     assert text_of(sequence, trained=True) == "pong<|im_end|>"
     assert {token.text for token in sequence.tokens if token.is_special} == {"<|im_start|>", "<|im_end|>"}
-    page = tmp_path / "data.html"
-    code, said, err = spurline("data", base_config, "--html", page, "--rows", 1)
-    assert (code, said.strip(), err) == (0, str(page), "")
-    assert page.read_text(encoding="utf-8").count('<div class="sequence">') == 1
     code, out, _ = spurline("plan", base_config)
     assert code == 0
     [line] = [line for line in out.splitlines() if "trained tokens in ⟦ ⟧" in line]
@@ -116,9 +111,7 @@ def test_only_an_answer_that_is_trained_and_says_nothing_is_empty(base_config: C
     assert "empty answer" not in "\n".join(show(base_config).facts)
 
 
-def test_both_answers_of_a_pair_stand_side_by_side_and_held_out_pairs_are_compared(
-    base_config: Config, tmp_path: Path
-) -> None:
+def test_both_answers_of_a_pair_are_shown_and_held_out_pairs_are_compared(base_config: Config, tmp_path: Path) -> None:
     pairs = [{"prompt": "ping", "chosen": "pong", "rejected": answer} for answer in ("pang", "z")]
     give_rows(base_config, *pairs)
     base_config["data"]["eval"] = str(write_rows(tmp_path / "held_out.jsonl", pairs[1:]))
@@ -127,8 +120,6 @@ def test_both_answers_of_a_pair_stand_side_by_side_and_held_out_pairs_are_compar
     shown = {sequence.kind: text_of(sequence, trained=True) for row in data.rows for sequence in row.sequences}
     assert shown.keys() == {"chosen", "rejected"}
     assert "pong" in shown["chosen"]
-    write_page(data, tmp_path / "page.html")
-    assert '<div class="row pairs">' in (tmp_path / "page.html").read_text()
 
 
 def test_held_out_prompts_that_are_trained_on_are_counted(rl_config: Config, tmp_path: Path) -> None:
@@ -224,9 +215,7 @@ def test_a_source_that_shows_nothing_beforehand_is_said_to(
     assert "nothing to show: the source 'sft'" in data.facts[-1]
 
 
-def test_no_control_character_reaches_a_terminal_and_no_markup_a_page(
-    base_config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_control_character_reaches_a_terminal(base_config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     give_rows(base_config, chat(("user", HOSTILE), ("assistant", HOSTILE)))
     data = show(base_config)
     plain = "\n".join(plain_lines(data))
@@ -236,12 +225,6 @@ def test_no_control_character_reaches_a_terminal_and_no_markup_a_page(
     assert r"\u202e" in plain
     # What is said of the marks, and those around the answer in each of three steps.
     assert plain.count("⟦") == plain.count("⟧") == 1 + 3
-    write_page(data, tmp_path / "page.html")
-    page = (tmp_path / "page.html").read_text(encoding="utf-8")
-    assert "<script" not in page
-    assert "http" not in page.replace("http-equiv", "")
-    # One span a token, so that the text is there letter by letter.
-    assert "&lt;</span>" in page
     monkeypatch.setattr(terminal, "has_colours", lambda _: True)
     colours = io.StringIO()
     print_data(data, colours)

@@ -41,3 +41,8 @@ def figures(fragment: str) -> list[dict[str, Any]]:
 def traces(fragment: str) -> dict[str, dict[str, Any]]:
     """Traces of all plots by name."""
     return {trace["name"]: trace for plot in figures(fragment) for trace in plot["data"]}
+
+
+def times(fragment: str) -> dict[str, str]:
+    """What `TimeSplitPanel` lists, by name."""
+    return dict(re.findall(r'class="label">(.*?)</span>.*?class="amount">(.*?)</span>', fragment))

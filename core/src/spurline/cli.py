@@ -65,8 +65,10 @@ class CommandGroup(typer.core.TyperGroup):
             raise InterruptedRunError(str(stop) or "Interrupted.") from stop
 
 
-class InterruptedRunError(Exception):
+class InterruptedRunError(SpurlineError):
     """An interruption by Ctrl-C, with a sentence that says what is saved."""
+
+    exit_code = 130
 
 
 app = typer.Typer(
@@ -125,13 +127,9 @@ def main(arguments: list[str] | None = None) -> None:
         if debug:
             traceback.print_exc()
         notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
-        typer.echo(printable(f"Error: {error}{notes}"), err=True)
+        begin = "" if isinstance(error, InterruptedRunError) else "Error: "
+        typer.echo(printable(f"{begin}{error}{notes}"), err=True)
         sys.exit(error.exit_code)
-    except InterruptedRunError as stop:
-        if debug:
-            traceback.print_exc()
-        typer.echo(printable(str(stop)), err=True)
-        sys.exit(130)
 
 
 if __name__ == "__main__":

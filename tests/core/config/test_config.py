@@ -218,8 +218,6 @@ def test_two_plugins_cannot_add_one_section(plugins: FakePlugins) -> None:
         ("steps.limits", "no section 'steps' takes another key."),
         ("evaluation.limits", "which is no EvaluationPart. Derive LimitsConfig from that class."),
         ("evaluation.batch_size", "which there is already. Give it another name."),
-        ("", "adds the config section '', which is no name."),
-        ("evaluation.", "which is no name."),
     ],
 )
 def test_a_section_that_has_no_place_is_told_why(plugins: FakePlugins, name: str, told: str) -> None:

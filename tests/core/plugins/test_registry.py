@@ -58,16 +58,6 @@ def test_factory_is_resolved_only_when_the_component_is_built(registry: Registry
         registry.create("loss", Config(name="late"))
 
 
-def test_a_component_without_an_attribute_that_its_kind_asks_for_is_refused_with_both_named(registry: Registry) -> None:
-    plugin(registry).add(of_kind(Config, "loss"), FACTORY, name="bare")
-    with pytest.raises(
-        PluginError,
-        match=rf"loss 'bare' of spurline-fast, made by '{FACTORY}', has no attribute needs\. "
-        r"Set what spurline\.protocols\.loss\.Loss asks for",
-    ):
-        registry.create("loss", Config(name="bare"))
-
-
 def test_factory_without_the_named_attribute_says_so() -> None:
     with pytest.raises(PluginError, match="names 'json:Nothing', but json has no 'Nothing'"):
         resolve("json:Nothing", "loss 'x'")
@@ -189,13 +179,3 @@ def test_every_kind_names_a_protocol_or_abstract_base_with_a_docstring(kind: str
     protocol = resolve(KINDS[kind].protocol, f"protocol of {kind}")
     assert getattr(protocol, "_is_protocol", False) or inspect.isabstract(protocol)
     assert "Factory:" in (protocol.__doc__ or "")
-
-
-def test_a_misspelled_kind_to_add_to_is_refused_and_an_unknown_one_left_out(registry: Registry) -> None:
-    fast = plugin(registry)
-    fast.add_to("weather", "no_such_module:Config", FACTORY)
-    fast.finish()
-    for kind, meant in (("report_pannel", "report_panel"), ("colator", "collator")):
-        fast.add_to(kind, "no_such_module:Config", FACTORY)
-        with pytest.raises(PluginError, match=rf"add_to\('{kind}', .*no known kind\. Did you mean '{meant}'"):
-            fast.finish()

@@ -141,7 +141,6 @@ def test_a_line_of_an_asynchronous_step_tells_the_age_of_its_tokens_in_updates()
 
 def test_pass_rates_are_printed_as_percent_and_rewards_as_numbers() -> None:
     evaluated = {"eval/pass@1": 0.953, "eval/pass@4": 1.0, "eval/reward": 0.87, "eval/time": 1.0}
-    evaluated["eval/rewards/exact_match"] = 0.87
     assert rl_lines(rl_metrics(1) | evaluated)[1] == "eval at step 1/200  pass@1 95.3%  pass@4 100.0%  reward 0.87"
 
 

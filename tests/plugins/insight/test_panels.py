@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from shown_panels import PANELS, figures, rendered, shown, traces
+from shown_panels import PANELS, figures, rendered, shown, times, traces
 
 from spurline_insight.report.record import read_record
 from spurline_insight.report_panel import RunRecord
@@ -63,15 +63,12 @@ def test_every_panel_draws_short_runs(name: str, num_steps: int, make_run_dir: R
 
 
 def test_a_run_of_100k_steps_stays_small_and_keeps_its_spike() -> None:
-    lines: list[dict[str, float]] = [
-        {"step": step, "loss": 1.0, "time/batch": 0.1, "time/step": 0.1} for step in range(1, 100_001)
-    ]
+    lines: list[dict[str, float]] = [{"step": step, "loss": 1.0} for step in range(1, 100_001)]
     lines[70_000]["loss"] = 99.0
     record = RunRecord(Path("/nonexistent"), lines, {})
     drawn = traces(shown("LossPanel", record))
     assert all(len(trace["x"]) <= 2000 for trace in drawn.values())
     assert max(drawn["training loss"]["y"]) == 99.0
-    assert len(traces(shown("TimeSplitPanel", record))["batch"]["x"]) <= 300
 
 
 def test_training_and_evaluation_loss_share_their_axes(make_run_dir: RunDirMaker) -> None:
@@ -93,30 +90,21 @@ def test_the_gradient_plot_shows_the_clipping_threshold_of_the_config(make_run_d
     assert "28% of the steps were clipped" in fragment
 
 
-def test_a_run_without_clipping_has_no_threshold(make_run_dir: RunDirMaker) -> None:
-    fragment = shown("GradientPanel", read_record(make_run_dir(config={"optimizer": {"max_grad_norm": None}})))
-    assert "clipped" not in fragment
-
-
 def test_throughput_leaves_evaluation_out(make_run_dir: RunDirMaker) -> None:
     drawn = traces(shown("ThroughputPanel", read_record(make_run_dir())))
     assert drawn["tokens/s"]["y"] == [12_000.0] * 40
 
 
-def test_the_parts_of_the_step_time_are_stacked_and_their_shares_listed(make_run_dir: RunDirMaker) -> None:
+def test_the_parts_of_the_step_time_are_listed_with_their_shares(make_run_dir: RunDirMaker) -> None:
     fragment = shown("TimeSplitPanel", read_record(make_run_dir(num_steps=10)))
-    assert set(traces(fragment)) == {"forward + backward", "evaluate", "optimizer", "batch"}
-    assert "61.5% · 4 s" in fragment
+    assert {*times(fragment)} == {"forward + backward", "evaluate", "optimizer", "batch"}
+    assert "61.5% · 4 s" in times(fragment).values()
 
 
-def test_times_inside_a_part_are_named_but_not_stacked_and_the_rest_is_other() -> None:
+def test_times_inside_a_part_are_named_but_not_added_and_the_rest_is_other() -> None:
     line = {"step": 1, "time/step": 1.0, "time/batch": 0.5, "time/collate": 0.4, "time/optimizer": 0.25}
     fragment = shown("TimeSplitPanel", RunRecord(Path("/nonexistent"), [line], {}))
-    assert {name: trace["y"] for name, trace in traces(fragment).items()} == {
-        "batch": [0.5],
-        "optimizer": [0.25],
-        "other": [0.25],
-    }
+    assert times(fragment) == {"batch": "50.0% · 0.5 s", "optimizer": "25.0% · 0.25 s", "other": "25.0% · 0.25 s"}
     assert "overlapping the above: collate 0.4 s" in fragment
 
 
@@ -178,10 +166,8 @@ def test_a_torn_last_answer_is_left_out(make_run_dir: RunDirMaker) -> None:
 
 def test_settings_read_as_they_are_written_in_yaml(make_run_dir: RunDirMaker) -> None:
     fragment = shown("ConfigPanel", read_record(make_run_dir()))
-    assert '<dt>revision:</dt><dd class="unset">null</dd>' in fragment
-    assert "<dt>betas:</dt><dd>[0.9, 0.95]</dd>" in fragment
-    assert "<dt>export_hf:</dt><dd>true</dd>" in fragment
-    assert "<dt>torch:</dt><dd>2.13.0</dd>" in fragment
+    for line in ("  revision:\n", "  betas:\n  - 0.9\n  - 0.95\n", "  export_hf: true\n", "torch: 2.13.0\n"):
+        assert line in fragment
 
 
 def test_the_cards_hold_the_headline_numbers(make_run_dir: RunDirMaker) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 import threading
 from collections.abc import Mapping
@@ -13,8 +12,7 @@ import pytest
 
 from spurline.errors import ConfigError
 from spurline.protocols.tracker import RunInfo
-from spurline_trackers import configs, sending
-from spurline_trackers.mlflow import metric_name
+from spurline_trackers import configs, mlflow, projects, sending, tensorboard
 from spurline_trackers.opentelemetry import instrument_name
 from spurline_trackers.sending import SendingTracker, earlier_run_id, new_run_id, store_run_id
 
@@ -111,29 +109,24 @@ def test_a_resumed_run_keeps_its_id_and_one_that_starts_over_has_none(tmp_path: 
     assert earlier_run_id(RunInfo(tmp_path, 5, 10, {}), "id") is None
 
 
-LIBRARIES = {
-    "mlflow": ("Mlflow", "mlflow"),
-    "trackio": ("Trackio", "trackio"),
-    "swanlab": ("Swanlab", "swanlab"),
-    "wandb": ("Wandb", "wandb"),
-    "opentelemetry": ("OpenTelemetry", "opentelemetry.sdk.metrics.export"),
-    "prometheus": ("Prometheus", "prometheus_client"),
-    "tensorboard": ("Tensorboard", "torch.utils.tensorboard"),
+LIBRARIES: dict[str, tuple[Any, Any, str]] = {
+    "mlflow": (mlflow.MlflowTracker, configs.MlflowTrackerConfig, "mlflow"),
+    "trackio": (projects.TrackioTracker, configs.TrackioTrackerConfig, "trackio"),
+    "tensorboard": (tensorboard.TensorboardTracker, configs.TensorboardTrackerConfig, "torch.utils.tensorboard"),
 }
 
 
-@pytest.mark.parametrize("kind", LIBRARIES)
+@pytest.mark.parametrize("name", LIBRARIES)
 def test_a_missing_library_is_a_config_error_with_the_install_command(
-    monkeypatch: pytest.MonkeyPatch, kind: str
+    monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    name, library = LIBRARIES[kind]
-    tracker: Any = getattr(importlib.import_module(f"spurline_trackers.{kind}"), f"{name}Tracker")
+    tracker, config, library = LIBRARIES[name]
     monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(ConfigError, match=rf"pip install 'spurline-trackers\[{kind}\]'"):
-        tracker(getattr(configs, f"{name}TrackerConfig")())
+    with pytest.raises(ConfigError, match=rf"pip install 'spurline-trackers\[{name}\]'"):
+        tracker(config())
 
 
 def test_names_become_what_the_store_takes() -> None:
-    assert metric_name("eval/pass@4") == "eval/pass_4"
-    assert metric_name("../a//b") == "a/b"
+    assert mlflow.metric_name("eval/pass@4") == "eval/pass_4"
+    assert mlflow.metric_name("../a//b") == "a/b"
     assert instrument_name("eval/pass@4") == "spurline.eval/pass_4"

@@ -12,7 +12,7 @@ import pytest
 from spurline.errors import ConfigError
 from spurline.protocols.tracker import RunInfo
 from spurline_trackers.configs import WandbTrackerConfig
-from spurline_trackers.wandb import WandbTracker
+from spurline_trackers.projects import WandbTracker
 
 
 class RecordingRun:

@@ -1,7 +1,6 @@
-"""The plugins of this project and their components, so that a message can name one that is not enabled.
+"""List the plugins of this project and their components, so that a message can name one that is not enabled.
 
-A plugin that is not listed is never imported, so what it has must be known without it; a test compares this table with
-the plugins. Of other people's plugins nothing is known here, nor how to install them.
+A plugin that is not listed is never imported, so this table has what is in it; a test compares the two.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 DEFAULT_PLUGINS = ("text", "models", "preference", "rl", "ranks", "insight", "planning", "trackers")
-"""Plugins that are loaded where they are installed, before those that a config lists, unless it lists `-NAME`."""
+"""Plugins that are loaded if they are installed, before those that a config lists, unless it lists `-NAME`."""
 
 _TABLE = {
     "text": """
@@ -76,13 +75,11 @@ _TABLE = {
     """,
 }
 OFFICIAL: Mapping[str, tuple[str, ...]] = {plugin: tuple(entries.split()) for plugin, entries in _TABLE.items()}
-"""KIND/NAME of each component that no plugin before it has, section/NAME and command/NAME, by plugin."""
-OFFICIAL_KINDS: set[str] = {entry.partition("/")[0] for entries in OFFICIAL.values() for entry in entries}
-"""The kinds of all these."""
+"""By plugin: KIND/NAME of each component that no plugin before it has, section/NAME and command/NAME."""
 
 
 def plugin_with(kind: str | None, name: str) -> str | None:
-    """Return the plugin of this project that has this; of any kind of component where `kind` is None."""
+    """Return the plugin of this project that has NAME of a kind; if `kind` is None, of any kind of component."""
     for plugin, entries in OFFICIAL.items():
         kinds = [entry.partition("/")[0] for entry in entries if entry.endswith(f"/{name}")]
         if kind in kinds or (kind is None and {*kinds} - {"section", "command"}):
@@ -102,7 +99,7 @@ def plugin_of_kind(kind: str) -> str | None:
 
 
 def install_command(plugin: str) -> str:
-    """Return how to install a plugin of this project: from the checkout that core came from, where that is there."""
+    """Return how to install a plugin of this project, from the checkout that core came from if there is one."""
     origin: str = json.loads(importlib.metadata.distribution("spurline").read_text("direct_url.json") or "{}").get(
         "url", ""
     )

@@ -1,15 +1,12 @@
 """Map (kind, name) to a component: its config class now, its implementation when first created.
 
-Core and plugins fill the registry through the same `register_components` hook. Config classes are imported at once
-(they are light); factories are `"module:attribute"` strings resolved on first use, so that validating a config never
-imports torch.
+Core and plugins fill the registry through the same `register_components` hook. Config classes are imported at once;
+factories are `"module:attribute"` strings that are resolved on first use, so that a config is validated without torch.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -17,7 +14,7 @@ from typing import Any, cast
 
 from spurline.config.section import ComponentConfig
 from spurline.errors import SAME_NAME, PluginError, SpurlineError, listing, suggestion
-from spurline.plugins.official import DEFAULT_PLUGINS, OFFICIAL_KINDS
+from spurline.plugins.official import DEFAULT_PLUGINS
 
 CORE = "core"
 """Name of core among the plugins. A component of core that a plugin replaces stays reachable as `core/NAME`."""
@@ -44,10 +41,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Registration:
-    """One registered component.
-
-    plugin: name of the plugin that added it. distribution: the pip distribution it came from.
-    """
+    """One registered component, with the plugin that added it and the pip distribution of that plugin."""
 
     kind: str
     name: str
@@ -193,17 +187,7 @@ class Registry:
 
     def create(self, kind: str, config: ComponentConfig, **dependencies: Any) -> Any:
         """Build the component that `config.name` selects, passing what its protocol's docstring lists under Factory."""
-        entry = self.get(kind, config.name)
-        what = f"{kind} '{entry.name}' of {entry.distribution}"
-        made = resolve(entry.factory, what)(config, **dependencies)
-        protocol = self.kinds[kind].protocol
-        lacking = [name for name in _attributes(resolve(protocol, kind)) if not hasattr(made, name)]
-        if lacking:
-            raise PluginError(
-                f"The {what}, made by '{entry.factory}', has no attribute {listing(lacking)}. Set what "
-                f"{protocol.replace(':', '.')} asks for; help() of that class says what it is."
-            )
-        return made
+        return self.factory(kind, config)(config, **dependencies)
 
 
 class ComponentRegistrar:
@@ -258,17 +242,13 @@ class ComponentRegistrar:
                 The run enters the context manager that it returns, and leaves it after all components are closed.
 
         Raises:
-            PluginError: If a plugin already has a section of that name, or the name is not an identifier.
+            PluginError: If a plugin already has a section of that name.
         """
-        adds = f"{self._distribution} adds the config section '{name}'"
-        if not all(part.isidentifier() for part in name.split(".")):
-            raise PluginError(f"{adds}, which is no name. Give it one, such as 'limits' or 'evaluation.limits'.")
         added = TopLevelSection(annotation, optional, self._plugin, held)
         present = self._registry.sections.setdefault(name, added)
         if present is not added:
-            again = present.plugin == self._plugin
-            how = " twice. Remove one." if again else f", which plugin '{present.plugin}' has. Enable one of them."
-            raise PluginError(f"{adds}{how}")
+            adds = f"{self._distribution} adds the config section '{name}'"
+            raise PluginError(f"{adds}, which plugin '{present.plugin}' has. Enable one of them.")
 
     def add_keeper(self, factory: str) -> None:
         """Set the class that saves the rows, models and tokenizers that a Python program passes instead of paths.
@@ -343,7 +323,7 @@ class ComponentRegistrar:
             name: As for `add`.
 
         Raises:
-            PluginError: If the config class does not exist, another plugin holds the name, or the kind is misspelled.
+            PluginError: If the config class does not exist, or another plugin holds the name.
         """
         self._of_optional_kinds.append((kind, config, factory, name))
 
@@ -358,15 +338,6 @@ class ComponentRegistrar:
             if kind in self._registry.kinds:
                 found = resolve(config, f"{kind} of {self._distribution}")
                 self.add(cast("type[ComponentConfig]", found), factory, name=name)
-            elif kind not in OFFICIAL_KINDS and (meant := suggestion(kind, {*self._registry.kinds, *OFFICIAL_KINDS})):
-                raise PluginError(f"{self._distribution}: registry.add_to('{kind}', ...) names no known kind.{meant}")
-
-
-@functools.cache
-def _attributes(protocol: Callable[..., Any]) -> list[str]:
-    """Return the attributes that a Protocol or base class annotates without giving them a value."""
-    names = {name for base in inspect.getmro(cast("type", protocol)) for name in inspect.get_annotations(base)}
-    return sorted(name for name in names if not hasattr(protocol, name))
 
 
 def resolve(reference: str, what: str) -> Callable[..., Any]:

@@ -43,8 +43,11 @@ def check_trained(role: Role, *, has_critic: bool) -> None:
 class LossSums:
     """Sums over loss tokens; the caller adds those of several batches and then divides.
 
-    loss: sum of weight * loss, in nats. weight: sum of weights. tokens: number of loss tokens.
-    metrics: sums of weight * value of the loss's own metrics, without those that are a largest or smallest value.
+    Attributes:
+        loss: Sum of weight * loss, in nats.
+        weight: Sum of weights.
+        tokens: Number of loss tokens.
+        metrics: Sums of weight * value of the loss's own metrics; largest and smallest values are left out.
     """
 
     loss: float
@@ -76,57 +79,52 @@ class Backend(Protocol):
     def gradients(
         self, batch: TrainingBatch, objective: Objective, *, role: Role = "policy"
     ) -> Iterator[tuple[str, Tensor]]:
-        """(hf_name, gradient) of the same objective, on CPU, unclipped, leaving weights and optimizer untouched.
-
-        role: as in `update`.
-        """
+        """Yield (hf_name, gradient) of what `update` minimises, on CPU, unclipped, and change nothing."""
         ...
 
     def evaluate(self, batch: TrainingBatch, objective: Objective) -> LossSums:
-        """Loss sums without gradients, in evaluation mode; `objective.normalizer` is not applied."""
+        """Return loss sums without gradients, in evaluation mode; `objective.normalizer` is not applied."""
         ...
 
     def logprobs(self, batch: TrainingBatch, role: Role = "policy", *, temperature: float = 1.0) -> Tensor:
-        """Logprob of the token at each position with loss weight, 0 elsewhere: float32 [R, L] on CPU.
+        """Return the logprob of the token at each position with loss weight, 0 elsewhere: float32 [R, L] on CPU.
 
-        Padding rows are dropped, so R counts real rows only. temperature: as in `Objective`. For `critic` they are its
-        values, which have no temperature. In evaluation mode, without gradients; draws no random numbers. Models of
-        other roles than the policy take memory from when they are first asked for at the latest.
+        R counts real rows only. `temperature` is that of `Objective`. For `critic` the result has its values, which
+        have no temperature. Runs in evaluation mode, without gradients, and draws no random numbers.
         """
         ...
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(hf_name, tensor) for publishing and export; adapters merged, tied weights once. Consume one at a time."""
+        """Yield (hf_name, tensor) for publishing and export; adapters merged, tied weights once."""
         ...
 
     def write_weights(self, folder: Path, dtype: torch.dtype, max_file_bytes: int) -> None:
-        """Write what `named_weights` gives as safetensors files, with their index, into this empty folder.
+        """Write `named_weights` as safetensors files with an index, named and divided as transformers does.
 
-        As transformers names and divides them. dtype: of floating point weights. max_file_bytes: of one file; a larger
-        tensor has a file of its own. The model is never held as a whole by one process: `write_weight_files` of
-        `spurline_models.weight_files` writes tensors one at a time. Raises OSError for a disk that is full.
+        Floating point weights get `dtype`; a tensor larger than `max_file_bytes` has its own file. No process holds
+        the whole model. Raises OSError for a disk that is full.
         """
         ...
 
     def facts(self) -> Mapping[str, int | str]:
-        """Return facts about the model for a report: `parameters` and `trainable_parameters` (counts), `device`;
-        `reads` where the model reads batches in a way that costs more than packed ones, `draws` where its config asks
-        for dropout or noise."""
+        """Return facts about the model for a report: `parameters` and `trainable_parameters` (counts), `device`.
+
+        Models that cannot read packed rows have `reads`, those whose config asks for dropout or noise `draws`.
+        """
         ...
 
     def save(self, path: Path) -> Mapping[str, FileDigest]:
         """Write model, optimizer, scheduler and RNG state into this empty folder, without pickle.
 
-        Returns digests of the files that the backend has hashed and forced to disk itself, by path in the folder. The
-        caller does so with all others, so an empty mapping will do. Who verifies them: `verifies_files` of its facts.
+        Returns digests of the files that the backend has hashed and forced to disk itself, by path in the folder; the
+        caller does so with all others.
         """
         ...
 
     def load(self, path: Path, digests: Mapping[str, FileDigest] | None = None) -> None:
-        """Restore what `save` wrote, also on another number of ranks. Raises CheckpointError when it does not fit.
+        """Restore what `save` wrote, also on another number of ranks. Raises CheckpointError if it does not fit.
 
-        digests: what `save` returned, where the facts say `verifies_files`; those files are verified here, before
-        anything is changed. None verifies none.
+        If the facts say `verifies_files`, files with `digests` are verified here, before anything is changed.
         """
         ...
 
@@ -140,11 +138,10 @@ class TakesSnapshots(Protocol):
     """A backend that can be saved while it trains on; its facts say `takes_snapshots`."""
 
     def snapshot(self) -> Callable[[Path], Mapping[str, FileDigest]]:
-        """Copy what `save` writes to the memory of the host, and return what writes it: `save` of this very moment.
+        """Copy what `save` writes to the memory of the host, and return a function that writes it.
 
-        That may be called once, on another thread and while the backend is used. The memory is the next snapshot's,
-        which is asked for only when this one has been written or is given up. Raises RunFailedError where there is
-        no room.
+        The function may be called once, on another thread, while the backend is used. The next snapshot uses the same
+        memory; it is asked for when this one has been written or given up. Raises RunFailedError if memory is short.
         """
         ...
 
@@ -154,7 +151,7 @@ class Generates(Protocol):
     """A backend that continues prompts itself, for answers to held-out prompts; its facts say `generates`."""
 
     def generate(self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int) -> list[list[int]]:
-        """Greedy continuations, one per prompt, end-of-sequence token included when it was produced."""
+        """Return greedy continuations, one per prompt, with the end-of-sequence token if there was one."""
         ...
 
 
@@ -167,10 +164,9 @@ class TrainsAdapters(Protocol):
         ...
 
     def named_adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, whole tensor) of the policy's adapter as `adapter_model.safetensors` has them, such as
-        `base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight`: what `named_weights` is for the model.
+        """Yield (name, whole tensor) of the policy's adapter, named as in `adapter_model.safetensors` of PEFT.
 
-        A backend that `MakesBuckets` makes buckets of them where `MakerChoice.part` asks for that.
+        A backend that `MakesBuckets` makes buckets of them if `MakerChoice.part` asks for that.
         """
         ...
 
@@ -179,21 +175,19 @@ class TrainsAdapters(Protocol):
 class YieldsDevice(Protocol):
     """A backend that can give the memory of its devices to engines that generate while it does not train.
 
-    Between the two calls it may be asked for weights, to save, and for facts, and to close. All else raises
-    RunFailedError.
+    Between the two calls it gives weights and facts, saves and closes; all else raises RunFailedError.
     """
 
     def yield_device(self, *, keep_weights: bool) -> None:
         """Move what is kept between updates, such as the optimizer's state, to the host's memory, and free the rest.
 
-        keep_weights: let the weights of the models stay on the device. May be called again to free these too.
-        Raises RunFailedError when the host has no room; what was moved comes back with `take_device`.
+        With `keep_weights` the weights of the models stay on the device; a second call may free these too. Raises
+        RunFailedError if the host has too little memory; `take_device` brings back what was moved.
         """
         ...
 
     def take_device(self) -> None:
-        """Bring everything back, bit for bit; nothing where nothing was given. Raises RunFailedError when the memory is
-        not there."""
+        """Bring everything back, bit for bit. Raises RunFailedError if the device has too little memory."""
         ...
 
 
@@ -201,11 +195,11 @@ class YieldsDevice(Protocol):
 class GenerationModel:
     """A model and what its owner knows about it.
 
-    causal: its logits depend on the decoder's last hidden states alone.
-    computing: makes the context of a forward pass, such as autocast.
-    max_tokens: prompt and response together; None without a limit.
-    reads_streams: whether its decoder hands keyword arguments on to an attention that can be replaced, and mixes tokens
-    nowhere else.
+    Attributes:
+        causal: The model, whose logits depend on the decoder's last hidden states alone.
+        computing: Makes the context of a forward pass, such as autocast.
+        max_tokens: Most tokens of prompt and response together; None without a limit.
+        reads_streams: Whether tokens are mixed only in an attention that can be replaced.
     """
 
     causal: PreTrainedModel
@@ -219,10 +213,9 @@ class LendsModel(Protocol):
     """A backend whose whole model is in this process; its facts say `lends_model`."""
 
     def generation_model(self) -> GenerationModel:
-        """Return the very model that is trained, not a copy.
+        """Return the very model that is trained.
 
-        Its mode and attention are the borrower's while it generates, and as they were afterwards; the backend must not
-        be called meanwhile.
+        The borrower may change its mode and attention, and restores both before the backend is called again.
         """
         ...
 
@@ -231,8 +224,8 @@ class LendsModel(Protocol):
 class LendsParameters(Protocol):
     """A backend whose trained parameters can be read, and replaced for a while; its facts say `lends_parameters`.
 
-    For averages of weights, probes and guards. Names are the model's own; adapters are parameters like any other, and
-    what they adapt is not, since it is not trained. Both methods raise ModelError for a role that is not trained.
+    Names are the model's own; adapters count as parameters, and the weights that they adapt do not. Both methods raise
+    ModelError for a role that is not trained.
     """
 
     @property
@@ -241,30 +234,25 @@ class LendsParameters(Protocol):
         ...
 
     def trained_parameters(self, role: Role = "policy") -> Mapping[str, Tensor]:
-        """The parameters that the optimizer of this role changes: name -> the tensor itself, in its dtype and place; of
-        a weight with an fp32 master that.
+        """Return the tensors that the optimizer of this role changes, by name; fp32 masters if there are some.
 
-        Detached and for reading: the next optimizer step changes what the tensors hold. Clone what you keep.
+        They are detached and for reading. The next optimizer step changes them, so clone what you keep.
         """
         ...
 
     def swapped(self, role: Role, values: Mapping[str, Tensor]) -> AbstractContextManager[None]:
-        """Return a context in which the model of this role has these values; afterwards the old ones, bit for bit.
+        """Return a context in which parameters of this role have other values; then the old ones return, bit for bit.
 
-        values: name -> tensor of the parameter's shape, on any device; cast to the parameter's dtype. Parameters that
-        are not named keep their values. Also after an error, the old ones come back. Everything but training sees the
-        values: logprobs, evaluation, generation, `named_weights`. `update`, `save` and `load` are refused inside.
-        Raises ModelError, before anything is changed, for a name that is not trained and for another shape.
+        Values are cast to the parameter's dtype and may be on any device. Logprobs, evaluation, generation and
+        `named_weights` see them; `update`, `save` and `load` are refused inside. Raises ModelError, before anything is
+        changed, for a name that is not trained and for another shape.
         """
         ...
 
 
 @dataclass(frozen=True)
 class BackendFacts:
-    """Facts of a backend's settings that the rest of a run may ask for before anything is loaded.
-
-    What a backend is said to do here, its class does by the protocol that is named.
-    """
+    """Facts of a backend's settings that the rest of a run may ask for before anything is loaded."""
 
     generates: bool = False
     """True if its backend `Generates`; `evaluation.generate` needs that."""
@@ -304,17 +292,13 @@ class BackendFacts:
     """Dropout that the backend itself adds to the model: key path in its section -> rate."""
     computes_in: Literal["fp32", "bf16", "fp64"] = "fp32"
     """Precision of its forward passes, which keys and values have too when an engine borrows the model."""
-    microbatch_bound: int | None = None
     """Tokens that a micro-batch is filled up to where rows are dealt to ranks; None takes a rank's rows at once."""
     device: str = ""
     """The devices in words, to follow the backend's name, such as `on cuda, bf16`; empty for nothing."""
 
 
 class BackendConfig(ComponentConfig):
-    """Settings of a backend, and what a run must know of it before anything is loaded.
-
-    Backends of Hugging Face models derive theirs from `ModelBackendConfig` of `spurline_models.backend_config`.
-    """
+    """Settings of a backend; those for Hugging Face models derive from `spurline_models.backend_config`."""
 
     kind: ClassVar[str] = "backend"
 
@@ -328,7 +312,7 @@ class BackendConfig(ComponentConfig):
         return ParallelLayout()
 
     def rank_request(self) -> RankRequest | None:
-        """The processes that its backend starts beside this one; None for a backend that computes in this process."""
+        """Return the processes that its backend starts beside this one; None if it computes in this process."""
         return None
 
     def missing_here(self) -> str | None:
@@ -336,8 +320,7 @@ class BackendConfig(ComponentConfig):
         return None
 
     def check_model(self, run: Any) -> None:
-        """Raise ConfigError or ModelError for a model that these settings cannot train, as its own config tells, and
-        for a library that they need and that is missing.
+        """Raise ConfigError or ModelError for a model or a missing library with which these settings cannot train.
 
         Reads no weights. A plan asks, and the backend itself before it starts anything.
         """
@@ -351,19 +334,16 @@ class BackendConfig(ComponentConfig):
     def check_lengths(
         self, loaded: LoadedView, source: KnowsLongest, evaluations: Sequence[KnowsLongest]
     ) -> Sequence[str]:
-        """Notes on how long the sequences of the data are for the model; nothing by default.
+        """Return notes on how long the sequences of the data are for the model; none by default.
 
-        A plan asks, and a run before it loads weights. Raises ConfigError for a sequence that is too long, ModelError,
-        DataError.
+        A plan asks, and a run before it loads weights. Raises ConfigError for a sequence that is too long.
         """
         return ()
 
     def notes(self, run: Any) -> Sequence[str]:
-        """Sentences on what computes the model where it is not plain PyTorch, and on what these settings do otherwise
-        here, or for this model, than one may think.
+        """Return sentences for `spurline plan` and the first lines of a run, on what computes the model and how.
 
-        For `spurline plan` and the first lines of a run. As the model's own config tells: reads no weights. Raises
-        ModelError where that cannot be read.
+        Reads the model's config and no weights. Raises ModelError if that cannot be read.
         """
         return ()
 

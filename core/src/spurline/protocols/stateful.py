@@ -1,4 +1,4 @@
-"""State that a component or a plugin's hooks keep in the checkpoint."""
+"""Define the state that a component or a plugin's hooks keep in the checkpoint."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ class Stateful(Protocol):
     """
 
     def state_dict(self) -> dict[str, object]:
-        """Nested dicts and lists of JSON values and numpy arrays of numbers; keys are text.
+        """Return nested dicts and lists of JSON values and numpy arrays of numbers; keys are text.
 
-        Arrays are stored as such, each under its keys: `weights/embed`. A tuple comes back as a list. What is too large
-        to be there twice goes into `StateParts`, which come back as such.
+        A tuple comes back as a list. A state that is too large for two copies in memory goes into `StateParts`.
         """
         ...
 
@@ -30,14 +29,15 @@ class Stateful(Protocol):
 
 
 class StateParts(Iterable[Mapping[str, object]]):
-    """A sequence in a component's state that is never there as a whole, but part by part.
+    """A sequence in a component's state that is never in memory as a whole.
 
-    A checkpoint writes each part before it asks for the next one. Those it gives back are read from its files one after
-    another, as they are iterated over: in `load_state_dict`, not later, for checkpoints are deleted.
-    make: an iterator over the parts from the first one on, each a state like any other, whenever it is called.
-    is_frozen: whether nothing of what it makes parts of changes any more while training goes on; any thread may ask.
-    With `checkpoint.async` such parts are made while they are written, and all others at the step, where all are there
-    at once.
+    A checkpoint writes each part before it asks for the next one. A restored sequence reads its parts from files while
+    it is iterated over, so iterate in `load_state_dict`: checkpoints are deleted later.
+
+    Args:
+        make: Returns an iterator over the parts from the first one on, each a state like any other.
+        is_frozen: Whether the parts no longer change while training goes on, so that another thread may make them. With
+            `checkpoint.async` all other parts are made at the step, where all are in memory at once.
     """
 
     def __init__(self, make: Callable[[], Iterator[Mapping[str, object]]], *, is_frozen: bool = False) -> None:
@@ -49,9 +49,6 @@ class StateParts(Iterable[Mapping[str, object]]):
 
 
 def refuse_other_data(state: Mapping[str, object], fingerprint: str, message: str) -> None:
-    """Compare data with that of a checkpoint, whose `state` has its fingerprint under `data`.
-
-    Raises CheckpointError with the message when they are not the same.
-    """
+    """Raise CheckpointError with this message unless a checkpoint's state has this fingerprint under `data`."""
     if state.get("data") != fingerprint:
         raise CheckpointError(message)

@@ -29,15 +29,9 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "collator_contract": ("CollatorContract",),
-    "loss_contract": (
-        "LossContract",
-        "MiniBatchesContract",
-    ),
+    "loss_contract": ("LossContract", "MiniBatchesContract"),
     "order_contract": ("OrderContract",),
-    "plugin_contract": (
-        "PluginContract",
-        "TrackerContract",
-    ),
+    "plugin_contract": ("PluginContract", "TrackerContract"),
     "prefetch_contract": ("PrefetchContract",),
     "samples": ("make_store",),
 }

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from spurline.config.loading import config_model
 from spurline.config.section import ComponentConfig
-from spurline.plugins.host import API_VERSION, InstalledPlugin, Plugin, PluginHost
+from spurline.plugins.host import API_VERSION, InstalledPlugin, Plugin, PluginHost, installed_plugins
 from spurline.plugins.registry import resolve
 from spurline.protocols.tracker import RunInfo, Tracker
 
@@ -29,25 +29,20 @@ class PluginContract:
 
     def load(self) -> PluginHost:
         """Return a host with this plugin enabled, found by module name whether or not its distribution is installed."""
-        from spurline.plugins.host import installed_plugins
-
         name = self.declaration().name
         known = installed_plugins()
         known.setdefault(name, InstalledPlugin(name, self.plugin_module, "distribution-under-test", "0"))
         return PluginHost.load([*self.requires, name], known)
-
-    def test_plugin_is_declared_for_this_interface(self) -> None:
-        declaration = self.declaration()
-        assert isinstance(declaration, Plugin)
-        assert declaration.api == API_VERSION
 
     def test_importing_the_plugin_loads_no_heavy_library(self) -> None:
         code = f"import sys, {self.plugin_module}; print([m for m in {HEAVY!r} if m in sys.modules])"
         result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
         assert result.stdout.strip() == "[]", f"{self.plugin_module} imports {result.stdout.strip()} at load"
 
-    def test_plugin_loads_and_its_hooks_exist(self) -> None:
-        assert self.declaration().name in self.load().plugins
+    def test_plugin_is_declared_for_this_interface_and_loads(self) -> None:
+        declaration = self.declaration()
+        assert (type(declaration), declaration.api) == (Plugin, API_VERSION)
+        assert declaration.name in self.load().plugins
 
     def test_every_component_resolves_to_a_factory(self) -> None:
         for entry in self.load().registry.entries(self.declaration().name):

@@ -34,25 +34,14 @@ class PrefetchContract:
         with self.started(first_step=first) as prefetch:
             assert [_number(prefetch.next(step)) for step in range(first, 10)] == list(range(first, 10))
 
-    def test_starting_again_discards_what_was_built_ahead(self) -> None:
-        with self.started() as prefetch:
-            prefetch.next(1)
-            prefetch.start(5)
-            assert _number(prefetch.next(5)) == 5
-
-    def test_steps_after_the_last_are_never_built(self) -> None:
-        built, build = _recording()
-        with self.started(build, 3) as prefetch:
-            for step in (1, 2, 3):
+    @pytest.mark.parametrize("first", [1, 4])
+    def test_steps_after_the_last_are_never_built(self, first: int) -> None:
+        before, built = set(threading.enumerate()), list[int]()
+        with self.started(_recording(built, []), 3, first) as prefetch:
+            for step in range(first, 4):
                 prefetch.next(step)
-        assert built == [1, 2, 3]
-
-    def test_starting_after_the_last_step_builds_nothing_and_closes(self) -> None:
-        before = set(threading.enumerate())
-        built, build = _recording()
-        with self.started(build, 3, first_step=4):
-            _wait_for(lambda: bool(built), seconds=0.05)
-        assert not built, f"step {built[0]} is after the last, 3"
+            _wait_for(lambda: len(built) > 4 - first, seconds=0.05)
+        assert built == list(range(first, 4))
         assert _ended(before)
 
     def test_a_served_batch_keeps_its_content_until_it_is_released(self) -> None:
@@ -80,44 +69,34 @@ class PrefetchContract:
         with self.started() as prefetch, pytest.raises(Exception, match="3"):
             prefetch.next(3)
 
-    def test_an_error_surfaces_at_the_step_that_needed_the_batch(self) -> None:
+    def test_an_error_surfaces_at_the_step_that_needed_the_batch_and_leaves_no_thread(self) -> None:
+        before = set(threading.enumerate())
+
         def build(step: int) -> TrainingBatch:
             if step == 3:
                 raise ValueError("broken sample in step 3")
             return numbered_batch(step)
 
+        for num_taken in (0, 1):
+            with self.started(build) as prefetch:
+                for step in range(1, num_taken + 1):
+                    prefetch.next(step)
+            assert _ended(before), "closing with a broken batch ahead left a thread"
         with self.started(build) as prefetch:
             assert [_number(prefetch.next(step)) for step in (1, 2)] == [1, 2]
             with pytest.raises(ValueError, match="broken sample in step 3") as raised:
                 prefetch.next(3)
             assert any(entry.name == "build" for entry in raised.traceback), "the error lost its own traceback"
 
-    def test_closing_leaves_no_thread_even_when_a_batch_ahead_is_broken(self) -> None:
-        before = set(threading.enumerate())
-
-        def build(step: int) -> TrainingBatch:
-            if step > 1:
-                raise ValueError("never asked for")
-            return numbered_batch(step)
-
-        with self.started(build) as prefetch:
-            prefetch.next(1)
-            prefetch.close()
-        assert _ended(before)
-
-    def test_batches_that_nobody_asks_for_give_their_buffers_back(self) -> None:
-        built: list[int] = []
-        released: list[int] = []
-
-        def build(step: int) -> TrainingBatch:
-            built.append(step)
-            return replace(numbered_batch(step), on_release=lambda: released.append(step))
-
-        with self.started(build) as prefetch:
+    def test_starting_again_discards_what_was_built_ahead_and_gives_its_buffers_back(self) -> None:
+        built, released = list[int](), list[int]()
+        with self.started(_recording(built, released)) as prefetch:
             prefetch.next(1).release()
             _wait_for(lambda: len(built) > 1, seconds=0.05)
             prefetch.start(5)
-            prefetch.next(5).release()
+            batch = prefetch.next(5)
+            assert _number(batch) == 5
+            batch.release()
             _wait_for(lambda: 6 in built, seconds=0.05)
         assert sorted(released) == sorted(built)
 
@@ -127,15 +106,14 @@ class PrefetchContract:
             assert prefetch.metrics()["time/collate_wait"] >= 0
 
 
-def _recording() -> tuple[list[int], BuildBatch]:
-    """Return the steps that were built so far, and what builds them."""
-    built: list[int] = []
+def _recording(built: list[int], released: list[int]) -> BuildBatch:
+    """Return what builds numbered batches, and notes their steps."""
 
     def build(step: int) -> TrainingBatch:
         built.append(step)
-        return numbered_batch(step)
+        return replace(numbered_batch(step), on_release=lambda: released.append(step))
 
-    return built, build
+    return build
 
 
 def _ended(before: set[threading.Thread]) -> bool:

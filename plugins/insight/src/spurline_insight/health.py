@@ -34,8 +34,6 @@ GRADIENT_SPIKE = 20.0
 LARGEST_GRADIENT = 1000.0
 """Median gradient norm over LEVEL_STEPS x 2 steps. Fine-tuning shows 0.1 to 10, an untrained model tens; more means
 that the loss is a sum where it should be a mean, or that weights are broken."""
-STILL_STEPS = 10
-"""Steps after which a loss that never changes in any digit is no coincidence."""
 IDLE_STEPS = 3
 """Steps in a row without a gradient or with a learning rate of 0, which a schedule may have at its ends."""
 BUSY_LOOP = 0.9
@@ -43,7 +41,6 @@ BUSY_LOOP = 0.9
 LASTING_SHARE = 0.1
 """Share of steps with a trouble that makes it belong to how a run ended; the last step does too."""
 
-_MAX_STRETCHES = 8
 _HISTORY = 20
 
 
@@ -74,8 +71,6 @@ class HealthWatch:
             found |= dict(self._judge_loss(step, metrics["loss"]))
         if "controller/cpu_share" in metrics:
             found |= dict(self._judge_event_loop(metrics["controller/cpu_share"]))
-        if "no_learning_rate" in found or "no_gradient" in found:
-            found.pop("still_loss", None)
         return found
 
     def _judge_loss(self, step: int, loss: float) -> Iterator[tuple[str, str]]:
@@ -99,12 +94,6 @@ class HealthWatch:
                 "loss_spike",
                 f"The loss jumps to {loss:.4g} after {statistics.median(before):.4g}. Once, it is a batch of unusual "
                 "rows; when it comes again, lower optimizer.learning_rate or optimizer.max_grad_norm.",
-            )
-        if len(before) + 1 >= STILL_STEPS and len({*before[1 - STILL_STEPS :], loss}) == 1:
-            yield (
-                "still_loss",
-                f"The loss has been exactly {loss:.6g} for {STILL_STEPS} steps: what is trained has no effect on it. "
-                "Check that the trained weights are part of the model, and that the loss reads its logprobs.",
             )
         if len(self._losses) >= LEVEL_STEPS and (self._best is None or level < self._best[0]):
             self._best = (level, step)
@@ -182,21 +171,13 @@ class Finding:
     """The trouble belongs to how the run ended, and did not just pass by."""
 
     def when(self, steps: Sequence[int]) -> str:
-        """Return `Steps 3 to 7, 12 (6 of 60)`, given the `trained_steps` of the lines that were judged."""
+        """Return `Steps 3 to 12 (6 of 60)`, given the `trained_steps` of the lines that were judged."""
         places = self.places
         if len(places) == len(steps):
             return "Every step" if len(steps) > 1 else f"Step {steps[0]:,}"
-        stretches: list[list[int]] = []
-        for place in places:
-            if stretches and place == stretches[-1][1] + 1:
-                stretches[-1][1] = place
-            else:
-                stretches.append([place, place])
-        ends = [(f"{steps[first]:,}", f"{steps[last]:,}") for first, last in stretches[:_MAX_STRETCHES]]
-        shown = [first if first == last else f"{first} to {last}" for first, last in ends]
-        more = f" and later, last {steps[places[-1]]:,}" if len(stretches) > _MAX_STRETCHES else ""
-        noun = "Step" if len(places) == 1 else "Steps"
-        return f"{noun} {', '.join(shown)}{more} ({len(places):,} of {len(steps):,})"
+        first, last = (f"{steps[place]:,}" for place in (places[0], places[-1]))
+        shown = f"Step {first}" if len(places) == 1 else f"Steps {first} to {last}"
+        return f"{shown} ({len(places):,} of {len(steps):,})"
 
 
 def trained_steps(lines: Sequence[Mapping[str, Any]]) -> list[int]:

@@ -27,10 +27,10 @@ _NO_ADVANTAGE = 1e-6
 
 def health_words(metrics: Mapping[str, float]) -> dict[str, str]:
     """Return a sentence or two for each thing that is off, by a short name of its kind, without numbers."""
-    return {**dict(_judge_groups(metrics)), **dict(_judge_tokens(metrics))}
+    return dict(_judged(metrics))
 
 
-def _judge_groups(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+def _judged(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
     difference = metrics.get("mismatch/logprob_diff", 0.0)
     # Tokens that come from older weights differ rightly.
     if difference > LARGEST_MISMATCH and metrics.get("staleness/mean", 0.0) <= 0:
@@ -49,24 +49,19 @@ def _judge_groups(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
             "All groups have equal rewards, so nothing is learned in this step. The task is too easy or too hard for "
             "the model, or the reward does not tell answers apart: look at the sample answers.",
         )
-    missing = metrics.get("groups/refill_missing", 0.0)
-    if missing > 0:
+    if (missing := metrics.get("groups/refill_missing", 0.0)) > 0:
         yield (
             "refill_missing",
             f"{_count(missing, 'group')} with equal rewards had to be trained on, as the step's limit of draws was "
             "reached before enough others were found. Raise source.max_draws_per_step, or choose prompts that the "
             "model solves sometimes.",
         )
-    given_up = metrics.get("groups/quarantined", 0.0)
-    if given_up > 0:
+    if (given_up := metrics.get("groups/quarantined", 0.0)) > 0:
         yield (
             "given_up",
             f"{_count(given_up, 'prompt')} had to be given up in this step, as attempts failed and so did their "
             "retries. The run stops once it has given up more different prompts than source.faults.max_quarantined.",
         )
-
-
-def _judge_tokens(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
     clipped = metrics.get("policy/clip_fraction_low", 0.0) + metrics.get("policy/clip_fraction_high", 0.0)
     distance = metrics.get("policy/kl_old", 0.0)
     if clipped > LARGEST_CLIPPED or distance > LARGEST_KL_OLD:
@@ -80,8 +75,7 @@ def _judge_tokens(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
             f"{found}: the updates of one step are too large. Lower optimizer.learning_rate, or take fewer "
             "optimizer steps per batch (minibatches.update_epochs, minibatches.prompts_per_minibatch).",
         )
-    cut_off = metrics.get("response/share_length", 0.0)
-    if cut_off > LARGEST_CUT_SHARE:
+    if (cut_off := metrics.get("response/share_length", 0.0)) > LARGEST_CUT_SHARE:
         yield (
             "cut_off",
             f"{cut_off:.0%} of responses were cut off at the token limit. Raise source.sampling.max_new_tokens, or "
@@ -93,8 +87,7 @@ def _judge_tokens(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
             "failed_turns",
             f"{failed:.0%} of responses ended with an abort or an error of the engine. Look at the engine's own log.",
         )
-    rejected = metrics.get("correction/rejected", 0.0)
-    if rejected > LARGEST_REJECTED_SHARE:
+    if (rejected := metrics.get("correction/rejected", 0.0)) > LARGEST_REJECTED_SHARE:
         yield (
             "rejected",
             f"The correction leaves out {rejected:.0%} of tokens, which are generated in vain. Make engine and trainer "

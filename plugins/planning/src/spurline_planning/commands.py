@@ -9,7 +9,6 @@ import json
 import shlex
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -55,16 +54,12 @@ def data(
     config: ConfigArgument,
     overrides: SetOption = None,
     rows: Annotated[int, typer.Option(metavar="N", min=1, help="How many samples, or prompts, are shown.")] = 3,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write an HTML page instead; it shows every token.")
-    ] = None,
     whole: Annotated[bool, typer.Option("--whole", help="Read all of large data, as training does.")] = False,
 ) -> None:
     """Show the first rows as they will be trained: every token, which are trained, what was cut or left out."""
     loaded = load(config, overrides)
     start = _start_lines(loaded)
     with importing():
-        from spurline_planning.data_preview.page import write_page
         from spurline_planning.data_preview.rows import ROW_LIMIT, show_data
         from spurline_planning.data_preview.terminal import print_data
 
@@ -72,11 +67,7 @@ def data(
         shown = show_data(loaded, rows, None if whole else ROW_LIMIT, start)
     except ConfigError as error:
         raise error.in_file(loaded.origin) from error
-    if html is None:
-        print_data(shown, sys.stdout)
-    else:
-        write_page(shown, html)
-        typer.echo(html)
+    print_data(shown, sys.stdout)
 
 
 def diagnose_run(

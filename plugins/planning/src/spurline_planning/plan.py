@@ -6,7 +6,7 @@ prompt, and estimates memory from the model's architecture. Loads no weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,10 +15,7 @@ from typing import TypeVar
 from spurline.config.loading import LoadedConfig
 from spurline.config.paths import shown_path
 from spurline.config.run_config import ModelConfig, RunConfig
-from spurline.data.batch import TrainingBatch
-from spurline.data.token_store import describe
 from spurline.errors import ConfigError, Problem, RunDirectoryError, UserError
-from spurline.plugins.registry import CORE, group_by_kind
 from spurline.progress import Progress, describe_count, silent
 from spurline.protocols.loss import Loss
 from spurline.run.build import DataComponents, build_data, build_trackers
@@ -27,14 +24,13 @@ from spurline.run.evaluations.evaluation import metrics_of
 from spurline.run.evaluations.watched import check_watched
 from spurline.update.update import MADE_IN_UPDATE
 from spurline_models.architecture import load_model_config
-from spurline_models.dealing import deal
 from spurline_models.loading import check_weights_fit
 from spurline_models.memory import count_parameters
 from spurline_models.streams.positions import position_limit
 from spurline_models.streams.token_stream import check_columns, check_tokens
 from spurline_models.trainable import check_losses
 from spurline_models.weight_files import check_weight_files
-from spurline_planning.data_preview.rows import ROW_LIMIT, first_rows
+from spurline_planning.data_preview.rows import ROW_LIMIT, facts_of, first_rows
 from spurline_planning.data_preview.terminal import marked
 from spurline_planning.fit import Load, layout_lines, memory_lines, phase_lines
 from spurline_planning.protocols import PlansLayouts, planned
@@ -43,9 +39,6 @@ BATCHES_SHOWN = 3
 
 EXAMPLE_TOKENS = 120
 """Tokens of the example that are shown; the middle of a longer one is left out."""
-
-UNEVEN = 1.2
-"""Time over that of an even share from which on a plan says what to do about it."""
 
 T = TypeVar("T")
 
@@ -117,7 +110,6 @@ def make_plan(
         plan.attempt(lambda: _check_run_dir(config))
     if warning:
         plan.sections["on this machine"] = [warning]
-    plan.sections["plugins"] = _plugins(loaded)
     located = [
         problem.in_file(loaded.origin) if isinstance(problem, ConfigError) else problem for problem in plan.problems
     ]
@@ -202,26 +194,8 @@ def _amount(data: DataComponents) -> str:
     return f"{next(found, '')} for {steps:,} steps ({data.source.epoch(steps):.2f} epochs)"
 
 
-def _plugins(loaded: LoadedConfig) -> list[str]:
-    lines: list[str] = []
-    for name, plugin in loaded.host.plugins.items():
-        if name == CORE:
-            # What core has is the same in every run, and long; `spurline plugins` lists it.
-            lines.append(f"{name} {plugin.version} ({plugin.distribution})")
-            continue
-        provided = group_by_kind(loaded.host.registry.entries(name))
-        components = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in provided.items())
-        lines.append(f"{name} {plugin.version} ({plugin.distribution}) provides {components or 'no components'}")
-        hooks = [hook for hook in plugin.hooks if hook != "register_components"]
-        if hooks:
-            lines.append(f"  hooks: {', '.join(hooks)}")
-    return lines
-
-
 def _data(data: DataComponents, row_limit: int | None) -> list[str]:
-    lines = describe("train", dict(data.source.summary()))
-    for evaluation in data.evaluations:
-        lines += describe(evaluation.label, dict(evaluation.held_out.summary()))
+    lines = facts_of(data)
     rounded = data.source.summary().get("rounded")
     lines += rounded if isinstance(rounded, list) else []
     if data.source.summary().get("read_in_part"):
@@ -247,13 +221,7 @@ def _steps(config: RunConfig, data: DataComponents) -> list[str]:
     lines = [
         f"{source.total_steps:,} steps of {step_of}, {data.total_updates():,} optimizer steps, {epochs:.2f} epochs"
     ]
-    lines += _early_end(config)
-    per_epoch, per_step = facts.get("samples_per_epoch"), facts.get("samples_per_step", config.batch_size)
-    if isinstance(per_epoch, int) and isinstance(per_step, int):
-        beyond = (source.total_steps * per_step) % per_epoch
-        if config.epochs is not None and beyond and beyond < per_step:
-            lines.append(f"the last batch wraps around and takes {beyond} samples of the next epoch")
-    return lines
+    return [*lines, *_early_end(config)]
 
 
 def _early_end(config: RunConfig) -> list[str]:
@@ -306,7 +274,6 @@ def _batches(plan: Plan, loaded: LoadedConfig, data: DataComponents, model: _Mod
 def _first_batches(plan: Plan, config: RunConfig, data: DataComponents, model: _Model) -> Load:
     """Lay out the first batches. Returns the one with most tokens."""
     lines: list[str] = []
-    dealt: dict[str, float] = {}
     largest = Load()
     for step in range(1, min(BATCHES_SHOWN, data.source.total_steps) + 1):
         batch = data.source.build(step)
@@ -314,23 +281,12 @@ def _first_batches(plan: Plan, config: RunConfig, data: DataComponents, model: _
             f"step {step}: {batch.num_rows} rows x {batch.length} tokens, {batch.num_tokens:,} real "
             f"({batch.info.get('packing/fill', 0.0):.0%} fill), {batch.num_loss_tokens:,} with loss"
         )
-        if config.backend.rank_request() is not None:
-            said, over_ideal = _dealt(config, data.minibatches.cut(batch))
-            dealt[f"step {step}: {said}"] = over_ideal
         plan.attempt(partial(check_columns, batch, data.loss.needs - MADE_IN_UPDATE))
         if model.vocabulary is not None:
             plan.attempt(partial(check_tokens, batch, model.vocabulary))
         largest = max(largest, Load(batch.length, batch.num_tokens), key=lambda load: load.tokens)
         batch.release()
     plan.sections["batches"] = lines
-    if dealt:
-        plan.sections["dealt to ranks"] = list(dealt)
-        if max(dealt.values()) > UNEVEN:
-            plan.sections["dealt to ranks"].append(
-                "ranks wait for each other, as there are few rows and they are unlike. For packed rows leave "
-                "collator.algorithm at auto, or set collator.max_tokens nearer to the longest sample; or take more "
-                "samples in a step"
-            )
     return largest
 
 
@@ -342,25 +298,6 @@ def _example(data: DataComponents) -> list[str]:
         lines.append(f"{sequence.uid}, trained tokens in ⟦ ⟧ (`spurline data` shows more):")
         lines += [f"  | {line}" for line in marked(sequence.tokens, EXAMPLE_TOKENS).splitlines()]
     return lines
-
-
-def _dealt(run: RunConfig, minibatches: Sequence[TrainingBatch]) -> tuple[str, float]:
-    """Say how the ranks share a batch, and return how much longer it takes than an even share would."""
-    ranks, bound = run.backend.layout().data, run.backend.facts.microbatch_bound
-    hidden = load_model_config(run.model).get_text_config().hidden_size
-    dealings = [deal(minibatch, ranks, max_tokens=bound, hidden=hidden) for minibatch in minibatches]
-    slots = sum(dealing.num_microbatches for dealing in dealings)
-    tokens = sum(minibatch.num_tokens for minibatch in minibatches) / max(1, slots * ranks)
-    ideal = sum(dealing.costs.sum() for dealing in dealings) / ranks
-    time = sum(dealing.costs.max(axis=0).sum() for dealing in dealings) / ideal if ideal else 1.0
-    idle = sum(dealing.idle_slots for dealing in dealings)
-    waste = f", of which {idle:,} idle for want of rows" if idle else ""
-    where = "the one data-parallel rank" if ranks == 1 else f"each of {ranks} data-parallel ranks"
-    said = (
-        f"{slots:,} micro-batch{'es' if slots != 1 else ''} on {where}{waste}, about "
-        f"{tokens:,.0f} tokens each; {time:.2f} times the time of an even share"
-    )
-    return said, float(time)
 
 
 def _check_divisibility(loaded: LoadedConfig, data: DataComponents) -> None:

@@ -160,7 +160,6 @@ class RankBackendConfig(ModelBackendConfig):
             super().facts,
             yields_device=True,
             computes_in=self.computes_in,
-            microbatch_bound=self.max_tokens_per_microbatch,
             device=f"on {self.num_ranks} ranks, {self.on}, {self.computes_in}",
         )
 

@@ -15,11 +15,9 @@ from typing import Any
 
 from spurline.protocols.tracker import RunInfo
 from spurline_trackers.configs import MlflowTrackerConfig
-from spurline_trackers.library import tracker_library
-from spurline_trackers.sending import SendingTracker, earlier_run_id, store_run_id
+from spurline_trackers.sending import SendingTracker, earlier_run_id, store_run_id, tracker_library
 
 ID_FILE = "mlflow_run_id"
-"""Name of the file inside the run directory that holds the MLflow run id."""
 
 # By default MLflow tries for four minutes, in which a start says nothing.
 _ENVIRONMENT = {

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import time
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from spurline.errors import ConfigError, Problem
 from spurline.protocols.tracker import RunInfo
 from spurline_trackers.configs import OpenTelemetryTrackerConfig
-from spurline_trackers.library import tracker_library
-from spurline_trackers.sending import SendingTracker, earlier_run_id, new_run_id, store_run_id
+from spurline_trackers.sending import SendingTracker, earlier_run_id, new_run_id, store_run_id, tracker_library
 
 ID_FILE = "opentelemetry_run_id"
-"""Name of the file inside the run directory that holds the resource's `service.instance.id`."""
-_SCOPE = "spurline"
 _EXPORTER = "opentelemetry.exporter.otlp.proto.http"
 
 
@@ -28,7 +23,7 @@ class OpenTelemetryTracker(SendingTracker):
     name = "opentelemetry"
     fix = (
         "Start the receiver that trackers.opentelemetry.endpoint or OTEL_EXPORTER_OTLP_ENDPOINT names; it has to take "
-        "metrics and logs, as OTLP over HTTP."
+        "metrics and logs, as OTLP over HTTP, usually at port 4318."
     )
 
     def __init__(self, config: OpenTelemetryTrackerConfig) -> None:
@@ -42,12 +37,6 @@ class OpenTelemetryTracker(SendingTracker):
         self._scopes = library("opentelemetry.sdk.util.instrumentation")
         self._log_exporter = library(f"{_EXPORTER}._log_exporter").OTLPLogExporter
         self._metric_exporter = library(f"{_EXPORTER}.metric_exporter").OTLPMetricExporter
-        if os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL", "http").startswith("grpc") and config.endpoint is None:
-            text = (
-                "'opentelemetry' speaks OTLP over HTTP, but OTEL_EXPORTER_OTLP_PROTOCOL is grpc. Set "
-                "trackers.opentelemetry.endpoint to the receiver's address for HTTP, usually port 4318."
-            )
-            raise ConfigError([Problem("trackers", text)])
         self._config = config
 
     def open_run(self, info: RunInfo) -> None:
@@ -62,7 +51,7 @@ class OpenTelemetryTracker(SendingTracker):
             "spurline.run": info.run_dir.resolve().name,
         }
         self._resource = self._resources.Resource.create(attributes)
-        self._scope = self._scopes.InstrumentationScope(_SCOPE)
+        self._scope = self._scopes.InstrumentationScope("spurline")
         # This tracker reports failures itself, once.
         logging.getLogger(_EXPORTER).setLevel(logging.CRITICAL)
         self._event("spurline.start", time.time_ns(), {"spurline.resume_step": info.resume_step})
@@ -81,14 +70,8 @@ class OpenTelemetryTracker(SendingTracker):
         self._gauges.shutdown()
 
     def _event(self, name: str, when: int, attributes: Mapping[str, float]) -> None:
-        record = self._log_record(
-            timestamp=when,
-            observed_timestamp=when,
-            severity_number=self._severity.INFO,
-            body=name,
-            attributes=dict(attributes),
-            event_name=name,
-        )
+        severity, named = self._severity.INFO, {"body": name, "event_name": name, "attributes": dict(attributes)}
+        record = self._log_record(timestamp=when, observed_timestamp=when, severity_number=severity, **named)
         entry = self._logs.ReadableLogRecord(record, self._resource, self._scope)
         self._check(self._events.export([entry]))
 

@@ -12,9 +12,9 @@ PLUGIN = Plugin("trackers", api=API_VERSION)
 def register_components(registry: ComponentRegistrar) -> None:
     add = registry.add
     add(configs.TensorboardTrackerConfig, "spurline_trackers.tensorboard:TensorboardTracker")
-    add(configs.WandbTrackerConfig, "spurline_trackers.wandb:WandbTracker")
+    add(configs.WandbTrackerConfig, "spurline_trackers.projects:WandbTracker")
     add(configs.MlflowTrackerConfig, "spurline_trackers.mlflow:MlflowTracker")
-    add(configs.TrackioTrackerConfig, "spurline_trackers.trackio:TrackioTracker")
-    add(configs.SwanlabTrackerConfig, "spurline_trackers.swanlab:SwanlabTracker")
+    add(configs.TrackioTrackerConfig, "spurline_trackers.projects:TrackioTracker")
+    add(configs.SwanlabTrackerConfig, "spurline_trackers.projects:SwanlabTracker")
     add(configs.OpenTelemetryTrackerConfig, "spurline_trackers.opentelemetry:OpenTelemetryTracker")
     add(configs.PrometheusTrackerConfig, "spurline_trackers.prometheus:PrometheusTracker")

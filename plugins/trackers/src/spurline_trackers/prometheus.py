@@ -10,9 +10,8 @@ from typing import Any
 from spurline.errors import ConfigError, Problem
 from spurline.protocols.tracker import RunInfo
 from spurline_trackers.configs import PrometheusTrackerConfig
-from spurline_trackers.library import tracker_library
+from spurline_trackers.sending import tracker_library
 
-_STOP_WAIT_S = 5.0
 # The counters have these names.
 _RENAMED = {"steps": "steps_of_step", "tokens": "tokens_of_step"}
 
@@ -33,8 +32,9 @@ class PrometheusTracker:
     def start(self, info: RunInfo) -> None:
         """Listen. Raises ConfigError when the port is taken."""
         assert self._server is None, "PrometheusTracker is already started"
-        run = self._library.Info("spurline_run", "The run that is measured.", registry=self._registry)
-        run.info({"name": info.run_dir.resolve().name})
+        self._library.Info("spurline_run", "The run.", registry=self._registry).info(
+            {"name": info.run_dir.resolve().name}
+        )
         self._show("planned_steps", info.total_steps)
         host, port = self._config.host, self._config.port
         try:
@@ -64,7 +64,7 @@ class PrometheusTracker:
             server, self._server = self._server, None
             server.shutdown()
             server.server_close()
-            self._thread.join(_STOP_WAIT_S)
+            self._thread.join(5.0)
 
     def _show(self, name: str, value: float) -> None:
         public = f"spurline_{re.sub(r'[^a-zA-Z0-9_]', '_', _RENAMED.get(name, name))}"

@@ -6,6 +6,7 @@ is trained again after a kill is sent again. Only metrics.jsonl, which core writ
 
 from __future__ import annotations
 
+import importlib
 import re
 import secrets
 import sys
@@ -14,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from queue import SimpleQueue
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from spurline.errors import ConfigError, Problem
 from spurline.files import replace_file
@@ -27,11 +28,7 @@ _LONGEST_QUEUE = 10_000
 
 
 class SendingTracker(ABC):
-    """A tracker that writes to a store on a thread of its own.
-
-    A store that does not open is a ConfigError. A step that it does not take later is reported on stderr, and the run
-    goes on.
-    """
+    """A tracker that writes to a store on a thread of its own. What the store does not take is reported on stderr."""
 
     name: ClassVar[str]
     """The name of the tracker in the config."""
@@ -54,11 +51,7 @@ class SendingTracker(ABC):
 
     @abstractmethod
     def close_run(self, *, is_finished: bool) -> None:
-        """Close the store's run. Called on the tracker's thread.
-
-        Args:
-            is_finished: Whether the run did all of its steps; else it may be resumed.
-        """
+        """Close the store's run, on the tracker's thread; if it did not do all of its steps, it may be resumed."""
 
     def start(self, info: RunInfo) -> None:
         """Open the store. Raises ConfigError when it does not open."""
@@ -112,10 +105,7 @@ class SendingTracker(ABC):
 
 
 def earlier_run_id(info: RunInfo, file: str) -> str | None:
-    """Return the id that this file of the run directory holds when resuming; None for a run that starts over.
-
-    A run that starts over needs a new id, or its steps would mix with those that came before.
-    """
+    """Return the id in this file of the run directory; None for a run that starts over, which needs a new one."""
     path = info.run_dir / file
     return (path.read_text(encoding="utf-8").strip() or None) if info.is_resumed and path.exists() else None
 
@@ -130,6 +120,18 @@ def store_run_id(run_dir: Path, file: str, run_id: str) -> str:
     """Keep the id in this file of the run directory, and return it."""
     replace_file(run_dir / file, f"{run_id}\n")
     return run_id
+
+
+def tracker_library(name: str, module: str | None = None) -> Any:
+    """Return the library of tracker `name`, or a module of it. Raises ConfigError with the command that installs it."""
+    try:
+        return importlib.import_module(module or name)
+    except ImportError as error:
+        text = (
+            f"'{name}' needs the {name} library, which cannot be imported ({error}). Install it: "
+            f"pip install 'spurline-trackers[{name}]'"
+        )
+        raise ConfigError([Problem("trackers", text)]) from error
 
 
 def _first_line(error: BaseException) -> str:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from textwrap import indent
 from typing import Any
 
 from spurline.protocols.tracker import RunInfo
 from spurline_trackers.configs import TensorboardTrackerConfig
-from spurline_trackers.library import tracker_library
+from spurline_trackers.sending import tracker_library
 
-FOLDER = "tensorboard"
-"""Name of the folder inside the run directory."""
 _FLUSH_EVERY_S = 10
 
 
@@ -27,11 +26,10 @@ class TensorboardTracker:
         """Open a new event file that hides what earlier attempts logged of `info.first_step` and later."""
         assert self._writer is None, "TensorboardTracker is already started"
         self._writer = self._writer_class(
-            log_dir=str(info.run_dir / FOLDER), purge_step=info.first_step, flush_secs=_FLUSH_EVERY_S
+            log_dir=str(info.run_dir / "tensorboard"), purge_step=info.first_step, flush_secs=_FLUSH_EVERY_S
         )
-        settings = json.dumps(info.config, indent=2, default=str)
         # TensorBoard shows an indented block as it is.
-        block = "\n".join(f"    {line}" for line in settings.splitlines())
+        block = indent(json.dumps(info.config, indent=2, default=str), "    ")
         self._writer.add_text("config", block, global_step=info.resume_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

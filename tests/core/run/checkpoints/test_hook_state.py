@@ -74,8 +74,8 @@ def test_a_plugin_that_is_new_or_gone_is_a_note_on_resume_and_no_error(tmp_path:
     ("name", "state", "message"),
     [
         ("weights", Average(), r"keep_state\('weights'\): this name is taken"),
-        ("x", {"values": 1}, r"was given \{'values': 1\}, which cannot be saved\. Give it an object with .*state_dict"),
-        ("x", Average, "was given <class .*which cannot be saved"),
+        ("x", {"values": 1}, r"was given \{'values': 1\}.*state_dict"),
+        ("x", Average, "was given <class "),
         ("../x", Average(), "a name is letters, digits"),
         ("", Average(), "a name is letters, digits"),
         (3, Average(), "a name is letters, digits"),

@@ -1,7 +1,6 @@
-"""State that plugins keep from their hooks, in the checkpoint under `hooks/PLUGIN/NAME`.
+"""Keep the state of hooks in the checkpoint, under `hooks/PLUGIN/NAME`.
 
-A hook registers an object with `Run.keep_state` before the first step; what a resumed checkpoint holds for it is put
-into it right there. Components with state are not here: the run knows them (see `spurline.run.checkpoints.resume`).
+A hook registers an object with `Run.keep_state` before the first step, which restores the object on a resume.
 """
 
 from __future__ import annotations
@@ -29,25 +28,19 @@ class HookStates:
         self._is_closed = False
 
     def keep(self, plugin: str | None, name: str, state: Stateful) -> None:
-        """Save this state from now on, and restore it if the run was resumed.
+        """Save a state of a plugin, or of the program if that is None, from now on, and restore it on a resume.
 
-        plugin: who asks; None for a program that owns the run.
-        Raises PluginError for what cannot be kept, CheckpointError when what was saved does not fit.
+        Raises PluginError for a state that cannot be kept, CheckpointError if the saved one does not fit.
         """
         asked = f"keep_state({name!r})"
         if self._is_closed:
-            raise PluginError(
-                f"{asked} came after training began, so that a resume could not restore it in time. Call it in "
-                "on_run_start, which runs before the first step of new and of resumed runs."
-            )
+            raise PluginError(f"{asked} came after training began, too late for a resume. Call it in on_run_start.")
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise PluginError(f"{asked}: a name is letters, digits, dots, dashes and underscores, such as 'average'.")
         if isinstance(state, type) or not isinstance(state, Stateful):
             raise PluginError(
-                f"{asked} was given {state!r:.60}, which cannot be saved. Give it an object with the methods "
-                "state_dict() and load_state_dict(state), as spurline.protocols.stateful.Stateful describes them."
+                f"{asked} was given {state!r:.60}. Give it an object with state_dict() and load_state_dict(state)."
             )
-        # A plugin's name as a folder can be called.
         key = name if plugin is None else f"{re.sub(r'[^A-Za-z0-9_.-]', '-', plugin)}/{name}"
         if key in self._kept:
             raise PluginError(f"{asked}: this name is taken already. Give each state a name of its own.")
@@ -56,10 +49,10 @@ class HookStates:
             self._restore(key)
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Put into the states kept so far, and into those still to come, what the checkpoint has for them."""
+        """Restore the states that are kept from the checkpoint, and from now on those that are still to come."""
         self._checkpoint = checkpoint
         folder = checkpoint.path / FOLDER
-        # Deeper ones are parts of states.
+        # Deeper files are parts of states.
         files = [*folder.glob("*.json"), *folder.glob("*/*.json")]
         self._saved = {str(path.relative_to(folder))[: -len(".json")] for path in files}
         for key in self._kept:
@@ -82,7 +75,7 @@ class HookStates:
             ) from error
 
     def close(self) -> list[str]:
-        """Take no more states; returns what a person should know of a resume."""
+        """Take no more states, and return notes on a resume."""
         self._is_closed = True
         left = [
             f"The state {_described(key)} in the checkpoint is left out: nothing in this run keeps it any more."
@@ -91,10 +84,7 @@ class HookStates:
         return [f"The state {_described(key)} is new in this run and starts afresh." for key in self._new] + left
 
     def states(self) -> Iterator[tuple[str, Mapping[str, object], str]]:
-        """(path in a checkpoint, state, whose it is) of each, asked for one after another.
-
-        Raises HookFailedError naming what cannot be saved.
-        """
+        """Yield (path in a checkpoint, state, owner) of each. Raises HookFailedError for one that cannot be saved."""
         for key, state in self._kept.items():
             try:
                 content = state.state_dict()

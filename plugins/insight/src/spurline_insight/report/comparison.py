@@ -21,7 +21,7 @@ from spurline_insight.report.document import document
 from spurline_insight.report.figure import Trace, line, one_of_several, series_color, step_figure
 from spurline_insight.report.markup import block, caption, footer, scalar, status_mark, table, text
 from spurline_insight.report.page import facts_of, record_of, steps_of
-from spurline_insight.report.record import distinct_names, evaluation_losses, evaluation_scores
+from spurline_insight.report.record import distinct_names
 from spurline_insight.report_panel import RunRecord
 
 COMPARISON_FILE = "comparison.html"
@@ -50,16 +50,6 @@ class ComparedRun:
     def metrics(self) -> frozenset[str]:
         """Return the names of all metrics that the run recorded."""
         return frozenset(name for line in self.record.metrics for name in line) - {"step"}
-
-    @cached_property
-    def less_is_better(self) -> frozenset[str]:
-        """Return the names of losses, but for the loss of a policy, which does not say how good it is."""
-        return frozenset([*evaluation_losses(self.record), *(() if "reward/mean" in self.metrics else ("loss",))])
-
-    @cached_property
-    def more_is_better(self) -> frozenset[str]:
-        """Return the names of rewards and scores."""
-        return frozenset([*evaluation_scores(self.record)[0], "reward/mean"])
 
     @property
     def mark(self) -> str:
@@ -130,7 +120,7 @@ def _section(title: str, content: str) -> str:
 def _results(runs: Sequence[ComparedRun]) -> str:
     names = _usual({name for run in runs for name in run.metrics})
     rows = [[text(name), *(_result(run, name) for run in runs)] for name in names]
-    note = "The last value of each metric, and the best one with its step."
+    note = "The last value of each metric, then the lowest and the highest with their steps."
     return block(caption(note), _run_table("Metric", runs, rows), wide=True)
 
 
@@ -146,10 +136,8 @@ def _result(run: ComparedRun, name: str) -> str:
     steps, values = run.record.series(name)
     if not values:
         return _NOTHING
-    if name not in run.less_is_better | run.more_is_better:
-        return score(values[-1])
-    best = min(values) if name in run.less_is_better else max(values)
-    return f"{score(values[-1])} <small>best {score(best)} at step {steps[values.index(best)]:,}</small>"
+    ends = " · ".join(f"{score(end)} at step {steps[values.index(end)]:,}" for end in (min(values), max(values)))
+    return f"{score(values[-1])} <small>{ends}</small>"
 
 
 def _settings(runs: Sequence[ComparedRun]) -> str:

@@ -38,12 +38,9 @@ def distinct_names(run_dirs: Sequence[Path]) -> list[str]:
     parts = [run_dir.resolve().parts for run_dir in run_dirs]
 
     def name_of(own: tuple[str, ...]) -> str:
-        for length in range(1, len(own) + 1):
-            if sum(other[-length:] == own[-length:] for other in parts) == 1:
-                break
-        else:
-            length = len(own)
-        return str(Path(*own[-length:]))
+        lengths = range(1, len(own))
+        unique = (n for n in lengths if sum(other[-n:] == own[-n:] for other in parts) == 1)
+        return str(Path(*own[-next(unique, len(own)) :]))
 
     return [name_of(own) for own in parts]
 

@@ -28,7 +28,6 @@ from spurline_insight.view.runs import ViewedRun
 ENTRY_POINT_GROUP = "spurline.view"
 Answer = Callable[[Mapping[str, str]], Any]
 """Answers a request with JSON values. In: its query. LookupError: what the query names is not there."""
-_OWN = "spurline-insight"
 _FILES = {
     "/": ("page.html", "text/html"),
     "/page.js": ("page.js", "text/javascript"),
@@ -39,53 +38,29 @@ _FILES = {
 def make_app(runs: Sequence[ViewedRun]) -> Starlette:
     """Return the application over these runs. It answers anyone; `guard` lets requests in.
 
-    Raises PluginError when a package that answers cannot be loaded, or answers a name that another one has.
+    Raises PluginError when a package that answers cannot be loaded.
     """
     routes = [Route(path, _file(*entry), methods=["GET"]) for path, entry in _FILES.items()]
-    answers: dict[str, Answer] = {
+    answers = _answers_of_others([run.run_dir for run in runs]) | {
         "runs": partial(_runs, runs),
         "series": partial(_series, runs),
         "evaluations": partial(_evaluations, runs),
     }
-    answers |= _answers_of_others([run.run_dir for run in runs], dict.fromkeys(answers, _OWN))
     routes += [Route(f"/api/{name}", _endpoint(answer), methods=["GET"]) for name, answer in answers.items()]
     routes.append(Route("/api/{name}", _endpoint(_not_installed), methods=["GET"]))
     return Starlette(routes=routes)
 
 
-def _answers_of_others(run_dirs: Sequence[Path], taken: Mapping[str, str]) -> dict[str, Answer]:
-    """Return the answers of other packages by name; `taken` has the names that are answered already."""
-    distributions = dict(taken)
+def _answers_of_others(run_dirs: Sequence[Path]) -> dict[str, Answer]:
     found: dict[str, Answer] = {}
     for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
-        distribution = entry.dist.name if entry.dist is not None else "(unknown distribution)"
-        for name, answer in _load(entry, distribution, run_dirs).items():
-            if name in distributions:
-                raise PluginError(
-                    f"{distributions[name]} and {distribution} both answer /api/{name} of `spurline view`. Uninstall "
-                    f"one: pip uninstall {distribution}."
-                )
-            distributions[name] = distribution
-            found[name] = answer
+        try:
+            found |= entry.load()(run_dirs)
+        except Exception as error:
+            raise PluginError(
+                f"{entry.value}, which answers questions of `spurline view`, fails: {type(error).__name__}: {error}."
+            ) from error
     return found
-
-
-def _load(entry: importlib.metadata.EntryPoint, distribution: str, run_dirs: Sequence[Path]) -> Mapping[str, Answer]:
-    try:
-        answers = entry.load()(run_dirs)
-    except SpurlineError:
-        raise
-    except Exception as error:
-        raise PluginError(
-            f"{distribution} answers questions of `spurline view` with {entry.value}, which fails: "
-            f"{type(error).__name__}: {error}. Repair it, or uninstall it: pip uninstall {distribution}."
-        ) from error
-    if not isinstance(answers, Mapping):
-        raise PluginError(
-            f"{distribution} answers questions of `spurline view` with {entry.value}, which returns "
-            f"{answers!r:.100}; it must return a mapping of names to functions."
-        )
-    return answers
 
 
 def _not_installed(query: Mapping[str, str]) -> Any:

@@ -64,11 +64,6 @@ class ShownRow:
     heading: str
     sequences: tuple[ShownSequence, ...]
 
-    @property
-    def is_pair(self) -> bool:
-        """True if its sequences are answers to compare."""
-        return any(sequence.kind in _PAIR for sequence in self.sequences)
-
 
 @dataclass(frozen=True)
 class ShownData:
@@ -99,9 +94,7 @@ def show_data(loaded: LoadedConfig, num_rows: int, row_limit: int | None, progre
     with ExitStack() as stack:
         data = build_data(loaded, stack, row_limit, progress)
         rows = first_rows(data, num_rows)
-        facts = describe("train", dict(data.source.summary()))
-        for evaluation in data.evaluations:
-            facts += describe(evaluation.label, dict(evaluation.held_out.summary()))
+        facts = facts_of(data)
         if data.source.summary().get("read_in_part"):
             facts.append(
                 f"read: the first {row_limit:,} rows of each dataset, so these rows come at another step of the run; "
@@ -113,6 +106,14 @@ def show_data(loaded: LoadedConfig, num_rows: int, row_limit: int | None, progre
                 "tells no prompts beforehand"
             )
         return ShownData(str(loaded.origin), tuple(facts), tuple(rows))
+
+
+def facts_of(data: DataComponents) -> list[str]:
+    """Return lines on the data that are trained on, and those of each evaluation."""
+    facts = describe("train", dict(data.source.summary()))
+    for evaluation in data.evaluations:
+        facts += describe(evaluation.label, dict(evaluation.held_out.summary()))
+    return facts
 
 
 def first_rows(data: DataComponents, num_rows: int) -> list[ShownRow]:

@@ -11,7 +11,6 @@ from itertools import groupby
 from typing import IO
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from spurline.terminal import printable
@@ -43,23 +42,10 @@ def print_data(data: ShownData, file: IO[str]) -> None:
     for row in data.rows:
         console.print()
         console.print(Text(printable(row.heading), "bold"))
-        if row.is_pair:
-            _print_pairs(console, row.sequences)
-            continue
         for sequence in row.sequences:
             for line in _headings(sequence):
                 console.print(Text(line, "yellow"))
             console.print(_coloured(sequence))
-
-
-def _print_pairs(console: Console, sequences: Sequence[ShownSequence]) -> None:
-    for first in range(0, len(sequences), 2):
-        pair = sequences[first : first + 2]
-        table = Table(expand=True)
-        for sequence in pair:
-            table.add_column(Text("\n".join(_headings(sequence)), "yellow"), ratio=1)
-        table.add_row(*map(_coloured, pair))
-        console.print(table)
 
 
 def _coloured(sequence: ShownSequence) -> Text:

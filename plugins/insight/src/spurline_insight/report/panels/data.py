@@ -70,9 +70,7 @@ def _count_table(splits: Mapping[str, Mapping[str, Any]]) -> str:
     ]
     for reason in reasons:
         dropped = [_number((counts.get("dropped") or {}).get(reason, 0)) for counts in splits.values()]
-        examples = [(counts.get("dropped_examples") or {}).get(reason) for counts in splits.values()]
-        first = next((f' title="First: {text(example)}"' for example in examples if example), "")
-        rows.append([f"<span{first}>Dropped: {text(reason.replace('_', ' '))}</span>", *dropped])
+        rows.append([f"Dropped: {text(reason.replace('_', ' '))}", *dropped])
     if not reasons:
         rows.append(["Dropped", *("0" for _ in splits)])
     return table(["", *splits], rows, css="numbers")
@@ -82,11 +80,9 @@ def _prompt_table(splits: Mapping[str, Mapping[str, Any]]) -> str:
     """Return a table of the prompts per split, and of each dataset where there are several."""
     rows = [["Prompts", *(_number(counts.get("prompts")) for counts in splits.values())]]
     sources = dict.fromkeys(label for counts in splits.values() for label in counts.get("sources") or ())
-    if any(len(counts.get("sources") or ()) > 1 for counts in splits.values()):
-        for label in sources:
-            sizes = [(counts.get("sources") or {}).get(label) for counts in splits.values()]
-            found = ["" if size is None else _number(size) for size in sizes]
-            rows.append([f"of {text(label)}", *found])
+    for label in sources if len(sources) > 1 else ():
+        sizes = [(counts.get("sources") or {}).get(label) for counts in splits.values()]
+        rows.append([f"of {text(label)}", *map(_number, sizes)])
     steps = [counts.get("step_of") for counts in splits.values()]
     if any(steps):
         rows.append(["Step", *(text(step) if step else "" for step in steps)])
@@ -95,8 +91,6 @@ def _prompt_table(splits: Mapping[str, Mapping[str, Any]]) -> str:
 
 def _histogram(split: str, lengths: Mapping[str, Sequence[float]], max_length: float | None) -> str:
     edges, counts = lengths["edges"], lengths["counts"]
-    if len(edges) != len(counts) + 1:
-        raise ValueError(f"{len(counts)} length counts need {len(counts) + 1} edges, found {len(edges)}")
     widths = [right - left for left, right in pairwise(edges)]
     bars = {
         "type": "bar",

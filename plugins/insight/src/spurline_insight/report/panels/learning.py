@@ -108,7 +108,7 @@ class GradientPanel(Panel):
             traces.append(level(f"clipped above {threshold:g}", steps, threshold, "--series-6"))
             clipped = sum(value > threshold for value in values)
             head += f"; {clipped / len(values):.0%} of the steps were clipped"
-        return block(caption(head), step_figure(traces, "Norm", label="Norm", **_scale(values)))
+        return block(caption(head), step_figure(traces, "Norm", label="Norm", rangemode="tozero"))
 
 
 def _given_up(record: RunRecord) -> str:
@@ -121,11 +121,3 @@ def _given_up(record: RunRecord) -> str:
             of = prefix.removeprefix("eval/").rstrip("/")
             found.append(f"{f'{of}: ' if of else ''}{counts[worst]:,.0f} at step {steps[worst]:,}")
     return caption(f"Held-out prompts given up: {'; '.join(found)}. They count as failed") if found else ""
-
-
-def _scale(values: list[float]) -> dict[str, Any]:
-    """Return a logarithmic axis where one spike would flatten everything else."""
-    middle = statistics.median(values)
-    if min(values) > 0 and max(values) > 20 * middle:
-        return {"type": "log", "dtick": 1}
-    return {"rangemode": "tozero"}

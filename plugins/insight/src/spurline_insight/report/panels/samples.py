@@ -105,26 +105,16 @@ def _answer(answer: Answer | None) -> str:
 
 
 def _marks(answer: Answer) -> str:
-    """Return the scores that the answer reached; of reward terms, the verdict and then each term."""
-    scores = {name: float(value) for name, value in (answer.get("scores") or {}).items()}
-    if "passed" not in answer:
-        return "".join(_mark(name, value) for name, value in scores.items())
-    kind, verdict = ("good", "✓ passed") if answer["passed"] else ("bad", "✗ failed")
-    if answer.get("reward") is not None:
-        verdict += f", reward {float(answer['reward']):.3g}"
-    return _chip(kind, verdict) + "".join(_chip("term", f"{_name(name)} {value:.3g}") for name, value in scores.items())
-
-
-def _mark(name: str, value: float) -> str:
-    if not 0 <= value <= 1:
-        # No share of anything, such as a penalty: there is no telling which amount is good.
-        return _chip("term", f"{_name(name)} {value:.3g}")
-    kind, sign = ("good", "✓") if value == 1 else ("bad", "✗") if value == 0 else ("partial", "~")
-    return _chip(kind, f"{sign} {_name(name)}" + (f" {value:.3g}" if kind == "partial" else ""))
-
-
-def _chip(kind: str, words: str) -> str:
-    return f'<span class="mark {kind}">{text(words)}</span>'
+    """Return the verdict on the answer, and each score that it reached."""
+    chips: list[tuple[str, str]] = []
+    if "passed" in answer:
+        reward = "" if answer.get("reward") is None else f", reward {float(answer['reward']):.3g}"
+        chips.append(("good", f"✓ passed{reward}") if answer["passed"] else ("bad", f"✗ failed{reward}"))
+    for name, value in (answer.get("scores") or {}).items():
+        kind, sign = {1.0: ("good", "✓ "), 0.0: ("bad", "✗ ")}.get(float(value), ("term", ""))
+        kind, sign = (kind, sign) if "passed" not in answer else ("term", "")
+        chips.append((kind, f"{sign}{_name(name)}" + (f" {float(value):.3g}" if kind == "term" else "")))
+    return "".join(f'<span class="mark {kind}">{text(words)}</span>' for kind, words in chips)
 
 
 def _name(name: str) -> str:

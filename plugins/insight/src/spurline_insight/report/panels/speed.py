@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from spurline.trackers.readout import clock, quantity, seconds_of_generation, training_seconds
-from spurline_insight.report.figure import Trace, one_of_several, raw_and_smoothed, series_color, step_figure
+from spurline_insight.report.figure import one_of_several, raw_and_smoothed, step_figure
 from spurline_insight.report.markup import Panel, block, caption, shares
 from spurline_insight.report_panel import RunRecord
 
@@ -27,8 +27,6 @@ _NAMES = {
     "time/critic_forward_backward": "critic forward + backward",
     "time/look_back": "look back (forward)",
 }
-_MAX_BARS = 40
-_MAX_AREA_POINTS = 300
 
 
 class ThroughputPanel(Panel):
@@ -57,7 +55,7 @@ class ThroughputPanel(Panel):
 
 
 class TimeSplitPanel(Panel):
-    """The parts of each step's time, stacked, and their shares of the whole run."""
+    """The parts of the time of all steps, with their shares."""
 
     title = "Where the time goes"
     order = 410
@@ -79,12 +77,7 @@ class TimeSplitPanel(Panel):
             (_part(name, inside), totals[name] / whole, f"{_percent(totals[name] / whole)} · {_seconds(totals[name])}")
             for name in names
         ]
-        steps = [int(metrics["step"]) for metrics in record.metrics if "time/step" in metrics]
-        plot = _plot_stacked(steps, lines, {name: _part(name, inside) for name in names})
-        return block(
-            f'<div class="columns"><div>{plot}</div><div>{shares(rows)}{_list_overlapping(record, inside)}</div></div>',
-            wide=True,
-        )
+        return block(shares(rows), _list_overlapping(record, inside))
 
 
 @dataclass(frozen=True)
@@ -135,7 +128,7 @@ def _split_time(metrics: Mapping[str, float], inside: Sequence[str]) -> dict[str
 
 
 def _list_overlapping(record: RunRecord, inside: Sequence[str]) -> str:
-    """Return a line of the times that overlap the parts, so that they cannot be stacked."""
+    """Return a line of the times that overlap the parts, so that they are not added to them."""
     totals: dict[str, float] = {}
     for metrics in record.metrics:
         for name, value in metrics.items():
@@ -143,38 +136,6 @@ def _list_overlapping(record: RunRecord, inside: Sequence[str]) -> str:
                 totals[name] = totals.get(name, 0.0) + float(value)
     listed = ", ".join(f"{_readable(name)} {_seconds(total)}" for name, total in sorted(totals.items()))
     return caption(f"Also measured, overlapping the above: {listed}") if listed else ""
-
-
-def _plot_stacked(steps: Sequence[int], lines: Sequence[Mapping[str, float]], labels: Mapping[str, str]) -> str:
-    """Return bars for a few steps, and areas over means of stretches for many; the first part is at the bottom."""
-    stretch = math.ceil(len(lines) / _MAX_AREA_POINTS)
-    stretches = [lines[start : start + stretch] for start in range(0, len(lines), stretch)]
-    steps = [steps[min(start + stretch, len(steps)) - 1] for start in range(0, len(lines), stretch)]
-    traces: list[Trace] = []
-    heights = [0.0] * len(steps)
-    for index, (name, label) in enumerate(labels.items()):
-        color = series_color(min(index, 7))
-        values = [sum(parts.get(name, 0.0) for parts in members) / len(members) for members in stretches]
-        heights = [height + value for height, value in zip(heights, values, strict=True)]
-        common: Trace = {"name": label, "x": steps, "y": values, "hovertemplate": "%{y:.3~s}s"}
-        if len(steps) <= _MAX_BARS:
-            traces.append(common | {"type": "bar", "marker": {"color": color}})
-        else:
-            area: Trace = {"type": "scatter", "mode": "lines", "stackgroup": "parts", "fillcolor": color}
-            traces.append(common | area | {"line": {"width": 0, "color": color, "shape": "hvh"}})
-    y_title = "Seconds per step" if stretch == 1 else f"Seconds per step (means of {stretch})"
-    layout = {"barmode": "stack", "showlegend": False}
-    top = _axis_top(heights)
-    note = caption(f"The axis ends at {_seconds(top)}; the highest point is {_seconds(max(heights))}.") if top else ""
-    y_axis = {"range": [0, top]} if top else {"rangemode": "tozero"}
-    return note + step_figure(traces, y_title, layout, label="Parts of the step time", **y_axis)
-
-
-def _axis_top(heights: Sequence[float]) -> float | None:
-    """Return where to cut the axis if rare long steps would flatten all others; else None."""
-    ordered = sorted(heights)
-    usual = ordered[math.ceil(0.9 * len(ordered)) - 1]
-    return 2 * usual if ordered[-1] > 4 * usual > 0 else None
 
 
 def _part(name: str, inside: Sequence[str]) -> str:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from io import StringIO
 from typing import Any
+
+from ruamel.yaml import YAML
 
 from spurline.trackers.readout import clock, quantity, score
 from spurline_insight.health import findings, trained_steps
@@ -113,13 +116,16 @@ class ConfigPanel(Panel):
             entries = "".join(f"<li>{text(_change(entry))}</li>" for entry in history)
             fragments.append(f"<h3>Changed on the way</h3><ul>{entries}</ul>")
         if record.config:
-            scalars = {key: value for key, value in record.config.items() if not _is_nested(value)}
-            nested = [_section(key, value) for key, value in record.config.items() if _is_nested(value)]
-            top = _section("run", scalars) if scalars else ""
-            fragments.append(f'<div class="settings">{top}{"".join(nested)}</div>')
+            fragments.append(_as_yaml(record.config))
         if versions:
-            fragments.append(f'<h3>Versions</h3><div class="settings versions">{_entries(versions)}</div>')
+            fragments.append(f"<h3>Versions</h3>{_as_yaml(versions)}")
         return block(*fragments, wide=True) if fragments else None
+
+
+def _as_yaml(settings: Any) -> str:
+    out, yaml = StringIO(), YAML()
+    yaml.dump(settings, out)
+    return f'<pre class="settings">{text(out.getvalue())}</pre>'
 
 
 def _change(entry: Mapping[str, Any]) -> str:
@@ -130,26 +136,3 @@ def _change(entry: Mapping[str, Any]) -> str:
 def _whole(value: Any) -> Any:
     """Return the name of a component that was replaced as a whole."""
     return value.get("name", value) if isinstance(value, Mapping) else value
-
-
-def _section(name: str, value: Any) -> str:
-    return f"<details open><summary>{text(name)}</summary>{_entries(value)}</details>"
-
-
-def _entries(value: Any) -> str:
-    """Return a mapping or a list of mappings as nested definition lists."""
-    pairs = value.items() if isinstance(value, Mapping) else enumerate(value, start=1)
-    lines = [_section(str(key), item) if _is_nested(item) else _entry(str(key), item) for key, item in pairs]
-    return f"<dl>{''.join(lines)}</dl>"
-
-
-def _entry(key: str, value: Any) -> str:
-    css = ' class="unset"' if value is None else ""
-    return f"<div><dt>{text(key)}:</dt><dd{css}>{text(scalar(value))}</dd></div>"
-
-
-def _is_nested(value: Any) -> bool:
-    """Return whether the value is a mapping or a list of some; a list of plain values is shown on one line."""
-    if isinstance(value, Mapping):
-        return bool(value)
-    return isinstance(value, (list, tuple)) and any(isinstance(item, (Mapping, list, tuple)) for item in value)

@@ -1,0 +1,129 @@
+"""Send metrics to W&B, Trackio and SwanLab: one run in a project, whose id is kept in the run directory."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import secrets
+import sys
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+from typing import Any, Generic, TypeVar
+
+from spurline.protocols.tracker import RunInfo
+from spurline_trackers.configs import (
+    ProjectTrackerConfig,
+    SwanlabTrackerConfig,
+    TrackioTrackerConfig,
+    WandbTrackerConfig,
+)
+from spurline_trackers.sending import SendingTracker, earlier_run_id, new_run_id, store_run_id, tracker_library
+
+# By default W&B waits for its service without a limit at the end of a run.
+_WANDB_ENVIRONMENT = {"WANDB_FINISH_TIMEOUT": "30", "WANDB_FINISH_TIMEOUT_RAISES": "true"}
+
+_Config = TypeVar("_Config", bound=ProjectTrackerConfig)
+
+
+class ProjectTracker(SendingTracker, Generic[_Config]):
+    """A tracker whose library opens a run that takes a step's metrics at once."""
+
+    def __init__(self, config: _Config) -> None:
+        super().__init__()
+        self._config = config
+        self._library = tracker_library(self.name)
+        self._run: Any = None
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close_run(self, *, is_finished: bool) -> None:
+        # Stdout belongs to the progress of the run.
+        with redirect_stdout(sys.stderr):
+            self.finish(is_finished=is_finished)
+
+    def finish(self, *, is_finished: bool) -> None:
+        """Tell the service that the run is over."""
+        self._run.finish()
+
+
+class WandbTracker(ProjectTracker[WandbTrackerConfig]):
+    """Send metrics to a W&B project. W&B keeps the first values of steps that a resumed run repeats."""
+
+    name = "wandb"
+    fix = "Log in with `wandb login`, set WANDB_API_KEY, or set mode: offline."
+
+    def open_run(self, info: RunInfo) -> None:
+        for name, value in _WANDB_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        file = "wandb_run_id"
+        self._run = self._library.init(
+            project=self._config.project,
+            entity=self._config.entity,
+            name=self._config.display_name(info.run_dir),
+            id=earlier_run_id(info, file) or store_run_id(info.run_dir, file, new_run_id(info.run_dir)),
+            resume="allow",
+            mode=self._config.mode,
+            dir=str(info.run_dir),
+            config=dict(info.config),
+        )
+
+
+class TrackioTracker(ProjectTracker[TrackioTrackerConfig]):
+    """Send metrics to a Trackio project, which finds a run by its name."""
+
+    name = "trackio"
+    fix = "Make TRACKIO_DIR writable, or log in to the hub with `hf auth login` where trackers.trackio.space_id is set."
+
+    def open_run(self, info: RunInfo) -> None:
+        file = "trackio_run_name"
+        new_name = new_run_id(info.run_dir, self._config.run_name)
+        with redirect_stdout(sys.stderr):
+            self._run = self._library.init(
+                project=self._config.project,
+                name=earlier_run_id(info, file) or store_run_id(info.run_dir, file, new_name),
+                group=self._config.group,
+                space_id=self._config.space_id,
+                private=self._config.private,
+                config=dict(info.config),
+                resume="allow",
+                embed=False,
+                auto_log_gpu=False,
+                auto_log_cpu=False,
+            )
+
+
+class SwanlabTracker(ProjectTracker[SwanlabTrackerConfig]):
+    """Send metrics to a SwanLab experiment, or write them where `swanlab sync` and `swanlab watch` find them.
+
+    Each start of the run has a folder of its own in RUN_DIR/swanlab.
+    """
+
+    name = "swanlab"
+    fix = "Log in with `swanlab login`, set SWANLAB_API_KEY, or set mode: offline."
+
+    def open_run(self, info: RunInfo) -> None:
+        file = "swanlab_run_id"
+        folder = info.run_dir / "swanlab"
+        folder.mkdir(exist_ok=True)
+        hook = sys.excepthook
+        with redirect_stdout(sys.stderr):
+            self._run = self._library.init(
+                project=self._config.project,
+                workspace=self._config.workspace,
+                name=self._config.display_name(info.run_dir),
+                mode=self._config.mode,
+                tags=list(self._config.tags) or None,
+                id=earlier_run_id(info, file) or store_run_id(info.run_dir, file, secrets.token_hex(10)),
+                resume="allow",
+                log_dir=str(folder),
+                config=dict(info.config),
+                # No questions, and the output of the run stays its own.
+                settings=self._library.Settings(interactive=False, terminal={"proxy_type": "none"}),
+            )
+        # The run reports its own end, and a service that does not answer must not keep the process alive.
+        sys.excepthook = hook
+        atexit.unregister(self._run._handle_atexit)
+
+    def finish(self, *, is_finished: bool) -> None:
+        self._run.finish(state="success" if is_finished else "aborted")
