@@ -17,9 +17,7 @@ import pytest
 from living_processes import is_alive
 from run_helpers import wait_for
 
-from spurline import child as child_module
 from spurline.child import ChildProcess
-from spurline.errors import RunFailedError
 
 pytestmark = pytest.mark.processes
 
@@ -120,14 +118,6 @@ def test_a_death_is_noticed_with_how_it_came_and_the_last_words(start: Start, tm
     assert heard.child.last_words() == ("an earlier life\ngiving up" if in_file else "giving up")
 
 
-def test_last_words_can_be_read_while_it_lives(start: Start) -> None:
-    heard = start("echoes")
-    assert heard.child.last_words() == ""
-    heard.child.send({})
-    heard.next()
-    assert heard.child.last_words() == "this line is not a message"
-
-
 def test_a_message_that_was_broken_off_says_nothing(start: Start) -> None:
     heard = start("breaks_off")
     assert [heard.next(), heard.next()] == [{"whole": 1}, None]
@@ -154,15 +144,6 @@ def test_a_process_that_cannot_be_started_is_an_error_where_it_is_started(monkey
     with pytest.raises(FileNotFoundError, match="/nowhere/python"):
         Heard("echoes")
     wait_for(lambda: threading.active_count() == before, "the end of its thread")
-
-
-def test_a_process_that_outlives_a_kill_is_an_error(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    heard = start("sleeps")
-    with monkeypatch.context() as patch:
-        patch.setattr(heard.child, "kill", lambda: None)
-        patch.setattr(child_module, "KILL_TIMEOUT_S", 0.1)
-        with pytest.raises(RunFailedError, match=r"Process \d+ was killed, but has not ended 0\.1 s later"):
-            heard.child.end()
 
 
 def test_it_lives_on_when_the_thread_that_asked_for_it_has_ended(start: Start) -> None:

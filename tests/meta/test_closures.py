@@ -30,12 +30,3 @@ def test_fine_tuning_imports_nothing_of_reinforcement_learning_nor_of_ranks_or_t
     assert {"spurline.run.loop", "spurline_text.sources.sft", "spurline_models.local.backend"} <= run
     others = {f"spurline_{name}" for name in ("rl", "ranks", "agents", "async_rl", "trackers")}
     assert packages(run) & others == set()
-
-
-@pytest.mark.parametrize(
-    ("run", "module"), [("RL", "spurline_rl.source"), ("async RL", "spurline_async_rl.source.source")]
-)
-def test_imports_are_followed_into_the_components_that_a_config_chooses(
-    run: str, module: str, closures: ModuleType
-) -> None:
-    assert module in closures.closure_of(closures.RUNS[run]).run

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from pins import pin_of
 
 ROOT = Path(__file__).parents[2]
 NAMES = {
@@ -60,14 +59,6 @@ def test_what_is_imported_is_declared_and_nothing_else_is(folder: str) -> None:
     assert {name for name in unused if BESIDE.get(name) not in imported} == set(), "extras not imported"
 
 
-def test_packages_of_this_project_go_together_by_minor_version() -> None:
-    for folder, project in PROJECTS.items():
-        extras = [entry for entries in project.get("optional-dependencies", {}).values() for entry in entries]
-        for entry in [entry for entry in (*project["dependencies"], *extras) if distribution(entry) in OURS]:
-            pin = pin_of(OURS[distribution(entry)]["version"])
-            assert entry.endswith(pin) or "[" in entry, f"{folder}: {entry}"
-
-
 def test_extras_that_pages_and_messages_name_exist() -> None:
     """`pip install spurline-models[lora]` is what an error tells a user to type."""
     pages = [path for pattern in ("README.md", "*/*.md", "plugins/*/README.md") for path in ROOT.glob(pattern)]
@@ -99,20 +90,6 @@ for name in {modules!r}:
 """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, f"without {absent}: {result.stderr}"
-
-
-@pytest.mark.processes
-def test_the_tiny_model_is_written_with_pytest_alone(tmp_path: Path) -> None:
-    program = f"""
-import sys
-sys.modules.update(hypothesis=None, peft=None)
-from pathlib import Path
-from spurline_models.testing.inputs import write_tiny_model
-print(sorted(path.name for path in write_tiny_model(Path({str(tmp_path)!r})).iterdir()))
-"""
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
-    assert "'model.safetensors'" in result.stdout
 
 
 def of_extras(entry: str) -> set[str]:

@@ -83,14 +83,6 @@ def test_relative_links_in_the_docs_lead_somewhere(path: Path) -> None:
         assert (path.parent / target).exists(), f"{path.name} links to {target}"
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "docs").rglob("*.md")), ids=lambda path: path.name)
-def test_yaml_blocks_marked_as_whole_runs_are_valid(path: Path, tmp_path: Path) -> None:
-    for number, block in enumerate(re.findall(r"```yaml title=\"run\.yaml\"\n(.*?)```", path.read_text("utf-8"), re.S)):
-        config = tmp_path / f"{number}.yaml"
-        config.write_text(block, encoding="utf-8")
-        assert load_config(config).config
-
-
 def test_every_line_that_the_tour_quotes_stands_in_the_code() -> None:
     sources = [path for folder in ("core", "plugins") for path in (ROOT / folder).rglob("src/**/*.py")]
     code = {line.strip() for path in sources for line in path.read_text(encoding="utf-8").splitlines()}

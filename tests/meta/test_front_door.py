@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shlex
-import struct
 import subprocess
 import sys
 import tomllib
@@ -136,31 +135,6 @@ def test_each_variant_of_the_container_installs_its_torch(variant: str, expected
     assert expected in result.stdout
     assert re.search(r"torch==[\d.]+$", result.stdout.strip())
     assert ("index-url" in result.stdout) == (variant == "cpu")
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("word", ["RUN"])
-def test_every_command_of_the_container_is_valid_shell(word: str) -> None:
-    for argument in [argument for found, argument in instructions() if found == word]:
-        result = subprocess.run(["sh", "-n", "-c", argument], capture_output=True, text=True, timeout=30)
-        assert result.returncode == 0, f"{argument}: {result.stderr}"
-
-
-def test_the_picture_of_the_report_is_one() -> None:
-    data = (ROOT / "docs/images/report.png").read_bytes()
-    assert data.startswith(b"\x89PNG\r\n\x1a\n")
-    width, height = struct.unpack(">II", data[16:24])
-    assert width >= 1000
-    assert height >= 800
-    assert len(data) < 400_000
-
-
-@pytest.mark.processes
-def test_taking_the_picture_without_a_browser_says_what_to_install(tmp_path: Path) -> None:
-    command = [sys.executable, ROOT / "docs/picture.py", tmp_path / "report.html", tmp_path / "x.png"]
-    result = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=60)
-    assert result.returncode == 2
-    assert "Install Chromium" in result.stderr
 
 
 def test_the_front_page_of_the_docs_lists_what_a_run_leaves_behind(

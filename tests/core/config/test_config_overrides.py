@@ -48,13 +48,6 @@ def test_dataset_written_in_short_can_be_set_with_and_without_index(path: str, t
     assert (dataset["path"], dataset["split"]) == ("rows.jsonl", "train[:10]")
 
 
-def test_item_of_a_list_is_set_by_index() -> None:
-    data = {"train": ["a.jsonl", {"path": "b.jsonl"}]}
-    first, second = resolved("data.train.0.weight=2", "data.train.1=c.jsonl", data=data)["data"]["train"]
-    assert (first["path"], first["weight"]) == ("a.jsonl", 2.0)
-    assert second["path"] == "c.jsonl"
-
-
 def test_nested_component_in_a_mapping_keeps_its_name() -> None:
     evaluations = {"score": {"name": "held_out", "data": "b.jsonl"}}
     got = resolved("evaluations.score.batch_size=3", evaluations=evaluations)["evaluations"]["score"]
@@ -89,7 +82,3 @@ def test_problem_of_an_override_names_the_override_and_not_the_line_it_replaced(
     with pytest.raises(ConfigError) as caught:
         load_config(path, ["steps=0"])
     assert str(caught.value) == f"{path}: steps is 0: input should be greater than 0. (from --set steps=0)"
-
-
-def test_setting_below_a_string_that_is_no_component_is_refused() -> None:
-    assert "model.path" in message("model.path.x=1")

@@ -93,45 +93,19 @@ def test_release_gives_buffers_back_once_and_not_for_copies() -> None:
     assert released == ["buffers"]
 
 
-def test_check_finds_loss_on_a_first_token() -> None:
-    batch = packed([3, 4])
-    weights = batch.tokens["loss_weights"].clone()
-    weights[0, 0] = 1.0
-    with pytest.raises(AssertionError, match="first token"):
-        batch.with_tokens(loss_weights=weights).check()
-
-
-def test_check_finds_loss_on_padding() -> None:
-    batch = packed([3, 4], max_tokens=10).pad_rows(2)
-    weights = batch.tokens["loss_weights"].clone()
-    weights[1, 0] = 1.0
-    with pytest.raises(AssertionError, match="padding"):
-        batch.with_tokens(loss_weights=weights).check()
-
-
-def test_check_finds_segments_that_are_numbered_against_their_place_in_the_row() -> None:
-    batch = packed([3, 3])
-    ids = batch.tokens["segment_ids"]
-    assert sorted(set(ids[0].tolist())) == [1, 2]
+def test_what_is_wrong_in_a_batch_is_found() -> None:
+    batch = packed([3, 3], max_tokens=10).pad_rows(2)
+    ids, weights = batch.tokens["segment_ids"], batch.tokens["loss_weights"]
     swapped = torch.where(ids == 1, 2, torch.where(ids == 2, 1, ids)).to(ids.dtype)
     with pytest.raises(AssertionError, match="row 0: segment 2 lies before segment 1"):
         batch.with_tokens(segment_ids=swapped).check()
+    for row, told in ((0, "first token"), (1, "padding")):
+        wrong = weights.clone()
+        wrong[row, 0] = 1.0
+        with pytest.raises(AssertionError, match=told):
+            batch.with_tokens(loss_weights=wrong).check()
 
 
 def test_a_sample_that_cannot_fit_a_packed_row_is_named() -> None:
     with pytest.raises(DataError, match=r"random:1 has 41 tokens.*max_tokens"):
         packed([5, 41])
-
-
-def test_alignment_counts_against_the_row_so_that_it_never_overflows() -> None:
-    collator = PackedCollator(PackedCollatorConfig(max_tokens=16, align_to=8), PAD, ParallelLayout())
-    batch = collator.collate(make_view([5, 5, 5, 5]), training=True)
-    assert batch.length == 16
-    assert batch.num_rows == 2
-
-
-def test_a_tail_smaller_than_the_ranks_gets_padding_rows() -> None:
-    collator = PackedCollator(PackedCollatorConfig(max_tokens=16), PAD, ParallelLayout(data=4))
-    batch = collator.collate(make_view([3, 3]), training=False)
-    assert batch.is_padding_row.tolist().count(True) == 2
-    batch.check()

@@ -179,24 +179,6 @@ def test_what_a_plugin_replaces_may_be_of_one_that_is_listed_after_it(plugins: F
     assert registry.get("optimizer", "models/steady").plugin == "models"
 
 
-def add_fast_optimizer(registry: ComponentRegistrar) -> None:
-    registry.add_to("optimizer", f"{__name__}:FastOptimizerConfig", "fake_module:Fast")
-
-
-FastOptimizerConfig = of_kind(FastConfig, "optimizer")
-
-
-@pytest.mark.parametrize("listed", [["turbo", "models"], ["models", "turbo"]])
-def test_what_is_replaced_may_have_been_added_to_a_kind_of_another_plugin(
-    plugins: FakePlugins, listed: list[str]
-) -> None:
-    plugins.add("models", register=add_fast_optimizer)
-    plugins.add("turbo", register=offer("optimizer", "fast", replaces_builtin=True))
-    registry = PluginHost.load(listed, plugins.available).registry
-    assert registry.get("optimizer", "fast").plugin == "turbo"
-    assert registry.get("optimizer", "models/fast").plugin == "models"
-
-
 def fail(registry: ComponentRegistrar) -> None:
     raise KeyError("oops")
 
@@ -239,13 +221,6 @@ def test_default_of_a_plugin_holds_while_it_is_enabled(bare: None, plugins: Fake
     available = plugins.add("turbo", register=offer("prefetch", "fast", default=True))
     assert load_config({**SETTINGS, "plugins": ["turbo"]}, available=available).resolved()["prefetch"]["name"] == "fast"
     assert load_config(SETTINGS, available=available).resolved()["prefetch"]["name"] == "serial"
-
-
-def test_versions_of_plugins_are_listed(plugins: FakePlugins) -> None:
-    def on_step_end(step: int) -> None: ...
-
-    host = PluginHost.load(["a"], plugins.add("a", hooks=(on_step_end,), register=offer("loss", "fast")))
-    assert host.versions() == {"spurline": importlib.metadata.version("spurline"), "spurline-a": "1.2.3"}
 
 
 class FakeDistribution:

@@ -242,19 +242,6 @@ def test_hooks_see_every_point_of_a_run_and_keep_their_state_over_a_resume(confi
     assert recorded(config["run_dir"]) == recorded(whole["run_dir"])
 
 
-def test_optimizer_steps_are_told_with_their_number_over_a_resume(config: Config) -> None:
-    told: list[tuple[int, str]] = []
-
-    class Steps:
-        @hookimpl
-        def on_optimizer_step(self, update: int, role: str) -> None:
-            told.append((update, role))
-
-    train(config, Steps(), At(4, lambda: signal.raise_signal(signal.SIGTERM)))
-    train(config, Steps())
-    assert told == [(update, "policy") for update in range(1, 9)]
-
-
 def test_a_run_ends_when_its_metric_is_reached_and_keeps_the_best(config: Config) -> None:
     reached = recorded_after(config)
     config["run_dir"] += "-again"
@@ -302,15 +289,6 @@ def test_collators_reductions_and_losses_are_exchanged_without_the_others(config
     assert found[-1]["loss"] < found[0]["loss"]
 
 
-def test_layout_of_rows_changes_nothing_but_rounding(config: Config) -> None:
-    losses = []
-    for number, collator in enumerate(("packed", "padded")):
-        settings = {**config, "run_dir": f"{config['run_dir']}{number}", "collator": collator}
-        train(settings)
-        losses.append([line["loss"] for line in recorded(settings["run_dir"])])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-
-
 def test_only_one_run_has_a_directory(config: Config) -> None:
     def again() -> None:
         with pytest.raises(RunDirectoryError):
@@ -344,19 +322,6 @@ def test_the_list_of_plugins_shows_what_is_installed_and_enabled(
     shown = capsys.readouterr().out
     assert "  backend: table, other_table" in shown
     assert "  commands: shout" in shown
-
-
-def test_a_plugin_that_stands_beside_changes_what_it_replaces_alone(config: Config, plugins: FakePlugins) -> None:
-    calls: list[int] = []
-
-    def on_step_end(step: int) -> None:
-        calls.append(step)
-
-    available = plugins.add("counter", hooks=(on_step_end,))
-    loaded = load_config({**config, "plugins": ["counter"]}, available=available)
-    assert list(loaded.host.plugins) == ["core", "models", "counter"]
-    assert Run(loaded).train().status == "finished"
-    assert calls == [*range(1, 9)]
 
 
 ALONE = """

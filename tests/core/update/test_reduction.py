@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spurline.config.run_config import ReductionConfig
 from spurline.data.batch import SEGMENT_COLUMNS, Ragged, TrainingBatch
 from spurline.data.collators.packed import PackedCollator
 from spurline.data.collators.padded import PaddedCollator
@@ -17,10 +14,8 @@ from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig
 from spurline.protocols.collator import ParallelLayout
 from spurline.testing.samples import PAD, make_view
 from spurline.update.reduction import (
-    REDUCTIONS,
     Reduce,
     fixed_norm,
-    make_reduction,
     prompt_mean,
     reduce_corrected,
     sequence_mean,
@@ -67,12 +62,6 @@ def test_sequence_mean_weighs_every_sample_with_loss_the_same(lengths: list[int]
             assert after[uid] == pytest.approx(1.0 if weight > 0 else 0.0, abs=1e-6)
         zero = batch.tokens["loss_weights"] == 0
         assert bool((reduced.tokens["loss_weights"][zero] == 0).all())
-
-
-def test_one_sample_may_not_outweigh_another_by_length() -> None:
-    batch, normalizer = sequence_mean(batches([12, 9], seed=1)[1])
-    assert normalizer == 2
-    assert list(weight_of_each_segment(batch).values()) == pytest.approx([1.0, 1.0])
 
 
 def one_batch(rows: list[list[tuple[str, int, int, list[float]]]]) -> TrainingBatch:
@@ -152,23 +141,11 @@ def test_fixed_norm_counts_trajectories_and_not_their_rows() -> None:
         assert torch.equal(reduced.tokens["loss_weights"], batch.pad_rows(5).tokens["loss_weights"])
 
 
-def test_fixed_norm_counts_a_sample_that_is_there_twice_twice() -> None:
-    twice = one_batch([[("row-7", 0, 0, [0, 1]), ("row-8", 0, 0, [0, 1])], [("row-7", 0, 0, [0, 1])]])
-    assert fixed_norm(10)(twice)[1] == 30
-
-
 @pytest.mark.parametrize("reduce", [token_mean, sequence_mean, prompt_mean, fixed_norm(8)])
 def test_a_batch_without_loss_has_no_weight_and_a_harmless_divisor(reduce: Reduce) -> None:
     reduced, normalizer = reduce(one_batch([[("a", 0, 0, [0, 0])]]))
     assert not bool(reduced.tokens["loss_weights"].any())
     assert normalizer > 0
-
-
-def test_every_reduction_of_the_config_has_a_function() -> None:
-    names = set(get_args(ReductionConfig.model_fields["name"].annotation))
-    assert names == {*REDUCTIONS, "fixed_norm"}
-    for name in names:
-        assert callable(make_reduction(ReductionConfig.model_validate({"name": name, "length": 4})))
 
 
 def test_rejected_tokens_are_not_counted_and_other_factors_do_not_cancel_out() -> None:

@@ -48,12 +48,6 @@ def test_curves_of_the_runs_lie_over_each_other_in_a_colour_for_each(runs: list[
     assert max(max(trace["x"]) for trace in drawn["loss"]["data"]) == 20
 
 
-def test_what_was_measured_before_the_first_step_is_drawn(runs: list[Path], tmp_path: Path) -> None:
-    page = write_comparison(runs, tmp_path / "comparison.html")
-    assert [trace["x"][0] for trace in figures(page)["eval/loss"]["data"]] == [0, 0]
-    assert figures(page)["loss"]["data"][0]["x"][0] == 1
-
-
 def test_settings_that_differ_stand_side_by_side_and_no_others(runs: list[Path], tmp_path: Path) -> None:
     found = words(write_comparison(runs, tmp_path / "comparison.html"))
     assert "Settings that differ Setting slow fast optimizer.lr 0.0001 0.001" in found

@@ -16,7 +16,7 @@ from spurline_insight.report.figure import (
     figure,
     level,
     line,
-    moving_sums,
+    moving_means,
     raw_and_smoothed,
     step_figure,
     thinned,
@@ -45,28 +45,15 @@ def test_thinning_keeps_ends_and_extremes_and_few_points(num_points: int, seed: 
         assert (min(kept_values), max(kept_values)) == (min(values), max(values))
 
 
-def test_a_single_spike_survives_thinning() -> None:
-    values = [1.0] * 100_000
-    values[54_321] = 1000.0
-    assert max(thinned(range(100_000), values)[1]) == 1000.0
-
-
-@given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=40), st.integers(1, 12))
-def test_moving_sums_add_up_the_window_around_each_point(values: list[float], span: int) -> None:
-    half = span // 2
-    expected = [sum(values[max(0, index - half) : index + half + 1]) for index in range(len(values))]
-    assert moving_sums(values, span) == pytest.approx(expected, abs=1e-6)
+@given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=35))
+def test_moving_means_are_those_of_the_window_around_each_point(values: list[float]) -> None:
+    windows = [values[max(0, index - 2) : index + 3] for index in range(len(values))]
+    assert moving_means(values) == pytest.approx([sum(window) / len(window) for window in windows], abs=1e-6)
 
 
 def test_the_smoothed_line_of_a_constant_is_that_constant() -> None:
     _, mean = raw_and_smoothed("loss", list(range(50)), [2.5] * 50, "--series-1")
     assert mean["y"] == pytest.approx([2.5] * 50)
-
-
-def test_smoothed_rates_weigh_each_step_by_its_time() -> None:
-    rates, seconds = [10.0] * 11 + [1.0], [1.0] * 11 + [100.0]
-    _, mean = raw_and_smoothed("tokens/s", list(range(12)), rates, "--series-1", weights=seconds)
-    assert mean["y"][-1] == pytest.approx((2 * 10 + 100) / 102)
 
 
 def test_a_short_series_is_drawn_once_with_its_points_marked() -> None:

@@ -69,11 +69,6 @@ def test_the_header_names_run_status_and_what_was_trained(make_run_dir: RunDirMa
     assert "models/tiny · data/arith.jsonl" in html
 
 
-def test_the_header_says_on_what_it_was_trained(make_run_dir: RunDirMaker) -> None:
-    run_dir = make_run_dir(summary={"status": "finished", "device": "2 x cpu"})
-    assert "· on 2 x cpu" in own_html(write_report(read_record(run_dir), [], run_dir / "report.html"))
-
-
 def test_an_unfinished_run_shows_how_far_it_came(make_run_dir: RunDirMaker) -> None:
     run_dir = make_run_dir(num_steps=10, summary={"status": "running", "total_steps": 40})
     html = own_html(write_report(read_record(run_dir), [], run_dir / "report.html"))
@@ -138,14 +133,6 @@ def test_a_failing_panel_leaves_its_error_on_the_page_and_fails_the_report(make_
     html = own_html(out)
     assert "KeyError: &#x27;&lt;reward&gt;&#x27;" in html
     assert html.index("Broken could not be drawn") < html.index("still here")
-
-
-def test_an_old_page_is_replaced_and_nothing_else_is_left_behind(make_run_dir: RunDirMaker) -> None:
-    run_dir = make_run_dir()
-    before = {path.name for path in run_dir.iterdir()}
-    for _ in range(2):
-        write_report(read_record(run_dir), [], run_dir / "report.html")
-    assert {path.name for path in run_dir.iterdir()} == before | {"report.html"}
 
 
 def test_a_page_that_cannot_be_written_keeps_the_old_one(make_run_dir: RunDirMaker) -> None:

@@ -157,13 +157,6 @@ def test_many_answers_are_folded_and_long_ones_cut(make_run_dir: RunDirMaker) ->
     assert "(1,000 more characters)" in fragment
 
 
-def test_a_torn_last_answer_is_left_out(make_run_dir: RunDirMaker) -> None:
-    run_dir = make_run_dir(samples=[sample(10, "p1", "whole", 1)])
-    with (run_dir / "eval_samples.jsonl").open("a") as handle:
-        handle.write('{"step": 20, "prompt": "p1", "resp')
-    assert "Answer at step 10" in shown("SamplesPanel", read_record(run_dir))
-
-
 def test_settings_read_as_they_are_written_in_yaml(make_run_dir: RunDirMaker) -> None:
     fragment = shown("ConfigPanel", read_record(make_run_dir()))
     for line in ("  revision:\n", "  betas:\n  - 0.9\n  - 0.95\n", "  export_hf: true\n", "torch: 2.13.0\n"):

@@ -328,17 +328,6 @@ def test_what_a_live_run_adds_is_found_and_old_steps_are_not_read_again(
     assert client.get("/api/series?metric=loss").json()[0]["steps"] == [1, 2, 3, 4]
 
 
-def test_lines_that_are_half_written_wait_for_their_end(run: Path) -> None:
-    client = client_of(run)
-    line = b'{"step": 4, "loss": 0.125}\n'
-    with (run / "metrics.jsonl").open("ab") as metrics:
-        metrics.write(line[:9])
-        metrics.flush()
-        assert client.get("/api/runs").json()[0]["step"] == 3
-        metrics.write(line[9:])
-    assert client.get("/api/series?metric=loss").json()[0]["values"][-1] == 0.125
-
-
 def test_steps_that_a_resumed_run_made_anew_take_the_place_of_the_old_ones(run: Path) -> None:
     client = client_of(run)
     assert found(client, text="at 3")
@@ -359,11 +348,6 @@ def test_a_damaged_file_is_told_and_what_was_read_of_it_stays(run: Path) -> None
     answer = client.get("/api/rollouts?run=0").json()
     assert "step-000004.parquet" in answer["error"]
     assert answer["matching"] == 12
-
-
-def test_a_run_without_rollouts_has_an_empty_list(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "sft", steps=0)
-    assert found(client_of(folder)) == []
 
 
 def test_a_folder_that_goes_away_is_an_empty_list_and_no_failure(run: Path) -> None:

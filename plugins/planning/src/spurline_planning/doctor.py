@@ -61,7 +61,8 @@ def _versions(loaded: LoadedConfig) -> Finding:
 def _machine() -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = soft != resource.RLIM_INFINITY and soft < OPEN_FILES
-    yield Finding("open files", _limit(soft), f"run `ulimit -n {min(OPEN_FILES, hard)}` before" if few else "")
+    shown = "without limit" if soft == resource.RLIM_INFINITY else f"{soft:,}"
+    yield Finding("open files", shown, f"run `ulimit -n {min(OPEN_FILES, hard)}` before" if few else "")
     yield Finding("memory", f"{_gib(memory_bytes())}, {num_cores()} cores")
 
 
@@ -73,10 +74,6 @@ def _shared_memory() -> Iterator[Finding]:
         small = free < SHARED_MEMORY
         fix = "give the container more, as with `docker run --shm-size=8g`, or free what lies there"
         yield Finding(str(shared), f"{_gib(free)} free, by which NCCL exchanges within a machine", fix if small else "")
-
-
-def _limit(value: int) -> str:
-    return "without limit" if value == resource.RLIM_INFINITY else f"{value:,}"
 
 
 def _devices() -> Iterator[Finding]:

@@ -20,11 +20,8 @@ from spurline_trackers.sending import SendingTracker, earlier_run_id, store_run_
 ID_FILE = "mlflow_run_id"
 
 # By default MLflow tries for four minutes, in which a start says nothing.
-_ENVIRONMENT = {
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "15",
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
-    "MLFLOW_DISABLE_TELEMETRY": "true",
-}
+_WAITING = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "15", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"}
+_ENVIRONMENT = {**_WAITING, "MLFLOW_DISABLE_TELEMETRY": "true"}
 # MLflow's limits of one request.
 _MOST_METRICS = 1000
 _MOST_PARAMETERS = 100
@@ -53,14 +50,10 @@ class MlflowTracker(SendingTracker):
 
     def open_run(self, info: RunInfo) -> None:
         self._client = self._mlflow.MlflowClient(tracking_uri=self._config.tracking_uri)
-        earlier = earlier_run_id(info, ID_FILE)
-        if earlier is None:
-            self._new_run(info)
-        else:
+        if (earlier := earlier_run_id(info, ID_FILE)) is not None:
             self._client.update_run(earlier, status="RUNNING")
             self._run_id = earlier
-
-    def _new_run(self, info: RunInfo) -> None:
+            return
         name = self._config.experiment
         experiment = self._client.get_experiment_by_name(name)
         experiment_id = self._client.create_experiment(name) if experiment is None else experiment.experiment_id

@@ -32,9 +32,8 @@ class PrometheusTracker:
     def start(self, info: RunInfo) -> None:
         """Listen. Raises ConfigError when the port is taken."""
         assert self._server is None, "PrometheusTracker is already started"
-        self._library.Info("spurline_run", "The run.", registry=self._registry).info(
-            {"name": info.run_dir.resolve().name}
-        )
+        run = self._library.Info("spurline_run", "The run.", registry=self._registry)
+        run.info({"name": info.run_dir.resolve().name})
         self._show("planned_steps", info.total_steps)
         host, port = self._config.host, self._config.port
         try:

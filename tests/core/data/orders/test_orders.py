@@ -104,42 +104,6 @@ STAGES = [6, 9, 3, 8, 9, 8, 5, 4, 7, 9, 6, 0, 2, 6, 7, 1, 8, 7]
 LENGTH_GROUPED = [5, 6, 8, 4, 9, 9, 7, 8, 3, 7, 6, 2, 7, 6, 8, 1, 9, 0]
 
 
-@given(sizes=sizes_strategy, seed=st.integers(0, 99), epochs=st.integers(1, 3), batch=st.integers(1, 17))
-def test_batches_are_slices_of_the_endless_concatenation(sizes: list[int], seed: int, epochs: int, batch: int) -> None:
-    samples = facts(sizes)
-    order = uniform(samples, seed)
-    total = sum(sizes)
-    whole = np.concatenate([epoch(order, samples, number) for number in range(epochs + 1)])
-    for start in range(0, epochs * total, batch):
-        stop = min(start + batch, len(whole))
-        assert np.array_equal(order.positions(start, stop), whole[start:stop])
-
-
-@given(sizes=sizes_strategy, seed=st.integers(0, 99), number=st.integers(0, 5))
-def test_each_epoch_has_every_sample_once(sizes: list[int], seed: int, number: int) -> None:
-    samples = facts(sizes)
-    for order in (uniform(samples, seed), curriculum(samples, seed, stages=3), length_grouped(samples, seed)):
-        assert sorted(epoch(order, samples, number).tolist()) == list(range(sum(sizes)))
-
-
-def test_weight_two_shows_each_row_twice_per_epoch() -> None:
-    samples = facts([5, 3], [2.0, 1.0])
-    counts = np.bincount(epoch(uniform(samples), samples), minlength=8)
-    assert counts.tolist() == [2, 2, 2, 2, 2, 1, 1, 1]
-
-
-def test_weight_one_half_shows_every_row_once_in_two_epochs() -> None:
-    samples = facts([6, 4], [0.5, 1.0])
-    assert samples.samples_per_epoch == 7
-    counts = np.bincount(uniform(samples, 3).positions(0, 14), minlength=10)
-    assert counts.tolist() == [1] * 6 + [2] * 4
-
-
-def test_the_sequential_order_is_the_file_order() -> None:
-    order = SequentialOrder(SequentialOrderConfig(), samples=facts([3, 2]), seed=0)
-    assert order.positions(0, 8).tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
-
-
 @given(sizes=sizes_strategy, seed=st.integers(0, 99), number=st.integers(0, 3))
 def test_a_curriculum_rises_in_each_epoch_and_shuffles_what_is_as_hard(
     sizes: list[int], seed: int, number: int
@@ -150,12 +114,6 @@ def test_a_curriculum_rises_in_each_epoch_and_shuffles_what_is_as_hard(
     falling = curriculum(samples, seed, direction="descending")
     levels = [level(int(sample), sizes) for sample in epoch(falling, samples, number)]
     assert levels == sorted(levels, reverse=True)
-
-
-def test_what_is_as_hard_comes_in_another_order_with_another_epoch_or_seed() -> None:
-    samples = facts([70])
-    orders = {tuple(epoch(curriculum(samples, seed), samples, number)) for seed in range(2) for number in range(2)}
-    assert len(orders) == 4
 
 
 def test_stages_rise_and_are_shuffled_within() -> None:
@@ -186,16 +144,6 @@ def test_batches_are_grouped_by_length_also_after_an_epoch_that_ends_within_one(
     # 1003 = 125 * 8 + 3: each epoch leaves a few random samples over, which belong to the batches at its ends.
     assert sum(spread > 20 for spread in spreads) <= 4
     assert np.median(spreads) == 7
-
-
-def test_smaller_pools_mix_more() -> None:
-    samples = facts([1000], per_step=8)
-    known = samples.lengths()
-
-    def spread(pool: int) -> float:
-        return float(np.ptp(known[epoch(length_grouped(samples, pool_batches=pool), samples)].reshape(-1, 8), 1).mean())
-
-    assert spread(1000) < spread(10) < spread(1)
 
 
 def test_lengths_that_nobody_knows_are_refused() -> None:

@@ -202,38 +202,6 @@ def test_going_back_sets_later_checkpoints_aside(store: CheckpointStore) -> None
     assert [path.name for path in store.paths()] == ["step-00000005"]
 
 
-KILLED_IN_A_PART = """
-import os, signal, sys
-from pathlib import Path
-from spurline.protocols.stateful import StateParts
-from spurline.run.checkpoints.checkpoint import CheckpointStore, Written
-from spurline.run.checkpoints.state_files import write_state
-def parts(until):
-    for number in range(3):
-        if number == until:
-            os.kill(os.getpid(), signal.SIGKILL)
-        yield {"number": number}
-store = CheckpointStore(Path(sys.argv[1]))
-for step, until in ((1, None), (2, 1)):
-    write = lambda folder: Written(write_state(folder / "source", {"groups": StateParts(lambda: parts(until))}))
-    store.save(step, write, {"config": {}, "versions": {}})
-"""
-
-
-@pytest.mark.processes
-def test_a_kill_between_two_parts_of_a_state_leaves_the_checkpoint_before(store: CheckpointStore) -> None:
-    killed = subprocess.run([sys.executable, "-c", KILLED_IN_A_PART, str(store.root)], timeout=60, check=False)
-    assert killed.returncode == -signal.SIGKILL
-    assert [*store.root.glob(".writing-*/source.parts/0/00000.json")]
-    store.clean()
-    latest = store.latest()
-    assert latest is not None
-    assert latest.step == 1
-    parts: Any = read_state(latest.path / "source")["groups"]
-    assert [part["number"] for part in parts] == [0, 1, 2]
-    assert [path.name for path in store.root.iterdir() if path.is_dir()] == ["step-00000001"]
-
-
 WRITER = """
 import sys
 from pathlib import Path

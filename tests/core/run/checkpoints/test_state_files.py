@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from spurline.errors import RunFailedError
 from spurline.protocols.stateful import StateParts
@@ -64,13 +63,6 @@ def test_arrays_in_a_checkpoint_have_the_names_of_their_keys(tmp_path: Path) -> 
 def test_odd_and_colliding_keys_come_back_as_they_were(tmp_path: Path, state: dict[str, Any]) -> None:
     write_state(tmp_path / "odd", state)
     assert equal(read_state(tmp_path / "odd"), state)
-
-
-def test_states_with_numbered_arrays_of_earlier_checkpoints_are_read(tmp_path: Path) -> None:
-    save_file({"0": ARRAY, "1": ARRAY + 1}, tmp_path / "old.safetensors")
-    written = {"state": {"a": {"__array__": "0"}, "b": [{"__array__": "1"}]}}
-    (tmp_path / "old.json").write_text(json.dumps(written), encoding="utf-8")
-    assert equal(read_state(tmp_path / "old"), {"a": ARRAY, "b": [ARRAY + 1]})
 
 
 @pytest.mark.parametrize(

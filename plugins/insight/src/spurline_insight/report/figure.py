@@ -52,24 +52,15 @@ def smoothing_span(num_points: int) -> int:
     return max(5, math.isqrt(num_points))
 
 
-def moving_sums(values: Sequence[float], span: int) -> list[float]:
-    """Return the sum over the window of about `span` points around each point; the window is shorter at the ends.
+def moving_means(values: Sequence[float]) -> list[float]:
+    """Return the mean over the window of `smoothing_span` points around each point; it is shorter at the ends.
 
     The window is centred, as a trailing average would lag behind a steep start.
     """
     sums_before = [0.0, *accumulate(values)]
-    half = span // 2
+    half = smoothing_span(len(values)) // 2
     windows = [(max(0, index - half), min(len(values), index + half + 1)) for index in range(len(values))]
-    return [sums_before[end] - sums_before[start] for start, end in windows]
-
-
-def moving_means(values: Sequence[float], weights: Sequence[float] | None = None) -> list[float]:
-    """Return the mean over the `smoothing_span` of points around each point, weighted if weights are given."""
-    span = smoothing_span(len(values))
-    weights = weights if weights is not None else [1.0] * len(values)
-    tops = moving_sums([value * weight for value, weight in zip(values, weights, strict=True)], span)
-    bottoms = moving_sums(weights, span)
-    return [top / bottom if bottom > 0 else math.nan for top, bottom in zip(tops, bottoms, strict=True)]
+    return [(sums_before[end] - sums_before[start]) / (end - start) for start, end in windows]
 
 
 def line(
@@ -107,35 +98,18 @@ def line(
     return trace | changes
 
 
-def raw_and_smoothed(
-    name: str, steps: Sequence[int], values: Sequence[float], color: str, weights: Sequence[float] | None = None
-) -> list[Trace]:
-    """Return a faint line of the values and a strong one of their moving mean; of a short series, one strong line.
-
-    Args:
-        name: Name of the values in the legend.
-        steps: Steps of the values.
-        values: The values.
-        color: Name of a CSS variable.
-        weights: Weights of the values in the mean; equal if not given.
-    """
+def raw_and_smoothed(name: str, steps: Sequence[int], values: Sequence[float], color: str) -> list[Trace]:
+    """Return a faint line of the values and a strong one of their moving mean; of a short series, one strong line."""
     if len(values) < SMOOTHED_FROM:
         return [line(name, steps, values, color)]
-    means = moving_means(values, weights)
+    means = moving_means(values)
     return [
         line(name, steps, values, color, width=1, opacity=0.4, mode="lines"),
         line(f"mean of {smoothing_span(len(values))} steps", steps, means, color, width=2.5, mode="lines"),
     ]
 
 
-def one_of_several(
-    name: str,
-    steps: Sequence[int],
-    values: Sequence[float],
-    color: str,
-    weights: Sequence[float] | None = None,
-    **changes: Any,
-) -> list[Trace]:
+def one_of_several(name: str, steps: Sequence[int], values: Sequence[float], color: str, **changes: Any) -> list[Trace]:
     """Return `raw_and_smoothed` lines for a plot of several series: one entry in the legend hides and shows both.
 
     Pointing at the plot shows the values themselves, not their means.
@@ -143,7 +117,7 @@ def one_of_several(
     if len(values) < SMOOTHED_FROM:
         return [line(name, steps, values, color, **changes)]
     common: Trace = {"legendgroup": name, "mode": "lines"} | changes
-    means = moving_means(values, weights)
+    means = moving_means(values)
     unread: Trace = {"hoverinfo": "skip", "hovertemplate": None}
     return [
         line(name, steps, values, color, width=1, opacity=0.35, showlegend=False, **common),

@@ -41,12 +41,11 @@ class ThroughputPanel(Panel):
             return None
         head = f"Mean {quantity(trained.mean)} tokens/s"
         if generated is not None:
-            traces = one_of_several("training", trained.steps, trained.rates, "--series-5", trained.seconds)
-            rates = (generated.steps, generated.rates)
-            traces += one_of_several("generation", *rates, "--series-2", generated.seconds)
+            traces = one_of_several("training", trained.steps, trained.rates, "--series-5")
+            traces += one_of_several("generation", generated.steps, generated.rates, "--series-2")
             head += f" in training, {quantity(generated.mean)} in generation; each over its own time"
         else:
-            traces = raw_and_smoothed("tokens/s", trained.steps, trained.rates, "--series-5", trained.seconds)
+            traces = raw_and_smoothed("tokens/s", trained.steps, trained.rates, "--series-5")
             head += ", evaluation not counted"
         plot = step_figure(
             traces, "Tokens per second", label="Tokens per second over steps", rangemode="tozero", tickformat="~s"
@@ -82,11 +81,10 @@ class TimeSplitPanel(Panel):
 
 @dataclass(frozen=True)
 class Speed:
-    """Tokens per second at each of `steps`, with the seconds of each as weights for a mean."""
+    """Tokens per second at each of `steps`, and over all of their time."""
 
     steps: list[int]
     rates: list[float]
-    seconds: list[float]
     mean: float
 
 
@@ -107,7 +105,7 @@ def _speed(record: RunRecord, name: str, seconds_of: Callable[[Mapping[str, floa
     tokens = [float(metrics[name]) for metrics in lines]
     seconds = [seconds_of(metrics) or math.nan for metrics in lines]
     rates = [count / time_s for count, time_s in zip(tokens, seconds, strict=True)]
-    return Speed([int(metrics["step"]) for metrics in lines], rates, seconds, sum(tokens) / sum(seconds))
+    return Speed([int(metrics["step"]) for metrics in lines], rates, sum(tokens) / sum(seconds))
 
 
 def _inside_batch(record: RunRecord) -> list[str]:
