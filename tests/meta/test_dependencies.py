@@ -106,6 +106,8 @@ def imports(path: Path) -> Iterator[str]:
     """Top-level names of other distributions that a file imports when it runs, also by name."""
     source = path.read_text(encoding="utf-8")
     names = re.findall(r'(?:import_module|tracker_library)[(,](?:\s*"\w+",)?\s*"([\w.]+)', source)
+    # Trackers of services are called like the libraries that they import.
+    names += re.findall(r'^    name = "(\w+)"\n    fix =', source, re.M)
     waiting: list[ast.AST] = [ast.parse(source)]
     while waiting:
         node = waiting.pop()
