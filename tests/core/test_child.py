@@ -129,15 +129,6 @@ def test_one_that_speaks_no_json_is_ended_and_says_why(start: Start) -> None:
     assert "its messages cannot be read: JSONDecodeError" in heard.child.how_it_ended
 
 
-def test_it_finds_the_same_modules_in_a_group_of_its_own(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", ["", *sys.path])
-    told = start("tells_where_it_is", environment={"OF_A_TEST": "set"}).next()
-    assert told["group"] == told["id"] != os.getpgrp()
-    assert told["environment"] == "set"
-    places = list(dict.fromkeys(place or os.getcwd() for place in sys.path))
-    assert told["path"][: len(places)] == places
-
-
 def test_a_process_that_cannot_be_started_is_an_error_where_it_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     before = threading.active_count()
     monkeypatch.setattr(sys, "executable", "/nowhere/python")

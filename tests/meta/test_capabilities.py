@@ -16,7 +16,6 @@ KINDS = PluginHost.load([]).registry.kinds
 ROOT = Path(__file__).parents[2]
 PACKAGES = {path.name: path for path in sorted(ROOT.glob("*/src/*")) + sorted(ROOT.glob("plugins/*/src/*"))}
 PLUGINS = [name for name in OFFICIAL if name not in DEFAULT_PLUGINS]
-REFUSED_FOLDERS = {"builtin", "utils", "manager"}
 
 
 def component_names(plugins: list[str]) -> dict[str, set[str]]:
@@ -108,11 +107,6 @@ def private_imports(tree: ast.Module, package: str) -> Iterator[tuple[int, str]]
                 yield node.lineno, f"imports {name}, which is private to {first}"
 
 
-def refused_folders(root: Path) -> list[str]:
-    """Folders whose name says nothing of a subject."""
-    return [str(path.relative_to(root)) for path in sorted(root.rglob("*")) if path.name in REFUSED_FOLDERS]
-
-
 def complaints(path: Path, text: str, package: str, names: dict[str, set[str]]) -> list[str]:
     """What is wrong with a source file, one line each."""
     tree = ast.parse(text)
@@ -137,7 +131,3 @@ def test_no_code_asks_which_component_it_has(names: dict[str, set[str]]) -> None
         for path in sorted(folder.rglob("*.py")):
             found += complaints(path.relative_to(ROOT), path.read_text(encoding="utf-8"), package, names)
     assert not found, "\n".join(found)
-
-
-def test_every_folder_is_called_after_its_subject() -> None:
-    assert not [name for folder in PACKAGES.values() for name in refused_folders(folder)]

@@ -158,21 +158,6 @@ def test_the_front_page_of_the_docs_lists_what_a_run_leaves_behind(
     assert found == {*listed}
 
 
-def test_the_configs_for_one_and_for_eight_gpus_are_valid(tmp_path: Path) -> None:
-    titles = re.findall(r"^\*\*(.* GPUs?)\*\*", README, re.M)
-    assert titles == ["One GPU", "Eight GPUs", "Eight GPUs"]
-    blocks = re.findall(r"```yaml\n(.*?)```", README.partition("## A run")[2].partition("## What fits")[0], re.S)
-    assert len(blocks) == 3
-    loaded = []
-    for number, block in enumerate(blocks):
-        path = tmp_path / f"{number}.yaml"
-        path.write_text(block, encoding="utf-8")
-        loaded.append(load_config(path).config)
-    # One server for each GPU but the trainer's.
-    assert len(loaded[2].source.engine.urls) == 7
-    assert loaded[1].backend.num_ranks == 8
-
-
 def test_what_fits_is_what_the_program_prints(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
-from bare_components import FallingConfig
 from fake_plugins import FakePlugins, of_kind
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 
 from spurline import load_config
 from spurline.config.document import read_document
@@ -124,29 +123,6 @@ def load_nested(plugins: FakePlugins, config: type[ComponentConfig], source: dic
 def test_a_component_inside_a_component_is_chosen_by_name_too(plugins: FakePlugins) -> None:
     inner = {"name": "falling", "min_ratio": 0.5}
     assert load_nested(plugins, ScaledConfig, {"name": "scaled", "inner": inner})["inner"].items() >= inner.items()
-
-
-def test_sections_in_a_default_keep_what_was_set_in_them_wherever_they_stand(plugins: FakePlugins) -> None:
-    class Inner(Section):
-        schedule: Annotated[ComponentConfig, Component("schedule")]
-        """Holds a component, so that its class is made anew for each set of plugins."""
-
-    default = Inner(schedule=FallingConfig(min_ratio=0.5))
-
-    class Settings(Section):
-        one: Inner = default
-        """One."""
-        many: tuple[Inner, ...] = (default,)
-        """Many."""
-        named: dict[str, Inner] = {"a": default}
-        """By name."""
-        made: Inner = Field(default_factory=lambda: default)
-        """Made."""
-
-    base = {"plugins": ["meter"], "model": {"path": "m"}, "data": {"train": "a"}, "steps": 1}
-    meter = load_config(base, available=plugins.add("meter", config=Settings)).resolved()["meter"]
-    found = (meter["one"], meter["many"][0], meter["named"]["a"], meter["made"])
-    assert {(each["schedule"]["name"], each["schedule"]["min_ratio"]) for each in found} == {("falling", 0.5)}
 
 
 def test_a_component_may_hold_its_own_kind_but_never_itself(plugins: FakePlugins) -> None:

@@ -9,8 +9,6 @@ import pytest
 
 from spurline import load_config
 from spurline.errors import ConfigError
-from spurline.plugins import official
-from spurline.plugins.official import how_to_enable
 
 INSTALL = re.compile(r"`pip install \S*?([a-z]\w*)(?: [^`]*)?`")
 
@@ -72,10 +70,3 @@ def test_a_component_of_a_plugin_that_is_missing_names_it(
 )
 def test_a_section_of_a_plugin_that_is_missing_names_it(settings: dict[str, Any], key: str, plugin: str) -> None:
     assert told(**settings)[key].endswith(f"'{plugin}', which is not enabled: install it with INSTALL {plugin}.")
-
-
-def test_how_to_enable_a_plugin_leaves_out_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(official, "install_command", lambda plugin: f"pip install {plugin}")
-    assert how_to_enable("rl") == "install it with `pip install rl`"
-    assert how_to_enable("agents") == "install it with `pip install agents`, and list it under plugins: [agents]"
-    assert how_to_enable("agents", is_installed=True) == "list it under plugins: [agents]"

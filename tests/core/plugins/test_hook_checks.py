@@ -133,18 +133,3 @@ def test_a_plugin_opens_a_hook_that_one_before_it_implements(plugins: FakePlugin
 def test_a_hook_of_a_plugin_that_is_left_out_may_be_marked_as_optional(plugins: FakePlugins) -> None:
     plugins.add("early", on_draft=hookimpl(on_draft, optionalhook=True))
     assert "early" in PluginHost.load(["early"], plugins.available).plugins
-
-
-@pytest.mark.parametrize(
-    ("added", "told"),
-    [
-        ((on_draft,), "opens the hook 'on_draft', which there is already"),
-        ((), "finds no hook there. Mark its functions with @hookspec"),
-    ],
-)
-def test_hooks_that_are_there_or_are_none_are_refused(
-    plugins: FakePlugins, added: tuple[Callable[..., None], ...], told: str
-) -> None:
-    plugins.add("a", register=lambda registry: registry.add_hookspecs(hookspecs_of(on_draft)))
-    plugins.add("b", register=lambda registry: registry.add_hookspecs(hookspecs_of(*added)))
-    refused(["a", "b"], plugins.available, told)

@@ -20,7 +20,6 @@ from spurline.data.configs import PackedCollatorConfig
 from spurline.errors import PluginError
 from spurline.plugins import hookimpl
 from spurline.plugins.host import (
-    CommandEntry,
     InstalledPlugin,
     Plugin,
     PluginHost,
@@ -69,11 +68,8 @@ def test_required_plugin_must_be_listed_too(plugins: FakePlugins) -> None:
     assert list(PluginHost.load(["extra", "base"], available).plugins) == ["core", "extra", "base"]
 
 
-def test_module_without_a_declaration_says_what_to_write(plugins: FakePlugins) -> None:
+def test_module_without_a_declaration_or_with_another_name_is_told_so(plugins: FakePlugins) -> None:
     refused(["bare"], plugins.add("bare", PLUGIN=None), "defines no `PLUGIN = Plugin(name, api=1, ...)`")
-
-
-def test_declared_name_must_be_the_entry_points(plugins: FakePlugins) -> None:
     available = plugins.add("left", PLUGIN=Plugin("right", api=1))
     refused(["left"], available, "declares the name 'right'; entry point and PLUGIN must agree")
 
@@ -252,19 +248,3 @@ def test_installed_plugins_are_read_from_metadata(monkeypatch: pytest.MonkeyPatc
         "a": InstalledPlugin("a", "some_module", "dist-a", "1"),
         "b": InstalledPlugin("b", "some_module", "dist-b", "1"),
     }
-
-
-def test_a_command_is_summed_up_by_its_docstring_and_a_broken_one_by_its_error() -> None:
-    def load() -> None:
-        """Do it.
-
-        At once.
-        """
-
-    assert CommandEntry("x", "spurline-x", "m", lambda: load).summary() == "Do it."
-    assert (
-        CommandEntry("x", "spurline-x", "gc", lambda: object).summary()
-        == "This module provides access to the garbage collector for reference cycles."
-    )
-    broken = CommandEntry("x", "spurline-x", "m", lambda: importlib.import_module("no_such_package"))
-    assert broken.summary().startswith("(of spurline-x, which cannot be imported: No module named 'no_such_package'")
