@@ -207,7 +207,7 @@ def test_a_terminal_is_asked_for_what_was_not_given(
         ("--data DATA", "--model is missing: which model"),
         ("--model MODEL", "--data is missing: which training data"),
         ("--model MODEL --data DATA --task dpo", "--task dpo needs rows with chosen and rejected"),
-        ("--model MODEL --data DATA --task stf", "Did you mean 'sft'?"),
+        ("--model MODEL --data DATA --task stf", "is none of sft, dpo, rl, async"),
         ("--model MODEL --data DATA --reward x", "--reward is for reinforcement learning"),
         ("--model MODEL --data DATA --epochs 1 --steps 1", "--epochs and --steps are both given"),
         ("--model MODEL --data DATA --epochs -1", "epochs"),

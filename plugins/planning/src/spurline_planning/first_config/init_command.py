@@ -7,7 +7,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from spurline.errors import UserError, suggestion
+from spurline.errors import UserError
 from spurline.importing import importing
 from spurline.terminal import is_person_asking
 from spurline_models.column_option import ColumnOption, columns_of
@@ -40,7 +40,7 @@ def init(
 ) -> None:
     """Write a commented config for a model and data, and plan it. Asks for what is not given."""
     if task not in (None, *_TASKS):
-        raise UserError(f"--task {task}: is none of {', '.join(_TASKS)}.{suggestion(str(task), _TASKS)}")
+        raise UserError(f"--task {task}: is none of {', '.join(_TASKS)}.")
     if epochs is not None and steps is not None:
         raise UserError("--epochs and --steps are both given. Give one.")
     columns = columns_of(column)

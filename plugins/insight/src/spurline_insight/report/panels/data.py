@@ -82,7 +82,7 @@ def _prompt_table(splits: Mapping[str, Mapping[str, Any]]) -> str:
     sources = dict.fromkeys(label for counts in splits.values() for label in counts.get("sources") or ())
     for label in sources if len(sources) > 1 else ():
         sizes = [(counts.get("sources") or {}).get(label) for counts in splits.values()]
-        rows.append([f"of {text(label)}", *map(_number, sizes)])
+        rows.append([f"of {text(label)}", *("" if size is None else _number(size) for size in sizes)])
     steps = [counts.get("step_of") for counts in splits.values()]
     if any(steps):
         rows.append(["Step", *(text(step) if step else "" for step in steps)])
