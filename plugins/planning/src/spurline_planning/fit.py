@@ -43,12 +43,9 @@ class Load:
     engine: ColocatedEngine | None = None
 
 
-def estimate_load(run: RunConfig, load: Load) -> MemoryEstimate | None:
-    """Estimate the memory of this step, generation included; None if the backend does not say."""
-    return _estimate(run, run.backend, load)
-
-
-def _estimate(run: RunConfig, backend: object, load: Load) -> MemoryEstimate | None:
+def estimate_load(run: RunConfig, load: Load, backend: object = None) -> MemoryEstimate | None:
+    """Estimate the memory of this step, generation included, with this backend; None if it does not say."""
+    backend = backend or run.backend
     if not isinstance(backend, PlansMemory):
         return None
     estimate = backend.estimate_memory(run, load.row_length, load.tokens)
@@ -98,7 +95,7 @@ def _suggestion(run: RunConfig, load: Load, usable: float) -> str:
     estimate = None
     for change in backend.savings(run, load.row_length, load.tokens):
         changes |= change
-        estimate = _estimate(run, with_changes(run.backend, changes), load)
+        estimate = estimate_load(run, load, with_changes(run.backend, changes))
         assert estimate is not None
         if estimate.peak <= usable:
             break
