@@ -9,7 +9,7 @@ from broadcast_cases import (
     check_that_weights_arrive_bit_for_bit,
 )
 
-from spurline_async_rl.weights.packing import checksum, pack, unpack
+from spurline_async_rl.weights.packing import pack, unpack
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -36,16 +36,11 @@ def test_a_receiver_that_was_killed_alone_is_served_when_another_has_come() -> N
     check_that_others_get_the_weights_when_one_is_killed("cuda:0", ["cuda:1"])
 
 
-def test_packing_and_checksums_are_those_of_the_cpu() -> None:
+def test_packing_lays_weights_out_as_on_the_cpu() -> None:
     weights = [(f"w{number}", torch.randn(1000 + number).to(torch.bfloat16)) for number in range(7)]
-    here, places = pack(weights, None, torch.device("cpu"))
+    _, places = pack(weights, None, torch.device("cpu"))
     there, places_there = pack([(name, tensor.cuda()) for name, tensor in weights], None, torch.device("cuda"))
     assert places == places_there
     for (name, tensor), (name_there, back) in zip(weights, unpack(there, places), strict=True):
         assert name == name_there
         assert torch.equal(tensor, back.cpu())
-    # What lies between two tensors may be anything, and belongs to the checksum.
-    there.copy_(here)
-    assert checksum(there) == checksum(here)
-    there[5] ^= 1
-    assert checksum(there) != checksum(here)

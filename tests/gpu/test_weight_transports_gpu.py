@@ -72,7 +72,7 @@ def test_tokens_match_the_weights_of_their_version(tmp_path: Path, transport: st
     asked = [request(prompt, seed=seed, max_new_tokens=400) for seed, prompt in enumerate(PROMPTS * 2)]
     syncs: Any = {"collective": (CollectiveSync, CollectiveSyncConfig), "cuda_ipc": (CudaIpcSync, CudaIpcSyncConfig)}
     kind, config = syncs[transport]
-    sync: Any = kind(config(checksum=True))
+    sync: Any = kind(config())
     sync.max_bucket_bytes = 100_000
     # On the trainer's GPU, or on the next one for NCCL.
     devices = {"device_ids": [1]} if transport == "collective" else {}
@@ -165,7 +165,7 @@ def test_another_process_reads_the_weights_behind_a_handle_bit_for_bit(expandabl
         (f"{name}", torch.randn(shape, generator=generator).to("cuda", dtype))
         for name, (shape, dtype) in enumerate([((300, 700), torch.float32), ((), torch.bfloat16), ((7,), torch.half)])
     ]
-    maker = HandleMaker(checksum=True)
+    maker = HandleMaker()
     context = torch.multiprocessing.get_context("spawn")
     mine, theirs = context.Pipe()
     reader = context.Process(target=_read_buckets, args=(theirs,), daemon=True)
@@ -187,7 +187,7 @@ def test_another_process_reads_the_weights_behind_a_handle_bit_for_bit(expandabl
 
 def test_memory_that_no_engine_has_opened_is_given_back() -> None:
     weights = [("w", torch.ones(8 << 20, device="cuda"))]
-    maker = HandleMaker(checksum=False)
+    maker = HandleMaker()
     before = torch.cuda.memory_allocated()
     for number in range(1, 9):
         maker.make(1, number, weights)
@@ -219,7 +219,7 @@ def run_on_gpus(model: Path, run_dir: Path, ranks: int, engine: dict[str, Any]) 
                 "name": "async_rollouts",
                 "max_staleness": 0,
                 "engine": {"name": "vllm", **engine},
-                "weight_sync": {"name": "cuda_ipc", "checksum": True},
+                "weight_sync": "cuda_ipc",
                 "environment": {"name": "single_turn", "rewards": "exact_match"},
                 "advantage": "grpo",
                 "prompts_per_step": 2,

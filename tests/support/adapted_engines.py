@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from vllm_engines import LIMIT_S, START_S, shared_memory, vllm_engine
 
-from spurline_async_rl.weights.buckets import cut
+from spurline_async_rl.weights.packing import cut
 from spurline_async_rl.weights.shared_memory import MemoryMaker
 from spurline_models.configs import LoraConfig
 from spurline_models.local.configs import LocalBackendConfig
@@ -79,7 +79,7 @@ def _load(model: Path, adapter: Path) -> Any:
 
 def buckets(version: int, tensors: Mapping[str, Tensor], max_bytes: int = 4_000) -> Iterator[Any]:
     """The tensors in several buckets of shared memory; each is valid until the next is asked for."""
-    maker = MemoryMaker(max_bytes, checksum=True)
+    maker = MemoryMaker(max_bytes)
     try:
         for number, held in enumerate(cut(tensors.items(), max_bytes), 1):
             yield maker.make(version, number, held)
@@ -103,7 +103,7 @@ class AdapterOf:
 
 async def send(engine: Any, version: int, adapter: Path, sync: Any = None) -> SyncReport:
     """Bring the engine this adapter, in several buckets. sync: through shared memory where none is given."""
-    sync = sync or shared_memory(checksum=True)
+    sync = sync or shared_memory()
     sync.max_bucket_bytes = 4_000
     try:
         backend: Any = AdapterOf(adapter)

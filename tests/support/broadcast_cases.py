@@ -17,7 +17,7 @@ BUCKET_BYTES = 8 << 20
 
 def sync_for(weights: Weights) -> CollectiveSync:
     """It chooses gloo or NCCL by the machine, as a run without a config does; `weights` are on that device."""
-    sync = CollectiveSync(CollectiveSyncConfig(checksum=True, exchange_timeout_s=60))
+    sync = CollectiveSync(CollectiveSyncConfig(exchange_timeout_s=60))
     sync.max_bucket_bytes = BUCKET_BYTES
     return sync
 

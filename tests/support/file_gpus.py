@@ -9,15 +9,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from spurline_async_rl.weights.cuda_ipc import Handle, HandleMaker
+from spurline_async_rl.weights.cuda_ipc import CurrentGpu, Handle, HandleMaker
 
 
-class FileGpu:
-    """A `Gpu`. What is exported is a copy; other processes see the same file."""
-
-    device = torch.device("cpu")
+class FileGpu(CurrentGpu):
+    """What is exported is a copy; other processes see the same file."""
 
     def __init__(self, folder: Path, name: str) -> None:
+        self.device = torch.device("cpu")
         self.name = name
         self._folder = folder
         self._count = 0
@@ -46,5 +45,5 @@ class FileGpu:
 class FileHandleMaker(HandleMaker):
     """The maker of `cuda_ipc` with such a GPU of its own."""
 
-    def __init__(self, folder: str, checksum: bool, sender: int = 0, senders: int = 1) -> None:
-        super().__init__(checksum, sender, senders, FileGpu(Path(folder), f"GPU-{sender}"))
+    def __init__(self, folder: str, sender: int = 0, senders: int = 1) -> None:
+        super().__init__(sender, senders, FileGpu(Path(folder), f"GPU-{sender}"))

@@ -102,9 +102,9 @@ class Taker(TakesWeights):
 def make_sync(transport: str, folder: Path, **settings: Any) -> BucketSync:
     """With buckets so small that an adapter takes several."""
     made: dict[str, Callable[[], BucketSync]] = {
-        "shared_memory": lambda: SharedMemorySync(SharedMemorySyncConfig(checksum=True, **settings)),
-        "disk": lambda: DiskSync(DiskSyncConfig(folder=str(folder / "weights"), checksum=True, **settings)),
-        "collective": lambda: CollectiveSync(CollectiveSyncConfig(checksum=True, **settings)),
+        "shared_memory": lambda: SharedMemorySync(SharedMemorySyncConfig(**settings)),
+        "disk": lambda: DiskSync(DiskSyncConfig(folder=str(folder / "weights"), **settings)),
+        "collective": lambda: CollectiveSync(CollectiveSyncConfig(**settings)),
         "in_process": lambda: InProcessSync(InProcessSyncConfig(**settings)),
     }
     sync = made[transport]()

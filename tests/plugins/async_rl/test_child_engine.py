@@ -78,7 +78,7 @@ class TestUpdates(EngineUpdateContract):
     shared: SharedEngine
 
     def make_sync(self) -> WeightSync:
-        return shared_memory(checksum=True)
+        return shared_memory()
 
     def run_updated(self, models: ModelPair, use: Callable[[Any], Awaitable[Result]]) -> Result:
         return self.shared.use(models.old, 1, use)

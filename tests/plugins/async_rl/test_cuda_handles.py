@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from spurline.errors import RunFailedError
-from spurline_async_rl.weights.configs import CudaIpcSyncConfig
-from spurline_async_rl.weights.cuda_ipc import CudaIpcSync, HandleMaker, fixed_segments, read_handles
+from spurline_async_rl.weights.cuda_ipc import HandleMaker, fixed_segments, read_handles
 from spurline_models.weight_buckets import WeightBucket
 from spurline_ranks.publishing import join_buckets
 
@@ -28,22 +27,20 @@ def travelled(bucket: WeightBucket) -> WeightBucket:
     return WeightBucket.from_plain(json.loads(json.dumps(bucket.to_plain())))
 
 
-def maker(folder: Path, name: str, *, checksum: bool = False) -> HandleMaker:
-    return HandleMaker(checksum, gpu=FileGpu(folder, name))
+def maker(folder: Path, name: str) -> HandleMaker:
+    return HandleMaker(gpu=FileGpu(folder, name))
 
 
-def joined(folder: Path, *, checksum: bool = False) -> WeightBucket:
+def joined(folder: Path) -> WeightBucket:
     """Of two ranks, the second of which has other values, by which its copy is known."""
     buckets = [
-        maker(folder, f"GPU-{rank}", checksum=checksum).make(3, 1, [(name, value + rank) for name, value in WEIGHTS])
-        for rank in range(2)
+        maker(folder, f"GPU-{rank}").make(3, 1, [(name, value + rank) for name, value in WEIGHTS]) for rank in range(2)
     ]
     return travelled(join_buckets(buckets))
 
 
-@pytest.mark.parametrize("checksum", [False, True])
-def test_each_worker_reads_the_copy_on_its_own_gpu(tmp_path: Path, checksum: bool) -> None:
-    bucket = joined(tmp_path, checksum=checksum)
+def test_each_worker_reads_the_copy_on_its_own_gpu(tmp_path: Path) -> None:
+    bucket = joined(tmp_path)
     for rank in range(2):
         read = read_handles(bucket, FileGpu(tmp_path, f"GPU-{rank}"))
         assert [name for name, _ in read] == [name for name, _ in WEIGHTS]
@@ -55,17 +52,6 @@ def test_each_worker_reads_the_copy_on_its_own_gpu(tmp_path: Path, checksum: boo
 def test_a_worker_on_another_gpu_than_any_rank_is_an_error_that_names_them(tmp_path: Path) -> None:
     with pytest.raises(RunFailedError, match=r"on 2 GPU\(s\), GPU-0, GPU-1.*on GPU GPU-7.*weight_sync"):
         read_handles(joined(tmp_path), FileGpu(tmp_path, "GPU-7"))
-
-
-def test_a_bit_that_changed_on_the_way_is_an_error_that_names_the_gpu(tmp_path: Path) -> None:
-    bucket = joined(tmp_path, checksum=True)
-    path = Path(bucket.where["handles"]["GPU-1"]["handle"]["path"])
-    content = bytearray(path.read_bytes())
-    content[bucket.places[1].offset + 3] ^= 4
-    path.write_bytes(content)
-    read_handles(bucket, FileGpu(tmp_path, "GPU-0"))
-    with pytest.raises(RunFailedError, match=r"a to c, was written to GPU GPU-1 with checksum.*changed on the way"):
-        read_handles(bucket, FileGpu(tmp_path, "GPU-1"))
 
 
 def test_memory_is_given_back_when_it_has_been_taken_or_the_next_bucket_is_made(tmp_path: Path) -> None:
@@ -89,11 +75,11 @@ tensors = st.builds(
 )
 
 
-@given(st.lists(tensors, min_size=1, max_size=5), st.booleans())
-def test_any_weights_come_as_they_were(tmp_path_factory: Any, values: list[Tensor], checksum: bool) -> None:
+@given(st.lists(tensors, min_size=1, max_size=5))
+def test_any_weights_come_as_they_were(tmp_path_factory: Any, values: list[Tensor]) -> None:
     folder: Path = tmp_path_factory.mktemp("gpu")
     weights = [(f"w{number}", value) for number, value in enumerate(values)]
-    bucket = travelled(maker(folder, "GPU-0", checksum=checksum).make(1, 1, iter(weights)))
+    bucket = travelled(maker(folder, "GPU-0").make(1, 1, iter(weights)))
     read = read_handles(bucket, FileGpu(folder, "GPU-0"))
     assert [(name, value.dtype, value.shape) for name, value in read] == [
         (name, value.dtype, value.shape) for name, value in weights
@@ -115,10 +101,3 @@ def test_segments_do_not_expand_while_a_buffer_is_allocated_and_all_else_stays()
         change("expandable_segments:False")
     with fixed_segments():
         assert read() == "expandable_segments:False"
-
-
-def test_the_sync_makes_a_copy_on_every_gpu_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spurline_async_rl.weights.buckets._require_gpu", lambda transport, run: None)
-    sync = CudaIpcSync(CudaIpcSyncConfig(checksum=True))
-    assert sync.made_by == "all"
-    assert sync.maker_settings() == {"checksum": True}

@@ -87,7 +87,7 @@ class TestUpdates(EngineUpdateContract):
         return untied
 
     def make_sync(self) -> WeightSync:
-        return collective(checksum=True)
+        return collective()
 
     def run_updated(self, models: ModelPair, use: Callable[[Any], Awaitable[Result]]) -> Result:
         return self.one.use(models.old, use)
@@ -121,7 +121,7 @@ def test_processes_of_an_engine_listen_on_the_loopback_alone(one_engine: OneEngi
 
 def test_weights_come_through_files_too(one_engine: OneEngine, untied: ModelPair, tmp_path: Path) -> None:
     async def use(engine: Any) -> GenerationResult:
-        await publish(engine, 2, untied.new, disk(tmp_path, checksum=True))
+        await publish(engine, 2, untied.new, disk(tmp_path))
         return await engine.generate(request(PROMPTS[0]))
 
     result = one_engine.use(untied.old, use)
@@ -138,13 +138,13 @@ def test_what_came_of_an_update_that_was_given_up_is_no_part_of_the_next_one(
     backend: Any = WeightsOf(untied.new, lambda weights: [tensor.fill_(0.5) for tensor in weights.values()])
 
     async def use(engine: Any) -> GenerationResult:
-        sync = collective(checksum=True)
+        sync = collective()
         await engine.begin_update(2)
         sync.prepare(engine.receivers, is_lost=False)
         for bucket in itertools.islice(sync.make_buckets(2, backend), count):
             await engine.load_bucket(bucket)
         sync.close()
-        await publish(engine, 2, untied.new, collective(checksum=True))
+        await publish(engine, 2, untied.new, collective())
         return await engine.generate(request(PROMPTS[0]))
 
     result = one_engine.use(untied.old, use)
@@ -209,7 +209,7 @@ def test_a_killed_engine_is_noticed_and_another_goes_on_with_its_requests(
         assert not all(task.done() for task in writing)
         os.kill(next(process.pid for process in old if "EngineCore" in process.cmdline()[0]), signal.SIGKILL)
         await awaiting.wait()
-        await publish(engine, 2, untied.new, collective(checksum=True))
+        await publish(engine, 2, untied.new, collective())
         return old, await asyncio.gather(*writing)
 
     old, results = one_engine.use(untied.old, use)
@@ -243,7 +243,7 @@ def test_tokens_are_those_of_the_weights_that_ranks_broadcast_before_and_after_a
             backend.write_weights(folder, torch.float32, 1 << 30)
 
         async def use(engine: Any) -> list[GenerationResult]:
-            sync = collective(checksum=True)
+            sync = collective()
             try:
                 await in_thread(train, 2)
                 reports.append(await sync.publish(2, backend, [engine]))

@@ -359,7 +359,7 @@ def test_a_prompt_that_the_model_cannot_read_is_an_error_that_names_it(prompt: l
 
 
 def test_files_hold_the_weights_until_the_next_bucket_is_asked_for(tmp_path: Path) -> None:
-    sync = disk(tmp_path, checksum=True)
+    sync = disk(tmp_path)
     (tmp_path / "spurline-weights-1-0.safetensors").write_text("left by a killed run")
     read: list[tuple[str, torch.Tensor]] = []
     names = []
@@ -376,7 +376,7 @@ def test_files_hold_the_weights_until_the_next_bucket_is_asked_for(tmp_path: Pat
 
 
 def test_a_damaged_or_missing_file_is_an_error_that_says_so(tmp_path: Path) -> None:
-    buckets = disk(tmp_path, checksum=True).make_buckets(2, BACKEND)
+    buckets = disk(tmp_path).make_buckets(2, BACKEND)
     bucket = next(buckets)
     path = Path(bucket.where["path"])
     content = bytearray(path.read_bytes())

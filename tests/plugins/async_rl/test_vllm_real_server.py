@@ -87,8 +87,8 @@ def test_tokens_match_the_weights_of_their_version_and_the_servers_end_is_notice
 
     def sync() -> Any:
         if transport == "disk":
-            return disk(tmp_path / "weights", checksum=True)
-        made = CollectiveSync(CollectiveSyncConfig(checksum=True))
+            return disk(tmp_path / "weights")
+        made = CollectiveSync(CollectiveSyncConfig())
         made.max_bucket_bytes = 20_000
         return made
 

@@ -48,7 +48,7 @@ def drive(spurline_tiny_model: Path, tmp_path: Path) -> Callable[..., Any]:
 
             async def publish(version: int) -> Any:
                 backend: Any = WeightsOf(spurline_tiny_model)
-                return await disk(tmp_path, checksum=True).publish(version, backend, [engine])
+                return await disk(tmp_path).publish(version, backend, [engine])
 
             try:
                 async with asyncio.timeout(60):
@@ -213,7 +213,7 @@ def test_weights_that_a_server_on_cpus_would_keep_old_copies_of_are_refused_with
     names = ["model.embed_tokens.weight", "lm_head.weight" if left_out == "" else "model.norm.weight"]
     names += ["model.layers.0.mlp.experts.0.up_proj.weight"] if what == "experts" else []
     files = {device: ServerFiles("server", on_cpu=device == "cpu") for device in ("cpu", "cuda")}
-    maker = FileMaker(str(tmp_path), checksum=False)
+    maker = FileMaker(str(tmp_path))
     bucket = maker.make(1, 1, [(name, torch.ones(2)) for name in names])
     files["cuda"].add(bucket)
     assert len(list(files["cuda"].model().iterdir())) == 1
@@ -235,7 +235,7 @@ def test_links_among_files_of_weights_are_removed_and_what_they_point_to_stays(t
         (weights / name).symlink_to(tmp_path / "precious")
     (weights / "spurline-weights-folder").mkdir()
     files = ServerFiles("s", on_cpu=False)
-    files.add(FileMaker(str(weights), checksum=False).make(1, 1, [("a", torch.ones(2))]))
+    files.add(FileMaker(str(weights)).make(1, 1, [("a", torch.ones(2))]))
     assert files.model() == weights / "spurline-server-s"
     assert [path.name for path in (tmp_path / "precious").iterdir()] == ["thesis.txt"]
     assert not any(path.is_symlink() for path in weights.iterdir())

@@ -60,7 +60,7 @@ def test_engines_get_the_weights_of_now_again_and_again_and_the_controller_none_
 
 def test_a_publish_that_stops_in_the_middle_leaves_the_ranks_ready_for_the_next_call(ranks: Opened) -> None:
     backend, layout = ranks
-    choice = MakerChoice(SharedMemorySync.maker, {"size": 1000, "checksum": False}, 1000)
+    choice = MakerChoice(SharedMemorySync.maker, {"size": 1000}, 1000)
     buckets = backend.weight_buckets(5, choice)
     assert next(buckets).places != next(buckets).places
     buckets.close()
@@ -87,7 +87,7 @@ def test_the_first_rank_or_all_make_the_buckets_in_the_dtype_that_is_asked_for(
 def test_handles_of_each_rank_s_memory_reach_an_engine_on_its_gpu(ranks: Opened, tmp_path: Path) -> None:
     backend, _ = ranks
     expected = weights_of(backend)
-    settings = {"folder": str(tmp_path), "checksum": True}
+    settings = {"folder": str(tmp_path)}
     choice = MakerChoice("file_gpus:FileHandleMaker", settings, 20_000, "bfloat16", made_by="all")
     copies: list[dict[str, Tensor]] = [{}, {}]
     for bucket in backend.weight_buckets(4, choice):

@@ -8,7 +8,6 @@ the backend.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,8 +21,8 @@ from spurline.errors import BucketLostError, ConfigError, RunFailedError, listin
 from spurline.plugins.registry import resolve
 from spurline.protocols.backend import TrainsAdapters
 from spurline_async_rl.engines.commands import BeginAdapterUpdate, BeginUpdate, Command, FinishUpdate, LoadBucket
-from spurline_async_rl.engines.vllm.requirements import require_vllm
 from spurline_async_rl.weights.configs import BucketSyncConfig
+from spurline_async_rl.weights.packing import bucket_bytes, cut
 from spurline_models.backend_config import adapters_of
 from spurline_models.weight_buckets import (
     BucketMaker,
@@ -41,12 +40,10 @@ if TYPE_CHECKING:
     from spurline.config.run_config import RunConfig
     from spurline.protocols.backend import Backend
 
-
-_ALIGNMENT = 64
 _LOOK_S = 1.0
-"""Between two looks at who is left, while weights are on their way."""
+"""Seconds between two looks at which engines are left, while weights are on their way."""
 _MOST_LOSSES = 3
-"""Losses of one bucket that a publish bears."""
+"""A publish ends when one bucket is lost more often."""
 
 
 @dataclass
@@ -66,7 +63,11 @@ class BucketSync(ABC):
     """If True, the next bucket may be made while engines take the last one over."""
 
     def __init__(self, config: BucketSyncConfig, run: RunConfig | None = None) -> None:
-        """Without a run the weights are in this process. Raises ConfigError where this transport cannot work."""
+        """Prepare to send weights of this run's backend; without a run they are in this process.
+
+        Raises:
+            ConfigError: If this transport cannot work there.
+        """
         if config.needs_gpu:
             _require_gpu(self.transport, run)
         self._config = config
@@ -127,7 +128,7 @@ class BucketSync(ABC):
         settings = await in_thread(backend.adapter_settings) if isinstance(backend, TrainsAdapters) else None
         engines_take_them = all(engine.takes_adapters for engine in engines)
         if self._sends_adapters and not engines_take_them:
-            # It might have whole weights, with another adapter in them.
+            # The engine might have whole weights, with another adapter in them.
             raise RunFailedError(
                 "An engine was started that takes no adapters, and the weights have been sent as adapters alone. Start "
                 "engines of one kind, or set source.weight_sync.adapters: false."
@@ -176,11 +177,11 @@ class BucketSync(ABC):
         self, buckets: Iterator[WeightBucket], engines: Sequence[TakesWeights], progress: _Progress
     ) -> None:
         self.waits_for = "the backend's first weights"
-        bucket = await in_thread(_next, buckets)
+        bucket = await in_thread(next, buckets, None)
         while bucket is not None:
             self.check(bucket)
             size = bucket_bytes(bucket.places)
-            following = asyncio.ensure_future(in_thread(_next, buckets)) if self.makes_ahead else None
+            following = asyncio.ensure_future(in_thread(next, buckets, None)) if self.makes_ahead else None
             try:
                 await self._tell(engines, f"to load bucket {progress.taken + 1}", LoadBucket(bucket))
             except BucketLostError:
@@ -197,7 +198,7 @@ class BucketSync(ABC):
             # The next one may need the memory.
             del bucket
             self.waits_for = f"the backend's weights after bucket {progress.taken}"
-            bucket = await (in_thread(_next, buckets) if following is None else following)
+            bucket = await (in_thread(next, buckets, None) if following is None else following)
 
     async def _tell(self, engines: Sequence[TakesWeights], what: str, command: Command) -> None:
         """Tell every engine at once. Raise the first error when all have answered."""
@@ -281,7 +282,7 @@ def weights_of(backend: Backend, part: PublishedPart) -> Iterator[tuple[str, Ten
 
 
 def not_taken() -> ConfigError:
-    """Return the error of adapters that are to be sent alone to an engine that takes none."""
+    """Return the error for an engine that takes no adapters, where adapters are to be sent alone."""
     return _cannot_send_adapters("an engine takes whole weights only. Choose one that takes adapters, as vllm does")
 
 
@@ -303,7 +304,6 @@ def _require_gpu(transport: str, run: RunConfig | None) -> None:
         if run is not None and run.backend.rank_request() is not None:
             lack = f"backend '{run.backend.name}' has its weights on CPUs. Set weight_sync: shared_memory."
         raise ConfigError.at("source.weight_sync.name", f"is {transport}, which sends from GPU to GPU, but {lack}")
-    require_vllm()
 
 
 def in_dtype(weights: Iterable[tuple[str, Tensor]], dtype: str | None) -> Iterator[tuple[str, Tensor]]:
@@ -313,51 +313,5 @@ def in_dtype(weights: Iterable[tuple[str, Tensor]], dtype: str | None) -> Iterat
         yield name, tensor.to(wanted) if wanted is not None and tensor.is_floating_point() else tensor
 
 
-def cut(weights: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Cut weights, in order, into lists of at most so many bytes; a larger tensor comes alone."""
-    held: list[tuple[str, Tensor]] = []
-    used = 0
-    for name, tensor in weights:
-        if held and used + tensor.nbytes > max_bytes:
-            yield held
-            held, used = [], 0
-        held.append((name, tensor))
-        used += tensor.nbytes
-    if held:
-        yield held
-
-
-def view(memory: memoryview, place: TensorPlace) -> Tensor:
-    """Return the tensor at its place in the bucket's memory."""
-    count = math.prod(place.shape)
-    dtype: torch.dtype = getattr(torch, place.dtype)
-    if count == 0:
-        return torch.empty(place.shape, dtype=dtype)
-    return torch.frombuffer(memory, dtype=dtype, count=count, offset=place.offset).reshape(place.shape)
-
-
-def end_of(places: Sequence[TensorPlace]) -> int:
-    """Return the offset at which the last of them ends."""
-    return max((place.offset + _nbytes(place) for place in places), default=0)
-
-
-def bucket_bytes(places: Sequence[TensorPlace]) -> int:
-    """Return the bytes of the tensors themselves."""
-    return sum(map(_nbytes, places))
-
-
-def _nbytes(place: TensorPlace) -> int:
-    return math.prod(place.shape) * getattr(torch, place.dtype).itemsize
-
-
-def aligned(size: int) -> int:
-    """Return the next offset at which any tensor may begin."""
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
 def _receivers(engines: Sequence[TakesWeights]) -> dict[str, int]:
     return {name: count for engine in engines for name, count in engine.receivers.items()}
-
-
-def _next(buckets: Iterator[WeightBucket]) -> WeightBucket | None:
-    return next(buckets, None)

@@ -25,19 +25,18 @@ import torch
 from torch import Tensor
 
 from spurline.errors import BucketLostError, RunFailedError, listing
-from spurline_async_rl.weights.buckets import MakerSync, end_of, weights_on_gpu
+from spurline_async_rl.weights.buckets import MakerSync, weights_on_gpu
 from spurline_async_rl.weights.configs import CollectiveSyncConfig
 from spurline_async_rl.weights.exchange import ExchangeGroup, Meeting, address_towards
-from spurline_async_rl.weights.packing import checksum, pack, room, unpack
+from spurline_async_rl.weights.packing import end_of, pack, room, unpack
 from spurline_models.weight_buckets import TensorPlace, WeightBucket
 from spurline_ranks.store import open_store
 
 if TYPE_CHECKING:
     from spurline.config.run_config import RunConfig
 
-_MEETING, _NUMBER, _CHECKSUM, _FAILED = "meeting", "number", "checksum", "failed"
-"""Keys of a bucket's `where`: the group, (version, number) of the bucket, its checksum, and why the last one was lost,
-which stands in place of a bucket."""
+_MEETING, _NUMBER, _FAILED = "meeting", "number", "failed"
+"""Keys of a bucket's `where`: the group, and (version, number) of the bucket; or why the last bucket was lost."""
 _DEFAULT_LIMIT_S = 60.0
 """Seconds of an exchange, where neither the settings nor the engine's own limit say another number."""
 _JOIN_AND_SEND = 2.5
@@ -57,7 +56,7 @@ class CollectiveSync(MakerSync):
 
     def __init__(self, config: CollectiveSyncConfig, run: RunConfig | None = None) -> None:
         super().__init__(config, run)
-        self._limit_s, self._checksum = config.exchange_limit_s(run) or _DEFAULT_LIMIT_S, config.checksum
+        self._limit_s = config.exchange_limit_s(run) or _DEFAULT_LIMIT_S
         self._device: Literal["cpu", "cuda"] = "cuda" if weights_on_gpu(run) else "cpu"
         self._host = config.address or ("127.0.0.1" if _all_here(run) else _own_address())
         self._store: Any = None
@@ -82,7 +81,7 @@ class CollectiveSync(MakerSync):
 
     def maker_settings(self) -> dict[str, Any]:
         assert self._meeting is not None
-        return {"meeting": self._meeting.to_plain(), "checksum": self._checksum}
+        return {"meeting": self._meeting.to_plain()}
 
     def check(self, bucket: WeightBucket) -> None:
         if _FAILED in bucket.where:
@@ -117,14 +116,12 @@ class CollectiveSync(MakerSync):
 class BroadcastMaker:
     """A `BucketMaker`. Failures of the network are told with the next bucket; raised here, they would end the training.
 
-    meeting: of its group, from `Meeting.to_plain`; each sender has a group of its own. checksum: whether workers
-    compare one of the buffer.
+    `meeting` comes from `Meeting.to_plain`. Each sender has a group of its own.
     """
 
-    def __init__(self, meeting: Mapping[str, Any], checksum: bool, sender: int = 0, senders: int = 1) -> None:
+    def __init__(self, meeting: Mapping[str, Any], sender: int = 0, senders: int = 1) -> None:
         # The name differs from that of an earlier maker for the same meeting, whose group is gone.
         self._meeting = replace(Meeting(**meeting), group=f"{sender}.{secrets.token_hex(4)}")
-        self._checksum = checksum
         self._group: ExchangeGroup | None = None
         self._work: SimpleQueue[tuple[Future[None], Tensor] | None] | None = None
         self._sent: Future[None] | None = None
@@ -141,14 +138,11 @@ class BroadcastMaker:
             device = torch.device("cuda", torch.cuda.current_device())
         self._buffer, places = pack(held, self._buffer, device)
         held.clear()
-        size = _size_of(places)
         where: dict[str, Any] = {_MEETING: self._meeting.to_plain(), _NUMBER: [version, number]}
-        if self._checksum:
-            where[_CHECKSUM] = checksum(self._buffer[:size])
-        elif device.type == "cuda":
+        if device.type == "cuda":
             torch.cuda.current_stream().synchronize()
         if self._meeting.receivers:
-            self._sent = self._send(self._buffer[:size])
+            self._sent = self._send(self._buffer[: _size_of(places)])
         return WeightBucket(CollectiveSync.transport, places, where)
 
     def taken(self) -> None:
@@ -224,7 +218,7 @@ class BroadcastReader:
 
         Raises:
             BucketLostError: If they do not come.
-            RunFailedError: If they have changed on the way.
+            RunFailedError: If they come by NCCL and this worker is on a CPU.
         """
         where = bucket.where
         meeting = Meeting(**where[_MEETING])
@@ -243,12 +237,6 @@ class BroadcastReader:
         except BucketLostError:
             self._groups.pop(meeting.group)
             raise
-        if _CHECKSUM in where and (got := checksum(buffer)) != where[_CHECKSUM]:
-            here = meeting.name_of(meeting.rank_of(bucket.receiver, self._worker))
-            raise RunFailedError(
-                f"A bucket of weights, {bucket.places[0].name} to {bucket.places[-1].name}, was sent with checksum "
-                f"{where[_CHECKSUM]} and came to {here} with {got}: it changed on the way."
-            )
         if where[_NUMBER] == self._last:
             # Another engine did not get it.
             return []
@@ -280,8 +268,8 @@ class BroadcastReader:
 
 
 def _size_of(places: Sequence[TensorPlace]) -> int:
-    """Return the bytes of the buffer that is broadcast, a multiple of a checksum's words."""
-    return max(8, -(-end_of(places) // 8) * 8)
+    """Return the bytes that are broadcast: at least one."""
+    return max(1, end_of(places))
 
 
 def _all_here(run: RunConfig | None) -> bool:

@@ -1,4 +1,4 @@
-"""Settings of the ways that weights take to the engines: bucket size, checksum, time limit, folder."""
+"""Settings of the ways that weights take to the engines: bucket size, time limit, folder."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ class BucketSyncConfig(WeightSyncConfig):
 
     bucket_mb: Annotated[int, OnResume.FREE] = Field(default=512, gt=0)
     """Largest memory one bucket of weights takes, in MiB; a single larger tensor travels alone."""
-    checksum: Annotated[bool, OnResume.FREE] = False
-    """Compare a checksum of every bucket on both sides."""
     timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0)
     """Seconds that one publish may take."""
     adapters: Annotated[bool | None, OnResume.TO_ROUNDING] = None

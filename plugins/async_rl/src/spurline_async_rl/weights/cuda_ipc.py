@@ -1,8 +1,8 @@
 """Weight sync `cuda_ipc`: handles of GPU memory, to engines on the GPUs where the weights are.
 
 Place on the way: weights on the trainer's GPUs -> one packed buffer on each -> its handle -> `read_handles` in a worker
-on that very GPU, which copies from there. vLLM's own transfer of handles keeps the memory of the whole model alive
-until the end of the update; here it is one bucket's.
+on that very GPU, which copies from there. vLLM's own transfer of handles keeps the memory of the whole model until the
+end of the update; this one keeps the memory of one bucket.
 """
 
 from __future__ import annotations
@@ -11,46 +11,58 @@ import base64
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from spurline.errors import RunFailedError, listing
-from spurline_async_rl.weights.buckets import MakerSync, end_of
-from spurline_async_rl.weights.packing import checksum, pack, unpack
+from spurline_async_rl.weights.buckets import MakerSync
+from spurline_async_rl.weights.packing import pack, unpack
 from spurline_models.machine import this_machine
 from spurline_models.weight_buckets import WeightBucket
 
-_HANDLES, _HANDLE, _CHECKSUM = "handles", "handle", "checksum"
-"""Keys of a bucket's `where`: by the names of GPUs, the handle of the buffer on each, and its checksum."""
+_HANDLES = "handles"
+"""Key of a bucket's `where`: the handle of the buffer on each GPU, by the GPU's name."""
+_PARTS = ("memory", "bytes", "offset", "counter", "counter_offset", "event", "has_event")
+"""Names for the values with which torch opens the storage of another process, in its order, after the GPU's number."""
 _EXPANDABLE = re.compile(r"(expandable_segments\s*:\s*)True", re.IGNORECASE)
 
 Handle = Mapping[str, Any]
 """The data that opens a buffer in another process, as JSON can hold it."""
 
 
-class Gpu(Protocol):
-    """A GPU whose memory can be opened by other processes. name: the same in all of them."""
+class CurrentGpu:
+    """The GPU that torch computes on in this process. Its `name` is the same in all processes."""
 
-    name: str
-    device: torch.device
+    def __init__(self) -> None:
+        index = torch.cuda.current_device()
+        self.device = torch.device("cuda", index)
+        self.name = str(torch.cuda.get_device_properties(index).uuid)
 
     def allocating(self) -> AbstractContextManager[None]:
         """Return a context; memory allocated in it can be exported."""
-        ...
+        return fixed_segments()
 
     def export(self, buffer: Tensor) -> Handle:
         """Return the handle of a buffer, uint8 [bytes], when all writes to it have ended."""
-        ...
+        torch.cuda.synchronize(self.device)
+        _, *parts = buffer.untyped_storage()._share_cuda_()  # pyright: ignore[reportPrivateUsage]
+        return {name: _as_text(value) for name, value in zip(_PARTS, parts, strict=True)}
 
     def open(self, handle: Handle) -> Tensor:
-        """Return the other process's buffer, uint8 [bytes]: its very memory."""
-        ...
+        """Return the very memory of the other process's buffer, uint8 [bytes]."""
+        parts = [_from_text(handle[name]) for name in _PARTS]
+        # The other process may number the GPUs differently.
+        storage = torch.UntypedStorage._new_shared_cuda(self.device.index, *parts)  # pyright: ignore[reportPrivateUsage]
+        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
     def release(self, handle: Handle) -> None:
-        """Let the buffer's memory go with the buffer, whether others have opened it or not."""
-        ...
+        """Free the memory with the buffer, whether other processes have opened it or not."""
+        # torch would keep the memory of a storage that no process has opened, as on a GPU without an engine, forever.
+        counter, offset = (_from_text(handle[name]) for name in ("counter", "counter_offset"))
+        torch.UntypedStorage._release_ipc_counter(counter, offset, device=self.device)  # pyright: ignore[reportPrivateUsage]
+        torch.cuda.ipc_collect()
 
 
 class CudaIpcSync(MakerSync):
@@ -61,17 +73,13 @@ class CudaIpcSync(MakerSync):
     # An engine reads from its own GPU, which may be any rank's.
     made_by = "all"
 
-    def maker_settings(self) -> dict[str, Any]:
-        return {"checksum": self._config.checksum}
-
 
 class HandleMaker:
     """A `BucketMaker`: one buffer on this process's GPU, by default the current one."""
 
-    def __init__(self, checksum: bool, sender: int = 0, senders: int = 1, gpu: Gpu | None = None) -> None:
-        self._gpu: Gpu = gpu or CurrentGpu()
-        self._checksum = checksum
-        # It must live until every engine has copied it: a handle does not keep its memory.
+    def __init__(self, sender: int = 0, senders: int = 1, gpu: CurrentGpu | None = None) -> None:
+        self._gpu = gpu or CurrentGpu()
+        # The buffer must live until every engine has copied it: a handle does not keep its memory.
         self._buffer: Tensor | None = None
         self._handle: Handle | None = None
 
@@ -80,10 +88,7 @@ class HandleMaker:
         with self._gpu.allocating():
             self._buffer, places = pack(weights, None, self._gpu.device)
         self._handle = self._gpu.export(self._buffer)
-        here: dict[str, Any] = {_HANDLE: self._handle}
-        if self._checksum:
-            here[_CHECKSUM] = checksum(self._buffer[: _whole_words(end_of(places))])
-        where = {_HANDLES: {self._gpu.name: here}}
+        where = {_HANDLES: {self._gpu.name: self._handle}}
         return WeightBucket(CudaIpcSync.transport, places, where, machine=this_machine())
 
     def taken(self) -> None:
@@ -95,73 +100,36 @@ class HandleMaker:
         self.taken()
 
 
-def read_handles(bucket: WeightBucket, gpu: Gpu | None = None) -> list[tuple[str, Tensor]]:
+def read_handles(bucket: WeightBucket, gpu: CurrentGpu | None = None) -> list[tuple[str, Tensor]]:
     """Return the weights, in the trainer's memory, to be copied before the bucket is answered.
 
-    Raises RunFailedError if no rank has its copy on this GPU, by default the current one, or the checksum is another.
+    Raises:
+        RunFailedError: If no rank has a copy on this GPU, by default the current one.
     """
     gpu = gpu or CurrentGpu()
-    by_gpu: Mapping[str, Mapping[str, Any]] = bucket.where[_HANDLES]
-    here = by_gpu.get(gpu.name)
-    if here is None:
+    by_gpu: Mapping[str, Handle] = bucket.where[_HANDLES]
+    handle = by_gpu.get(gpu.name)
+    if handle is None:
         raise RunFailedError(
             f"The weights are on {len(by_gpu)} GPU(s), {listing(sorted(by_gpu))}, and this worker is on GPU "
-            f"{gpu.name}, which is none of them: cuda_ipc needs both on one. Set source.weight_sync: collective."
+            f"{gpu.name}. cuda_ipc needs both on one GPU. Set source.weight_sync: collective."
         )
-    buffer = gpu.open(here[_HANDLE])
-    if _CHECKSUM in here and (got := checksum(buffer[: _whole_words(end_of(bucket.places))])) != here[_CHECKSUM]:
-        raise RunFailedError(
-            f"A bucket of weights, {bucket.places[0].name} to {bucket.places[-1].name}, was written to GPU {gpu.name} "
-            f"with checksum {here[_CHECKSUM]} and read with {got}: it changed on the way."
-        )
-    return unpack(buffer, bucket.places)
-
-
-class CurrentGpu:
-    """The `Gpu` that torch computes on in this process."""
-
-    def __init__(self) -> None:
-        index = torch.cuda.current_device()
-        self.device = torch.device("cuda", index)
-        self.name = str(torch.cuda.get_device_properties(index).uuid)
-
-    def allocating(self) -> AbstractContextManager[None]:
-        return fixed_segments()
-
-    def export(self, buffer: Tensor) -> Handle:
-        torch.cuda.synchronize(self.device)
-        _, *parts = buffer.untyped_storage()._share_cuda_()  # pyright: ignore[reportPrivateUsage]
-        return {name: _as_text(value) for name, value in zip(_PARTS, parts, strict=True)}
-
-    def open(self, handle: Handle) -> Tensor:
-        parts = [_from_text(handle[name]) for name in _PARTS]
-        # The other process may number the GPUs differently.
-        storage = torch.UntypedStorage._new_shared_cuda(self.device.index, *parts)  # pyright: ignore[reportPrivateUsage]
-        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)  # pyright: ignore[reportArgumentType, reportCallIssue]
-
-    def release(self, handle: Handle) -> None:
-        # torch would keep the memory of a storage that no process has opened, as on a GPU without an engine, forever.
-        counter, offset = (_from_text(handle[name]) for name in ("counter", "counter_offset"))
-        torch.UntypedStorage._release_ipc_counter(counter, offset, device=self.device)  # pyright: ignore[reportPrivateUsage]
-        torch.cuda.ipc_collect()
-
-
-_PARTS = ("memory", "bytes", "offset", "counter", "counter_offset", "event", "has_event")
-"""Names for the values with which torch opens the storage of another process, in its order, after the GPU's number."""
+    return unpack(gpu.open(handle), bucket.places)
 
 
 @contextmanager
 def fixed_segments() -> Iterator[None]:
     """Allocate segments of memory that cannot expand.
 
-    Those that can are not exported everywhere, as most containers let no process take file descriptors of another one.
+    Those that can expand are not exported everywhere, as most containers let no process take file descriptors of
+    another one.
     """
     before: str = torch._C._accelerator_getAllocatorSettings()  # pyright: ignore[reportPrivateUsage]
     fixed = _EXPANDABLE.sub(r"\1False", before)
     if fixed == before:
         yield
         return
-    # All settings again: those that are not named may be reset.
+    # Name all settings again: those that are not named may be reset.
     torch._C._accelerator_setAllocatorSettings(fixed)  # pyright: ignore[reportPrivateUsage]
     try:
         yield
@@ -175,7 +143,3 @@ def _as_text(value: bytes | int) -> str | int:
 
 def _from_text(value: str | int) -> bytes | int:
     return base64.b64decode(value) if isinstance(value, str) else value
-
-
-def _whole_words(size: int) -> int:
-    return -(-size // 8) * 8

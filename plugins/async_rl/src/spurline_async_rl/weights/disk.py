@@ -6,14 +6,12 @@ file is removed when every engine has taken it; files that a killed run left in 
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import xxhash
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -28,8 +26,6 @@ if TYPE_CHECKING:
     from spurline.config.run_config import RunConfig
 
 
-_PATH, _CHECKSUM = "path", "xxh3"
-"""Keys of a bucket's `where`."""
 _PREFIX = "spurline-weights-"
 
 
@@ -46,7 +42,7 @@ class DiskSync(MakerSync):
         self._folder = Path(folder).absolute()
 
     def maker_settings(self) -> dict[str, Any]:
-        return {"folder": str(self._folder), "checksum": self._config.checksum}
+        return {"folder": str(self._folder)}
 
     def close(self) -> None:
         """Remove also files of a maker in another process, which may have been killed."""
@@ -56,11 +52,10 @@ class DiskSync(MakerSync):
 
 
 class FileMaker:
-    """A `BucketMaker`. checksum: whether readers compare one of the file."""
+    """A `BucketMaker`."""
 
-    def __init__(self, folder: str, checksum: bool) -> None:
+    def __init__(self, folder: str) -> None:
         self._folder = Path(folder)
-        self._checksum = checksum
         self._path: Path | None = None
 
     def make(self, version: int, number: int, weights: Iterable[tuple[str, Tensor]]) -> WeightBucket:
@@ -74,10 +69,8 @@ class FileMaker:
             _write(path, held)
         except OSError as error:
             raise RunFailedError(f"{path}: the weights cannot be written: {error}.") from error
-        where = {_PATH: str(path)}
-        if self._checksum:
-            where[_CHECKSUM] = _checksum(path)
-        return WeightBucket(DiskSync.transport, tuple(TensorPlace.of(name, tensor) for name, tensor in held), where)
+        places = tuple(TensorPlace.of(name, tensor) for name, tensor in held)
+        return WeightBucket(DiskSync.transport, places, {"path": str(path)})
 
     def taken(self) -> None:
         path, self._path = self._path, None
@@ -89,23 +82,15 @@ class FileMaker:
 
 
 def read_file(bucket: WeightBucket) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights. Raises as `checked_file` does."""
-    with safe_open(checked_file(bucket), "pt") as file:  # pyright: ignore[reportUnknownVariableType, reportNoOverloadImplementation]
-        for place in bucket.places:
-            yield place.name, file.get_tensor(place.name)
-
-
-def checked_file(bucket: WeightBucket) -> Path:
-    """Return the bucket's file. Raises RunFailedError if it is missing or its checksum is another one."""
-    path = Path(bucket.where[_PATH])
+    """Yield the weights. Raises RunFailedError if the bucket's file is missing."""
+    path = Path(bucket.where["path"])
     if not path.is_file():
         raise RunFailedError(
             f"{path}: no such file here. Set source.weight_sync.folder to a folder that trainer and engines both see."
         )
-    expected = bucket.where.get(_CHECKSUM)
-    if expected is not None and (got := _checksum(path)) != expected:
-        raise RunFailedError(f"{path} was written with checksum {expected} and read with {got}.")
-    return path
+    with safe_open(path, "pt") as file:  # pyright: ignore[reportUnknownVariableType, reportNoOverloadImplementation]
+        for place in bucket.places:
+            yield place.name, file.get_tensor(place.name)
 
 
 def _write(path: Path, weights: list[tuple[str, Tensor]]) -> None:
@@ -119,8 +104,3 @@ def _write(path: Path, weights: list[tuple[str, Tensor]]) -> None:
 def _remove_files(folder: Path) -> None:
     for path in folder.glob(f"{_PREFIX}*"):
         remove(path)
-
-
-def _checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()

@@ -1,43 +1,77 @@
-"""Pack the tensors of a bucket into one buffer on any device, with a checksum of the whole."""
+"""Cut weights into buckets, and lay the tensors of a bucket out in one buffer on any device."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from spurline_async_rl.weights.buckets import aligned, end_of
 from spurline_models.weight_buckets import TensorPlace
 
-_WORDS_AT_ONCE = 1 << 17
-"""Words of 8 bytes that a checksum multiplies at a time."""
+_ALIGNMENT = 64
+
+
+def cut(weights: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+    """Cut weights, in order, into lists of at most so many bytes; a larger tensor comes alone."""
+    held: list[tuple[str, Tensor]] = []
+    used = 0
+    for name, tensor in weights:
+        if held and used + tensor.nbytes > max_bytes:
+            yield held
+            held, used = [], 0
+        held.append((name, tensor))
+        used += tensor.nbytes
+    if held:
+        yield held
+
+
+def places_of(weights: Iterable[tuple[str, Tensor]]) -> tuple[TensorPlace, ...]:
+    """Return the place of each weight in one buffer."""
+    places: list[TensorPlace] = []
+    end = 0
+    for name, tensor in weights:
+        places.append(TensorPlace.of(name, tensor, -(-end // _ALIGNMENT) * _ALIGNMENT))
+        end = end_of(places[-1:])
+    return tuple(places)
+
+
+def end_of(places: Sequence[TensorPlace]) -> int:
+    """Return the offset at which the last of these places ends."""
+    return max((place.offset + bucket_bytes([place]) for place in places), default=0)
+
+
+def bucket_bytes(places: Sequence[TensorPlace]) -> int:
+    """Return the bytes of the tensors themselves."""
+    return sum(math.prod(place.shape) * getattr(torch, place.dtype).itemsize for place in places)
 
 
 def pack(
     weights: Iterable[tuple[str, Tensor]], buffer: Tensor | None, device: torch.device
 ) -> tuple[Tensor, tuple[TensorPlace, ...]]:
-    """Return a buffer, uint8 [bytes] on the device, and the place of each weight in it.
+    """Copy weights into a buffer, uint8 [bytes] on the device, and return it with the place of each weight.
 
-    buffer: of an earlier bucket; it is written over if it is large enough.
+    The given buffer of an earlier bucket is used again if it is large enough.
     """
     held = list(weights)
-    places: list[TensorPlace] = []
-    end = 0
-    for name, tensor in held:
-        places.append(TensorPlace.of(name, tensor, aligned(end)))
-        end = end_of(places[-1:])
-    buffer = room(buffer, max(aligned(end), 8), device)
-    for (_, view), (_, tensor) in zip(unpack(buffer, places), held, strict=True):
-        view.copy_(tensor.detach())
-    return buffer, tuple(places)
+    places = places_of(held)
+    buffer = room(buffer, end_of(places), device)
+    fill(buffer, places, held)
+    return buffer, places
 
 
 def room(buffer: Tensor | None, size: int, device: torch.device) -> Tensor:
-    """Return a buffer of at least so many bytes: this one if it is large enough."""
+    """Return this buffer if it has so many bytes, else a new one of at least one byte."""
     if buffer is not None and len(buffer) >= size:
         return buffer
-    return torch.empty(size, dtype=torch.uint8, device=device)
+    return torch.empty(max(size, 1), dtype=torch.uint8, device=device)
+
+
+def fill(buffer: Tensor, places: Sequence[TensorPlace], weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Copy weights to their places in the buffer."""
+    for (_, view), (_, tensor) in zip(unpack(buffer, places), weights, strict=True):
+        view.copy_(tensor.detach())
 
 
 def unpack(buffer: Tensor, places: Sequence[TensorPlace]) -> list[tuple[str, Tensor]]:
@@ -48,18 +82,3 @@ def unpack(buffer: Tensor, places: Sequence[TensorPlace]) -> list[tuple[str, Ten
         flat = buffer[place.offset : end_of([place])].view(dtype)
         weights.append((place.name, flat.view(place.shape)))
     return weights
-
-
-def checksum(buffer: Tensor) -> int:
-    """Return a checksum of the buffer, whose bytes are a multiple of 8, computed where it is.
-
-    It is the sum of its words of 8 bytes, each times an odd number of its own, modulo 2**64. A single word that changes
-    changes the sum, as an odd number has an inverse.
-    """
-    words = buffer.view(torch.int64)
-    total = torch.zeros((), dtype=torch.int64, device=buffer.device)
-    for start in range(0, len(words), _WORDS_AT_ONCE):
-        part = words[start : start + _WORDS_AT_ONCE]
-        odd = torch.arange(2 * start + 1, 2 * (start + len(part)), 2, device=buffer.device)
-        total += (part * odd).sum()
-    return int(total.item())
