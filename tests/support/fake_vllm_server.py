@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from pathlib import Path
 from typing import Any
 
 from aiohttp import web
-from safetensors.torch import load_file
-from torch import Tensor
 
 from spurline_async_rl.engines.vllm.launch import WORKER_EXTENSION
 
@@ -20,10 +17,8 @@ from spurline_async_rl.engines.vllm.launch import WORKER_EXTENSION
 class FakeVllmServer:
     """tokens_given: by all requests so far. calls: paths of the calls that change anything, in order.
 
-    extension: the worker extension it says it runs; without one it takes weights as vLLM itself does. device: `cpu` or
-    `cuda`. key: what a proxy before it asks for at all paths. strangers: what that does with those who have none:
+    extension: the worker extension it says it runs. key: what a proxy before it asks for at all paths. strangers: what that does with those who have none:
     `refuse` them, send them to `log in`, or `hang up`. has_lora: whether it was started with `--enable-lora`.
-    loaded: tensors of the folder that was loaded last.
     """
 
     def __init__(
@@ -32,7 +27,6 @@ class FakeVllmServer:
         logprobs_mode: str = "processed_logprobs",
         has_dev_endpoints: bool = True,
         extension: str = WORKER_EXTENSION,
-        device: str = "cpu",
         has_lora: bool = False,
         key: str | None = None,
         strangers: str = "refuse",
@@ -40,10 +34,7 @@ class FakeVllmServer:
         self.tokens_given = 0
         self.calls: list[str] = []
         self.missing: list[str] = []
-        self.loaded: dict[str, Tensor] = {}
-        self.is_broken = False
         self._extension = extension
-        self._device = device
         self._key = key
         self._strangers = strangers
         self._has_lora = has_lora
@@ -98,7 +89,6 @@ class FakeVllmServer:
                 "tensor_parallel_size": 2,
                 "pipeline_parallel_size": 1,
             },
-            "device_config": {"device": self._device},
             "lora_config": {"max_lora_rank": 16} if self._has_lora else None,
         }
         return web.json_response({"vllm_config": config})
@@ -120,21 +110,10 @@ class FakeVllmServer:
         body = await request.json()
         assert not self._running.is_set(), "weights changed while requests run"
         self.calls.append(body["method"])
-        if self.is_broken:
-            return web.json_response({"error": "such bad luck"}, status=500)
-        if body["method"] == "reload_weights":
-            assert body["args"][0] is None
-            self._load(body["args"][1])
-        elif body["method"] == "spurline_finish_update":
+        if body["method"] == "spurline_finish_update":
             self._version += 1
             return web.json_response({"results": [self.missing]})
         return web.json_response({"results": [None]})
-
-    def _load(self, folder: str) -> None:
-        """All files of the folder, as vLLM's loader takes them."""
-        files = sorted(Path(folder).glob("*.safetensors"))
-        self.loaded = {name: tensor for file in files for name, tensor in load_file(file).items()}
-        self._version += 1
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()

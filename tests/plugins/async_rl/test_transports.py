@@ -23,7 +23,6 @@ from weight_takers import Weights, weights
 from spurline.errors import ConfigError, RunFailedError
 from spurline.plugins.host import PluginHost
 from spurline.plugins.registry import resolve
-from spurline.protocols.backend import BackendFacts
 from spurline.protocols.ranks import RankRequest
 from spurline_async_rl.source.loop_thread import LoopThread
 from spurline_async_rl.source.publishing import Publisher, choose_sync
@@ -36,7 +35,7 @@ from spurline_async_rl.weights.configs import (
     SharedMemorySyncConfig,
 )
 from spurline_async_rl.weights.cuda_ipc import CudaIpcSync
-from spurline_async_rl.weights.disk import DiskSync
+from spurline_async_rl.weights.disk import DiskSync, FileMaker
 from spurline_async_rl.weights.packing import cut
 from spurline_async_rl.weights.shared_memory import MemoryMaker, MemoryReader, SharedMemorySync
 from spurline_models.weight_buckets import MakerChoice, WeightBucket
@@ -211,6 +210,19 @@ def test_the_memory_of_another_process_with_the_number_of_one_that_ended_is_not_
         other.close()
 
 
+def test_links_among_files_of_weights_are_removed_and_what_they_point_to_stays(tmp_path: Path) -> None:
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "thesis.txt").write_text("years of work")
+    weights = tmp_path / "weights"
+    weights.mkdir()
+    for name in ("spurline-weights-1-1.tmp", "spurline-weights-1-1.safetensors"):
+        (weights / name).symlink_to(tmp_path / "precious")
+    (weights / "spurline-weights-folder").mkdir()
+    FileMaker(str(weights)).make(1, 1, [("a", torch.ones(2))])
+    assert [path.name for path in (tmp_path / "precious").iterdir()] == ["thesis.txt"]
+    assert [path.is_symlink() for path in weights.iterdir()] == [False]
+
+
 class Ranks:
     """A backend whose weights are elsewhere, as far as a publish goes. made: how its buckets were to be made."""
 
@@ -336,33 +348,3 @@ def test_any_engine_that_takes_weights_is_started_and_its_members_are_served(mak
     assert engine.version == 1
     if isinstance(engine, Fleet):
         assert (engine.events, engine.member.version) == (["start", "wait for one"], 2)
-
-
-class Server(Taker):
-    """An engine that runs elsewhere, and tells only when it is reached which ways of weights it knows."""
-
-    transports: Sequence[str] = ("shared_memory", "disk")
-
-    async def start(self) -> None:
-        self.transports = ("disk",)
-
-
-@pytest.mark.parametrize("given", [None, SharedMemorySyncConfig()])
-def test_the_transport_is_chosen_again_when_engines_have_told_what_they_read(given: Any, tmp_path: Path) -> None:
-    engine, loop = Server(), LoopThread("publishing")
-    config: Any = SimpleNamespace(engine=SimpleNamespace(name="own"), weight_sync=given, watchdog_s=60.0)
-    run, backend = cast("Any", SimpleNamespace(run_dir=tmp_path)), cast("Any", Weights(weights()))
-    run.backend = SimpleNamespace(rank_request=lambda: None, facts=BackendFacts())
-    registry, timeline = PluginHost.load(["async_rl"]).registry, Timeline(tmp_path / "timeline.jsonl")
-    publisher = Publisher(cast("Any", engine), config, run, registry, loop, timeline, lambda: None)
-    try:
-        if given is None:
-            publisher.start_engines()
-            publisher.publish(1, backend)
-            assert {bucket.transport for bucket in engine.buckets} == {"disk"}
-        else:
-            with pytest.raises(ConfigError, match=r"is shared_memory.*takes weights by disk"):
-                publisher.start_engines()
-    finally:
-        publisher.close()
-        loop.close()

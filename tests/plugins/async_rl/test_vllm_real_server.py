@@ -64,14 +64,13 @@ def server(
 
 KEY = "of the server"
 OURS = ["--worker-extension-cls", WORKER_EXTENSION, "--api-key", KEY]
-PLAIN: list[str] = []
 
 
 @pytest.mark.parametrize(
     ("server", "transport"),
-    [(OURS, "collective"), (OURS, "disk"), (PLAIN, "disk")],
+    [(OURS, "collective"), (OURS, "disk")],
     indirect=["server"],
-    ids=["with our extension, collective", "with our extension, disk", "as vLLM ships it"],
+    ids=["collective", "disk"],
 )
 def test_tokens_match_the_weights_of_their_version_and_the_servers_end_is_noticed(
     models: ModelPair,

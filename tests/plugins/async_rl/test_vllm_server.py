@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-import torch
 from aiohttp import web
 from backend_batches import run_config
 from fake_vllm_server import FakeVllmServer
@@ -22,8 +21,6 @@ from spurline_async_rl.engines.configs import VllmEngineConfig
 from spurline_async_rl.engines.vllm import server as server_module
 from spurline_async_rl.engines.vllm.engine import VllmEngine
 from spurline_async_rl.engines.vllm.server import ServerApi, await_servers
-from spurline_async_rl.engines.vllm.server_files import ServerFiles
-from spurline_async_rl.weights.disk import FileMaker
 from spurline_rl.testing.engine_update_contract import WeightsOf
 from spurline_rl.testing.rollout_engine_contract import request
 from spurline_text.testing.inputs import tiny_tokenizer
@@ -166,36 +163,7 @@ def test_weights_that_are_not_all_there_end_the_run(drive: Callable[..., Any]) -
     drive(use)
 
 
-def test_a_server_without_our_extension_loads_the_whole_model_by_itself_from_files_that_then_go(
-    drive: Callable[..., Any], spurline_tiny_model: Path, tmp_path: Path
-) -> None:
-    async def use(engine: Any, server: FakeVllmServer, publish: Callable[[int], Awaitable[Any]]) -> Any:
-        assert list(tmp_path.glob("spurline-*")) == []
-        writing = asyncio.ensure_future(engine.generate(request([5] * 270, max_new_tokens=400)))
-        while server.tokens_given < 100:
-            await asyncio.sleep(0)
-        await publish(2)
-        return engine.transports, await writing
-
-    server: list[FakeVllmServer] = []
-
-    async def keep(engine: Any, fake: FakeVllmServer, publish: Callable[[int], Awaitable[Any]]) -> Any:
-        server.append(fake)
-        return await use(engine, fake, publish)
-
-    transports, result = drive(keep, extension="")
-    assert transports == ("disk",)
-    assert result.logprobs.tolist() == (-result.versions).tolist()
-    assert set(result.versions.tolist()) == {1, 2}
-    # The server says that it computes in bf16.
-    expected = {name: tensor.bfloat16() for name, tensor in WeightsOf(spurline_tiny_model).named_weights()}
-    assert server[0].loaded.keys() == expected.keys()
-    assert all(torch.equal(server[0].loaded[name], tensor) for name, tensor in expected.items())
-    assert server[0].calls == ["resume"] + ["pause", "reload_weights", "resume"] * 2
-    assert list(tmp_path.glob("spurline-*")) == []
-
-
-def test_a_server_with_our_extension_reads_collective_broadcasts_too(drive: Callable[..., Any]) -> None:
+def test_a_server_tells_its_workers_and_its_dtype(drive: Callable[..., Any]) -> None:
     async def use(engine: Any, server: FakeVllmServer, publish: Any) -> Any:
         (receivers,) = (each.receivers for each in engine._engines)
         return engine.transports, engine.weights_dtype, receivers
@@ -204,53 +172,6 @@ def test_a_server_with_our_extension_reads_collective_broadcasts_too(drive: Call
     assert transports == ("collective", "disk")
     assert dtype == "bfloat16"
     assert list(receivers.values()) == [2]
-
-
-@pytest.mark.parametrize(("left_out", "what"), [("lm_head.weight", "output layer"), ("", "experts")])
-def test_weights_that_a_server_on_cpus_would_keep_old_copies_of_are_refused_without_our_extension(
-    tmp_path: Path, left_out: str, what: str
-) -> None:
-    names = ["model.embed_tokens.weight", "lm_head.weight" if left_out == "" else "model.norm.weight"]
-    names += ["model.layers.0.mlp.experts.0.up_proj.weight"] if what == "experts" else []
-    files = {device: ServerFiles("server", on_cpu=device == "cpu") for device in ("cpu", "cuda")}
-    maker = FileMaker(str(tmp_path))
-    bucket = maker.make(1, 1, [(name, torch.ones(2)) for name in names])
-    files["cuda"].add(bucket)
-    assert len(list(files["cuda"].model().iterdir())) == 1
-
-    def add_to_cpu() -> None:
-        files["cpu"].add(bucket)
-        files["cpu"].model()
-
-    with pytest.raises(RunFailedError, match=rf"{what}.*worker extension"):
-        add_to_cpu()
-
-
-def test_links_among_files_of_weights_are_removed_and_what_they_point_to_stays(tmp_path: Path) -> None:
-    (tmp_path / "precious").mkdir()
-    (tmp_path / "precious" / "thesis.txt").write_text("years of work")
-    weights = tmp_path / "weights"
-    weights.mkdir()
-    for name in ("spurline-weights-1-1.tmp", "spurline-weights-1-1.safetensors", "spurline-server-s"):
-        (weights / name).symlink_to(tmp_path / "precious")
-    (weights / "spurline-weights-folder").mkdir()
-    files = ServerFiles("s", on_cpu=False)
-    files.add(FileMaker(str(weights)).make(1, 1, [("a", torch.ones(2))]))
-    assert files.model() == weights / "spurline-server-s"
-    assert [path.name for path in (tmp_path / "precious").iterdir()] == ["thesis.txt"]
-    assert not any(path.is_symlink() for path in weights.iterdir())
-
-
-def test_a_server_that_cannot_load_the_files_ends_the_run_and_none_are_left(
-    drive: Callable[..., Any], tmp_path: Path
-) -> None:
-    async def use(engine: Any, server: FakeVllmServer, publish: Callable[[int], Awaitable[Any]]) -> None:
-        server.is_broken = True
-        with pytest.raises(RunFailedError, match="such bad luck"):
-            await publish(2)
-
-    drive(use, extension="")
-    assert not list(tmp_path.glob("spurline-server-*"))
 
 
 @pytest.mark.parametrize(
@@ -297,6 +218,7 @@ def test_nothing_is_said_of_a_server_that_is_reached_over_the_loopback(url: str,
     ("fake", "message"),
     [
         ({"logprobs_mode": "raw_logprobs"}, r"urls.*raw_logprobs.*--logprobs-mode processed_logprobs"),
+        ({"extension": ""}, r"urls.*has worker extension ''.*--worker-extension-cls"),
         ({"extension": "theirs.Extension"}, r"urls.*theirs\.Extension.*--worker-extension-cls"),
         ({"has_dev_endpoints": False}, r"urls.*no endpoint.*VLLM_SERVER_DEV_MODE=1"),
         ({"has_lora": True}, r"urls.*--enable-lora"),

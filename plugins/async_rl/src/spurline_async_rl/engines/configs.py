@@ -284,7 +284,7 @@ class VllmEngineConfig(PoolConfig):
     precedence over everything above."""
     urls: Annotated[tuple[str, ...], OnResume.FREE] = ()
     """`mode: server`: base URL of each server, such as `http://node1:8000`. Start them with VLLM_SERVER_DEV_MODE=1,
-    `--logprobs-mode processed_logprobs` and, unless weights are to come by `disk` alone,
+    `--logprobs-mode processed_logprobs` and
     `--worker-extension-cls spurline_async_rl.engines.vllm.worker_extension.WorkerExtension`."""
     api_key_env: Annotated[str, OnResume.FREE] = "VLLM_API_KEY"
     """`mode: server`: environment variable with the servers' API key, if they want one. Must be set unless it

@@ -6,7 +6,6 @@ Place on the way: backend, on the training thread, which waits -> weight sync, o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import cast
 
 from spurline.config.run_config import RunConfig
@@ -43,10 +42,8 @@ class Publisher:
         self._watchdog_s = config.watchdog_s
         self._loop = loop
         self._timeline = timeline
-        self._choose = partial(choose_sync, config.weight_sync, self._engine, registry, weights_on_gpu(run))
-        self._create_sync = partial(registry.create, "weight_sync", run=run)
-        self._chosen = self._choose()
-        self._sync: WeightSync = self._create_sync(self._chosen)
+        chosen = choose_sync(config.weight_sync, self._engine, registry, weights_on_gpu(run))
+        self._sync: WeightSync = registry.create("weight_sync", chosen, run=run)
         self._engine.on_awaiting_weights = notify
 
     @property
@@ -58,11 +55,6 @@ class Publisher:
         """Start the engines, before the first publish, whose time limit is about sending weights alone."""
         limit = self._engine.longest_start_s + GRACE_S
         self._loop.run(self._engine.start(), limit, f"Starting rollout engine '{self._name}'")
-        # Servers that run already tell only now how they take weights.
-        chosen = self._choose()
-        if chosen != self._chosen:
-            self._sync.close()
-            self._chosen, self._sync = chosen, self._create_sync(chosen)
 
     def publish(self, version: int, backend: Backend, engines: Sequence[TakesWeights] | None = None) -> SyncReport:
         """Return when these engines, or all, generate with the backend's weights.

@@ -20,7 +20,7 @@ from spurline_async_rl.engines.vllm.async_engine import AsyncEngine
 from spurline_async_rl.engines.vllm.launch import engine_spec, held_back
 from spurline_async_rl.engines.vllm.member import VllmMember
 from spurline_async_rl.engines.vllm.requirements import require, require_vllm
-from spurline_async_rl.engines.vllm.server import ServedModel, ServerApi, ServerMember
+from spurline_async_rl.engines.vllm.server import ServerApi, ServerMember
 
 
 class VllmEngine(EnginePool):
@@ -35,7 +35,6 @@ class VllmEngine(EnginePool):
         self._cluster = None
         if config.mode == "server":
             config = config.model_copy(update={"engines": len(config.urls)})
-            # Until the servers tell whether they run our worker extension.
             transports = ("collective", "disk")
         else:
             require_vllm()
@@ -64,7 +63,7 @@ class VllmEngine(EnginePool):
         if config.mode == "server":
             url, key = config.urls[number], os.environ.get(config.api_key_env)
             make_api = partial(ServerApi, url, key, connect_timeout_s=config.pause_timeout_s)
-            return ServerMember(f"server {url}", make_api, self._model_tokenizer, self._note_served)
+            return ServerMember(f"server {url}", make_api, self._model_tokenizer)
         each = config.tensor_parallel_size
         if self._cluster is None:
             gpus = own_gpus(self._run, number, config.engines, each)
@@ -73,8 +72,3 @@ class VllmEngine(EnginePool):
         else:
             engine = self._cluster.engine(self._spec, number)
         return VllmMember(f"engine {number}", engine, self._model_tokenizer)
-
-    def _note_served(self, served: ServedModel) -> None:
-        """Note the transports of all servers, which are those of the least able one."""
-        if not served.has_extension:
-            self.transports = ("disk",)

@@ -21,14 +21,12 @@ import aiohttp
 from transformers import PreTrainedTokenizerBase
 
 from spurline.errors import ConfigError, DataError, RunFailedError
-from spurline_async_rl.engines.commands import UPDATE, BeginUpdate, Command, FinishUpdate, LoadBucket
+from spurline_async_rl.engines.commands import Command, FinishUpdate
 from spurline_async_rl.engines.configs import VllmEngineConfig
 from spurline_async_rl.engines.member import EngineDiedError
 from spurline_async_rl.engines.progress import Progress
 from spurline_async_rl.engines.vllm.launch import WORKER_EXTENSION, check_complete
 from spurline_async_rl.engines.vllm.member import Delta, Gate, VllmResponse, worker_call
-from spurline_async_rl.engines.vllm.server_files import ServerFiles
-from spurline_rl.concurrency import in_thread
 from spurline_rl.protocols.rollout_engine import GenerationRequest
 from spurline_rl.trajectory import FinishReason
 
@@ -57,8 +55,6 @@ class ServedModel(NamedTuple):
         max_model_len: Tokens of prompt and response together.
         num_workers: Processes that hold its weights.
         weights_dtype: As torch writes it, without `torch.`.
-        has_extension: Whether our worker extension is in its workers.
-        on_cpu: Whether it computes on CPUs.
         is_open: Whether other machines reach it and it obeys clients without a key.
     """
 
@@ -66,8 +62,6 @@ class ServedModel(NamedTuple):
     max_model_len: int
     num_workers: int
     weights_dtype: str
-    has_extension: bool
-    on_cpu: bool
     is_open: bool
 
 
@@ -103,12 +97,11 @@ class ServerApi:
         mode, extension = model["logprobs_mode"], parallel["worker_extension_cls"]
         if mode != "processed_logprobs":
             raise self._config_error(f"has logprobs mode '{mode}', not processed_logprobs. {START_HINT}")
-        if extension not in ("", None, WORKER_EXTENSION):
+        if extension != WORKER_EXTENSION:
             raise self._config_error(f"has worker extension '{extension}', not {WORKER_EXTENSION}. {START_HINT}")
         if config.get("lora_config") is not None:
             raise self._config_error(
-                "was started with --enable-lora, so that its own weights stay as they are, and a run sends whole ones, "
-                "adapters merged. Start it without."
+                "was started with --enable-lora, but a run sends it whole weights, adapters merged. Start it without."
             )
         first = listed["data"][0]
         return ServedModel(
@@ -116,8 +109,6 @@ class ServerApi:
             max_model_len=int(first["max_model_len"]),
             num_workers=int(parallel["tensor_parallel_size"]) * int(parallel.get("pipeline_parallel_size", 1)),
             weights_dtype=str(model["dtype"]).removeprefix("torch."),
-            has_extension=extension == WORKER_EXTENSION,
-            on_cpu=config["device_config"]["device"] == "cpu",
             is_open=not self.is_here and await self._obeys_strangers(),
         )
 
@@ -301,22 +292,14 @@ def await_servers(config: VllmEngineConfig, tell: Callable[[str], None]) -> None
 class ServerMember:
     """An `EngineMember`. The server is not ours: closing lets it run, and go on."""
 
-    def __init__(
-        self,
-        name: str,
-        make_api: Callable[[], ServerApi],
-        tokenizer: PreTrainedTokenizerBase,
-        on_served: Callable[[ServedModel], None],
-    ):
-        """make_api: called on the event loop. on_served: called with the server's model when it is reached."""
+    def __init__(self, name: str, make_api: Callable[[], ServerApi], tokenizer: PreTrainedTokenizerBase):
+        """Name the server; `make_api` is called on the event loop."""
         self.name = name
         self._make_api = make_api
-        self._on_served = on_served
         self._api: ServerApi | None = None
         self._model, self._max_model_len = "", 0
         self.num_workers = 1
         self.weights_dtype: str | None = None
-        self._files: ServerFiles | None = None
         self._tokenizer = tokenizer
         self._version = 0
         self._streams: set[asyncio.Task[FinishReason]] = set()
@@ -327,9 +310,6 @@ class ServerMember:
         served = await self._api.model()
         self._model, self._max_model_len = served.name, served.max_model_len
         self.num_workers, self.weights_dtype = served.num_workers, served.weights_dtype
-        self._has_extension = served.has_extension
-        self._files = ServerFiles(self.name, on_cpu=served.on_cpu)
-        self._on_served(served)
         if served.is_open:
             print(f"{self.name} {_OPEN}", file=sys.stderr, flush=True)
         # A run that ended during a pause leaves the server paused.
@@ -356,13 +336,8 @@ class ServerMember:
             self._gate.shut(command.hold)
             await self._cut_streams()
             await self._opened.pause()
-        if command.hold != UPDATE:
-            pass
-        elif self._has_extension:
-            if call := worker_call(command):
-                check_complete(await self._opened.workers(*call))
-        else:
-            await self._update_by_files(command)
+        if call := worker_call(command):
+            check_complete(await self._opened.workers(*call))
         if isinstance(command, FinishUpdate):
             self._version = command.version
         if command.ends:
@@ -370,29 +345,11 @@ class ServerMember:
                 await self._opened.resume()
             self._gate.open(command.hold)
 
-    async def _update_by_files(self, command: Command) -> None:
-        """Do this command of an update with nothing but vLLM's own endpoints."""
-        assert self._files is not None, "not started"
-        if isinstance(command, BeginUpdate):
-            self._files.clear()
-        elif isinstance(command, LoadBucket):
-            # A checksum of the file takes a while.
-            await in_thread(self._files.add, command.bucket)
-        else:
-            try:
-                # The second argument is the folder; the first would be weights.
-                await self._opened.workers("reload_weights", None, str(self._files.model()))
-                await in_thread(self._files.clear)
-            except DataError as error:
-                raise RunFailedError(f"{error}. Does the server see the folder of source.weight_sync?") from error
-
     async def wait_dead(self) -> str:
         return await self._opened.wait_gone()
 
     async def close(self) -> None:
         api, self._api = self._api, None
-        if self._files is not None:
-            self._files.clear()
         if api is None:
             return
         for stream in self._streams:
