@@ -95,7 +95,7 @@ def measure(case: Case, num_steps: int, num_draws: int) -> Result:
         workload = Workload(case.group_s(seed), Times([1.0]), B)
         for depth, figures in found.items():
             knobs = Knobs(case.max_staleness, B, case.max_running, depth=depth)
-            run = figures_of(steady_run(workload, knobs, num_steps))
+            run = figures_of(*steady_run(workload, knobs, num_steps))
             figures.append((run.steps_per_second, run.mean_staleness, run.depth))
     full, auto = ([fmean(values) for values in zip(*figures, strict=True)] for figures in found.values())
     return Result(case, full[0], auto[0], full[1], auto[1], auto[2])

@@ -6,6 +6,7 @@ Used by `async_throughput.py`. In: a Case. Out: a Result. The parts that sleep a
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
 from collections import Counter
@@ -25,7 +26,7 @@ from spurline.run.build import build_data
 from spurline_async_rl.scheduling.depth import Depth
 from spurline_async_rl.simulation.measured import measured_workload
 from spurline_async_rl.simulation.prediction import predictor
-from spurline_async_rl.simulation.workload import WORK_IN_SECONDS, Knobs, Times, Workload
+from spurline_async_rl.simulation.workload import Knobs, Times, Workload
 from spurline_async_rl.timeline.records import TIMELINE_FILE, read_timeline
 
 ROOT = Path(__file__).parents[1]
@@ -194,7 +195,7 @@ def predicted_from_record(case: Case, folder: Path) -> Predicted | None:
     def group_s(draw: int) -> float:
         return seconds(draw) + max(0.0, late_s)
 
-    return _predicted(case, replace(measured_workload(folder), group_s=group_s, speed=WORK_IN_SECONDS))
+    return _predicted(case, replace(measured_workload(folder), group_s=group_s, saturation=math.inf))
 
 
 def _predicted(case: Case, workload: Workload) -> Predicted:

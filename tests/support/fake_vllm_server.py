@@ -17,8 +17,9 @@ from spurline_async_rl.engines.vllm.launch import WORKER_EXTENSION
 class FakeVllmServer:
     """tokens_given: by all requests so far. calls: paths of the calls that change anything, in order.
 
-    extension: the worker extension it says it runs. key: what a proxy before it asks for at all paths. strangers: what that does with those who have none:
-    `refuse` them, send them to `log in`, or `hang up`. has_lora: whether it was started with `--enable-lora`.
+    extension: the worker extension it says it runs. key: what a proxy before it asks for at all paths. strangers: what
+    that does with those who have none: `refuse` them, send them to `log in`, or `hang up`. has_lora: whether it was
+    started with `--enable-lora`.
     """
 
     def __init__(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from spurline.errors import RunFailedError
 from spurline_async_rl.scheduling.scheduler import Scheduler, SchedulerLimits, State
 from spurline_async_rl.simulation.model import Engines, Model, SimulatedRun
 from spurline_async_rl.simulation.prediction import figures_of, trained_work
-from spurline_async_rl.simulation.workload import Fate, Speed, Times, Workload
+from spurline_async_rl.simulation.workload import Fate, Times, Workload
 from spurline_rl.draws import Draw, SkippedRow
 from spurline_rl.group_runner import GivenUpPrompt
 from spurline_rl.prompt_source import collect_groups
@@ -68,17 +69,16 @@ def setups(draw: st.DrawFn) -> Setup:
     seconds = st.one_of(st.just(0.0), st.just(1.0), st.floats(0.01, 100))
     works, kinds = draw(st.lists(seconds, min_size=1, max_size=8)), draw(outcomes())
     trains = draw(st.lists(seconds, min_size=1, max_size=3))
-    retries = draw(st.lists(st.integers(0, 2), min_size=1, max_size=3))
 
     def fate(number: int) -> Fate:
         kind: Any = kinds[number % len(kinds)]
         outcome = "buffered" if kind == "kept" else kind
-        return Fate(works[number % len(works)], outcome, retries[number % len(retries)])
+        return Fate(works[number % len(works)], outcome)
 
     workload = made_up(
         fate,
         lambda step: trains[step % len(trains)],
-        speed=draw(st.sampled_from([Speed(), Speed(((1, 2.0), (8, 0.5)))])),
+        saturation=draw(st.sampled_from([math.inf, 2])),
         transfer_s=draw(st.sampled_from([0.0, 0.5])),
         pause_s=draw(st.sampled_from([0.0, 0.5])),
     )
@@ -257,18 +257,18 @@ def test_a_pause_stands_between_two_versions_and_nothing_is_generated_in_it():
     (group,) = run.records[1].groups
     assert (group.draw, group.began, group.ended, group.oldest, group.newest) == (1, 1.0, 6.0, 0, 1)
     figures = figures_of(run)
-    assert figures.generation_paused == pytest.approx(4.0 / run.seconds)
+    assert figures.generation_idle == pytest.approx(1 - 4.0 / figures.seconds)
     assert figures.staleness == pytest.approx({0: 2.5 / 4, 1: 1.5 / 4})
 
 
 def test_engines_get_slower_with_more_groups_and_share_them():
-    speed = Speed(((1, 10.0), (3, 6.0)))
-    assert [speed.at(groups) for groups in (0, 1, 2, 3, 9)] == [10, 10, 8, 6, 6]
-    engines = Engines(2, speed)
+    speed = Workload(Times([1.0]), Times([1.0]), 1, saturation=4).speed
+    assert [speed(groups) for groups in (1, 4, 5, 16)] == [1, 1, 0.8, 0.25]
+    engines = Engines(2, lambda groups: 12 / (groups + 1))
     assert [engines.start(draw, 16.0) for draw in range(3)] == [0, 1, 0]
     engines.advance(engines.until_end())
     assert engines.end_next() == 1
-    assert engines.until_end() == pytest.approx(16 / 8 - 1.6)
+    assert engines.until_end() == pytest.approx(16 / 4 - 16 / 6)
 
 
 def test_times_depend_on_the_number_alone_and_have_their_mean():

@@ -138,5 +138,5 @@ def _cells(prediction: Prediction) -> list[str]:
         f"{figures.mean_staleness:.2f}/{figures.max_staleness}",
         " ".join(f"{figures.staleness.get(age, 0.0):.0%}" for age in ages),
         f"{figures.trainer_idle:.0%}",
-        f"{figures.generation_blocked + figures.generation_paused:.0%}",
+        f"{max(0.0, figures.generation_idle):.0%}",
     ]

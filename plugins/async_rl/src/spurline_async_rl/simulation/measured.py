@@ -10,29 +10,28 @@ from typing import Any
 from spurline.errors import UserError
 from spurline.run.record_files import CONFIG_FILE, check_run_directory, read_mapping
 from spurline.trackers.jsonl import METRICS_FILE, read_metrics
-from spurline_async_rl.simulation.workload import Times, Workload, saturating
+from spurline_async_rl.simulation.workload import Times, Workload
 from spurline_async_rl.timeline.records import TIMELINE_FILE, GroupSpan, read_timeline
 
 _FEWEST_GROUPS = 8
 
 
 def measured_workload(run_dir: Path) -> Workload:
-    """Return what a run tells of its times.
+    """Return the workload of a run, from its timeline and metrics.
 
-    Engines are taken to be saturated by the most groups that were on one of them: a prediction promises no gain that
-    the run has not shown.
+    The most groups that were on one engine count as those that saturate it: a prediction promises no gain that the run
+    has not shown.
 
     Raises:
         UserError: If the run left too little to go by.
         RunDirectoryError: If this is no run directory, or one of its files is unreadable.
     """
     check_run_directory(run_dir)
-    # Lines that no run has written do no harm here, and are told of.
     metrics = read_metrics(run_dir / METRICS_FILE, skip_foreign=True)
     source: dict[str, Any] = read_mapping(run_dir / CONFIG_FILE).get("source") or {}
     records = read_timeline(run_dir / TIMELINE_FILE)
     groups = [group for record in records for group in record.groups if group.ended > group.began]
-    # From step to step, without waiting, publishing and evaluating; the first one, with its cold start, left out.
+    # The first step, with its cold start, is left out.
     train_s: list[float] = []
     for before, record in pairwise(records):
         beside_s = sum(span.seconds for span in record.spans if span.kind in ("wait", "publish", "evaluate"))
@@ -50,7 +49,7 @@ def measured_workload(run_dir: Path) -> Workload:
     paused_share = pause_s / publish_s if publish_s else 0.0
 
     def generating_s(group: GroupSpan) -> float:
-        """Without the time that engines stood still."""
+        """Return the seconds of a group without those in which engines stood still."""
         overlaps = (min(span.ended, group.ended) - max(span.began, group.began) for span in publishes)
         return max(1e-3, group.seconds - paused_share * sum(overlap for overlap in overlaps if overlap > 0))
 
@@ -64,7 +63,7 @@ def measured_workload(run_dir: Path) -> Workload:
         Times(group_s),
         Times(train_s),
         batch_size,
-        saturating(most),
+        most,
         filtered,
         quarantined,
         publish_s - pause_s,

@@ -1,24 +1,22 @@
-"""Compare what the scheduler's knobs would give: Workload and Knobs -> Prediction, alternatives, advice.
+"""Compare settings of the scheduler: Workload and Knobs -> Prediction, alternatives, advice.
 
-Each prediction is one run of the model without its first steps, in which nothing is buffered yet; the run goes on
-beyond the last step that counts, so that no batch is the last one.
+Each prediction is one run of the model. Its first steps, in which nothing is buffered yet, do not count. The run is
+planned beyond the last step that counts, so that no batch is the last one.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
 from spurline_async_rl.simulation.model import Model, SimulatedRun
 from spurline_async_rl.simulation.workload import Knobs, Workload
-from spurline_async_rl.timeline.records import Level, staleness_of, trained_steps
+from spurline_async_rl.timeline.records import staleness_of, trained_steps
 
 _GOOD_ENOUGH = 0.97
 """Share of the best throughput for which a smaller bound is recommended."""
@@ -32,9 +30,16 @@ _WORTH_SAYING = 1.02
 class Figures:
     """The numbers of a run.
 
-    staleness: share of the trained tokens by age in updates. trainer_idle: share of the time waiting for a batch.
-    generation_blocked: share of the places for running groups that stood empty as admission was blocked, pauses not
-    counted; generation_paused: share of the time engines stood still. depth: mean depth of admission, in groups.
+    Attributes:
+        seconds: The seconds that the counted steps took.
+        groups_per_second: Groups that were trained on.
+        steps_per_second: Steps.
+        mean_staleness: Mean age of the trained tokens, in updates.
+        max_staleness: Age of the oldest one.
+        staleness: Share of the trained tokens by age.
+        trainer_idle: Share of the time that training waited for a batch.
+        generation_idle: Share of the places for groups that stood empty, or whose engines stood still.
+        depth: Mean depth of admission, in groups.
     """
 
     seconds: float
@@ -44,8 +49,7 @@ class Figures:
     max_staleness: int
     staleness: dict[int, float]
     trainer_idle: float
-    generation_blocked: float
-    generation_paused: float
+    generation_idle: float
     depth: float
 
 
@@ -53,8 +57,7 @@ class Figures:
 class Prediction:
     """The figures of the steady part of a run with these knobs.
 
-    generation_groups_per_second, training_groups_per_second: what either side could do if it never waited for the other
-    and nothing was published.
+    The last two fields say how many groups either side could do if it never waited and nothing was published.
     """
 
     knobs: Knobs
@@ -84,9 +87,9 @@ def predictor(workload: Workload, num_steps: int) -> Predict:
 
     @cache
     def predict(knobs: Knobs) -> Prediction:
-        run = steady_run(workload, knobs, num_steps)
+        run, first = steady_run(workload, knobs, num_steps)
         generation = workload.generation_per_s(knobs, 1 + max(run.work))
-        return Prediction(knobs, figures_of(run), generation, workload.training_per_s)
+        return Prediction(knobs, figures_of(run, first), generation, workload.training_per_s)
 
     return predict
 
@@ -95,7 +98,8 @@ def predictor(workload: Workload, num_steps: int) -> Predict:
 class Comparison:
     """Everything that `spurline simulate` tells.
 
-    current: of the config. others: with one knob changed, named by it. best: recommended. advice: sentences.
+    `current` is the prediction for the config, `best` the recommended one. Each of `others` has one knob changed, and
+    comes with the name of that knob.
     """
 
     workload: Workload
@@ -126,65 +130,50 @@ def compare(workload: Workload, knobs: Knobs, num_steps: int) -> Comparison:
     return Comparison(workload, num_steps, current, others, best, advice)
 
 
-def steady_run(workload: Workload, knobs: Knobs, num_steps: int) -> SimulatedRun:
-    """Return so many steps out of the middle of a long run; they begin at time 0."""
+def steady_run(workload: Workload, knobs: Knobs, num_steps: int) -> tuple[SimulatedRun, int]:
+    """Return a long run, and the index of the record from which on its steps count."""
     cold = 2 * (knobs.max_staleness + 1)
     limits = knobs.limits(cold + num_steps + knobs.max_staleness + 2)
     model = Model(workload, limits, knobs.engines, knobs.publish_every)
     while model.step < cold + num_steps:
         model.advance()
-    return model.result(after=cold)
+    return model.result(), cold
 
 
-def figures_of(run: SimulatedRun) -> Figures:
-    """Return the numbers of a simulated run."""
-    seconds, limits = run.seconds or 1.0, run.limits
+def figures_of(run: SimulatedRun, first: int = 0) -> Figures:
+    """Return the numbers of a simulated run, from the record of this index on."""
+    records = run.records[first:]
+    began, busy_s = (run.records[first - 1].until, run.busy_s[first - 1]) if first else (0.0, 0.0)
+    seconds = run.records[-1].until - began or 1.0
     amounts: dict[int, float] = {}
-    for _, age, work in trained_work(run):
+    for _, age, work in trained_work(run, first):
         amounts[age] = amounts.get(age, 0.0) + work
     if not any(amounts.values()):
         # Groups that took no time count as if all took the same.
-        amounts = dict[int, float](Counter(age for _, age, _ in trained_work(run)))
+        amounts = dict[int, float](Counter(age for _, age, _ in trained_work(run, first)))
     total = sum(amounts.values())
     shares = {age: amounts[age] / total for age in sorted(amounts)}
-    spans = [span for record in run.records for span in record.spans]
-    pauses = sum(span.seconds for span in spans if span.kind == "pause")
-    waits = sum(span.seconds for span in spans if span.kind == "wait")
+    waits = sum(span.seconds for record in records for span in record.spans if span.kind == "wait")
     return Figures(
-        seconds=run.seconds,
-        groups_per_second=len(trained_steps(run.records)) / seconds,
-        steps_per_second=len(run.records) / seconds,
+        seconds=run.records[-1].until - began,
+        groups_per_second=len(trained_steps(records)) / seconds,
+        steps_per_second=len(records) / seconds,
         mean_staleness=sum(age * share for age, share in shares.items()),
         max_staleness=max(shares, default=0),
         staleness=shares,
         trainer_idle=waits / seconds,
-        generation_blocked=max(0.0, 1 - pauses / seconds - _running(run) / (limits.max_running * seconds)),
-        generation_paused=pauses / seconds,
-        depth=fmean(run.depths.values()) if run.depths else 0.0,
+        generation_idle=1 - (run.busy_s[-1] - busy_s) / (run.limits.max_running * seconds),
+        depth=fmean(run.depths[first:]),
     )
 
 
-def trained_work(run: SimulatedRun) -> Iterator[tuple[int, int, float]]:
-    """Yield step, age and amount of everything that was trained on. A token counts as much as any other."""
-    steps = trained_steps(run.records)
+def trained_work(run: SimulatedRun, first: int = 0) -> Iterator[tuple[int, int, float]]:
+    """Yield step, age and amount of everything that was trained on, from the record of this index on."""
+    steps = trained_steps(run.records[first:])
     for draw, parts in run.work.items():
-        if draw not in steps:
-            continue
-        for version, work in parts.items():
-            yield steps[draw], staleness_of(steps[draw], version), work
-
-
-def _running(run: SimulatedRun) -> float:
-    """Seconds times groups running, pauses left out."""
-    pauses = [span for record in run.records for span in record.spans if span.kind == "pause"]
-    levels = [level for record in run.records for level in record.levels]
-    running = 0.0
-    for level, following in pairwise([*levels, Level(run.seconds, 0, 0)]):
-        # No level changes within a pause but where it begins or ends.
-        place = bisect_right(pauses, level.at, key=lambda pause: pause.began) - 1
-        if place < 0 or level.at >= pauses[place].ended:
-            running += level.running * (following.at - level.at)
-    return running
+        if draw in steps:
+            for version, work in parts.items():
+                yield steps[draw], staleness_of(steps[draw], version), work
 
 
 def alternatives(knobs: Knobs) -> list[tuple[str, Knobs]]:
