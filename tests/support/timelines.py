@@ -40,9 +40,7 @@ class _MadeUpRun:
         self.timeline.taken(step, self.scheduler.take())
         self.admit()
         self.span("train", 0.85)
-        self.timeline.began("pause")
         self.span("publish", 0.15)
-        self.timeline.ended("pause")
         self.scheduler.publish(step)
         self.admit()
         self.timeline.write(step)
@@ -72,4 +70,3 @@ class _MadeUpRun:
             self.timeline.group_began(draw, self.scheduler.version)
             self.versions[draw] = self.scheduler.version
             heapq.heappush(self.ends, (self.now + self.random.lognormvariate(-0.9, 0.8), draw))
-        self.timeline.level(self.scheduler.num_running, self.scheduler.num_buffered)

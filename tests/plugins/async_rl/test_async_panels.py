@@ -77,8 +77,8 @@ def test_all_panels_are_on_every_report_while_the_plugin_is_enabled() -> None:
 def test_groups_are_coloured_by_the_age_of_their_oldest_token_when_they_were_trained(tmp_path: Path) -> None:
     write(
         tmp_path,
-        StepRecord(1, 2.0, (group(0, 0.0, 1.0), group(1, 0.0, 1.5, state="filtered")), (), (), (Taken(1, 1.0, (0,)),)),
-        StepRecord(2, 4.0, (group(2, 1.0, 3.0, newest=1), group(3, 3.0, 3.5, 1)), (), (), (Taken(2, 3.0, (2,)),)),
+        StepRecord(1, 2.0, (group(0, 0.0, 1.0), group(1, 0.0, 1.5, state="filtered")), (), (Taken(1, 1.0, (0,)),)),
+        StepRecord(2, 4.0, (group(2, 1.0, 3.0, newest=1), group(3, 3.0, 3.5, 1)), (), (Taken(2, 3.0, (2,)),)),
     )
     (figure,) = drawn(tmp_path)
     bars = by_name(figure)

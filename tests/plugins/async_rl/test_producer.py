@@ -100,7 +100,7 @@ def limits(**changes: Any) -> SchedulerLimits:
 
 
 def make_producer(groups: Any, changed: asyncio.Event, given_limits: SchedulerLimits, **settings: Any) -> Producer:
-    timeline = Timeline(None)
+    timeline = Timeline(Path("timeline.jsonl"))
     return Producer(groups, groups, Scheduler(given_limits), timeline, filters=True, notify=changed.set, **settings)
 
 

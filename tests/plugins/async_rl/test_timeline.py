@@ -16,7 +16,6 @@ from spurline_async_rl.timeline.records import (
     GROUP_STATES,
     SPAN_KINDS,
     GroupSpan,
-    Level,
     Span,
     StepRecord,
     Taken,
@@ -41,22 +40,19 @@ class Clock:
 
 
 def one_step(timeline: Timeline, clock: Clock, step: int) -> None:
-    """Two seconds: a group, a wait, training, a publish with its pause."""
+    """Two seconds: a group, a wait, training, a publish."""
     draw = 10 * step
     timeline.group_began(draw, step - 1)
     timeline.began("wait")
     clock.now += 0.5
     timeline.group_ended(draw, "buffered", tokens=7, oldest=step - 1, newest=step - 1)
-    timeline.level(0, 1)
     timeline.ended("wait")
     timeline.taken(step, [draw])
     timeline.began("train")
     clock.now += 1.0
     timeline.ended("train")
     timeline.began("publish")
-    timeline.began("pause")
     clock.now += 0.5
-    timeline.ended("pause")
     timeline.ended("publish")
     timeline.write(step)
 
@@ -74,8 +70,7 @@ def test_a_line_holds_what_ended_since_the_line_before(tmp_path: Path) -> None:
         1,
         2.0,
         (GroupSpan(10, 0.0, 0.5, 0, "buffered", 7, 0, 0),),
-        (Span("wait", 0.0, 0.5), Span("train", 0.5, 1.5), Span("pause", 1.5, 2.0), Span("publish", 1.5, 2.0)),
-        (Level(0.5, 0, 1),),
+        (Span("wait", 0.0, 0.5), Span("train", 0.5, 1.5), Span("publish", 1.5, 2.0)),
         (Taken(1, 0.5, (10,)),),
     )
     assert second == StepRecord(2, 2.25, (GroupSpan(3, 0.0, 2.25, 0, "filtered", 5, 0, 1),))
@@ -158,16 +153,6 @@ def test_two_threads_lose_nothing(tmp_path: Path) -> None:
     assert found == list(range(2000))
 
 
-def test_levels_stay_few_and_end_with_the_last_one() -> None:
-    timeline = Timeline(None, Clock())
-    for running in range(10_000):
-        timeline.level(running, 0)
-    levels = timeline.write(1).levels
-    assert 100 < len(levels) <= 240
-    assert levels[-1].running == 9_999
-    assert timeline.write(2).levels == ()
-
-
 def test_a_file_that_cannot_be_written_ends_the_run_with_its_name(tmp_path: Path) -> None:
     (tmp_path / "timeline.jsonl").mkdir()
     timeline = Timeline(tmp_path / "timeline.jsonl", Clock())
@@ -184,7 +169,6 @@ RECORDS = st.builds(
     MILLISECONDS,
     st.lists(GROUPS, max_size=5).map(tuple),
     st.lists(st.builds(Span, st.sampled_from(SPAN_KINDS), MILLISECONDS, MILLISECONDS), max_size=5).map(tuple),
-    st.lists(st.builds(Level, MILLISECONDS, COUNTS, COUNTS), max_size=5).map(tuple),
     st.lists(st.builds(Taken, COUNTS, MILLISECONDS, st.lists(COUNTS).map(tuple)), max_size=3).map(tuple),
 )
 

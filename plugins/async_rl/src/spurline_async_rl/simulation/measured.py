@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -57,7 +57,9 @@ def measured_workload(run_dir: Path) -> Workload:
     states = [group.state for group in groups]
     filtered, quarantined = (states.count(state) / len(groups) for state in ("filtered", "quarantined"))
     engines: int = source.get("engine", {}).get("engines", 1)
-    most = max(1, round(max((level.running for record in records for level in record.levels), default=1) / engines))
+    # At equal times ends come first.
+    changes = sorted([(group.began, 1) for group in groups] + [(group.ended, -1) for group in groups])
+    most = max(1, round(max(accumulate(change for _, change in changes)) / engines))
     batch_size = max((len(taken.draws) for record in records for taken in record.taken), default=1)
     return Workload(
         Times(group_s),

@@ -16,7 +16,7 @@ from typing import Literal
 from spurline.errors import RunFailedError
 from spurline_async_rl.scheduling.scheduler import Scheduler, SchedulerLimits
 from spurline_async_rl.simulation.workload import Fate, Workload
-from spurline_async_rl.timeline.records import STATE_NAMES, GroupSpan, Level, Span, SpanKind, StepRecord, Taken
+from spurline_async_rl.timeline.records import STATE_NAMES, GroupSpan, Span, SpanKind, StepRecord, Taken
 
 _STATES = {name: state for state, name in STATE_NAMES.items()}
 _Phase = Literal["wait", "train", "transfer", "pause"]
@@ -131,7 +131,6 @@ class Model:
         self._taken_at = 0.0
         self._groups: list[GroupSpan] = []
         self._spans: list[Span] = []
-        self._levels: list[Level] = []
         self._taken: dict[int, Taken] = {}
         self._depths: list[float] = []
         self._busy_until: list[float] = []
@@ -183,10 +182,9 @@ class Model:
         """Close the record of the step that has ended, if one has."""
         if self.step in self._taken:
             taken = self._taken.pop(self.step)
-            groups, spans, levels = tuple(self._groups), tuple(self._spans), tuple(self._levels)
-            self._records.append(StepRecord(self.step, self.now, groups, spans, levels, (taken,)))
+            self._records.append(StepRecord(self.step, self.now, tuple(self._groups), tuple(self._spans), (taken,)))
             self._busy_until.append(self._busy_s)
-            self._groups, self._spans, self._levels = [], [], []
+            self._groups, self._spans = [], []
 
     def _proceed(self) -> None:
         """Do everything that takes no time."""
@@ -204,9 +202,6 @@ class Model:
             else:
                 self.scheduler.await_batch()
                 self._admit()
-        if self._levels and self._levels[-1].at == self.now:
-            self._levels.pop()
-        self._levels.append(Level(self.now, self.scheduler.num_running, self.scheduler.num_buffered))
 
     def _admit(self) -> None:
         while self.scheduler.may_admit():
@@ -241,10 +236,10 @@ class Model:
 
     def _begin(self, phase: _Phase, seconds: float) -> None:
         """Begin the trainer's next phase; `wait` ends when a batch is there."""
-        if self._phase != "transfer":
-            self._note_span(self._phase, self._began[self._phase])
         if self._phase == "pause":
             self._note_span("publish", self._began["transfer"])
+        elif self._phase != "transfer":
+            self._note_span(self._phase, self._began[self._phase])
         self._phase, self._began[phase], self._phase_end = phase, self.now, self.now + seconds
         self._engines.paused = phase == "pause"
 

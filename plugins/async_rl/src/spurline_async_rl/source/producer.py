@@ -141,7 +141,6 @@ class Producer:
                     asyncio.get_running_loop().call_soon(self._go_on_admitting)
         except Exception as error:  # noqa: BLE001 - raised where the next batch is taken
             self._fail(error)
-        self._timeline.level(self.scheduler.num_running, self.scheduler.num_buffered)
 
     def _go_on_admitting(self) -> None:
         self._goes_on_admitting = False

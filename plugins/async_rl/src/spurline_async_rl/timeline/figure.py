@@ -1,8 +1,8 @@
 """Draw a timeline: what was generated, trained, published and waited for, side by side over the same seconds.
 
-In: records of a run, and the window of them to draw. Out: one HTML fragment in the report's style. Three plots share
-the time axis: groups in lanes, coloured by the staleness of their oldest token when they were trained; the loop and its
-publishes; how many groups were under way and finished.
+In: records of a run, and the window of them to draw. Out: one HTML fragment in the report's style. Two plots share the
+time axis: groups in lanes, coloured by the staleness of their oldest token when they were trained; the loop and its
+publishes.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 from spurline.trackers.readout import clock
 from spurline_async_rl.timeline.records import GroupSpan, Span, SpanKind, StepRecord, staleness_of, trained_steps
-from spurline_insight.report.figure import Trace, figure, thinned
+from spurline_insight.report.figure import Trace, figure
 
 _MAX_GROUPS = 1500
-"""More bars are neither readable nor quick to draw."""
+"""More bars can neither be read nor drawn quickly."""
 MAX_LANES = 128
 
 _Timed = TypeVar("_Timed", GroupSpan, Span)
@@ -24,7 +24,7 @@ _Timed = TypeVar("_Timed", GroupSpan, Span)
 
 @dataclass(frozen=True)
 class Window:
-    """The seconds from `began` to `ended`, which steps `first` to `last` took."""
+    """The seconds from `began` to `ended` that steps `first` to `last` took."""
 
     first: int
     last: int
@@ -57,7 +57,7 @@ def lanes_of(records: Sequence[StepRecord], window: Window) -> list[tuple[int, G
 
 
 _STALENESS_COLORS = ("#f4b942", "#ee7b30", "#d1495b", "#9b3a8c", "#5b4bb5", "#39548f")
-"""From fresh to old; readable on a light and on a dark page. What is older still has the last one."""
+"""From fresh to old; readable on a light and on a dark page. Older groups have the last one."""
 _UNTRAINED = {
     "buffered": ("not trained by then", "--series-8-faint", ""),
     "filtered": ("filtered", "--series-8", "/"),
@@ -72,17 +72,13 @@ _SPANS: Mapping[SpanKind, tuple[str, int, str]] = {
 }
 """Name in the legend, row (the loop, the weights) and colour."""
 
-_STYLE = "<style>.rollout-timeline > .plot { height: 620px; }</style>"
+_STYLE = "<style>.rollout-timeline > .plot { height: 520px; }</style>"
 
 
 def timeline_figure(records: Sequence[StepRecord], window: Window) -> str:
     """Return the window of the timeline as HTML."""
     lanes = lanes_of(records, window)
-    traces = [
-        *_group_traces(lanes, trained_steps(records), window),
-        *_loop_traces(records, window),
-        *_levels(records, window),
-    ]
+    traces = [*_group_traces(lanes, trained_steps(records), window), *_loop_traces(records, window)]
     num_lanes = min(MAX_LANES, 1 + max((lane for lane, _ in lanes), default=0))
     label = f"Generation, training and weight updates of steps {window.first} to {window.last} over time"
     plot = figure(traces, _layout(window, num_lanes), label=label)
@@ -95,7 +91,7 @@ def staleness_color(staleness: int) -> str:
 
 
 def _group_traces(lanes: Sequence[tuple[int, GroupSpan]], trained: Mapping[int, int], window: Window) -> list[Trace]:
-    """One set of bars for each staleness, then one for each way of not being trained."""
+    """Return a set of bars for each staleness, then one for each state of groups that were not trained."""
     by_look: dict[tuple[bool, int, str, str, str], list[tuple[int, GroupSpan]]] = {}
     for lane, group in lanes:
         if lane < MAX_LANES:
@@ -117,7 +113,7 @@ def _group_traces(lanes: Sequence[tuple[int, GroupSpan]], trained: Mapping[int, 
 
 
 def _look(group: GroupSpan, step: int | None) -> tuple[bool, int, str, str, str]:
-    """Place in the legend (two numbers) and name there, colour and pattern. step: where the group was trained."""
+    """Return two numbers that order the legend, and name, colour and pattern of a group trained at this step."""
     if step is None:
         return (True, [*_UNTRAINED].index(group.state), *_UNTRAINED[group.state])
     age = staleness_of(step, group.oldest)
@@ -125,7 +121,7 @@ def _look(group: GroupSpan, step: int | None) -> tuple[bool, int, str, str, str]
 
 
 def _bars(name: str, spans: Sequence[GroupSpan | Span], rows: Sequence[int], window: Window) -> Trace:
-    """Times count from the window's beginning: in a long run the page has too few digits for those since the run's."""
+    # Times count from the window's beginning: the page has too few digits for times since a long run began.
     return {
         "type": "bar",
         "orientation": "h",
@@ -162,69 +158,34 @@ def _loop_traces(records: Sequence[StepRecord], window: Window) -> list[Trace]:
     return traces
 
 
-def _levels(records: Sequence[StepRecord], window: Window) -> list[Trace]:
-    levels = [level for record in records for level in record.levels]
-    # From the last one before the window on, which is what the window begins with.
-    before = max((index for index, level in enumerate(levels) if level.at <= window.began), default=0)
-    shown = [level for level in levels[before:] if level.at <= window.ended]
-    traces: list[Trace] = []
-    for name, values, color in (
-        ("under way", [level.running for level in shown], "--series-2"),
-        ("finished, untrained", [level.buffered for level in shown], "--series-1"),
-    ):
-        indices, kept = thinned(range(len(shown)), values)
-        traces.append(
-            {
-                "type": "scatter",
-                "mode": "lines",
-                "name": name,
-                "x": [shown[index].at - window.began for index in indices],
-                "y": kept,
-                "line": {"color": color, "width": 1.5, "shape": "hv"},
-                "hovertemplate": f"{name}: %{{y}}<extra></extra>",
-                "xaxis": "x",
-                "yaxis": "y3",
-            }
-        )
-    return traces if shown else []
-
-
 def _within(spans: Iterable[_Timed], window: Window) -> list[_Timed]:
     return [span for span in spans if span.ended > window.began and span.began < window.ended]
 
 
 def _layout(window: Window, num_lanes: int) -> dict[str, Any]:
     axis = {"gridcolor": "--grid", "linecolor": "--border", "zeroline": False, "automargin": True}
-    small = {"size": 12, "color": "--muted"}
     return {
         "barmode": "overlay",
         "hovermode": "closest",
         "xaxis": {
             "title": {"text": f"Seconds from {clock(window.began)} into the run"},
             "range": [0, window.ended - window.began],
-            "anchor": "y3",
+            "anchor": "y2",
         },
         "yaxis": {
             "title": {"text": "Groups under way"},
-            "domain": [0.38, 1],
+            "domain": [0.2, 1],
             "range": [0.4, num_lanes + 0.6],
             "tickformat": ",d",
             "showgrid": False,
         },
         "yaxis2": axis
         | {
-            "domain": [0.23, 0.35],
+            "domain": [0, 0.15],
             "range": [1.5, -0.5],
             "tickvals": [0, 1],
             "ticktext": ["loop", "weights"],
-            "tickfont": small,
+            "tickfont": {"size": 12, "color": "--muted"},
             "showgrid": False,
-        },
-        "yaxis3": axis
-        | {
-            "title": {"text": "Groups", "font": small, "standoff": 10},
-            "tickfont": {"size": 11.5, "color": "--muted"},
-            "domain": [0, 0.19],
-            "rangemode": "tozero",
         },
     }

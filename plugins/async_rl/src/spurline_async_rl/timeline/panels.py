@@ -23,6 +23,16 @@ from spurline_insight.report.markup import Panel, block, caption, columns
 from spurline_insight.report_panel import RunRecord
 
 _TOKENS = "staleness/tokens_"
+_WAITS = (
+    ("time/wait_rollouts", "waiting for a batch", "--series-6"),
+    ("time/sync", "publishing weights", "--series-1"),
+    ("time/sync_pause", "engines stand still", "--series-2"),
+)
+_LEVELS = (
+    ("async/running", "under way", "--series-2"),
+    ("async/buffered", "finished, untrained", "--series-1"),
+    ("async/depth", "depth of admission", "--series-6"),
+)
 
 
 class TimelinePanel:
@@ -55,8 +65,8 @@ class StalenessPanel(Panel):
         plots = [_histogram(tokens)]
         for y_title, label, traces, tickformat in (
             ("Updates", "Staleness of trained tokens over steps", _staleness_traces(record), None),
-            ("Share of the step", "Waiting over steps", _waiting_traces(record), ".0%"),
-            ("Groups, a batch just taken", "Groups under way and buffered over steps", _level_traces(record), None),
+            ("Share of the step", "Waiting over steps", _traces(record, _WAITS, is_share=True), ".0%"),
+            ("Groups, a batch just taken", "Groups under way and buffered over steps", _traces(record, _LEVELS), None),
         ):
             if traces:
                 plots.append(step_figure(traces, y_title, label=label, tickformat=tickformat, rangemode="tozero"))
@@ -134,30 +144,15 @@ def _staleness_traces(record: RunRecord) -> list[Trace]:
     return traces
 
 
-def _waiting_traces(record: RunRecord) -> list[Trace]:
-    """Shares of the step: those times are within `time/step`."""
-    seconds = dict(zip(*record.series("time/step"), strict=True))
+def _traces(record: RunRecord, metrics: Sequence[tuple[str, str, str]], *, is_share: bool = False) -> list[Trace]:
+    """Return a line for each of these (metric, name, color) that the run has, or its share of `time/step`."""
+    seconds = dict(zip(*record.series("time/step"), strict=True)) if is_share else {}
+    style = {"hovertemplate": "%{y:.1%}"} if is_share else {}
     traces: list[Trace] = []
-    for metric, name, color in (
-        ("time/wait_rollouts", "waiting for a batch", "--series-6"),
-        ("time/sync", "publishing weights", "--series-1"),
-        ("time/sync_pause", "engines stand still", "--series-2"),
-    ):
-        points = zip(*record.series(metric), strict=True)
-        shares = {step: spent / seconds[step] for step, spent in points if seconds.get(step, 0) > 0}
-        if shares:
-            traces += one_of_several(name, [*shares], [*shares.values()], color, hovertemplate="%{y:.1%}")
-    return traces
-
-
-def _level_traces(record: RunRecord) -> list[Trace]:
-    traces: list[Trace] = []
-    for metric, name, color in (
-        ("async/running", "under way", "--series-2"),
-        ("async/buffered", "finished, untrained", "--series-1"),
-        ("async/depth", "depth of admission", "--series-6"),
-    ):
-        steps, counts = record.series(metric)
-        if steps:
-            traces += one_of_several(name, steps, counts, color)
+    for metric, name, color in metrics:
+        values = dict(zip(*record.series(metric), strict=True))
+        if is_share:
+            values = {step: spent / seconds[step] for step, spent in values.items() if seconds.get(step, 0) > 0}
+        if values:
+            traces += one_of_several(name, [*values], [*values.values()], color, **style)
     return traces

@@ -1,7 +1,7 @@
 """Record what a run did at which time, as one line of JSON per step in RUN_DIR/timeline.jsonl.
 
 Place on the way: recorder of a run -> these records -> figure, and `spurline simulate --from`.
-Times are in seconds since the run began. After a kill and a resume the clock continues at the last kept line.
+Times are in seconds since the run began. After a resume the clock continues at the last kept line.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TIMELINE_FILE = "timeline.jsonl"
 """The file's name inside the run directory."""
 
 GroupState = Literal["buffered", "filtered", "quarantined", "skipped"]
-SpanKind = Literal["wait", "train", "publish", "pause", "evaluate"]
+SpanKind = Literal["wait", "train", "publish", "evaluate"]
 GROUP_STATES: tuple[GroupState, ...] = get_args(GroupState)
 SPAN_KINDS: tuple[SpanKind, ...] = get_args(SpanKind)
 STATE_NAMES: Mapping[State, GroupState] = {
@@ -29,15 +29,22 @@ STATE_NAMES: Mapping[State, GroupState] = {
     State.GIVEN_UP: "quarantined",
     State.SKIPPED: "skipped",
 }
-"""How the file calls what a group ended as."""
+"""Names in the file for the states in which a group ends."""
 
 
 @dataclass(frozen=True)
 class GroupSpan:
     """One group from its admission to its last token or reward.
 
-    version: of the weights it was admitted with. state: what became of it. tokens: generated in all its attempts.
-    oldest, newest: versions of the weights its tokens came from; both are `version` for a group without tokens.
+    Attributes:
+        draw: Number of its prompt.
+        began: Time of its admission.
+        ended: Time of its end.
+        version: Version of the weights it was admitted with.
+        state: The state in which it ended.
+        tokens: Tokens generated in all its attempts.
+        oldest: Oldest version of the weights that its tokens came from; `version` for a group without tokens.
+        newest: Newest version; `version` for a group without tokens.
     """
 
     draw: int
@@ -56,7 +63,7 @@ class GroupSpan:
 
 @dataclass(frozen=True)
 class Span:
-    """The loop waited for a batch, trained or evaluated; weights were published; engines stood still meanwhile."""
+    """A time in which the loop waited for a batch, trained, evaluated or published weights."""
 
     kind: SpanKind
     began: float
@@ -68,17 +75,8 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Level:
-    """The groups under way and the finished ones that wait to be trained on, from this time on."""
-
-    at: float
-    running: int
-    buffered: int
-
-
-@dataclass(frozen=True)
 class Taken:
-    """These groups became the batch of a 1-based step."""
+    """The groups that became the batch of a 1-based step."""
 
     step: int
     at: float
@@ -87,30 +85,32 @@ class Taken:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """Everything that ended since the line before. until: when this line was written."""
+    """Everything that ended since the line before, until the time at which this line was written."""
 
     step: int
     until: float
     groups: tuple[GroupSpan, ...] = ()
     spans: tuple[Span, ...] = ()
-    levels: tuple[Level, ...] = ()
     taken: tuple[Taken, ...] = ()
 
 
 def encode_record(record: StepRecord) -> bytes:
-    """One compact line with its newline; times to the millisecond."""
+    """Return the record as one compact line with its newline; times are rounded to the millisecond."""
     line = {field.name: _rounded(value) for field, value in zip(fields(record), astuple(record), strict=True)}
     return (json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n").encode()
 
 
 def decode_record(line: Mapping[str, Any]) -> StepRecord:
-    """Raises ValueError, TypeError or KeyError for a line that is not one of `encode_record`."""
+    """Read a line of `encode_record`.
+
+    Raises:
+        ValueError: If the line is another one; likewise TypeError and KeyError.
+    """
     record = StepRecord(
         step=int(line["step"]),
         until=float(line["until"]),
         groups=tuple(GroupSpan(*fields) for fields in line["groups"]),
         spans=tuple(Span(*fields) for fields in line["spans"]),
-        levels=tuple(Level(*fields) for fields in line["levels"]),
         taken=tuple(Taken(step, at, tuple(draws)) for step, at, draws in line["taken"]),
     )
     used = {group.state for group in record.groups} | {span.kind for span in record.spans}
@@ -120,9 +120,10 @@ def decode_record(line: Mapping[str, Any]) -> StepRecord:
 
 
 def read_timeline(path: Path) -> list[StepRecord]:
-    """All complete lines; a last line cut off by a kill is left out, a missing file has none.
+    """Return all complete lines, without a last one cut off by a kill. A missing file has none.
 
-    Raises RunDirectoryError naming file and line when any other line is unreadable.
+    Raises:
+        RunDirectoryError: If any other line is unreadable; names file and line.
     """
     records: list[StepRecord] = []
     for number, line in enumerate(read_json_lines(path), start=1):
@@ -137,9 +138,9 @@ def read_timeline(path: Path) -> list[StepRecord]:
 
 
 def kept_lines(path: Path, last_step: int) -> tuple[bytes, float]:
-    """The lines up to `last_step`, byte for byte, and the time the last of them ends at; nothing of a missing file.
+    """Return the lines up to `last_step`, byte for byte, and the time at which the last of them ends.
 
-    Ends before the first unreadable line: a power cut may leave one anywhere, and a picture's data is no reason to
+    Lines from the first unreadable one on are left out. A power cut may leave one anywhere, which is no reason to
     refuse a resume.
     """
     kept, until = b"", 0.0
@@ -155,12 +156,12 @@ def kept_lines(path: Path, last_step: int) -> tuple[bytes, float]:
 
 
 def staleness_of(step: int, version: int) -> int:
-    """Updates between weights of this version and the 1-based step that trains on what they generated."""
+    """Return the updates between weights of this version and the 1-based step that trains on their tokens."""
     return step - 1 - version
 
 
 def trained_steps(records: Sequence[StepRecord]) -> dict[int, int]:
-    """Step by draw, of all groups that were trained on."""
+    """Return the step by draw, of all groups that were trained on."""
     return {draw: taken.step for record in records for taken in record.taken for draw in taken.draws}
 
 
