@@ -16,13 +16,14 @@ from loopback_members import PROMPT, World
 from scripted_members import Trainer, reference
 
 from spurline.errors import RunFailedError
+from spurline_async_rl.engines.child.main import Chunks
 from spurline_async_rl.engines.child.packing import (
     add_progress,
     pack_progress,
     pack_prompt,
     unpack_prompt,
 )
-from spurline_async_rl.engines.chunks import Chunks, longest_wait_s
+from spurline_async_rl.engines.configs import PoolConfig
 from spurline_async_rl.engines.progress import Progress
 from spurline_rl.engines.in_process.response import Written
 from spurline_rl.protocols.rollout_engine import GenerationRequest, GenerationResult, Sampling
@@ -156,8 +157,8 @@ def test_a_few_tokens_are_told_when_nothing_follows_them() -> None:
 
 
 def test_gathering_tokens_is_no_silence_that_an_engine_is_ended_for() -> None:
-    assert longest_wait_s(600.0) == 1.0
-    assert longest_wait_s(2.0) == 0.5
+    limits = [PoolConfig(name="any", generate_timeout_s=limit).longest_wait_s for limit in (600.0, 2.0)]
+    assert limits == [1.0, 0.5]
 
 
 async def results_of(

@@ -108,7 +108,7 @@ def test_engines_that_get_handles_of_memory_are_on_the_gpus_of_the_ranks() -> No
 def test_handles_of_memory_for_more_workers_than_ranks_are_refused_with_another_way(sizes: Any) -> None:
     [problem] = VllmEngineConfig(**sizes).problems(run_with(2, sync="cuda_ipc"))
     assert problem.key == "engines"
-    assert "the GPUs of the ranks of backend 'many' alone, of which there are 2" in problem.message
+    assert "the GPUs of the ranks of backend 'many' alone, which are 2" in problem.message
     assert "weight_sync: collective" in problem.message
     assert list(VllmEngineConfig(**sizes).problems(run_with(2, sync="shared_memory"))) == []
 

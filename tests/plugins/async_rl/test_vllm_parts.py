@@ -23,7 +23,8 @@ from spurline_async_rl.engines.commands import BeginAdapterUpdate, BeginUpdate, 
 from spurline_async_rl.engines.configs import VllmEngineConfig
 from spurline_async_rl.engines.member import EngineDiedError
 from spurline_async_rl.engines.progress import Progress
-from spurline_async_rl.engines.vllm import launch, requirements
+from spurline_async_rl.engines.vllm import engine as engine_module
+from spurline_async_rl.engines.vllm import launch
 from spurline_async_rl.engines.vllm.adapters import EngineAdapter
 from spurline_async_rl.engines.vllm.launch import (
     EngineSpec,
@@ -246,7 +247,7 @@ def test_a_missing_package_is_an_error_with_the_command_that_installs_it(
     settings: dict[str, Any],
     message: str,
 ) -> None:
-    monkeypatch.setattr(requirements, "find_spec", lambda name: None if name == package else object())
+    monkeypatch.setattr(engine_module, "find_spec", lambda name: None if name == package else object())
     with pytest.raises(ConfigError, match=message):
         vllm_engine(spurline_tiny_model, tmp_path, **settings)
 
@@ -375,15 +376,8 @@ def test_files_hold_the_weights_until_the_next_bucket_is_asked_for(tmp_path: Pat
         assert torch.equal(got, expected)
 
 
-def test_a_damaged_or_missing_file_is_an_error_that_says_so(tmp_path: Path) -> None:
-    buckets = disk(tmp_path).make_buckets(2, BACKEND)
-    bucket = next(buckets)
-    path = Path(bucket.where["path"])
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(RunFailedError, match="checksum"):
-        list(read_file(bucket))
-    path.unlink()
+def test_a_missing_file_is_an_error_that_says_so(tmp_path: Path) -> None:
+    bucket = next(disk(tmp_path).make_buckets(2, BACKEND))
+    Path(bucket.where["path"]).unlink()
     with pytest.raises(RunFailedError, match=r"no such file.*weight_sync\.folder"):
         list(read_file(bucket))

@@ -257,7 +257,6 @@ def test_servers_that_are_not_there_are_named_before_anything_starts(free_port: 
 def test_a_server_that_still_loads_is_waited_for(free_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "_ASK_AGAIN_S", 0.02)
     config = VllmEngineConfig(mode="server", urls=(f"http://127.0.0.1:{free_port}",))
-    assert config.start_timeout_s < VllmEngineConfig().start_timeout_s
 
     async def main() -> None:
         server, said = FakeVllmServer(), threading.Event()

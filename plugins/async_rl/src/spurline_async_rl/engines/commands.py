@@ -1,6 +1,6 @@
-"""Commands to an engine between requests: a closed set, which every layer passes on as they are.
+"""Commands to an engine between requests; every layer passes them on unchanged.
 
-Place on the way: pool -> each of its engines -> a pipe or an actor -> the engine that does it.
+Place on the way: pool -> each of its engines -> a pipe or an actor -> the engine that does them.
 """
 
 from __future__ import annotations
@@ -14,18 +14,22 @@ from spurline_models.weight_buckets import WeightBucket
 from spurline_rl.protocols.rollout_engine import EngineMemory, TakesWeights
 
 UPDATE = "update"
-"""The hold in which an engine gets new weights; afterwards it may generate, whatever it was before."""
+"""The hold in which an engine gets new weights; afterwards it may generate."""
 SLEEP = "sleep"
-"""The hold in which others have the memory of an engine's device."""
+"""The hold in which the trainer has the memory of an engine's device."""
 
 
 @dataclass(frozen=True)
 class Command:
     """Base of all commands; `str` describes them in messages.
 
-    name: the method of `RolloutEngine` or `TakesWeights` that does it, with the command's fields as arguments.
-    hold: keeps an engine from generating, from the command that `begins` it to the one that `ends` it.
-    limit: the setting of PoolConfig with the seconds that it may take.
+    Attributes:
+        name: The method of `RolloutEngine` or `TakesWeights` that does it, with the command's fields as arguments.
+        hold: Keeps an engine from generating, from the command that begins it to the one that ends it.
+        limit: The setting of PoolConfig with the seconds that the command may take.
+        words: The description, a format of the command's fields.
+        begins: Whether the command begins its hold.
+        ends: Whether it ends its hold.
     """
 
     name: ClassVar[str]
@@ -77,7 +81,7 @@ class BeginUpdate(Command):
 
 @dataclass(frozen=True)
 class BeginAdapterUpdate(Command):
-    """Stop for the tensors of an adapter alone, whose settings are as in `TakesWeights.begin_adapter_update`."""
+    """Stop for the tensors of an adapter alone; see `TakesWeights.begin_adapter_update`."""
 
     version: int
     adapter: Mapping[str, Any]
@@ -136,20 +140,7 @@ class WakeCache(Command):
         await engine.wake("cache")
 
 
-_KINDS: dict[str, type[Command]] = {
-    kind.name: kind
-    for kind in (
-        Pause,
-        Resume,
-        BeginUpdate,
-        BeginAdapterUpdate,
-        LoadBucket,
-        FinishUpdate,
-        Sleep,
-        WakeWeights,
-        WakeCache,
-    )
-}
+_KINDS: dict[str, type[Command]] = {kind.name: kind for kind in Command.__subclasses__()}
 
 
 def from_plain(plain: Mapping[str, Any]) -> Command:
@@ -167,7 +158,7 @@ class ControlledEngine(TakesWeights):
 
     @abstractmethod
     async def control(self, command: Command) -> None:
-        """Return when it has been done. Raises as the method of the command's name does."""
+        """Return when the command has been done. Raises as the method of its name does."""
 
     async def pause(self) -> None:
         await self.control(Pause())

@@ -1,13 +1,13 @@
-"""Settings of the engines in child processes and of vLLM, and the limits of a pool that both have."""
+"""Settings of the engines in child processes and of vLLM, and of a pool of either. Imports no torch."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from spurline.config.section import OnResume
 from spurline.errors import Problem
@@ -20,7 +20,6 @@ from spurline_rl.protocols.rollout_engine import EngineMemory, RolloutEngineConf
 
 if TYPE_CHECKING:
     from spurline.config.run_config import RunConfig
-    from spurline.protocols.ranks import RankRequest
 
 
 class PoolConfig(RolloutEngineConfig):
@@ -28,22 +27,19 @@ class PoolConfig(RolloutEngineConfig):
 
     placement: Annotated[Literal["local", "ray", "colocated"], OnResume.FREE] = "local"
     """`local`: on this machine, beside the trainer. `ray`: as actors of a Ray cluster, the default with
-    `cluster.address`. `colocated`: on the devices of the trainer, which has their memory while it trains, as engines
-    have it while they generate."""
+    `cluster.address`. `colocated`: on the trainer's devices; trainer and engines have their memory by turns."""
     offload_trainer: Annotated[bool, OnResume.FREE] = False
-    """Move the trainer's weights, too, off the devices while colocated engines generate: more room for keys and values,
-    and more time for each change."""
+    """Move also the trainer's weights off the devices while colocated engines generate. It makes more room for keys and
+    values, and each change takes longer."""
     engines: Annotated[int, OnResume.FREE] = Field(default=1, gt=0)
-    """How many; requests go to the one with least to do, those of one prompt to the same one where that costs
-    little."""
+    """Number of engines. A request goes to the one with least to do, or to the one its prompt went to before."""
     start_timeout_s: Annotated[float, OnResume.FREE] = Field(default=900.0, gt=0)
     """Seconds an engine may take to load."""
     generate_timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0)
     """Seconds without a new token of a response, pauses not counted, after which its engine counts as dead."""
     chunk_tokens: Annotated[int, OnResume.FREE] = Field(default=16, gt=0)
-    """Tokens of a response that an engine in another process hands over together; fewer when a pause or a second has
-    passed. They cost this process less the more they are; those an engine has not handed over when it dies are
-    generated again."""
+    """Tokens of a response that an engine in another process hands over together, or fewer after a second. More of them
+    cost this process less; the tokens that an engine has not handed over when it dies are generated again."""
     pause_timeout_s: Annotated[float, OnResume.FREE] = Field(default=120.0, gt=0)
     """Seconds until every engine has to stand still."""
     update_timeout_s: Annotated[float, OnResume.FREE] = Field(default=120.0, gt=0)
@@ -54,8 +50,13 @@ class PoolConfig(RolloutEngineConfig):
     max_restarts: Annotated[int, OnResume.FREE] = Field(default=16, ge=0)
     """Engines that may be started again after they died, in the whole run, before it stops."""
     kv_cache: Literal["recompute", "keep"] = "recompute"
-    """After new weights, compute keys and values of responses in flight again, which is exact, or keep those of the old
-    weights: faster, and approximate, as later tokens then come from neither version."""
+    """After new weights, `recompute` keys and values of responses in flight, which is exact, or `keep` the old ones,
+    which is faster and approximate: later tokens then come from neither version."""
+
+    @property
+    def longest_wait_s(self) -> float:
+        """Seconds that a token may wait to be handed over, well below `generate_timeout_s`."""
+        return min(1.0, self.generate_timeout_s / 4)
 
     @property
     def num_engines(self) -> int:
@@ -90,35 +91,34 @@ class PoolConfig(RolloutEngineConfig):
             why = "is colocated" if self.is_colocated else f"is local, on a GPU that backend '{run.backend.name}' uses"
             yield Problem(
                 "placement",
-                f"{why}, and weight_sync: collective makes a group of processes on different GPUs. Leave weight_sync "
-                "out, or set it to shared_memory.",
+                f"{why}, but weight_sync: collective needs a GPU for each process. Leave weight_sync out, or set it to "
+                "shared_memory.",
             )
         if not self.is_colocated:
             return
         if not run.backend.facts.yields_device:
             yield Problem(
                 "placement",
-                f"is colocated, and backend '{run.backend.name}' cannot give the memory of its devices away. Set "
+                f"is colocated, but backend '{run.backend.name}' cannot give the memory of its devices away. Set "
                 "placement: local, or choose a backend that can, such as local or fsdp.",
             )
         elif ranks is not None and ranks.launch == "ray":
             yield Problem(
                 "placement",
-                "is colocated, and the backend's launch is ray: Ray gives no two of its actors one GPU, and so no "
-                "engine that of a rank. Set backend.launch: local, or placement: ray.",
+                "is colocated, but the backend's launch is ray, and Ray gives no two actors one GPU. Set "
+                "backend.launch: local, or placement: ray.",
             )
         devices = 1 if ranks is None else ranks.count
         if workers > devices and (ranks is None or ranks.device == "cuda") and self._takes_gpus():
             yield Problem(
                 "engines",
-                f"need {workers} GPUs, and with placement: colocated they have those of the trainer, which are "
-                f"{devices}. Lower engines{' or tensor_parallel_size' if workers != self.engines else ''}.",
+                f"need {workers} GPUs, but with placement: colocated they have the trainer's, which are {devices}. "
+                f"Lower engines{' or tensor_parallel_size' if workers != self.engines else ''}.",
             )
         if self.kv_cache == "keep":
             yield Problem(
                 "kv_cache",
-                "is keep, but with placement: colocated keys and values are freed after each step and computed again. "
-                "Remove it.",
+                "is keep, but with placement: colocated keys and values are freed after each step. Remove it.",
             )
 
     def _takes_gpus(self) -> bool:
@@ -130,7 +130,7 @@ def _is_base_url(url: str) -> bool:
         parts = urlsplit(url)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
-        # The port is no number, or an IPv6 address lacks its brackets.
+        # Raised for a port that is no number, and for an IPv6 address without brackets.
         return False
 
 
@@ -139,16 +139,13 @@ def trains_on_gpu_here(run: RunConfig) -> bool:
     return num_gpus() > 0 and run.backend.rank_request() is None and not run.backend.facts.stays_on_cpu
 
 
-def _estimates() -> tuple[Callable[..., int], Callable[..., int]]:
-    """Return `count_parameters` and `estimate_cache`, by name: a config must not import torch."""
-    parameters, cache = (
-        resolve(f"spurline_models.memory:{name}", "memory estimate") for name in ("count_parameters", "estimate_cache")
-    )
-    return parameters, cache
+def _estimate(name: str) -> Any:
+    """Return a function of `spurline_models.memory`, by name: a config must not import torch."""
+    return resolve(f"spurline_models.memory:{name}", "memory estimate")
 
 
 def _on_a_device(run: RunConfig, workers: int) -> int:
-    """Return the processes of engines on the device of the backend that has most of them."""
+    """Return the number of engine processes on the fullest device of the backend."""
     ranks = run.backend.rank_request()
     return -(-workers // (1 if ranks is None else ranks.count))
 
@@ -184,7 +181,7 @@ class ChildProcessEngineConfig(PoolConfig):
         if self.placement == "ray":
             yield Problem(
                 "placement",
-                f"is ray, and engine {self.name} starts processes on this machine alone. Use engine: vllm, or "
+                f"is ray, but engine {self.name} starts processes on this machine only. Use engine: vllm, or "
                 "placement: local.",
             )
         ranks = run.backend.rank_request()
@@ -192,56 +189,50 @@ class ChildProcessEngineConfig(PoolConfig):
         if run.source.facts.transport == "collective" and sends_from_gpus and not self._takes_gpus():
             yield Problem(
                 "device",
-                f"is {self.device}, and weight_sync: collective sends weights that are on GPUs to GPUs. Leave "
-                "weight_sync out, or set it to shared_memory.",
+                f"is {self.device}, but weight_sync: collective sends weights on GPUs to GPUs only. Leave weight_sync "
+                "out, or set it to shared_memory.",
             )
         if self._takes_gpus() and ranks is not None and ranks.device == "cuda" and ranks.launch == "ray":
             yield Problem(
                 "device",
-                f"is {self.device}, which takes a GPU of this machine, and Ray, where the backend is launched, would "
-                "not know of it. Set device: cpu, or use engine: vllm with placement: ray.",
+                f"is {self.device}, but Ray, which launches the backend, would not know of that GPU. Set device: cpu, "
+                "or use engine: vllm with placement: ray.",
             )
 
     def colocated_memory(
         self, run: RunConfig, responses: int, length: int, device_bytes: int
     ) -> dict[EngineMemory, int]:
         tokens = max(length, min(-(-responses // self.engines) * length, self.max_cache_tokens))
-        parameters, cache = _estimates()
         number = _on_a_device(run, self.engines)
         return {
-            "weights": number * 4 * parameters(run.model),
-            "cache": number * cache(run.model, tokens, precision=self.precision),
+            "weights": number * 4 * _estimate("count_parameters")(run.model),
+            "cache": number * _estimate("estimate_cache")(run.model, tokens, precision=self.precision),
         }
 
     def describe(self, run: RunConfig, responses: int, length: int) -> Sequence[str]:
         together = min(-(-responses // self.engines), self.max_batch)
         tokens = max(length, min(together * length, self.max_cache_tokens))
-        parameters, cache = _estimates()
-        size = 4 * parameters(run.model) + cache(run.model, tokens, precision=self.precision)
+        cache = _estimate("estimate_cache")(run.model, tokens, precision=self.precision)
+        size = 4 * _estimate("count_parameters")(run.model) + cache
         return [
             f"engine {self.name}: {self.engines} x {size / 2**30:,.1f} GiB, each a process with its own weights, keys "
             f"and values; {together:,} responses decoded together in each"
         ]
 
 
-_ENGINE_ONLY = (
-    "dtype",
-    "max_model_len",
-    "gpu_memory_utilization",
-    "tensor_parallel_size",
-    "enforce_eager",
-    "max_num_seqs",
-    "kv_cache_gb",
-    "enable_prefix_caching",
-    "cpu_threads",
-    "chunk_tokens",
-    "placement",
-    "offload_trainer",
-    "engine_args",
+_OF_SERVERS = frozenset(
+    {
+        "name",
+        "mode",
+        "urls",
+        "api_key_env",
+        "engines",
+        "kv_cache",
+        "max_restarts",
+        *(f"{name}_timeout_s" for name in ("start", "generate", "pause", "update", "close")),
+    }
 )
-"""Settings of engines that are started here; a server that runs already has its own."""
-_SERVER_START_TIMEOUT_S = 300.0
-"""Default seconds that a run waits for a server that does not answer: most of them were never started."""
+"""Settings that apply to servers; other settings are those of engines that are started here."""
 CPU_KV_CACHE_GB = 4.0
 """Value of `kv_cache_gb: null` on a CPU, which has no share of a GPU's memory to take."""
 
@@ -258,15 +249,13 @@ class VllmEngineConfig(PoolConfig):
     name: str = "vllm"
     mode: Literal["engine", "server"] = "engine"
     """Start engines, or use OpenAI-compatible vLLM servers that run already. A run asks each server as it starts, and
-    waits `start_timeout_s`, then 300 by default, for those that do not answer, such as one that loads its model."""
+    waits up to `start_timeout_s` for those that do not answer, such as one that loads its model."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of weights and computation; `auto` is bfloat16 on GPUs and float32 on CPUs."""
     max_model_len: int | None = Field(default=None, gt=1)
-    """Tokens that prompt and response may have together; null is the model's context, or as much of it as the KV cache
-    holds."""
+    """Tokens that prompt and response may have together; null is as much of the model's context as the cache holds."""
     gpu_memory_utilization: Annotated[float, OnResume.FREE] = Field(default=0.9, gt=0, le=1)
-    """Share of each GPU's memory that an engine may take. Lower it where the trainer uses the same GPUs; with
-    placement: colocated by what the trainer leaves on them."""
+    """Share of each GPU's memory that an engine may take. Lower it where the trainer uses the same GPUs."""
     tensor_parallel_size: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
     """GPUs that one engine spreads its model over."""
     enforce_eager: Annotated[bool | None, OnResume.TO_ROUNDING] = None
@@ -276,12 +265,12 @@ class VllmEngineConfig(PoolConfig):
     kv_cache_gb: Annotated[float | None, OnResume.FREE] = Field(default=None, gt=0)
     """GiB of keys and values an engine may hold; null is what `gpu_memory_utilization` leaves, on CPUs 4."""
     enable_prefix_caching: Annotated[bool, OnResume.TO_ROUNDING] = True
-    """Read the prompt of a group, or the turns before, once. Nothing is shared between versions of the weights."""
+    """Compute a prompt that several requests share only once for each version of the weights."""
     cpu_threads: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
     """Threads of an engine without a GPU; null is one less than the cores shared among the engines, at least 1."""
     engine_args: Annotated[dict[str, Any], OnResume.BY_NAME] = {}
-    """Further engine arguments of vLLM, by their Python names, such as `{max_num_batched_tokens: 8192}`; they take
-    precedence over everything above."""
+    """Further engine arguments of vLLM by their Python names, such as `{max_num_batched_tokens: 8192}`. They take
+    precedence over all other settings."""
     urls: Annotated[tuple[str, ...], OnResume.FREE] = ()
     """`mode: server`: base URL of each server, such as `http://node1:8000`. Start them with VLLM_SERVER_DEV_MODE=1,
     `--logprobs-mode processed_logprobs` and
@@ -289,14 +278,6 @@ class VllmEngineConfig(PoolConfig):
     api_key_env: Annotated[str, OnResume.FREE] = "VLLM_API_KEY"
     """`mode: server`: environment variable with the servers' API key, if they want one. Must be set unless it
     is the default."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _wait_less_for_servers(cls, values: Any) -> Any:
-        """Choose a shorter default: a server that nobody has started refuses connections as one that loads does."""
-        if isinstance(values, Mapping) and cast("Mapping[str, Any]", values).get("mode") == "server":
-            return {"start_timeout_s": _SERVER_START_TIMEOUT_S, **cast("Mapping[str, Any]", values)}
-        return values
 
     @classmethod
     def defaults_beside(cls, given: Mapping[str, Any], file: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -323,18 +304,14 @@ class VllmEngineConfig(PoolConfig):
     def colocated_memory(
         self, run: RunConfig, responses: int, length: int, device_bytes: int
     ) -> dict[EngineMemory, int]:
-        parameters, _ = _estimates()
         number = _on_a_device(run, self.engines * self.tensor_parallel_size)
-        weights = self._value_bytes * parameters(run.model) // self.tensor_parallel_size
+        value_bytes = 4 if self.dtype == "float32" else 2
+        weights = value_bytes * _estimate("count_parameters")(run.model) // self.tensor_parallel_size
         if self.kv_cache_gb is not None:
             return {"weights": number * weights, "cache": number * round(self.kv_cache_gb * 2**30)}
-        # With what vLLM computes in, which it has within the same share.
+        # The share includes the memory that vLLM computes in.
         cache = max(0, int(self.gpu_memory_utilization * device_bytes) - weights)
         return {"weights": number * weights, "cache": number * cache}
-
-    @property
-    def _value_bytes(self) -> int:
-        return 4 if self.dtype == "float32" else 2
 
     def describe(self, run: RunConfig, responses: int, length: int) -> Sequence[str]:
         if self.mode == "server":
@@ -353,28 +330,42 @@ class VllmEngineConfig(PoolConfig):
         return [f"engine {self.name}{where}: {takes}; up to {decoded:,} responses decoded together"]
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
-        if self.mode == "engine":
-            if self.urls:
-                yield Problem("urls", "names servers, but mode: engine starts engines here. Set mode: server.")
-            yield from self.placement_problems(run, self.engines * self.tensor_parallel_size)
-            ranks = run.backend.rank_request()
-            # Colocated engines are on this machine, as local ones are, and have been looked at.
-            is_elsewhere = not self.is_colocated and ranks is not None and ranks.launch != self.placement
-            if ranks is not None and ranks.device == "cuda" and is_elsewhere:
-                yield Problem(
-                    "placement",
-                    f"is {self.placement}, and the backend's launch is {ranks.launch}: Ray would not know which GPUs "
-                    f"the others have. Set placement: {ranks.launch}.",
-                )
-            if ranks is not None and run.source.facts.transport == "cuda_ipc":
-                yield from self._handle_problems(run, ranks)
+        if self.mode == "server":
+            yield from self._server_problems()
             return
+        if self.urls:
+            yield Problem("urls", "names servers, but mode: engine starts engines here. Set mode: server.")
+        workers = self.engines * self.tensor_parallel_size
+        yield from self.placement_problems(run, workers)
+        ranks = run.backend.rank_request()
+        if ranks is None:
+            return
+        if ranks.device == "cuda" and not self.is_colocated and ranks.launch != self.placement:
+            yield Problem(
+                "placement",
+                f"is {self.placement}, but the backend's launch is {ranks.launch}, and Ray would not know which GPUs "
+                f"the others have. Set placement: {ranks.launch}.",
+            )
+        if run.source.facts.transport == "cuda_ipc" and ranks.launch == "ray":
+            yield Problem(
+                "placement",
+                f"is {self.placement}, and Ray gives every engine GPUs that no rank has, but weight_sync: cuda_ipc "
+                "needs both on one GPU. Set source.weight_sync: collective.",
+            )
+        elif run.source.facts.transport == "cuda_ipc" and workers > ranks.count:
+            yield Problem(
+                "engines",
+                f"times tensor_parallel_size is {workers}, but weight_sync: cuda_ipc reaches the GPUs of the ranks of "
+                f"backend '{run.backend.name}' alone, which are {ranks.count}. Lower it, or set source.weight_sync: "
+                "collective, with GPUs that no rank has.",
+            )
+
+    def _server_problems(self) -> Iterable[Problem]:
         if not self.urls:
             yield Problem("urls", "is empty. Give the base URL of each server, such as [http://localhost:8000].")
         for url in self.urls:
             if not _is_base_url(url):
-                fix = f"http://{url}" if _is_base_url(f"http://{url}") else "http://HOST:PORT"
-                yield Problem("urls", f"has {url!r}, which is not the base URL of a server. Write {fix}.")
+                yield Problem("urls", f"has {url!r}, which is not the base URL of a server. Write http://HOST:PORT.")
         if self.api_key_env != type(self).model_fields["api_key_env"].default and self.api_key_env not in os.environ:
             yield Problem(
                 "api_key_env",
@@ -383,32 +374,12 @@ class VllmEngineConfig(PoolConfig):
             )
         if "engines" in self.model_fields_set and self.engines != len(self.urls):
             yield Problem("engines", f"is {self.engines}, but there are {len(self.urls)} urls. Remove it.")
-        for name in _ENGINE_ONLY:
-            if name in self.model_fields_set:
-                yield Problem(name, "is a setting of the server in mode: server. Give it on the server's command line.")
+        for name in sorted(self.model_fields_set - _OF_SERVERS):
+            yield Problem(name, "is a setting of the server in mode: server. Give it on the server's command line.")
         if self.kv_cache == "keep":
-            yield Problem(
-                "kv_cache",
-                "is keep, but responses of servers are continued from their tokens, which computes keys and values "
-                "again. Remove it.",
-            )
+            yield Problem("kv_cache", "is keep, but servers compute keys and values again. Remove it.")
 
     def await_services(self, progress: Progress) -> None:
         if self.mode == "server":
             # By name: a config imports no HTTP client.
             resolve("spurline_async_rl.engines.vllm.server:await_servers", "servers")(self, progress)
-
-    def _handle_problems(self, run: RunConfig, ranks: RankRequest) -> Iterable[Problem]:
-        if ranks.launch == "ray":
-            yield Problem(
-                "placement",
-                f"is {self.placement}, and Ray gives every engine GPUs that no rank has, but weight_sync: cuda_ipc "
-                "needs both on one GPU. Set source.weight_sync: collective.",
-            )
-        elif (workers := self.engines * self.tensor_parallel_size) > ranks.count:
-            yield Problem(
-                "engines",
-                f"times tensor_parallel_size is {workers}, but weight_sync: cuda_ipc reaches the GPUs of the ranks of "
-                f"backend '{run.backend.name}' alone, of which there are {ranks.count}. Lower it, or set "
-                "source.weight_sync: collective, with GPUs that no rank has.",
-            )

@@ -1,7 +1,7 @@
 """A response that several engines may write in turn, each going on where the last one ended.
 
-Place on the way: request -> what is left of it to ask -> tokens of one engine -> the whole result. No engine and no
-waiting here. The pool continues what a dead engine has left, a vLLM server what a pause has cut off.
+Place on the way: request -> the rest to ask for -> tokens of one engine -> the whole result. The pool continues the
+responses of a dead engine, and a vLLM server those that a pause has cut off.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from spurline_text.stop_texts import StopTexts
 
 
 class Response:
-    """The response to one request, so far.
+    """The response to one request so far; its tokens are added to `progress`.
 
-    progress: its tokens; further ones are added there. finds_stop_texts: whether all stop texts are found here, and
-    engines do not look for them. Without it only those that several engines have written are found here.
+    With `finds_stop_texts` all stop texts are found here, and engines do not look for them. Without it only those that
+    several engines have written are found here.
     """
 
     def __init__(
@@ -48,14 +48,14 @@ class Response:
 
     @property
     def ended(self) -> FinishReason | None:
-        """The reason why nothing is left to ask for; an engine may have died before it could tell."""
+        """The reason why nothing is left to ask for, which an engine that died may not have told."""
         so_far = self._so_far
         if self._has_stop_text or (self.has_tokens and so_far.last_token in self._ends):
             return "stop"
         return "length" if len(so_far) >= self._request.sampling.max_new_tokens else None
 
     def rest(self) -> GenerationRequest:
-        """Return the request for the next engine. As long as no token has come it is the request itself."""
+        """Return the request for the next engine: the request itself while no token has come."""
         request, num_tokens = self._request, len(self._so_far)
         if self._finds_stop_texts:
             request = replace(request, sampling=replace(request.sampling, stop=()))
@@ -66,19 +66,18 @@ class Response:
             request,
             prompt_ids=[*request.prompt_ids, *self._so_far.tokens_from(0)],
             sampling=replace(request.sampling, max_new_tokens=request.sampling.max_new_tokens - num_tokens),
-            # An engine counts random numbers from the first token it writes; with the same seed it would draw with
-            # those of the beginning once more.
+            # An engine counts random numbers from its first token, and would use those of the beginning again.
             seed=derive_seed(request.seed, "continuation", num_tokens, 0),
         )
 
     def add(self, part: Progress, reason: FinishReason | None) -> FinishReason | None:
-        """Take over the tokens of an engine, and return why the response has ended with them, if it has.
+        """Add the tokens of an engine, and return why the response has ended, if it has.
 
-        reason: None if the engine did not end the response.
+        `reason` is None if the engine did not end the response.
         """
         was_continued = self.has_tokens
         self._so_far.extend(part)
-        # Each engine counts from the beginning of the prompt, and has read what others wrote as a part of it.
+        # Each engine counts from the beginning of its prompt, which includes the tokens of the others.
         if (experts := part.experts.since(0)) is not None:
             self.note_experts(0, experts)
         # The engine that wrote the last part knew nothing of the text before it.
@@ -87,11 +86,10 @@ class Response:
         return "stop" if self._has_stop_text else reason or self.ended
 
     def note_experts(self, start: int, experts: NDArray[np.int16]) -> None:
-        """Take over the experts of consecutive tokens of prompt and response; start: index of the first token."""
+        """Add the experts of consecutive tokens of prompt and response, the first of which has index `start`."""
         self._so_far.experts.add(start, experts)
 
     def result(self, reason: FinishReason) -> GenerationResult:
-        """Return all tokens, as one response."""
         so_far = self._so_far
         num_tokens = len(self._request.prompt_ids) + len(so_far)
         return GenerationResult(
@@ -104,7 +102,7 @@ class Response:
         )
 
     def _cut_behind_stop_text(self) -> bool:
-        """Return whether there is one, and drop the tokens behind it."""
+        """Return whether there is a stop text, and drop the tokens behind it."""
         if self._stop_texts is None:
             return False
         for token in self._so_far.tokens_from(self._num_searched):

@@ -1,7 +1,7 @@
 """Choose the GPUs of this machine that an engine sees.
 
-They are those that no rank of the backend has, or, with `placement: colocated` and where weights come by handles of
-memory, those of the ranks. A backend that trains in this process shares its GPU with engines, by
+They are those that no rank of the backend has. With `placement: colocated`, and where weights come by handles of
+memory, they are those of the ranks. A backend that trains in this process shares its GPU with engines, by
 `gpu_memory_utilization`.
 """
 
@@ -17,33 +17,29 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 def own_gpus(run: RunConfig, number: int, engines: int, each: int) -> str | None:
     """Return CUDA_VISIBLE_DEVICES of an engine with `each` GPUs for itself; None leaves it as it is here.
 
-    Raises ConfigError if the ranks leave too few.
+    Raises:
+        ConfigError: If there are too few GPUs.
     """
-    beside = _candidates(run)
-    if beside is None:
+    candidates = _candidates(run)
+    if candidates is None:
         return None
-    if len(beside) < engines * each and run.source.facts.has_colocated_engines:
-        raise ConfigError.at(
-            "source.engine.engines",
-            f"is {engines}, each on {each} GPU{'s' if each > 1 else ''}, and with placement: colocated they have the "
-            f"{len(beside)} of the ranks of backend '{run.backend.name}'. Lower it, or raise backend.ranks.",
-        )
-    if len(beside) < engines * each:
+    if len(candidates) < engines * each:
+        whose = "have" if run.source.facts.has_colocated_engines else "leave"
         raise ConfigError.at(
             "source.engine.engines",
             f"is {engines}, each on {each} GPU{'s' if each > 1 else ''}, but the ranks of backend "
-            f"'{run.backend.name}' leave {len(beside)} on this machine. Name the GPUs of the ranks in backend.gpus, or "
-            "set backend.ranks, so that enough are left.",
+            f"'{run.backend.name}' {whose} {len(candidates)} on this machine. Lower it, or change backend.ranks or "
+            "backend.gpus.",
         )
-    return ",".join(beside[number * each : (number + 1) * each])
+    return ",".join(candidates[number * each : (number + 1) * each])
 
 
 def shared_gpu(run: RunConfig, number: int) -> str | None:
-    """Return the same for an engine that shares a GPU with other engines; "" if the ranks leave none."""
-    beside = _candidates(run)
-    if beside is None:
+    """Return the same for an engine that shares a GPU with other engines; "" if there is none."""
+    candidates = _candidates(run)
+    if candidates is None:
         return None
-    return beside[number % len(beside)] if beside else ""
+    return candidates[number % len(candidates)] if candidates else ""
 
 
 def _candidates(run: RunConfig) -> tuple[str, ...] | None:

@@ -1,9 +1,8 @@
 """One engine of a pool: its protocol, and its life from start to death with all time limits.
 
 Place on the way: pool -> PooledEngine -> member (a child process, a vLLM engine, an actor, a server) -> tokens. A
-member knows nothing of other members, of routing, retries or time limits. Any error of it ends its PooledEngine for
-good, and the pool makes another one: a failure of one engine is never an error of a publish or pause that the others
-survive.
+member knows no other members, routing, retries or time limits. Any error of a member ends its PooledEngine for good,
+and the pool makes another one. The error of one engine does not fail a publish or pause of the others.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ class EngineMember(Protocol):
     """One engine. All coroutines are awaited on one event loop; the pool sets the time limits and cancels."""
 
     name: str
-    """It names the engine in messages: `engine 0 (process 4711)`."""
+    """Names the engine in messages: `engine 0 (process 4711)`."""
 
     @property
     def num_workers(self) -> int:
-        """Processes that hold its weights. Known once it has started, as is the next."""
+        """Processes that hold its weights. Known once it has started, like `weights_dtype`."""
         ...
 
     @property
@@ -42,13 +41,15 @@ class EngineMember(Protocol):
         ...
 
     async def start(self) -> None:
-        """Return when it could generate. Raises EngineDiedError when it cannot start."""
+        """Return when it could generate. Raises EngineDiedError if it cannot start."""
         ...
 
     async def generate(self, request: GenerationRequest, progress: Progress) -> FinishReason:
         """Generate, adding tokens to `progress` as they come. Cancelling it aborts the request in the engine.
 
-        Raises DataError for a request the model cannot answer, EngineDiedError when the engine ended.
+        Raises:
+            DataError: If the model cannot answer the request.
+            EngineDiedError: If the engine ended.
         """
         ...
 
@@ -57,28 +58,28 @@ class EngineMember(Protocol):
         ...
 
     async def wait_dead(self) -> str:
-        """Return when the engine has ended by itself, with the known reasons, such as the end of its log."""
+        """Return the known reasons, such as the end of its log, when the engine has ended by itself."""
         ...
 
     async def close(self) -> None:
-        """End its processes; killed when they do not end by themselves. May be called at any time, and again."""
+        """End its processes, by force if they do not end by themselves. May be called at any time, and again."""
         ...
 
 
 State = Literal["starting", "awaiting", "ready", "dead"]
-"""awaiting: started, with weights of unknown version, so that it must not generate before an update."""
+"""An `awaiting` engine has started, with weights of unknown version, and must not generate before an update."""
 
 _GIVEN_UP_CLOSE_S = 5.0
 """Seconds an engine that counts as dead, or has not started yet, may take to end before it is killed."""
 _HANDING_OVER_S = 1.0
-"""Seconds in which a member whose engine is dead may hand over tokens that it has already."""
+"""Seconds in which the member of a dead engine may hand over the tokens it has."""
 
 
 @dataclass(eq=False, slots=True)
 class _Awaited:
-    """A request that the member works on. answer: given to the caller; the work may outlive it.
+    """A request that the member works on. The caller awaits `answer`, which the work may outlive.
 
-    seen, since: tokens that had come at the last look, and when.
+    At the last look, `seen` tokens had come; the last of them came at `since`.
     """
 
     name: str
@@ -89,7 +90,6 @@ class _Awaited:
     seen: int = 0
 
     def settle(self, work: asyncio.Task[FinishReason]) -> None:
-        """Answer with the outcome of the work."""
         if self.answer.done():
             _retrieve(work)
         elif work.cancelled():
@@ -100,14 +100,14 @@ class _Awaited:
             self.answer.set_result(work.result())
 
     def fail(self, reason: str) -> None:
-        """Its engine is dead. Work that has ended was not in vain."""
+        """Fail the request, as its engine is dead, unless the work has ended."""
         if not self.work.done() and not self.answer.done():
             self.answer.set_exception(EngineDiedError(reason))
             self.work.cancel()
 
 
 class PooledEngine(ControlledEngine):
-    """A member with its time limits. on_change: called after every change of `state`."""
+    """A member with its time limits. `on_change` is called after every change of `state`."""
 
     def __init__(
         self, member: EngineMember, config: PoolConfig, transports: Sequence[str], on_change: Callable[[], None]
@@ -116,10 +116,10 @@ class PooledEngine(ControlledEngine):
         self.load = 0
         self.has_begun = False
         self.has_started = False
+        # Its processes have ended.
         self.has_ended = False
-        """True once its processes have ended."""
+        # It is dead because a command failed or took too long.
         self.has_refused = False
-        """True if it is dead because it failed to do what it was asked to, or was too slow."""
         self.transports = transports
         self._member = member
         self._config = config
@@ -163,18 +163,17 @@ class PooledEngine(ControlledEngine):
 
     @property
     def reason(self) -> str:
-        """The reason of its death; empty while it lives."""
+        """The reason for its death; empty while it lives."""
         return self._end.result() if self._end.done() else ""
 
     async def live(self) -> str:
-        """Start it, and return the reason when it is dead. Raises errors that a user can mend, such as ModelError."""
+        """Start it, and return the reason for its death. Raises errors that a user can mend, such as ModelError."""
         self.has_begun = True
         if await self._ask("start", self._member.start(), "start_timeout_s"):
             self.has_started = True
             self._become("awaiting")
             death = asyncio.ensure_future(self._member.wait_dead())
-            # Often enough to find out in not much more than the limit; one look at all requests costs less than a
-            # timer for each.
+            # One look at all requests costs less than a timer for each.
             tick = self._config.generate_timeout_s / 4
             try:
                 while not self._end.done():
@@ -189,17 +188,16 @@ class PooledEngine(ControlledEngine):
         return self.reason
 
     def kill(self, reason: str) -> None:
-        """Count it as dead from now on; its requests fail with EngineDiedError. `close` ends its processes."""
+        """Declare it dead; its requests fail with EngineDiedError. `close` ends its processes."""
         if not self._end.done():
             self._end.set_result(reason)
-            # Told one by one: waiting for `_end` would make thousands of requests wait for one future, and each that
-            # ends look through all the others.
+            # One by one: if thousands of requests waited for `_end`, each that ends would look through all others.
             for awaited in self._awaited:
                 awaited.fail(reason)
             self._become("dead")
 
     async def close(self) -> None:
-        """End its processes: in order when it generates, else soon."""
+        """End its processes: with `close_timeout_s` if it generates, else soon."""
         ends_in_order = self.has_started and not self._end.done()
         limit = self._config.close_timeout_s if ends_in_order else _GIVEN_UP_CLOSE_S
         self.kill(f"{self.name} was closed")
@@ -217,11 +215,11 @@ class PooledEngine(ControlledEngine):
         self._on_change()
 
     async def generate(self, request: GenerationRequest, progress: Progress) -> FinishReason:
-        """Have the member generate. Raises EngineDiedError also when no token comes for too long."""
+        """Have the member generate. Raises EngineDiedError also if no token comes for too long."""
         if self._end.done():
             raise EngineDiedError(self.reason)
         loop = asyncio.get_running_loop()
-        # A task of its own: a member that takes its time to stop holds up nobody.
+        # As a task: nobody waits for a member that is slow to stop.
         work = loop.create_task(self._member.generate(request, progress))
         awaited = _Awaited(request.name, progress, work, loop.create_future(), loop.time())
         work.add_done_callback(awaited.settle)
@@ -231,8 +229,7 @@ class PooledEngine(ControlledEngine):
             return await awaited.answer
         except EngineDiedError as error:
             self.kill(str(error))
-            # Being cancelled, it adds to `progress` what has come of the response, so that no other engine has to write
-            # that again.
+            # When it is cancelled, the member adds the tokens that have come to `progress`.
             await asyncio.wait({work}, timeout=_HANDING_OVER_S)
             raise
         finally:
@@ -243,31 +240,32 @@ class PooledEngine(ControlledEngine):
                 _retrieve(awaited.answer)
 
     async def control(self, command: Command) -> None:
-        """Have the member do it; an engine that does not, or not in time, is dead.
+        """Have the member do it. An engine that fails or is too slow is dead.
 
-        Raises BucketLostError if a bucket did not reach it; it lives on.
+        Raises:
+            BucketLostError: If a bucket did not reach it; the engine lives on.
         """
         if command.begins:
             self._holds.add(command.hold)
         if command.hold not in self._holds:
-            # It was started after the hold began, and takes no part in it.
+            # The engine was started after the hold began, and takes no part in it.
             return
         if isinstance(command, LoadBucket):
             command = replace(command, bucket=replace(command.bucket, receiver=self.name))
         if await self._ask(str(command), self._member.control(command), command.limit) and command.ends:
             self._holds.discard(command.hold)
-            # Also a hold between two looks at its requests must not count.
+            # A hold between two looks at its requests must not count either.
             self._moved_at = asyncio.get_running_loop().time()
             for awaited in self._awaited:
                 awaited.since = self._moved_at
             if command.hold == UPDATE:
                 self._become("ready")
         elif isinstance(command, Sleep) and not command.keep_weights:
-            # It has none that it could generate with.
+            # It has no weights to generate with.
             self._become("awaiting")
 
     async def _ask(self, what: str, work: Coroutine[Any, Any, None], setting: str) -> bool:
-        """Return whether it did it within the limit of this setting; otherwise it is dead."""
+        """Return whether the work succeeded within the limit of this setting; otherwise the engine is dead."""
         if self._end.done():
             work.close()
             return False
@@ -297,9 +295,9 @@ class PooledEngine(ControlledEngine):
             task.cancel()
 
     def _check_progress(self) -> None:
-        """Kill it when a request has waited too long for its next token.
+        """Kill it if a request has waited too long for its next token.
 
-        A request without a token may be queued behind others, so its wait begins when any of them moved last.
+        A request without a token may be queued behind others, so its wait begins when any of them last moved.
         """
         now, limit = asyncio.get_running_loop().time(), self._config.generate_timeout_s
         for awaited in self._awaited:
@@ -321,5 +319,5 @@ class PooledEngine(ControlledEngine):
 
 
 def _retrieve(task: asyncio.Future[Any]) -> None:
-    """Take the error: what fails after nobody waits for it any more is not worth a warning of asyncio's."""
+    """Take the error, so that asyncio does not warn of one that nobody awaits."""
     _ = task.cancelled() or task.exception()

@@ -1,9 +1,9 @@
 """Several engines behind one object, which stays when they come and go.
 
-Place on the way: environments -> request -> the engine that suits it -> result; weights -> every engine. A dead engine
-is started again and waits for the current weights, while others go on with its requests from their tokens so far.
-While the pool sleeps none is started: from the end of `sleep` to `wake("cache")` no process takes memory for keys and
-values, and before `wake("weights")` none for anything.
+Place on the way: environments -> request -> an engine -> result; weights -> every engine. A dead engine is started
+again and waits for the current weights, while others continue its requests from their tokens so far. While the pool
+sleeps no engine is started: from the end of `sleep` no process has device memory for anything before `wake("weights")`,
+and none for keys and values before `wake("cache")`.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from spurline_rl.protocols.rollout_engine import GenerationRequest, GenerationRe
 T = TypeVar("T")
 
 _SLACK = 16
-"""Requests that an engine may have more than the least busy one, and still be preferred for its prefix cache."""
+"""An engine is preferred for its prefix cache while it has at most so many requests more than the least busy one."""
 _REMEMBERED = 8192
-"""Prompts; older ones are forgotten, so that memory has a bound."""
+"""Prompts whose engine is remembered."""
 _LONGEST_BREAK_S = 60.0
-"""Seconds between two tries to start an engine, which double from 1."""
+"""Most seconds between two tries to start an engine; they double from 1."""
 _FIRST_TRIES = 3
-"""Failed starts of an engine after which none is expected to succeed, where none of the run ever has."""
+"""Failed starts of one engine after which the run ends, if no engine has ever started."""
 
 
 class Router:
-    """Chooses the engine with least to do, or the one that a prompt was last sent to."""
+    """Chooses the engine with least to do, or the one that has read the prompt."""
 
     def __init__(self) -> None:
         self._homes: OrderedDict[str, PooledEngine] = OrderedDict()
@@ -62,10 +62,9 @@ class Router:
 class EnginePool(ControlledEngine):
     """A `RolloutEngine` that `TakesWeights`.
 
-    Engines are started by the first call of any method but `close`. Requests wait until an engine has weights of a
-    known version, that is, until the first update, and while it sleeps.
-
-    make_member: from an engine's number, one that has not been started; called again after every death.
+    Engines are started by the first call of any method but `close`. Requests wait until the first update, and while the
+    pool sleeps. `make_member` returns a member that has not been started, for an engine's number; it is called again
+    after every death.
     """
 
     def __init__(
@@ -114,7 +113,7 @@ class EnginePool(ControlledEngine):
         return None if engine is None else engine.name
 
     def seconds_down(self) -> float:
-        """Return the seconds that `MayBeDown` counts; the first start is a part of them."""
+        """Return the seconds that `MayBeDown` counts, the first start included."""
         since = self._down_since
         return self._down_s + (0.0 if since is None else time.monotonic() - since)
 
@@ -135,7 +134,7 @@ class EnginePool(ControlledEngine):
         self._open()
         response = Response(request, self._tokenizer)
         while True:
-            # Also an engine that was started after a pause began generates nothing before it ends.
+            # An engine that was started during a pause generates nothing before the pause ends.
             ready = await self._until(request.name, lambda: self._ready() if self._held.keys() <= {UPDATE} else [])
             engine = self._router.choose(request.name, ready)
             self._holders[request.name] = engine
@@ -143,12 +142,12 @@ class EnginePool(ControlledEngine):
             try:
                 reason = await engine.generate(response.rest(), progress)
             except EngineDiedError:
-                # `_keep_alive` reports it; here it only means that another engine goes on.
+                # `_keep_alive` reports the death, and another engine goes on here.
                 reason = None
             except DataError:
                 if not response.has_tokens:
                     raise
-                # The prompt was all right, so it is the tokens so far that fill the model's context.
+                # The prompt was accepted before, so the tokens so far fill the model's context.
                 return response.result("length")
             finally:
                 self._holders.pop(request.name, None)
@@ -157,14 +156,14 @@ class EnginePool(ControlledEngine):
                 return response.result(reason)
 
     async def control(self, command: Command) -> None:
-        """Have it done by every engine that takes part in the command's hold from its beginning on.
+        """Have every engine do the command that has been in its hold since the hold began.
 
-        Nobody waits for an engine that dies on the way; it is started again and awaits the weights, so that nothing is
-        ever generated with older ones. After `Sleep` no engine's process has memory, also none that died.
+        An engine that dies meanwhile is not waited for. It is started again and awaits the weights, so that nothing is
+        ever generated with older ones. After `Sleep` no engine's process has device memory, dead ones included.
 
         Raises:
-            RunFailedError: If no engine is left in an update or sleep because they refused.
-            BucketLostError: If an engine that lives did not get a bucket.
+            RunFailedError: If all engines have failed in an update or sleep.
+            BucketLostError: If a living engine did not get a bucket.
         """
         self._check(command.name)
         self._open()
@@ -191,10 +190,15 @@ class EnginePool(ControlledEngine):
     async def _ready_for(self, command: Command) -> list[PooledEngine]:
         """Return the engines that take part in the hold that the command begins.
 
-        In an update these are the started ones, in the first update all; while they sleep, those that sleep.
+        For an update these are the started ones, for the first update all, and during sleep those that sleep.
         """
         if command.hold == SLEEP:
-            return await self._before_sleep()
+            # From now on no start begins. One under way is not interrupted: an engine that starts for longer than others
+            # generate would never be there again.
+            self._held[SLEEP] = []
+            self._changed()
+            await self._until("sleep", lambda: not any(engine.is_starting for engine in self._engines))
+            return self._started()
         if SLEEP in self._held:
             return [engine for engine in self._held[SLEEP] if engine.state != "dead"]
         if command.hold != UPDATE:
@@ -204,14 +208,6 @@ class EnginePool(ControlledEngine):
             self._has_started = True
         # This ends as `start` does.
         return await self._until(command.name, self._started)
-
-    async def _before_sleep(self) -> list[PooledEngine]:
-        """Return the started engines when no start is under way; from now on none begins."""
-        self._held[SLEEP] = []
-        self._changed()
-        # Not interrupted, or an engine that starts for longer than others generate would never be there again.
-        await self._until("sleep", lambda: not any(engine.is_starting for engine in self._engines))
-        return self._started()
 
     async def close(self) -> None:
         self._fail(RunFailedError("they were closed"))
@@ -230,11 +226,11 @@ class EnginePool(ControlledEngine):
         return engine
 
     async def _keep_alive(self, number: int) -> None:
-        """Run one engine after another, until they have died too often."""
+        """Run one engine after another, until engines have died too often."""
         failed_starts = 0
         try:
             while self._failure is None:
-                # What a failed start needs, such as a server that is being restarted, may be there later.
+                # A server that is being restarted may be there later.
                 await asyncio.sleep(min(_LONGEST_BREAK_S, 2.0 ** (failed_starts - 1)) if failed_starts else 0)
                 await self._until("a start", lambda: SLEEP not in self._held)
                 engine = self._engines[number]
@@ -270,7 +266,7 @@ class EnginePool(ControlledEngine):
         return [engine for engine in self._engines if engine.state in ("awaiting", "ready")]
 
     async def _until(self, who: str, condition: Callable[[], T]) -> T:
-        """Return the value of `condition` as soon as it is true."""
+        """Return the value of the condition when it is true; `who` names the waiting call in errors."""
         while True:
             self._check(who)
             if met := condition():
@@ -293,13 +289,13 @@ class EnginePool(ControlledEngine):
             self._down_since = time.monotonic()
 
     def _check(self, who: str) -> None:
-        """Raise a new error in each task that waits: one for all of them would mix up their tracebacks."""
+        """Raise the failure as a new error, as each waiting task needs a traceback of its own."""
         if self._failure is not None:
             kind = "" if isinstance(self._failure, SpurlineError) else f"{type(self._failure).__name__}: "
             raise RunFailedError(f"{who}: the rollout engines have ended: {kind}{self._failure}") from self._failure
 
     def _fail(self, failure: Exception) -> None:
-        """End every engine, and all waiting, now and later."""
+        """End every engine; all calls fail, now and later."""
         if self._failure is None:
             self._failure = failure
             for life in self._lives:

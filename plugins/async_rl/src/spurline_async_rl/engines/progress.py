@@ -1,7 +1,6 @@
 """Hold the tokens of one response so far, in few objects however long it is.
 
-Place on the way: tokens of an engine, in chunks -> Progress -> result, or what another engine goes on with.
-No engine and no waiting here.
+Place on the way: tokens of an engine, in chunks -> Progress -> result, or the next engine's prompt.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ Logprobs = Sequence[float] | NDArray[np.float32]
 class Progress:
     """The tokens of one response so far. The member adds to it while it generates, so that it survives the member.
 
-    Its columns are those of GenerationResult, of one length, and each is a copy when it is asked for.
-    experts: of the tokens computed so far, from the first of the prompt that this engine was given.
+    Its columns are those of GenerationResult, of one length, and reading one returns a copy. `experts` are those of the
+    tokens computed so far, from the first token of the prompt that this engine was given.
     """
 
     def __init__(self) -> None:
@@ -34,7 +33,6 @@ class Progress:
         self._version_runs: list[tuple[int, int]] = []
 
     def __len__(self) -> int:
-        """Tokens so far."""
         return len(self._token_ids)
 
     def __repr__(self) -> str:
@@ -50,7 +48,7 @@ class Progress:
 
     @property
     def raw_logprobs(self) -> NDArray[np.float32] | None:
-        """The model's own logprobs; None once an engine could not tell them."""
+        """The model's own logprobs; None if an engine could not tell some of them."""
         return None if self._raw_logprobs is None else np.array(self._raw_logprobs, np.float32)
 
     @property
@@ -60,7 +58,7 @@ class Progress:
 
     @property
     def version_runs(self) -> Sequence[tuple[int, int]]:
-        """(version, number of tokens), in order; neighbours differ in version."""
+        """Pairs of version and number of tokens, in order; neighbours differ in version."""
         return self._version_runs
 
     @property
@@ -72,7 +70,7 @@ class Progress:
         return self._token_ids[start:]
 
     def add(self, token_ids: TokenIds, logprobs: Logprobs, raw_logprobs: Logprobs | None, version: int) -> None:
-        """Take the next tokens, all of one version. raw_logprobs: None if the engine cannot tell them."""
+        """Add the next tokens, all of one version. `raw_logprobs` are None if the engine cannot tell them."""
         count = len(token_ids)
         sizes = {count, len(logprobs), count if raw_logprobs is None else len(raw_logprobs)}
         assert len(sizes) == 1, f"columns of one chunk have {sizes} values"
@@ -84,7 +82,7 @@ class Progress:
         self._note_run(version, count)
 
     def extend(self, other: Progress) -> None:
-        """Take all tokens of the next part of the response, without experts."""
+        """Add all tokens of the next part of the response, without experts."""
         if not len(other):
             return
         self._token_ids.extend(other._token_ids)

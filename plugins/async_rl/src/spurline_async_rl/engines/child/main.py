@@ -1,6 +1,6 @@
-"""The program of a child process: engine `in_process`, which does what messages say.
+"""Serve engine `in_process` in a child process, by messages of its parent.
 
-Plugins are loaded from their names, the config comes as JSON. The process ends when there are no more messages.
+Plugins are loaded from their names, and the config comes as JSON. The process ends when there are no more messages.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,6 @@ from spurline.child import Parent
 from spurline.config.loading import load_config
 from spurline.errors import BucketLostError, DataError, SpurlineError, UserError
 from spurline_async_rl.engines.child.packing import pack_progress, unpack_prompt
-from spurline_async_rl.engines.chunks import Chunks, longest_wait_s
 from spurline_async_rl.engines.commands import Command, FinishUpdate, LoadBucket, from_plain
 from spurline_async_rl.engines.configs import ChildProcessEngineConfig
 from spurline_async_rl.engines.progress import Progress
@@ -27,12 +26,59 @@ from spurline_models.weight_buckets import WeightBucket
 from spurline_rl.concurrency import in_thread
 from spurline_rl.engines.configs import InProcessEngineConfig
 from spurline_rl.engines.in_process.engine import InProcessEngine
+from spurline_rl.engines.in_process.response import Written
 from spurline_rl.protocols.rollout_engine import GenerationRequest, Sampling
 from spurline_rl.trajectory import FinishReason
 from spurline_text.tokenizer import load_tokenizer
 
 _MAX_LINE_BYTES = 1 << 28
 """The longest message: millions of prompt tokens."""
+
+
+class Chunks:
+    """Tokens that have not been told to the parent yet. All methods are called on one event loop.
+
+    The tokens of one response are told when there are `size` of them, when it ends, or after `longest_s`: each message
+    costs the controller the same, however many tokens it tells. `tell` is called with a request's number, its next
+    tokens and, with the last ones, the reason why the response ended.
+    """
+
+    def __init__(
+        self, size: int, longest_s: float, tell: Callable[[int, Progress, FinishReason | None], object]
+    ) -> None:
+        self._size = size
+        self._longest_s = longest_s
+        self._tell = tell
+        self._untold: dict[int, Progress] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, number: int, news: Written) -> None:
+        """Take the next tokens of a request, all of one version."""
+        chunk = self._untold.get(number)
+        if chunk is None:
+            chunk = self._untold[number] = Progress()
+        (version,) = set(news.versions)
+        chunk.add(news.token_ids, news.logprobs, news.raw_logprobs, version)
+        if news.routed_experts is not None:
+            chunk.experts.add(len(chunk.experts), news.routed_experts)
+        if news.finish_reason is not None or len(chunk) >= self._size:
+            del self._untold[number]
+            self._tell(number, chunk, news.finish_reason)
+        elif self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._longest_s, self.flush)
+
+    def flush(self) -> None:
+        """Tell all that was written."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        untold, self._untold = self._untold, {}
+        for number, chunk in untold.items():
+            self._tell(number, chunk, None)
+
+    def forget(self, number: int) -> None:
+        """Drop the tokens of a request that has ended."""
+        self._untold.pop(number, None)
 
 
 class Child:
@@ -53,7 +99,6 @@ class Child:
         }
 
     async def run(self) -> None:
-        """Serve until there are no more lines."""
         lines = asyncio.StreamReader(limit=_MAX_LINE_BYTES)
         loop = asyncio.get_running_loop()
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin.buffer)
@@ -63,7 +108,7 @@ class Child:
             await self._engine.close()
 
     def take(self, message: Mapping[str, Any]) -> None:
-        """Begin to do what this message says, or stop it."""
+        """Begin to do what this message says, or abort an earlier one."""
         number = message["id"]
         if message["do"] == "abort":
             if number in self._tasks:
@@ -75,7 +120,7 @@ class Child:
     def use(self, engine: InProcessEngine, config: ChildProcessEngineConfig) -> None:
         """Generate with this engine."""
         self._engine = engine
-        self._chunks = Chunks(config.chunk_tokens, longest_wait_s(config.generate_timeout_s), self._tell)
+        self._chunks = Chunks(config.chunk_tokens, config.longest_wait_s, self._tell)
 
     async def _answer(self, message: Mapping[str, Any]) -> None:
         number = message["id"]
@@ -101,12 +146,11 @@ class Child:
         return self._engine, self._chunks
 
     async def _generate(self, number: int, request: GenerationRequest) -> None:
-        """Generate. The answer comes with the last tokens, so that a death cannot come between the two."""
         engine, chunks = self._running
         try:
             await engine.generate(request, partial(chunks.add, number))
         except Exception:
-            # What it has written is right, whatever became of the engine then.
+            # The tokens that it has written are right.
             chunks.flush()
             raise
         finally:
@@ -118,7 +162,7 @@ class Child:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         loaded = load_config(run, recorded=True)
-        # What this process sees is its own, whatever ranks the backend has.
+        # The GPU is chosen by what this process sees.
         here = "cuda" if torch.cuda.is_available() else "cpu"
         engine = InProcessEngineConfig(
             deterministic=config.deterministic,

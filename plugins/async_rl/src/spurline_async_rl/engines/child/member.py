@@ -1,7 +1,7 @@
-"""Rollout engine `child_process`: core's engine `in_process`, in processes of its own.
+"""Rollout engine `child_process`: engine `in_process` in processes of its own.
 
 Place on the way: pool -> `ChildMember` -> messages -> `main.py` in the child -> the Hugging Face model. Generation thus
-has cores of its own, and never holds up the event loop, the training or the interpreter of this process.
+never holds up the event loop or the training of this process.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ChildMember:
 
     def __init__(self, number: int, config: ChildProcessEngineConfig, run: RunConfig) -> None:
         self.name = name = f"engine {number}"
-        # Before torch is imported, or it makes a pool for every core.
+        # Must be set before torch is imported, which else makes a thread for every core.
         self._environment = {} if config.num_threads is None else {"OMP_NUM_THREADS": str(config.num_threads)}
         if (gpu := shared_gpu(run, number)) is not None:
             self._environment[VISIBLE] = gpu
@@ -75,7 +75,7 @@ class ChildMember:
         except EngineDiedError:
             raise
         except RunFailedError as error:
-            # An engine that has failed once generates no further token.
+            # The engine in the child has failed for good.
             raise EngineDiedError(str(error)) from error
 
     async def control(self, command: Command) -> None:
@@ -88,7 +88,7 @@ class ChildMember:
     async def close(self) -> None:
         if self._child is None:
             return
-        # It ends by itself when it hears no more.
+        # It ends by itself when its input ends.
         self._child.close_input()
         try:
             await self._dead.wait()
@@ -98,7 +98,7 @@ class ChildMember:
             self._child.end()
 
     async def _call(self, what: str, progress: Progress | None = None, **arguments: Any) -> Any:
-        """Return the child's answer. Raises the child's error, and EngineDiedError if it ends before."""
+        """Return the child's answer. Raises the child's error, or EngineDiedError if the child ends before."""
         assert self._child is not None
         if self._dead.is_set():
             raise EngineDiedError(f"{self.name} ended: {self._end}")
@@ -131,7 +131,6 @@ class ChildMember:
                 answer.set_result(message["answer"])
 
     def _note_end(self, how: str, last_words: str) -> None:
-        """Fail all calls with how it ended."""
         self._end = f"{how}; " + (f"end of {self._log}:\n{last_words}" if last_words else f"{self._log} is empty")
         self._dead.set()
         for answer in self._answers.values():
@@ -140,7 +139,7 @@ class ChildMember:
 
 
 class ChildProcessEngine(EnginePool):
-    """A `RolloutEngine` that `TakesWeights`; what the engines print goes to `engines/` in the run directory."""
+    """A `RolloutEngine` that `TakesWeights`. The engines' output goes to `engines/` in the run directory."""
 
     def __init__(self, config: ChildProcessEngineConfig, run: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__(

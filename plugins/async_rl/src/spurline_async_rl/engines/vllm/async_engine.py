@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 from spurline.errors import DataError, ModelError, RunFailedError, listing
-from spurline_async_rl.engines.chunks import longest_wait_s
 from spurline_async_rl.engines.commands import UPDATE, Command, Sleep, WakeCache, WakeWeights
 from spurline_async_rl.engines.member import EngineDiedError
 from spurline_async_rl.engines.vllm.adapters import adapter_request
@@ -55,7 +54,10 @@ class AsyncEngine:
         self.max_model_len = self._llm.model_config.max_model_len
         self.vocabulary = self._llm.model_config.get_vocab_size()
         self.weights_dtype = str(self._llm.model_config.dtype).removeprefix("torch.")
-        self._listen()
+        # It builds on vLLM's own classes, which must not be imported before.
+        from spurline_async_rl.engines.vllm.step_outputs import TokenStreams
+
+        self._streams = TokenStreams(self._llm, self._spec.config.chunk_tokens, self._spec.config.longest_wait_s)
         await self._prepare_adapters()
 
     async def generate(
@@ -160,12 +162,6 @@ class AsyncEngine:
         if llm.output_handler is not None:
             llm.output_handler.cancel()
         llm.output_processor.propagate_error(EngineDeadError())
-
-    def _listen(self) -> None:
-        from spurline_async_rl.engines.vllm.step_outputs import TokenStreams
-
-        config = self._spec.config
-        self._streams = TokenStreams(self._llm, config.chunk_tokens, longest_wait_s(config.generate_timeout_s))
 
     async def _stand_still(self, *, clear_cache: bool) -> None:
         """Stop between two tokens. When it returns every delta of every token generated so far has been consumed.

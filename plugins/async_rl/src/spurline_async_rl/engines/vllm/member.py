@@ -8,9 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,8 +21,12 @@ from spurline_async_rl.engines.continuation import Response
 from spurline_async_rl.engines.member import EngineDiedError
 from spurline_async_rl.engines.progress import Logprobs, Progress, TokenIds
 from spurline_rl.engines.in_process.response import check_request
-from spurline_rl.protocols.rollout_engine import GenerationRequest, Sampling
+from spurline_rl.protocols.rollout_engine import GenerationRequest
 from spurline_rl.trajectory import FinishReason
+
+if TYPE_CHECKING:
+    from spurline_async_rl.engines.vllm.async_engine import AsyncEngine
+    from spurline_async_rl.engines.vllm.ray import RayEngine
 
 _SEED_BITS = 0x7FFF_FFFF_FFFF_FFFF
 """vLLM takes seeds below 2**63."""
@@ -104,32 +107,6 @@ def worker_call(command: Command) -> tuple[Any, ...] | None:
     return (f"spurline_{command.name}", *(values[name] for name in ("adapter", "bucket") if name in values))
 
 
-class VllmHandle(Protocol):
-    """An engine within reach, with methods as `AsyncEngine` has them; the rest is known after `start`."""
-
-    max_model_len: int
-    vocabulary: int
-    weights_dtype: str
-    num_workers: int
-
-    @property
-    def where(self) -> str: ...
-    async def start(self) -> None: ...
-    def generate(
-        self,
-        request_id: str,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        seed: int,
-        salt: str,
-        *,
-        each_step: bool = False,
-    ) -> AsyncGenerator[Delta, None]: ...
-    async def control(self, command: Command) -> None: ...
-    async def wait_ended(self) -> str: ...
-    async def close(self) -> None: ...
-
-
 class Gate:
     """Shut by every hold on its own; requests pass when none is left."""
 
@@ -156,7 +133,7 @@ class Gate:
 class VllmMember:
     """An `EngineMember`. A pause and an update may each hold the engine; it goes on when neither does."""
 
-    def __init__(self, name: str, engine: VllmHandle, tokenizer: PreTrainedTokenizerBase):
+    def __init__(self, name: str, engine: AsyncEngine | RayEngine, tokenizer: PreTrainedTokenizerBase):
         self.name = name
         self._engine = engine
         self._tokenizer = tokenizer
