@@ -39,10 +39,11 @@ class Turns:
         self.pool = self.loop.call(lambda: self.world.pool(engines, **{**short, "max_restarts": 25, **limits}))
         self.publisher = PlainPublisher(self.pool, self.loop)
         backend: Any = self.trainer
+        publisher: Any = self.publisher
         self.colocation = Colocation(
             self.pool,
             backend,
-            self.publisher,
+            publisher,
             self.loop,
             offloads_trainer=offloads_trainer,
             watchdog_s=60.0,

@@ -193,8 +193,8 @@ class EnginePool(ControlledEngine):
         For an update these are the started ones, for the first update all, and during sleep those that sleep.
         """
         if command.hold == SLEEP:
-            # From now on no start begins. One under way is not interrupted: an engine that starts for longer than others
-            # generate would never be there again.
+            # From now on no start begins. One under way is not interrupted: an engine that takes longer to start than
+            # others generate would never be there again.
             self._held[SLEEP] = []
             self._changed()
             await self._until("sleep", lambda: not any(engine.is_starting for engine in self._engines))

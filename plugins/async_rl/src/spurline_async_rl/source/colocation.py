@@ -1,15 +1,15 @@
-"""Whose turn it is on devices that engines and trainer share: a state machine that owns their memory.
+"""Pass the memory of devices between trainer and colocated engines: a state machine that owns it.
 
 Place on the way: the source, on the training thread, before and after it waits for engines -> backend and engines, one
-after the other. Nothing else moves memory, and every step of a change waits for the one before:
+after the other. Nothing else moves memory, and each step waits for the one before:
 
-    trainer -> what its optimizers keep leaves -> engines' weights come -> publish -> what it took leaves, and the
-            trainer's weights, if they are to -> engines' cache comes -> engines
-    engines -> their cache and weights leave -> everything of the trainer comes -> trainer
+    to the engines: the optimizers' state leaves; the engines' weights come; weights are published; the memory of the
+        publish and, with `offloads_trainer`, the trainer's weights leave; the engines' cache comes
+    to the trainer: the engines' cache and weights leave; everything of the trainer comes
 
 So at any time at most the weights of both are there, and never a cache beside an optimizer's state. A change that fails
-leaves the memory to nobody, and the run ends: nothing is trained or generated after it. An engine that dies is
-different: the others go on, and it is started again when engines have the memory, never while the trainer has it.
+leaves the memory to nobody, and the run ends. An engine that dies does not fail a change: the others go on, and it is
+started again when engines have the memory, never while the trainer has it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, cast
 
 from spurline.errors import RunFailedError
 from spurline.protocols.backend import Backend, YieldsDevice
+from spurline_async_rl.engines.commands import ControlledEngine
 from spurline_async_rl.source.loop_thread import GRACE_S, LoopThread, ends_the_run
+from spurline_async_rl.source.publishing import Publisher
 from spurline_async_rl.source.watchdog import tell
 from spurline_rl.protocols.rollout_engine import EngineMemory, TakesWeights
 from spurline_rl.protocols.weight_sync import SyncReport
@@ -29,37 +31,18 @@ from spurline_rl.protocols.weight_sync import SyncReport
 Owner = Literal["trainer", "engines", "nobody"]
 
 
-class SleepingEngine(Protocol):
-    """An engine that both `TakesWeights` and `MaySleep`."""
-
-    takes_adapters: bool
-    longest_start_s: float
-
-    async def sleep(self, *, keep_weights: bool) -> None: ...
-    async def wake(self, part: EngineMemory) -> None: ...
-
-
-class Publishes(Protocol):
-    """The part of a `Publisher` that `Colocation` needs."""
-
-    def start_engines(self) -> None: ...
-    def publish(self, version: int, backend: Backend, engines: Sequence[TakesWeights] | None = None) -> SyncReport: ...
-
-
 class Colocation:
     """The owner of the devices' memory. All methods are called on the training thread.
 
-    Each raises RunFailedError if memory does not change hands, or did not before.
-
-    offloads_trainer: whether the trainer's weights leave too. engines_have: version of the weights that all engines
-    hold, asleep or awake; None when they hold none of a known version.
+    Each raises RunFailedError if memory does not change hands, or did not before. `engines_have` is the version of the
+    weights that all engines hold, asleep or awake; None if it is unknown.
     """
 
     def __init__(
         self,
-        engine: SleepingEngine,
+        engine: ControlledEngine,
         backend: YieldsDevice,
-        publisher: Publishes,
+        publisher: Publisher,
         loop: LoopThread,
         *,
         offloads_trainer: bool,
@@ -84,26 +67,27 @@ class Colocation:
         self.take_back(keep_weights=False)
 
     def give(self, version: int) -> SyncReport | None:
-        """Return when engines generate with the weights of this version, which are the backend's now.
+        """Have engines generate with the backend's weights, which are of this version.
 
-        Returns the report of publishing them; None if engines had them already.
+        Returns:
+            The report of publishing them; None if engines had them already.
         """
         report: SyncReport | None = None
         with self._passing("trainer", "engines", "giving it to the engines"):
-            # What an update keeps goes first: while weights are sent, those of both sides and a bucket are there.
+            # The optimizers' state goes first, to make room for the weights of both sides and a bucket.
             self._backend.yield_device(keep_weights=True)
             self._wake("weights")
             if self.engines_have != version:
                 report = self._publisher.publish(version, cast("Backend", self._backend))
                 self.engines_have = version
-            # Also where weights stay: what they were gathered in for the publish is free only now.
+            # Needed also where weights stay: only now is the memory free in which they were gathered.
             self._backend.yield_device(keep_weights=not self._offloads_trainer)
             self._wake("cache")
         return report
 
     def take_back(self, *, keep_weights: bool) -> None:
-        """Return when the trainer can train. keep_weights: engines need them again, before others are published."""
-        # Adapters alone are published on weights that nothing brings back.
+        """Return when the trainer can train. With `keep_weights` engines keep theirs for their next turn."""
+        # Adapters alone are published onto weights that nothing brings back.
         keeps = keep_weights or self._engine.takes_adapters
         with self._passing("engines", "trainer", "giving it back to the trainer"):
             if not keeps:
@@ -124,7 +108,7 @@ class Colocation:
         self.give(version)
 
     def take_seconds(self) -> dict[str, float]:
-        """`time/to_engines` and `time/to_trainer`: what changes took since the last call."""
+        """Return the seconds of changes since the last call, as `time/to_engines` and `time/to_trainer`."""
         taken, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
         return taken
 
@@ -150,7 +134,7 @@ class Colocation:
         self._run(self._engine.wake(part), f"Giving the engines the memory of their {part}")
 
     def _run(self, work: Coroutine[Any, Any, None], what: str) -> None:
-        # Longer than a start, which falling asleep waits for when one is under way.
+        # Engines fall asleep only after a start that is under way.
         limit = self._engine.longest_start_s + GRACE_S
         still: Callable[[float], None] = lambda passed_s: tell(f"{what} has taken {passed_s:.0f} s so far.")  # noqa: E731
         with ends_the_run(what):

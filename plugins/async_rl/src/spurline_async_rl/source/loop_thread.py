@@ -18,12 +18,12 @@ T = TypeVar("T")
 
 
 GRACE_S = 60.0
-"""Seconds beyond the own limits of work on the loop, whose errors say better what was waited for."""
+"""Seconds beyond the own time limit of work on the loop, whose own error says more."""
 
 
 @contextmanager
 def ends_the_run(what: str) -> Generator[None]:
-    """Turn an unknown error inside into one that says that nothing may be trained after it."""
+    """Turn an unknown error inside into one that ends the run."""
     try:
         yield
     except SpurlineError:
@@ -40,7 +40,7 @@ async def _calling(function: Callable[..., T], *arguments: Any) -> T:
 
 
 class LoopThread:
-    """A thread with an event loop, started with the first use. Its methods are called from another thread."""
+    """A thread with an event loop, started by the first use. Its methods are called from another thread."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -56,9 +56,10 @@ class LoopThread:
         every_s: float | None = None,
         still: Callable[[float], None] | None = None,
     ) -> T:
-        """Return the coroutine's result. Raises RunFailedError if it takes longer, and cancels it.
+        """Return the coroutine's result. Every `every_s` seconds `still` is called with the seconds passed.
 
-        every_s, still: every so many seconds `still` is called with the seconds passed.
+        Raises:
+            RunFailedError: If it takes longer than `timeout_s`; it is cancelled then.
         """
         future = self.start(coroutine)
         began = time.monotonic()
@@ -77,7 +78,7 @@ class LoopThread:
                     if still is not None:
                         still(passed)
         finally:
-            # After an error, or Ctrl-C: what nobody waits for must not go on.
+            # After an error or Ctrl-C nobody waits for the work, and it must not go on.
             future.cancel()
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
@@ -95,7 +96,7 @@ class LoopThread:
         return self.run(_calling(function, *arguments), timeout_s, what)
 
     def responds(self, timeout_s: float) -> bool:
-        """Return whether the loop still turns, so that no task blocks it."""
+        """Return whether the loop answers in time, so that no task blocks it."""
         if self._loop is None:
             return True
         try:
@@ -125,7 +126,7 @@ class LoopThread:
     def _started(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
             ready: concurrent.futures.Future[asyncio.AbstractEventLoop] = concurrent.futures.Future()
-            # A daemon, so that code that blocks the loop for ever cannot keep a failed run alive.
+            # A daemon, so that code that blocks the loop cannot keep a failed run alive.
             self._thread = threading.Thread(target=self._live, args=(ready,), name=self._name, daemon=True)
             self._thread.start()
             self._loop = ready.result(30.0)

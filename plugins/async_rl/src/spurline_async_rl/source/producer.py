@@ -1,8 +1,7 @@
 """Generate groups as the scheduler allows, and keep the finished ones until a batch takes them.
 
 Place on the way: prompts in draw order -> admission -> attempts -> finished groups -> Collected, one per batch.
-Everything here runs on one event loop; the training thread calls in through `LoopThread`. Knows no model, backend or
-batch.
+Everything here runs on one event loop, which the training thread calls through `LoopThread`.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from spurline_rl.prompt_source import Collected
 from spurline_rl.trajectory import Group, has_equal_returns
 
 _ADMITTED_AT_ONCE = 32
-"""Groups: a publish may let thousands of attempts start, which for a second would be all that the loop does."""
+"""Groups that start before the loop does something else: a publish may let thousands of attempts start."""
 
 
 class Producer:
     """Generates groups on an event loop, and holds finished ones and the costs of the next batch.
 
-    began_at: when each group under way began, by uid, on the monotonic clock. filters: groups whose returns are equal
-    make way for further prompts. notify: called on the loop after everything that may let the training thread go on.
-    ready: applied to every finished group, on a thread of its own beside the loop; the group is under way until then.
+    `began_at` is when each group under way began, by uid, on the monotonic clock. With `filters`, groups with equal
+    returns are replaced by further prompts. `notify` is called on the loop after each event that may let the training
+    thread go on. `ready` is applied to every finished group on another thread; the group is under way until then.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class Producer:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="spurline-groups")
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._groups: dict[int, Group] = {}
-        # Since the last batch, by the names that a checkpoint has for them; quarantined prompts are those given up.
+        # Since the last batch, by their names in checkpoints; quarantined prompts are those given up.
         self._costs = {"quarantined": 0, "skipped": 0, "retries": 0}
         self._given_up: list[GivenUpPrompt] = []
         self._failure: BaseException | None = None
@@ -77,10 +76,10 @@ class Producer:
         self._admit()
 
     def take(self, step: int, wait_s: float = 0.0, seconds: float = 0.0) -> tuple[Collected, int] | None:
-        """Return the groups of this step and the retries they took, or None while they are not ready.
+        """Return the groups of this step and their retries, or None while they are not ready.
 
-        seconds: time since the groups of the step before were taken. wait_s: how much of it these were not ready.
-        Raises the error that ended generation, and RunFailedError if the step cannot be filled.
+        `seconds` have passed since the last groups were taken, and for `wait_s` of them these were not ready. Raises
+        the error that ended generation, and RunFailedError if the step cannot be filled.
         """
         scheduler = self.scheduler
         if self._failure is not None:
@@ -113,23 +112,23 @@ class Producer:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        # It is done with the group it has in milliseconds, and those that wait for it are cancelled.
+        # Its current group takes milliseconds, and groups that wait for it are cancelled.
         self._worker.shutdown(cancel_futures=True)
 
     def snapshot(self) -> tuple[dict[str, object], Sequence[Group]]:
-        """Return the state and the finished groups, which take long to encode; groups under way will start again."""
+        """Return the state without finished groups, which take long to encode, and these groups."""
         kept = [self._groups[draw] for draw in sorted(self._groups)]
         return {**self.scheduler.state_dict(), "costs": dict(self._costs)}, kept
 
     def load_state_dict(self, state: Mapping[str, Any], *, keep_groups: bool = True) -> None:
-        """Restore a state. Without `keep_groups` the prompts of finished groups are tried again."""
+        """Restore a state; without `keep_groups` the prompts of finished groups are tried again."""
         self.scheduler.load_state_dict(state, keep_groups=keep_groups)
         self._costs = {name: int(count) for name, count in state["costs"].items()}
         groups = groups_of(state["groups"]) if keep_groups else ()
         self._groups = {group.draw: self._ready(group) for group in groups}
 
     def _admit(self) -> None:
-        """Start every group that may start: some at once, the others after what else the loop has to do."""
+        """Start every group that may start: some at once, the others after other work of the loop."""
         try:
             for _ in range(_ADMITTED_AT_ONCE):
                 if self._stopped or self._failure is not None or not self.scheduler.may_admit():
@@ -191,7 +190,7 @@ class Producer:
         self._timeline.group_ended(draw.number, STATE_NAMES[state], tokens=tokens, oldest=oldest, newest=newest)
 
     def _fail(self, error: BaseException) -> None:
-        """Start nothing further; the training thread gets the error with the next batch it asks for."""
+        """Start nothing further; the training thread gets the error when it asks for the next batch."""
         self._failure = self._failure or error
         self._notify()
 

@@ -24,7 +24,7 @@ from spurline_rl.protocols.weight_sync import SyncReport, WeightSync, WeightSync
 class Publisher:
     """Publishes to the engines of one run. Raises as `check_publishing` does.
 
-    notify: called on the loop when an engine was started again and awaits weights.
+    `notify` is called on the loop when an engine was started again and awaits weights.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Publisher:
         timeline: Timeline,
         notify: Callable[[], None],
     ) -> None:
-        self._engine = as_taking(engine, config)
+        self._engine = _as_taking(engine, config)
         self._name = config.engine.name
         self._watchdog_s = config.watchdog_s
         self._loop = loop
@@ -52,18 +52,19 @@ class Publisher:
         return self._engine.awaiting_weights
 
     def start_engines(self) -> None:
-        """Start the engines, before the first publish, whose time limit is about sending weights alone."""
+        """Start the engines, before the first publish, whose time limit is for sending weights only."""
         limit = self._engine.longest_start_s + GRACE_S
         self._loop.run(self._engine.start(), limit, f"Starting rollout engine '{self._name}'")
 
     def publish(self, version: int, backend: Backend, engines: Sequence[TakesWeights] | None = None) -> SyncReport:
         """Return when these engines, or all, generate with the backend's weights.
 
-        Raises RunFailedError if they do not; nothing may be trained after that.
+        Raises:
+            RunFailedError: If they do not; nothing may be trained after that.
         """
         what = f"Publishing the weights of version {version} over {self._sync.transport}"
         if engines is None:
-            # Its start has limits of its own, which are no part of the transport's.
+            # A start has time limits of its own.
             waiting = f"Starting a rollout engine '{self._name}' again"
             self._loop.run(self._engine.wait_for_one(), self._engine.longest_start_s + GRACE_S, waiting)
         publishing = self._sync.publish(version, backend, [self._engine] if engines is None else engines)
@@ -88,14 +89,13 @@ class Publisher:
 
 def check_publishing(engine: RolloutEngine, config: AsyncRolloutsConfig, run: RunConfig, registry: Registry) -> None:
     """Raise ConfigError for an engine that takes no weights, or not in the configured way."""
-    taking = as_taking(engine, config)
+    taking = _as_taking(engine, config)
     choose_sync(config.weight_sync, taking, registry, weights_on_gpu(run))
     if config.facts.sends_adapters and not taking.takes_adapters:
         raise not_taken()
 
 
-def as_taking(engine: RolloutEngine, config: AsyncRolloutsConfig) -> TakesWeights:
-    """Return the engine if it takes weights; raise ConfigError otherwise."""
+def _as_taking(engine: RolloutEngine, config: AsyncRolloutsConfig) -> TakesWeights:
     if not isinstance(engine, TakesWeights):
         raise ConfigError.at(
             "source.engine.name",
@@ -108,9 +108,12 @@ def as_taking(engine: RolloutEngine, config: AsyncRolloutsConfig) -> TakesWeight
 def choose_sync(
     given: WeightSyncConfig | None, engine: TakesWeights, registry: Registry, on_gpu: bool
 ) -> WeightSyncConfig:
-    """Return the config's own `weight_sync`, or that of the engine's first transport that can be used here.
+    """Return the config's own `weight_sync`, or the engine's first transport that can be used here.
 
-    on_gpu: whether the weights are on GPUs. Raises ConfigError if the transport and the engine do not fit.
+    `on_gpu` says whether the weights are on GPUs.
+
+    Raises:
+        ConfigError: If the transport and the engine do not fit.
     """
     reads = listing(engine.transports)
     if given is not None:
@@ -132,6 +135,6 @@ def choose_sync(
     without = f" ({listing(wanting)} only with weights on a GPU)" if wanting else ""
     raise ConfigError.at(
         "source.engine.name",
-        f"chooses an engine, which reads {reads}{without}; this run has {listing(registered)}. Choose another engine, "
-        "or enable the plugin that brings the transport.",
+        f"chooses an engine that reads {reads}{without}, but this run has {listing(registered)}. Choose another "
+        "engine, or enable the plugin that brings the transport.",
     )

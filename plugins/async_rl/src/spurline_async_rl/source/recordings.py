@@ -1,10 +1,10 @@
 """Keep the groups that a run trained on, and train on them again.
 
-Groups are written as plain arrays and JSON, for checkpoints and recordings, and come back bit for bit. They come in
-blocks, so that no more than one is there a second time while it is written or read. The arrays of all turns of a block
-are joined by field, with the length of each: a few long arrays instead of thousands of short ones.
-Source `recorded_rollouts` generates nothing, so that a run becomes a pure function of its config and the recording: to
-find out what a change of the loss does on equal data, and to prove that training on asynchronous rollouts is exact.
+Groups are written as plain arrays and JSON, for checkpoints and recordings, and come back bit for bit. They are written
+in blocks, so that only one block is in memory twice. The arrays of all turns of a block are joined by field: a few long
+arrays instead of thousands of short ones.
+Source `recorded_rollouts` generates nothing, so that a run is a pure function of its config and the recording. It shows
+the effect of another loss on equal data, and proves that training on asynchronous rollouts is exact.
 """
 
 from __future__ import annotations
@@ -33,18 +33,16 @@ from spurline_rl.prompt_source import Collected, PromptSource
 from spurline_rl.trajectory import Group, Trajectory, Turn, turns_of
 
 _FIELDS = ("prompt_ids", "response_ids", "loss_mask", "logprobs", "versions", "rewards", "routed_experts")
-"""The fields of a turn before it is prepared for training."""
+"""Fields of a turn before it is prepared for training."""
 _ABSENT = -1
 RECORDED_GROUPS = "groups"
 """Folder of the recorded groups, in the run directory."""
-
-
 _BLOCK_BYTES = 32 << 20
-"""Groups are collected into one block until their arrays take up this much."""
+"""Bytes of arrays at which a block ends."""
 
 
 def groups_state(groups: Sequence[Group]) -> dict[str, object]:
-    """Return the state of groups, which must not change; blocks are made of them as they are written."""
+    """Return the state of groups, which must not change; blocks are made while they are written."""
     return {"blocks": StateParts(lambda: map(_block_state, _blocks(groups)), is_frozen=True)}
 
 
@@ -125,7 +123,7 @@ def _trajectory(trajectory: Trajectory) -> dict[str, object]:
         "turns": len(trajectory.turns),
         "rewards": {name: float(value) for name, value in trajectory.rewards.items()},
         "retries": trajectory.retries,
-        # As text: what an environment wants logged may look like anything, also like an array of this state.
+        # As text: an environment's own values may look like arrays of this state.
         "info": json.dumps(dict(trajectory.info), default=str),
     }
 
@@ -148,12 +146,12 @@ def _split(joined: Mapping[str, Any]) -> list[NDArray[Any] | None]:
 
 
 def recorded_step(run_dir: Path, step: int) -> Path:
-    """Return the path of a step's groups, without the suffixes of component state."""
+    """Return the path of a step's groups, without the suffixes of state files."""
     return run_dir / RECORDED_GROUPS / f"step-{step:06d}"
 
 
 def record_groups(run_dir: Path, step: int, groups: Sequence[Group]) -> None:
-    """Write the groups that a step trains on. Raises RunFailedError when the disk refuses."""
+    """Write the groups that a step trains on. Raises RunFailedError if they cannot be written."""
     path = recorded_step(run_dir, step)
     try:
         write_state(path, groups_state(groups))
@@ -169,7 +167,7 @@ class RecordedRolloutSource(PromptSource):
         self._config = config
 
     def build(self, step: int) -> TrainingBatch:
-        """Raises DataError when the recording does not reach this step."""
+        """Return the batch of the recorded groups. Raises DataError if the recording has none of this step."""
         path = recorded_step(Path(self._config.recorded), step)
         try:
             groups = tuple(groups_of(read_state(path)))

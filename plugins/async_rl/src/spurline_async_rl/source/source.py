@@ -1,9 +1,9 @@
 """Source `async_rollouts`: groups are generated while the model trains, and none gets older than the bound.
 
-Two threads: on an event loop of its own the Producer generates; the training thread takes batches from it and, after
-an update, publishes the weights to the engines while it waits. The scheduler alone decides which group starts and
-which batch is ready. Colocated engines have the devices while the training thread waits for them, and at no other
-time: whatever else a run does with its backend, also in hooks, it finds it as it was.
+There are two threads. On an event loop of its own the Producer generates. The training thread takes batches from it
+and publishes the weights after an update. The scheduler alone decides which group starts and which batch is ready.
+Colocated engines have the devices only while the training thread waits for them, so that hooks find the backend as it
+was.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from spurline.data.batch import TrainingBatch
 from spurline.progress import waiting
 from spurline.protocols.backend import Backend, YieldsDevice
 from spurline.protocols.source import SourceContext
+from spurline_async_rl.engines.commands import ControlledEngine
 from spurline_async_rl.scheduling.scheduler import Scheduler, SchedulerLimits
-from spurline_async_rl.source.colocation import Colocation, SleepingEngine
+from spurline_async_rl.source.colocation import Colocation
 from spurline_async_rl.source.configs import AsyncRolloutsConfig
 from spurline_async_rl.source.load import LoopLoad, QuietCollector
 from spurline_async_rl.source.loop_thread import LoopThread
@@ -85,8 +86,8 @@ class AsyncRolloutSource(PromptSource):
         self._publisher: Publisher | None = None
         self._colocation: Colocation | None = None
         self._updates = 0
+        # Metrics of publishes that no step has yet.
         self._synced: dict[str, float] = {}
-        """Metrics of publishes that no step has got yet."""
         self._taken_at = time.perf_counter()
 
     def summary(self) -> Mapping[str, object]:
@@ -95,12 +96,12 @@ class AsyncRolloutSource(PromptSource):
         return {**facts, "objective": [*objective, *self._config.describe_bound()]}
 
     def check_engine(self, engine: RolloutEngine) -> None:
-        """Raise ConfigError when weights cannot be brought to it."""
+        """Raise ConfigError if weights cannot be brought to it."""
         config = cast("AsyncRolloutsConfig", self._settings)
         check_publishing(engine, config, self._context.config, self._context.host.registry)
 
     def start(self, step: int, backend: Backend) -> None:
-        """Bring the weights to the engines and begin to generate. Raises ConfigError when they cannot be brought."""
+        """Bring the weights to the engines and begin to generate. Raises ConfigError if they cannot be brought."""
         super().start(step, backend)
         self._updates = step - 1
         self._timeline.resume(self._updates)
@@ -115,14 +116,13 @@ class AsyncRolloutSource(PromptSource):
         )
         if self._config.engine.is_colocated:
             self._colocation = Colocation(
-                cast("SleepingEngine", self._engine),
+                cast("ControlledEngine", self._engine),
                 cast("YieldsDevice", backend),
                 self._publisher,
                 self._loop,
                 offloads_trainer=self._config.engine.offloads_trainer,
                 watchdog_s=self._config.watchdog_s,
             )
-        # vLLM takes a minute or more, in which nothing else is to be seen.
         engine = self._config.engine
         limit = "" if engine.start_limit_s is None else f"limit source.engine.start_timeout_s {engine.start_limit_s:g}"
         with waiting(self._context.progress, f"starting rollout engine '{engine.name}'", limit):
@@ -146,7 +146,7 @@ class AsyncRolloutSource(PromptSource):
             self._generate()
             collected, retries = self._wait_for_groups(step)
         self._timeline.ended("wait")
-        # Scoring the tokens with the models and laying them out are a part of training.
+        # Scoring the tokens and laying them out are a part of training.
         self._timeline.began("train")
         waited = time.perf_counter() - begin
         generating, self._taken_at = time.perf_counter() - self._taken_at, time.perf_counter()
@@ -155,7 +155,6 @@ class AsyncRolloutSource(PromptSource):
             groups, masked = mask_over_age(collected.groups, self._updates, self._config.max_staleness)
             collected = replace(collected, groups=tuple(groups))
         if self._config.record_groups:
-            # Those of a step that is trained again after a crash replace the earlier ones.
             record_groups(self._context.config.run_dir, step, collected.groups)
         ages = staleness_metrics(collected.groups, self._updates, self._config.max_staleness, masked)
         measured = {
@@ -168,7 +167,7 @@ class AsyncRolloutSource(PromptSource):
         return replace(batch, info={**batch.info, **ages, **measured})
 
     def _levels(self) -> dict[str, float]:
-        """Return where generation stands and its costs since the last call; called on the loop."""
+        """Return the state of generation and the load of the loop; called on the loop."""
         scheduler = self._producer.scheduler
         return {
             "async/running": float(scheduler.num_running),
@@ -178,12 +177,12 @@ class AsyncRolloutSource(PromptSource):
         }
 
     def epoch(self, step: int) -> float:
-        # Before the run, which is when a plan asks, no prompt has been drawn yet.
+        # A plan asks before any prompt has been drawn.
         done = self._producer.scheduler.num_ended or step * self._config.prompts_per_step
         return done / self._prompts.prompts_per_epoch
 
     def after_update(self, step: int, backend: Backend) -> Mapping[str, float]:
-        """Publish the weights when it is time to. Colocated engines get them at their next turn."""
+        """Publish the weights if they are due. Colocated engines get them at their next turn."""
         self._timeline.ended("train")
         self._updates = step
         if self._colocation is None and step % self._config.publish_every == 0 and step < self.total_steps:
@@ -195,7 +194,7 @@ class AsyncRolloutSource(PromptSource):
         """Make attempts with the newest weights, beside those of training."""
         if self._colocation is None and self._producer.scheduler.version < self._updates:
             self._advance()
-        # No further groups start with colocated engines, which would only be interrupted when it is over.
+        # No further groups start on colocated engines, which the end of the evaluation would interrupt.
         with self._engines_turn(keep_weights=True):
             return self._evaluate(prompts, held_out)
 
@@ -225,11 +224,11 @@ class AsyncRolloutSource(PromptSource):
         self._producer.load_state_dict(state, keep_groups=self._config.may_train_on(terms))
 
     def close(self) -> None:
-        """End generation, engines and threads. Errors on the way never hide the one that ended the run."""
+        """End generation, engines and threads. Errors on the way never hide the error that ended the run."""
         self._collector.close()
         ended_by = failure = sys.exception()
         if not self._loop.responds(_BLOCKED_AFTER_S):
-            # Nothing on it can be ended in order; what runs elsewhere ends with this process.
+            # Nothing on the loop can be ended in order; engines end with this process.
             steps = (self._end_transport, super().close)
         else:
             steps = (self._end_generation, self._end_transport, self._loop.close, super().close)
@@ -246,7 +245,6 @@ class AsyncRolloutSource(PromptSource):
 
     def _end_generation(self) -> None:
         async def end() -> None:
-            self._load.stop()
             try:
                 await self._producer.close()
             finally:
@@ -259,13 +257,13 @@ class AsyncRolloutSource(PromptSource):
             self._publisher.close()
 
     def _wait_for_groups(self, step: int) -> tuple[Collected, int]:
-        """Return the groups of this step, and the attempts that were made again for them."""
+        """Return the groups of this step, and the number of attempts that were made again for them."""
         watchdog = self._watchdog(partial(stall_report, self._producer, self._observed, step))
         missing_since: float | None = None
         while True:
             self._changed.clear()
             now = time.perf_counter()
-            # Not from the first question on: that a busy loop answers it late is no lack of groups.
+            # Counted from the first answer on: a busy loop that answers late is no lack of groups.
             wait_s = 0.0 if missing_since is None else now - missing_since
             taken = watchdog.result(self._loop.submit(self._producer.take, step, wait_s, now - self._taken_at))
             if taken is not None:
@@ -290,7 +288,7 @@ class AsyncRolloutSource(PromptSource):
     def _engines_turn(self, *, keep_weights: bool) -> Generator[None]:
         """Let colocated engines generate inside, with the weights as they are now; they sleep before and afterwards.
 
-        keep_weights: see `Colocation.take_back`. An error inside leaves them awake: the run ends.
+        See `Colocation.take_back` for `keep_weights`. An error inside leaves them awake, and the run ends.
         """
         if self._colocation is None:
             yield
@@ -303,13 +301,13 @@ class AsyncRolloutSource(PromptSource):
         self._colocation.take_back(keep_weights=keep_weights)
 
     def _generate(self) -> None:
-        """Let groups start with the weights that colocated engines have now; others have theirs already."""
+        """Let groups start with the weights that colocated engines have now."""
         if self._colocation is not None:
             self._loop.call(self._producer.publish, self._updates)
             self._loop.call(self._producer.start)
 
     def _note_synced(self, report: SyncReport, *, is_update: bool = True) -> None:
-        """Note a publish. is_update: whether these are other weights than engines had before."""
+        """Note a publish; `is_update` says whether engines had other weights before."""
         if is_update:
             self._hooks.on_weights_synced(step=self._updates, report=report)
         seen = self._synced

@@ -16,9 +16,9 @@ from spurline_rl.trajectory import FlatTurns, Group, Turn, turns_of, with_turns
 
 
 def mask_over_age(groups: Sequence[Group], updates: int, max_staleness: int) -> tuple[Sequence[Group], int]:
-    """Return the groups with no loss on tokens older than the bound, and how many trained tokens lost it.
+    """Return the groups with no loss on tokens older than the bound, and the number of trained tokens that lost it.
 
-    updates: in the weights that will be trained on these groups.
+    `updates` are those in the weights that will be trained on these groups.
     """
     oldest = updates - max_staleness
     found = [_mask_older(group, oldest) for group in groups]
@@ -39,9 +39,9 @@ def _mask_older(group: Group, oldest: int) -> tuple[Group, int]:
 
 
 def staleness_metrics(groups: Sequence[Group], updates: int, max_staleness: int, masked: int) -> dict[str, float]:
-    """Return `staleness/mean`, `/max` and `/tokens_D` (trained tokens D updates old), `/masked_tokens`.
+    """Return `staleness/mean`, `/max`, `/tokens_D` (trained tokens D updates old) and `/masked_tokens`.
 
-    Raises AssertionError when a trained token is over the bound: the scheduler must never let that happen.
+    Asserts that no trained token is over the bound.
     """
     found = [_trained_versions(group) for group in groups]
     ages = updates - np.concatenate([np.empty(0, np.int64), *(versions for versions, _ in found)])
@@ -58,7 +58,7 @@ def staleness_metrics(groups: Sequence[Group], updates: int, max_staleness: int,
 
 
 def version_range(group: Group) -> tuple[int, int]:
-    """Return the oldest and the newest version of weights that a token of this group came from."""
+    """Return the oldest and the newest version of weights from which tokens of this group came."""
     versions = _checked(group).columns["versions"]
     return int(versions.min()), int(versions.max())
 

@@ -1,6 +1,6 @@
-"""Wait for rollouts, and say who holds what when nothing moves for too long.
+"""Wait for rollouts, and report what holds them up when nothing moves for too long.
 
-Place on the way: policy handle -> ObservedEngine, which remembers what it was asked when -> rollout engine.
+Place on the way: policy handle -> ObservedEngine, which remembers the requests under way -> rollout engine.
 """
 
 from __future__ import annotations
@@ -38,11 +38,9 @@ class ObservedEngine:
         self._engine = engine
         self._numbers = itertools.count()
         self._asked: dict[int, tuple[str, float]] = {}
+        # On the monotonic clock.
         self.answered_at = 0.0
-        """When a request was last answered, on the monotonic clock."""
         self.num_tokens = 0
-        """Tokens of all answers so far."""
-        # The rest goes straight to the engine.
         self.pause, self.resume, self.close = engine.pause, engine.resume, engine.close
         self.seconds_down: Callable[[], float] = engine.seconds_down if isinstance(engine, MayBeDown) else lambda: 0.0
 
@@ -58,7 +56,7 @@ class ObservedEngine:
             self.answered_at = time.monotonic()
 
     def describe(self) -> list[str]:
-        """Return a line for each request, the oldest first: its name, its age, and which engine has it."""
+        """Return a line for each request, the oldest first: its name, its age and its engine."""
         now, asked = time.monotonic(), list(self._asked.values())
         lines = [f"{name}: asked {now - at:.0f} s ago, {self._holder(name)}" for name, at in asked[:_SHOWN]]
         return [*lines, *_more(len(asked), "requests")]
@@ -100,10 +98,9 @@ def _more(count: int, what: str) -> list[str]:
 class Watchdog:
     """Watches over one wait of the training thread.
 
-    `source.watchdog_s` after the last movement it prints to stderr what holds the run up, again and again, and after
-    `source.stall_timeout_s` it ends the run. A request that is answered is a movement too.
-
-    describe: returns what is under way, given the seconds without movement.
+    Every `source.watchdog_s` without a movement it prints a report to stderr, and after `source.stall_timeout_s` it
+    ends the run. An answered request is a movement too. `describe` returns the report, given the seconds without
+    movement.
     """
 
     def __init__(
@@ -125,7 +122,7 @@ class Watchdog:
             self._report(self._describe)
 
     def result(self, future: concurrent.futures.Future[T]) -> T:
-        """Return the result of a call on the event loop, which takes long only when the loop is blocked."""
+        """Return the result of a short call on the event loop, and report a blocked loop."""
         while True:
             try:
                 return future.result(self._patience())
@@ -151,8 +148,8 @@ class Watchdog:
 
     def _describe_block(self, waited_s: float) -> str:
         return (
-            f"Nothing moves for {waited_s:.0f} s, and training waits for rollouts: an environment or reward blocks "
-            "the event loop they all run on. Move what takes long into spurline_rl.concurrency.in_thread.\n"
+            f"Nothing moves for {waited_s:.0f} s: an environment or reward blocks the event loop of all rollouts. Move "
+            "slow code into spurline_rl.concurrency.in_thread.\n"
             f"{self._loop.position()}"
         )
 
