@@ -27,7 +27,7 @@ from spurline.config.run_config import ModelConfig
 from spurline_async_rl.engines.configs import VllmEngineConfig
 from spurline_async_rl.engines.progress import Progress
 from spurline_async_rl.engines.vllm import ray as engines_on_ray
-from spurline_async_rl.engines.vllm.launch import EngineSpec, PlainSpec
+from spurline_async_rl.engines.vllm.launch import EngineSpec
 from spurline_async_rl.engines.vllm.member import VllmMember
 from spurline_async_rl.engines.vllm.ray import EngineActor
 from spurline_rl.protocols.rollout_engine import GenerationRequest, Sampling
@@ -94,9 +94,9 @@ async def measure(num_requests: int, num_tokens: int, **settings: Any) -> dict[s
 class RecordedActor(EngineActor):
     """In the place of `EngineActor`; a step of its engine gives every request a token."""
 
-    def __init__(self, plain_spec: PlainSpec, log: str | None):
-        super().__init__(plain_spec, log)
-        self._engine = RecordedEngine(chunk_tokens=EngineSpec.from_plain(plain_spec).config.chunk_tokens)
+    def __init__(self, spec: EngineSpec, log: str | None):
+        super().__init__(spec, log)
+        self._engine = RecordedEngine(chunk_tokens=spec.config.chunk_tokens)
         self._core: Any = self._engine.core
 
     async def start(self) -> tuple[int, int, str, str, str, str]:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import AsyncGenerator, Sequence
 
 from spurline_async_rl.engines.commands import Command
-from spurline_async_rl.engines.vllm.launch import PlainSpec
+from spurline_async_rl.engines.vllm.launch import EngineSpec
 from spurline_async_rl.engines.vllm.member import Delta
 from spurline_async_rl.engines.vllm.ray import EngineActor
 from spurline_rl.protocols.rollout_engine import Sampling
@@ -20,8 +20,8 @@ TOKEN_S = 0.02
 class ScriptedActor(EngineActor):
     """An `EngineActor` in whose place nothing else changes."""
 
-    def __init__(self, plain_spec: PlainSpec, log: str | None):
-        super().__init__(plain_spec, log)
+    def __init__(self, spec: EngineSpec, log: str | None):
+        super().__init__(spec, log)
         self._engine = _Scripted()  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -15,9 +15,8 @@ from fsdp_layouts import on
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from spurline import load_config
 from spurline.config.run_config import ModelConfig
-from spurline.errors import BucketLostError, ConfigError, RunFailedError
+from spurline.errors import BucketLostError, RunFailedError
 from spurline.protocols.loss import Objective
 from spurline_async_rl.engines.configs import VllmEngineConfig
 from spurline_async_rl.engines.vllm.adapters import EngineAdapter, engine_adapter
@@ -160,10 +159,10 @@ def test_peft_takes_what_came_as_its_own(adapted: LocalBackend, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("adapters", "able"), [(None, (False,)), (None, (True, False)), (False, (True,))], ids=["unable", "one", "refused"]
+    ("adapters", "able"), [(True, (False,)), (True, (True, False)), (False, (True,))], ids=["unable", "one", "refused"]
 )
 def test_whole_merged_weights_are_sent_where_an_engine_takes_no_adapters_or_the_run_asks_for_it(
-    adapted: LocalBackend, tmp_path: Path, adapters: bool | None, able: tuple[bool, ...]
+    adapted: LocalBackend, tmp_path: Path, adapters: bool, able: tuple[bool, ...]
 ) -> None:
     sync, takers = make_sync("in_process", tmp_path, adapters=adapters), [Taker(takes_adapters=each) for each in able]
     adapted.update(lay_out(make_samples([9, 12])), OBJECTIVE)
@@ -212,16 +211,10 @@ def test_a_lost_bucket_of_an_adapter_is_sent_again(adapted: LocalBackend, tmp_pa
     assert_weights_equal(taker.taken, adapter_of(adapted))
 
 
-def test_adapters_that_are_asked_for_and_cannot_be_sent_are_an_error_before_an_update_begins(
+def test_an_engine_that_takes_no_adapters_after_others_did_is_an_error_before_an_update_begins(
     adapted: LocalBackend, tmp_path: Path
 ) -> None:
-    sync, unable = make_sync("in_process", tmp_path, adapters=True), Taker(takes_adapters=False)
-    with pytest.raises(ConfigError, match=r"source\.weight_sync\.adapters is true, but an engine takes whole weights"):
-        publish(sync, 1, adapted, Taker(), unable)
-    plain = local_backend(tmp_path / "model")
-    with pytest.raises(ConfigError, match=r"source\.weight_sync\.adapters is true, but the backend trains none.*lora"):
-        publish(make_sync("in_process", tmp_path, adapters=True), 1, plain, Taker())
-    assert unable.began == []
+    sync, unable = make_sync("in_process", tmp_path), Taker(takes_adapters=False)
     publish(sync, 2, adapted, Taker())
     with pytest.raises(RunFailedError, match=r"takes no adapters.*weight_sync\.adapters: false"):
         publish(sync, 3, adapted, unable)
@@ -250,38 +243,3 @@ def test_ranks_send_their_adapter_without_a_weight_below_it_coming_to_the_contro
                 assert report.bytes_sent == sum(tensor.nbytes for tensor in expected.values())
             assert taker.began == [("adapter", 1), ("adapter", 2)]
             sync.close()
-
-
-def test_only_runs_with_adapters_of_a_model_that_engines_have_may_ask_for_them(
-    spurline_tiny_model: Path, tmp_path: Path
-) -> None:
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "1+1=", "answer": "2"}\n')
-    config: dict[str, Any] = {
-        "plugins": ["async_rl"],
-        "model": {"path": str(spurline_tiny_model)},
-        "data": {"train": str(prompts)},
-        "steps": 1,
-        "run_dir": str(tmp_path / "run"),
-        "loss": "ppo",
-        "backend": {"name": "local", "device": "cpu"},
-        "source": {
-            "name": "async_rollouts",
-            "prompts_per_step": 2,
-            "samples_per_prompt": 2,
-            "max_staleness": 0,
-            "environment": {"name": "single_turn", "rewards": {"exact": "exact_match"}},
-            "weight_sync": {"name": "shared_memory", "adapters": True},
-        },
-    }
-    with pytest.raises(ConfigError, match=r"weight_sync\.adapters is true, but backend .*Set backend\.lora"):
-        load_config(config)
-    config["backend"]["lora"] = {"rank": 4}
-    source: Any = load_config(config).config.source
-    assert source.weight_sync.sends_adapters is True
-    config["backend"]["lora"] = {"rank": 4, "base_dtype": "nf4"}
-    with pytest.raises(ConfigError, match=r"weight_sync\.adapters .*base_dtype.*merged"):
-        load_config(config)
-    config["model"]["init"] = "random"
-    with pytest.raises(ConfigError, match=r"weight_sync\.adapters is true, but the adapters belong to random weights"):
-        load_config(config)

@@ -74,7 +74,7 @@ def test_experts_of_a_response_that_is_cut_at_a_stop_text_end_with_it() -> None:
 
 def test_vllm_is_asked_for_experts_where_they_are_replayed() -> None:
     def arguments(spec: EngineSpec) -> dict[str, Any]:
-        return engine_arguments(EngineSpec.from_plain(spec.to_plain()), on_cpu=True)
+        return engine_arguments(spec, on_cpu=True)
 
     specs = [
         EngineSpec(VllmEngineConfig(), ModelConfig(path="some/model"), notes_experts=notes) for notes in (True, False)

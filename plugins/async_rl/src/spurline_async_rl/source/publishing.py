@@ -16,7 +16,7 @@ from spurline_async_rl.source.configs import AsyncRolloutsConfig
 from spurline_async_rl.source.loop_thread import GRACE_S, LoopThread, ends_the_run
 from spurline_async_rl.source.watchdog import tell
 from spurline_async_rl.timeline.recorder import Timeline
-from spurline_async_rl.weights.buckets import not_taken, weights_on_gpu
+from spurline_async_rl.weights.buckets import weights_on_gpu
 from spurline_rl.protocols.rollout_engine import RolloutEngine, TakesWeights
 from spurline_rl.protocols.weight_sync import SyncReport, WeightSync, WeightSyncConfig
 
@@ -89,10 +89,7 @@ class Publisher:
 
 def check_publishing(engine: RolloutEngine, config: AsyncRolloutsConfig, run: RunConfig, registry: Registry) -> None:
     """Raise ConfigError for an engine that takes no weights, or not in the configured way."""
-    taking = _as_taking(engine, config)
-    choose_sync(config.weight_sync, taking, registry, weights_on_gpu(run))
-    if config.facts.sends_adapters and not taking.takes_adapters:
-        raise not_taken()
+    choose_sync(config.weight_sync, _as_taking(engine, config), registry, weights_on_gpu(run))
 
 
 def _as_taking(engine: RolloutEngine, config: AsyncRolloutsConfig) -> TakesWeights:

@@ -75,7 +75,8 @@ class BucketSync(ABC):
         self.max_bucket_bytes = config.bucket_mb << 20
         self.waits_for = ""
         lora = None if run is None else adapters_of(run)
-        self._sends_adapters: bool | None = None if lora is None or lora.merged_because is None else False
+        # Decided by the first publish, where it is not known yet.
+        self._sends_adapters = None if config.adapters and (lora is None or lora.merged_because is None) else False
 
     @abstractmethod
     def make_buckets(
@@ -120,24 +121,20 @@ class BucketSync(ABC):
         return SyncReport(version, sent, finishing - sending, time.perf_counter() - began)
 
     async def _adapter_to_send(self, backend: Backend, engines: Sequence[TakesWeights]) -> Mapping[str, Any] | None:
-        """Return settings of the adapter that is sent alone, or None for whole weights. The first publish decides."""
-        wanted = self._config.adapters if self._sends_adapters is None else self._sends_adapters
-        if wanted is False:
+        """Return the settings of the adapter that is sent alone, or None for whole weights."""
+        if self._sends_adapters is False:
             return None
         self.waits_for = "the settings of the backend's adapter"
         settings = await in_thread(backend.adapter_settings) if isinstance(backend, TrainsAdapters) else None
         engines_take_them = all(engine.takes_adapters for engine in engines)
-        if self._sends_adapters and not engines_take_them:
+        if self._sends_adapters is None:
+            self._sends_adapters = settings is not None and engines_take_them
+        elif not engines_take_them:
             # The engine might have whole weights, with another adapter in them.
             raise RunFailedError(
                 "An engine was started that takes no adapters, and the weights have been sent as adapters alone. Start "
                 "engines of one kind, or set source.weight_sync.adapters: false."
             )
-        if wanted and settings is None:
-            raise _cannot_send_adapters("the backend trains none that it could give alone. Set backend.lora")
-        if wanted and not engines_take_them:
-            raise not_taken()
-        self._sends_adapters = settings is not None and engines_take_them
         return settings if self._sends_adapters else None
 
     async def _send_all(
@@ -279,15 +276,6 @@ def weights_of(backend: Backend, part: PublishedPart) -> Iterator[tuple[str, Ten
         return backend.named_weights()
     assert isinstance(backend, TrainsAdapters), type(backend)
     return backend.named_adapter_weights()
-
-
-def not_taken() -> ConfigError:
-    """Return the error for an engine that takes no adapters, where adapters are to be sent alone."""
-    return _cannot_send_adapters("an engine takes whole weights only. Choose one that takes adapters, as vllm does")
-
-
-def _cannot_send_adapters(why: str) -> ConfigError:
-    return ConfigError.at("source.weight_sync.adapters", f"is true, but {why}, or leave adapters out.")
 
 
 def weights_on_gpu(run: RunConfig | None) -> bool:

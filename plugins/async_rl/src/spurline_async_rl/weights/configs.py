@@ -1,4 +1,4 @@
-"""Settings of the ways that weights take to the engines: bucket size, time limit, folder."""
+"""Settings of the transports that bring weights to the engines. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from spurline.config.paths import PathSetting
 from spurline.config.run_config import RunConfig
 from spurline.config.section import OnResume
 from spurline.errors import Problem
-from spurline_models.backend_config import adapters_of
 from spurline_rl.protocols.weight_sync import WeightSyncConfig
 
 
@@ -22,34 +21,13 @@ class BucketSyncConfig(WeightSyncConfig):
     """Largest memory one bucket of weights takes, in MiB; a single larger tensor travels alone."""
     timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0)
     """Seconds that one publish may take."""
-    adapters: Annotated[bool | None, OnResume.TO_ROUNDING] = None
-    """Send the adapters of `backend.lora` alone, which engines put on the weights they started with; `false` sends
-    whole weights with the adapters merged. null sends the adapters alone where the engine can."""
+    adapters: Annotated[bool, OnResume.TO_ROUNDING] = True
+    """Send the adapters of `backend.lora` alone where engines can put them on the weights they started with; `false`
+    always sends whole weights with the adapters merged."""
 
     @property
     def sends_adapters(self) -> bool | None:
         return self.adapters
-
-    def problems(self, run: RunConfig) -> Iterable[Problem]:
-        if not self.adapters:
-            return
-        if not run.backend.facts.trains_adapters:
-            yield Problem(
-                "adapters",
-                f"is true, but backend '{run.backend.name}' trains no adapters with these settings. Set backend.lora, "
-                "of a backend that has it, or leave adapters out.",
-            )
-        elif run.model.init == "random":
-            yield Problem(
-                "adapters",
-                "is true, but the adapters belong to random weights (model.init: random), which engines do not have. "
-                "Leave adapters out: whole weights are sent.",
-            )
-        elif (lora := adapters_of(run)) is not None and lora.merged_because is not None:
-            yield Problem(
-                "adapters",
-                f"is true, but {lora.merged_because}. Leave adapters out: weights are then sent with it merged.",
-            )
 
     @property
     def bucket_bytes(self) -> int:
@@ -91,10 +69,10 @@ class CollectiveSyncConfig(BucketSyncConfig):
 
     name: str = "collective"
     exchange_timeout_s: Annotated[float | None, OnResume.FREE] = Field(default=None, gt=0)
-    """Seconds that engines may take to join, or a bucket to reach all of them, before it is sent again without those
-    that have ended; less than `engine.update_timeout_s`, which ends one that stands still. null is half of that."""
+    """Seconds in which engines join, or a bucket reaches all of them, before it is sent again to those that are left.
+    null is half of `engine.update_timeout_s`, and it must be less than that."""
     address: Annotated[str | None, OnResume.FREE] = None
-    """Host name or IP address under which ranks and engines reach this machine, where they meet; null finds it."""
+    """Host name or IP address under which ranks and engines reach this machine; null finds it."""
 
     def exchange_limit_s(self, run: RunConfig | None) -> float | None:
         """Return the seconds of one exchange; None if neither these settings nor the engine's say it."""
@@ -104,14 +82,13 @@ class CollectiveSyncConfig(BucketSyncConfig):
         return None if limit_s is None else limit_s / 2
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
-        yield from super().problems(run)
         limit_s = run.source.facts.update_limit_s
         if self.exchange_timeout_s is not None and limit_s is not None and self.exchange_timeout_s >= limit_s:
             yield Problem(
                 "exchange_timeout_s",
-                f"is {self.exchange_timeout_s:g}, but an engine that has waited {limit_s:g} s for a bucket "
-                "(source.engine.update_timeout_s) is ended, so that one that stands still would end them all. Remove "
-                f"it, which makes it {limit_s / 2:g}, or raise update_timeout_s.",
+                f"is {self.exchange_timeout_s:g}, but an engine that waits {limit_s:g} s for a bucket is ended "
+                "(source.engine.update_timeout_s), so one that stands still would end them all. Remove it, which makes "
+                f"it {limit_s / 2:g}, or raise update_timeout_s.",
             )
 
 

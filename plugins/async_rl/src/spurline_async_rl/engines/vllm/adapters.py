@@ -1,8 +1,8 @@
-"""Adapters alone in a vLLM engine: which of them it takes, and how a worker puts one into its model from memory.
+"""Send adapters alone to a vLLM engine: choose those it takes, and put one into a worker's model from memory.
 
 Place on the way: RunConfig -> `engine_adapter`, before an engine starts -> its arguments -> buckets with the adapter's
-tensors -> `AdapterUpdate` in every worker -> vLLM's own layers, which add the adapter to what the weights compute. The
-weights below stay as they were read from `model.path`. vLLM is imported where an engine runs.
+tensors -> `AdapterUpdate` in every worker -> vLLM's own layers, which compute with the adapter. The weights below stay
+as they were read from `model.path`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from spurline.errors import ConfigError, RunFailedError, listing
+from spurline.errors import RunFailedError, listing
 from spurline_models.architecture import build_without_memory, load_model_config
 from spurline_models.backend_config import adapters_of
 from spurline_models.placement.narrow_weights import base_dtype
@@ -35,9 +35,9 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 @dataclass(frozen=True)
 class EngineAdapter:
-    """The room for an adapter that an engine is started with.
+    """The room for an adapter with which an engine is started.
 
-    targets: the last parts of the names of the modules that have one, such as `q_proj`.
+    `targets` are the last parts of the names of the adapted modules, such as `q_proj`.
     """
 
     rank: int
@@ -49,7 +49,7 @@ class EngineAdapter:
             "enable_lora": True,
             "max_loras": 1,
             "max_lora_rank": min(rank for rank in _RANKS if rank >= self.rank),
-            # Else vLLM would make room at every layer, the embedding and the output layer too, and compute with it.
+            # Else vLLM would make room at every layer, and compute with it.
             "lora_target_modules": list(self.targets),
         }
 
@@ -58,28 +58,31 @@ def engine_adapter(config: VllmEngineConfig, run: RunConfig) -> EngineAdapter | 
     """Return the adapter that this run's engines are sent alone, or None if they are sent whole weights.
 
     Raises:
-        ConfigError: If `weight_sync.adapters` asks for something that vLLM cannot do.
         ModelError: If the model or a target does not exist.
     """
-    lora, is_wanted = adapters_of(run), run.source.facts.sends_adapters
-    if lora is None or is_wanted is False or config.mode == "server":
+    lora = adapters_of(run)
+    if lora is None or lora.merged_because is not None:
         return None
-    modules = {} if run.model.init == "random" else _adapted_modules(run, lora)
-    obstacle = _obstacle(config, run, lora, modules)
-    if obstacle is None:
-        return EngineAdapter(lora.rank, tuple(sorted({name.rpartition(".")[2] for name in modules})))
-    if is_wanted:
-        raise ConfigError.at(
-            "source.weight_sync.adapters", f"is true, but {obstacle}. Set it to false: adapters are then sent merged."
-        )
-    return None
+    if config.mode == "server" or run.source.facts.sends_adapters is False:
+        return None
+    # Engines cannot read random weights from `model.path`.
+    if run.model.init == "random" or lora.rank > _RANKS[-1]:
+        return None
+    # Engines in float32 would not round the weights below the adapter, as `base_dtype` does.
+    if config.dtype == "float32" and base_dtype(lora, run.model).itemsize < stored_dtype(run.model).itemsize:
+        return None
+    modules = _adapted_modules(run, lora)
+    # vLLM takes adapters of linear layers only.
+    if any(kind != nn.Linear.__name__ for kind in modules.values()):
+        return None
+    return EngineAdapter(lora.rank, tuple(sorted({name.rpartition(".")[2] for name in modules})))
 
 
 def adapter_request() -> Any:
-    """Return the name of the adapter that a request to vLLM gives to be computed with it."""
+    """Return vLLM's request for the adapter, which each request for tokens carries."""
     from vllm.lora.request import LoRARequest
 
-    # vLLM wants a path, and would read it where a worker did not have the adapter yet.
+    # vLLM wants a path, from which a worker would read an adapter that it does not have yet.
     return LoRARequest(_NAME, _ID, "an adapter that is sent from memory")
 
 
@@ -93,32 +96,14 @@ def _adapted_modules(run: RunConfig, lora: LoraConfig) -> Mapping[str, str]:
     return {name: type(layer.get_base_layer()).__name__ for name, layer in adapted_layers(causal)}
 
 
-def _obstacle(config: VllmEngineConfig, run: RunConfig, lora: LoraConfig, modules: Mapping[str, str]) -> str | None:
-    """Return why engines cannot take the adapter alone, to follow a `but`; None if they can."""
-    if run.model.init == "random":
-        return "the weights below the adapter are random ones (model.init), which engines cannot read from model.path"
-    if lora.merged_because is not None:
-        return lora.merged_because
-    if config.dtype == "float32" and base_dtype(lora, run.model).itemsize < stored_dtype(run.model).itemsize:
-        return "engines in float32 would not round the weights below the adapter, as backend.lora.base_dtype does"
-    if lora.rank > _RANKS[-1]:
-        return f"vLLM takes adapters of rank {_RANKS[-1]} at most, and backend.lora.rank is {lora.rank}"
-    others = {f"{name} ({kind})" for name, kind in modules.items() if kind != nn.Linear.__name__}
-    if others:
-        return f"vLLM takes adapters of linear layers only, and backend.lora adapts {listing(sorted(others)[:4])}"
-    return None
-
-
 class AdapterUpdate:
-    """The tensors of an adapter while they come, in a worker; `install` puts the whole adapter into the model.
-
-    It holds copies in fp32 on the CPU, where vLLM keeps the one that is in use too.
-    """
+    """The tensors of an adapter while they come, in a worker, as copies in fp32 on the CPU."""
 
     def __init__(self, runner: Any, settings: Mapping[str, Any]) -> None:
-        """runner: vLLM's model runner. settings: see `TakesWeights.begin_adapter_update`.
+        """Expect an adapter with these settings, see `TakesWeights.begin_adapter_update`, in vLLM's model runner.
 
-        Raises RunFailedError for an adapter of a kind that vLLM does not compute.
+        Raises:
+            RunFailedError: If vLLM does not compute adapters of this kind.
         """
         from vllm.lora.peft_helper import PEFTHelper
 
@@ -131,26 +116,25 @@ class AdapterUpdate:
         self._tensors: dict[str, Tensor] = {}
 
     def add(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy these; what comes twice replaces what came before."""
+        """Copy these tensors; a tensor that comes twice replaces the earlier one."""
         from vllm.lora.utils import is_base_embedding_weights
 
         for name, tensor in tensors:
             if is_base_embedding_weights(name):
-                # PEFT adds what is under an adapter of the output layer, which the engine has.
+                # PEFT also gives the weights under an adapter of the output layer, which the engine has.
                 continue
-            # The scale is multiplied in place, and rounded only then to what the engine computes in.
+            # vLLM multiplies by the scale in place, and rounds to the engine's dtype only then.
             self._tensors[name] = tensor.to("cpu", torch.float32, copy=True)
 
     def install(self) -> None:
-        """Replace the model's adapter. Raises RunFailedError if tensors are missing, or belong to none of its
-        layers."""
+        """Replace the model's adapter. Raises RunFailedError if tensors are missing or belong to no layer."""
         from vllm.lora.lora_model import LoRAModel
 
         self._check()
         adapter = LoRAModel.from_lora_tensors(
             _ID, self._tensors, self._settings, device="cpu", weights_mapper=_renaming(self._manager.model)
         )
-        # The slot of the old one is free again, and the only one: a request in flight finds the new one there.
+        # Requests in flight find the new adapter in the only slot.
         self._manager.remove_adapter(_ID)
         self._manager.add_adapter(adapter)
         self._manager.activate_adapter(_ID)
@@ -184,25 +168,25 @@ def lora_manager(runner: Any) -> Any:
 
 
 def prepare_adapters(runner: Any, targets: Sequence[str]) -> list[str]:
-    """Return those of the targets that no layer of vLLM's model takes an adapter for."""
+    """Return the targets for which no layer of vLLM's model takes an adapter."""
     modules = _adaptable(lora_manager(runner))
     return [target for target in targets if not any(_is_target(module, [target]) for module in modules)]
 
 
 def _adaptable(manager: Any) -> list[str]:
-    """Return the modules of the original model that take an adapter here. vLLM computes some as parts of one layer."""
+    """Return the modules of the original model that take an adapter. vLLM joins some of them in one layer."""
     return [part for name in manager.modules for part in manager.packed_modules.get(name) or [name]]
 
 
 def _is_target(module: str, targets: str | Sequence[str]) -> bool:
-    """Choose as PEFT does: by a regular expression of the whole name, or by the name or the end of it."""
+    """Choose as PEFT does: by a regular expression of the whole name, or by its end."""
     if isinstance(targets, str):
         return re.fullmatch(targets, module) is not None
     return any(module == target or module.endswith(f".{target}") for target in targets)
 
 
 def _own_targets(model: Any, targets: str | Sequence[str]) -> str | Sequence[str]:
-    """Return the targets, whole names of modules also as vLLM has them."""
+    """Return the targets, and their names in vLLM."""
     renaming = _renaming(model)
     if renaming is None or isinstance(targets, str):
         return targets

@@ -1,7 +1,7 @@
-"""One vLLM engine: AsyncLLM, with the commands of a pool and tokens in chunks.
+"""Run one vLLM engine: AsyncLLM, with the commands of a pool and tokens in chunks.
 
-Place on the way: local member or Ray actor -> this -> AsyncLLM -> the engine's own processes. It knows tokens and
-commands; versions, stop texts and Progress are the member's.
+Place on the way: local member or Ray actor -> AsyncEngine -> AsyncLLM -> the engine's own processes. The member knows
+versions, stop texts and Progress.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _Result = TypeVar("_Result")
 
 
 class AsyncEngine:
-    """A vLLM engine on this machine, awaited on one event loop. All but `num_workers` is known after `start`."""
+    """A vLLM engine on this machine, awaited on one event loop. Its attributes but `num_workers` are set by `start`."""
 
     max_model_len: int
     vocabulary: int
@@ -46,7 +46,7 @@ class AsyncEngine:
 
     async def start(self) -> None:
         """Start it. Raises EngineDiedError with vLLM's own words, ModelError for a model that would fail later."""
-        # On a thread: it takes a minute, and other engines generate meanwhile.
+        # On a thread: a start takes a minute.
         self._starting = EngineStart(self._spec)
         self._llm = await in_thread(self._starting.run)
         core = self._llm.engine_core
@@ -54,10 +54,7 @@ class AsyncEngine:
         self.max_model_len = self._llm.model_config.max_model_len
         self.vocabulary = self._llm.model_config.get_vocab_size()
         self.weights_dtype = str(self._llm.model_config.dtype).removeprefix("torch.")
-        # It builds on vLLM's own classes, which must not be imported before.
-        from spurline_async_rl.engines.vllm.step_outputs import TokenStreams
-
-        self._streams = TokenStreams(self._llm, self._spec.config.chunk_tokens, self._spec.config.longest_wait_s)
+        self._listen()
         await self._prepare_adapters()
 
     async def generate(
@@ -73,15 +70,8 @@ class AsyncEngine:
         """Yield the response as it comes, in parts of `chunk_tokens`, or fewer after a second and before a command.
 
         Closing the generator aborts the request. When it is cancelled, or the engine ends, all tokens that have come
-        are handed over first.
-
-        Args:
-            request_id: Names the request.
-            prompt: Its tokens.
-            sampling: How to sample; stop texts are not looked for.
-            seed: Of the request's random numbers.
-            salt: Prompts are read once for all requests of the same salt.
-            each_step: Whether every token is handed over at once.
+        are handed over first. Stop texts are not looked for. Requests of the same `salt` share computed prompts. With
+        `each_step` every token is handed over at once.
         """
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -117,12 +107,11 @@ class AsyncEngine:
             await self._stand_still(clear_cache=outdates or isinstance(command, Sleep))
         if isinstance(command, Sleep):
             # Level 1 moves the weights to the host's memory, level 2 forgets them. Requests in flight are kept.
-            await self._done(self._llm.sleep(level=1 if command.keep_weights else 2, mode="keep"), command)
+            await self._do(self._llm.sleep(level=1 if command.keep_weights else 2, mode="keep"), str(command))
         elif isinstance(command, WakeWeights):
-            await self._done(self._llm.wake_up(["weights"]), command)
+            await self._do(self._llm.wake_up(["weights"]), str(command))
         elif isinstance(command, WakeCache):
-            # With all of its memory it goes on by itself.
-            await self._done(self._llm.wake_up(["kv_cache"]), command)
+            await self._do(self._llm.wake_up(["kv_cache"]), str(command))
         if call := worker_call(command):
             check_complete(await self._call(*call))
         if command.ends:
@@ -130,6 +119,7 @@ class AsyncEngine:
             if not self._holds:
                 await self._answer_of(self._llm.resume_generation())
             elif isinstance(command, WakeCache):
+                # With all of its memory the engine has gone on by itself.
                 await self._stand_still(clear_cache=False)
 
     async def wait_ended(self) -> str:
@@ -145,17 +135,17 @@ class AsyncEngine:
         llm, self._llm = self._llm, None
         self._end_output(llm)
         try:
-            # vLLM's own 5 s are too short for its processes, which would be killed and leave shared memory behind.
+            # After vLLM's own 5 s its processes would be killed and leave shared memory behind.
             await in_thread(partial(llm.shutdown, timeout=self._spec.config.close_timeout_s))
         finally:
             self.processes.kill()
-            # Its __del__ shuts down once more, maybe when the interpreter ends and half of what that needs is gone.
+            # Its __del__ shuts down once more, when half of the interpreter may be gone.
             llm.shutdown = lambda timeout=None: None
 
     def _end_output(self, llm: Any) -> None:
         """Hand on no more tokens, and end requests that still wait for some.
 
-        vLLM's shutdown cancels the task that hands them on last, by which time it may have printed a traceback.
+        vLLM's shutdown cancels the task that hands them on last, which may have printed a traceback by then.
         """
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -163,10 +153,15 @@ class AsyncEngine:
             llm.output_handler.cancel()
         llm.output_processor.propagate_error(EngineDeadError())
 
-    async def _stand_still(self, *, clear_cache: bool) -> None:
-        """Stop between two tokens. When it returns every delta of every token generated so far has been consumed.
+    def _listen(self) -> None:
+        from spurline_async_rl.engines.vllm.step_outputs import TokenStreams
 
-        clear_cache: drop all keys and values; requests in flight compute theirs again when they go on.
+        self._streams = TokenStreams(self._llm, self._spec.config.chunk_tokens, self._spec.config.longest_wait_s)
+
+    async def _stand_still(self, *, clear_cache: bool) -> None:
+        """Stop between two tokens, and return when all tokens generated so far have been consumed.
+
+        With `clear_cache`, requests in flight compute their keys and values again when they go on.
         """
         await self._answer_of(self._llm.pause_generation(mode="keep", clear_cache=clear_cache))
         # vLLM's answer overtakes tokens that wait to be handed on.
@@ -177,7 +172,7 @@ class AsyncEngine:
         if adapter is None:
             return
         answers = await self._call("spurline_prepare_adapters", adapter.targets)
-        # Of workers that have different layers, one may know what another does not.
+        # Workers may have different layers.
         if unknown := set(adapter.targets).intersection(*answers):
             raise ModelError(
                 f"vLLM's model of {self._spec.model.path} takes no adapter for {listing(sorted(unknown))} "
@@ -185,37 +180,28 @@ class AsyncEngine:
                 "whole weights with the adapters merged."
             )
 
-    async def _done(self, call: Awaitable[None], command: Command) -> None:
-        """Return when vLLM has done it. Raises RunFailedError when it cannot."""
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        try:
-            await self._answer_of(call)
-        except EngineDiedError:
-            raise
-        except EngineDeadError as error:
-            raise self._died(f"died when it was to {command}: {error}") from error
-        except Exception as error:
-            raise RunFailedError(f"vLLM could not {command}: {error}") from error
-
     async def _call(self, method: str, *arguments: Any) -> list[Any]:
-        """Return an answer per worker. Raises RunFailedError if one cannot do it, EngineDiedError if it has died."""
+        """Return each worker's answer."""
+        return await self._do(self._llm.collective_rpc(method, args=arguments), f"call {method}")
+
+    async def _do(self, call: Awaitable[_Result], what: str) -> _Result:
+        """Return vLLM's answer. Raises RunFailedError if it cannot do it, EngineDiedError if it has died."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
-            return await self._answer_of(self._llm.collective_rpc(method, args=arguments))
+            return await self._answer_of(call)
         except EngineDiedError:
             raise
         except EngineDeadError as error:
-            raise self._died(f"died in {method}: {error}") from error
+            raise self._died(f"died when it was to {what}: {error}") from error
         except Exception as error:
-            raise RunFailedError(f"vLLM's worker failed in {method}: {error}") from error
+            raise RunFailedError(f"vLLM could not {what}: {error}") from error
 
     def _died(self, how: str) -> EngineDiedError:
         return EngineDiedError(f"{self.where} {how}{end_of(self._spec.log)}")
 
     async def _answer_of(self, call: Awaitable[_Result]) -> _Result:
-        """Return the answer of a call, which vLLM never gives when the engine has died."""
+        """Return the answer of a call. vLLM gives none when the engine has died."""
         answer = asyncio.ensure_future(call)
         dead = asyncio.ensure_future(self.processes.wait_ended())
         try:

@@ -1,7 +1,7 @@
-"""Start a vLLM engine from our settings, or give up on the way; notice the end of its processes, and end them.
+"""Start a vLLM engine from our settings, notice the end of its processes, and end them.
 
 Place on the way: VllmEngineConfig and RunConfig -> EngineSpec -> AsyncEngineArgs and environment, on a thread ->
-AsyncLLM with its processes running. vLLM is imported when one starts.
+AsyncLLM with its processes running. vLLM is imported when an engine starts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import resource_tracker, util
 from pathlib import Path
@@ -34,23 +34,21 @@ from spurline_ranks.ray_node import begin_log, last_words
 WORKER_EXTENSION = "spurline_async_rl.engines.vllm.worker_extension.WorkerExtension"
 OWNER = "SPURLINE_VLLM_OWNER"
 """Environment variable with the id of the process whose end also ends the engine's processes."""
-_NO_ADAPTER = "If the model has no LoRA in vLLM, set source.weight_sync.adapters: false, which sends adapters merged."
-_MANY_MACHINES = {"distributed_executor_backend", "nnodes"}
-"""Arguments of vLLM by which an engine spreads over several; otherwise it has one."""
-_ONE_AT_A_TIME = threading.Lock()
-"""The environment, and what has been started meanwhile, belong to the whole process."""
-_FRAME = re.compile(r"(\(.*?pid=\d+\) )?([A-Z]+ [-\d: ]+\[[^]]*\] )? ")
-"""How lines of a traceback begin that name a place or quote it, after what vLLM puts before each line."""
-_READ_BYTES, _SHOWN_CHARACTERS = 100_000, 4000
-"""The end of a log that is looked at, and the end of that which is shown."""
-
-
 LOST = "lost"
 """Key of a worker's answer that says why a bucket did not reach it."""
+_NO_ADAPTER = "If the model has no LoRA in vLLM, set source.weight_sync.adapters: false, which sends adapters merged."
+_MANY_MACHINES = {"distributed_executor_backend", "nnodes"}
+"""Arguments of vLLM by which an engine spreads over several machines; without them it is on one."""
+_ONE_AT_A_TIME = threading.Lock()
+"""A start changes the environment of the whole process, and looks at its child processes."""
+_FRAME = re.compile(r"(\(.*?pid=\d+\) )?([A-Z]+ [-\d: ]+\[[^]]*\] )? ")
+"""Begin of the lines of a traceback that name or quote a place, after the words that vLLM puts before each line."""
+_READ_BYTES, _SHOWN_CHARACTERS = 100_000, 4000
+"""How much of the end of a log is read, and how much of that is shown."""
 
 
 def check_complete(answers: Sequence[Sequence[str] | Mapping[str, str] | None]) -> None:
-    """Look at the workers' answers to a part of an update.
+    """Check the workers' answers to a part of an update.
 
     Raises:
         BucketLostError: If a worker did not get the weights.
@@ -66,13 +64,9 @@ def check_complete(answers: Sequence[Sequence[str] | Mapping[str, str] | None]) 
         )
 
 
-PlainSpec = tuple[dict[str, Any], dict[str, Any], bool, tuple[int, tuple[str, ...]] | None]
-"""An `EngineSpec` on its way to a process of a cluster."""
-
-
 @dataclass(frozen=True)
 class EngineSpec:
-    """The description from which one engine is started, here or in an actor.
+    """The description from which one engine is started, in this process or in an actor.
 
     Attributes:
         config: Settings of the engine.
@@ -91,22 +85,6 @@ class EngineSpec:
     adapter: EngineAdapter | None = None
     peers_elsewhere: bool = True
     log: Path | None = None
-
-    def to_plain(self) -> PlainSpec:
-        """Return the spec for a process of a cluster: config classes are imported there, not unpickled."""
-        config, model = self.config.model_dump(mode="json"), self.model.model_dump(mode="json")
-        adapter = self.adapter and (self.adapter.rank, self.adapter.targets)
-        return config, model, self.notes_experts, adapter
-
-    @classmethod
-    def from_plain(cls, plain: PlainSpec) -> EngineSpec:
-        config, model, notes_experts, adapter = plain
-        return cls(
-            VllmEngineConfig.model_validate(config),
-            ModelConfig.model_validate(model),
-            notes_experts,
-            adapter=None if adapter is None else EngineAdapter(adapter[0], tuple(adapter[1])),
-        )
 
 
 def engine_spec(config: VllmEngineConfig, run: RunConfig) -> EngineSpec:
@@ -136,7 +114,7 @@ def engine_arguments(spec: EngineSpec, *, on_cpu: bool) -> dict[str, Any]:
         "load_format": "dummy" if model.init == "random" else "auto",
         "use_tqdm_on_load": False,
         "dtype": ("float32" if on_cpu else "bfloat16") if config.dtype == "auto" else config.dtype,
-        # -1: as much of the model's context as the KV cache holds.
+        # -1 is as much of the model's context as the KV cache holds.
         "max_model_len": config.max_model_len or -1,
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "tensor_parallel_size": config.tensor_parallel_size,
@@ -150,12 +128,11 @@ def engine_arguments(spec: EngineSpec, *, on_cpu: bool) -> dict[str, Any]:
         "disable_log_stats": True,
     }
     if on_cpu:
-        # A prompt read in parts draws a token after each and takes the random numbers back, which PyTorch's generators
-        # for CPUs cannot do ("CPU Generator does not use offset"): the engine would end. Such parts come about when
-        # many prompts, or responses that are read again after an update, exceed a step's tokens.
+        # A prompt read in parts draws a token after each part and takes the random numbers back, which ends the engine:
+        # PyTorch's generators for CPUs cannot do it ("CPU Generator does not use offset").
         arguments["enable_chunked_prefill"] = False
     elif config.is_colocated:
-        # For CPUs vLLM refuses the setting, and ignores what it is asked to sleep and wake.
+        # vLLM refuses the setting on CPUs, and ignores commands to sleep and wake there.
         arguments["enable_sleep_mode"] = True
     if spec.notes_experts:
         arguments["enable_return_routed_experts"] = True
@@ -168,19 +145,19 @@ def engine_arguments(spec: EngineSpec, *, on_cpu: bool) -> dict[str, Any]:
 def engine_environment(
     config: VllmEngineConfig, gpus: str | None = None, *, peers_elsewhere: bool = True
 ) -> Iterator[None]:
-    """Set the environment that the engine's processes inherit. gpus, peers_elsewhere: see `EngineSpec`."""
+    """Set the environment that the engine's processes inherit. See `EngineSpec` for `gpus` and `peers_elsewhere`."""
     spare_cores = max(1, ((os.cpu_count() or 2) - 1) // config.engines)
     spreads = bool(_MANY_MACHINES & config.engine_args.keys())
     interfaces = {} if spreads else variables_of_one_machine(peers_elsewhere=peers_elsewhere)
     variables: dict[str, str | None] = {
         OWNER: str(os.getpid()),
-        # Binding to cores would put engines and trainer on the same ones.
+        # Binding would put engines and trainer on the same cores.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(config.cpu_threads or spare_cores),
         # It would take precedence over kv_cache_gb.
         "VLLM_CPU_KVCACHE_SPACE": None,
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
-        # An engine that dies leaves its queue's shared memory to Python's tracker, which frees it and warns of it.
+        # Python's tracker frees the shared memory of an engine that dies, and would warn of it.
         "PYTHONWARNINGS": ",".join(filter(None, (os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker"))),
         "VLLM_NO_USAGE_STATS": os.environ.get("VLLM_NO_USAGE_STATS", "1"),
         **interfaces,
@@ -207,14 +184,14 @@ class EngineProcesses:
 
     def __init__(self, main: Sequence[int]):
         self._main = [psutil.Process(pid) for pid in main]
-        # By handle, not by id, which another process could have by the time they are killed.
+        # By handle: another process may have the id by the time they are killed.
         self._all = [*self._main, *(child for process in self._main for child in process.children(recursive=True))]
 
     def __str__(self) -> str:
         return f"process {self._main[0].pid}"
 
     async def wait_ended(self) -> str:
-        """Return as soon as one of them has ended: an engine works with all of them or not at all."""
+        """Return when the first of them has ended, as an engine needs all of them."""
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[int] = loop.create_future()
         watched: list[int] = []
@@ -254,14 +231,15 @@ class EngineStart:
         self._others: set[int | None] | None = None
 
     def run(self) -> Any:
-        """Return the AsyncLLM, after a minute or so. Raises EngineDiedError with vLLM's own words if it cannot
-        start."""
-        with _ONE_AT_A_TIME, self._environment(), _without_ctrl_c(), writing_to(self._spec.log):
+        """Return the AsyncLLM. Raises EngineDiedError with vLLM's own words if it cannot start."""
+        spec = self._spec
+        environment = engine_environment(spec.config, spec.gpus, peers_elsewhere=spec.peers_elsewhere)
+        with _ONE_AT_A_TIME, environment, _without_ctrl_c(), writing_to(spec.log):
             from vllm import AsyncEngineArgs
             from vllm.platforms import current_platform
             from vllm.v1.engine.async_llm import AsyncLLM
 
-            arguments = engine_arguments(self._spec, on_cpu=current_platform.is_cpu())
+            arguments = engine_arguments(spec, on_cpu=current_platform.is_cpu())
             self._others = {child.pid for child in _engine_cores()}
             try:
                 self._check()
@@ -269,8 +247,8 @@ class EngineStart:
             except EngineDiedError:
                 raise
             except Exception as error:
-                hint = "" if self._spec.adapter is None else f" {_NO_ADAPTER}"
-                text = f"vLLM does not start: {type(error).__name__}: {error}{hint}{end_of(self._spec.log)}"
+                hint = "" if spec.adapter is None else f" {_NO_ADAPTER}"
+                text = f"vLLM does not start: {type(error).__name__}: {error}{hint}{end_of(spec.log)}"
                 raise EngineDiedError(text) from error
             finally:
                 self._others = None
@@ -280,17 +258,13 @@ class EngineStart:
         return llm
 
     def give_up(self) -> None:
-        """Kill what has been started for the engine. Without effect when it is up."""
+        """Kill the processes that have been started for the engine; do nothing once it is up."""
         self._given_up = True
         others = self._others
         if others is not None:
             mine = [child.pid for child in _engine_cores() if child.pid is not None and child.pid not in others]
             if mine:
                 EngineProcesses(mine).kill()
-
-    def _environment(self) -> AbstractContextManager[None]:
-        spec = self._spec
-        return engine_environment(spec.config, spec.gpus, peers_elsewhere=spec.peers_elsewhere)
 
     def _check(self) -> None:
         if self._given_up:
@@ -299,11 +273,11 @@ class EngineStart:
 
 @contextmanager
 def _without_ctrl_c() -> Iterator[None]:
-    """Keep SIGINT and SIGHUP from processes started within, by blocking them, which children inherit.
+    """Block SIGINT and SIGHUP for processes started inside, which inherit that.
 
     A terminal sends both to all of a run's processes, and the run would lose its engines before it has saved.
     """
-    # Where it has to be started first, the tracker lets the signal through again.
+    # Started inside, the tracker would let the signals through again.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
     try:
@@ -313,9 +287,9 @@ def _without_ctrl_c() -> Iterator[None]:
 
 
 def end_of(log: Path | None) -> str:
-    """Return the end of what an engine wrote to its log, with a line before it; empty where it wrote nothing.
+    """Return the end of an engine's log with a line before it, or "" for an empty log.
 
-    Each of vLLM's processes prints a traceback of 50 lines, and the first one tells the cause: frames are left out.
+    Each of vLLM's processes prints a traceback of 50 lines, and the first one tells the cause. So frames are left out.
     """
     lines = [] if log is None else last_words(str(log), _READ_BYTES).splitlines()
     words = "\n".join(line for line in lines if not _FRAME.match(line))[-_SHOWN_CHARACTERS:]
@@ -323,16 +297,16 @@ def end_of(log: Path | None) -> str:
 
 
 def held_back() -> bool:
-    """Return whether output of vLLM's processes stays off the terminal: unless VLLM_LOGGING_LEVEL asks for it."""
+    """Return whether output of vLLM's processes stays off the terminal. VLLM_LOGGING_LEVEL brings it there."""
     return "VLLM_LOGGING_LEVEL" not in os.environ
 
 
 @contextmanager
 def writing_to(log: Path | None) -> Iterator[None]:
-    """Make this file the output of processes that this thread spawns within, and of those that they start.
+    """Make this file the output of processes that this thread spawns inside, and of their children.
 
-    Neither vLLM nor multiprocessing has a setting for it, and other threads of this process write meanwhile: its output
-    is another one only for the moment of a spawn.
+    Neither vLLM nor multiprocessing has a setting for it. Other threads write meanwhile, so this process's own output
+    is replaced only for the moment of a spawn.
     """
     if log is None:
         yield

@@ -34,10 +34,10 @@ _SEED_BITS = 0x7FFF_FFFF_FFFF_FFFF
 
 @dataclass(frozen=True)
 class Delta:
-    """Some more tokens of a response, in order. finish_reason: set with the last ones.
+    """The next tokens of a response; `finish_reason` is set with the last ones.
 
-    experts: int16 [tokens, layers, top_k], those chosen for consecutive tokens of prompt and response, the first of
-    which has index `experts_start`; None if vLLM was not asked for them.
+    `experts`, int16 [tokens, layers, top_k], are those of consecutive tokens of prompt and response, the first of which
+    has index `experts_start`; None if vLLM was not asked for them.
     """
 
     token_ids: TokenIds
@@ -62,7 +62,7 @@ class VllmResponse(Response):
         max_model_len: int,
         vocabulary: int | None = None,
     ):
-        """Raises DataError for a request that a model of this context and vocabulary, if known, cannot answer."""
+        """Raise DataError for a request that a model of this context, and vocabulary if known, cannot answer."""
         check_request(request)
         prompt: list[int] = np.asarray(request.prompt_ids, np.int64).tolist()
         _check_prompt(request.name, prompt, max_model_len, vocabulary)
@@ -77,7 +77,7 @@ class VllmResponse(Response):
         self._is_raw = asked.temperature == 0 or (asked.temperature == 1 and asked.top_p == 1 and asked.top_k == 0)
 
     def add_delta(self, delta: Delta, version: int) -> FinishReason | None:
-        """Take the tokens that belong to the response, and return why it ended, if it has."""
+        """Add the tokens that belong to the response, and return why it ended, if it has."""
         part = Progress()
         part.add(delta.token_ids, delta.logprobs, delta.logprobs if self._is_raw else None, version)
         if delta.experts is not None:
@@ -100,7 +100,7 @@ def _check_prompt(name: str, prompt: list[int], max_model_len: int, vocabulary: 
 
 
 def worker_call(command: Command) -> tuple[Any, ...] | None:
-    """Return the method of our worker extension for this command, and its arguments; None if it has none."""
+    """Return the worker extension's method for this command, and its arguments; None if it has none."""
     if command.hold != UPDATE:
         return None
     values = command.to_plain()
@@ -108,7 +108,7 @@ def worker_call(command: Command) -> tuple[Any, ...] | None:
 
 
 class Gate:
-    """Shut by every hold on its own; requests pass when none is left."""
+    """A gate that several holds may shut; requests pass when no hold is left."""
 
     def __init__(self) -> None:
         self.holds: set[str] = set()
@@ -119,13 +119,11 @@ class Gate:
         self._opened.clear()
 
     def open(self, hold: str) -> None:
-        """Take this hold away."""
         self.holds.discard(hold)
         if not self.holds:
             self._opened.set()
 
     async def wait(self) -> None:
-        """Return when nothing holds."""
         while self.holds:
             await self._opened.wait()
 
@@ -162,7 +160,7 @@ class VllmMember:
             return response.ended
         await self._gate.wait()
         rest = response.rest()
-        # Prompts read by older weights are of no use to newer ones: the version keeps them apart.
+        # Prompts computed with older weights must not be shared.
         deltas = engine.generate(
             next(self._request_ids),
             rest.prompt_ids,
@@ -185,7 +183,7 @@ class VllmMember:
         if command.begins:
             self._gate.shut(command.hold)
         if isinstance(command, FinishUpdate):
-            # Before the engine goes on: its next tokens are of this version.
+            # Before the engine goes on, as its next tokens are of this version.
             self._version = command.version
         await self._engine.control(command)
         if command.ends:

@@ -1,4 +1,4 @@
-"""vLLM engines in Ray actors: their room on the cluster, an actor, and the handle to it.
+"""Run vLLM engines in Ray actors: their room on the cluster, the actor, and the handle to it.
 
 Place on the way: member -> `RayEngine`, on the controller -> `EngineActor`, on any node -> AsyncEngine. All news of the
 engine comes back through one stream, in order and in batches. Imported only with `placement: ray`.
@@ -26,7 +26,7 @@ from spurline_async_rl.engines.commands import Command, LoadBucket
 from spurline_async_rl.engines.configs import VllmEngineConfig
 from spurline_async_rl.engines.member import EngineDiedError
 from spurline_async_rl.engines.vllm.async_engine import AsyncEngine
-from spurline_async_rl.engines.vllm.launch import EngineSpec, PlainSpec
+from spurline_async_rl.engines.vllm.launch import EngineSpec
 from spurline_async_rl.engines.vllm.member import Delta
 from spurline_models.machine import this_machine
 from spurline_models.weight_buckets import WeightBucket
@@ -38,8 +38,7 @@ from spurline_rl.concurrency import in_thread
 from spurline_rl.protocols.rollout_engine import Sampling
 
 _GATHERING_S = 0.1
-"""Seconds for which tokens may wait for more of other requests: every message costs the controller half a millisecond
-of its event loop."""
+"""Seconds for which tokens wait for those of other requests: a message costs the controller half a millisecond."""
 
 
 class EngineCluster:
@@ -57,9 +56,10 @@ class EngineCluster:
         self._closing = threading.Event()
 
     async def reserve(self) -> Place:
-        """Return room for one engine. Raises ConfigError if there is too little for those that start with the run.
+        """Return room for one engine. Waits for it if the engine takes a dead one's place.
 
-        For an engine that takes a dead one's place this waits: the machine may have gone with it, and another may come.
+        Raises:
+            ConfigError: If there is too little room for the engines that start with the run.
         """
         if (place := await in_thread(self._take)) is not None:
             return place
@@ -79,7 +79,7 @@ class EngineCluster:
         return self._cluster.actor_options(place.group, 0, place.bundles[0])
 
     async def close(self) -> None:
-        """Give back what no engine has taken, and reserve nothing more."""
+        """Give back the room that no engine has taken, and reserve nothing more."""
         self._closing.set()
         await in_thread(self._leave)
 
@@ -105,12 +105,12 @@ class EngineCluster:
         try:
             return room_for(self._cluster, self._need, setting, limit_s, given_up=self._closing.is_set)
         except Exception as error:
-            # All engines ask, and one answer is for all of them.
+            # All engines that ask get the same error.
             self._failure = error
             raise
 
     def _leave(self) -> None:
-        # Not while a thread that nobody waits for any more is about to reserve something.
+        # The lock waits for an abandoned thread that is about to reserve something.
         with self._lock:
             for place in self._places or ():
                 self.release(place)
@@ -119,14 +119,14 @@ class EngineCluster:
 
 
 News = Delta | Exception | None
-"""Tokens of a request, the error of one, or None for the mark behind a command."""
+"""Tokens of a request, its error, or None for the mark behind a command."""
 
 
 @dataclass(frozen=True)
 class NewsBatch:
-    """News by id of request or command, in order, with all tokens in two arrays: objects cost more than the tokens.
+    """News by id of request or command, in order. All tokens are in two arrays, as objects cost more than tokens.
 
-    news: for a Delta, the number of its tokens and the rest of its fields.
+    For a Delta, `news` has the number of its tokens and the rest of its fields.
     """
 
     news: list[tuple[str, tuple[Any, ...] | Exception | None]]
@@ -138,8 +138,8 @@ class NewsBatch:
         deltas = [news for _, news in events if isinstance(news, Delta)]
         return cls(
             [(key, _without_tokens(news) if isinstance(news, Delta) else news) for key, news in events],
-            np.concatenate([np.asarray(delta.token_ids, np.int32) for delta in deltas] or [_NO_TOKENS]),
-            np.concatenate([np.asarray(delta.logprobs, np.float32) for delta in deltas] or [_NO_LOGPROBS]),
+            np.concatenate([np.empty(0, np.int32), *(np.asarray(delta.token_ids, np.int32) for delta in deltas)]),
+            np.concatenate([np.empty(0, np.float32), *(np.asarray(delta.logprobs, np.float32) for delta in deltas)]),
         )
 
     def events(self) -> Iterator[tuple[str, News]]:
@@ -153,9 +153,6 @@ class NewsBatch:
                 yield key, news
 
 
-_NO_TOKENS, _NO_LOGPROBS = np.empty(0, np.int32), np.empty(0, np.float32)
-
-
 def _without_tokens(delta: Delta) -> tuple[Any, ...]:
     return len(delta.token_ids), delta.finish_reason, delta.experts, delta.experts_start
 
@@ -163,8 +160,7 @@ def _without_tokens(delta: Delta) -> tuple[Any, ...]:
 class EngineActor:
     """The side in the actor; every method is called through Ray."""
 
-    def __init__(self, plain_spec: PlainSpec, log: str | None):
-        spec = EngineSpec.from_plain(plain_spec)
+    def __init__(self, spec: EngineSpec, log: str | None):
         if log is not None:
             write_into(log)
             spec = replace(spec, log=Path(log))
@@ -213,8 +209,7 @@ class EngineActor:
 
     async def close(self) -> None:
         await self._engine.close()
-        # Ray kills an actor with all its children, so also the one that would free what the engine has left of its
-        # shared memory. Stopped in order, it does so now.
+        # Ray kills an actor with all its children. Stopped in order, the tracker frees the engine's shared memory now.
         tracker: Any = resource_tracker._resource_tracker
         await in_thread(tracker._stop)
 
@@ -260,7 +255,7 @@ class RayEngine:
         place = self._place = await self._cluster.reserve()
         actor_class: Any = ray.remote(EngineActor)
         options = self._cluster.actor_options(place)
-        self._actor = actor_class.options(**options).remote(self._spec.to_plain(), self._log)
+        self._actor = actor_class.options(**options).remote(self._spec, self._log)
         started = await self._ask("start")
         self.max_model_len, self.vocabulary, self.weights_dtype, where, self._node, self._machine = started
         self.where = f"{where} on Ray node {self._node[:8]}"
@@ -278,7 +273,7 @@ class RayEngine:
     ) -> AsyncGenerator[Delta, None]:
         inbox = self._inboxes[request_id] = asyncio.Queue()
         ended = False
-        # Tokens may overtake the answer to this: a waiter would take them for those of later weights.
+        # Not awaited: tokens may overtake the answer, and a waiter would take them for those of later weights.
         submitting = asyncio.ensure_future(
             self._ask("submit", request_id, list(prompt), sampling, seed, salt, each_step)
         )
@@ -295,7 +290,7 @@ class RayEngine:
         finally:
             submitting.cancel()
             del self._inboxes[request_id]
-            # A pool that finds the actor dead closes it before its requests hear of that.
+            # A pool closes a dead actor before its requests hear of that.
             if not ended and self._actor is not None:
                 self._actor.abort.remote(request_id)
 
@@ -306,7 +301,7 @@ class RayEngine:
         self._inboxes[mark] = asyncio.Queue()
         try:
             await self._ask("control", command, mark)
-            # Behind all tokens in the stream: the reader of the last ones is woken before this is.
+            # The mark comes behind all tokens, so that the readers of the last ones are woken before.
             if isinstance(error := await self._inboxes[mark].get(), Exception):
                 raise error
         finally:
@@ -324,7 +319,7 @@ class RayEngine:
             if actor is not None:
                 await actor.close.remote()
         except Exception as error:  # noqa: BLE001
-            # It has died, which is as good.
+            # The actor has died.
             del error
         finally:
             self._end(actor)
@@ -376,7 +371,7 @@ class RayEngine:
 
 
 def _tell_failure(inbox: asyncio.Queue[News], submitted: asyncio.Future[Any]) -> None:
-    """Tell the reader of a request's tokens that the request was not even taken."""
+    """Tell the reader of a request's tokens that the request was not taken."""
     error = None if submitted.cancelled() else submitted.exception()
     if isinstance(error, Exception):
         inbox.put_nowait(error)

@@ -1,7 +1,8 @@
-"""An external OpenAI-compatible vLLM server as a member of the pool, and the HTTP calls to it.
+"""Use an external OpenAI-compatible vLLM server as a member of the pool.
 
-Place on the way: pool -> this -> server -> tokens with their versions. A pause cancels the streams, which go on from
-their tokens so far: those that were on their way are generated again, so that no token can get the wrong version.
+Place on the way: pool -> ServerMember -> ServerApi, HTTP -> server -> tokens with their versions. A pause cancels the
+streams, which go on from their tokens so far. Tokens on their way are generated again, so that none gets the wrong
+version.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from spurline_rl.trajectory import FinishReason
 _ASK_TIMEOUT_S = 5.0
 """Seconds that a server has for each answer as a run starts."""
 _ASK_AGAIN_S = 2.0
-"""Seconds between two questions to a server that does not answer yet."""
+"""Seconds after which a server that does not answer yet is asked again."""
 _LONGEST_LINE = 1 << 24
 """Bytes; the first event of a stream repeats the prompt."""
 START_HINT = (
@@ -66,10 +67,13 @@ class ServedModel(NamedTuple):
 
 
 class ServerApi:
-    """Errors: EngineDiedError when the server cannot be reached or fails, DataError when it refuses a request."""
+    """The HTTP calls to one server.
+
+    All raise EngineDiedError if the server cannot be reached or fails, and DataError if it refuses a request.
+    """
 
     def __init__(self, url: str, api_key: str | None, connect_timeout_s: float):
-        # Clients of OpenAI's API are given their URL with its version.
+        # Users may give the URL with its version, as for clients of OpenAI's API.
         self._url = url.rstrip("/").removesuffix("/v1")
         self._stranger_limit = aiohttp.ClientTimeout(total=connect_timeout_s)
         # The callers limit whole calls.
@@ -114,7 +118,7 @@ class ServerApi:
 
     @property
     def is_here(self) -> bool:
-        """Return whether it is reached over the loopback of this machine."""
+        """Return whether the server is reached over the loopback of this machine."""
         host = urlsplit(self._url).hostname or ""
         with contextlib.suppress(ValueError):
             return ip_address(host).is_loopback
@@ -150,19 +154,19 @@ class ServerApi:
             raise self._lost(error) from error
 
     async def workers(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method in every worker; return an answer per worker. Raises RunFailedError when one cannot do it."""
+        """Call a method in every worker, and return their answers. Raises RunFailedError if one cannot do it."""
         body = {"method": method, "args": list(arguments)}
         return (await self._call("POST", "/collective_rpc", body=body, on_failure=RunFailedError))["results"]
 
     async def pause(self) -> None:
-        """End requests, and drop everything that was computed so far."""
+        """End requests, and drop all keys and values."""
         await self._call("POST", "/pause", params={"mode": "abort", "clear_cache": "true"})
 
     async def resume(self) -> None:
         await self._call("POST", "/resume")
 
     async def wait_gone(self) -> str:
-        """Return when the server can no longer be reached. An idle connection ends when the process does."""
+        """Return when the server can no longer be reached: an idle connection ends with its process."""
         parts = urlsplit(self._url)
         secure = parts.scheme == "https"
         port = parts.port or (443 if secure else 80)
@@ -173,7 +177,7 @@ class ServerApi:
                     await reader.read(1)
                 finally:
                     writer.close()
-                # It, or something on the way, may have closed idle connections only.
+                # A proxy may have closed only the idle connection.
                 await self._call("GET", "/health")
         except (OSError, EngineDiedError) as error:
             return f"it cannot be reached any more: {error}"
@@ -201,7 +205,7 @@ class ServerApi:
             raise self._lost(error) from error
 
     async def _obeys_strangers(self) -> bool:
-        """Ask without a key. vLLM wants one under `/v1` alone, and the endpoints that change weights are elsewhere."""
+        """Ask without a key. vLLM wants one only under `/v1`, where no endpoint changes weights."""
         try:
             async with aiohttp.request(
                 # A proxy may send strangers to a page where they log in, or not answer them.
@@ -220,7 +224,7 @@ class ServerApi:
         text = (await answer.text())[:500]
         if answer.status in (401, 403):
             raise self._config_error(f"refuses the API key ({answer.status}). Set the variable api_key_env names.")
-        # Refused for now, not for what it says: the request goes on elsewhere, or here later.
+        # With these codes the server would take the request later, or another server takes it.
         if answer.status < 500 and answer.status not in (408, 425, 429):
             raise DataError(f"{self._url} refuses the request: {answer.status} {text}")
         raise on_failure(f"{self._url} failed: {answer.status} {text}")
@@ -239,7 +243,7 @@ class ServerApi:
         return Delta(tokens, logprobs, reason)
 
     def _lost(self, error: BaseException) -> EngineDiedError:
-        # What aiohttp says around it does not tell a refused connection from others.
+        # aiohttp's own error does not tell a refused connection from others.
         cause = getattr(error, "os_error", error)
         return EngineDiedError(f"{self._url} cannot be reached: {type(cause).__name__}: {cause}")
 
@@ -255,8 +259,7 @@ def await_servers(config: VllmEngineConfig, tell: Callable[[str], None]) -> None
         tell: A `Progress`, told once which servers do not answer yet.
 
     Raises:
-        ConfigError: If servers do not answer within `start_timeout_s`, and at once for one that was not started as a
-            run needs it.
+        ConfigError: If servers do not answer within `start_timeout_s`, or one was not started as a run needs it.
     """
 
     async def problem_of(url: str) -> str:
@@ -358,7 +361,7 @@ class ServerMember:
             if self._gate.holds:
                 await api.resume()
         except (RunFailedError, ConfigError) as error:
-            # It has ended before us, or was started again.
+            # The server has ended, or was started again.
             del error
         finally:
             await api.close()
@@ -383,5 +386,5 @@ class ServerMember:
     async def _cut_streams(self) -> None:
         for stream in self._streams:
             stream.cancel()
-        # This ends: being cancelled, they only close their connections.
+        # This ends: cancelled streams only close their connections.
         await asyncio.gather(*self._streams, return_exceptions=True)

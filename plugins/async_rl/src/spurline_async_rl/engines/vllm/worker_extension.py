@@ -1,7 +1,7 @@
-"""Extend vLLM's worker: it takes weights over bucket by bucket, and ends with the process that started it.
+"""Extend vLLM's worker: it takes weights bucket by bucket, and ends with the process that started it.
 
 Place on the way: a member calls these methods by `collective_rpc` -> this, in the worker's process, beside the model.
-vLLM imports this module there. Peak extra memory is one bucket, and layers that are not complete yet.
+vLLM imports this module there. Peak extra memory is one bucket and the layers that are not complete yet.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from spurline_models.weight_buckets import WeightBucket
 def _end_with(owner: int) -> None:
     """Wait for the end of the owner, then end the engine: this worker and the process it belongs to."""
     engine = psutil.Process().parent()
-    # An error here says that it has ended already.
+    # An error means that the owner has ended already.
     with contextlib.suppress(psutil.NoSuchProcess):
         psutil.Process(owner).wait()
     if engine is not None and engine.pid not in (owner, 1):
@@ -45,7 +45,7 @@ if OWNER in os.environ:
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker class; only the names with `spurline_` are ours."""
+    """A mixin of vLLM's worker class; its own names contain `spurline_`."""
 
     model_runner: Any
     vllm_config: Any
@@ -54,14 +54,14 @@ class WorkerExtension:
     _spurline_adapter: AdapterUpdate | None = None
 
     def spurline_prepare_adapters(self, targets: Sequence[str]) -> list[str]:
-        """Return the targets, ends of names of modules, that no layer here takes an adapter for."""
+        """Return the targets for which no layer of this worker takes an adapter."""
         return prepare_adapters(self.model_runner, targets)
 
     def spurline_begin_update(self) -> None:
         """Expect new weights.
 
-        Linear layers may have been packed for the hardware, so weights cannot be written into them: vLLM's layerwise
-        reloading loads each layer beside, packs it, and copies it into place.
+        Linear layers may have been packed for the hardware, so weights cannot be written into them. vLLM's layerwise
+        reloading loads each layer beside the old one, packs it, and copies it into place.
         """
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
@@ -81,14 +81,14 @@ class WorkerExtension:
         self._spurline_adapter = AdapterUpdate(self.model_runner, adapter)
 
     def spurline_load_bucket(self, plain: dict[str, Any]) -> dict[str, str] | None:
-        """Take over a bucket from `WeightBucket.to_plain`. Return why it did not come, if it did not."""
+        """Load a bucket from `WeightBucket.to_plain`. Return why it did not come, if it did not."""
         from vllm.config import set_current_vllm_config
 
         bucket = WeightBucket.from_plain(plain)
         try:
             weights = self._spurline_read(bucket)
         except BucketLostError as error:
-            # Raised, it would reach the other side as an error like any other.
+            # vLLM does not keep the class of an error that is raised.
             return {LOST: str(error)}
         with set_current_vllm_config(self.vllm_config):
             self._spurline_take(weights)
@@ -166,9 +166,9 @@ def _layers_without_weights(model: nn.Module) -> Iterator[str]:
 
 
 def _forget_half_an_update(model: nn.Module) -> None:
-    """Forget the weights of a run that ended in the middle of an update, which a server may outlive.
+    """Forget the weights of a run that ended during an update, which a server may outlive.
 
-    vLLM would count them as a part of the layer that comes now, and fill it before all of it is there.
+    vLLM would count them as a part of the next layer, and install it before all of it is there.
     """
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
@@ -182,12 +182,12 @@ def _forget_half_an_update(model: nn.Module) -> None:
 def _forget_kernels_of_experts(model: nn.Module) -> None:
     """Have layers of experts on CPUs processed as at the first load.
 
-    vLLM pads and packs experts only when it makes their kernel; a layer that has one would get the new weights as they
-    are, in memory that the kernel reads as packed.
+    vLLM pads and packs experts only when it makes their kernel. A layer that has a kernel would get unpacked weights,
+    which the kernel reads as packed.
     """
     from vllm.platforms import current_platform
 
-    # On GPUs kernels stay: what they need is done to the weights at every load, and captured graphs refer to them.
+    # On GPUs kernels stay: weights are prepared for them at every load, and captured graphs refer to them.
     if current_platform.is_cpu():
         for layer in model.modules():
             method: Any = getattr(layer, "quant_method", None)
