@@ -147,7 +147,7 @@ def _staleness_traces(record: RunRecord) -> list[Trace]:
 def _traces(record: RunRecord, metrics: Sequence[tuple[str, str, str]], *, is_share: bool = False) -> list[Trace]:
     """Return a line for each of these (metric, name, color) that the run has, or its share of `time/step`."""
     seconds = dict(zip(*record.series("time/step"), strict=True)) if is_share else {}
-    style = {"hovertemplate": "%{y:.1%}"} if is_share else {}
+    style: Trace = {"hovertemplate": "%{y:.1%}"} if is_share else {}
     traces: list[Trace] = []
     for metric, name, color in metrics:
         values = dict(zip(*record.series(metric), strict=True))

@@ -174,11 +174,11 @@ class BucketSync(ABC):
         self, buckets: Iterator[WeightBucket], engines: Sequence[TakesWeights], progress: _Progress
     ) -> None:
         self.waits_for = "the backend's first weights"
-        bucket = await in_thread(next, buckets, None)
+        bucket = await in_thread(_next, buckets)
         while bucket is not None:
             self.check(bucket)
             size = bucket_bytes(bucket.places)
-            following = asyncio.ensure_future(in_thread(next, buckets, None)) if self.makes_ahead else None
+            following = asyncio.ensure_future(in_thread(_next, buckets)) if self.makes_ahead else None
             try:
                 await self._tell(engines, f"to load bucket {progress.taken + 1}", LoadBucket(bucket))
             except BucketLostError:
@@ -195,7 +195,7 @@ class BucketSync(ABC):
             # The next one may need the memory.
             del bucket
             self.waits_for = f"the backend's weights after bucket {progress.taken}"
-            bucket = await (in_thread(next, buckets, None) if following is None else following)
+            bucket = await (in_thread(_next, buckets) if following is None else following)
 
     async def _tell(self, engines: Sequence[TakesWeights], what: str, command: Command) -> None:
         """Tell every engine at once. Raise the first error when all have answered."""
@@ -303,3 +303,7 @@ def in_dtype(weights: Iterable[tuple[str, Tensor]], dtype: str | None) -> Iterat
 
 def _receivers(engines: Sequence[TakesWeights]) -> dict[str, int]:
     return {name: count for engine in engines for name, count in engine.receivers.items()}
+
+
+def _next(buckets: Iterator[WeightBucket]) -> WeightBucket | None:
+    return next(buckets, None)
