@@ -124,10 +124,9 @@ def test_a_recording_that_is_too_short_says_which_step_it_lacks(async_config: Co
     [
         ({"correction": None}, "max_staleness", "Set source.correction: tis"),
         ({"max_concurrent_groups": 13}, "max_concurrent_groups", "Lower it to 12"),
-        ({"depth": 3}, "depth", "Raise it to 4"),
-        ({"depth": 13}, "depth", "Lower it to 12"),
+        ({"depth": 3}, "depth", "set depth: auto"),
+        ({"depth": 13}, "depth", "set depth: auto"),
         ({"publish_every": 4}, "publish_every", "raise max_staleness to 3"),
-        ({"at_bound": "mask", "order": "fifo"}, "at_bound", "Set order: window"),
     ],
 )
 def test_knobs_that_do_not_fit_each_other_are_refused_with_the_fix(

@@ -124,8 +124,6 @@ VLLM = {"name": "vllm", "placement": "colocated"}
 @pytest.mark.parametrize(
     ("changes", "key", "fix"),
     [
-        ({"max_staleness": 2, "correction": "tis"}, "max_staleness", "placement: colocated"),
-        ({"max_staleness": 1, "correction": "tis", "publish_every": 2}, "publish_every", "placement: colocated"),
         ({"engine": CHILD | {"offload_trainer": True}}, "engine.offload_trainer", "Set placement: colocated"),
         ({"engine": CHILD | {"placement": "ray"}}, "engine.placement", "on this machine alone"),
         ({"engine": VLLM | {"kv_cache": "keep"}}, "engine.kv_cache", "placement: colocated"),

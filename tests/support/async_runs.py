@@ -70,7 +70,7 @@ def assert_every_prompt_ended_once(config: Config) -> Scheduler:
     run_dir, steps = Path(config["run_dir"]), config["steps"]
     assert [line["step"] for line in read_metrics(run_dir)] == list(range(1, steps + 1))
     newest = sorted((run_dir / "checkpoints").glob("step-*"))[-1]
-    scheduler = Scheduler(SchedulerLimits(0, 1, 1, "fifo", "wait", 1, 1))
+    scheduler = Scheduler(SchedulerLimits(0, 1, 1, "fifo", 1, 1))
     scheduler.load_state_dict(read_state(newest / "components" / "source" / "async_rollouts"))
     counts = scheduler.counts()
     assert [counts[name] for name in ("pending", "running", "buffered")] == [0, 0, 0]

@@ -132,8 +132,7 @@ class _Driver:
         assert draws == sorted(draws), f"batch {batch}: {draws}"
         for draw in draws:
             age = self.ran.ages[draw] = batch - self.ran.versions[draw]
-            if self.limits.at_bound == "wait":
-                assert age <= self.limits.max_staleness, f"draw {draw} of batch {batch} is {age} updates old"
+            assert age <= self.limits.max_staleness, f"draw {draw} of batch {batch} is {age} updates old"
         if self.limits.order == "fifo":
             earlier = [draw for other in range(batch) for draw in self.ran.batches[other]]
             assert not earlier or max(earlier) < draws[0], f"batch {batch}: {draws} after {max(earlier)}"
@@ -248,7 +247,6 @@ def limits(draw: st.DrawFn) -> SchedulerLimits:
         batch_size=batch_size,
         max_running=draw(st.integers(1, batch_size * (staleness + 1) + 1)),
         order=draw(st.sampled_from(["fifo", "window"])),
-        at_bound=draw(st.sampled_from(["wait", "wait", "wait", "mask"])),
         draw_limit=draw(st.sampled_from([batch_size, batch_size + 1, 2 * batch_size, 8 * batch_size])),
         num_batches=draw(st.integers(1, 8)),
         depth=draw(st.one_of(st.sampled_from(["auto", "full"]), st.integers(batch_size, batch_size * (staleness + 1)))),
@@ -286,7 +284,6 @@ def random_schedule(seed: int) -> Schedule:
         batch_size,
         places,
         rng.choice(["fifo", "window"]),
-        "wait",
         draw_limit=rng.choice([batch_size, 8 * batch_size]),
         num_batches=rng.randint(2, 8),
         depth=rng.choice(["auto", "full", batch_size]),

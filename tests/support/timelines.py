@@ -15,9 +15,7 @@ def leave_timeline(
     path: Path, *, num_steps: int = 12, batch_size: int = 8, max_running: int = 6, max_staleness: int = 2, seed: int = 0
 ) -> None:
     """Write RUN_DIR/timeline.jsonl of a run whose steps take a second and whose groups take lognormal times."""
-    made = _MadeUpRun(
-        path, SchedulerLimits(max_staleness, batch_size, max_running, "window", "wait", 64, num_steps), seed
-    )
+    made = _MadeUpRun(path, SchedulerLimits(max_staleness, batch_size, max_running, "window", 64, num_steps), seed)
     for step in range(1, num_steps + 1):
         made.step(step)
 

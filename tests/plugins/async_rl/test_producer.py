@@ -93,7 +93,6 @@ def limits(**changes: Any) -> SchedulerLimits:
         "batch_size": 2,
         "max_running": 2,
         "order": "window",
-        "at_bound": "wait",
         "draw_limit": 16,
         "num_batches": 4,
     }

@@ -16,7 +16,6 @@ def make(**changes: Any) -> Scheduler:
         "batch_size": 2,
         "max_running": 4,
         "order": "window",
-        "at_bound": "wait",
         "draw_limit": 16,
         "num_batches": 10,
     }
@@ -77,17 +76,6 @@ def test_in_a_window_the_batch_waits_for_a_group_that_would_become_too_old():
     assert scheduler.next_batch() is None
     scheduler.end(0, State.BUFFERED)
     assert scheduler.take() == [0, 2]
-
-
-def test_with_masks_the_batch_takes_what_is_finished():
-    scheduler = make(at_bound="mask")
-    admit_all(scheduler)
-    finish(scheduler, 1, 3)
-    scheduler.take()
-    scheduler.publish(1)
-    admit_all(scheduler)
-    finish(scheduler, 2, 4)
-    assert scheduler.next_batch() == [2, 4]
 
 
 def test_first_in_first_out_waits_for_the_earliest_draw():

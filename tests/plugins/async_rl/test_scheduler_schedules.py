@@ -52,9 +52,7 @@ def test_a_batch_that_waits_for_a_due_group_would_wait_anyway():
 @pytest.mark.parametrize("order", ["fifo", "window"])
 @pytest.mark.parametrize("max_staleness", range(5))
 def test_the_bound_is_tight(order, max_staleness: int):
-    limits = SchedulerLimits(
-        max_staleness, 2, 2 * (max_staleness + 1), order, "wait", 16, num_batches=max_staleness + 3
-    )
+    limits = SchedulerLimits(max_staleness, 2, 2 * (max_staleness + 1), order, 16, num_batches=max_staleness + 3)
     # Groups start and end before the trainer does anything.
     ran = run_schedule(Schedule(limits, 1, [KEPT], choices=[-1]))
     assert max(ran.ages.values()) == max_staleness

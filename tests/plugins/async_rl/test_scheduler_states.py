@@ -11,7 +11,7 @@ ENDS = (State.BUFFERED, State.FILTERED, State.GIVEN_UP, State.SKIPPED)
 
 
 def make(batch_size: int = 1, draw_limit: int = 1) -> Scheduler:
-    return Scheduler(SchedulerLimits(1, batch_size, 8, "window", "wait", draw_limit, num_batches=10))
+    return Scheduler(SchedulerLimits(1, batch_size, 8, "window", draw_limit, num_batches=10))
 
 
 def start(scheduler: Scheduler) -> int:

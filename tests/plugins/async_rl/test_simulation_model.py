@@ -136,7 +136,7 @@ def test_the_bound_holds_and_nothing_is_lost_on_a_virtual_clock_with_kills(setup
     assert counts["trained"] == given.num_batches * given.batch_size
     assert counts["running"] == counts["buffered"] == counts["pending"] == 0
     for step, age, _ in trained_work(model.result()):
-        assert age <= given.max_staleness or given.at_bound == "mask", step
+        assert age <= given.max_staleness, step
 
 
 @settings(max_examples=60)
@@ -225,7 +225,7 @@ def test_fifo_trains_the_batches_of_the_synchronous_source_at_any_staleness_whil
 def paced(places: int, order: Any, *, seed: int = 0, steps: int = 100, share: float = 0.0) -> Setup:
     """B = 32, S = 2, lognormal latencies, and as much generation as training capacity."""
     latency = Times([places / 32], 1.0, share, 10.0, seed)
-    given = SchedulerLimits(2, 32, places, order, "wait", 256, steps)
+    given = SchedulerLimits(2, 32, places, order, 256, steps)
     return Setup(Workload(latency, Times([1.0]), 32), given)
 
 
@@ -250,7 +250,7 @@ def test_overtaking_makes_the_mean_run_faster_and_none_much_slower():
 
 def test_a_pause_stands_between_two_versions_and_nothing_is_generated_in_it():
     workload = made_up(lambda draw: Fate((1.0, 3.0)[draw]), lambda step: 1.0, transfer_s=0.5, pause_s=2.0)
-    run = Setup(workload, SchedulerLimits(1, 1, 1, "window", "wait", 8, 2)).run()
+    run = Setup(workload, SchedulerLimits(1, 1, 1, "window", 8, 2)).run()
     spans = [(span.kind, span.began, span.ended) for span in run.records[0].spans]
     assert spans == [("wait", 0, 1), ("train", 1, 2), ("publish", 2, 4.5)]
     assert run.work[1] == {0: 1.5, 1: 1.5}

@@ -181,7 +181,7 @@ class ChildProcessEngineConfig(PoolConfig):
         if self.placement == "ray":
             yield Problem(
                 "placement",
-                f"is ray, but engine {self.name} starts processes on this machine only. Use engine: vllm, or "
+                f"is ray, but engine {self.name} starts processes on this machine alone. Use engine: vllm, or "
                 "placement: local.",
             )
         ranks = run.backend.rank_request()

@@ -28,13 +28,13 @@ Depth = Literal["auto", "full"] | int
 """`auto`: as many untrained groups as keep the trainer busy. `full`: as many as the bound allows. Or a number."""
 
 _LACKING = 1e-3
-"""Share of the time from batch to batch from which on the trainer counts as having lacked groups."""
+"""Share of the time from which on the trainer counts as having lacked groups."""
 _RISE_PER_WAIT = 2.0
-"""Batches by which D rises for a trainer that did nothing but wait."""
+"""Batches by which D rises for a trainer that only waited."""
 _FALL = 1 / 128
 """Batches by which D falls with each batch that lacked no group."""
 _MEMORY = 8
-"""Batches for which a group that was held back may be the one that is lacking: a buffer empties slowly."""
+"""Batches for which a group that was held back may be lacking: a buffer empties slowly."""
 
 
 class AdmissionDepth:
@@ -65,10 +65,7 @@ class AdmissionDepth:
         self._held_back_ago = 0
 
     def adapt(self, lacked_s: float, seconds: float) -> None:
-        """Adapt D after a batch is taken.
-
-        seconds: time since the batch before. lacked_s: how much of it the trainer lacked groups.
-        """
+        """Adapt D after a batch: in `seconds` since the last one the trainer lacked groups for `lacked_s`."""
         held_back = self._held_back_ago <= _MEMORY
         self._held_back_ago += held_back
         if not self._adapts:
@@ -84,7 +81,7 @@ class AdmissionDepth:
         return {"value": self.value, "held_back_ago": self._held_back_ago} if self._adapts else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the depth of another run, as far as this one's limits allow; a fixed depth stays."""
+        """Go on with a saved depth, within this run's limits; a fixed depth stays."""
         if self._adapts and state:
             self._set(float(state["value"]))
             self._held_back_ago = int(state["held_back_ago"])

@@ -47,7 +47,6 @@ from numpy.typing import NDArray
 from spurline_async_rl.scheduling.depth import AdmissionDepth, Depth
 
 Order = Literal["fifo", "window"]
-AtBound = Literal["wait", "mask"]
 
 
 class State(IntEnum):
@@ -74,36 +73,38 @@ _NEXT: Mapping[State, tuple[State, ...]] = {
 class SchedulerLimits:
     """Limits of the scheduler.
 
-    max_staleness: S. batch_size: groups per batch, B. max_running: groups generated at the same time, K.
-    order: `fifo` takes groups as they were drawn; `window` lets a finished group overtake where that cannot make
-    another one too old. at_bound: `wait` for groups that would become too old, or take what is finished and `mask` what
-    became too old. draw_limit: prompts that may be drawn for one batch before filtered groups are used.
-    num_batches: of the whole run. depth: untrained groups that admission keeps to, at least B; `auto` follows what the
-    trainer waits.
+    Attributes:
+        max_staleness: S.
+        batch_size: Groups per batch, B.
+        max_running: Groups generated at the same time, K.
+        order: `fifo` takes groups as they were drawn; `window` lets a finished group overtake where that cannot make
+            another one too old.
+        draw_limit: Prompts that may be drawn for one batch before filtered groups are used.
+        num_batches: Batches of the whole run.
+        depth: Untrained groups that admission keeps to, at least B; `auto` follows the waits of the trainer.
     """
 
     max_staleness: int
     batch_size: int
     max_running: int
     order: Order
-    at_bound: AtBound
     draw_limit: int
     num_batches: int
     depth: Depth = "full"
 
     def most_untrained(self, version: int, taken: int) -> int:
-        """Groups that may be admitted and not yet taken, with weights of `version`, `taken` batches having been taken.
+        """Return the groups that may be admitted and untrained with weights of `version`, after `taken` batches.
 
-        They fill the batches up to number version + S, the last one that tokens of this version may be trained in.
+        They fill the batches up to number version + S, the last one that may train on tokens of this version.
         """
         last = min(version + self.max_staleness, self.num_batches - 1)
         return (last - taken + 1) * self.batch_size
 
 
 class Scheduler:
-    """The state of every prompt of one run, from the first draw to the last; four bytes each.
+    """The state of every prompt of one run, from the first draw to the last, in four bytes each.
 
-    version: of the newest published weights. taken: batches taken so far, which is the number of the next one. depth:
+    `version` is that of the newest published weights, `taken` the number of batches taken so far, and `depth` the
     untrained groups that admission keeps to.
     """
 
@@ -114,11 +115,11 @@ class Scheduler:
         self.taken = 0
         self.num_drawn = 0
         self._states: NDArray[np.int32] = np.zeros(1024, np.int32)
-        # Of the prompts that are still on their way, with the version of the weights when they were admitted.
+        # Prompts on their way, with the version of the weights when they were admitted.
         self._pending: deque[int] = deque()
         self._running: dict[int, int] = {}
         self._buffered: dict[int, int] = {}
-        # Since the last batch.
+        # Draws filtered since the last batch.
         self._filtered: list[int] = []
         self._num_given_up = 0
         self._is_awaited = False
@@ -140,18 +141,18 @@ class Scheduler:
 
     @property
     def num_ended(self) -> int:
-        """Prompts that are done with: trained, filtered, given up or skipped."""
+        """Prompts that were trained, filtered, given up or skipped."""
         return self.num_drawn - len(self._pending) - self.num_untrained
 
     @property
     def filtered(self) -> list[int]:
-        """Groups filtered since the last batch, which fill up the next one where draws run out, earliest first."""
+        """Groups filtered since the last batch, earliest first; they fill up the next one where draws run out."""
         return sorted(self._filtered)
 
     def draw(self) -> int:
         """Return the prompt to start next: the earliest that a restart interrupted, else a new one.
 
-        It is pending until it is admitted, or skipped because its row cannot be used.
+        It is pending until it is admitted or skipped.
         """
         if not self._pending:
             if self.num_drawn == len(self._states):
@@ -220,9 +221,9 @@ class Scheduler:
         return self._draws_used_up() and self.num_buffered + len(self._filtered) < self.limits.batch_size
 
     def take(self, wait_s: float = 0.0, seconds: float = 0.0) -> list[int]:
-        """Take the next batch, which must be there. Its draws are trained in step `taken`, as counted afterwards.
+        """Take the next batch, which must be there, for the step that `taken` counts afterwards.
 
-        seconds: time since the batch before was taken. wait_s: how much of it training waited for this one.
+        `seconds` have passed since the batch before, and for `wait_s` of them training waited for this one.
         """
         self.check()
         chosen = self.next_batch()
@@ -233,8 +234,8 @@ class Scheduler:
             self._buffered.pop(draw, None)
         self._filtered, self._num_given_up = [], 0
         self._is_awaited = False
-        # In a window a batch that leaves finished groups over has waited for one at its deadline, as it would have at
-        # any depth. In the order of draws it may always have waited for one that began too late.
+        # With `window`, a batch that leaves finished groups over has waited for a group at its deadline, at any depth.
+        # With `fifo` it may have waited for a group that began too late.
         lacked_groups = not self._buffered or self.limits.order == "fifo"
         self.depth.adapt(wait_s if lacked_groups else 0.0, seconds)
         self._note_depth()
@@ -263,9 +264,11 @@ class Scheduler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, keep_groups: bool = True) -> None:
-        """Go on after the last batch taken, with the weights made from it. Groups that were under way are pending
-        again, before any further draw: what they had generated is gone. So are finished ones without `keep_groups`,
-        as (1) need not hold for them under other limits than those they were admitted with."""
+        """Go on after the last batch taken, with the weights made from it.
+
+        Groups that were under way are pending again, before any further draw. So are finished ones without
+        `keep_groups`: under other limits than those of their admission, (1) need not hold for them.
+        """
         assert not self.num_drawn, f"restored into a scheduler that has run: {self}"
         states = np.array(state["ledger"]["states"], np.int32)
         buffered, fillers = state["buffered"], state["fillers"]
@@ -282,7 +285,7 @@ class Scheduler:
         self._buffered = {int(draw): int(version) for draw, version in buffered}
         self._filtered = [int(draw) for draw in fillers]
         self._num_given_up = num_given_up
-        # A checkpoint from before there was a depth has none.
+        # Earlier checkpoints have none.
         if "depth" in state:
             self.depth.load_state_dict(state["depth"])
         self.check()
@@ -298,7 +301,7 @@ class Scheduler:
         return np.minimum(self._states[: self.num_drawn], State.TRAINED)
 
     def _move(self, draw: int, state: State | int) -> None:
-        """The prompt is now in this state, or trained in this 1-based step."""
+        """Put the prompt into this state, or note the 1-based step that trains it."""
         assert 0 <= draw < self.num_drawn, f"draw {draw} of {self.num_drawn}"
         before, after = (State(min(int(value), State.TRAINED)) for value in (self._states[draw], state))
         allowed = after in _NEXT.get(before, ())
@@ -330,15 +333,15 @@ class Scheduler:
             self.depth.note_held_back()
 
     def _num_used_up(self) -> int:
-        """Draws since the last batch that were used up without a group to train on."""
+        """Return the draws since the last batch that brought no group to train on."""
         return len(self._filtered) + self._num_given_up
 
     def _draws_used_up(self) -> bool:
-        """Return whether no group runs and none may be drawn for the next batch any more."""
+        """Return whether no group runs and none may be drawn for the next batch."""
         return self.num_running == 0 and not self._has_room() and self._num_used_up() > 0
 
     def _candidates(self) -> list[int]:
-        """Finished groups in the order in which they may be taken."""
+        """Return finished groups in the order in which they may be taken."""
         if self.limits.order == "window":
             return sorted(self._buffered, key=lambda draw: (self._buffered[draw], draw))
         first_missing = min([*self._running, *self._pending], default=self.num_drawn)
@@ -347,10 +350,9 @@ class Scheduler:
     def _lacks_due_group(self) -> bool:
         """Return whether a running group would be too old after the next batch, which then has to wait for it.
 
-        `_keeps_deadlines` finds that too, but looks at every group, and this is called for every group that ends while
-        training waits.
+        `_keeps_deadlines` finds that too, but looks at every group.
         """
-        if self.limits.at_bound == "mask" or not self._running:
+        if not self._running:
             return False
         # In the order of admission, which is that of versions.
         oldest = next(iter(self._running.values()))
@@ -358,8 +360,6 @@ class Scheduler:
 
     def _keeps_deadlines(self, chosen: set[int]) -> bool:
         """Return whether taking these groups now leaves all others trainable in time: (1) of the module."""
-        if self.limits.at_bound == "mask":
-            return True
         untrained = self._running | self._buffered
         left = sorted(version for draw, version in untrained.items() if draw not in chosen)
         # A group of version v has the deadline v + S, so (1) for a later batch counts the groups up to its version.

@@ -89,7 +89,6 @@ def _compare(loaded: LoadedConfig, given: GivenTimes, from_run: Path | None, ste
         engines=source.engine.num_engines,
         publish_every=source.publish_every,
         order=source.order,
-        at_bound=source.at_bound,
         depth=source.depth,
     )
     measured = None if from_run is None else measured_workload(from_run)

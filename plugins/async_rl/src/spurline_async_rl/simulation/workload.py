@@ -15,7 +15,7 @@ import numpy as np
 
 from spurline.errors import UserError
 from spurline_async_rl.scheduling.depth import Depth
-from spurline_async_rl.scheduling.scheduler import AtBound, Order, SchedulerLimits
+from spurline_async_rl.scheduling.scheduler import Order, SchedulerLimits
 from spurline_async_rl.timeline.records import GroupState
 
 _DRAWS_PER_GROUP = 8
@@ -31,7 +31,6 @@ class Knobs:
     engines: int = 1
     publish_every: int = 1
     order: Order = "window"
-    at_bound: AtBound = "wait"
     depth: Depth = "auto"
 
     @property
@@ -55,7 +54,6 @@ class Knobs:
             self.batch_size,
             self.max_running,
             self.order,
-            self.at_bound,
             _DRAWS_PER_GROUP * self.batch_size,
             num_batches,
             self.depth,

@@ -1,5 +1,4 @@
-"""Settings of asynchronous rollouts: the bound, the order of groups, publishes, recordings, patience. Imports no
-torch."""
+"""Settings of asynchronous rollouts. Imports no torch."""
 
 from __future__ import annotations
 
@@ -28,22 +27,19 @@ class AsyncRolloutsConfig(PromptSourceConfig):
 
     name: str = "async_rollouts"
     max_staleness: Annotated[int, OnResume.BY_NAME] = Field(default=2, ge=0)
-    """Updates of the model that may lie between the weights a token came from and those that are trained on it. A step
-    is one update here, however many optimizer steps it has. 0 is synchronous training."""
+    """Most updates of the model between the weights from which a token came and those that are trained on it. A step is
+    one update, however many optimizer steps it has. 0 is synchronous training."""
     max_concurrent_groups: Annotated[int | None, OnResume.FREE] = Field(default=None, gt=0)
-    """Groups under way at the same time, at most prompts_per_step x (max_staleness + 1). Fewer are finished sooner each
-    and wait less for the slowest; more keep the engines busier; `spurline simulate` shows the trade. null is all of
-    prompts_per_step at max_staleness 0, and a quarter of it otherwise."""
+    """Groups under way at the same time, at most prompts_per_step x (max_staleness + 1). Few groups are each finished
+    sooner; many keep the engines busier; `spurline simulate` shows the trade. null is prompts_per_step with
+    max_staleness 0, and a quarter of it otherwise."""
     depth: Annotated[Literal["auto", "full"] | Annotated[int, Field(gt=0)], OnResume.FREE] = "auto"
-    """Untrained groups, finished and under way, up to which further ones start while the trainer is busy; while it
-    waits, max_staleness alone limits them. From prompts_per_step to prompts_per_step x (max_staleness + 1), which is
-    `full`. Fewer are fresher where training is the slower side. `auto` follows the run: as few as keep it busy."""
+    """Untrained groups, finished and under way, up to which further ones start while the trainer is busy. Only
+    max_staleness limits them while it waits. `auto` is as few as keep the trainer busy; `full` is as many as
+    max_staleness allows, prompts_per_step x (max_staleness + 1). Fewer are fresher where training is slower."""
     order: Annotated[Literal["fifo", "window"], OnResume.BY_NAME] = "window"
-    """`window`: train on what is finished, a group overtaking another only where that cannot make it too old. `fifo`:
-    train in the order of the draws, so that which groups make a batch does not depend on time."""
-    at_bound: Annotated[Literal["wait", "mask"], OnResume.BY_NAME] = "wait"
-    """`wait` for groups that would get too old if finished ones were taken first, or take these, and `mask` the tokens
-    of the others that are over the bound: they get no loss and are counted. `mask` needs order: window."""
+    """`window` trains on finished groups, which overtake others only where that makes none too old. `fifo` trains in
+    the order of the draws, so that the groups of a batch do not depend on time."""
     publish_every: Annotated[int, OnResume.BY_NAME] = Field(default=1, gt=0)
     """Steps between two publishes of the weights; at most max_staleness + 1."""
     weight_sync: Annotated[Annotated[WeightSyncConfig, Component("weight_sync")] | None, OnResume.FREE] = None
@@ -90,16 +86,15 @@ class AsyncRolloutsConfig(PromptSourceConfig):
 
     def group_terms(self) -> dict[str, Any]:
         """Return the settings that a finished group was made under, as plain values for a checkpoint."""
-        bound = {name: getattr(self, name) for name in ("max_staleness", "order", "at_bound")}
-        return {**bound, "sampling": self.sampling.model_dump(mode="json")}
+        sampling = self.sampling.model_dump(mode="json")
+        return {"max_staleness": self.max_staleness, "order": self.order, "sampling": sampling}
 
     def may_train_on(self, terms: Mapping[str, Any]) -> bool:
         """Return whether groups made under these `group_terms` keep this run's bound and its sampling."""
         own = self.group_terms()
-        return terms["max_staleness"] <= own["max_staleness"] and {**terms, "max_staleness": 0} == {
-            **own,
-            "max_staleness": 0,
-        }
+        alike = all(terms[name] == own[name] for name in ("order", "sampling"))
+        # Earlier versions could also train on groups over the bound.
+        return alike and terms["max_staleness"] <= self.max_staleness and terms.get("at_bound", "wait") == "wait"
 
     def describe_bound(self) -> list[str]:
         """Return sentences on the guaranteed bound."""
@@ -112,12 +107,10 @@ class AsyncRolloutsConfig(PromptSourceConfig):
             fewer = "as few as it needs" if self.depth == "auto" else f"at most {self.depth}"
             ahead += f" While the trainer is busy, {fewer} (depth: {self.depth})."
         updates = "1 update" if bound == 1 else f"{bound} updates"
-        kept = (
-            "groups are trained on before they get older, and none is dropped"
-            if self.at_bound == "wait"
-            else "older tokens of overtaken groups get no loss"
-        )
-        return [f"No token is trained on that is more than {updates} old: {kept}. {ahead}"]
+        return [
+            f"No token is trained on that is more than {updates} old: groups are trained on before they get older, and "
+            f"none is dropped. {ahead}"
+        ]
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         yield from super().problems(run)
@@ -143,55 +136,19 @@ class AsyncRolloutsConfig(PromptSourceConfig):
                 f"{self.publish_every - 1} updates old, over max_staleness: {self.max_staleness}. Set publish_every to "
                 f"at most {self.max_staleness + 1}, or raise max_staleness to {self.publish_every - 1}.",
             )
-        if self.at_bound == "mask" and self.order == "fifo":
+        if not isinstance(self.depth, str) and not self.prompts_per_step <= self.depth <= most:
             yield Problem(
-                "at_bound",
-                "is mask, but with order: fifo no token can get over the bound. Set order: window, or remove at_bound.",
+                "depth",
+                f"is {self.depth}, but from prompts_per_step, {self.prompts_per_step}, to {most} groups may be ahead "
+                "of training. Change it, or set depth: auto.",
             )
-        yield from self._depth_problems(most)
         yield from self._off_policy_problems(run)
-        yield from self._colocation_problems()
         engines = self.engine.num_engines
         if engines > self.groups_at_once * self.samples_per_prompt:
             yield Problem(
                 "engine.engines",
                 f"is {engines}, but only {self.groups_at_once} groups of {self.samples_per_prompt} attempts are under "
-                "way at a time, so some engines would never have work. Lower it, or raise max_concurrent_groups.",
-            )
-
-    def _depth_problems(self, most: int) -> Iterable[Problem]:
-        if isinstance(self.depth, str):
-            return
-        least = self.prompts_per_step
-        if self.depth < least:
-            yield Problem(
-                "depth",
-                f"is {self.depth}, but a step takes prompts_per_step: {least} groups, which would never be there. "
-                f"Raise it to {least}, or set depth: auto.",
-            )
-        if self.depth > most:
-            yield Problem(
-                "depth",
-                f"is {self.depth}, but with max_staleness: {self.max_staleness} and prompts_per_step: {least} no more "
-                f"than {most} groups may be ahead of training. Lower it to {most}, or set depth: full.",
-            )
-
-    def _colocation_problems(self) -> Iterable[Problem]:
-        if not self.engine.is_colocated:
-            return
-        instead = "or placement: local, with devices for engines alone"
-        if self.max_staleness > 1:
-            yield Problem(
-                "max_staleness",
-                f"is {self.max_staleness}, but with engine.placement: colocated engines and trainer take turns, so "
-                f"that older weights save no time. Set it to 0, to 1 for responses that a step need not wait for, "
-                f"{instead}.",
-            )
-        if self.publish_every > 1:
-            yield Problem(
-                "publish_every",
-                f"is {self.publish_every}, but with engine.placement: colocated engines get the weights whenever it "
-                f"is their turn. Set it to 1, {instead}.",
+                "way at a time. Lower it, or raise max_concurrent_groups.",
             )
 
     def _off_policy_problems(self, run: RunConfig) -> Iterable[Problem]:

@@ -1,4 +1,4 @@
-"""Measure how old the tokens of a batch are, and mask those over the bound.
+"""Measure how old the tokens of a batch are.
 
 A token's staleness is the number of updates between the weights it came from and those it is trained on.
 """
@@ -6,44 +6,21 @@ A token's staleness is the number of updates between the weights it came from an
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
+from spurline_rl.flat_turns import FlatTurns
 
 from spurline.errors import PluginError
-from spurline_rl.trajectory import FlatTurns, Group, Turn, turns_of, with_turns
+from spurline_rl.trajectory import Group
 
 
-def mask_over_age(groups: Sequence[Group], updates: int, max_staleness: int) -> tuple[Sequence[Group], int]:
-    """Return the groups with no loss on tokens older than the bound, and the number of trained tokens that lost it.
+def staleness_metrics(groups: Sequence[Group], updates: int, max_staleness: int) -> dict[str, float]:
+    """Return `staleness/mean`, `/max` and `/tokens_D`, the trained tokens D updates old.
 
-    `updates` are those in the weights that will be trained on these groups.
+    `updates` are those in the weights that are trained on these groups. Asserts that no trained token is over the
+    bound.
     """
-    oldest = updates - max_staleness
-    found = [_mask_older(group, oldest) for group in groups]
-    return [group for group, _ in found], sum(masked for _, masked in found)
-
-
-def _mask_older(group: Group, oldest: int) -> tuple[Group, int]:
-    versions, counts = _trained_versions(group)
-    masked = int(counts[versions < oldest].sum())
-    if not masked:
-        return group, 0
-    kept: list[Turn] = []
-    for turn in turns_of([group]):
-        assert turn.versions is not None, "a block without versions has counted them"
-        over_age = (turn.loss_mask != 0) & (turn.versions < oldest)
-        kept.append(replace(turn, loss_mask=np.where(over_age, 0, turn.loss_mask)) if over_age.any() else turn)
-    return with_turns([group], kept)[0], masked
-
-
-def staleness_metrics(groups: Sequence[Group], updates: int, max_staleness: int, masked: int) -> dict[str, float]:
-    """Return `staleness/mean`, `/max`, `/tokens_D` (trained tokens D updates old) and `/masked_tokens`.
-
-    Asserts that no trained token is over the bound.
-    """
-    found = [_trained_versions(group) for group in groups]
+    found = [_checked(group).trained_versions for group in groups]
     ages = updates - np.concatenate([np.empty(0, np.int64), *(versions for versions, _ in found)])
     of_each = np.concatenate([np.empty(0, np.int64), *(counts for _, counts in found)])
     counts = np.bincount(ages, of_each, max_staleness + 1).astype(np.int64)
@@ -52,7 +29,6 @@ def staleness_metrics(groups: Sequence[Group], updates: int, max_staleness: int,
     return {
         "staleness/mean": float(counts @ np.arange(len(counts)) / total) if total else 0.0,
         "staleness/max": float(np.flatnonzero(counts).max(initial=0)),
-        "staleness/masked_tokens": float(masked),
         **{f"staleness/tokens_{age}": float(count) for age, count in enumerate(counts)},
     }
 
@@ -61,10 +37,6 @@ def version_range(group: Group) -> tuple[int, int]:
     """Return the oldest and the newest version of weights from which tokens of this group came."""
     versions = _checked(group).columns["versions"]
     return int(versions.min()), int(versions.max())
-
-
-def _trained_versions(group: Group) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    return _checked(group).trained_versions
 
 
 def _checked(group: Group) -> FlatTurns:

@@ -1,8 +1,8 @@
-"""Publish weights bucket by bucket: the base of all transports, and the one within a process.
+"""Publish weights bucket by bucket: the base of all transports, and the transport within a process.
 
 Place on the way: the backend, on a thread -> buckets, one at a time -> every engine at once. A transport has two sides:
-the sync, here, tells the engines; its maker makes the buckets where the weights are, in this process or in a rank of
-the backend.
+its sync tells the engines, and its maker makes the buckets where the weights are, in this process or in a rank of the
+backend.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class BucketSync(ABC):
         self, version: int, backend: Backend, engines: Sequence[TakesWeights], part: PublishedPart
     ) -> int:
         """Return the bytes that every engine has taken. A lost bucket is sent again, to the engines that are left."""
-        # Adapters are small: they are sent as they are, and rounded with what is computed of them.
+        # Adapters are small, and sent in their own dtype.
         dtypes = {engine.weights_dtype for engine in engines} if part == "model" else set()
         dtype = dtypes.pop() if len(dtypes) == 1 else None
         progress = _Progress()
@@ -165,7 +165,7 @@ class BucketSync(ABC):
                 watch.cancel()
 
     async def _watch(self, engines: Sequence[TakesWeights]) -> None:
-        """Tell the transport of engines that end, before others have waited long for them."""
+        """Tell the transport of engines that end, so that others do not wait long for them."""
         while True:
             await asyncio.sleep(_LOOK_S)
             self.note_receivers(_receivers(engines))
@@ -202,7 +202,7 @@ class BucketSync(ABC):
         names = _receivers(engines)
         self.waits_for = f"{listing(names) if names else f'{len(engines)} engine(s)'} {what}"
         answers = await asyncio.gather(*map(command.apply, engines), return_exceptions=True)
-        # One that was lost may be sent again; nothing else may happen then.
+        # A lost bucket is sent again only if nothing else went wrong.
         for answer in sorted(filter(None, answers), key=lambda answer: isinstance(answer, BucketLostError)):
             raise answer
 

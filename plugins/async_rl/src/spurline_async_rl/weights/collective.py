@@ -1,8 +1,8 @@
 """Weight sync `collective`: one broadcast per bucket, to the workers of engines on any machine.
 
 Place on the way: weights where the backend has them -> one packed buffer -> a broadcast in a group of the sender and
-all workers, gloo from CPUs and NCCL from GPUs -> the same buffer in each worker -> its model. The group lives as long
-as the engines in it: with others, and after a failure, a new one is made, and what was lost is sent again.
+all workers, gloo from CPUs and NCCL from GPUs -> the same buffer in each worker -> its model. For other engines, and
+after a failure, a new group is made, and a lost bucket is sent again.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 _MEETING, _NUMBER, _FAILED = "meeting", "number", "failed"
 """Keys of a bucket's `where`: the group, and (version, number) of the bucket; or why the last bucket was lost."""
 _DEFAULT_LIMIT_S = 60.0
-"""Seconds of an exchange, where neither the settings nor the engine's own limit say another number."""
+"""Seconds of an exchange by default."""
 _JOIN_AND_SEND = 2.5
-"""Limits of an exchange within which a group has been joined and a bucket sent, or one of the two has failed. Only a
-call that does not return, such as one of NCCL's to a process that has died, takes longer."""
+"""Limits of an exchange in which joining and sending end or fail. Only a call that does not return takes longer, such
+as one of NCCL's to a process that has died."""
 _FAR_AWAY = "192.0.2.1"
-"""An address that nobody has (RFC 5737): the way there leads over the network that others are reached by."""
+"""An address that nobody has (RFC 5737); the way there shows the network that reaches other machines."""
 
 
 class CollectiveSync(MakerSync):
@@ -71,7 +71,7 @@ class CollectiveSync(MakerSync):
         if self._store is None:
             self._store = self._open_store()
         self._receivers = dict(receivers)
-        # Used once: of two runs that share nothing but a server, too.
+        # Unique also among runs that share a server.
         name = f"{os.getpid()}-{self._store.port}-{next(self._numbers)}"
         self._meeting = Meeting(self._host, self._store.port, name, self._receivers, self._device, self._limit_s)
 
@@ -88,16 +88,16 @@ class CollectiveSync(MakerSync):
             raise BucketLostError(bucket.where[_FAILED])
 
     def close(self) -> None:
-        # A maker that still sends would be waited for.
+        # Closing would wait for a maker that still sends.
         self._give_up("no more weights are sent")
         super().close()
         self._meeting = None
         self._store = None
 
     def _give_up(self, why: str) -> None:
-        """Have nobody wait any longer for another member of the last meeting's groups."""
+        """End the waits of all members of the last meeting's groups."""
         if self._meeting is not None and self._store is not None:
-            # Should this fail, they wait until their limit.
+            # If this fails, they wait until their limit.
             with suppress(Exception):
                 self._meeting.end(self._store, why)
 
@@ -114,13 +114,13 @@ class CollectiveSync(MakerSync):
 
 
 class BroadcastMaker:
-    """A `BucketMaker`. Failures of the network are told with the next bucket; raised here, they would end the training.
+    """A `BucketMaker`. It tells a network failure with the next bucket, as an error here would end the training.
 
     `meeting` comes from `Meeting.to_plain`. Each sender has a group of its own.
     """
 
     def __init__(self, meeting: Mapping[str, Any], sender: int = 0, senders: int = 1) -> None:
-        # The name differs from that of an earlier maker for the same meeting, whose group is gone.
+        # Unique also among makers for the same meeting.
         self._meeting = replace(Meeting(**meeting), group=f"{sender}.{secrets.token_hex(4)}")
         self._group: ExchangeGroup | None = None
         self._work: SimpleQueue[tuple[Future[None], Tensor] | None] | None = None
@@ -129,7 +129,7 @@ class BroadcastMaker:
         self._buffer: Tensor | None = None
 
     def make(self, version: int, number: int, weights: Iterable[tuple[str, Tensor]]) -> WeightBucket:
-        # These are brought together while the last bucket is on its way; its buffer is used again.
+        # Weights are gathered while the last bucket is on its way; then its buffer is used again.
         held = list(weights)
         if (failure := self._failure()) is not None:
             return WeightBucket(CollectiveSync.transport, (), {_FAILED: failure})
@@ -146,7 +146,7 @@ class BroadcastMaker:
         return WeightBucket(CollectiveSync.transport, places, where)
 
     def taken(self) -> None:
-        # What failed is told by those who did not get it, or with the next bucket.
+        # The receivers tell a failure, or the next bucket does.
         if self._sent is not None and self._failure() is None:
             self._sent = None
         self._buffer = None
@@ -158,7 +158,7 @@ class BroadcastMaker:
             self._work = None
 
     def _failure(self) -> str | None:
-        """Wait until the last bucket has been sent, within a time limit. Return why it was not, if it was not."""
+        """Wait for the end of the last send, within a time limit. Return its failure, if it failed."""
         if self._sent is None:
             return None
         limit_s = _JOIN_AND_SEND * self._meeting.limit_s
@@ -169,7 +169,7 @@ class BroadcastMaker:
         return None if error is None else f"{error}"
 
     def _send(self, buffer: Tensor) -> Future[None]:
-        """Send it on a thread that the interpreter does not wait for."""
+        """Send the buffer on a thread that the interpreter does not wait for."""
         if self._work is None:
             self._work = SimpleQueue()
             device = buffer.device if buffer.is_cuda else None
@@ -201,10 +201,7 @@ class BroadcastMaker:
 
 
 class BroadcastReader:
-    """Takes part in broadcasts, in a worker of an engine.
-
-    worker: its number within its engine. device: where it takes weights that come by NCCL.
-    """
+    """Takes part in broadcasts, in one worker of an engine, which takes weights of NCCL on `device`."""
 
     def __init__(self, worker: int = 0, device: torch.device | None = None) -> None:
         self._worker, self._device = worker, device
@@ -238,15 +235,15 @@ class BroadcastReader:
             self._groups.pop(meeting.group)
             raise
         if where[_NUMBER] == self._last:
-            # Another engine did not get it.
+            # It is sent again because another engine did not get it.
             return []
         self._last = where[_NUMBER]
         return unpack(buffer, bucket.places)
 
     def end_update(self) -> None:
-        """Free the memory, and forget what came; groups stay.
+        """Free the memory, and forget the last bucket; groups stay.
 
-        Called before an update too, as a run may have ended within the last one.
+        Called before an update too, as a run may have ended during its last one.
         """
         self._buffer = None
         self._last = ()
@@ -259,7 +256,7 @@ class BroadcastReader:
 
     def _group_of(self, meeting: Meeting, receiver: str) -> ExchangeGroup:
         if meeting.name != self._meeting:
-            # Those of the same senders with other engines.
+            # Leave the groups of the same senders with other engines.
             self.close()
             self._meeting = meeting.name
         if meeting.group not in self._groups:

@@ -1,8 +1,8 @@
-"""A process group of its own for one sender of weights and the workers of engines, on CPUs and GPUs alike.
+"""Make a process group for one sender of weights and the workers of engines, on CPUs and GPUs alike.
 
-It is made beside any other group of the processes, over a TCP store that the controller keeps: with NCCL if the
-sender's weights are on GPUs, else with gloo. A member that notices a failure says so in the store, where all others
-look while they wait: neither library tells them reliably.
+It exists beside other groups of the processes, over a TCP store of the controller: with NCCL if the sender's weights
+are on GPUs, else with gloo. A member that notices a failure writes it into the store, where all others look while they
+wait, as neither library tells them reliably.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from spurline.errors import BucketLostError, listing
 
 _POLL_S = 0.001
 _LOOK_S = 0.1
-"""Between two looks at the store."""
+"""Seconds between two looks at the store."""
 _HERE, _GOT, _FAILED = "here", "got", "failed"
-"""Keys of the store, the first two by rank: who has come, how many broadcasts each has got; and what has failed."""
+"""Keys of the store: by rank, whether it has come and how many broadcasts it has got; and the failure."""
 _SLOWER = {"cpu": 1.5, "cuda": 10}
-"""Factors of the time limits inside torch, which are to pass after ours: that of NCCL ends the whole process, and a
-gloo group is gone only when its last exchange has ended."""
+"""Factors of torch's own time limits, which must end after ours: NCCL's ends the whole process, and a gloo group is
+freed only when its last exchange has ended."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Meeting:
         return asdict(self)
 
     def end(self, store: Any, why: str) -> None:
-        """Have all groups of the meeting fail for this reason, unless one has failed already."""
+        """Make all groups of the meeting fail for this reason, unless one has failed already."""
         keys = PrefixStore(self.name, store)
         if not keys.check([_FAILED]):
             keys.set(_FAILED, why)
@@ -88,7 +88,7 @@ class Meeting:
 
 
 class ExchangeGroup:
-    """One process's membership. Raises BucketLostError, naming the missing, if the group is not made in time."""
+    """The membership of one process. Raises BucketLostError, naming the missing, if the group is not made in time."""
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self._meeting, self._rank = meeting, rank
@@ -117,7 +117,7 @@ class ExchangeGroup:
             self._broadcast(buffer)
             self._keys.set(f"{_GOT}/{self._rank}", str(self._count))
         except Exception as error:  # noqa: BLE001 - raised as another
-            # Without its frames, which would keep the exchange and its group.
+            # Raised below, as the frames of this error would keep the exchange and its group.
             lost = self._lost(f"{'did not get' if self._rank else 'lost'} a bucket of weights", error)
         else:
             return
@@ -154,7 +154,6 @@ class ExchangeGroup:
             torch.cuda.synchronize(buffer.device)
 
     def _wait_for_all(self) -> None:
-        """Within the limit, or name who is missing."""
         limit_s = self._meeting.limit_s
         began = time.monotonic()
         while missing := [rank for rank in range(self._meeting.world) if not self._keys.check([f"{_HERE}/{rank}"])]:
@@ -166,17 +165,17 @@ class ExchangeGroup:
         self._check()
 
     def _check(self) -> None:
-        """Raise what another member, or the controller, has said."""
+        """Raise the failure that another member, or the controller, has written."""
         if self._common.check([_FAILED]):
             raise _LateError(self._common.get(_FAILED).decode())
 
     def _lost(self, what: str, error: Exception) -> BucketLostError:
-        """Return the error to raise here, and tell the others."""
+        """Return the error to raise, and write it for the others."""
         kind = "" if isinstance(error, _LateError) else f"{type(error).__name__}: "
         said = str(error).partition("\n")[0]
         text = f"{self._meeting.name_of(self._rank)} {what}: {kind}{said}".rstrip(".")
         with suppress(Exception):
-            # The store may be what is lost, and then nobody waits for long.
+            # If the store is lost, nobody waits for long.
             if self._common is not None and not self._common.check([_FAILED]):
                 text += self._who_is_behind()
                 self._common.set(_FAILED, text)
@@ -193,16 +192,16 @@ class ExchangeGroup:
 
 
 class _LateError(Exception):
-    """An error whose text says everything."""
+    """An error whose text needs no name of its class."""
 
 
 _LEFT: list[tuple[Any, Any]] = []
-"""gloo groups that were left, with what is under way in them, which ends by a limit of its own. Letting go of one
-before would wait for that, and no other thread would run meanwhile."""
+"""gloo groups that were left, with their last exchange, which ends by a limit of its own. Freeing a group before would
+wait for that and stop all other threads."""
 
 
 def _keep_left() -> None:
-    """Have nobody wait for those at the end of the process."""
+    """Keep them at the end of the process, so that nobody waits for them."""
     for group, _ in _LEFT:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
@@ -218,7 +217,7 @@ def _make(store: Any, rank: int, meeting: Meeting) -> Any:
         return dist.ProcessGroupNCCL(store, rank, meeting.world, options)
     options: Any = cast("Any", dist.ProcessGroupGloo)._Options()
     options._timeout = limit
-    # Of several networks, the one over which the store is reached.
+    # Use the network over which the store is reached.
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address_towards(meeting.host))]
     options._threads = 1
     return dist.ProcessGroupGloo(store, rank, meeting.world, options)
