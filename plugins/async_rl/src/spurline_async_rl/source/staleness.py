@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from spurline_rl.flat_turns import FlatTurns
 
 from spurline.errors import PluginError
-from spurline_rl.trajectory import Group
+from spurline_rl.trajectory import FlatTurns, Group
 
 
 def staleness_metrics(groups: Sequence[Group], updates: int, max_staleness: int) -> dict[str, float]:
