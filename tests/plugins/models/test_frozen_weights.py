@@ -10,6 +10,7 @@ import torch
 from backend_batches import lay_out, local_backend, make_samples, run_config, write_model_folder
 from held_weights import OBJECTIVE, adapted, round_files, train, write_fp32_files
 from model_families import FAMILIES, tiny_model
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from spurline.config.run_config import ModelConfig
@@ -126,6 +127,21 @@ def test_a_quantized_weight_takes_the_bytes_that_are_said_and_each_value_is_a_co
         assert torch.equal(held.values(dtype), expected.to(dtype))
     # Half the widest step between two codes, and what rounding a scale adds.
     assert ((expected - values).abs() <= 0.17 * values.abs().max()).all()
+
+
+def test_an_export_reads_files_of_the_decoder_alone(files: Path, tmp_path: Path) -> None:
+    """Such files, as GPT-2 has on the hub, lack the prefix that the model has."""
+    (path,) = files.glob("*.safetensors")
+    weights = {name.removeprefix("model."): value for name, value in load_file(path).items()}
+    save_file(weights, path, metadata={"format": "pt"})
+    backend = adapted(files)
+    train(backend, range(1))
+    backend.save(tmp_path / "saved")
+    run = run_config(files, model=ModelConfig(path=str(files)), backend=backend._config)
+    read = dict(read_weights(run, tmp_path / "saved", {}).tensors)
+    expected = dict(backend.named_weights())
+    assert read.keys() == expected.keys()
+    assert all(torch.equal(read[name], value.float()) for name, value in expected.items())
 
 
 def test_a_model_without_linear_layers_is_not_held_wide_in_silence() -> None:

@@ -39,7 +39,7 @@ class LoraConfig(Section):
     """Scale the update by alpha / sqrt(rank) (Kalajdzievski 2023, arXiv:2312.03732), for high ranks."""
     base_dtype: Annotated[Literal["auto", "fp32", "bf16", "nf4"], OnResume.FREE] = "auto"
     """Dtype of the frozen weights. `auto`: that of their files, which changes no value; `bf16` rounds weights
-    of fp32 files, and takes half the memory; `fp32` saves widening them where computing is in fp32; `nf4` quantizes
+    of fp32 files, and takes half the memory; `fp32` avoids widening them in fp32 runs; `nf4` quantizes
     linear layers to 4 bits with scales that are quantized too (QLoRA, Dettmers et al. 2023, arXiv:2305.14314), and
     needs `pip install spurline-models[qlora]`."""
 

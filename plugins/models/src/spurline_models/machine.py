@@ -28,7 +28,7 @@ class Finding:
 
 
 def num_gpus() -> int:
-    """Return how many GPUs of this machine CUDA_VISIBLE_DEVICES leaves to this process, 0 without a driver."""
+    """Return how many GPUs of this machine CUDA_VISIBLE_DEVICES leaves to this process; 0 without a driver."""
     return len(visible_gpus())
 
 
@@ -60,7 +60,7 @@ def memory_bytes() -> int:
 
 @cache
 def this_machine() -> str:
-    """Return a name that two processes share if they run on one machine and in one container, if in any."""
+    """Return a name that is the same for two processes on one machine and in one container."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot}-{Path('/proc/self/ns/pid').stat().st_ino}"
 

@@ -31,7 +31,7 @@ _OWN_ATTENTION = "eager"
 """The reference attention, which every model has and which implements all it asks for."""
 _LENGTHS = (4, 6, 6, 11)
 CHUNK_TOKENS = 8
-"""Positions of a chunk of logits in the probe, which has more of them."""
+"""Positions in a chunk of logits; the probe has several chunks."""
 TOLERANCE = 3e-4
 """Allowed difference of logits in standard deviations of the logits; fp32 kernels differ by some 1e-6 to 1e-5."""
 HALF_PRECISION_TOLERANCE = 0.1

@@ -42,11 +42,11 @@ class SavedTensors:
         where: The folder, for errors.
         layout: The tensors by their names in the model, on device `meta`.
         read: Gives one of them, on CPU.
-        frozen_weights: Digest of the weights that are not there, which are frozen.
-        frozen_dtype: Dtype that the backend counts frozen weights in.
-        rounded_to: Dtype whose values frozen weights have; None for that of their files.
-        is_quantized: Whether the frozen weights of linear layers were quantized then.
-        narrow: Names of the weights that have the values of bf16 whatever `rounded_to` is.
+        frozen_weights: Digest of the frozen weights, which are not there.
+        frozen_dtype: Dtype of frozen weights in digests.
+        rounded_to: Dtype that frozen weights were rounded to; None if their files were not rounded.
+        is_quantized: Whether the frozen weights of linear layers were quantized.
+        narrow: Names of the weights that were rounded to bf16 whatever `rounded_to` is.
     """
 
     where: Path
@@ -161,7 +161,7 @@ class _OriginalWeights:
         for path in paths:
             file = self._files.enter_context(safe_open(path, "pt"))
             for key in file.keys():  # noqa: SIM118
-                self._slices.setdefault(layer_of(key).rpartition("layers.")[2], {})[key] = file.get_slice(key)
+                self._slices.setdefault(_number_of(key), {})[key] = file.get_slice(key)
         if not paths:
             self._weights = load_model(model, device_profile("cpu"), seed).state_dict()
 
@@ -173,8 +173,7 @@ class _OriginalWeights:
 
     def read(self, name: str, shape: torch.Size) -> Tensor:
         """Return a weight of this shape on CPU. Raises CheckpointError if there is none."""
-        # Files may have another prefix than the model.
-        layer = layer_of(name).rpartition("layers.")[2]
+        layer = _number_of(name)
         if self._slices and self._layer != layer:
             self._weights.clear()
             self._layer = layer
@@ -188,3 +187,8 @@ class _OriginalWeights:
             )
         rounded_to = torch.bfloat16 if name in self._saved.narrow else self._saved.rounded_to
         return found.to(rounded_to).to(self._saved.frozen_dtype)
+
+
+def _number_of(name: str) -> str:
+    """Return the number of a weight's layer; files may have another prefix than the model."""
+    return layer_of(name).rstrip(".").rpartition(".")[2]

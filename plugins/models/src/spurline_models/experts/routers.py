@@ -143,7 +143,7 @@ def _tensors(outputs: Any) -> Iterator[Tensor]:
 
 @dataclass
 class RouterTest:
-    """Tests on routers, each time one runs, what replay takes for granted.
+    """Tests each router when it runs: its own choice must give the same results, and other experts must get weights.
 
     `failed` has by a router's class what it does instead; `tried` counts routers that have run.
     """

@@ -60,7 +60,7 @@ class LocalBackendConfig(ModelBackendConfig):
     """Recompute activations in the backward pass: less memory, about a third more time."""
     offload_activations: Annotated[bool, OnResume.FREE] = False
     """Keep what the backward pass needs of the decoder's layers in the memory of the host; with
-    activation_checkpointing only the inputs of layers, which are then all there is. For a GPU."""
+    activation_checkpointing only the inputs of layers. For a GPU."""
     compile: Annotated[bool, OnResume.TO_ROUNDING] = False
     """Run each decoder layer through torch.compile."""
     kernels: Annotated[Kernels, OnResume.TO_ROUNDING] = "auto"

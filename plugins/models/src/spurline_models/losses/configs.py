@@ -25,8 +25,10 @@ class DynamicFineTuningConfig(LossConfig):
 
 
 class LossEvaluationConfig(EvaluationConfig):
-    """Mean negative log-likelihood of held-out samples, in nats per token, with the metrics of the loss that trains;
-    of a run that trains on pairs, the mean of its loss."""
+    """Mean negative log-likelihood of held-out samples, in nats per token, with the metrics of the training loss.
+
+    A run that trains on pairs reports the mean of its loss.
+    """
 
     needs_token_loss = True
 

@@ -44,7 +44,7 @@ class DynamicFineTuning:
         return -inputs.logprobs.detach().exp() * inputs.logprobs
 
     def metrics(self, inputs: TokenLossInputs) -> Mapping[str, Tensor]:
-        """The plain cross-entropy, to compare with other runs, and the factor p."""
+        """Return the plain cross-entropy, to compare with other runs, and the factor p."""
         return {"dft/cross_entropy": -inputs.logprobs, "dft/probability": inputs.logprobs.exp()}
 
     def describe(self) -> str:

@@ -28,7 +28,7 @@ class MasterParameters:
     Args:
         parameters: The model's trained parameters by name.
         profile: The device and dtype of the model.
-        masters: The fp32 values of narrow parameters, which are taken out of it; None if there are none.
+        masters: The fp32 values of narrow parameters, which are taken out of it; if None, only narrow values are kept.
         on_host: Whether the optimizer steps in the memory of the host.
         apart: Whether the optimizer may step on some parameters at a time.
         seed: Seed of stochastic rounding.

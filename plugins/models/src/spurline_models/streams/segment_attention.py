@@ -45,7 +45,7 @@ _observers: list[list[int | None]] = []
 
 @contextmanager
 def observed_windows() -> Iterator[list[int | None]]:
-    """Collect the sliding window of every attention call made meanwhile, None for full attention."""
+    """Collect the sliding window of every attention call in the context, None for full attention."""
     windows: list[int | None] = []
     _observers.append(windows)
     try:
@@ -69,7 +69,7 @@ def segment_attention(
     segment_plan: SegmentPlan | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend in the form transformers calls it: query [B, H, T, D], key and value [B, K, T, D] -> [B, T, H, D].
+    """Attend as transformers calls it: query [B, H, T, D], key and value [B, K, T, D] -> [B, T, H, D].
 
     B is 1 for a stream; a batch of rows is the stream of all its rows.
     """

@@ -37,17 +37,17 @@ SHAPES: Mapping[str, tuple[int, ...]] = {
 class OptimizerContract:
     """Subclass with `make_config(**settings)` and `make_optimizer(config, named_parameters)`.
 
-    learning_rate: one at which thirty steps bring float32 weights nearer to a target at a distance of about 1.
+    learning_rate: brings float32 weights nearer to a target at a distance of about 1 in thirty steps.
     """
 
     learning_rate = 1e-2
 
     def make_config(self, **settings: Any) -> OptimizerConfig:
-        """Your config with these settings of `OptimizerConfig`."""
+        """Return your config with these settings of `OptimizerConfig`."""
         raise NotImplementedError("subclass OptimizerContract with make_config(self, **settings)")
 
     def make_optimizer(self, config: Any, named_parameters: Mapping[str, Parameter]) -> Optimizer:
-        """Your optimizer."""
+        """Return your optimizer."""
         raise NotImplementedError("subclass OptimizerContract with make_optimizer(self, config, named_parameters)")
 
     def test_steps_lead_to_lower_loss_and_move_every_parameter(self) -> None:
@@ -205,7 +205,7 @@ class ScheduleContract:
     """Subclass with `make_schedule(**settings)`, where settings are those of `ScheduleConfig`."""
 
     def make_schedule(self, **settings: Any) -> Schedule:
-        """Your schedule."""
+        """Return your schedule."""
         raise NotImplementedError("subclass ScheduleContract with make_schedule(self, **settings)")
 
     def test_factors_are_shares_of_the_peak_and_not_all_zero(self) -> None:
@@ -236,7 +236,7 @@ class ScheduleContract:
 
 @contextmanager
 def _one_rank() -> Iterator[DeviceMesh]:
-    """A group of this process alone, on which torch treats parameters as those of many ranks."""
+    """Open a group of this process alone, on which torch treats parameters as sharded."""
     with TemporaryDirectory() as folder:
         distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
         try:
@@ -251,7 +251,7 @@ def _parameters(seed: int = 0) -> dict[str, Parameter]:
 
 
 def _set_gradients(parameters: Mapping[str, Parameter]) -> float:
-    """Gradients of half the squared distance to a target; returns that distance."""
+    """Set gradients of half the squared distance to a target, and return that distance."""
     total = 0.0
     for (name, parameter), target in zip(parameters.items(), _parameters(seed=1).values(), strict=True):
         difference = parameter.detach() - target.detach()

@@ -55,7 +55,7 @@ class SourceContract:
     refuses_other_data: ClassVar[bool] = True
 
     def rows(self, word: str = "say") -> list[dict[str, Any]]:
-        """Rows of a JSONL file that it reads; another word makes other rows."""
+        """Return rows of a JSONL file that the source reads; another word makes other rows."""
         return [
             {
                 "messages": [
@@ -67,14 +67,14 @@ class SourceContract:
         ]
 
     def data(self, folder: Path, word: str = "say") -> dict[str, Any]:
-        """The config's `data:` section, over files written to the folder; another word makes other rows."""
+        """Return the config's `data:` section, over files written to the folder; another word makes other rows."""
         path = folder / "rows.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in self.rows(word)), encoding="utf-8")
         return {"train": str(path), "max_length": 128}
 
     @pytest.fixture
     def config(self, spurline_tiny_model: Path, tmp_path: Path) -> Config:
-        """The config of a run of STEPS steps."""
+        """Return the config of a run of STEPS steps."""
         assert self.source_settings, "set source_settings, the config's source: section"
         return {
             "plugins": list(self.plugins),
@@ -92,7 +92,7 @@ class SourceContract:
 
     @pytest.fixture
     def train(self, config: Config) -> Train:
-        """Trains with changed top-level settings; records what came to the update."""
+        """Train with changed top-level settings, and record the batches of updates."""
 
         def run(**changes: Any) -> Recorded:
             loaded, recorder = load_config(config | changes), _Recorder()
