@@ -98,9 +98,3 @@ def test_a_pattern_that_freezes_nothing_or_everything_is_refused(
         frozen(folder, *freeze)
     with pytest.raises(ConfigError, match=message):
         check_trainable(run_config(folder, model=model_of(folder, *freeze)))
-
-
-def test_the_second_name_of_a_tied_weight_is_said_to_be_one(tmp_path: Path) -> None:
-    folder = write_model_folder(tmp_path / "tied", tie_word_embeddings=True)
-    with pytest.raises(ConfigError, match=r"lm_head\.weight is another name of a tied weight"):
-        frozen(folder, "lm_head*")

@@ -13,7 +13,6 @@ from model_families import FAMILIES, tiny_model
 
 from spurline.config.run_config import DataConfig
 from spurline.protocols.loss import Objective
-from spurline_models import generation
 from spurline_models.generation import generate_greedily
 from spurline_models.losses.configs import CrossEntropyConfig
 from spurline_models.losses.cross_entropy import CrossEntropy
@@ -63,13 +62,6 @@ def test_generation_stops_after_the_end_of_sequence_token(tmp_path: Path) -> Non
     for response, unbounded in zip(responses, free, strict=True):
         end = unbounded.index(stop) + 1 if stop in unbounded else len(unbounded)
         assert response == unbounded[:end]
-
-
-def test_batches_change_neither_order_nor_result(tmp_path: Path, monkeypatch: Any) -> None:
-    backend = excite(local_backend(write_model_folder(tmp_path / "model")))
-    together = backend.generate(PROMPTS, max_new_tokens=6)
-    monkeypatch.setattr(generation, "_TOKENS_PER_BATCH", 20)
-    assert backend.generate(PROMPTS, max_new_tokens=6) == together
 
 
 def test_generation_leaves_training_as_it_was(tmp_path: Path) -> None:

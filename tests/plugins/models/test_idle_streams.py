@@ -17,7 +17,6 @@ from spurline.protocols.loss import Objective, TokenLossInputs
 from spurline_models.accumulate import (
     SumsPart,
     accumulate_gradients,
-    describe_failure,
     evaluation_sums,
     logprobs_of,
 )
@@ -124,19 +123,6 @@ def test_evaluation_and_logprobs_of_ranks_are_those_of_one_process(backend: Loca
     assert got.metrics == pytest.approx(dict(wanted.metrics), rel=1e-5)
     logprobs = [logprobs_of(model, share_streams(s, (), PROFILE), s.batch, 0.7, PROFILE) for s in dealing.shares]
     torch.testing.assert_close(dealing.gather(logprobs), backend.logprobs(batch, temperature=0.7), rtol=1e-5, atol=1e-5)
-
-
-def test_rows_whose_loss_is_not_finite_are_named_by_their_numbers_in_the_mini_batch(backend: LocalBackend) -> None:
-    batch = batch_of()
-    broken = batch.with_tokens(advantages=torch.where(torch.arange(7).unsqueeze(1) == 2, math.nan, 1.0).expand(7, 14))
-    model, parts = model_of(backend), []
-    for share in shares_of(broken, 3):
-        streams = share_streams(share, COLUMNS, PROFILE)
-        parts.append(accumulate_gradients(model, streams, Objective(LOSS, 1.0), PROFILE).fetch()[0])
-    model.causal.zero_grad()
-    joined = SumsPart.join(parts)
-    assert joined.broken_rows == (2,)
-    assert "Samples: sample-2." in describe_failure("policy", 1, broken, joined, joined.loss, math.nan)
 
 
 def test_extremes_of_ranks_join_and_a_broken_one_stays_visible() -> None:

@@ -12,15 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from backend_batches import excite, lay_out, local_backend, make_samples, run_config, write_model_folder
+from backend_batches import excite, lay_out, local_backend, make_samples, write_model_folder
 from every_run import SOAK
 from transformers.models.qwen3 import modeling_qwen3
 
 from spurline.errors import ConfigError, ModelError
 from spurline.protocols.loss import Objective
-from spurline_fsdp_backend.configs import FsdpBackendConfig
 from spurline_models.computing import own_code
-from spurline_models.local.configs import LocalBackendConfig
 from spurline_models.losses.configs import CrossEntropyConfig
 from spurline_models.losses.cross_entropy import CrossEntropy
 
@@ -151,12 +149,6 @@ def test_kernels_that_are_asked_for_and_do_not_fit_are_refused(
         local_backend(folder, kernels="liger", **settings)
     # Nobody asked for them by name.
     assert "kernels" not in local_backend(write_model_folder(tmp_path / "other"), kernels="auto", **settings).facts()
-
-
-def test_kernels_are_refused_on_a_cpu(model: Path) -> None:
-    for config in (LocalBackendConfig, FsdpBackendConfig):
-        with pytest.raises(ConfigError, match=r"run on a GPU\. Set device: cuda, or set kernels: auto"):
-            config(device="cpu", kernels="liger").check_model(run_config(model))
 
 
 @pytest.mark.slow

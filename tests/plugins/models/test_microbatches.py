@@ -43,12 +43,6 @@ def test_rows_of_one_unit_stay_together_wherever_they_stand() -> None:
     assert [rows.tolist() for rows in groups] == [[0, 2], [1, 3, 4]]
 
 
-def test_a_microbatch_keeps_the_row_order_when_units_alternate() -> None:
-    batch = lay_out(make_samples([4, 4, 4, 4]), unit_ids=[0, 1, 0, 1])
-    groups = cut_rows(batch, LocalBackendConfig(max_tokens_per_microbatch=100))
-    assert [rows.tolist() for rows in groups] == [[0, 1, 2, 3]]
-
-
 def test_a_stream_of_all_rows_in_another_order_keeps_each_token_in_its_own_segment() -> None:
     samples = make_samples([5, 9, 7, 12])
     stream = token_stream(lay_out(samples), np.array([0, 2, 1, 3]), [], PROFILE)

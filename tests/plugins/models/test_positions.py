@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from backend_batches import local_backend, write_model_folder
-from transformers import BloomConfig, FalconConfig, Gemma3TextConfig, GPT2Config, LlamaConfig, PretrainedConfig
+from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig, PretrainedConfig
 
 from spurline.config.run_config import ModelConfig
 from spurline_models.streams.positions import position_limit
@@ -59,11 +59,6 @@ def test_a_learned_table_ends_where_it_ends() -> None:
     limit = position_limit(GPT2Config(n_positions=1024))
     assert limit is not None
     assert (limit.tokens, limit.extends) == (1024, False)
-
-
-@pytest.mark.parametrize("config", [BloomConfig(), FalconConfig(alibi=True)], ids=["bloom", "falcon"])
-def test_distances_in_place_of_positions_have_no_limit(config: PretrainedConfig) -> None:
-    assert position_limit(config) is None
 
 
 def test_an_engine_that_borrows_the_model_keeps_its_scaled_limit(tmp_path: Path) -> None:

@@ -121,12 +121,6 @@ def test_weights_of_another_shape_are_named_with_both_shapes(folder: Path, capsy
     assert capsys.readouterr().err == "", "transformers prints no table besides"
 
 
-def test_weights_that_the_files_lack_are_no_random_ones(folder: Path) -> None:
-    change_config(folder, num_hidden_layers=3, layer_types=["full_attention"] * 3)
-    with pytest.raises(ModelError, match=r"lack 11 weights .* stay random: model\.layers\.2\.input_layernorm\.weight"):
-        load(folder)
-
-
 def test_weights_without_a_place_are_told_and_left_out(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     change_config(folder, num_hidden_layers=1, layer_types=["full_attention"])
     load(folder)

@@ -12,11 +12,9 @@ from backend_batches import lay_out, local_backend, make_samples, run_config, wr
 
 from spurline.config.run_config import CheckpointConfig
 from spurline.digests import digest_file
-from spurline.errors import RunFailedError
 from spurline.protocols.loss import Objective
 from spurline_models.configs import LoraConfig
 from spurline_models.local.backend import LocalBackend
-from spurline_models.local.checkpoint import HostCopies
 from spurline_models.local.configs import LocalBackendConfig
 from spurline_models.losses.configs import CrossEntropyConfig
 from spurline_models.losses.cross_entropy import CrossEntropy
@@ -89,18 +87,6 @@ def test_the_estimate_counts_the_copy_to_the_last_percent(tmp_path: Path, with_c
             # Its optimizer keeps nothing before its first step.
             assert found == pytest.approx(copied * 6 / 4, rel=0.05)
         assert estimate.host == 0
-
-
-def test_a_copy_that_does_not_fit_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    backend = local_backend(write_model_folder(tmp_path / "model"))
-
-    def full(*_: object, **__: object) -> torch.Tensor:
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-
-    copies = HostCopies(backend._profile)
-    monkeypatch.setattr(torch, "empty", full)
-    with pytest.raises(RunFailedError, match=r"copy of w .*checkpoint\.async: false"):
-        copies.take("model", {"w": torch.zeros(3)})
 
 
 @pytest.mark.parametrize(
