@@ -1,4 +1,4 @@
-"""`spurline doctor` with real ranks and no model: every group of the grid exchanges, and stages send to each other."""
+"""`spurline doctor` with real ranks and no model: every group of the grid exchanges."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from spurline_megatron_backend.doctor import groups_of
 from spurline_megatron_backend.grid import Grid
 from spurline_models.machine import Finding
 from spurline_ranks import doctor
-from spurline_ranks.doctor import ALL_TO_ALL, NEXT, REDUCE
 
 
 def found(tmp_path: Path, **backend: Any) -> dict[str, Finding]:
@@ -49,26 +48,9 @@ def test_ranks_meet_in_every_group_of_the_grid_and_leave_nothing_behind(
     assert findings["ranks"].value.startswith("4 met each other in ")
     assert "megatron-core 0.16" in findings["versions of the ranks"].value
     assert findings["layers"].value.startswith("of megatron-core 0.16")
-    exchanges = [what for what in findings if " of 64 MB, " in what]
-    assert exchanges == [
-        "all-reduce of 64 MB, all ranks",
-        "all-to-all of 64 MB, all ranks",
-        "all-reduce of 64 MB, ranks that divide layers",
-        "all-to-all of 64 MB, ranks that divide layers",
-        "sending to the next of 64 MB, stages of the pipeline",
-    ]
-    assert all(findings[what].value.endswith("GB/s from each rank") for what in exchanges)
+    for group in ("all ranks", "ranks that divide layers", "stages of the pipeline"):
+        assert findings[f"all-reduce of 64 MB, {group}"].value.endswith("GB/s from each rank")
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-def test_ranks_meet_in_the_groups_of_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "EXCHANGED_BYTES", 2**20)
-    findings = found(tmp_path, ranks=4, context=2, expert=2)
-    assert [finding for finding in findings.values() if finding.fix] == []
-    for group in ("ranks that share sequences", "ranks that divide the experts", "ranks that hold the same experts"):
-        assert f"all-to-all of 64 MB, {group}" in findings
 
 
 SIZE = st.sampled_from([1, 2])
@@ -81,10 +63,10 @@ def test_groups_of_a_kind_have_every_rank_once_and_are_as_large_as_their_setting
     ranks = tensor * pipeline * context * data * expert * expert_tensor
     grid = Grid(ranks, tensor, pipeline, 1, context, expert, expert_tensor)
     groups = groups_of(grid)
-    for members, _ in groups.values():
+    for members in groups.values():
         assert sorted(rank for group in members for rank in group) == list(range(ranks))
         assert len({len(group) for group in members}) == 1
-    sizes = {name: len(members[0]) for name, (members, _) in groups.items()}
+    sizes = {name: len(members[0]) for name, members in groups.items()}
     expected = {
         "ranks that divide layers": tensor,
         "ranks that share sequences": context,
@@ -98,4 +80,3 @@ def test_groups_of_a_kind_have_every_rank_once_and_are_as_large_as_their_setting
             "ranks that hold the same experts": grid.expert_data,
         }
     assert sizes == {name: size for name, size in expected.items() if size > 1}
-    assert all(kinds == ((NEXT,) if "stages" in name else (REDUCE, ALL_TO_ALL)) for name, (_, kinds) in groups.items())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,12 +18,10 @@ from spurline.protocols.loss import Objective
 from spurline_megatron_backend.architecture import Architecture, read_architecture
 from spurline_megatron_backend.configs import MegatronBackendConfig
 from spurline_megatron_backend.grid import Grid
-from spurline_megatron_backend.memory import Kept, estimate_fullest, kept_values, layout_of, microbatches_in_flight
+from spurline_megatron_backend.memory import held_values, kept_values, microbatches_in_flight
 from spurline_megatron_backend.parts import held_parameters
-from spurline_megatron_backend.workload import Layout, Stages, Step, Values
 from spurline_models.architecture import load_model_config
 from spurline_models.dealing import deal
-from spurline_models.optimizers.configs import AdamWConfig
 from spurline_ranks.launch import open_ranks
 from spurline_ranks.messages import plain_objective, plain_run
 from spurline_rl.testing.backend_runs import backend_run
@@ -46,8 +43,6 @@ QWEN_235B = Architecture(
     experts_per_token=8,
     expert_ffn=1536,
 )
-BF16 = Kept(2, 4096, AdamWConfig())
-RECOMPUTE = st.sampled_from(["none", "selective", "full"])
 
 
 @st.composite
@@ -86,86 +81,39 @@ def models_on_grids(draw: st.DrawFn) -> tuple[Architecture, Grid, bool]:
 @given(models_on_grids())
 def test_every_rank_holds_what_its_stage_is_said_to_hold(case: tuple[Architecture, Grid, bool]) -> None:
     architecture, grid, critic = case
-    stages = Stages(architecture, grid, critic)
     for rank in range(grid.ranks):
         place = grid.place(rank)
-        held = [
-            parameter
-            for part in held_parameters(architecture, grid, place, critic=critic)
-            for parameter in part.values()
-        ]
+        parts = held_parameters(architecture, grid, place, critic=critic)
+        held = [parameter for part in parts for parameter in part.values()]
         experts = sum(math.prod(parameter.shape) for parameter in held if parameter.is_expert)
         others = sum(math.prod(parameter.shape) for parameter in held if not parameter.is_expert)
-        assert stages.values(place.pipeline) == Values(others, experts)
+        assert held_values(architecture, grid, place.pipeline, critic=critic) == (experts, others)
 
 
 @pytest.mark.parametrize(("architecture", "billions"), [(LLAMA_70B, 70.55), (QWEN_235B, 235.09)], ids=["70b", "235b"])
 def test_one_rank_holds_as_many_parameters_as_the_model_is_published_with(
     architecture: Architecture, billions: float
 ) -> None:
-    assert Stages(architecture, Grid(1)).values(0).all / 1e9 == pytest.approx(billions, abs=0.01)
-
-
-@given(models_on_grids(), RECOMPUTE, st.integers(1, 40))
-def test_more_data_parallel_ranks_never_need_more_memory(
-    case: tuple[Architecture, Grid, bool], recompute: Any, rows: int
-) -> None:
-    architecture, grid, _ = case
-    step = Step(64, 64 * rows)
-
-    def total(ranks: int) -> int:
-        return estimate_fullest(architecture, Layout(replace(grid, ranks=ranks), 64, recompute), step, BF16).peak
-
-    assert total(2 * grid.ranks) <= total(grid.ranks)
-
-
-@given(models_on_grids(), st.integers(1, 40), st.sampled_from([64, 128, None]))
-def test_recomputing_more_never_needs_more_memory_and_neither_do_smaller_micro_batches(
-    case: tuple[Architecture, Grid, bool], rows: int, microbatch: int | None
-) -> None:
-    architecture, grid, _ = case
-    # Of a single layer that is recomputed whole there is its input in addition.
-    architecture = replace(architecture, num_layers=grid.pipeline * grid.virtual_stages * 4)
-    # Whole rows for every rank: two micro-batches of one row cannot be less than one of one and a half.
-    step = Step(64, 64 * rows * grid.data)
-
-    def total(bound: int | None, recompute: Any) -> int:
-        return estimate_fullest(architecture, Layout(grid, bound, recompute), step, BF16).peak
-
-    none, selective, full = (total(microbatch, recompute) for recompute in ("none", "selective", "full"))
-    assert full <= selective <= none
-    if grid.virtual_stages == 1:
-        assert total(64, "none") <= none
-
-
-def test_experts_that_are_replayed_lie_beside_a_step_and_busy_experts_keep_more() -> None:
-    layout, step = Layout(Grid(8, expert=8), 4096), Step(4096, 8 * 8192)
-    without = estimate_fullest(QWEN_235B, layout, step, BF16).parts
-    replayed = estimate_fullest(QWEN_235B, layout, step, replace(BF16, replays_experts=True)).parts
-    assert replayed.pop("routed experts") == 2 * 8192 * 94 * 8 * 2
-    assert replayed == without
-    whole = estimate_fullest(QWEN_235B, Layout(Grid(8), 4096), step, BF16).parts
-    copies = 8 * (4096 + 3 * 1536) * 94 * 4096 * 2
-    assert without["activations"] - whole["activations"] == pytest.approx(0.2 * copies, rel=1e-6)
+    assert sum(held_values(architecture, Grid(1), 0)) / 1e9 == pytest.approx(billions, abs=0.01)
 
 
 def test_stages_keep_fewer_micro_batches_the_nearer_they_are_to_the_last() -> None:
-    layout = Layout(Grid(4, pipeline=4))
-    assert [microbatches_in_flight(layout, stage, 16) for stage in range(4)] == [4, 3, 2, 1]
-    assert [microbatches_in_flight(layout, stage, 2) for stage in range(4)] == [2, 2, 2, 1]
+    grid = Grid(4, pipeline=4)
+    assert [microbatches_in_flight(grid, stage, 16) for stage in range(4)] == [4, 3, 2, 1]
+    assert [microbatches_in_flight(grid, stage, 2) for stage in range(4)] == [2, 2, 2, 1]
 
 
 @pytest.mark.parametrize(("pipeline", "virtual"), [(2, 2), (4, 5), (8, 3)])
 def test_interleaved_stages_keep_what_korthikanti_says_and_megatron_does(pipeline: int, virtual: int) -> None:
     from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
 
-    layout = Layout(Grid(pipeline, pipeline=pipeline, virtual_stages=virtual))
+    grid = Grid(pipeline, pipeline=pipeline, virtual_stages=virtual)
     for stage in range(pipeline):
         warmup = get_pp_rank_microbatches(
             8 * pipeline, virtual, pipeline, p2p_communicator=cast(Any, _Stage(pipeline, stage, virtual))
         )[2]
-        assert microbatches_in_flight(layout, stage, 8 * pipeline) == (warmup + 1) / virtual
-    assert microbatches_in_flight(layout, 0, 8 * pipeline) == pytest.approx(
+        assert microbatches_in_flight(grid, stage, 8 * pipeline) == (warmup + 1) / virtual
+    assert microbatches_in_flight(grid, 0, 8 * pipeline) == pytest.approx(
         pipeline * (1 + (pipeline - 1) / (pipeline * virtual))
     )
 
@@ -192,7 +140,10 @@ def test_a_layer_keeps_what_korthikanti_counts_but_for_the_gate_and_dropout() ->
     # matrix reads, 16 of the feed-forward layer's activation, 2 of dropout. Here results are that matrix's very input,
     # turned queries and keys are kept beside the projection, and a gate makes five tensors of two.
     norms_and_inputs, attention, gated = 8, 6 + 4 + 2, 3 * 4 * 2
-    assert 2 * kept_values(gpt, Layout(Grid(1))) == (norms_and_inputs + attention + gated) * 64
+    assert (
+        2 * kept_values(MegatronBackendConfig(ranks=1, device="cpu"), gpt)
+        == (norms_and_inputs + attention + gated) * 64
+    )
 
 
 def measured(loaded: LoadedConfig, call: str, lengths: Sequence[int]) -> list[Any]:
@@ -262,13 +213,14 @@ def test_a_layer_keeps_for_its_backward_pass_what_a_plan_says(
         answers = measured(loaded, "kept", [128] * (tokens // 128 * data))
         # Experts get more or fewer tokens than their share: together the ranks compute all of them.
         kept.append(sum(answers) / len(answers))
-    layout = layout_of(cast(MegatronBackendConfig, loaded.config.backend))
-    of_layer = (kept[1] - kept[0]) / 2 / (tokens / layout.grid.context) / 4
+    config = cast(MegatronBackendConfig, loaded.config.backend)
+    of_layer = (kept[1] - kept[0]) / 2 / (tokens / config.context) / 4
     architecture = read_architecture(load_model_config(loaded.config.model))
-    if layout.recompute == "full":
+    if config.recompute == "full":
         assert of_layer == pytest.approx(architecture.hidden, rel=0.01)
         return
     # On CPU a norm is no kernel of its own, and keeps its result without the weight too.
     heads = architecture.heads + architecture.key_value_heads if architecture.qk_norm else 0
-    unfused = 2 * architecture.hidden / layout.sequence_share + heads * architecture.head_dim / layout.grid.tensor
-    assert kept_values(architecture, layout) + unfused == pytest.approx(of_layer, rel=0.02)
+    share = config.tensor if config.divides_tokens else 1
+    unfused = 2 * architecture.hidden / share + heads * architecture.head_dim / config.tensor
+    assert kept_values(config, architecture) + unfused == pytest.approx(of_layer, rel=0.02)

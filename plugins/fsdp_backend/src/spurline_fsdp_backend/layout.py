@@ -5,20 +5,27 @@ Reads the config of the model, no weights.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from spurline.config.run_config import RunConfig
 from spurline.errors import ConfigError, Problem
 from spurline_models.architecture import load_model_config, num_experts
-from spurline_ranks.layout import counted, describe_lack_of_gpus, describe_ranks, divisors, ranks_of_machine
+from spurline_ranks.layout import (
+    counted,
+    describe_lack_of_gpus,
+    describe_ranks,
+    divisors,
+    more_ranks,
+    ranks_of_machine,
+    smaller_microbatches,
+)
 
 if TYPE_CHECKING:
     from spurline_fsdp_backend.configs import FsdpBackendConfig
 
 
-def describe_layout(config: FsdpBackendConfig) -> Iterator[str]:
+def describe_layout(config: FsdpBackendConfig, run: RunConfig) -> Iterator[str]:
     """Yield sentences on ranks, machines and groups."""
     ranks, local = config.num_ranks, ranks_of_machine(config)
     yield from describe_ranks(config, _product(config))
@@ -98,11 +105,7 @@ def savings(config: FsdpBackendConfig, run: RunConfig, row_length: int, tokens: 
         yield {"offload_activations": True}
     if config.lora is not None and config.lora.base_dtype != "bf16":
         yield {"lora.base_dtype": "bf16"}
-    share = -(-tokens // config.layout().data)
-    bound = min(share, config.max_tokens_per_microbatch or share)
-    while bound > row_length:
-        bound = max(row_length, bound // 2)
-        yield {"max_tokens_per_microbatch": bound}
+    yield from smaller_microbatches(config, row_length, tokens)
     heads, local = _heads(load_model_config(run.model).get_text_config()) or 1, ranks_of_machine(config)
     for context in divisors(heads):
         # Only within a machine.
@@ -112,7 +115,5 @@ def savings(config: FsdpBackendConfig, run: RunConfig, row_length: int, tokens: 
         yield {"replicas": 1}
     if not config.cpu_offload and config.on == "cuda":
         yield {"cpu_offload": True}
-    most = math.inf if config.gpus is None else len(config.gpus)
-    for ranks in (config.num_ranks * factor for factor in (2, 4, 8)):
-        if ranks <= most:
-            yield {"cpu_offload": config.cpu_offload, "ranks": ranks}
+    # The memory of more ranks makes that of the host unnecessary again.
+    yield from ({"cpu_offload": config.cpu_offload, **change} for change in more_ranks(config))

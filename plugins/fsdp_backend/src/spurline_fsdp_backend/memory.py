@@ -93,32 +93,6 @@ def _gathered_values(config: FsdpBackendConfig, shapes: Shapes) -> int:
     return root + sum(sorted(layers)[-2:] if config.reshard_after_forward else layers)
 
 
-def sent_bytes(config: FsdpBackendConfig, run: RunConfig) -> int:
-    """Return the bytes of weights and gradients that a rank sends for one micro-batch.
-
-    Weights are gathered as they are computed with, those of layers again for the backward pass. The gradients of all
-    are summed in fp32, within a copy of the model and then over the copies. Tokens that travel are not counted.
-    """
-    shapes = model_shapes(run.model, config.lora)
-    computed, times = COMPUTED_BYTES[config.computes_in], 2 if config.reshard_after_forward else 1
-    root, *layers = _groups(shapes, {**shapes.frozen, **shapes.trained})
-    sent = computed * _passed_on(config, root)
-    sent += sum(times * computed * _passed_on(config, layer) for layer in layers)
-    sent += 4 * _passed_on(config, shapes.trained)
-    copies = config.replicas
-    return int(sent + 2 * (copies - 1) / copies * 4 * num_values(_local(config, shapes.trained)))
-
-
-def _passed_on(config: FsdpBackendConfig, parts: ShapeByName) -> float:
-    """Count the values that a rank sends so that all who share these tensors have them whole."""
-    ranks = config.num_ranks // config.replicas
-    total = 0.0
-    for shape in _gathered(config, parts).values():
-        sharing = ranks // config.expert if _holds_experts(shape) else ranks
-        total += (sharing - 1) / sharing * math.prod(shape)
-    return total
-
-
 def _groups(shapes: Shapes, parts: ShapeByName) -> list[ShapeByName]:
     """Return the parameters that are gathered together: the root's, then those of each layer."""
     layers: dict[str, dict[str, tuple[int, ...]]] = {f"{name}.": {} for name in shapes.blocks}

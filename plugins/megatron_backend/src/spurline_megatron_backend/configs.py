@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Annotated, ClassVar, Literal
@@ -105,12 +105,6 @@ class MegatronBackendConfig(RankBackendConfig):
         if self.launch != "ray" and self.missing_here() is None and not has_megatron_core():
             raise ConfigError.at("backend.name", f"is {self.name}, which needs megatron-core. {INSTALL_CORE}")
         super().check_model(run)
-
-    def describe_layout(self, run: RunConfig) -> Sequence[str]:
-        return list(self._part("layout:describe_layout")(self, run))
-
-    def suggested_layouts(self, run: RunConfig, row_length: int, tokens: int, usable_bytes: int) -> Iterable[str]:
-        return self._part("layout:suggested_layouts")(self, run, row_length, tokens, usable_bytes)
 
     @property
     def rank_variables(self) -> Mapping[str, str]:

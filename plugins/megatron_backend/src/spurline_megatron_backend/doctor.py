@@ -1,7 +1,4 @@
-"""Find with the ranks of a run, for `spurline doctor`: every group of the grid, and what Megatron-core has here.
-
-The ranks are started without a model by `spurline_ranks.doctor`; a `MegatronDoctorRank` answers in each of them.
-"""
+"""Look for Megatron-core, and open the groups of its grid in real ranks without a model, for `spurline doctor`."""
 
 from __future__ import annotations
 
@@ -12,12 +9,13 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from spurline.config.run_config import RunConfig
 from spurline_megatron_backend.configs import INSTALL_CORE, has_megatron_core
 from spurline_megatron_backend.grid import Grid, Place
 from spurline_models.machine import Finding
-from spurline_ranks.doctor import ALL_TO_ALL, NEXT, REDUCE, DoctorRank, Group, examine
+from spurline_ranks.doctor import DoctorRank, examine
 from spurline_ranks.group import Place as RankPlace
 
 if TYPE_CHECKING:
@@ -26,26 +24,22 @@ if TYPE_CHECKING:
 Coordinates = Callable[[Place], tuple[int, ...]]
 """Coordinates that all ranks of a group have in common."""
 
-_JOINT = (REDUCE, ALL_TO_ALL)
-
-_GROUPS: Mapping[str, tuple[Coordinates, Sequence[str]]] = {
-    "ranks that divide layers": (lambda at: (at.pipeline, at.data, at.context), _JOINT),
-    "ranks that share sequences": (lambda at: (at.pipeline, at.data, at.tensor), _JOINT),
-    "ranks that hold the same weights": (lambda at: (at.pipeline, at.tensor), _JOINT),
-    "stages of the pipeline": (lambda at: (at.tensor, at.context, at.data), (NEXT,)),
+_GROUPS: Mapping[str, Coordinates] = {
+    "ranks that divide layers": lambda at: (at.pipeline, at.data, at.context),
+    "ranks that share sequences": lambda at: (at.pipeline, at.data, at.tensor),
+    "ranks that hold the same weights": lambda at: (at.pipeline, at.tensor),
+    "stages of the pipeline": lambda at: (at.tensor, at.context, at.data),
 }
-
-_OF_EXPERTS: Mapping[str, tuple[Coordinates, Sequence[str]]] = {
-    "ranks that divide the experts": (lambda at: (at.pipeline, at.expert_data, at.expert_tensor), _JOINT),
-    "ranks that divide each expert": (lambda at: (at.pipeline, at.expert_data, at.expert), _JOINT),
-    "ranks that hold the same experts": (lambda at: (at.pipeline, at.expert, at.expert_tensor), _JOINT),
+_OF_EXPERTS: Mapping[str, Coordinates] = {
+    "ranks that divide the experts": lambda at: (at.pipeline, at.expert_data, at.expert_tensor),
+    "ranks that divide each expert": lambda at: (at.pipeline, at.expert_data, at.expert),
+    "ranks that hold the same experts": lambda at: (at.pipeline, at.expert, at.expert_tensor),
 }
 
 
 def doctor(config: MegatronBackendConfig, run: RunConfig) -> Iterator[Finding]:
     """Start the ranks and yield what they find; see `RankBackendConfig.doctor`."""
     if has_megatron_core():
-        # A fact, and no fault: it is not needed, and not used where it is there.
         engine = "is installed here, and is not used" if find_spec("transformer_engine") else "is not here, nor needed"
         yield Finding("layers", f"of megatron-core {_version()}, in torch; TransformerEngine {engine}")
     else:
@@ -68,17 +62,17 @@ class MegatronDoctorRank(DoctorRank):
 
     libraries: ClassVar[tuple[str, ...]] = (*DoctorRank.libraries, "megatron-core")
 
-    def groups(self, config: Any, place: RankPlace) -> Mapping[str, Group]:
-        # The config counts GPUs where it is not told how many ranks there are, and a rank sees one.
+    def groups(self, config: Any, place: RankPlace) -> Mapping[str, ProcessGroup | None]:
+        # Without `ranks` the config counts GPUs, and a rank sees one.
         grid = replace(config.grid, ranks=place.world)
-        return {name: (_own_group(members, place.rank), kinds) for name, (members, kinds) in groups_of(grid).items()}
+        return {name: _own_group(members, place.rank) for name, members in groups_of(grid).items()}
 
 
-def groups_of(grid: Grid) -> dict[str, tuple[list[list[int]], Sequence[str]]]:
-    """Return the groups of more than one rank: by what they do, the ranks of each and their kinds of exchange."""
+def groups_of(grid: Grid) -> dict[str, list[list[int]]]:
+    """Return the groups of more than one rank, by what they do."""
     wanted = {**_GROUPS, **(_OF_EXPERTS if grid.expert > 1 or grid.expert_tensor > 1 else {})}
-    found = {name: (_members(grid, common), kinds) for name, (common, kinds) in wanted.items()}
-    return {name: (members, kinds) for name, (members, kinds) in found.items() if len(members[0]) > 1}
+    found = {name: _members(grid, common) for name, common in wanted.items()}
+    return {name: members for name, members in found.items() if len(members[0]) > 1}
 
 
 def _members(grid: Grid, common: Coordinates) -> list[list[int]]:
@@ -88,7 +82,7 @@ def _members(grid: Grid, common: Coordinates) -> list[list[int]]:
     return list(groups.values())
 
 
-def _own_group(members: Sequence[list[int]], rank: int) -> dist.ProcessGroup:
-    """A collective: all ranks open all groups."""
+def _own_group(members: Sequence[list[int]], rank: int) -> ProcessGroup:
+    """Open all groups, and return the rank's own. A collective."""
     opened = [(dist.new_group(ranks), ranks) for ranks in members]
-    return next(cast(dist.ProcessGroup, group) for group, ranks in opened if rank in ranks)
+    return next(cast(ProcessGroup, group) for group, ranks in opened if rank in ranks)

@@ -1,5 +1,4 @@
-"""How the ranks divide the work: groups in words, models that they cannot divide, settings that need less memory, and
-other layouts that fit.
+"""How the ranks divide the work: groups in words, models that they cannot divide, and settings that need less memory.
 
 Reads the config of the model, no weights.
 """
@@ -18,33 +17,42 @@ from spurline.errors import ConfigError, Problem
 from spurline.protocols.optimizer import OptimizerConfig
 from spurline_megatron_backend.architecture import Architecture, read_architecture
 from spurline_megatron_backend.grid import Grid
-from spurline_megatron_backend.layout_search import RANKS_OF_MACHINE, Candidate, evaluate, find_layouts
-from spurline_megatron_backend.memory import kept_of, layout_of
+from spurline_megatron_backend.memory import has_reference
 from spurline_megatron_backend.parts import held_parameters
-from spurline_megatron_backend.workload import Layout, Stages, Step
 from spurline_models.architecture import load_model_config
 from spurline_models.optimizers.groups import settings_of
-from spurline_ranks.layout import counted, describe_lack_of_gpus, describe_ranks, divisors, ranks_of_machine
+from spurline_ranks.layout import (
+    counted,
+    describe_lack_of_gpus,
+    describe_ranks,
+    divisors,
+    more_ranks,
+    ranks_of_machine,
+    smaller_microbatches,
+)
 
 if TYPE_CHECKING:
     from spurline_megatron_backend.configs import MegatronBackendConfig
 
-SHOWN = 5
-"""Layouts that a plan names."""
+_RANKS_OF_MACHINE = 8
+"""Devices of one machine, if nothing tells: of a DGX or HGX."""
 
 
 def describe_layout(config: MegatronBackendConfig, run: RunConfig) -> Iterator[str]:
     """Yield sentences on ranks, machines and groups."""
     grid, local = config.grid, ranks_of_machine(config)
-    layout = layout_of(config)
     yield from describe_ranks(config, _product(grid))
     if grid.tensor > 1:
-        tokens = ", and between them the tokens" if layout.sequence_parallel else ""
+        tokens = ", and between them the tokens" if config.divides_tokens else ""
         yield f"{grid.tensor} neighbouring ranks divide each matrix{tokens}"
     if grid.context > 1:
         yield f"{grid.context} ranks share each sequence"
     if grid.pipeline > 1:
-        yield from _pipeline_words(Stages(read_architecture(load_model_config(run.model)), grid))
+        layers = read_architecture(load_model_config(run.model)).num_layers
+        counts = sorted({sum(map(len, grid.layers(layers, stage))) for stage in range(grid.pipeline)})
+        each = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+        turns = f", in {grid.virtual_stages} parts that take turns" if grid.virtual_stages > 1 else ""
+        yield f"{grid.pipeline} stages of {each} layers each{turns}"
     if grid.expert > 1:
         yield f"{grid.expert} ranks divide the experts of each layer; {grid.expert_data} have the same ones"
     if grid.expert_tensor > 1:
@@ -57,14 +65,6 @@ def describe_layout(config: MegatronBackendConfig, run: RunConfig) -> Iterator[s
             if ranks > 1 and (stride * ranks > local or local % (stride * ranks)):
                 yield f"groups of {name} lie across machines, as each has {local} ranks: slow"
     yield from describe_lack_of_gpus(config)
-
-
-def _pipeline_words(stages: Stages) -> Iterator[str]:
-    grid = stages.grid
-    counts = sorted({sum(parts) for parts in stages.layers})
-    layers = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    turns = f", in {grid.virtual_stages} parts that take turns" if grid.virtual_stages > 1 else ""
-    yield f"{grid.pipeline} stages of {layers} layers each{turns}"
 
 
 def _product(grid: Grid) -> str:
@@ -167,29 +167,21 @@ def _fitting(key: str, number: int, ranks: int) -> str:
 
 
 def savings(config: MegatronBackendConfig, run: RunConfig, row_length: int, tokens: int) -> Iterator[Mapping[str, Any]]:
-    """Settings that need less memory, the cheapest in time first: see `ModelBackendConfig.savings`."""
+    """Yield settings that need less memory, the cheapest in time first."""
     if config.recompute == "none":
         yield {"recompute": "selective"}
-    share = math.ceil(tokens / config.grid.data)
-    bound = min(share, config.max_tokens_per_microbatch or share)
-    while bound > row_length:
-        bound = max(row_length, bound // 2)
-        yield {"max_tokens_per_microbatch": bound}
-    if config.reference == "device" and kept_of(config, run).reference is not None:
+    yield from smaller_microbatches(config, row_length, tokens)
+    if config.reference == "device" and has_reference(run):
         yield {"reference": "host"}
     if config.recompute != "full":
         yield {"recompute": "full"}
-    architecture = read_architecture(load_model_config(run.model))
-    yield from _finer_grids(config, architecture)
-    most = math.inf if config.gpus is None else len(config.gpus)
-    for ranks in (config.num_ranks * factor for factor in (2, 4, 8)):
-        if ranks <= most:
-            yield {"ranks": ranks}
+    yield from _finer_grids(config, read_architecture(load_model_config(run.model)))
+    yield from more_ranks(config)
 
 
 def _finer_grids(config: MegatronBackendConfig, a: Architecture) -> Iterator[Mapping[str, Any]]:
     """More ranks for each copy of the model, of those that there are."""
-    grid, local = config.grid, ranks_of_machine(config) or RANKS_OF_MACHINE
+    grid, local = config.grid, ranks_of_machine(config) or _RANKS_OF_MACHINE
     expert, tensor = grid.expert, grid.tensor
     experts = math.gcd(a.num_experts, grid.ranks_of_stage // grid.expert_tensor) if a.num_experts else 1
     for size in divisors(experts):
@@ -207,48 +199,3 @@ def _finer_grids(config: MegatronBackendConfig, a: Architecture) -> Iterator[Map
         fits = grid.ranks // size % (grid.expert_tensor * expert) == 0
         if grid.pipeline < size <= a.num_layers // grid.virtual_stages and fits:
             yield {"pipeline": size}
-
-
-def suggested_layouts(
-    config: MegatronBackendConfig, run: RunConfig, row_length: int, tokens: int, usable_bytes: int
-) -> Iterator[str]:
-    """Yield lines on how the ranks could be divided otherwise. See `RankBackendConfig.suggested_layouts`."""
-    architecture = read_architecture(load_model_config(run.model))
-    step, kept = Step(row_length, tokens), kept_of(config, run)
-    local = ranks_of_machine(config) or RANKS_OF_MACHINE
-    own = evaluate(architecture, layout_of(config), step, kept)
-    fits = "fits" if own.memory.peak <= usable_bytes else f"does not fit: {_most(own)}"
-    yield f"this run: {_words(own)}; {fits}"
-    fitting, smallest = find_layouts(architecture, config.num_ranks, step, kept, usable_bytes, local)
-    for candidate in fitting[:SHOWN]:
-        yield f"{_settings(config, candidate.layout)}: {_words(candidate)}"
-    if not fitting:
-        yield (
-            f"none fits. {_settings(config, smallest.layout)} needs least: {_gib(smallest.memory.peak)} of "
-            f"{_gib(usable_bytes)}; {_most(smallest)}. Take more ranks, or devices with more memory"
-        )
-
-
-def _most(candidate: Candidate) -> str:
-    name, size = max(candidate.memory.parts.items(), key=lambda part: part[1])
-    return f"most of it is {name}, {_gib(size)}"
-
-
-def _words(candidate: Candidate) -> str:
-    idle = f", {candidate.idle:.0%} of a step waiting for other stages" if candidate.idle else ""
-    return f"{_gib(candidate.memory.peak)}, a rank sends {_gib(candidate.sent)} a step{idle}"
-
-
-def _settings(config: MegatronBackendConfig, layout: Layout) -> str:
-    """Return what to set for this layout: sizes above 1, and all that the config now has otherwise."""
-    keys = ("tensor", "pipeline", "virtual_stages", "context", "expert", "expert_tensor")
-    values: dict[str, Any] = {key: getattr(layout.grid, key) for key in keys}
-    values = {key: size for key, size in values.items() if size > 1 or getattr(config, key) > 1}
-    if config.sequence_parallel is not None and config.sequence_parallel != layout.sequence_parallel:
-        values["sequence_parallel"] = "null"
-    values |= {"max_tokens_per_microbatch": layout.microbatch, "recompute": layout.recompute}
-    return " ".join(f"--set backend.{key}={value}" for key, value in values.items())
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:,.1f} GiB"

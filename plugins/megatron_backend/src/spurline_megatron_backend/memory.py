@@ -8,14 +8,15 @@ shared keys and attention that materializes no scores; times the micro-batches t
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from spurline.config.run_config import RunConfig
 from spurline.protocols.optimizer import OptimizerConfig
 from spurline_megatron_backend.architecture import Architecture, read_architecture
-from spurline_megatron_backend.parts import padded_vocabulary
-from spurline_megatron_backend.workload import Layout, Stages, Step, Values
+from spurline_megatron_backend.grid import Grid
+from spurline_megatron_backend.parts import held_parameters, padded_vocabulary
 from spurline_models.architecture import load_model_config
 from spurline_models.backend_config import MemoryEstimate
 from spurline_models.memory import COMPUTED_BYTES
@@ -24,180 +25,148 @@ from spurline_ranks.layout import ranks_of_machine
 if TYPE_CHECKING:
     from spurline_megatron_backend.configs import MegatronBackendConfig
 
-MAIN_BYTES = 4
+_MAIN_BYTES = 4
 """Bytes of the copy of a weight that the optimizer changes, and of a summed gradient."""
-
-
-@dataclass(frozen=True)
-class Kept:
-    """The settings of what is in memory beside one trained model.
-
-    Attributes:
-        computed_bytes: Bytes of a weight and of what is computed with it.
-        logits_chunk_tokens: Positions whose logits exist at the same time.
-        optimizer: Settings of the policy's optimizer.
-        critic: Settings of the critic's optimizer, if there is one.
-        reference: Where the reference's weights lie, if there is one: `device` or `host`.
-        replays_experts: Whether batches say which experts compute a token.
-    """
-
-    computed_bytes: int
-    logits_chunk_tokens: int
-    optimizer: OptimizerConfig
-    critic: OptimizerConfig | None = None
-    reference: str | None = None
-    replays_experts: bool = False
 
 
 def estimate_memory(config: MegatronBackendConfig, run: RunConfig, row_length: int, tokens: int) -> MemoryEstimate:
     """Estimate a step of so many tokens on the fullest rank. Raises ModelError, ConfigError."""
     architecture = read_architecture(load_model_config(run.model))
-    kept, local = kept_of(config, run), ranks_of_machine(config)
-    found = estimate_fullest(architecture, layout_of(config), Step(row_length, tokens), kept)
-    if kept.reference != "host" or local is None:
+    stages = [_of_stage(config, run, architecture, stage, row_length, tokens) for stage in range(config.pipeline)]
+    found = max(stages, key=lambda estimate: estimate.peak)
+    local = ranks_of_machine(config)
+    if config.reference != "host" or not has_reference(run) or local is None:
         return found
-    stages = Stages(architecture, config.grid)
-    weights = kept.computed_bytes * max(stages.values(stage).all for stage in range(config.grid.pipeline))
-    return replace(found, host=local * weights)
+    return replace(found, host=local * max(estimate.kept["weights"] for estimate in stages))
 
 
-def layout_of(config: MegatronBackendConfig) -> Layout:
-    """Return the layout that the settings ask for."""
-    return Layout(config.grid, config.max_tokens_per_microbatch, config.recompute, config.divides_tokens)
+def has_reference(run: RunConfig) -> bool:
+    """Return whether the ranks hold a reference model."""
+    return run.loss.uses_reference or run.source.facts.uses_reference
 
 
-def kept_of(config: MegatronBackendConfig, run: RunConfig) -> Kept:
-    """Return what the run keeps beside the policy."""
-    has_reference = run.loss.uses_reference or run.source.facts.uses_reference
-    return Kept(
-        COMPUTED_BYTES[config.computes_in],
-        config.logits_chunk_tokens,
-        run.optimizer,
-        None if run.trained_critic is None else run.trained_critic.optimizer,
-        config.reference if has_reference else None,
-        run.source.facts.replays_experts,
-    )
-
-
-def estimate_fullest(architecture: Architecture, layout: Layout, step: Step, kept: Kept) -> MemoryEstimate:
-    """Estimate the memory of a rank of the pipeline stage that needs most."""
-    stages = (estimate_stage(architecture, layout, step, kept, stage) for stage in range(layout.grid.pipeline))
-    return max(stages, key=lambda found: found.peak)
-
-
-def estimate_stage(architecture: Architecture, layout: Layout, step: Step, kept: Kept, stage: int) -> MemoryEstimate:
-    """Estimate the memory of a rank of one pipeline stage."""
-    grid = layout.grid
-    stages = Stages(architecture, grid)
-    values = stages.values(stage)
-    # What a rank of the context group computes of a micro-batch.
-    tokens = math.ceil(step.tokens_of_microbatch(layout) / grid.context)
+def _of_stage(
+    config: MegatronBackendConfig, run: RunConfig, a: Architecture, stage: int, row_length: int, tokens: int
+) -> MemoryEstimate:
+    grid, computed = config.grid, COMPUTED_BYTES[config.computes_in]
+    values = sum(held_values(a, grid, stage))
     parts = {
-        "weights": kept.computed_bytes * values.all,
-        # One buffer for all of them, which stays from step to step.
-        "gradients": MAIN_BYTES * values.all,
-        "optimizer": _optimizer_bytes(layout, values, kept.optimizer, kept.computed_bytes),
+        "weights": computed * values,
+        # One buffer holds all gradients, and stays from step to step.
+        "gradients": _MAIN_BYTES * values,
+        "optimizer": _optimizer_bytes(grid, held_values(a, grid, stage), run.optimizer, computed),
     }
-    if kept.critic is not None:
-        of_critic = Stages(architecture, grid, critic=True).values(stage)
-        parts["critic"] = (kept.computed_bytes + MAIN_BYTES) * of_critic.all
-        parts["critic"] += _optimizer_bytes(layout, of_critic, kept.critic, kept.computed_bytes)
-    if kept.reference == "device":
-        parts["reference"] = kept.computed_bytes * values.all
-    update = {
-        "activations": _activations(architecture, layout, stages, stage, tokens, step.num_microbatches(layout), kept)
-    }
-    if layout.sequence_share > 1:
+    if run.trained_critic is not None:
+        of_critic = held_values(a, grid, stage, critic=True)
+        parts["critic"] = (computed + _MAIN_BYTES) * sum(of_critic)
+        parts["critic"] += _optimizer_bytes(grid, of_critic, run.trained_critic.optimizer, computed)
+    if has_reference(run) and config.reference == "device":
+        parts["reference"] = computed * values
+    share = math.ceil(tokens / grid.data)
+    # A row is never divided between micro-batches.
+    microbatch = max(min(share, config.max_tokens_per_microbatch or share), min(row_length, tokens))
+    number = grid.rounded_up(max(1, math.ceil(share / max(1, microbatch))))
+    # Each rank of a context group computes this many tokens of a micro-batch.
+    own = math.ceil(microbatch / grid.context)
+    update = {"activations": math.ceil(own * _activations(config, a, stage, number) * computed)}
+    if config.divides_tokens:
         # All tokens of the input of a divided matrix, and of its gradient, are there while it is computed with.
-        update["gathered activations"] = 2 * tokens * architecture.hidden * kept.computed_bytes
-    if stages.is_last(stage):
+        update["gathered activations"] = 2 * own * a.hidden * computed
+    if stage == grid.pipeline - 1:
         # At the peak, in backward: log-softmax and its gradient in fp32, then the gradient of the logits as computed.
-        columns = padded_vocabulary(architecture, grid) // grid.tensor
-        update["logits"] = min(tokens, kept.logits_chunk_tokens) * columns * (8 + kept.computed_bytes)
-    if kept.replays_experts:
+        columns = padded_vocabulary(a, grid) // grid.tensor
+        update["logits"] = min(own, config.logits_chunk_tokens) * columns * (8 + computed)
+    if run.source.facts.replays_experts:
         # int16, of all micro-batches of a step, and once more of each rank's own tokens of them.
-        share = math.ceil(step.tokens / grid.data)
-        of_token = 2 * architecture.num_layers * architecture.experts_per_token
+        of_token = 2 * a.num_layers * a.experts_per_token
         update["routed experts"] = share * of_token + math.ceil(share / grid.context) * of_token
     moments = [update]
-    if kept.reference == "host":
-        moments.append({"reference, while it scores": kept.computed_bytes * values.all})
+    if has_reference(run) and config.reference == "host":
+        moments.append({"reference, while it scores": computed * values})
     return MemoryEstimate(parts, tuple(moments))
 
 
-def _optimizer_bytes(layout: Layout, values: Values, optimizer: OptimizerConfig, computed_bytes: int) -> int:
+@lru_cache(maxsize=256)
+def held_values(a: Architecture, grid: Grid, stage: int, *, critic: bool = False) -> tuple[int, int]:
+    """Count the values that each rank of a stage holds, padding included: in its experts, and in all else."""
+    place = grid.place(stage * grid.ranks_of_stage)
+    held = [parameter for part in held_parameters(a, grid, place, critic=critic) for parameter in part.values()]
+    experts = sum(math.prod(parameter.shape) for parameter in held if parameter.is_expert)
+    return experts, sum(math.prod(parameter.shape) for parameter in held) - experts
+
+
+def _optimizer_bytes(grid: Grid, values: tuple[int, int], optimizer: OptimizerConfig, computed_bytes: int) -> int:
     """Return the bytes of a rank's share of the optimizer: its state, and fp32 copies of weights that are narrower."""
-    grid = layout.grid
-    dense = math.ceil(values.dense / (grid.data * grid.context))
-    expert = math.ceil(values.expert / grid.expert_data)
-    copies = MAIN_BYTES * (dense + expert) if computed_bytes < MAIN_BYTES else 0
-    return copies + optimizer.state_bytes({"dense": (dense,), "expert": (expert,)}, MAIN_BYTES)
+    expert, dense = math.ceil(values[0] / grid.expert_data), math.ceil(values[1] / (grid.data * grid.context))
+    copies = _MAIN_BYTES * (dense + expert) if computed_bytes < _MAIN_BYTES else 0
+    return copies + optimizer.state_bytes({"dense": (dense,), "expert": (expert,)}, _MAIN_BYTES)
 
 
-def microbatches_in_flight(layout: Layout, stage: int, number: int) -> float:
-    """Count the micro-batches whose activations a stage keeps at its peak, of so many in all.
+def microbatches_in_flight(grid: Grid, stage: int, number: int) -> float:
+    """Count the micro-batches whose activations a stage keeps at its peak, of `number` in all.
 
-    Part of a micro-batch is part of its layers.
-
-    One forward, one backward: as many as there are stages from this one to the last (PipeDream-Flush, Narayanan et al.
-    2021, arXiv:2104.04473). Interleaved, Megatron begins 2 (stages behind) + (parts - 1) stages more parts of a
-    micro-batch before the first goes back (`get_pp_rank_microbatches`), which for the first stage is the factor
-    1 + (p - 1) / (p v) of Korthikanti et al. 2022, section 4.2.3.
+    Part of a micro-batch is part of its layers. Plain stages take one forward, one backward: as many as there are
+    stages from this one to the last (PipeDream-Flush, Narayanan et al. 2021, arXiv:2104.04473). Interleaved, Megatron
+    begins 2 (stages behind) + (parts - 1) stages more parts of a micro-batch before the first goes back
+    (`get_pp_rank_microbatches`), which for the first stage is the factor 1 + (p - 1) / (p v) of Korthikanti et al.
+    2022, section 4.2.3.
     """
-    pipeline, parts = layout.grid.pipeline, layout.grid.virtual_stages
-    behind = pipeline - stage - 1
+    behind, parts = grid.pipeline - stage - 1, grid.virtual_stages
     if parts == 1:
         return min(number, behind + 1)
-    return min(number * parts, 2 * behind + (parts - 1) * pipeline + 1) / parts
+    return min(number * parts, 2 * behind + (parts - 1) * grid.pipeline + 1) / parts
 
 
-def _activations(
-    architecture: Architecture, layout: Layout, stages: Stages, stage: int, tokens: int, number: int, kept: Kept
-) -> int:
-    layers = sum(stages.layers[stage])
-    whole_layer = kept_values(architecture, layout, layout.expert_load)
-    of_layer = architecture.hidden / layout.sequence_share if layout.recompute == "full" else whole_layer
-    values = microbatches_in_flight(layout, stage, number) * layers * of_layer
-    if layout.recompute == "full":
+def _activations(config: MegatronBackendConfig, a: Architecture, stage: int, number: int) -> float:
+    """Count the values that a stage keeps for each token of a micro-batch."""
+    grid, share = config.grid, _sequence_share(config)
+    layers = sum(map(len, grid.layers(a.num_layers, stage)))
+    whole_layer = kept_values(config, a)
+    of_layer = a.hidden / share if config.recompute == "full" else whole_layer
+    values = microbatches_in_flight(grid, stage, number) * layers * of_layer
+    if config.recompute == "full":
         values += whole_layer
-    if stages.is_last(stage):
-        # Before and after the last norm, what is gathered of it, and of that the positions with loss.
-        values += architecture.hidden * (2 / layout.sequence_share + 2)
-    return math.ceil(tokens * values * kept.computed_bytes)
+    if stage == grid.pipeline - 1:
+        # Before and after the last norm, and gathered: all tokens, and those with loss.
+        values += a.hidden * (2 / share + 2)
+    return values
 
 
-def kept_values(architecture: Architecture, layout: Layout, expert_load: float = 1.0) -> float:
+def kept_values(config: MegatronBackendConfig, a: Architecture) -> float:
     """Count the values that a layer keeps for its backward pass, for each token of a rank of the context group.
 
-    A rank's experts get `expert_load` times as many copies of tokens as an even share.
+    Experts are taken to get equally many tokens.
     """
-    a, grid = architecture, layout.grid
-    norms = 4 * a.hidden / layout.sequence_share
-    attention = _kept_of_attention(a, layout)
+    grid, share = config.grid, _sequence_share(config)
+    norms = 4 * a.hidden / share
+    attention = _kept_of_attention(config, a)
     if not a.num_experts:
         # Gate and up projection, and their product.
         return norms + attention + 3 * a.ffn / grid.tensor
-    # The copies that experts get, gathered by those that divide an expert, and what an expert makes of them: as above,
-    # the product as it has been weighted. Scores and weights in fp32.
-    copies = a.hidden * grid.expert_tensor + 3 * a.expert_ffn
-    routed = expert_load * a.experts_per_token * copies
-    return norms + attention + (routed + 4 * a.num_experts) / layout.sequence_share
+    # Copies of tokens, gathered by the ranks that divide an expert; gate, up and weighted product of each. Routers keep
+    # scores and weights in fp32.
+    copies = a.experts_per_token * (a.hidden * grid.expert_tensor + 3 * a.expert_ffn)
+    return norms + attention + (copies + 4 * a.num_experts) / share
 
 
-def _kept_of_attention(a: Architecture, layout: Layout) -> float:
-    grid = layout.grid
-    queries, keys = a.heads // grid.tensor, a.key_value_heads // grid.tensor
+def _sequence_share(config: MegatronBackendConfig) -> int:
+    """Return the number of ranks that divide the tokens in the layers that tensor parallelism does not divide."""
+    return config.tensor if config.divides_tokens else 1
+
+
+def _kept_of_attention(config: MegatronBackendConfig, a: Architecture) -> float:
+    queries, keys = a.heads // config.tensor, a.key_value_heads // config.tensor
     # The projection is one tensor. Keys and values are views that keep all of it; queries are copied out of it.
     projected = queries + 2 * keys
-    # Copied queries are what a norm reads, which makes new queries and keys.
+    # A norm reads the copied queries, and makes new queries and keys.
     normed = queries + keys if a.qk_norm else 0
-    if layout.recompute != "none":
+    if config.recompute != "none":
         return a.head_dim * (projected + queries + normed + queries)
     read = queries if a.qk_norm else 0
-    if grid.context == 1:
+    if config.context == 1:
         # Turned queries and keys, and results; the values are in the projection.
         return a.head_dim * (projected + read + queries + keys + queries)
     # Keys and values that context parallelism cannot divide evenly are repeated until it can. Results are kept before
     # and after they are exchanged.
-    exchanged = queries + 2 * math.lcm(keys, grid.context)
+    exchanged = queries + 2 * math.lcm(keys, config.context)
     return a.head_dim * ((projected + read if a.qk_norm else 0) + exchanged + 2 * queries)

@@ -28,9 +28,9 @@ RANKS_ON_CPU = 2
 class RankBackendConfig(ModelBackendConfig):
     """A backend whose model is divided among ranks: where they are, and how long they may take.
 
-    Of a backend's package, `package` names modules with the functions that need torch: `layout` has `check_model`,
+    The functions that need torch are in modules of the backend's `package`: `layout` has `check_model`,
     `describe_layout` and `savings`, `memory` has `estimate_memory`, `doctor` has `doctor`. Each takes the config first,
-    and then what the method here takes; `describe_layout` takes the config alone.
+    and then the arguments of the method here.
     """
 
     missing_settings: ClassVar[Mapping[str, str]] = {
@@ -220,11 +220,7 @@ class RankBackendConfig(ModelBackendConfig):
 
     def describe_layout(self, run: RunConfig) -> Sequence[str]:
         """Sentences on its ranks, for `spurline plan`: how many, where, and in which groups."""
-        return list(self._part("layout:describe_layout")(self))
-
-    def suggested_layouts(self, run: RunConfig, row_length: int, tokens: int, usable_bytes: int) -> Iterable[str]:
-        """Return lines on how its ranks could be divided otherwise; none for a backend with one way."""
-        return ()
+        return list(self._part("layout:describe_layout")(self, run))
 
     def savings(self, run: RunConfig, row_length: int, tokens: int) -> Iterable[Mapping[str, Any]]:
         return self._part("layout:savings")(self, run, row_length, tokens)

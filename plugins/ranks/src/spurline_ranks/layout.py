@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from spurline_models import device_profile
 from spurline_models.machine import num_gpus
@@ -10,7 +12,7 @@ from spurline_ranks.configs import RankBackendConfig
 
 
 def ranks_of_machine(config: RankBackendConfig) -> int | None:
-    """Ranks of the fullest machine; None for those of a cluster that neither settings nor GPUs of this machine tell."""
+    """Return the ranks of the fullest machine; None on a cluster where neither settings nor GPUs tell."""
     if config.launch == "local" or config.num_ranks == 1:
         return config.num_ranks
     # A machine of the cluster that has GPUs is taken for one like the others.
@@ -19,7 +21,7 @@ def ranks_of_machine(config: RankBackendConfig) -> int | None:
 
 
 def device_bytes(config: RankBackendConfig) -> int | None:
-    """Memory that one rank has here; None for a config that trains elsewhere."""
+    """Return the memory that one rank has here; None for a config that trains elsewhere."""
     if config.missing_here() or config.launch == "ray":
         return None
     memory = device_profile.device_bytes(config.on)
@@ -27,7 +29,7 @@ def device_bytes(config: RankBackendConfig) -> int | None:
 
 
 def describe_ranks(config: RankBackendConfig, groups: str) -> Iterator[str]:
-    """Sentences on where the ranks are. groups: what they are the product of, as `4 data x 2 context`."""
+    """Yield sentences on where the ranks are. groups: their division in words, such as `4 data x 2 context`."""
     local = ranks_of_machine(config)
     yield f"{counted(config.num_ranks, 'rank')} on {_where(config, local)}, {config.on}, {config.computes_in}: {groups}"
     if local is None:
@@ -35,7 +37,7 @@ def describe_ranks(config: RankBackendConfig, groups: str) -> Iterator[str]:
 
 
 def describe_lack_of_gpus(config: RankBackendConfig) -> Iterator[str]:
-    """A sentence where `auto` stands for the CPU."""
+    """Yield a sentence where `auto` stands for the CPU."""
     if config.device == "auto" and config.on == "cpu":
         yield (
             "there is no GPU here, so these are processes on the CPU, and all memory is that of fp32. To plan for GPUs "
@@ -59,3 +61,19 @@ def counted(count: int, noun: str) -> str:
 def divisors(number: int) -> list[int]:
     """Return the divisors of a number in order; none of 0."""
     return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def smaller_microbatches(config: RankBackendConfig, row_length: int, tokens: int) -> Iterator[Mapping[str, Any]]:
+    """Yield bounds of a micro-batch, each half of the one before, down to one row."""
+    share = math.ceil(tokens / config.layout().data)
+    bound = min(share, config.max_tokens_per_microbatch or share)
+    while bound > row_length:
+        bound = max(row_length, bound // 2)
+        yield {"max_tokens_per_microbatch": bound}
+
+
+def more_ranks(config: RankBackendConfig) -> Iterator[Mapping[str, Any]]:
+    """Yield larger numbers of ranks, at most as many as GPUs are named."""
+    for ranks in (config.num_ranks * factor for factor in (2, 4, 8)):
+        if config.gpus is None or ranks <= len(config.gpus):
+            yield {"ranks": ranks}
