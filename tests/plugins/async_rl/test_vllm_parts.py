@@ -45,7 +45,7 @@ from spurline_async_rl.weights.disk import read_file
 from spurline_models.configs import LoraConfig
 from spurline_models.local.configs import LocalBackendConfig
 from spurline_models.testing.inputs import write_tiny_moe_model
-from spurline_ranks.ray_node import last_words
+from spurline_ranks.logs import last_words
 from spurline_rl.testing.rollout_engine_contract import request
 from spurline_text.testing.inputs import tiny_tokenizer
 

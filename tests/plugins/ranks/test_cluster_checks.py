@@ -14,18 +14,17 @@ from typing import Any
 import pytest
 from backend_batches import run_config
 
-from spurline.config.run_config import ModelConfig, RunConfig
-from spurline.errors import ConfigError, ModelError
+from spurline.config.run_config import RunConfig
+from spurline.errors import ConfigError
 from spurline.protocols.ranks import ClusterNeed
 from spurline_ranks import cluster_checks
-from spurline_ranks.cluster_checks import check_nodes, prepare_nodes, software
+from spurline_ranks.cluster_checks import check_machines, software
 
 
 def ask_two(second: Callable[..., Any]) -> Callable[..., Mapping[str, Any]]:
     """Machines `a`, which is this one, and `b`, which answers `second(function, *arguments)`."""
 
-    def ask(function: str, *arguments: Any, doing: str | None = None) -> Mapping[str, Any]:
-        assert (doing is not None) == (function.endswith(":fetch_model")), "this alone takes long"
+    def ask(function: str, *arguments: Any) -> Mapping[str, Any]:
         return {"a": resolve_name(function)(*arguments), "b": second(resolve_name(function), *arguments)}
 
     return ask
@@ -43,51 +42,40 @@ def run(spurline_tiny_model: Path, tmp_path: Path) -> RunConfig:
     return run_config(spurline_tiny_model, run_dir=tmp_path / "run")
 
 
-def test_machines_that_are_alike_pass_and_nothing_is_left_in_the_run_directory(
-    run: RunConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_machines_that_are_alike_pass_and_nothing_is_left_in_the_run_directory(run: RunConfig) -> None:
     asked: list[str] = []
 
     def alike(function: Any, *arguments: Any) -> Any:
         asked.append(function.__name__)
-        # As on another machine: the file that it writes has another name.
-        with monkeypatch.context() as patch:
-            patch.setattr(cluster_checks.platform, "node", lambda: "b")
-            return function(*arguments)
+        return function(*arguments)
 
-    check_nodes(run)(ask_two(alike))
-    assert asked == ["software", "answer_token", "model_config"]
+    check_machines(run, ask_two(alike))
+    assert asked == ["software", "answer_token"]
     assert list(Path(run.run_dir).iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "said"),
+    ("change", "said"),
     [
-        ("software", lambda found: found | {"torch": "2.9.0"}, r"torch is \S+ on this machine, a and 2\.9\.0 on b"),
-        ("software", lambda found: found | {"plugin models": "not there"}, r"plugin models is .* and not there on b"),
-        ("model_config", lambda _: "{}", r"model.path .* on b"),
-        ("model_config", lambda _: None, r"model.path .* on b"),
+        ({"torch": "2.9.0"}, r"torch is \S+ on this machine, a and 2\.9\.0 on b"),
+        ({"plugin models": "not there"}, r"plugin models is .* and not there on b"),
     ],
 )
-def test_a_machine_that_differs_is_named_with_how(
-    run: RunConfig, name: str, change: Callable[[Any], Any], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cluster_checks, "_check_run_dir", lambda *_: None)
+def test_a_machine_that_differs_is_named_with_how(run: RunConfig, change: Mapping[str, str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        check_nodes(run)(ask_two(answering(name, change)))
+        check_machines(run, ask_two(answering("software", lambda found: found | change)))
 
 
 def test_what_engines_compute_with_counts_where_there_are_engines(
     run: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster_checks, "_check_run_dir", lambda *_: None)
     other = answering("software", lambda found: {**found, "yaml": "PyYAML 5"} if "yaml" in found else found)
-    check_nodes(run)(ask_two(other))
+    check_machines(run, ask_two(other))
     # A module whose distribution has another name, as vLLM for CPUs has.
     need = ClusterNeed("engines", 1, 1, 1, modules=("yaml",))
     monkeypatch.setattr(cluster_checks, "cluster_needs", lambda run: [("source.engine", need)])
     with pytest.raises(ConfigError, match=r"yaml is PyYAML [6-9]\S* on this machine, a and PyYAML 5 on b"):
-        check_nodes(run)(ask_two(other))
+        check_machines(run, ask_two(other))
 
 
 def test_default_plugins_count_unless_they_are_left_out_also_where_one_is_missing(
@@ -102,29 +90,14 @@ def test_default_plugins_count_unless_they_are_left_out_also_where_one_is_missin
     assert software([]) == here | {"plugin trackers": "not there"}
 
 
-@pytest.mark.parametrize("blind", ["the machine", "this process"])
 def test_a_run_directory_that_machines_do_not_share_is_refused(
-    run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blind: str
+    run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cluster_checks, "TOKEN_TIMEOUT_S", 0.3)
 
-    def elsewhere(function: Any, folder: Any, *arguments: Any) -> Any:
-        if function.__name__ != "answer_token":
-            return function(folder, *arguments)
-        return function(str(tmp_path), *arguments) if blind == "the machine" else None
+    def elsewhere(function: Any, token: Any, *arguments: Any) -> Any:
+        return function(str(tmp_path / "token") if function.__name__ == "answer_token" else token, *arguments)
 
-    with pytest.raises(ConfigError, match=r"run_dir is .*/run, .* do not share: .*\bb\b"):
-        check_nodes(run)(ask_two(elsewhere))
+    with pytest.raises(ConfigError, match=r"run_dir is .*/run, which b does not share"):
+        check_machines(run, ask_two(elsewhere))
     assert list(Path(run.run_dir).iterdir()) == []
-
-
-def test_a_model_that_is_no_folder_is_fetched_by_one_process_of_each_machine(
-    run: RunConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cluster_checks, "_check_run_dir", lambda *_: None)
-    there = run.model_copy(update={"model": ModelConfig(path="nobody/no-such-model")})
-    ask = ask_two(lambda function, *arguments: function(*arguments))
-    check_nodes(there)(ask)
-    # Tests have no network; the error says what was tried, and where.
-    with pytest.raises(ModelError, match=r"nobody/no-such-model .* cannot be downloaded to "):
-        prepare_nodes(there)(ask)

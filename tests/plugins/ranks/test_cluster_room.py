@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import pytest
 from ray_clusters import CPUS, GPUS, add_machine, two_machines
 from run_helpers import wait_for
 
-from spurline.errors import ConfigError, RunFailedError
+from spurline.errors import ConfigError, RankFailedError, RunFailedError
 from spurline.protocols.ranks import ClusterNeed, RankRequest
 from spurline_ranks.group import ClusterRequest, TimeLimits
 from spurline_ranks.launch import open_ranks
@@ -57,9 +56,9 @@ def reserve(joined: RayCluster) -> Iterator[Reserve]:
     """Reserves room for needs; afterwards all resources are free again."""
     rooms: list[RunRoom] = []
 
-    def reserve(*needs: ClusterNeed, check: Any = lambda ask: None, request: ClusterRequest = AT_ONCE) -> RunRoom:
-        rooms.append(RunRoom(request))
-        rooms[-1].reserve({f"section{number}": need for number, need in enumerate(needs)}, check)
+    def reserve(*needs: ClusterNeed) -> RunRoom:
+        rooms.append(RunRoom(AT_ONCE))
+        rooms[-1].reserve(needs)
         return rooms[-1]
 
     yield reserve
@@ -69,8 +68,7 @@ def reserve(joined: RayCluster) -> Iterator[Reserve]:
 
 
 def test_ranks_and_engines_have_their_room_before_either_takes_it(joined: RayCluster, reserve: Reserve) -> None:
-    asked: list[Mapping[str, Any]] = []
-    reserve(need_of(RANKS), engines(GPUS, 1), check=lambda ask: asked.append(ask("os:getpid")))
+    answers = reserve(need_of(RANKS), engines(GPUS, 1)).ask("os:getpid")
     (of_ranks,) = room_for(joined, need_of(RANKS), "backend", 0.0)
     of_engines = room_for(joined, engines(GPUS, 1), "source.engine", 0.0)
     try:
@@ -79,27 +77,19 @@ def test_ranks_and_engines_have_their_room_before_either_takes_it(joined: RayClu
             node.id for node in of_ranks.nodes
         }
         assert len(of_engines) == GPUS
-        assert [list(answers) for answers in asked] == [[of_engines[0].nodes[0].name]], "ranks check their own machines"
+        assert len(set(answers.values())) == 3, "a process of each machine is asked"
         assert _free(joined)[0] == 0
-        with pytest.raises(ConfigError, match=rf"wants 1 engine with 1 GPU, .* Free are 0 of {GPUS} GPU"):
+        with pytest.raises(ConfigError, match=rf"wants 1 engines with 1 GPU, .* Free are 0 of {GPUS} GPU"):
             room_for(joined, engines(1, 1), "source.engine", 0.0)
     finally:
         _give_back(joined, [of_ranks, *of_engines])
 
 
 def test_ranks_start_in_the_room_that_was_reserved_for_them(joined: RayCluster, reserve: Reserve) -> None:
-    class EnoughError(Exception):
-        pass
-
     reserve(need_of(RANKS), engines(1, GPUS))
     assert _free(joined)[0] == 0
-
-    def look(ask: Any) -> None:
-        assert len(ask("os:getpid")) == 2
-        raise EnoughError
-
-    with pytest.raises(EnoughError):
-        open_ranks(RANKS, "rank_workers:Worker", (), TimeLimits(120.0, 60.0, 60.0), look, AT_ONCE)
+    with pytest.raises(RankFailedError, match="start_timeout_s"):
+        open_ranks(RANKS, "rank_workers:Worker", (), TimeLimits(0.1, 60.0, 60.0), AT_ONCE)
     wait_for(lambda: _free(joined)[0] == 2 * GPUS, "the room of the ranks", 30)
 
 
@@ -109,28 +99,15 @@ def test_too_little_for_the_whole_run_is_refused_with_the_numbers_and_nothing_is
     with pytest.raises(ConfigError) as raised:
         reserve(need_of(RANKS), engines(2, GPUS))
     text = str(raised.value)
-    assert f"{2 * GPUS} ranks on 2 machines with {GPUS} GPU, " in text
-    assert f"2 engines with {GPUS} GPU, 1 CPU each, which 3 machines can have" in text
+    assert f"{2 * GPUS} ranks with {GPUS} GPU, {GPUS} CPU on each of 2 machines" in text
+    assert f"2 engines with {GPUS} GPU, 1 CPU for each" in text
     assert text.count(f"{GPUS} of {GPUS} GPU") == 3, "each machine with what is free of it"
     assert "Waiting for room, 0 s at most: the run wants" in capsys.readouterr().err
 
 
-def test_an_engine_that_no_machine_has_room_for_is_refused_with_what_it_needs(reserve: Reserve) -> None:
-    with pytest.raises(ConfigError, match=rf"1 engine with {GPUS + 1} GPU, 1 CPU, which 0 machines can have"):
-        reserve(engines(1, GPUS + 1))
-
-
-def test_machines_that_are_not_alike_end_the_run_with_nothing_reserved(joined: RayCluster, reserve: Reserve) -> None:
-    def check(ask: Any) -> None:
-        raise ConfigError.at("cluster", f"differs on {', '.join(ask('os:getpid'))}")
-
-    with pytest.raises(ConfigError, match="differs on "):
-        reserve(engines(2, GPUS), check=check)
-
-
 def test_a_question_that_fails_on_a_machine_is_raised_with_its_name(reserve: Reserve) -> None:
     with pytest.raises(RunFailedError, match="No such file or directory") as raised:
-        reserve(engines(1, 1), check=lambda ask: ask("os:listdir", "/no/such/folder"))
+        reserve(engines(1, 1)).ask("os:listdir", "/no/such/folder")
     assert os.uname().nodename in raised.value.__notes__[0]
 
 

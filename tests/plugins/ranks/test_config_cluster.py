@@ -13,7 +13,6 @@ from spurline.errors import ConfigError
 from spurline.plugins.host import PluginHost
 from spurline.protocols.ranks import ClusterNeed
 from spurline_ranks.cluster import cluster_needs, cluster_request
-from spurline_ranks.group import RuntimeEnv
 
 RANKS = {"name": "fsdp", "device": "cuda", "ranks": 8}
 
@@ -79,7 +78,7 @@ def test_servers_that_run_already_are_placed_nowhere() -> None:
 
 def test_the_environment_of_the_cluster_is_that_of_all_that_is_placed_there() -> None:
     run = loaded(cluster={"address": "auto", "runtime_env": {"env_vars": {"NCCL_SOCKET_IFNAME": "eth0"}}})
-    assert cluster_request(run).runtime_env == RuntimeEnv({"NCCL_SOCKET_IFNAME": "eth0"})
+    assert cluster_request(run).env_vars == {"NCCL_SOCKET_IFNAME": "eth0"}
 
 
 @pytest.mark.parametrize(

@@ -107,29 +107,14 @@ def written(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_values_that_no_file_has_are_a_damaged_checkpoint(written: Path) -> None:
-    (written / "rank-00001.part-000.safetensors").unlink()
-    with pytest.raises(DamagedCheckpointError, match=r"of a, 36 of 84 values are in no file.*rank-00000\.part-000"):
+def test_a_file_that_is_missing_or_one_too_many_is_a_damaged_checkpoint(written: Path) -> None:
+    write_pieces(written, 2, [rows("b", numbered(), 4, 7)])
+    with pytest.raises(DamagedCheckpointError, match=r"rank-00002.* hold 120 values of b, which has 84"):
         PieceIndex.of(written)
-
-
-@pytest.mark.parametrize("begin", [4, 3], ids=["the same box", "another box"])
-def test_values_that_two_files_have_are_a_damaged_checkpoint(written: Path, begin: int) -> None:
-    write_pieces(written, 2, [rows("b", numbered(), begin, 7)])
-    with pytest.raises(DamagedCheckpointError, match=r"rank-0000.*and rank-0000.* both hold the same values of b"):
+    for rank in (1, 2):
+        (written / f"rank-0000{rank}.part-000.safetensors").unlink()
+    with pytest.raises(DamagedCheckpointError, match=r"rank-00000.* hold 48 values of a, which has 84"):
         PieceIndex.of(written)
-
-
-def test_ranges_that_overlap_or_leave_a_gap_are_found(tmp_path: Path) -> None:
-    for name, second in (("overlap", 9), ("gap", 11)):
-        folder = tmp_path / name
-        folder.mkdir()
-        write_pieces(folder, 0, [span("w", numbered(), 0, 10)])
-        write_pieces(folder, 1, [span("w", numbered(), second, 84)])
-    with pytest.raises(DamagedCheckpointError, match="both hold the same values of w"):
-        PieceIndex.of(tmp_path / "overlap")
-    with pytest.raises(DamagedCheckpointError, match="of w, 1 of 84 values are in no file"):
-        PieceIndex.of(tmp_path / "gap")
 
 
 def test_a_piece_of_another_tensor_is_named(written: Path) -> None:
@@ -143,12 +128,6 @@ def test_a_piece_of_another_dtype_is_named(written: Path) -> None:
     write_pieces(written, 1, [rows("a", numbered(dtype=torch.float64), 4, 7)])
     with pytest.raises(DamagedCheckpointError, match=r"rank-00001.*a is .*float64.*float32 in rank-00000"):
         PieceIndex.of(written)
-
-
-def test_a_piece_beyond_its_tensor_is_named(tmp_path: Path) -> None:
-    write_pieces(tmp_path, 0, [Piece("w", (4, 2), Box((1, 0), (4, 2)), torch.zeros(4, 2))])
-    with pytest.raises(DamagedCheckpointError, match=r"rank-00000.*of w reaches beyond the shape \[4, 2\]"):
-        PieceIndex.of(tmp_path)
 
 
 def test_every_truncation_of_a_file_is_named(written: Path) -> None:

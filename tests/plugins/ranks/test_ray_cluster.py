@@ -20,7 +20,7 @@ from ray_clusters import CPUS, GPUS, two_machines
 from run_helpers import wait_for
 
 from spurline.errors import UserError
-from spurline_ranks.group import ClusterRequest, RuntimeEnv
+from spurline_ranks.group import ClusterRequest
 
 pytest.importorskip("ray")
 from ray._raylet import AuthenticationTokenLoader
@@ -61,7 +61,7 @@ def test_a_process_without_a_cluster_starts_one_for_all_its_users_and_ends_it_wi
         assert access_to(ClusterRequest()).value == "those who have its token"
         assert signal.getsignal(signal.SIGTERM) is at_sigterm, "Ray has taken the signal that ends a run in order"
         with pytest.raises(UserError, match="with another address or runtime_env"):
-            RayCluster(ClusterRequest(runtime_env=RuntimeEnv({"NAME": "value"}))).open()
+            RayCluster(ClusterRequest(env_vars={"NAME": "value"})).open()
         first.close()
         first.close()
         assert len(second.nodes()) == 1
@@ -146,9 +146,7 @@ def test_ranks_get_their_environment_and_nothing_is_left_of_a_driver_that_was_ki
 ) -> None:
     """One rank waits in an exchange meanwhile. A cluster that was joined lives on. The next start removes the files of
     one that was started."""
-    out, folder = tmp_path / "said.json", tmp_path / "working"
-    folder.mkdir()
-    (folder / "plugin_of_mine.py").write_text("")
+    out = tmp_path / "said.json"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     environment["PYTHONPATH"] = os.pathsep.join([str(SUPPORT), *(place for place in sys.path if place)])
     if whose == "joined":
@@ -156,14 +154,13 @@ def test_ranks_get_their_environment_and_nothing_is_left_of_a_driver_that_was_ki
     # What a cluster leaves behind whose driver was killed; in a path as short as sockets need.
     environment["TMPDIR"] = scratch = tempfile.mkdtemp(dir="/tmp")
     with (tmp_path / "log").open("w") as log:
-        command = [sys.executable, SUPPORT / "ray_driver.py", out, folder]
+        command = [sys.executable, SUPPORT / "ray_driver.py", out]
         driver = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
     try:
         wait_for(lambda: out.exists() or driver.poll() is not None, "the driver", 120)
         assert out.exists(), (tmp_path / "log").read_text()
         said = json.loads(out.read_text())
         assert said["said"] == ["yes", "yes"]
-        assert said["folders"] == [["plugin_of_mine.py"]] * 2
         if whose == "own":
             heard = listening(family_of(driver.pid))
             assert len(heard) > 5, "nothing was looked at"

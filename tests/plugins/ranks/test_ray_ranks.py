@@ -19,12 +19,12 @@ from run_helpers import wait_for
 
 from spurline.errors import ConfigError, RankFailedError, RunFailedError
 from spurline.protocols.ranks import ClusterNeed, RankRequest
-from spurline_ranks.group import ANY_CLUSTER, ClusterRequest, RankGroup, TimeLimits
+from spurline_ranks.group import ClusterRequest, RankGroup, TimeLimits
 from spurline_ranks.launch import open_ranks
 
 pytest.importorskip("ray")
-from spurline_ranks import cluster_room, ray_actors, ray_node
-from spurline_ranks.cluster_room import ranks_per_machine
+from spurline_ranks import ray_actors, ray_node
+from spurline_ranks.cluster_room import ranks_per_machine, room_for
 from spurline_ranks.ray_cluster import Node, RayCluster
 
 Start = Callable[..., RankGroup]
@@ -51,14 +51,13 @@ def start(joined: RayCluster) -> Iterator[Start]:
         *arguments: Any,
         start_s: float = 120.0,
         call_s: float = 60.0,
-        on_nodes: Any = None,
         per_node: int = 1,
-        cluster: ClusterRequest = ANY_CLUSTER,
+        cluster: ClusterRequest | None = None,
         **request: Any,
     ) -> RankGroup:
         limits = TimeLimits(start_s, call_s, collective_s=60.0)
         asked = RankRequest(count, launch="ray", per_node=per_node, **request)
-        groups.append(open_ranks(asked, "rank_workers:Worker", arguments, limits, on_nodes, cluster))
+        groups.append(open_ranks(asked, "rank_workers:Worker", arguments, limits, cluster))
         return groups[-1]
 
     yield start
@@ -69,16 +68,13 @@ def start(joined: RayCluster) -> Iterator[Start]:
 
 @pytest.mark.processes
 def test_ranks_of_two_machines_answer_as_those_of_one_process_do(start: Start) -> None:
-    asked: list[Any] = []
-    ranks = start(2, "x", num_threads=2, on_nodes=lambda ask: asked.append(ask("os:getpid")))
+    ranks = start(2, "x", num_threads=2)
     answers = ranks.call("describe")
     assert [(answer["rank"], answer["world"], answer["arguments"]) for answer in answers] == [
         (0, 2, ("x",)),
         (1, 2, ("x",)),
     ]
     assert [answer["threads"] for answer in answers] == [2, 2]
-    assert len(asked[0]) == 2, "one process of each machine is asked"
-    assert not set(asked[0].values()) & set(ranks.call("pid")), "before any worker is made"
     assert ranks.call("echo", "all", per_rank=["zero", "one"]) == [("zero", "all"), ("one", "all")]
     shares = [np.arange(300_000, dtype=np.float64), np.ones(300_000)]
     for total in ranks.call("sum", per_rank=shares):
@@ -88,7 +84,7 @@ def test_ranks_of_two_machines_answer_as_those_of_one_process_do(start: Start) -
         for number in (signal.SIGINT, signal.SIGTERM):
             os.kill(pid, number)
     assert ranks.call("sum", np.ones(2))[1].tolist() == [2.0, 2.0]
-    pids = [*ranks.call("pid"), *ranks.call("starts_a_process"), *asked[0].values()]
+    pids = [*ranks.call("pid"), *ranks.call("starts_a_process")]
     ranks.close()
     _assert_all_gone(pids)
     ranks.close()
@@ -204,46 +200,21 @@ def test_ranks_of_a_machine_that_is_lost_are_named_within_a_minute(start: Start)
 
 
 @pytest.mark.processes
-def test_what_takes_machines_long_has_the_time_of_a_call_and_is_said_while_it_is_waited_for(
-    start: Start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(cluster_room, "PATIENCE_S", 0.5)
-    monkeypatch.setattr(cluster_room, "SLICE_S", 0.5)
-    began: list[float] = []
-
-    def prepare(ask: Any) -> None:
-        began.append(time.monotonic())
-        ask("time:sleep", 60.0, doing="download m")
-
-    with pytest.raises(RunFailedError, match=r" did not download m within 2 s \(backend.call_timeout_s\)"):
-        start(2, call_s=2.0, on_nodes=prepare)
-    assert time.monotonic() - began[0] < 60, "the end of ranks waits for it"
-    assert " s, 2 s at most, for " in (said := capsys.readouterr().err)
-    assert " to download m." in said
-
-
-@pytest.mark.processes
-def test_ranks_with_gpus_are_put_together_on_as_few_machines_as_are_asked_for(start: Start) -> None:
-    class EnoughError(Exception):
-        pass
-
-    asked: list[Any] = []
-
-    def look(ask: Any) -> None:
-        asked.append(ask("os:getpid"))
-        raise EnoughError
-
-    for per_node, machines in ((1, 2), (2, 1)):
-        with pytest.raises(EnoughError):
-            start(2, device="cuda", per_node=per_node, on_nodes=look)
-        assert len(asked.pop()) == machines
+@pytest.mark.parametrize("per_node", [1, 2])
+def test_ranks_with_gpus_are_put_on_as_few_machines_as_are_asked_for(joined: RayCluster, per_node: int) -> None:
+    need = RankRequest(2, "cuda", "ray", per_node).cluster_need()
+    assert need is not None
+    (place,) = room_for(joined, need, "backend", 60.0)
+    joined.release(place.group)
+    assert len({node.id for node in place.nodes}) == 2 // per_node
+    _assert_all_free(joined)
 
 
 @pytest.mark.processes
 def test_too_few_resources_are_refused_with_numbers(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError) as raised:
         start(6, device="cuda", per_node=2, cluster=ClusterRequest(room_timeout_s=1.0))
-    wish = f"6 ranks on 3 machines with {GPUS} GPU, {GPUS} CPU each, which 2 machines can have"
+    wish = f"6 ranks with {GPUS} GPU, {GPUS} CPU on each of 3 machines"
     assert wish in str(raised.value)
     assert str(raised.value).count(f"{GPUS} of {GPUS} GPU") == 2, "what is free of each machine"
     assert f"Waiting for room, 1 s at most: the run wants {wish}" in capsys.readouterr().err

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from spurline_models.weights import sample, sampled_positions
-from spurline_ranks.digests import digest_of_ranks
+from spurline_ranks.checkpoint import digest_of_ranks
 from spurline_ranks.pieces import held_box
 
 

@@ -19,7 +19,7 @@ from spurline_fsdp_backend.sharded_model import model_tensors
 from spurline_models.optimizers.optimization import MakeOptimization
 from spurline_models.placement.offloading import DeviceTensors, tensors_in
 from spurline_models.streams.stream_model import StreamModel
-from spurline_ranks.steps import StepTotals, clip_factor
+from spurline_ranks.worker import StepTotals, clip_factor
 
 
 class ShardedTrainedModel:

@@ -13,7 +13,7 @@ from torch import Tensor
 from spurline_megatron_backend.architecture import Architecture
 from spurline_megatron_backend.parts import HeldParameter, Part, whole_shapes
 from spurline_models.weights import sampled_positions
-from spurline_ranks.digests import digest_of_ranks
+from spurline_ranks.checkpoint import digest_of_ranks
 
 
 def weights_digest(

@@ -26,7 +26,7 @@ from spurline_models.optimizers.optimization import OptimizationRecipe, set_rate
 from spurline_models.optimizers.state import PEAK, group_values
 from spurline_models.placement.offloading import DeviceMemory, DeviceTensors, tensors_in
 from spurline_ranks.pieces import Shape
-from spurline_ranks.steps import StepTotals, clip_factor
+from spurline_ranks.worker import StepTotals, clip_factor
 
 
 @dataclass(frozen=True)

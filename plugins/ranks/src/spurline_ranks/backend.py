@@ -1,7 +1,7 @@
-"""A backend of many ranks as the loop sees it: it deals rows to ranks, calls them, and joins what they answer.
+"""A backend of many ranks as the loop sees it: it deals rows to ranks, calls them, and joins their answers.
 
-Place on the way: mini-batch -> a share for each rank -> all ranks at once -> one answer. It holds no weights and no
-torch process group; those are in the ranks, whose class a subclass names (`worker`).
+Place on the way: mini-batch -> a share for each rank -> all ranks at once -> one answer. Weights and process groups are
+in the ranks alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from spurline.config.run_config import RunConfig
 from spurline.data.batch import ROUTED_EXPERTS, TrainingBatch
 from spurline.digests import FileDigest
-from spurline.errors import CheckpointWriteError, ModelError, NonFiniteLossError
+from spurline.errors import ModelError, NonFiniteLossError
 from spurline.plugins.registry import Registry
 from spurline.protocols.backend import LossSums, Role, check_trained
 from spurline.protocols.loss import ENTROPY, Objective
@@ -32,21 +32,17 @@ from spurline_models.streams.token_stream import check_columns, check_tokens
 from spurline_models.trainable import check_losses
 from spurline_models.weight_buckets import MakerChoice, WeightBucket
 from spurline_ranks.cluster import cluster_request
-from spurline_ranks.cluster_checks import prepare_nodes
 from spurline_ranks.configs import RankBackendConfig
 from spurline_ranks.launch import open_ranks
-from spurline_ranks.messages import SavedPart, plain_objective, plain_run
+from spurline_ranks.messages import plain_objective, plain_run
 from spurline_ranks.publishing import buckets_of_ranks
 
 
 class RankBackend:
-    """A `Backend`; see the protocol for what each method promises.
-
-    Here all ranks get a share of their own and count it; a subclass whose ranks share rows says so.
-    """
+    """A `Backend`. All ranks get a share of their own and count it, unless a subclass lets them share rows."""
 
     worker: ClassVar[str] = ""
-    """`module:Class` of what runs in every rank: a `RankWorker` with the calls that its docstring names."""
+    """`module:Class` of the `RankWorker` in every rank."""
 
     def __init__(self, config: RankBackendConfig, run: RunConfig, registry: Registry, total_updates: int) -> None:
         self._config = config
@@ -59,18 +55,12 @@ class RankBackend:
         self._length_limit = length_limit(self._model_config)
         self._is_device_given = False
         request = replace(config.rank_request(), peers_elsewhere=run.source.facts.engines_elsewhere)
-        self._ranks = open_ranks(
-            request,
-            self.worker,
-            (plain_run(run), total_updates),
-            config.limits,
-            prepare_nodes(run),
-            cluster_request(run),
-        )
+        arguments = plain_run(run), total_updates
+        self._ranks = open_ranks(request, self.worker, arguments, config.limits, cluster_request(run))
         try:
             self._ranks.call("build")
         except BaseException:
-            # Nobody else can: there is no backend yet to close.
+            # There is no backend yet that a caller could close.
             self._ranks.close()
             raise
 
@@ -127,7 +117,7 @@ class RankBackend:
 
     def weight_buckets(self, version: int, choice: MakerChoice, first: int = 1) -> Iterator[WeightBucket]:
         """See `MakesBuckets`. Raises ModelError for adapters alone where none are trained."""
-        # Before ranks are asked: an error of theirs would end them all.
+        # Checked here, as an error of a rank would end all of them.
         if choice.part == "adapter" and self._config.adapters is None:
             raise ModelError(
                 f"The adapters' weights were to be published alone, but backend '{self._config.name}' trains none with "
@@ -136,24 +126,20 @@ class RankBackend:
         return buckets_of_ranks(self._ranks, version, choice, first)
 
     def write_weights(self, folder: Path, dtype: torch.dtype, max_file_bytes: int) -> None:
-        name = str(dtype).removeprefix("torch.")
-        answers = self._ranks.call("write_weights", str(folder.absolute()), name, max_file_bytes)
-        # Ranks answer what they could not write, and do not raise it: they stay.
-        _raise_first([OSError(failure) if failure is not None else None for failure in answers])
+        # Ranks answer with a failure and do not raise it: they stay.
+        _raise_first(self._ranks.call("write_weights", str(folder.absolute()), dtype, max_file_bytes))
 
     def facts(self) -> Mapping[str, int | str]:
         return self._ranks.call("facts")[0]
 
     def save(self, path: Path) -> Mapping[str, FileDigest]:
-        parts: list[SavedPart] = self._ranks.call("save", str(path.absolute()))
-        failures = [part.failure for part in parts if part.failure is not None]
-        if failures:
-            raise CheckpointWriteError(failures[0])
-        return {name: digest for part in parts for name, digest in part.digests.items()}
+        parts = self._ranks.call("save", str(path.absolute()))
+        _raise_first(parts)
+        return {name: digest for part in parts for name, digest in part.items()}
 
     def load(self, path: Path, digests: Mapping[str, FileDigest] | None = None) -> None:
         self._check_device_here("loaded from a checkpoint")
-        # Ranks answer what is wrong, and do not raise it: they are as they were, and stay.
+        # As above.
         files, size = sorted((digests or {}).items()), self._ranks.size
         shares = [dict(files[rank::size]) for rank in range(size)]
         _raise_first(self._ranks.call("verify", str(path.absolute()), per_rank=shares))
@@ -161,7 +147,7 @@ class RankBackend:
 
     def yield_device(self, *, keep_weights: bool) -> None:
         """See `YieldsDevice`."""
-        # Before the call: one that fails half way has given some of it.
+        # Before the call, which may fail half way.
         self._is_device_given = True
         self._ranks.call("yield_device", keep_weights)
 
@@ -175,7 +161,7 @@ class RankBackend:
 
     def _deal(self, batch: TrainingBatch, needs: Collection[str]) -> Dealing:
         columns = [name for name in needs if name != ENTROPY]
-        # Before ranks see it: one that raised between exchanges would end them all.
+        # Checked here, as an error of a rank would end all of them.
         check_columns(batch, columns)
         check_tokens(batch, self._model_config.get_text_config().vocab_size)
         check_replayed(batch, self._model_config)
@@ -190,11 +176,11 @@ class RankBackend:
         )
 
     def _share_of(self, rank: int) -> int:
-        """Number of the share that this rank gets: ranks that compute the same rows together get the same."""
+        """Return the number of this rank's share: ranks that compute rows together get the same share."""
         return rank
 
     def _counts(self, rank: int) -> bool:
-        """Return whether this rank answers for all ranks with the same share; in rank order these follow the shares."""
+        """Return whether this rank answers for all ranks with the same share. Such ranks have the order of shares."""
         return True
 
     def _wires(self, dealing: Dealing) -> Sequence[Mapping[str, Any]]:
@@ -207,7 +193,7 @@ class RankBackend:
         return [answer for rank, answer in enumerate(answers) if self._counts(rank)]
 
     def _check_device_here(self, what: str) -> None:
-        """Raise RunFailedError while others have the devices: here, since an error of a rank ends them all."""
+        """Raise RunFailedError while others have the devices."""
         if self._is_device_given:
             refuse(what)
 
@@ -215,7 +201,8 @@ class RankBackend:
         check_trained(role, has_critic=self._run.trained_critic is not None)
 
 
-def _raise_first(answers: Sequence[Exception | None]) -> None:
-    for error in answers:
-        if error is not None:
-            raise error
+def _raise_first(answers: Sequence[object]) -> None:
+    """Raise the first answer that is an error."""
+    for answer in answers:
+        if isinstance(answer, Exception):
+            raise answer

@@ -1,4 +1,4 @@
-"""Call a method on all ranks and wait for their answers: limits, what a long wait says, and how a failure ends it.
+"""Call a method on all ranks and wait for their answers: limits, words about a long wait, and the end after a failure.
 
 `RankCalls` is the half of a `RankGroup` that does not depend on how its processes were started.
 """
@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from spurline.errors import RankFailedError, RunFailedError
+from spurline.errors import RunFailedError
 from spurline_ranks.group import TimeLimits
 from spurline_ranks.outcomes import Died, Identity, Outcome, Raised, Value, error_of, first_cause
 
@@ -23,7 +23,7 @@ PATIENCE_S = 60.0
 
 
 class RankCalls(ABC):
-    """Ranks, and calls that take turns. Whatever ends a call early, an interruption too, ends all ranks first."""
+    """Ranks, and calls that take turns. An error or an interruption of a call ends all ranks before it is raised."""
 
     _grace_s: ClassVar[float] = 0.3
     """Seconds that a failure of one rank waits for the failure that caused it."""
@@ -40,21 +40,21 @@ class RankCalls(ABC):
 
     @abstractmethod
     def _wait(self, missing: Sequence[int], timeout_s: float) -> dict[int, Outcome]:
-        """Return what comes first, from those that are missing or have died since; empty when the time is over."""
+        """Return the outcomes that come first, of missing ranks; empty when the time is over."""
 
     @abstractmethod
     def _identity(self, rank: int) -> Identity: ...
 
     @abstractmethod
     def _doing(self, missing: Sequence[int]) -> Mapping[int, str]:
-        """Ask what each does, and since when, for a few seconds; ranks that do not say it are left out."""
+        """Ask for a few seconds what each rank does, and since when; ranks that do not answer are left out."""
 
     @abstractmethod
     def _stacks(self, missing: Sequence[int]) -> Mapping[int, str]:
-        """Return the stack of every thread of each, or why it has written none; takes a few seconds."""
+        """Return the stacks of each rank's threads, or why it has written none; takes a few seconds."""
 
     def _gone(self, ranks: Sequence[int]) -> Mapping[int, Died]:
-        """Ask the machines which of these ranks are gone although nobody has said so yet."""
+        """Ask the machines which of these ranks are gone, although no outcome has come yet."""
         return {}
 
     @abstractmethod
@@ -75,7 +75,7 @@ class RankCalls(ABC):
                 self._send(method, common, per_rank)
                 return self._collect(method, self._limits.call_s, began)
             except BaseException as error:
-                # An interruption too: the answers that are still under way would be taken for those of the next call.
+                # An interruption too: late answers would be taken for answers to the next call.
                 self._ended = self._ended or f"{type(error).__name__}: {error}".partition("\n")[0]
                 self._end()
                 raise
@@ -119,7 +119,7 @@ class RankCalls(ABC):
         others = [rank for rank in missing if rank not in failures]
         while others and all(map(_may_follow_from_another, failures.values())):
             more = self._wait(others, max(0.0, until - time.monotonic()))
-            # Ranks in an exchange with one that is gone may say so long before its death is told.
+            # Ranks in an exchange with one that is gone may fail long before its death is noticed.
             failures |= _failures(more) if more else self._gone(others)
             others = [rank for rank in others if rank not in failures and rank not in more]
             if not more:
@@ -128,25 +128,10 @@ class RankCalls(ABC):
             raise RunFailedError(f"`{call}` has no answer: {self._ended}")
         who, failure = first_cause([(self._identity(rank), failure) for rank, failure in failures.items()])
         error = error_of(who, call, failure)
-        # Who fails so late has probably waited for one that stands still, until the exchange between them gave up.
+        # A rank that fails so late has probably waited for one that stands still, until the exchange gave up.
         if others and time.monotonic() - began >= self._limits.collective_s:
-            error = self._blame_who_stands_still(call, error, failure, others, time.monotonic() - began)
+            error.add_note(self._where_they_stand(others)[0])
         raise error
-
-    def _blame_who_stands_still(
-        self, call: str, error: Exception, failure: Raised | Died, others: Sequence[int], waited_s: float
-    ) -> Exception:
-        where, silent = self._where_they_stand(others)
-        if silent is None or not _may_follow_from_another(failure):
-            error.add_note(where)
-            return error
-        culprit = self._identity(silent)
-        limit = f"limit backend.collective_timeout_s: {self._limits.collective_s:g} s"
-        text = (
-            f"{culprit.at_beginning} has not answered `{call}` for {waited_s:.0f} s, and does not say what it does; an "
-            f"exchange failed meanwhile ({limit}). {where}\n{error}"
-        )
-        return culprit.failed(text, call, error.traceback if isinstance(error, RankFailedError) else "")
 
     def _give_up(self, call: str, missing: Sequence[int], limit_s: float) -> None:
         where, silent = self._where_they_stand(missing)
@@ -154,7 +139,7 @@ class RankCalls(ABC):
         raise who.failed(f"`{call}` was not done within {limit_s:g} s, its limit by {_setting(call)}. {where}", call)
 
     def _where_they_stand(self, missing: Sequence[int]) -> tuple[str, int | None]:
-        """Return what each does, with its stack, in words; and the first that does not say it."""
+        """Describe what each rank does, with its stacks; also return the first rank that does not answer."""
         doing = self._doing(missing)
         stacks = [f"Stack of rank {rank}:\n{_of_worker(stack)}" for rank, stack in self._stacks(missing).items()]
         silent = next((rank for rank in missing if rank not in doing), None)
@@ -180,7 +165,7 @@ def _may_follow_from_another(failure: Raised | Died) -> bool:
 
 
 def _of_worker(stack: str) -> str:
-    """Leave out of a stack the thread that takes calls, and what is below the worker."""
+    """Leave out the thread that takes calls, and the frames below the worker."""
     threads = [thread for thread in stack.split("\n\n") if " in _listen" not in thread]
     lines: list[str] = []
     for thread in threads:

@@ -1,12 +1,10 @@
 """Checkpoints as all backends with ranks write them: pieces of tensors, and facts beside them.
 
 A folder for each model that is trained, `policy` and `critic`, has the pieces of all ranks (`spurline_ranks.pieces`):
-weights under their names in the Hugging Face model, the optimizer's tensors under NAME/KEY. `state.json`, of the first
-rank: the update count, the digests of the weights that are not here and of those the run started from, the names of the
-weights, the optimizer's name and numbers, and how the ranks were divided. Random generators have no state, as they are
-seeded again in each step.
-
-Place on the way: the controller renames the folder into place, and has told ranks which files to verify before.
+weights under their names in the Hugging Face model, the optimizer's tensors under NAME/KEY. The first rank writes
+`state.json`: the update count, digests of the initial and of the frozen weights, the names of the weights, the
+optimizer's name and numbers, and how the ranks were divided. Random generators are seeded again in each step, and have
+no state.
 """
 
 from __future__ import annotations
@@ -30,6 +28,7 @@ from spurline_models.optimizers.state import OptimizerState
 from spurline_models.saved_state import check_frozen, check_weights, read_facts
 from spurline_models.saved_weights import SavedTensors, saved_adapter, saved_weights
 from spurline_models.weight_files import WeightStream
+from spurline_models.weights import digest_of_samples
 from spurline_ranks.pieces import Box, PieceIndex
 
 _POLICY: Role = "policy"
@@ -37,19 +36,17 @@ _POLICY: Role = "policy"
 
 @dataclass(frozen=True)
 class StoredModel:
-    """The content of a model's folder, from its headers; values are read when they are put into place.
-
-    backend: the name of the one whose ranks wrote it, which a subclass sets.
-    """
+    """The content of a model's folder, from its headers; values are read when they are put into place."""
 
     backend: ClassVar[str]
+    """The name of the backend whose ranks wrote it."""
 
     index: PieceIndex
     facts: Mapping[str, Any]
 
     @classmethod
     def of(cls, folder: Path) -> Self:
-        """Raises CheckpointError for a folder of another backend, and one that is damaged."""
+        """Read the headers of a folder. Raises CheckpointError if another backend wrote it, or it is damaged."""
         facts = read_facts(folder, cls.backend, cls._format())
         index = PieceIndex.of(folder)
         lost = [name for name in facts.get("weights", ()) if name not in index.tensors]
@@ -67,7 +64,7 @@ class StoredModel:
         A collective: the first rank reads, as headers are the same for all.
 
         Raises:
-            CheckpointError: Of the first rank that finds one, on all ranks alike.
+            CheckpointError: The first that a rank finds, on all ranks alike.
         """
         found: list[Any] = [None]
         if dist.get_rank() == 0:
@@ -111,9 +108,9 @@ class StoredModel:
         optimizer: Mapping[str, Any],
         layout: Mapping[str, int],
     ) -> dict[str, Any]:
-        """Return what the first rank writes with `write_facts`.
+        """Return the facts that the first rank writes with `write_facts`.
 
-        weights: names of those that pieces hold, so that a file that is lost is missed. layout: how ranks are divided.
+        The names of the weights in the pieces tell a reader which files are missing.
         """
         return {
             "format": cls._format(),
@@ -142,10 +139,13 @@ class StoredModel:
     def check_fits(
         self, weights: Mapping[str, str], frozen_weights: str, check_optimizer: Callable[[OptimizerState], None]
     ) -> None:
-        """Raises CheckpointError unless it fits a model that is trained; changes nothing.
+        """Raise CheckpointError unless it fits a model that is trained; change nothing.
 
-        weights: what `describe` says of each. check_optimizer: raises CheckpointError, without a place, unless the
-        optimizer can take this state, whose tensors are on device `meta`.
+        Args:
+            weights: The `describe` of each weight.
+            frozen_weights: The digest of the frozen weights.
+            check_optimizer: Raises CheckpointError, without a place, unless the optimizer can take this state, whose
+                tensors are on device `meta`.
         """
         where = self.index.folder
         check_weights(where, {name: self.index.tensors[name].describe() for name in self.weights}, weights)
@@ -164,10 +164,16 @@ class StoredModel:
         lora: LoraConfig | None,
         frozen_dtype: torch.dtype,
     ) -> WeightStream:
-        """See `BackendFacts.checkpoint_reader`: in one process, without ranks, one whole tensor after the other.
+        """Read the policy in one process, one whole tensor after the other. See `BackendFacts.checkpoint_reader`.
 
-        lora, frozen_dtype: of the run's model, and in which dtype ranks hold what is under adapters. The optimizer's
-        values are verified too: they lie in the same files.
+        The optimizer's values are verified too: they lie in the same files.
+
+        Args:
+            run: The run's settings.
+            folder: The checkpoint.
+            digests: Digests of its files.
+            lora: The adapters of the run's model.
+            frozen_dtype: The dtype in which ranks hold the weights under adapters.
         """
         return saved_weights(cls._read_saved(folder, digests, frozen_dtype), run.model, lora, run.seed)
 
@@ -175,16 +181,13 @@ class StoredModel:
     def read_adapter(
         cls, run: RunConfig, folder: Path, digests: Mapping[str, FileDigest], lora: LoraConfig
     ) -> AdapterStream:
-        """See `BackendFacts.adapter_reader`: as `read_policy`, and without the weights under the adapter.
-
-        lora: of the run's model.
-        """
-        # Adapters are in fp32 whatever is under them, which is not looked at here.
+        """Read the adapter alone, as `read_policy` does. See `BackendFacts.adapter_reader`."""
+        # The dtype of the frozen weights does not matter: adapters are in fp32.
         return saved_adapter(cls._read_saved(folder, digests, torch.float32), run.model, lora, run.seed)
 
     @classmethod
     def _read_saved(cls, folder: Path, digests: Mapping[str, FileDigest], frozen_dtype: torch.dtype) -> SavedTensors:
-        """Open what the folder holds of the policy, each tensor read whole when it is asked for."""
+        """Open the policy's tensors; each is read whole when it is asked for."""
         verify_files(folder, {name: digest for name, digest in digests.items() if name.startswith(f"{_POLICY}/")})
         stored = cls.of(folder / _POLICY)
         tensors = stored.index.tensors
@@ -200,3 +203,23 @@ class StoredModel:
     @classmethod
     def _format(cls) -> str:
         return f"{cls.backend}-1"
+
+
+def digest_of_ranks(tensors: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> str:
+    """Return the `digest_of_samples` of tensors that are divided among ranks, without gathering one. A collective.
+
+    Args:
+        tensors: Whole ones by name, for shape and dtype only; the same on all ranks, in the same order.
+        held: The sampled values of each on the device that ranks exchange from, with 0 for those of other ranks.
+    """
+    if not tensors:
+        return digest_of_samples([])
+    # All ranks but the one that has a value put in zeros, so the largest byte is that rank's.
+    found = [held[name] for name in tensors]
+    joined = torch.cat([values.view(torch.uint8) for values in found])
+    dist.all_reduce(joined, dist.ReduceOp.MAX)
+    parts = joined.split([values.nbytes for values in found])
+    return digest_of_samples(
+        (name, tensor, part.clone().view(tensor.dtype))
+        for (name, tensor), part in zip(tensors.items(), parts, strict=True)
+    )

@@ -1,22 +1,18 @@
-"""Section `cluster`: the Ray cluster that a run is placed on, for all of its parts that go there.
-
-Ranks of a backend and engines take their place on it by themselves; see `names_cluster`.
-"""
+"""Section `cluster`: the Ray cluster that a run is placed on, with the ranks of its backend and its engines."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 from pydantic import Field, model_validator
 
-from spurline.config.paths import PathSetting
 from spurline.config.section import Section, expand_shorthand, sections_within
 from spurline.errors import Problem
 from spurline.protocols.ranks import ClusterNeed
-from spurline_ranks.group import ClusterRequest, RuntimeEnv
+from spurline_ranks.group import ClusterRequest
 
 if TYPE_CHECKING:
     from spurline.config.run_config import RunConfig
@@ -30,22 +26,19 @@ class RuntimeEnvConfig(Section):
     env_vars: dict[str, str] = {}
     """Environment variables, such as `{NCCL_SOCKET_IFNAME: eth0}`: those of this process do not reach other
     machines."""
-    working_dir: Annotated[str | None, PathSetting(reads=True)] = None
-    """A folder that Ray copies to every machine and makes their working directory, or the URI of one: for files that
-    `env_vars` name, and modules that an installed plugin imports. It installs nothing, and so brings no plugin."""
 
 
 class ClusterConfig(Section):
     """The Ray cluster that the whole run is placed on; a bare string is short for its `address`."""
 
     address: str = Field(default="none", min_length=1)
-    """`none`: nothing is placed on a cluster unless `launch: ray` or `placement: ray` says so. `auto`: the cluster of
-    RAY_ADDRESS, or that of `ray start` on this machine, or one of this machine alone, which ends with the run.
-    `HOST:PORT`: that of this head. Ranks and engines are then placed on the cluster where they do not say otherwise."""
+    """`none` places nothing on a cluster, unless `launch: ray` or `placement: ray` does. `auto` takes the cluster of
+    RAY_ADDRESS, or of `ray start` on this machine, or starts one on this machine alone, which ends with the run.
+    `HOST:PORT` is the head of a cluster. With an address, ranks and engines are placed there by default."""
     runtime_env: RuntimeEnvConfig = RuntimeEnvConfig()
     """The environment that the machines of the cluster get from this one."""
     room_timeout_s: float = Field(default=180.0, ge=0)
-    """Seconds to wait for a cluster in which others hold what the run needs, or whose machines are still coming."""
+    """Seconds to wait until machines have joined, and others have given back what the run needs."""
 
     @model_validator(mode="before")
     @classmethod
@@ -97,10 +90,9 @@ def cluster_needs(run: RunConfig) -> Iterator[tuple[str, ClusterNeed]]:
 def cluster_request(run: RunConfig) -> ClusterRequest:
     """Return the cluster of this run, as plain data."""
     cluster = run.section(ClusterConfig)
-    env = cluster.runtime_env
     return ClusterRequest(
         cluster.address if cluster.is_used else "auto",
-        RuntimeEnv(env.env_vars, env.working_dir),
+        cluster.runtime_env.env_vars,
         cluster.room_timeout_s,
         str(run.run_dir.absolute() / "logs"),
     )
@@ -108,13 +100,11 @@ def cluster_request(run: RunConfig) -> ClusterRequest:
 
 @contextmanager
 def room_on_cluster(run: RunConfig) -> Iterator[None]:
-    """Reserve what the run places on the cluster, where it places something, for as long as the context is open.
-
-    Machines that are for engines alone are checked too.
+    """Reserve all room of the run on the cluster while the context is open, and check the machines first.
 
     Raises:
-        ConfigError: There is too little room, with the numbers; or machines are not alike, or do not share what they
-            must.
+        ConfigError: There is too little room, with the numbers; or machines are not alike, or do not share the run
+            directory.
         UserError: The cluster cannot be joined.
     """
     needs = dict(cluster_needs(run))
@@ -123,21 +113,22 @@ def room_on_cluster(run: RunConfig) -> Iterator[None]:
         return
     # Every run is in this context, and few have a cluster.
     from spurline_models.machine import check_ray
-    from spurline_ranks.cluster_checks import prepare_nodes
+    from spurline_ranks.cluster_checks import check_machines
 
     check_ray()
     from spurline_ranks.cluster_room import RunRoom
 
     room = RunRoom(cluster_request(run))
     try:
-        room.reserve(needs, prepare_nodes(run))
+        room.reserve(list(needs.values()))
+        check_machines(run, room.ask)
         yield
     finally:
         room.close()
 
 
 def names_cluster(values: Mapping[str, Any]) -> bool:
-    """Return whether the settings of a file, before they are validated, place the run on a cluster."""
+    """Return whether the settings of a file, not validated yet, place the run on a cluster."""
     section: Any = expand_shorthand(values.get("cluster"), "address")
     settings: Mapping[str, Any] = cast("Mapping[str, Any]", section) if isinstance(section, Mapping) else {}
     return settings.get("address", "none") != "none"

@@ -1,7 +1,7 @@
 """Room on a Ray cluster for all that one run places there: reserved at once, before anything loads, and handed out.
 
-`ClusterNeed` of ranks and engines -> placement groups that are ready -> the code that starts actors there, which
-reserves by itself what is not reserved yet. Imported only where something is placed on Ray.
+Code that starts actors takes the room of its `ClusterNeed`, and reserves by itself what is not reserved yet. Imported
+only where something is placed on Ray.
 """
 
 from __future__ import annotations
@@ -20,23 +20,30 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 
 from spurline.errors import ConfigError, RunFailedError
 from spurline.protocols.ranks import ClusterNeed
-from spurline_ranks.calls import PATIENCE_S
-from spurline_ranks.cluster_checks import AskNodes, NodeChecks
-from spurline_ranks.group import ClusterRequest, TimeLimits
+from spurline_ranks.group import ClusterRequest
 from spurline_ranks.outcomes import Raised, unpacked
 from spurline_ranks.ray_cluster import Bundle, Node, RayCluster, amounts, free_of
 from spurline_ranks.ray_node import NodeActor
 
 Strategy = Literal["STRICT_PACK", "STRICT_SPREAD"]
 
-SLICE_S = 2.0
+_SLICE_S = 2.0
 """Seconds of one wait for Ray: an interruption is seen only in between."""
+_ANSWER_TIMEOUT_S = 300.0
+"""Seconds that a machine has to answer a question, the start of a process for it included."""
+_OWN_TIMEOUT_S = 20.0
+"""Seconds to wait for a cluster that only this process uses, and that no machine joins."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Room that is one's own until `RayCluster.release`. group: its placement group. bundles: what each machine of it
-    has to give. nodes: the machine of each bundle."""
+    """Room that nobody else uses until `RayCluster.release`.
+
+    Attributes:
+        group: Its placement group.
+        bundles: The resources that it takes of each of its machines.
+        nodes: The machine of each bundle.
+    """
 
     group: PlacementGroup
     bundles: Sequence[Bundle]
@@ -54,27 +61,20 @@ class RunRoom:
     def __init__(self, request: ClusterRequest) -> None:
         self._request = request
         self._cluster = RayCluster(request)
+        self._places: list[Place] = []
 
-    def reserve(self, needs: Mapping[str, ClusterNeed], check: NodeChecks) -> None:
-        """Wait for room for all of it, and check the machines on which no ranks are: ranks check their own.
-
-        Args:
-            needs: By the key of the section.
-            check: Is given the machines to ask; what it raises is raised.
+    def reserve(self, needs: Sequence[ClusterNeed]) -> None:
+        """Wait for room for all of it.
 
         Raises:
             ConfigError: If there is too little room in time, with the numbers.
         """
         self._cluster.open()
-        found = _reserve(self._cluster, list(needs.values()), "cluster", self._request.room_timeout_s)
+        found = _reserve(self._cluster, needs, "cluster", self._request.room_timeout_s)
+        self._places = [place for places in found for place in places]
         with _reserved_lock:
-            for need, places in zip(needs.values(), found, strict=True):
+            for need, places in zip(needs, found, strict=True):
                 _reserved.setdefault(need, []).extend(places)
-        of_ranks = [places for need, places in zip(needs.values(), found, strict=True) if need.together]
-        ranks = {node.id for places in of_ranks for place in places for node in place.nodes}
-        others = {place.nodes[0].id: place for places in found for place in places if place.nodes[0].id not in ranks}
-        if others:
-            self._check(list(others.values()), check)
 
     def close(self) -> None:
         """Give back what nobody has taken. May be called again."""
@@ -85,17 +85,31 @@ class RunRoom:
             self._cluster.release(place.group)
         self._cluster.close()
 
-    def _check(self, places: Sequence[Place], check: NodeChecks) -> None:
-        kind = ray.remote(NodeActor)
-        watchers: dict[str, Any] = {}
+    def ask(self, function: str, *arguments: Any) -> Mapping[str, Any]:
+        """Ask all machines of the room; see `AskMachines`."""
+        bundles = {
+            node.name: (place.group, number) for place in self._places for number, node in enumerate(place.nodes)
+        }
+        actors: dict[str, Any] = {}
         try:
-            for place in places:
-                options: dict[str, Any] = self._cluster.actor_options(place.group, 0, {})
-                watchers[place.nodes[0].name] = kind.options(**options).remote()
-            check(asking(watchers, TimeLimits()))
+            for name, (group, number) in bundles.items():
+                options = self._cluster.actor_options(group, number, {})
+                actors[name] = ray.remote(NodeActor).options(**options).remote()
+            asked = {name: actor.run.remote(function, arguments) for name, actor in actors.items()}
+            outcomes = {name: unpacked(wire) for name, wire in what_comes(asked, _ANSWER_TIMEOUT_S).items()}
         finally:
-            for watcher in watchers.values():
-                ray.kill(watcher)
+            for actor in actors.values():
+                ray.kill(actor)
+        if silent := [name for name in actors if name not in outcomes]:
+            raise RunFailedError(
+                f"{', '.join(silent)} did not answer `{function}` within {_ANSWER_TIMEOUT_S:g} s. Look at `ray status`."
+            )
+        for name, outcome in outcomes.items():
+            if isinstance(outcome, Raised):
+                error = outcome.error or RunFailedError(f"`{function}` failed: {outcome.traceback}")
+                error.add_note(f"This is from {name}.")
+                raise error
+        return {name: outcome.value for name, outcome in outcomes.items()}
 
 
 def room_for(
@@ -129,10 +143,9 @@ def _reserve(
     """Reserve room for each of these, in this order."""
     before = cluster.nodes()
     plans = [_plan(need, before) for need in needs]
-    wishes = "; ".join(_wish(need, plan, before) for need, plan in zip(needs, plans, strict=True))
+    wishes = "; ".join(_wish(need, plan) for need, plan in zip(needs, plans, strict=True))
     lack = f"the run wants {wishes}. Free are {free_of(before)}"
-    # Nobody else uses an own cluster, and no machine will be added to it.
-    limit_s = 0.0 if cluster.is_own and not all(_could_fit(plan, before) for plan in plans) else timeout_s
+    limit_s = min(timeout_s, _OWN_TIMEOUT_S) if cluster.is_own else timeout_s
     until, told = time.monotonic() + limit_s, False
     groups: list[list[PlacementGroup]] = []
     try:
@@ -140,7 +153,7 @@ def _reserve(
             groups.append([cluster.reserve(bundles, strategy) for bundles, strategy in plan])
             # One kind after the other: engines would take pieces of machines that ranks need as a whole.
             for group in groups[-1]:
-                while not group.wait(SLICE_S):
+                while not group.wait(_SLICE_S):
                     if not told:
                         print(f"Waiting for room, {limit_s:g} s at most: {lack}.", file=sys.stderr, flush=True)
                         told = True
@@ -164,7 +177,7 @@ def _reserve(
 
 
 def placed(group: PlacementGroup, bundles: Sequence[Bundle], machines: Sequence[Node]) -> Place:
-    """Say where a placement group of these bundles is, which is ready. machines: of the cluster."""
+    """Find out where a placement group of these bundles is, which is ready. machines: those of the cluster."""
     place_of_bundle = placement_group_table(group)["bundles_to_node_id"]
     by_id = {node.id: node for node in machines}
     return Place(group, bundles, [by_id[place_of_bundle[number]] for number in range(len(bundles))])
@@ -219,72 +232,19 @@ def ranks_per_machine(need: ClusterNeed, nodes: Sequence[Node]) -> int:
     return per_machine
 
 
-def _could_fit(plan: _Plan, nodes: Sequence[Node]) -> bool:
-    """Return whether the plan would fit on the machines if nothing else ran there."""
-    return all(len(bundles) <= len(_fitting(bundles[0], nodes)) for bundles, _ in plan)
-
-
-def _fitting(bundle: Bundle, nodes: Sequence[Node]) -> list[Node]:
-    return [node for node in nodes if all(node.has(resource) >= amount for resource, amount in bundle.items())]
-
-
-def _wish(need: ClusterNeed, plan: _Plan, nodes: Sequence[Node]) -> str:
-    """Such as `8 ranks on 1 machine with 8 GPU, 8 CPU, which 2 machines have`."""
+def _wish(need: ClusterNeed, plan: _Plan) -> str:
+    """Such as `8 ranks with 8 GPU, 8 CPU on each of 2 machines`."""
     bundles, _ = plan[0]
-    machines = f" on {_counted(len(bundles), 'machines')}" if need.together else ""
-    fitting = _counted(len(_fitting(bundles[0], nodes)), "machines")
-    each = " each" if need.together or need.count > 1 else ""
-    return f"{_counted(need.count, need.kind)}{machines} with {amounts(bundles[0])}{each}, which {fitting} can have"
-
-
-def _counted(count: int, plural: str) -> str:
-    return f"{count} {plural if count != 1 else plural.removesuffix('s')}"
-
-
-def asking(watchers: Mapping[str, Any], limits: TimeLimits) -> AskNodes:
-    """Return the function that asks machines.
-
-    Args:
-        watchers: The `NodeActor` of each machine, by the machine's name.
-        limits: Machines have the time of a start to answer, and that of a call for what takes long.
-    """
-
-    def ask(function: str, *arguments: Any, doing: str | None = None) -> Mapping[str, Any]:
-        limit_s, setting = (limits.start_s, "start_timeout_s") if doing is None else (limits.call_s, "call_timeout_s")
-        what = doing or f"answer `{function}`"
-        asked = {name: watcher.run.remote(function, arguments) for name, watcher in watchers.items()}
-        _wait_for_nodes(asked, what, limit_s)
-        outcomes = {name: unpacked(wire) for name, wire in what_comes(asked, SLICE_S).items()}
-        if silent := [name for name in watchers if name not in outcomes]:
-            raise RunFailedError(
-                f"{', '.join(silent)} did not {what} within {limit_s:g} s (backend.{setting}). Look at `ray status`."
-            )
-        for name, outcome in outcomes.items():
-            if isinstance(outcome, Raised):
-                error = outcome.error or RunFailedError(f"`{function}` failed: {outcome.traceback}")
-                error.add_note(f"This is from {name}.")
-                raise error
-        return {name: outcome.value for name, outcome in outcomes.items()}
-
-    return ask
-
-
-def _wait_for_nodes(asked: Mapping[str, Any], what: str, limit_s: float) -> None:
-    """Wait until each machine has answered or the limit is over; says now and then who has not. what: a verb first."""
-    began = told = time.monotonic()
-    waiting = dict(asked)
-    while waiting and (left := began + limit_s - time.monotonic()) > 0:
-        ready, _ = ray.wait(list(waiting.values()), num_returns=len(waiting), timeout=min(SLICE_S, left))
-        waiting = {name: answer for name, answer in waiting.items() if answer not in ready}
-        if waiting and time.monotonic() - told >= PATIENCE_S:
-            told = time.monotonic()
-            text = f"Waiting for {told - began:.0f} s, {limit_s:g} s at most, for {', '.join(waiting)} to {what}."
-            print(text, file=sys.stderr, flush=True)
+    where = f" on each of {len(bundles)} machines" if need.together else " for each"
+    return f"{need.count} {need.kind} with {amounts(bundles[0])}{where}"
 
 
 def what_comes(asked: Mapping[Any, Any], limit_s: float) -> dict[Any, Any]:
     """Return the answers that come within the limit, by their keys; dead actors give none."""
-    ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=limit_s) if asked else ([], [])
+    until, ready, waiting = time.monotonic() + limit_s, list[Any](), list(asked.values())
+    while waiting and (left := until - time.monotonic()) > 0:
+        more, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=min(_SLICE_S, left))
+        ready += more
     answers: dict[Any, Any] = {}
     for key, answer in asked.items():
         if answer in ready:

@@ -21,9 +21,6 @@ from spurline_models.machine import Finding, check_ray, num_gpus
 from spurline_ranks.cluster import names_cluster
 from spurline_ranks.group import TimeLimits
 
-RANKS_ON_CPU = 2
-"""How many there are without GPUs, where nothing is said: enough to show that it works."""
-
 
 class RankBackendConfig(ModelBackendConfig):
     """A backend whose model is divided among ranks: where they are, and how long they may take.
@@ -34,14 +31,14 @@ class RankBackendConfig(ModelBackendConfig):
     """
 
     missing_settings: ClassVar[Mapping[str, str]] = {
-        "runtime_env": "It is that of all that the run places on a cluster: write it in the section `cluster`.",
+        "runtime_env": "All processes on a cluster have the same: write it in the section `cluster`.",
     }
     package: ClassVar[str] = ""
     """The package of the modules: `spurline_fsdp_backend`."""
 
     ranks: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
-    """Processes, each with one GPU; null takes all GPUs of the machine, and 2 processes on CPU. With `launch: ray` it
-    has to be said."""
+    """Processes, each with one GPU; null takes all GPUs of the machine, and 2 processes on CPU. `launch: ray` needs a
+    number."""
     launch: Annotated[Launch, OnResume.FREE] = "local"
     """`local` starts the ranks on this machine; `ray` as actors of the Ray cluster, and is the default with
     `cluster.address`."""
@@ -50,12 +47,12 @@ class RankBackendConfig(ModelBackendConfig):
     precision: Annotated[Literal["auto", "fp32", "bf16"], OnResume.BY_NAME] = "auto"
     """`bf16` keeps fp32 weights, computes in bf16 and sums gradients in fp32; `auto` is bf16 on GPUs, fp32 on CPU."""
     ranks_per_node: Annotated[int | None, OnResume.FREE] = Field(default=None, gt=0)
-    """Ranks of one machine of a cluster; null takes all GPUs of each, of one machine where that is enough."""
+    """Ranks on each machine of a cluster; null takes one machine if that is enough, else all GPUs of each."""
     gpus: Annotated[tuple[int, ...] | None, OnResume.FREE] = None
-    """GPUs of this machine that the ranks may have, where rollout engines need the others; null for all."""
+    """GPUs of this machine that the ranks may have, so that rollout engines have the others; null for all."""
     max_tokens_per_microbatch: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
-    """Fill each micro-batch of a rank, or of the ranks that share sequences, with whole rows up to this many tokens,
-    padding not counted; null takes all rows."""
+    """Tokens in one micro-batch of a rank, or of the ranks that share sequences, at most, padding not counted. Rows
+    stay whole; null takes all rows at once."""
     logits_chunk_tokens: Annotated[int, OnResume.TO_ROUNDING] = Field(default=4096, gt=0)
     """Positions of one rank whose logits exist at the same time."""
     num_threads: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
@@ -67,8 +64,7 @@ class RankBackendConfig(ModelBackendConfig):
     start_timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0)
     """Seconds that the ranks may take to start and find each other, before any weight is loaded."""
     call_timeout_s: Annotated[float, OnResume.FREE] = Field(default=3600.0, gt=0)
-    """Seconds that one update, evaluation or checkpoint may take, loading the model, or its download to machines of a
-    cluster."""
+    """Seconds that one update, evaluation or checkpoint may take, and loading the model with its download."""
     collective_timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0)
     """Seconds that one exchange between ranks may take."""
 
@@ -85,8 +81,8 @@ class RankBackendConfig(ModelBackendConfig):
         if not ranks:
             yield Problem(
                 "ranks",
-                "takes all GPUs of this machine, and there are none. Set device: cpu to try it out, or say how many "
-                "there are where it trains, such as ranks: 8.",
+                "takes all GPUs of this machine, and there are none. Set device: cpu to try it out, or the number of "
+                "GPUs where it trains, such as ranks: 8.",
             )
             return
         yield from self.division_problems(ranks)
@@ -110,12 +106,12 @@ class RankBackendConfig(ModelBackendConfig):
                 )
 
     def optimizer_refusal(self, optimizer: OptimizerConfig) -> str | None:
-        """Say why this optimizer cannot step on parameters as the ranks have them, beginning with a verb."""
+        """Return why this optimizer cannot step on divided parameters, beginning with a verb; None if it can."""
         reason = optimizer.needs_whole_parameters
         return None if reason is None else f"needs whole ones: {reason}"
 
     def division_problems(self, ranks: int) -> Iterable[Problem]:
-        """Problems of the settings that divide so many ranks into groups."""
+        """Yield problems of the settings that divide so many ranks into groups."""
         return ()
 
     def _launch_problems(self) -> Iterable[Problem]:
@@ -123,28 +119,24 @@ class RankBackendConfig(ModelBackendConfig):
             if self.ranks_per_node is not None:
                 yield Problem("ranks_per_node", "is for the machines of a cluster. Set launch: ray, or remove it.")
             return
-        # A config is read before any cluster is asked, and by commands that never ask one.
         if self.ranks is None:
-            yield Problem("ranks", "has to be said with launch: ray: machines of the cluster times GPUs of each.")
+            yield Problem("ranks", "is needed with launch: ray: machines of the cluster times GPUs of each.")
         if self.device == "auto" and not num_gpus():
             yield Problem(
                 "device",
-                "is auto, which looks at this machine, and it has no GPU; those of the cluster may have some. Set "
+                "is auto, which looks at this machine, and it has no GPU. Set the device of the cluster's machines: "
                 "device: cuda, or device: cpu.",
             )
 
     def _gpu_problems(self, gpus: tuple[int, ...]) -> Iterable[Problem]:
-        if self.on == "cpu":
-            yield Problem("gpus", "names GPUs, and the ranks are on CPU. Remove it, or set device: cuda.")
         if self.launch == "ray":
             yield Problem("gpus", "names GPUs of this machine, and launch: ray lets the cluster choose. Remove one.")
-        if len(gpus) != len(set(gpus)):
-            yield Problem("gpus", f"names a GPU twice: {list(gpus)}. Each rank has one of its own.")
-        elif self.ranks is not None and self.ranks > len(gpus):
+        different = len(set(gpus))
+        if self.num_ranks > different:
             yield Problem(
                 "gpus",
-                f"names {len(gpus)} GPUs, and there are {self.ranks} ranks, each with one of its own. Name "
-                f"{self.ranks - len(gpus)} more, or set ranks: {len(gpus)}.",
+                f"names {different} GPUs, and there are {self.num_ranks} ranks, each with one of its own. Name "
+                f"{self.num_ranks - different} more, or set ranks: {different}.",
             )
 
     @property
@@ -172,11 +164,12 @@ class RankBackendConfig(ModelBackendConfig):
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks: that of the machine's GPUs, where none is asked for."""
+        """The number of ranks; the number of GPUs, or 2 on CPU, if the settings have none."""
         if self.ranks is not None:
             return self.ranks
         if self.on == "cpu":
-            return RANKS_ON_CPU
+            # Enough to show that it works.
+            return 2
         return len(self.gpus) if self.gpus is not None else num_gpus()
 
     def rank_request(self) -> RankRequest:
@@ -192,10 +185,10 @@ class RankBackendConfig(ModelBackendConfig):
 
     @property
     def rank_variables(self) -> Mapping[str, str]:
-        """Environment variables that its ranks need from the start."""
+        """Environment variables that the ranks need from the start."""
         if not self.deterministic:
             return {}
-        # Matrix products on a GPU are deterministic only with a fixed workspace. A value that the user set is kept.
+        # Matrix products on a GPU are deterministic only with a fixed workspace.
         name = "CUBLAS_WORKSPACE_CONFIG"
         return {name: os.environ.get(name, ":4096:8")}
 
@@ -211,7 +204,7 @@ class RankBackendConfig(ModelBackendConfig):
             "trains elsewhere only"
         )
 
-    # What looks at the model's architecture is found by name, as factories are: it needs torch, and a config must not.
+    # The functions that look at the model need torch, which a config must not import.
 
     def check_model(self, run: RunConfig) -> None:
         if self.launch == "ray":
@@ -219,7 +212,7 @@ class RankBackendConfig(ModelBackendConfig):
         self._part("layout:check_model")(self, run)
 
     def describe_layout(self, run: RunConfig) -> Sequence[str]:
-        """Sentences on its ranks, for `spurline plan`: how many, where, and in which groups."""
+        """Return sentences on its ranks for `spurline plan`: how many, where, and in which groups."""
         return list(self._part("layout:describe_layout")(self, run))
 
     def savings(self, run: RunConfig, row_length: int, tokens: int) -> Iterable[Mapping[str, Any]]:
@@ -232,10 +225,7 @@ class RankBackendConfig(ModelBackendConfig):
         return self._part("memory:estimate_memory")(self, run, row_length, tokens)
 
     def doctor(self, run: RunConfig) -> Iterator[Finding]:
-        """Start what a run would start, all but the model, and yield findings for `spurline doctor`.
-
-        A failure is a Finding with its fix, and not an error.
-        """
+        """Start the ranks without a model, and yield findings for `spurline doctor`, failures among them."""
         return self._part("doctor:doctor")(self, run)
 
     def _part(self, name: str) -> Callable[..., Any]:

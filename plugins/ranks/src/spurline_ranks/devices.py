@@ -1,11 +1,16 @@
-"""Which GPU and how many threads each rank of this machine gets, and which GPUs are left for others."""
+"""The GPU and the network interfaces of each rank of this machine, and the GPUs that are left for others."""
 
 from __future__ import annotations
 
+import os
+import socket
+
 from spurline.errors import ConfigError
 from spurline.protocols.ranks import RankRequest
-from spurline_models.machine import num_cores, visible_gpus
-from spurline_ranks.network import variables_of_one_machine
+from spurline_models.machine import visible_gpus
+
+LOOPBACK = "127.0.0.1"
+_INTERFACE = "lo"
 
 
 def local_environments(request: RankRequest) -> list[dict[str, str]]:
@@ -50,6 +55,16 @@ def gpus_beside_ranks(request: RankRequest | None) -> tuple[str, ...] | None:
     return tuple(gpu for gpu in visible_gpus() if gpu not in taken)
 
 
-def num_threads(request: RankRequest, local_ranks: int) -> int:
-    """Return the CPU threads of a rank, of `local_ranks` on this machine."""
-    return request.num_threads or max(1, num_cores() // local_ranks)
+def variables_of_one_machine(*, peers_elsewhere: bool) -> dict[str, str]:
+    """Return environment variables that keep exchanges on this machine's loopback; those that are set are left.
+
+    Neither gloo nor NCCL asks who connects, and by default both take the interface that other machines reach.
+
+    Args:
+        peers_elsewhere: Whether some exchanges are with other machines, by NCCL. It has one interface for all of them,
+            where a group of gloo may depart from the default.
+    """
+    if _INTERFACE not in (name for _, name in socket.if_nameindex()):
+        return {}
+    names = ("GLOO_SOCKET_IFNAME",) if peers_elsewhere else ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    return {name: _INTERFACE for name in names if name not in os.environ}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any, ClassVar, cast
@@ -21,8 +22,7 @@ from spurline.config.run_config import RunConfig
 from spurline.errors import SpurlineError
 from spurline_models.device_profile import device_profile
 from spurline_models.machine import Finding
-from spurline_ranks.cluster import cluster_request
-from spurline_ranks.cluster_checks import check_nodes
+from spurline_ranks.cluster import cluster_request, room_on_cluster
 from spurline_ranks.configs import RankBackendConfig
 from spurline_ranks.group import ClusterRequest, Place, RankGroup
 from spurline_ranks.launch import open_ranks
@@ -59,19 +59,20 @@ def examine(config: RankBackendConfig, run: RunConfig, worker: str) -> Iterator[
     # Nothing may be left in the run directory.
     cluster = replace(cluster_request(run), log_dir=None)
     request = replace(config.rank_request(), peers_elsewhere=run.source.facts.engines_elsewhere)
-    try:
-        ranks = open_ranks(request, worker, (plain_run(run),), limits, check_nodes(run), cluster)
-    except SpurlineError as error:
-        yield Finding("ranks", f"{config.num_ranks} were asked for, and did not start", _words(error))
-        return
-    try:
-        yield from _ask(ranks, time.monotonic() - began)
-        if request.launch == "ray":
-            yield access_to(cluster)
-    except SpurlineError as error:
-        yield Finding("ranks", "ended before they had answered", _words(error))
-    finally:
-        ranks.close()
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(room_on_cluster(run))
+            ranks = open_ranks(request, worker, (plain_run(run),), limits, cluster)
+        except SpurlineError as error:
+            yield Finding("ranks", f"{config.num_ranks} were asked for, and did not start", _words(error))
+            return
+        stack.callback(ranks.close)
+        try:
+            yield from _ask(ranks, time.monotonic() - began)
+            if request.launch == "ray":
+                yield access_to(cluster)
+        except SpurlineError as error:
+            yield Finding("ranks", "ended before they had answered", _words(error))
 
 
 def _ask(ranks: RankGroup, seconds: float) -> Iterator[Finding]:

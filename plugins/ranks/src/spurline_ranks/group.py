@@ -11,39 +11,25 @@ from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
-class RuntimeEnv:
-    """The environment that processes of a Ray cluster get from this one, besides what is on their machines.
-
-    env_vars: variables of their environment. working_dir: a folder of this machine that they see, in `sys.path` too, or
-    the URI of one, as Ray takes it; None for none. Nothing in it is installed.
-    """
-
-    env_vars: Mapping[str, str] = field(default_factory=dict[str, str])
-    working_dir: str | None = None
-
-
-@dataclass(frozen=True)
 class ClusterRequest:
     """The Ray cluster of a run.
 
-    address: `auto`, or host and port of its head. runtime_env: of all processes that the run places there.
-    room_timeout_s: seconds to wait for room. log_dir: a folder that all machines see, where each process writes its
-    log; None leaves that to Ray.
+    Attributes:
+        address: `auto`, or host and port of its head.
+        env_vars: Environment variables of all processes that the run places there.
+        room_timeout_s: Seconds to wait for room.
+        log_dir: A folder that all machines see, for the log of each process; None leaves logs to Ray.
     """
 
     address: str = "auto"
-    runtime_env: RuntimeEnv = RuntimeEnv()
+    env_vars: Mapping[str, str] = field(default_factory=dict[str, str])
     room_timeout_s: float = 180.0
     log_dir: str | None = None
 
 
-ANY_CLUSTER = ClusterRequest()
-"""The cluster that Ray finds, with default settings."""
-
-
 @dataclass(frozen=True)
 class TimeLimits:
-    """Seconds. start_s: until all ranks are ready. call_s: one call. collective_s: one collective between ranks."""
+    """Seconds until all ranks are ready, of one call, and of one exchange between ranks."""
 
     start_s: float = 600.0
     call_s: float = 3600.0
@@ -54,8 +40,12 @@ class TimeLimits:
 class Place:
     """A rank's place among the others.
 
-    rank, world: its number and how many there are. local_rank: its number on its machine. node: the machine's name.
-    doing: tells what it does, in words such as `micro-batch 5 of 8, forward`, for a message about a long wait.
+    Attributes:
+        rank: Its number.
+        world: The number of ranks.
+        local_rank: Its number on its machine.
+        node: The machine's name.
+        doing: Takes words for a message about a long wait, such as `micro-batch 5 of 8, forward`.
     """
 
     rank: int
@@ -70,7 +60,7 @@ class Worker(Protocol):
 
     Factory: `Class(place, *arguments)`, with torch's default process group ready, and the device chosen. Arguments and
     answers are plain data and numpy arrays. Methods are called one at a time, in the same order on all ranks. Ranks are
-    ended by force, also by `RankGroup.close`: what needs an orderly end is a method that is called before.
+    ended by force, by `RankGroup.close` too: an orderly end needs a method that is called before.
     """
 
 
@@ -86,15 +76,15 @@ class RankGroup(Protocol):
 
         Args:
             method: Its name.
-            common: Arguments that all get.
-            per_rank: One more argument, the first, for each rank.
+            common: Arguments for all ranks.
+            per_rank: The first argument of each rank, before the common ones.
 
         Returns:
             The answers by rank.
 
         Raises:
-            SpurlineError: What a rank raises, with a note that names rank, node, process and call.
-            RankFailedError: For every other end of a rank, and one that does not answer within the limit.
+            SpurlineError: From a rank, with a note that names rank, node, process and call.
+            RankFailedError: If a rank fails otherwise, dies, or does not answer within the limit.
         """
         ...
 

@@ -6,8 +6,7 @@ from typing import Any
 
 from spurline.protocols.ranks import RankRequest
 from spurline_models.machine import check_ray
-from spurline_ranks.cluster_checks import NodeChecks
-from spurline_ranks.group import ANY_CLUSTER, ClusterRequest, RankGroup, TimeLimits
+from spurline_ranks.group import ClusterRequest, RankGroup, TimeLimits
 
 
 def open_ranks(
@@ -15,8 +14,7 @@ def open_ranks(
     worker: str,
     arguments: tuple[Any, ...],
     limits: TimeLimits,
-    on_nodes: NodeChecks | None = None,
-    cluster: ClusterRequest = ANY_CLUSTER,
+    cluster: ClusterRequest | None = None,
 ) -> RankGroup:
     """Start processes that have joined each other and made their workers.
 
@@ -26,8 +24,7 @@ def open_ranks(
             touch a GPU.
         arguments: Of the class, after its place; plain data.
         limits: Of the start and of calls.
-        on_nodes: Is called on a cluster, where all machines can be asked, before any worker is made.
-        cluster: The cluster, with `launch: ray`.
+        cluster: The cluster, with `launch: ray`; None for the one that Ray finds.
 
     Raises:
         SpurlineError: What a rank raises meanwhile.
@@ -37,7 +34,7 @@ def open_ranks(
         check_ray()
         from spurline_ranks.ray_actors import RayRanks
 
-        return RayRanks(request, worker, arguments, limits, on_nodes, cluster)
+        return RayRanks(request, worker, arguments, limits, cluster or ClusterRequest())
     from spurline_ranks.processes import LocalRanks
 
     return LocalRanks(request, worker, arguments, limits)

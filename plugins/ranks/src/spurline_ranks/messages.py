@@ -7,13 +7,11 @@ no config, loss or plugin is ever pickled.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from spurline.config.loading import load_config
 from spurline.config.run_config import RunConfig
-from spurline.digests import FileDigest
 from spurline.errors import PluginError
 from spurline.plugins.registry import Registry
 from spurline.protocols.loss import Objective
@@ -21,17 +19,17 @@ from spurline_models.trainable import refuse_stateful
 
 
 def plain_run(run: RunConfig) -> dict[str, Any]:
-    """Return the settings as JSON values that mean the same in another working directory."""
-    # Every section by the class it has, also where the run was built by hand and not by loading.
+    """Return the settings as JSON values, with absolute paths."""
+    # A section of a run that was built by hand may have another class than its field.
     plain = run.model_dump(mode="json", serialize_as_any=True)
     return plain | {"run_dir": str(Path(run.run_dir).absolute())}
 
 
 def read_run(plain: Mapping[str, Any]) -> tuple[RunConfig, Registry]:
-    """Read what `plain_run` made, with the run's plugins loaded in this process.
+    """Read the settings of `plain_run`, with the run's plugins loaded in this process.
 
-    Rules between sections are not checked again: they held where the run began. Raises PluginError or ConfigError where
-    this process has other plugins, or other versions of them.
+    Raises:
+        PluginError, ConfigError: If this process has other plugins, or other versions of them.
     """
     loaded = load_config(plain, recorded=True)
     return loaded.config, loaded.host.registry
@@ -41,7 +39,8 @@ def plain_objective(objective: Objective) -> dict[str, Any]:
     """Return the objective of a call as plain data.
 
     Raises:
-        PluginError: For a loss that ranks cannot make again. ConfigError: For one that keeps a state.
+        PluginError: If ranks cannot make the loss again.
+        ConfigError: If the loss keeps a state.
     """
     loss = objective.loss
     refuse_stateful(loss)
@@ -59,15 +58,7 @@ def plain_objective(objective: Objective) -> dict[str, Any]:
 
 
 def read_objective(plain: Mapping[str, Any], registry: Registry) -> Objective:
-    """Read what `plain_objective` made."""
+    """Read the objective of `plain_objective`."""
     settings = plain["loss"]
     config = registry.get("loss", settings["name"]).config.model_validate(settings)
     return Objective(registry.create("loss", config), plain["normalizer"], plain["temperature"])
-
-
-@dataclass(frozen=True)
-class SavedPart:
-    """The files that one rank has written of a checkpoint, digests by path in its folder, or why it could not."""
-
-    digests: Mapping[str, FileDigest]
-    failure: str | None = None

@@ -1,6 +1,6 @@
-"""The outcome of a call on one rank, and the error that the process which asked for it raises.
+"""The outcome of a call on one rank, and the error that the calling process raises.
 
-An error of ours is carried as it is; `RankFailedError` stands for every other exception, with its traceback as text.
+A SpurlineError is carried as it is; a `RankFailedError` stands for every other exception, with its traceback as text.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from spurline.errors import RankFailedError, SpurlineError
 
 @dataclass(frozen=True)
 class Value:
-    """The rank answered. value: plain data and numpy arrays."""
+    """The rank answered with plain data and numpy arrays."""
 
     value: Any
 
@@ -25,7 +25,10 @@ class Value:
 class Raised:
     """The rank's code raised an exception.
 
-    text: its class and message. traceback: as Python prints it. error: the exception itself, where it is one of ours.
+    Attributes:
+        text: Its class and message.
+        traceback: As Python prints it.
+        error: The exception itself, if it is a SpurlineError.
     """
 
     text: str
@@ -42,7 +45,7 @@ class Raised:
 
 @dataclass(frozen=True)
 class Died:
-    """The rank's process ended. how: such as `was killed by SIGKILL`. last_words: the end of what it wrote."""
+    """The rank's process ended, with the end of its log. how: Such as `was killed by SIGKILL`."""
 
     how: str
     last_words: str = ""
@@ -52,7 +55,7 @@ Outcome = Value | Raised | Died
 
 
 def pack(outcome: Outcome) -> bytes:
-    """Return the outcome as bytes for the process that asked; an answer that is no plain data becomes an error."""
+    """Return the outcome as bytes for the process that asked; an answer that cannot be pickled becomes an error."""
     try:
         return packed(outcome)
     except Exception as error:  # noqa: BLE001 - raised where the call was made
@@ -60,18 +63,18 @@ def pack(outcome: Outcome) -> bytes:
 
 
 def packed(message: object) -> bytes:
-    """Return plain data as bytes that another process of this run may read."""
+    """Return data as bytes for another process of this run."""
     return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
 
 
 def unpacked(wire: bytes) -> Any:
-    """Read what another process of this run has packed."""
+    """Read the bytes of another process of this run."""
     return pickle.loads(wire)  # noqa: S301
 
 
 @dataclass(frozen=True)
 class Identity:
-    """A process: rank of `world`, its machine's name and its process id there."""
+    """A rank with its machine's name and its process id there."""
 
     rank: int
     world: int
@@ -91,19 +94,20 @@ class Identity:
         return RankFailedError(text, self.rank, self.node, self.pid, call, traceback)
 
 
-class _TracebackOfRank(Exception):  # noqa: N818 - no error of its own: it shows where another one began
+class _TracebackOfRank(Exception):  # noqa: N818 - shows where another error began
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
 
 
 def first_cause(failures: Sequence[tuple[Identity, Raised | Died]]) -> tuple[Identity, Raised | Died]:
-    """Return the failure that explains the others, of several in the order in which they came.
+    """Return the failure that explains the others: a death, else an error of ours, else the first.
 
-    Where a rank dies the others fail in the exchange with it, and may say so before its death is noticed.
+    When a rank dies, the others fail in the exchange with it, and may say so before its death is noticed.
     """
 
-    def importance(failure: tuple[Identity, Raised | Died]) -> int:
-        return 0 if isinstance(failure[1], Died) else 1 if failure[1].error is not None else 2
+    def importance(failure: tuple[Identity, Raised | Died]) -> tuple[bool, bool]:
+        died = isinstance(failure[1], Died)
+        return not died, not died and failure[1].error is None
 
     return min(failures, key=importance)
 
@@ -117,7 +121,7 @@ def error_of(who: Identity, call: str, failure: Raised | Died) -> SpurlineError:
         return who.failed(text, call)
     if failure.error is not None:
         failure.error.add_note(f"This is from {who}, during `{call}`.")
-        # As Python shows it where it shows tracebacks at all: what the user is told needs none.
+        # Python shows it with a traceback; the message for the user needs none.
         failure.error.__cause__ = _TracebackOfRank(failure.traceback)
         return failure.error
     text = f"{who.at_beginning} failed during `{call}`: {failure.text}\n{failure.traceback}"
@@ -125,11 +129,11 @@ def error_of(who: Identity, call: str, failure: Raised | Died) -> SpurlineError:
 
 
 def _ours(error: BaseException) -> SpurlineError | None:
-    """Return the error where it is one of ours and another process can read it."""
+    """Return a SpurlineError that another process can read."""
     if not isinstance(error, SpurlineError):
         return None
     try:
         unpacked(packed(error))
-    except Exception:  # noqa: BLE001 - any code of the error's attributes runs here; its text and traceback stand for it
+    except Exception:  # noqa: BLE001 - any code of its attributes may run; text and traceback stand for such an error
         return None
     return error

@@ -1,9 +1,9 @@
 """Keep tensors that many processes hold parts of: each process writes its parts, and any others read what they need.
 
 A *piece* is a part of one tensor: a box of it, or a range of the values of a box, counted row by row. Every process
-writes its pieces into files of its own, `rank-00003.part-001.safetensors`, whose headers say which pieces they are, and
-hashes them while it writes. A reader makes an index of all headers, checks that the pieces are each tensor once and
-whole, and then reads the boxes that it needs itself: on another number of processes those are others.
+writes its pieces into files of its own, `rank-00003.part-001.safetensors`, whose headers describe them, and hashes them
+while it writes. A reader makes an index of all headers, counts the values of each tensor, and then reads the boxes that
+it needs, on any number of processes.
 
 It knows no model and no optimizer. Naming the folder and renaming it into place are the caller's work. No pickle.
 """
@@ -14,7 +14,6 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # no public function tells it
 
 from spurline.digests import FileDigest
-from spurline.errors import CheckpointError, CheckpointWriteError, DamagedCheckpointError
+from spurline.errors import CheckpointWriteError, DamagedCheckpointError
 from spurline.tensor_files import Values, write_tensor_file
 from spurline_models.optimizers.state import describe
 from spurline_models.weight_files import DTYPES, values_of_tensor
@@ -77,7 +76,9 @@ class Box:
 class Piece:
     """A part of the tensor `key` of this shape, to be written.
 
-    values: of the box, in its shape; or a vector, with `span`, which says what range of the box's values it is.
+    Attributes:
+        values: The values of the box, in its shape; or a vector of the range `span` of them.
+        span: The range of the box's values, counted row by row; None for all.
     """
 
     key: str
@@ -88,7 +89,6 @@ class Piece:
 
     @property
     def range(self) -> tuple[int, int]:
-        """The span, which is all of the box where none is given."""
         return (0, self.box.num_values) if self.span is None else self.span
 
 
@@ -107,9 +107,11 @@ def held_values(tensor: Tensor) -> Tensor:
 
 
 def held_pieces(tensors: Mapping[str, Tensor], *, first: bool) -> Iterator[Piece]:
-    """Yield the pieces that this process is to write, so that all processes together write each value once.
+    """Yield the pieces that this process has to write, so that all processes together write each value once.
 
-    first: whether it is the one that writes what all processes hold alike.
+    Args:
+        tensors: The tensors of this process, by key.
+        first: Whether this process writes the tensors that all processes hold alike.
     """
     for key, tensor in tensors.items():
         if isinstance(tensor, DTensor):
@@ -125,9 +127,13 @@ def held_pieces(tensors: Mapping[str, Tensor], *, first: bool) -> Iterator[Piece
 def write_pieces(
     folder: Path, rank: int, pieces: Iterable[Piece], part_bytes: int = PART_BYTES
 ) -> dict[str, FileDigest]:
-    """Write the pieces of one process; returns the digests of the files, by name, when they are safe on the disk.
+    """Write the pieces of one process, with memory for one block. Empty pieces are left out.
 
-    Takes host memory for one block. Pieces without values leave no trace. Raises CheckpointWriteError.
+    Returns:
+        The digests of the files by name, when they are safe on the disk.
+
+    Raises:
+        CheckpointWriteError: If they cannot be written.
     """
     digests: dict[str, FileDigest] = {}
     try:
@@ -140,7 +146,7 @@ def write_pieces(
 
 
 def _parts(pieces: Iterable[Piece], part_bytes: int) -> Iterator[list[Piece]]:
-    """The pieces of each file, large ones cut."""
+    """Yield the pieces of each file, large ones cut."""
     part: list[Piece] = []
     filled = 0
     for piece in pieces:
@@ -168,24 +174,18 @@ def _cut(piece: Piece, part_bytes: int) -> Iterator[Piece]:
 
 
 def _write_part(path: Path, pieces: list[Piece]) -> FileDigest:
-    stored, places = _named(pieces)
-    return write_tensor_file(path, stored, {_METADATA: json.dumps(places)})
-
-
-def _named(pieces: list[Piece]) -> tuple[dict[str, Values], dict[str, Any]]:
-    """The values of the pieces by the names that they have in a file, and what piece each of them is."""
     stored: dict[str, Values] = {}
     places: dict[str, Any] = {}
     for number, piece in enumerate(pieces):
         name = piece.key if piece.key not in stored else f"{piece.key}~{number}"
         stored[name] = values_of_tensor(piece.values)
         places[name] = [piece.key, piece.shape, piece.box.offset, piece.box.shape, piece.range]
-    return stored, places
+    return write_tensor_file(path, stored, {_METADATA: json.dumps(places)})
 
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """A piece in a file. span: of the box's values, counted row by row. begin: its first byte in the file."""
+    """A piece in a file, from the byte `begin` on."""
 
     file: str
     begin: int
@@ -195,14 +195,14 @@ class StoredPiece:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor, whose values may be spread over several files."""
+    """A tensor whose values may be spread over several files."""
 
     shape: Shape
     dtype: torch.dtype
     pieces: tuple[StoredPiece, ...]
 
     def describe(self) -> str:
-        """Say what `describe` says of a tensor."""
+        """Describe shape and dtype as `describe` does."""
         return describe(torch.empty(self.shape, dtype=self.dtype, device="meta"))
 
 
@@ -215,10 +215,10 @@ class PieceIndex:
 
     @classmethod
     def of(cls, folder: Path) -> Self:
-        """Read the headers, and check that the pieces are every tensor once and whole.
+        """Read the headers.
 
         Raises:
-            DamagedCheckpointError: Naming file and key.
+            DamagedCheckpointError: If files are damaged or missing, with the names of file and tensor.
         """
         found: dict[str, list[tuple[Shape, torch.dtype, StoredPiece]]] = {}
         for path in sorted(folder.glob("rank-*.safetensors")):
@@ -233,12 +233,19 @@ class PieceIndex:
                         f"{folder / piece.file} does not belong to the files beside it: {key} is {list(other_shape)} "
                         f"{other_dtype} there, and {list(shape)} {dtype} in {entries[0][2].file}."
                     )
-            tensors[key] = StoredTensor(shape, dtype, tuple(piece for _, _, piece in entries))
-            _check_whole(folder, key, tensors[key])
+            pieces = tuple(piece for _, _, piece in entries)
+            # Digests find files that have changed. This finds a file that is missing, or one too many.
+            held, needed = sum(piece.span[1] - piece.span[0] for piece in pieces), math.prod(shape)
+            if held != needed:
+                files = ", ".join(sorted({piece.file for piece in pieces}))
+                raise DamagedCheckpointError(
+                    f"{folder} is damaged: {files} hold {held} values of {key}, which has {needed}."
+                )
+            tensors[key] = StoredTensor(shape, dtype, pieces)
         return cls(folder, tensors)
 
     def read(self, key: str, box: Box) -> Tensor:
-        """Read a box of a tensor, on CPU, out of the files that hold parts of it, and no more than these parts."""
+        """Read a box of a tensor onto the CPU, and nothing else."""
         result = torch.empty(box.shape, dtype=self.tensors[key].dtype)
         self._read_into(result, key, box)
         return result
@@ -263,7 +270,7 @@ class PieceIndex:
             local.copy_(self.read(key, box))
 
     def _read_into(self, result: Tensor, key: str, box: Box) -> None:
-        """The box in its own shape, on CPU."""
+        """Read a box into a tensor of its shape on the CPU."""
         stored = self.tensors[key]
         missing = box.num_values
         for piece in stored.pieces:
@@ -283,20 +290,20 @@ class PieceIndex:
         assert missing == 0, (key, box, missing)
 
     def read_like(self, key: str, like: Tensor) -> Tensor:
-        """Read what this process holds of a tensor: the same parts as of `like`, or all where that has another shape.
+        """Read the same part of a tensor as this process holds of `like`, onto its device.
 
-        On the device of `like` where it has its shape, else on CPU.
+        A tensor of another shape is read whole, onto the CPU.
         """
         stored = self.tensors[key]
         if not isinstance(like, DTensor) or stored.shape != like.shape:
             return self.read(key, Box.whole(stored.shape))
-        # Not made of a local tensor, which goes to the device of the mesh: with offloaded weights that is another one.
+        # Not `DTensor.from_local`, which moves offloaded weights to the device of the mesh.
         result = torch.empty_like(like, dtype=stored.dtype, requires_grad=False)
         self.fill(result, key)
         return result
 
     def _values(self, piece: StoredPiece, dtype: torch.dtype) -> Tensor:
-        """The piece's values as a vector that is read from the file where it is looked at."""
+        """Map the piece's values as a vector: only values that are used are read from the file."""
         num_bytes = (piece.span[1] - piece.span[0]) * dtype.itemsize
         path = self.folder / piece.file
         try:
@@ -308,7 +315,7 @@ class PieceIndex:
 
 
 def _stored_pieces(path: Path) -> Iterator[tuple[str, Shape, torch.dtype, StoredPiece]]:
-    """(key, shape of the whole tensor, dtype, piece) of each piece in a file."""
+    """Yield (key, shape of the whole tensor, dtype, piece) of each piece in a file."""
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -332,48 +339,8 @@ def _stored_pieces(path: Path) -> Iterator[tuple[str, Shape, torch.dtype, Stored
         raise DamagedCheckpointError(f"{path} is damaged: its header cannot be read ({error!r}).") from error
 
 
-def _check_whole(folder: Path, key: str, stored: StoredTensor) -> None:
-    """Raises DamagedCheckpointError unless the pieces are the tensor: every value in one of them and no other."""
-    boxes: dict[Box, list[StoredPiece]] = {}
-    for piece in stored.pieces:
-        boxes.setdefault(piece.box, []).append(piece)
-    for pieces in boxes.values():
-        pieces.sort(key=lambda piece: piece.span)
-        for one, other in pairwise(pieces):
-            if one.span[1] > other.span[0]:
-                raise _doubled(folder, key, one, other)
-    # Boxes of one tensor: [num_boxes, num_dimensions] each.
-    begin, end = (np.array([getattr(box, name) for box in boxes], dtype=np.int64) for name in ("offset", "end"))
-    overlap = ((begin[:, None] < end[None]) & (begin[None] < end[:, None])).all(-1)
-    overlap &= ~np.eye(len(boxes), dtype=bool)
-    if overlap.any():
-        one, other = (list(boxes.values())[index][0] for index in np.argwhere(overlap)[0])
-        raise _doubled(folder, key, one, other)
-    outside = next((pieces[0] for box, pieces in boxes.items() if box.common(Box.whole(stored.shape)) != box), None)
-    if outside is not None:
-        raise DamagedCheckpointError(
-            f"{folder / outside.file} is damaged: its part of {key} reaches beyond the shape {list(stored.shape)}."
-        )
-    num_values = math.prod(stored.shape)
-    num_missing = num_values - sum(piece.span[1] - piece.span[0] for piece in stored.pieces)
-    if num_missing:
-        files = ", ".join(sorted({piece.file for piece in stored.pieces}))
-        raise DamagedCheckpointError(
-            f"{folder} is damaged: of {key}, {num_missing} of {num_values} values are in no file. Parts of it are in "
-            f"{files}: another file is missing."
-        )
-
-
-def _doubled(folder: Path, key: str, one: StoredPiece, other: StoredPiece) -> CheckpointError:
-    return DamagedCheckpointError(
-        f"{folder} is damaged: {one.file} and {other.file} both hold the same values of {key}, so they are not of one "
-        "checkpoint."
-    )
-
-
 def _boxes_of_span(shape: Shape, begin: int, end: int) -> Iterator[Box]:
-    """Cut a range of a box's values, counted row by row, into boxes. Each of them is a range too, and they follow one
-    another."""
+    """Cut a range of a box's values, counted row by row, into boxes whose values follow one another."""
     if begin >= end:
         return
     if not shape:

@@ -1,8 +1,8 @@
 """Run ranks as processes of this machine.
 
-The controller keeps one process per worker module that has imported torch, transformers and that module, and forks
-ranks from it (`rank_server`), which starts a group of ranks in a tenth of the time that the imports would take. Each
-rank has one connection for its calls. The controller hosts the store where ranks meet; only this machine can reach it.
+The controller keeps one process for each worker module that has imported torch, transformers and that module, and forks
+ranks from it (`rank_server`): a group of ranks starts in a tenth of the time that the imports take. Each rank has one
+connection for its calls. The controller hosts the store where ranks meet; only this machine can reach it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from spurline.child import ChildProcess, kill_group
 from spurline.errors import RunFailedError
 from spurline.protocols.ranks import RankRequest
-from spurline_models.machine import why_silent
 from spurline_ranks.calls import RankCalls
-from spurline_ranks.devices import local_environments, num_threads
+from spurline_ranks.devices import LOOPBACK, local_environments
 from spurline_ranks.group import TimeLimits
-from spurline_ranks.network import LOOPBACK
+from spurline_ranks.logs import last_words, stacks_of
 from spurline_ranks.outcomes import Died, Identity, Outcome, Raised, packed, unpacked
 from spurline_ranks.rank_main import RankOrder
 from spurline_ranks.rank_server import PID_BYTES
@@ -44,9 +43,6 @@ _ANSWER_TIMEOUT_S = 2.0
 _FORK_TIMEOUT_S = 60.0
 _STOPPED_S = 60.0
 """Seconds without reading what it is sent after which a rank counts as dead."""
-_WRITING_S = 0.1
-_LAST_WORDS_BYTES = 3000
-_STACKS_BYTES = 20000
 
 
 class LocalRanks(RankCalls):
@@ -55,7 +51,7 @@ class LocalRanks(RankCalls):
     def __init__(self, request: RankRequest, worker: str, arguments: tuple[Any, ...], limits: TimeLimits) -> None:
         super().__init__(request.count, limits)
         environments = local_environments(request)
-        node, threads = platform.node(), num_threads(request, request.count)
+        node = platform.node()
         server = _server_for(worker.partition(":")[0], limits.start_s)
         self._store: TCPStore | None = open_store(LOOPBACK)
         self.port = port = self._store.port
@@ -72,7 +68,8 @@ class LocalRanks(RankCalls):
                     arguments=arguments,
                     limits=limits,
                     device=request.device,
-                    num_threads=threads,
+                    num_threads=request.num_threads,
+                    local_world=request.count,
                     store=(LOOPBACK, port),
                     environment=environment,
                 )
@@ -107,15 +104,7 @@ class LocalRanks(RankCalls):
         return {rank: said for rank in missing if (said := self._ranks[rank].said(until)) is not None}
 
     def _stacks(self, missing: Sequence[int]) -> Mapping[int, str]:
-        before = {rank: self._ranks[rank].log_size() for rank in missing}
-        for rank in missing:
-            with suppress(ProcessLookupError):
-                os.kill(self._ranks[rank].pid, signal.SIGUSR1)
-        until = time.monotonic() + _ANSWER_TIMEOUT_S
-        return {
-            rank: self._ranks[rank].written_since(before[rank], until) or why_silent(self._ranks[rank].pid)
-            for rank in missing
-        }
+        return {rank: self._ranks[rank].stacks() for rank in missing}
 
     def _end(self) -> None:
         for process in self._ranks:
@@ -149,15 +138,10 @@ class _Process:
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(whole), int(rest * 1e6)))
             self._connection = Connection(ours.detach())
             self.pid = server.fork(self, theirs.fileno(), self._log.fileno())
-        process = {
-            "environment": dict(os.environ),
-            "path": [place or os.getcwd() for place in sys.path],
-            "folder": os.getcwd(),
-            "order": order,
-        }
         self._reader = threading.Thread(target=self._read, name=f"rank-{order.rank}", daemon=True)
         self._reader.start()
-        self.send(packed(process))
+        path = [place or os.getcwd() for place in sys.path]
+        self.send(packed((dict(os.environ), path, os.getcwd(), order)))
 
     def send(self, *messages: bytes) -> bool:
         """Send the messages of one call. Returns False if the rank reads nothing; its outcome is then `Died`."""
@@ -186,16 +170,8 @@ class _Process:
         except Empty:
             return None
 
-    def log_size(self) -> int:
-        return os.fstat(self._log.fileno()).st_size
-
-    def written_since(self, start: int, until: float) -> str:
-        """Return what the rank has written to its log since `start`. Waits for a pause in it, at most until `until`."""
-        size = start
-        while time.monotonic() < until and (self.log_size() == start or self.log_size() > size):
-            size = self.log_size()
-            time.sleep(_WRITING_S)
-        return os.pread(self._log.fileno(), _STACKS_BYTES, start).decode(errors="replace").strip()
+    def stacks(self) -> str:
+        return stacks_of(self.pid, self._log.fileno(), _ANSWER_TIMEOUT_S)
 
     def kill(self) -> None:
         if not self.ended.is_set():
@@ -221,22 +197,23 @@ class _Process:
                 else:
                     self._outcomes.put((self.order.rank, said))
         except (EOFError, OSError):
-            self._outcomes.put((self.order.rank, self._death()))
+            self.ended.wait(_ANSWER_TIMEOUT_S)
+            self._outcomes.put((self.order.rank, Died(self._how_it_died(), last_words(self._log.fileno()))))
         except Exception as error:  # noqa: BLE001 - raised where the call was made, which would wait for its limit
             self._outcomes.put((self.order.rank, Raised.of(error)))
 
-    def _death(self) -> Died:
-        self.ended.wait(_ANSWER_TIMEOUT_S)
-        start = max(0, self.log_size() - _LAST_WORDS_BYTES)
-        words = os.pread(self._log.fileno(), _LAST_WORDS_BYTES, start).decode(errors="replace").strip()
+    def _how_it_died(self) -> str:
         if self.code is None:
-            return Died("closed its connection", words)
+            return "closed its connection"
         if self.code >= 0:
-            return Died(f"ended with exit code {self.code}", words)
+            return f"ended with exit code {self.code}"
         by_memory = ", as the system does when memory runs out," if self.code == -signal.SIGKILL else ""
-        # Those for real time have no names.
-        name = signal.Signals(-self.code).name if -self.code in [*signal.Signals] else f"signal {-self.code}"
-        return Died(f"was killed by {name}{by_memory}", words)
+        return f"was killed by {_name_of_signal(-self.code)}{by_memory}"
+
+
+def _name_of_signal(number: int) -> str:
+    # Those for real time have no names.
+    return signal.Signals(number).name if number in [*signal.Signals] else f"signal {number}"
 
 
 class _Server:
@@ -277,7 +254,7 @@ class _Server:
             )
 
     def fork(self, rank: _Process, connection: int, log: int) -> int:
-        """Fork a rank with these open files; returns its process id."""
+        """Fork a rank with these open files; return its process id."""
         with self._lock:
             try:
                 socket.send_fds(self._control, [b"f"], [connection, log])
@@ -285,7 +262,7 @@ class _Server:
             except OSError:
                 answer = b""
             if not answer:
-                # An answer that came later would be taken for that of the next rank.
+                # An answer that came later would be taken for the next rank's.
                 self.has_ended = True
                 self._child.kill()
                 raise RunFailedError(f"The process that ranks are forked from did not fork: {self._child.how_it_ended}")

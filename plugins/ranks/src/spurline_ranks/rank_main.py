@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented, not listed
 
 from spurline_models.device_profile import device_profile
+from spurline_models.machine import num_cores
 from spurline_ranks.group import Place, TimeLimits
 from spurline_ranks.outcomes import Raised, Value, pack
 
@@ -23,20 +24,27 @@ from spurline_ranks.outcomes import Raised, Value, pack
 class RankOrder:
     """A rank that is to be made, as plain data.
 
-    worker: `module:Class`. arguments: of the worker, after its place. node: the machine's name, as texts say it.
-    device: with `cuda`, the first GPU that this process sees. num_threads: CPU threads of torch.
-    store: host and port of the store where the ranks meet. environment: is added to that of the process.
+    Attributes:
+        local_world: The number of ranks on its machine.
+        node: The machine's name in messages.
+        worker: `module:Class`.
+        arguments: Of the worker, after its place.
+        device: With `cuda`, the first GPU that this process sees.
+        num_threads: CPU threads of torch; None divides the cores of the machine among its ranks.
+        store: Host and port of the store where the ranks meet.
+        environment: Variables that are added to the environment of the process.
     """
 
     rank: int
     world: int
     local_rank: int
+    local_world: int
     node: str
     worker: str
     arguments: tuple[Any, ...]
     limits: TimeLimits
     device: Literal["cpu", "cuda"]
-    num_threads: int
+    num_threads: int | None
     store: tuple[str, int]
     environment: Mapping[str, str]
 
@@ -82,7 +90,7 @@ class RankMain:
 
     def _join(self) -> None:
         order = self._order
-        torch.set_num_threads(order.num_threads)
+        torch.set_num_threads(order.num_threads or max(1, num_cores() // order.local_world))
         profile = device_profile(order.device)
         host, port = order.store
         self.say(f"joining the other ranks at {host}:{port}")

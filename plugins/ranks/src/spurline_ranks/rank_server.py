@@ -1,8 +1,8 @@
 """The process that ranks of this machine are forked from; it has imported what is slow to import, nothing else.
 
-The controller hands it a connection and a log for each rank over a socket, gets the id of the new process back, and is
-told how that has ended. Every rank has a session of its own, so that Ctrl-C stays the controller's to handle. Linux
-kills the ranks when this process dies, and this process when the controller dies.
+The controller hands it a connection and a log for each rank over a socket, and gets the id of the new process and later
+its exit code. Every rank has a session of its own, so that the controller alone handles Ctrl-C. Linux kills the ranks
+when this process dies, and this process when the controller dies.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
@@ -42,7 +41,7 @@ def main(parent: Parent) -> None:
 
 def _serve(parent: Parent, control: socket.socket) -> tuple[int, int] | None:
     """Fork ranks until the controller is gone. Returns a second time in each rank: its connection and log."""
-    # What systems send to all processes when they stop a job is the controller's to handle.
+    # Systems send these to all processes of a job that they stop; the controller alone handles them.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     woken, wake = socket.socketpair()
@@ -84,7 +83,7 @@ def _reap(ranks: set[int], parent: Parent) -> None:
     for pid in list(ranks):
         if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             continue
-        # What the rank has started.
+        # Also the processes that the rank has started.
         kill_group(pid)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         ranks.remove(pid)
@@ -96,7 +95,7 @@ def _be_a_rank(connection: int, log: int) -> None:
     for source, target in ((nothing, 0), (log, 1), (log, 2)):
         os.dup2(source, target)
     sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
-    # The stacks of a rank that stands still, even where Python cannot run.
+    # Shows the stacks of a rank that stands still, even where Python cannot run.
     faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
     _Rank(Connection(connection)).serve()
 
@@ -108,12 +107,11 @@ class _Rank:
         self._connection = connection
         self._lock = threading.Lock()
         self._calls: SimpleQueue[tuple[str, tuple[Any, ...]]] = SimpleQueue()
-        process: Mapping[str, Any] = connection.recv()
+        environment, sys.path[:], folder, order = connection.recv()
         os.environ.clear()
-        os.environ.update(process["environment"])
-        sys.path[:] = process["path"]
-        os.chdir(process["folder"])
-        self._main = RankMain(process["order"])
+        os.environ.update(environment)
+        os.chdir(folder)
+        self._main = RankMain(order)
 
     def serve(self) -> None:
         threading.Thread(target=self._listen, name="connection", daemon=True).start()
@@ -122,7 +120,7 @@ class _Rank:
             self._say(self._main.call(*self._calls.get()))
 
     def _listen(self) -> None:
-        """Take calls and questions. A controller that is gone leaves nobody to work for, whatever the rank does."""
+        """Take calls and questions. When the controller is gone, end the rank whatever it does."""
         try:
             while True:
                 method, common = self._connection.recv()

@@ -1,9 +1,8 @@
 """Ranks as actors of a Ray cluster.
 
-One placement group holds them: a bundle for each machine, so that neighbours by number are neighbours on a machine.
-Rank 0 hosts the store where they meet. Beside them runs one `NodeActor` on each machine. A rank that dies is never
-started again, and all of them end with the process that asked for them, as Ray sees to. Imported with `launch: ray`
-only.
+One placement group holds them: a bundle for each machine, so that ranks with neighbouring numbers share a machine.
+Rank 0 hosts the store where they meet. Beside them runs one `NodeActor` on each machine. Ray never starts a dead rank
+again, and ends all ranks with the process that asked for them. Imported with `launch: ray` only.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from ray.util.placement_group import PlacementGroup
 from spurline.errors import RunFailedError
 from spurline.protocols.ranks import RankRequest
 from spurline_ranks.calls import START, RankCalls
-from spurline_ranks.cluster_checks import NodeChecks
-from spurline_ranks.cluster_room import asking, each_needs, room_for, what_comes
-from spurline_ranks.group import ANY_CLUSTER, ClusterRequest, TimeLimits
-from spurline_ranks.network import variables_of_one_machine
+from spurline_ranks.cluster_room import each_needs, room_for, what_comes
+from spurline_ranks.devices import variables_of_one_machine
+from spurline_ranks.group import ClusterRequest, TimeLimits
+from spurline_ranks.logs import write_into
 from spurline_ranks.outcomes import Died, Identity, Outcome, Raised, Value, packed, unpacked
 from spurline_ranks.rank_main import RankMain, RankOrder
 from spurline_ranks.ray_cluster import Node, RayCluster
-from spurline_ranks.ray_node import NodeActor, write_into
+from spurline_ranks.ray_node import NodeActor
 from spurline_ranks.store import open_store
 
 _END_TIMEOUT_S = 30.0
@@ -53,10 +52,10 @@ class RankActor:
     """One rank; every method is called through Ray."""
 
     def __init__(self) -> None:
-        # What systems send to all processes when they stop a job is the controller's to handle.
+        # Systems send these to all processes of a job that they stop; the controller alone handles them.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        # One log for both, which is asked for when the rank says nothing any more.
+        # One log for both.
         os.dup2(2, 1)
         faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
         self._main: RankMain | None = None
@@ -106,10 +105,8 @@ class RayRanks(RankCalls):
         worker: str,
         arguments: tuple[Any, ...],
         limits: TimeLimits,
-        on_nodes: NodeChecks | None = None,
-        cluster: ClusterRequest = ANY_CLUSTER,
+        cluster: ClusterRequest,
     ) -> None:
-        """See `open_ranks`."""
         super().__init__(request.count, limits)
         self._cluster_request = cluster
         self._cluster = RayCluster(cluster)
@@ -123,9 +120,6 @@ class RayRanks(RankCalls):
             self._cluster.open()
             self._place_ranks(request)
             stores = self._meet()
-            if on_nodes is not None:
-                names = {rank.node.id: rank.node.name for rank in self._ranks}
-                on_nodes(asking({names[node]: watcher for node, watcher in self._watchers.items()}, limits))
             self._order(request, worker, arguments, stores[0])
         except BaseException:
             self.close()
@@ -215,8 +209,7 @@ class RayRanks(RankCalls):
         self._group = place.group
         each, per_node = each_needs(need, place.nodes), need.count // len(place.nodes)
         for number, node in enumerate(place.nodes):
-            # It sees ranks end also while it does what takes long, such as a download.
-            options = self._cluster.actor_options(self._group, number, {}) | {"max_concurrency": 2}
+            options = self._cluster.actor_options(self._group, number, {})
             self._watchers[node.id] = ray.remote(NodeActor).options(**options).remote()
             options = self._cluster.actor_options(self._group, number, each)
             kind: Any = ray.remote(concurrency_groups={_WATCH: 1})(RankActor)  # pyright: ignore[reportCallIssue]
@@ -233,10 +226,7 @@ class RayRanks(RankCalls):
 
     def _order(self, request: RankRequest, worker: str, arguments: tuple[Any, ...], store: tuple[str, int]) -> None:
         """Tell every actor which rank it is."""
-        asked = {node: watcher.cores.remote() for node, watcher in self._watchers.items()}
-        cores = what_comes(asked, self._limits.start_s)
-        per_node = self.size // len(self._watchers)
-        chosen = self._cluster_request.runtime_env.env_vars
+        chosen = self._cluster_request.env_vars
         here = variables_of_one_machine(peers_elsewhere=request.peers_elsewhere) if self._cluster.is_own else {}
         variables = {**here, **request.variables}
         self._answers = {}
@@ -250,9 +240,10 @@ class RayRanks(RankCalls):
                 arguments=arguments,
                 limits=self._limits,
                 device=request.device,
-                num_threads=request.num_threads or max(1, cores.get(rank.node.id, 1) // per_node),
+                num_threads=request.num_threads,
+                local_world=self.size // len(self._watchers),
                 store=store,
-                # What the user has set for the machines, the processes have already.
+                # The processes have the variables that the user has set for the machines.
                 environment={name: value for name, value in variables.items() if name not in chosen},
             )
             folder = self._cluster_request.log_dir

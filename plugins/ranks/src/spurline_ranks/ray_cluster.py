@@ -26,7 +26,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from spurline.errors import UserError
-from spurline_ranks.group import ClusterRequest, RuntimeEnv
+from spurline_ranks.group import ClusterRequest
 from spurline_ranks.ray_protection import folder_of_ours, obeys_strangers, read_authentication, starting_for_us_alone
 
 Bundle = Mapping[str, float]
@@ -164,10 +164,10 @@ class _Connection:
                 # Otherwise the code that has initialized Ray in this process also ends it.
                 if not ray.is_initialized():
                     self._start()
-            elif (self._request.address, self._request.runtime_env) != (request.address, request.runtime_env):
+            elif (self._request.address, self._request.env_vars) != (request.address, request.env_vars):
                 raise UserError(
-                    "This process has joined a Ray cluster with another address or runtime_env: what a run places on "
-                    "Ray is one job, with one environment. Give both the same."
+                    "This process has joined a Ray cluster with another address or runtime_env, and can be in one "
+                    "alone. Give both runs the same."
                 )
             self._users += 1
 
@@ -221,7 +221,6 @@ def _forget_protection(before: Collection[str]) -> None:
 
 def _connect(request: ClusterRequest, until_left: ExitStack) -> bool:
     """Join the cluster there is, or start one; returns whether it was started. until_left: frees what that one has."""
-    environment = _plain(request.runtime_env)
     # Not `address="auto"`: that also finds the own cluster of another run on this machine, which ends with it.
     address = None if request.address == "auto" else request.address
     try:
@@ -236,14 +235,14 @@ def _connect(request: ClusterRequest, until_left: ExitStack) -> bool:
     if joined is None:
         # On this very machine modules are found where this process finds them.
         path = os.pathsep.join(place or os.getcwd() for place in sys.path)
-        here = {**environment, "env_vars": {"PYTHONPATH": path, **environment["env_vars"]}}
+        here = {"env_vars": {"PYTHONPATH": path, **request.env_vars}}
         own = {"num_cpus": _OWN_CPUS, "include_dashboard": False, "_system_config": _OWN_SETTINGS}
         folder = until_left.enter_context(folder_of_ours())
         with starting_for_us_alone():
             init("local", **own, _temp_dir=folder, runtime_env=here)
         return True
     try:
-        init(joined, runtime_env=environment)
+        init(joined, runtime_env={"env_vars": dict(request.env_vars)})
         return False
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise _cannot_join(error) from error
@@ -262,10 +261,3 @@ def _check_answers(address: str) -> None:
 
 def _cannot_join(error: Exception) -> UserError:
     return UserError(f"The Ray cluster cannot be joined: {error}. {_RESTART}")
-
-
-def _plain(runtime_env: RuntimeEnv) -> dict[str, Any]:
-    plain: dict[str, Any] = {"env_vars": dict(runtime_env.env_vars)}
-    if runtime_env.working_dir is not None:
-        plain["working_dir"] = runtime_env.working_dir
-    return plain

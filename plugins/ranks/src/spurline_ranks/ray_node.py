@@ -1,61 +1,23 @@
 """The process that runs once on each machine of a Ray cluster: it answers for the machine, and for its dead.
 
-A rank that hangs or has died says nothing itself; this process reads what it wrote, lets it write its stacks, and sees
-it gone. Imports no torch.
+Imports no torch.
 """
 
 from __future__ import annotations
 
 import os
-import platform
 import signal
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from datetime import datetime
-from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from spurline.files import own_file
-from spurline_models.machine import num_cores, why_silent
+from spurline_ranks.logs import last_words, stacks_of
 from spurline_ranks.outcomes import Raised, Value, pack
 
-_LAST_WORDS_BYTES = 3000
-_STACKS_BYTES = 100_000
-_WRITING_S = 0.2
-"""Seconds after which a file that does not grow any more counts as written."""
 _RAYS_TIME_S = 2.0
-"""Seconds that Ray has for killing a rank by itself; what is killed otherwise it reports on the terminal."""
-_BEGIN = "The output of process "
-_RAYS_OWN = (":job_id:", ":actor_name:", ":task_name:")
-"""Lines that Ray writes into a process's output for its own use begin so."""
-
-
-def write_into(log: str) -> None:
-    """Make this file, and its folder, the output of this process and of those that it will start."""
-    file = begin_log(log)
-    for stream in (1, 2):
-        os.dup2(file, stream)
-    os.close(file)
-
-
-def begin_log(log: str) -> int:
-    """Open this file, and make its folder, for the output of this process or of those that it starts.
-
-    What earlier processes wrote there stays; a line says where this one begins.
-    """
-    Path(log).parent.mkdir(parents=True, exist_ok=True)
-    file = own_file(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    os.write(file, f"{_BEGIN}{os.getpid()} on {platform.node()} at {datetime.now():%Y-%m-%d %H:%M:%S}\n".encode())
-    return file
-
-
-def last_words(log: str, num_bytes: int = _LAST_WORDS_BYTES) -> str:
-    """Return the end of what the last process wrote that writes there."""
-    lines = _end_of(Path(log), num_bytes).splitlines() if Path(log).is_file() else []
-    begin = max((number + 1 for number, line in enumerate(lines) if line.startswith(_BEGIN)), default=0)
-    return "\n".join(line for line in lines[begin:] if not line.startswith(_RAYS_OWN)).strip()
+"""Seconds that Ray has for killing a rank by itself: Ray reports a rank that is killed otherwise on the terminal."""
 
 
 class NodeActor:
@@ -65,13 +27,8 @@ class NodeActor:
         self._raylet = os.getppid()
 
     def missing(self, pids: Sequence[int]) -> list[int] | None:
-        """Return those of these processes that are gone; None where Ray has ended on this machine, and so soon do all
-        processes that it has started here."""
+        """Return those of these processes that are gone; None if Ray has ended here, which ends all of them soon."""
         return None if os.getppid() != self._raylet else [pid for pid in pids if not _is_there(pid)]
-
-    def cores(self) -> int:
-        """Return the number of CPU cores that processes may use here."""
-        return num_cores()
 
     def run(self, function: str, arguments: tuple[Any, ...]) -> bytes:
         """Call `module:function`; returns the packed outcome."""
@@ -81,19 +38,13 @@ class NodeActor:
             return pack(Raised.of(error))
 
     def last_words(self, log: str) -> str | None:
-        """Return the end of what a rank wrote; None where Ray has ended on this machine."""
+        """Return the end of what a rank wrote; None if Ray has ended on this machine."""
         return last_words(log) if os.getppid() == self._raylet else None
 
     def stacks(self, pid: int, log: str, limit_s: float) -> str:
-        """Return the stack of each thread of a rank, or why it writes none; it does so to its log at SIGUSR1."""
-        path = Path(log)
-        begin = size = path.stat().st_size
-        os.kill(pid, signal.SIGUSR1)
-        until = time.monotonic() + limit_s
-        while time.monotonic() < until and (path.stat().st_size == begin or path.stat().st_size > size):
-            size = path.stat().st_size
-            time.sleep(_WRITING_S)
-        return _end_of(path, min(_STACKS_BYTES, path.stat().st_size - begin)) or why_silent(pid)
+        """Return the stack of each thread of a rank; see `stacks_of`."""
+        with open(log, "rb") as file:
+            return stacks_of(pid, file.fileno(), limit_s)
 
     def end(self, pids: Sequence[int], limit_s: float) -> list[int]:
         """See these ranks end, which Ray has killed; returns those that are still there when the time is over.
@@ -113,12 +64,6 @@ def _left(pids: Sequence[int], limit_s: float) -> list[int]:
     while (left := [pid for pid in pids if _is_there(pid)]) and time.monotonic() < until:
         time.sleep(0.02)
     return left
-
-
-def _end_of(path: Path, size: int) -> str:
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - size))
-        return file.read().decode(errors="replace").strip()
 
 
 def _is_there(pid: int) -> bool:

@@ -1,18 +1,22 @@
-"""The calls of a rank that do not depend on how a model is divided: weights that leave it, and files to verify.
+"""The calls of a rank that do not depend on how a model is divided.
 
-A backend's rank inherits them and adds the others that `spurline_ranks.backend` calls. Every method is a collective:
-all ranks run it with the same common arguments, and make the same exchanges in the same order.
+A backend's rank inherits them and adds the other calls of `spurline_ranks.backend`. Every method is a collective: all
+ranks run it with the same common arguments, and make the same exchanges in the same order.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
+from torch import Tensor
 
 from spurline.digests import FileDigest, verify_files
 from spurline.errors import CheckpointError, CheckpointWriteError
@@ -25,10 +29,43 @@ from spurline_models.device_profile import DeviceProfile
 from spurline_models.placement.offloading import DeviceMemory, DeviceTensors
 from spurline_ranks.checkpoint import StoredModel
 from spurline_ranks.group import Place
-from spurline_ranks.messages import SavedPart, read_objective
+from spurline_ranks.messages import read_objective
 from spurline_ranks.publishing import Publishing
-from spurline_ranks.steps import StepTotals
 from spurline_ranks.weight_gathering import Bucket, WeightGathering, as_arrays
+
+_CLIP_EPSILON = 1e-6
+"""The epsilon of torch.nn.utils.clip_grad_norm_, which the local backend uses."""
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """Sums over all ranks: the gradient norm, and the sum of weight * loss."""
+
+    grad_norm: float
+    loss: float
+
+    @classmethod
+    def of(cls, squares: Tensor, loss: float) -> StepTotals:
+        """Sum over all ranks. A collective.
+
+        Args:
+            squares: float64 scalar, the sum of squares of the gradients that this rank counts.
+            loss: Sum of weight * loss of the tokens that this rank counts.
+        """
+        sums = squares.new_tensor([0.0, loss])
+        sums[0] = squares
+        dist.all_reduce(sums)
+        total, loss = sums.tolist()
+        return cls(math.sqrt(total), loss)
+
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.grad_norm) and math.isfinite(self.loss)
+
+
+def clip_factor(grad_norm: float, limit: float | None) -> float | None:
+    """Return the factor that brings gradients down to a norm of `limit`; None if they are small enough."""
+    return limit / (grad_norm + _CLIP_EPSILON) if limit is not None and grad_norm > limit else None
 
 
 class TrainedPart(Protocol):
@@ -42,14 +79,15 @@ class TrainedPart(Protocol):
 
 
 class RankWorker:
-    """A base of a `Worker`, which sets the attributes below; `_gathering` and `_publishing` once its models are built.
+    """The base of a backend's `Worker`.
 
-    It is made with (place, plain run, total updates), and adds these calls, in which a wire is a `RankShare.to_wire`:
+    A subclass is made with (place, plain run, total updates) and sets the attributes below, `_gathering` and
+    `_publishing` in `build`. It adds these calls, in which a wire is a `RankShare.to_wire`:
 
     - build(): loads the models. Errors of a user are raised on all ranks alike.
     - gradients(wire, plain objective, role): (name, whole gradient) of each trained parameter, from the first rank.
-    - evaluate(wire, plain objective): a `SumsPart` of a rank that counts.
-    - logprobs(wire, role, temperature): float32 values of the share, from a rank that counts; see `Dealing.gather`.
+    - evaluate(wire, plain objective): the `SumsPart`, from ranks that count.
+    - logprobs(wire, role, temperature): float32 values of the share, from ranks that count; see `Dealing.gather`.
     - facts(): see `Backend.facts`; from the first rank.
     """
 
@@ -62,14 +100,14 @@ class RankWorker:
     _publishing: Publishing
     _memory: DeviceMemory
     _counts: bool
-    """True for one of the ranks that compute the same rows; only its sums count."""
+    """True for the one rank that counts the sums of rows that several ranks compute together."""
 
     def update(self, wire: Mapping[str, Any], plain_objective: Mapping[str, Any], role: Role) -> dict[str, Any]:
         """Take one optimizer step, unless loss or gradient norm are not finite: then nothing changes.
 
         Returns:
-            `loss` (sum of weight * loss of all ranks), `grad_norm`, `finite`, `updates` so far, `rates` as of
-            `Optimization.step`, `part` (the `SumsPart` of a rank that counts), `expert_loads` of the rank, and the
+            `loss` (sum of weight * loss of all ranks), `grad_norm`, `finite`, `updates` so far, the `rates` of
+            `Optimization.step`, `part` (the `SumsPart`, from ranks that count), the rank's `expert_loads`, and the
             seconds `time/forward_backward` and `time/optimizer`.
         """
         trained = self._trained[role]
@@ -97,10 +135,10 @@ class RankWorker:
         }
 
     def load(self, path: str) -> CheckpointError | None:
-        """Take a checkpoint over; returns, on all ranks, what does not fit, and then nothing has changed.
+        """Take a checkpoint over. If it does not fit, change nothing, and return the error on all ranks.
 
         Raises:
-            CheckpointError: If files fail only while values are read: the models are half the old ones then.
+            CheckpointError: If files fail while values are read, which leaves the models half changed.
         """
         self._place.doing("reading a checkpoint")
         try:
@@ -115,17 +153,14 @@ class RankWorker:
         return list(self._gathering.buckets())
 
     def weights(self, bucket: Bucket) -> list[tuple[str, NDArray[Any]]] | None:
-        """Gather (hf_name, whole tensor) of these weights of the policy, on the first rank."""
+        """Gather (hf_name, whole tensor) of these weights of the policy on the first rank."""
         whole = self._gathering.gather(bucket)
         return as_arrays(whole.items()) if self._place.rank == 0 else None
 
-    def write_weights(self, folder: str, dtype: str, max_file_bytes: int) -> str | None:
-        """See `Backend.write_weights`; returns why this rank could not write, if it could not.
-
-        dtype: its name in torch.
-        """
-        failure = self._gathering.write(Path(folder), getattr(torch, dtype), max_file_bytes, self._place.doing)
-        return None if failure is None else self._named(failure)
+    def write_weights(self, folder: str, dtype: torch.dtype, max_file_bytes: int) -> OSError | None:
+        """Write whole weights; return the failure of this rank. See `Backend.write_weights`."""
+        failure = self._gathering.write(Path(folder), dtype, max_file_bytes, self._place.doing)
+        return None if failure is None else OSError(self._named(failure))
 
     def num_buckets(self, choice: Mapping[str, Any]) -> int:
         """See `Publishing.num_buckets`."""
@@ -141,7 +176,7 @@ class RankWorker:
 
     def yield_device(self, keep_weights: bool) -> None:
         """See `YieldsDevice`."""
-        self._place.doing("moving what it keeps to the memory of the host")
+        self._place.doing("moving its tensors to the memory of the host")
         self._memory.give(self._device_tensors(), keep_weights=keep_weights)
 
     def take_device(self) -> None:
@@ -149,16 +184,16 @@ class RankWorker:
         self._place.doing("taking the memory of its device back")
         self._memory.take()
 
-    def save(self, path: str) -> SavedPart:
-        """Write this rank's part of all models that are trained."""
+    def save(self, path: str) -> Mapping[str, FileDigest] | CheckpointWriteError:
+        """Write this rank's part of all models that are trained; return digests by path, or the failure."""
         self._place.doing("writing a checkpoint")
         try:
-            return SavedPart(self._save(Path(path)))
+            return self._save(Path(path))
         except CheckpointWriteError as error:
-            return SavedPart({}, self._named(error))
+            return CheckpointWriteError(self._named(error))
 
     def verify(self, digests: Mapping[str, FileDigest], path: str) -> CheckpointError | None:
-        """Check these files; returns what is wrong, if anything is."""
+        """Check these files; return the error, if there is one."""
         self._place.doing(f"verifying {len(digests)} files of a checkpoint")
         try:
             verify_files(Path(path), digests)
@@ -171,14 +206,14 @@ class RankWorker:
         raise NotImplementedError
 
     def _accumulate(self, role: Role, share: RankShare, objective: Objective) -> SumsPart:
-        """Compute the gradient of all rows, summed over all ranks; returns the sums of this rank's own rows."""
+        """Compute the gradient of all rows, summed over all ranks; return the sums of this rank's own rows."""
         raise NotImplementedError
 
     def _drop_gradients(self, role: Role) -> None:
-        """Give the memory of gradients back after an update, where they have memory of their own."""
+        """Free the gradients after an update, if they have memory of their own."""
 
     def _read_fitting(self, path: Path) -> Callable[[], None]:
-        """Check a checkpoint from its headers; returns what reads its values into place. Raises CheckpointError."""
+        """Check a checkpoint's headers; return a function that reads its values into place. Raises CheckpointError."""
         saved = self._saved_model.read_fitting(path, self._trained)
 
         def take_over() -> None:
@@ -188,11 +223,11 @@ class RankWorker:
         return take_over
 
     def _save(self, path: Path) -> Mapping[str, FileDigest]:
-        """Write what this rank holds into the folder; digests by path in it. Raises CheckpointWriteError."""
+        """Write this rank's part into the folder; return digests by path in it. Raises CheckpointWriteError."""
         raise NotImplementedError
 
     def _device_tensors(self) -> DeviceTensors:
-        """Return what this rank has on its device between two updates. Exchanges nothing."""
+        """Return the tensors on this rank's device between two updates. Exchanges nothing."""
         raise NotImplementedError
 
     def _named(self, failure: Exception) -> str:

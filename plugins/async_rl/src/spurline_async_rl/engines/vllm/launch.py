@@ -28,8 +28,8 @@ from spurline_async_rl.engines.configs import CPU_KV_CACHE_GB, VllmEngineConfig
 from spurline_async_rl.engines.gpus import VISIBLE
 from spurline_async_rl.engines.member import EngineDiedError
 from spurline_async_rl.engines.vllm.adapters import EngineAdapter, engine_adapter
-from spurline_ranks.network import variables_of_one_machine
-from spurline_ranks.ray_node import begin_log, last_words
+from spurline_ranks.devices import variables_of_one_machine
+from spurline_ranks.logs import begin_log, last_words
 
 WORKER_EXTENSION = "spurline_async_rl.engines.vllm.worker_extension.WorkerExtension"
 OWNER = "SPURLINE_VLLM_OWNER"

@@ -32,8 +32,8 @@ from spurline_models.machine import this_machine
 from spurline_models.weight_buckets import WeightBucket
 from spurline_ranks.cluster import cluster_request
 from spurline_ranks.cluster_room import Place, each_needs, placed, room_for
+from spurline_ranks.logs import write_into
 from spurline_ranks.ray_cluster import RayCluster
-from spurline_ranks.ray_node import write_into
 from spurline_rl.concurrency import in_thread
 from spurline_rl.protocols.rollout_engine import Sampling
 
