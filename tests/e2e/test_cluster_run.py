@@ -17,7 +17,7 @@ from vllm_engines import vllm_models
 
 pytest.importorskip("ray")
 pytest.importorskip("vllm", reason="make test installs vLLM on machines without a GPU", exc_type=ImportError)
-from spurline_ranks.group import ANY_CLUSTER
+from spurline_ranks.group import ClusterRequest
 from spurline_ranks.ray_cluster import RayCluster
 
 pytestmark = [
@@ -76,7 +76,7 @@ def test_the_example_of_rl_with_vllm_runs_on_a_cluster_from_its_first_step_to_it
         assert sorted(logs) == ["engine-0.log", "rank-0.log", "rank-1.log"]
         pids = [int(text.split("The output of process ")[1].split()[0]) for text in logs.values()]
         wait_for(lambda: not any(map(psutil.pid_exists, pids)), "the end of all actors", 30)
-        joined = RayCluster(ANY_CLUSTER)
+        joined = RayCluster(ClusterRequest())
         joined.open()
         try:
             wait_for(lambda: sum(node.free.get("GPU", 0.0) for node in joined.nodes()) == 3 * GPUS, "all GPUs", 60)

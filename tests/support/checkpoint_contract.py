@@ -116,7 +116,7 @@ class CheckpointContract:
         damaged = tmp_path / "damaged"
         shutil.copytree(saved.path, damaged)
         (damaged / "policy/rank-00001.part-000.safetensors").unlink()
-        with pytest.raises(DamagedCheckpointError, match=r"policy is damaged: .* are in no file"):
+        with pytest.raises(DamagedCheckpointError, match="policy is damaged: "):
             two_ranks.load(damaged)
 
     def test_a_disk_that_refuses_leaves_the_ranks_at_work(

@@ -17,7 +17,7 @@ from spurline.config.run_config import ModelConfig
 from spurline.errors import ConfigError, RunFailedError
 from spurline_async_rl.engines.configs import VllmEngineConfig
 from spurline_ranks.cluster import ClusterConfig
-from spurline_ranks.group import ANY_CLUSTER
+from spurline_ranks.group import ClusterRequest
 from spurline_rl.protocols.rollout_engine import GenerationResult
 from spurline_rl.testing.rollout_engine_contract import request
 from spurline_text.tokenizer import load_tokenizer
@@ -41,7 +41,7 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[RayCluster]:
     add_machine(cluster)
     monkeypatch.setattr(engines_on_ray, "EngineActor", ScriptedActor)
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
-    joined = RayCluster(ANY_CLUSTER)
+    joined = RayCluster(ClusterRequest())
     joined.open()
     try:
         wait_for(lambda: len(joined.nodes()) == 3, "three machines", 30)

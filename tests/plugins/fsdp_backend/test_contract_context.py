@@ -125,14 +125,11 @@ def test_more_ranks_than_key_heads_repeat_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-class TestExpertsAndContext:
-    in_every_run = ()
-
-    def test_ranks_that_share_sequences_divide_experts_too(self, tmp_path: Path) -> None:
-        model = write_tiny_moe_model(tmp_path / "model")
-        for shared, local, layout in _pair(model, critic=False, ranks=4, context=2, expert=2):
-            batch, objective = minibatch("packed", layout)
-            assert_gradients_close(shared.gradients(batch, objective), local.gradients(batch, objective), 1e-5)
+def test_ranks_that_share_sequences_divide_experts_too(tmp_path: Path) -> None:
+    model = write_tiny_moe_model(tmp_path / "model")
+    for shared, local, layout in _pair(model, critic=False, ranks=4, context=2, expert=2):
+        batch, objective = minibatch("packed", layout)
+        assert_gradients_close(shared.gradients(batch, objective), local.gradients(batch, objective), 1e-5)
 
 
 def test_ranks_that_cannot_divide_the_heads_are_refused_before_any_is_started(spurline_tiny_model: Path) -> None:

@@ -185,14 +185,8 @@ def _assert_trains_alike_after_the_reference(backend: Backend, local: Backend, l
 
 
 @pytest.mark.slow
-class TestReplicasWithAdapters(WithAdapters):
+class TestAdaptersOnExpertsOfReplicas(WithAdapters):
     backend_settings = on(4, replicas=2, lora=ADAPTERS)
-    in_every_run = ()
-
-
-@pytest.mark.slow
-class TestAdaptersOnExperts(WithAdapters):
-    backend_settings = on(2, lora=ADAPTERS)
     in_every_run = ()
 
     @pytest.fixture(scope="class")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +11,11 @@ import pytest
 from backend_batches import lay_out, make_samples
 from fsdp_layouts import on
 
+from spurline.config.loading import LoadedConfig
 from spurline.protocols.loss import Objective
 from spurline_models.dealing import deal
 from spurline_models.testing.inputs import write_tiny_model, write_tiny_moe_model
+from spurline_ranks.group import RankGroup
 from spurline_ranks.launch import open_ranks
 from spurline_ranks.messages import plain_objective, plain_run
 from spurline_rl.testing.backend_runs import backend_run
@@ -22,19 +26,23 @@ ODD = {"vocab_size": 515, "hidden_size": 130, "intermediate_size": 255}
 """Sizes that two ranks do not divide evenly."""
 
 
-def allocated(run: Any, objective: Objective) -> dict[str, int]:
-    """On the fullest rank."""
-    config = run.backend
-    shares = deal(lay_out(make_samples([9, 21, 4, 33])), config.layout().data).shares
-    worker = "fsdp_measuring:MeasuringRank"
-    ranks = open_ranks(config.rank_request(), worker, (plain_run(run), 8), config.limits)
+@contextmanager
+def measuring(loaded: LoadedConfig) -> Iterator[RankGroup]:
+    config: Any = loaded.config.backend
+    arguments = plain_run(loaded.config), 8
+    ranks = open_ranks(config.rank_request(), "fsdp_measuring:MeasuringRank", arguments, config.limits)
     try:
-        wires = [share.to_wire() for share in shares]
         ranks.call("build")
-        answers = ranks.call("allocated", plain_objective(objective), per_rank=wires)
+        yield ranks
     finally:
         ranks.close()
-    return {part: max(answer[part] for answer in answers) for part in answers[0]}
+
+
+def step_of(loaded: LoadedConfig) -> tuple[dict[str, Any], list[Any]]:
+    """A plain objective, and the wire of each rank's share of a few rows."""
+    loss = loaded.host.registry.create("loss", loaded.config.loss)
+    shares = deal(lay_out(make_samples([9, 21, 4, 33])), loaded.config.backend.layout().data).shares
+    return plain_objective(Objective(loss, 64.0)), [share.to_wire() for share in shares]
 
 
 @pytest.mark.parametrize(
@@ -46,44 +54,32 @@ def test_weights_gradients_and_optimizer_are_what_a_plan_says(tmp_path: Path, se
     model = write_tiny_moe_model(tmp_path) if "expert" in settings else write_tiny_model(tmp_path, **ODD)
     backend = {"name": "fsdp", "device": "cpu", "ranks": 2, "num_threads": 1, "probe": False, **settings}
     loaded = backend_run(model, backend, ("fsdp_backend",))
-    loss = loaded.host.registry.create("loss", loaded.config.loss)
-    measured = allocated(loaded.config, Objective(loss, 64.0))
+    objective, wires = step_of(loaded)
+    with measuring(loaded) as ranks:
+        answers = ranks.call("allocated", objective, per_rank=wires)
     said = loaded.config.backend.estimate_memory(loaded.config, 33, 67).parts
     for part in ("weights", "gradients", "optimizer"):
-        assert said[part] == pytest.approx(measured[part], rel=0.05), part
+        assert said[part] == pytest.approx(max(answer[part] for answer in answers), rel=0.05), part
 
 
 def test_what_is_noted_for_a_backward_pass_does_not_grow_without_one(spurline_tiny_model: Path) -> None:
-    run = backend_run(spurline_tiny_model, on(1), ("fsdp_backend",))
-    config: Any = run.config.backend
-    objective = plain_objective(Objective(run.host.registry.create("loss", run.config.loss), 64.0))
-    (share,) = deal(lay_out(make_samples([9, 21, 4, 33])), config.layout().data).shares
-    wires = [share.to_wire()]
-    ranks = open_ranks(config.rank_request(), "fsdp_measuring:MeasuringRank", (plain_run(run.config), 8), config.limits)
-    try:
-        ranks.call("build")
+    loaded = backend_run(spurline_tiny_model, on(1), ("fsdp_backend",))
+    objective, wires = step_of(loaded)
+    with measuring(loaded) as ranks:
         for _ in range(2):
             ranks.call("logprobs", "policy", 1.0, per_rank=wires)
             ranks.call("evaluate", objective, per_rank=wires)
             assert ranks.call("noted_forwards") == [0]
-    finally:
-        ranks.close()
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_activations_of_sharded_layers_are_moved_and_their_weights_are_not(
     spurline_tiny_model: Path, checkpointing: bool
 ) -> None:
-    run = backend_run(spurline_tiny_model, on(1, activation_checkpointing=checkpointing), ("fsdp_backend",))
-    config: Any = run.config.backend
-    objective = plain_objective(Objective(run.host.registry.create("loss", run.config.loss), 64.0))
-    (share,) = deal(lay_out(make_samples([9, 21, 4, 33])), config.layout().data).shares
-    ranks = open_ranks(config.rank_request(), "fsdp_measuring:MeasuringRank", (plain_run(run.config), 8), config.limits)
-    try:
-        ranks.call("build")
-        (found,) = ranks.call("offloaded", objective, per_rank=[share.to_wire()])
-    finally:
-        ranks.close()
+    loaded = backend_run(spurline_tiny_model, on(1, activation_checkpointing=checkpointing), ("fsdp_backend",))
+    objective, wires = step_of(loaded)
+    with measuring(loaded) as ranks:
+        (found,) = ranks.call("offloaded", objective, per_rank=wires)
     assert found["equal"]
     assert found["moved"] > 0
     assert not found["weights"]

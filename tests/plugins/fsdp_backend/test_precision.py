@@ -1,8 +1,9 @@
-"""What bf16 keeps, what dropout draws, and models that packed rows are not exact for."""
+"""What bf16 keeps, what dropout draws, and models that packed or long rows are not exact for."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ import torch
 from fsdp_layouts import LONG, on
 from model_families import FAMILIES, tiny_model
 
-from spurline.errors import ModelError
+from spurline.errors import DataError, ModelError
 from spurline.protocols.backend import Backend
 from spurline.protocols.collator import ParallelLayout
+from spurline_models.testing import write_tiny_model
 from spurline_rl.testing.backend_cases import (
     assert_gradients_close,
     minibatch,
@@ -135,3 +137,18 @@ def test_sequences_of_a_model_that_mixes_tokens_are_not_shared_among_ranks(tmp_p
         opened(backend_run(tmp_path, on(2, context=2), ("fsdp_backend",))),
     ):
         pass
+
+
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+
+
+def test_ranks_stay_after_a_sample_that_is_too_long(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model", rope_parameters=DYNAMIC, max_position_embeddings=16)
+    loaded = backend_run(model, on(2, probe=False), ("fsdp_backend",))
+    data = loaded.config.data.model_copy(update={"max_length": 16})
+    loaded = replace(loaded, config=loaded.config.model_copy(update={"data": data}))
+    with opened(loaded) as (backend, layout):
+        for call in (backend.update, backend.gradients, backend.evaluate):
+            with pytest.raises(DataError, match=r"17 tokens.*'dynamic'.*16"):
+                call(*minibatch("packed", layout, lengths=(3, 17, 5, 9)))
+        assert backend.update(*minibatch("packed", layout, lengths=(3, 16, 5, 9)))["tokens"] == 33

@@ -20,7 +20,7 @@ from spurline.config.loading import LoadedConfig
 from spurline.errors import ModelError, RankFailedError, RunFailedError
 from spurline.protocols.collator import ParallelLayout
 from spurline_async_rl.weights.cuda_ipc import read_handles
-from spurline_async_rl.weights.shared_memory import MemoryReader, SharedMemorySync
+from spurline_async_rl.weights.shared_memory import MemoryReader
 from spurline_models.machine import this_machine
 from spurline_models.weight_buckets import MakerChoice, WeightBucket
 from spurline_rl.testing.backend_cases import assert_weights_equal, minibatch, weights_of
@@ -56,15 +56,6 @@ def test_engines_get_the_weights_of_now_again_and_again_and_the_controller_none_
     ranks: Opened, transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert_published_again_and_again(ranks, transport, tmp_path, monkeypatch)
-
-
-def test_a_publish_that_stops_in_the_middle_leaves_the_ranks_ready_for_the_next_call(ranks: Opened) -> None:
-    backend, layout = ranks
-    choice = MakerChoice(SharedMemorySync.maker, {"size": 1000}, 1000)
-    buckets = backend.weight_buckets(5, choice)
-    assert next(buckets).places != next(buckets).places
-    buckets.close()
-    assert backend.update(*minibatch("packed", layout))["grad_norm"] > 0
 
 
 @pytest.mark.parametrize("made_by", ["owners", "all"])
@@ -116,17 +107,6 @@ def test_adapters_alone_are_refused_where_none_are_trained_and_the_ranks_stay(ra
     with pytest.raises(ModelError, match=r"'fsdp' trains none.*weight_sync\.adapters: false"):
         backend.weight_buckets(9, choice_of(part="adapter"))
     assert record(backend.weight_buckets(9, choice_of())).weights
-
-
-def test_a_maker_that_fails_says_so_in_the_controller_with_its_rank(spurline_tiny_model: Path, tmp_path: Path) -> None:
-    sync = make_sync("disk", tmp_path)
-    (tmp_path / "weights").write_text("a file where a folder should be")
-    with (
-        opened(run_of(spurline_tiny_model)) as (backend, _),
-        pytest.raises(RunFailedError, match="the weights cannot be written") as raised,
-    ):
-        asyncio.run(sync.publish(1, backend, [Taker()]))
-    assert "rank 0" in str(raised.value.__notes__).lower()
 
 
 def test_a_rank_that_is_killed_between_two_buckets_ends_the_publish_and_its_memory(spurline_tiny_model: Path) -> None:

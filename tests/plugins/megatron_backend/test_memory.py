@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from backend_batches import lay_out, make_samples
 from hypothesis import given
 from hypothesis import strategies as st
 from megatron_layouts import on, write_llama3, write_qwen3, write_qwen3_moe
+from transformers import AutoConfig
 
 from spurline.config.loading import LoadedConfig
 from spurline.protocols.loss import Objective
@@ -25,24 +27,6 @@ from spurline_models.dealing import deal
 from spurline_ranks.launch import open_ranks
 from spurline_ranks.messages import plain_objective, plain_run
 from spurline_rl.testing.backend_runs import backend_run
-
-LLAMA_70B = Architecture("llama", 80, 8192, 28672, 64, 8, 128, 128256, False, 1e-5)
-QWEN_235B = Architecture(
-    "qwen3_moe",
-    94,
-    4096,
-    12288,
-    64,
-    4,
-    128,
-    151936,
-    False,
-    1e-6,
-    qk_norm=True,
-    num_experts=128,
-    experts_per_token=8,
-    expert_ffn=1536,
-)
 
 
 @st.composite
@@ -90,10 +74,10 @@ def test_every_rank_holds_what_its_stage_is_said_to_hold(case: tuple[Architectur
         assert held_values(architecture, grid, place.pipeline, critic=critic) == (experts, others)
 
 
-@pytest.mark.parametrize(("architecture", "billions"), [(LLAMA_70B, 70.55), (QWEN_235B, 235.09)], ids=["70b", "235b"])
-def test_one_rank_holds_as_many_parameters_as_the_model_is_published_with(
-    architecture: Architecture, billions: float
-) -> None:
+@pytest.mark.parametrize(("name", "billions"), [("llama-3-70b", 70.55), ("qwen3-235b-a22b", 235.09)])
+def test_one_rank_holds_as_many_parameters_as_the_model_is_published_with(name: str, billions: float) -> None:
+    fields = json.loads((Path(__file__).parent / "published" / f"{name}.json").read_text())
+    architecture = read_architecture(AutoConfig.for_model(**fields))
     assert sum(held_values(architecture, Grid(1), 0)) / 1e9 == pytest.approx(billions, abs=0.01)
 
 

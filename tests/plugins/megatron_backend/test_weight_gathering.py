@@ -1,4 +1,7 @@
-"""Whole tensors come together out of the ranks' parts, bit for bit, where they are wanted and nowhere else."""
+"""Whole tensors come together out of the ranks' parts, bit for bit, where they are wanted and nowhere else.
+
+Ranks of a pipeline make buckets of what their own stage holds, and no weight passes another stage.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron_gathering import bits, whole_tensors
 from megatron_models import divided
+from recording_makers import choice_of, record
 from safetensors.torch import load_file
 
 from spurline.protocols.ranks import RankRequest
@@ -25,6 +29,8 @@ from spurline_models.testing.inputs import write_tiny_model, write_tiny_moe_mode
 from spurline_ranks.group import RankGroup, TimeLimits
 from spurline_ranks.launch import open_ranks
 from spurline_ranks.pieces import Box
+from spurline_ranks.publishing import buckets_of_ranks
+from spurline_rl.testing.backend_cases import assert_weights_equal
 
 ROUND_BYTES = 9_000
 """Less than a tensor of the models here, more than most parts of one."""
@@ -53,6 +59,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     return {
         "dense": write_tiny_model(folder / "dense", num_hidden_layers=3),
+        "four": write_tiny_model(folder / "four", num_hidden_layers=4),
         "tied": write_tiny_model(folder / "tied", num_hidden_layers=4, tie_word_embeddings=True),
         "experts": write_tiny_moe_model(folder / "experts", num_hidden_layers=2),
     }
@@ -62,6 +69,12 @@ def hold(ranks: RankGroup, model: Path, grid: Grid, *, critic: bool = False) -> 
     """What the ranks hold parts of from now on."""
     ranks.call("hold", str(model), asdict(grid), critic, ROUND_BYTES)
     return {name: value.numpy() for name, value in whole_tensors(model, critic=critic).items()}
+
+
+def hold_files(ranks: RankGroup, model: Path, grid: Grid) -> dict[str, torch.Tensor]:
+    """What the ranks hold parts of from now on, under the names of files."""
+    hold(ranks, model, grid)
+    return load_file(model / "model.safetensors")
 
 
 def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
@@ -187,6 +200,88 @@ def test_files_take_the_memory_of_the_weights_that_leave_together_and_what_is_ma
     # The embedding is one part of a stage.
     in_flight = max(ROUND_BYTES, expected["model.embed_tokens.weight"].nbytes if grid.pipeline > 1 else 0)
     assert max(peaks) <= largest + in_flight < sum(value.nbytes for value in expected.values()) / 2
+
+
+STAGES = [
+    ("four", Grid(4, pipeline=2)),
+    ("tied", Grid(4, tensor=2, pipeline=2)),
+    ("experts", Grid(4, pipeline=2, expert=2)),
+]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@pytest.mark.parametrize(("model", "grid"), STAGES, ids=["stages", "tied-stages", "stages-of-experts"])
+def test_each_stage_sends_its_own_weights_once_and_nothing_passes_another_stage(
+    start: Start, models: dict[str, Path], model: str, grid: Grid, dtype: str | None
+) -> None:
+    ranks = start(4)
+    expected = hold_files(ranks, models[model], grid)
+    if dtype is not None:
+        expected = {name: value.to(getattr(torch, dtype)) for name, value in expected.items()}
+    found = record(buckets_of_ranks(ranks, 1, choice_of(made_by="owners", dtype=dtype)))
+    assert_weights_equal(found.weights, expected)
+    assert {value.dtype for value in found.weights.values()} == {getattr(torch, dtype or "float32")}
+    assert sum(found.sizes) == sum(value.nbytes for value in expected.values())
+    # Each bucket from one sender, both have some, and two processes make them all.
+    assert {tuple(senders) for senders in found.senders} == {("0",), ("1",)}
+    assert len(found.processes) == 2
+    assert found.told == {2}
+    received = {
+        (peer, rank)
+        for rank, messages in enumerate(ranks.call("messages"))
+        for kind, peer, _ in messages
+        if kind == "irecv"
+    }
+    # The first rank of each stage is sent what the others of that stage hold, if they hold anything else.
+    within = {(1, 0), (3, 2)}
+    assert received == (set() if grid.tensor * grid.expert == 1 else within)
+
+
+@pytest.mark.processes
+def test_the_first_rank_alone_is_sent_everything_where_it_makes_all_buckets(
+    start: Start, models: dict[str, Path]
+) -> None:
+    ranks = start(4)
+    expected = hold_files(ranks, models["four"], Grid(4, pipeline=2))
+    found = record(buckets_of_ranks(ranks, 1, choice_of()))
+    assert_weights_equal(found.weights, expected)
+    assert {tuple(senders) for senders in found.senders} == {("None",)}
+    received, *others = ([size for kind, _, size in messages if kind == "irecv"] for messages in ranks.call("messages"))
+    of_others = [
+        name for name in expected if ".layers.2." in name or ".layers.3." in name or name.startswith("lm_head")
+    ]
+    assert sum(received) == sum(expected[name].nbytes for name in [*of_others, "model.norm.weight"])
+    assert others == [[], [], []]
+
+
+@pytest.mark.processes
+def test_all_ranks_make_every_bucket_of_the_same_values_where_all_are_asked(
+    start: Start, models: dict[str, Path]
+) -> None:
+    ranks = start(4)
+    expected = hold_files(ranks, models["experts"], Grid(4, pipeline=2, expert=2))
+    found = record(buckets_of_ranks(ranks, 1, choice_of(made_by="all")))
+    assert_weights_equal(found.weights, expected)
+    assert all(senders == ["0", "1", "2", "3"] for senders in found.senders)
+    assert len(found.processes) == 4
+    assert found.told == {4}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("made_by", ["first", "owners", "all"])
+def test_a_rank_that_makes_buckets_ahead_holds_two_of_them(start: Start, models: dict[str, Path], made_by: str) -> None:
+    ranks = start(4)
+    expected = hold_files(ranks, models["four"], Grid(4, pipeline=2))
+    largest = max(value.nbytes for value in expected.values())
+    choice = choice_of(largest, made_by=made_by)
+    keeping = asdict(choice) | {"maker": "recording_makers:PackingMaker", "settings": {}}
+    peaks = ranks.call("peak_of_making", keeping)
+    assert max(peaks) >= 1.5 * largest
+    # Its packed bucket and the next one, and what is under way: a round of parts, or the one part of the embedding.
+    assert max(peaks) <= 3 * largest
+    made = {"first": {0}, "owners": {0, 2}, "all": {0, 1, 2, 3}}[made_by]
+    assert all(peak <= largest for rank, peak in enumerate(peaks) if rank not in made)
 
 
 @given(divided(), st.booleans())

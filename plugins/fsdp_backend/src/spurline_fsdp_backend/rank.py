@@ -18,6 +18,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from spurline.digests import FileDigest
@@ -25,7 +26,6 @@ from spurline.files import private_folder
 from spurline.protocols.backend import Role
 from spurline.protocols.loss import ENTROPY, Objective
 from spurline_fsdp_backend.checkpoint import SavedModel, save
-from spurline_fsdp_backend.configs import FsdpBackendConfig
 from spurline_fsdp_backend.mesh import make_meshes
 from spurline_fsdp_backend.sharded_model import (
     ShardedStreamModel,
@@ -42,12 +42,11 @@ from spurline_fsdp_backend.weight_gathering import ShardGathering, gather_gradie
 from spurline_models.accumulate import SumsPart, accumulate_gradients, evaluation_sums, logprobs_of
 from spurline_models.adapters.adapter_weights import AdapterWeights
 from spurline_models.dealing import RankShare, Rows
-from spurline_models.device_profile import device_profile, seed_generators
+from spurline_models.device_profile import seed_generators
 from spurline_models.experts.router_balance import BalanceLoss, balance_coefficient
 from spurline_models.generation import generate_greedily, stop_tokens
 from spurline_models.loading import check_config
 from spurline_models.optimizers.optimization import critic_optimization, policy_optimization
-from spurline_models.placement.offloading import DeviceMemory, DeviceTensors
 from spurline_models.streams.stream_model import StreamModel
 from spurline_models.streams.token_stream import TokenStream, share_streams
 from spurline_models.weights import NamedWeights
@@ -71,13 +70,7 @@ class FsdpRank(RankWorker):
     _saved_model = SavedModel
 
     def __init__(self, place: Place, plain_run: Mapping[str, Any], total_updates: int) -> None:
-        self._place, self._total = place, total_updates
-        self._run, self._registry = read_run(plain_run)
-        self._config = cast(FsdpBackendConfig, self._run.backend)
-        self._profile = device_profile(self._config.on)
-        self._memory = DeviceMemory(self._profile)
-        if self._config.deterministic:
-            torch.use_deterministic_algorithms(True)
+        super().__init__(place, *read_run(plain_run), total_updates)
         if self._config.compile:
             # Ranks compile the same at the same time, and in one folder they load what another is still writing.
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_compile_cache(self._run.run_dir, place.local_rank))
@@ -113,7 +106,6 @@ class FsdpRank(RankWorker):
         published = _PUBLISHED[self._config.computes_in]
         self._publishing = Publishing(self._place, self._gathering, published, self._adapter)
         self._reference: ShardedStreamModel | None = None
-        self._critic: ShardedTrainedModel | None = None
         if self._run.trained_critic is not None:
             critic = build_critic(self._run.model, self._config, self._meshes, self._run.seed)
             critic.read_as(self._policy.model.reading)
@@ -184,16 +176,8 @@ class FsdpRank(RankWorker):
         layout = {name: getattr(self._config, name) for name in ("replicas", "context", "expert")}
         return save(path, self._trained, {"ranks": self._place.world, **layout}, self._memory.read)
 
-    def _device_tensors(self) -> DeviceTensors:
-        models = [trained.tensors() for trained in self._trained.values()]
-        weights = [tensor for tensors in models for tensor in tensors.weights]
-        if self._reference is not None:
-            weights += model_tensors(self._reference.causal)
-        return DeviceTensors(weights, [tensor for tensors in models for tensor in tensors.state])
-
-    @property
-    def _trained(self) -> dict[Role, ShardedTrainedModel]:
-        return {"policy": self._policy, **({"critic": self._critic} if self._critic is not None else {})}
+    def _reference_tensors(self) -> Sequence[Tensor]:
+        return () if self._reference is None else model_tensors(self._reference.causal)
 
     def _drop_gradients(self, role: Role) -> None:
         for value in self._trained[role].parameters.values():

@@ -7,9 +7,9 @@ then on a `ShardedStreamModel` computes like any `StreamModel`. Who trains it is
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,6 @@ from spurline.config.run_config import ModelConfig
 from spurline.errors import ModelError
 from spurline.protocols.loss import TokenLossInputs
 from spurline_fsdp_backend.configs import FsdpBackendConfig
-from spurline_fsdp_backend.digests import weights_digest
 from spurline_fsdp_backend.expert_parallel import divide_experts
 from spurline_fsdp_backend.mesh import EXPERT_SHARD, Meshes
 from spurline_fsdp_backend.weight_loading import load_weights
@@ -43,6 +42,8 @@ from spurline_models.streams.stream_model import StreamModel
 from spurline_models.streams.token_stream import SegmentPlan, TokenStream
 from spurline_models.streams.value_model import ValueHead, ValueModel, put_value_head
 from spurline_models.weights import check_initial_weights
+from spurline_ranks.checkpoint import digest_of_ranks
+from spurline_ranks.pieces import held_box, held_values
 from spurline_ranks.sequence_sharing import SequenceSharing
 
 _ENTRY = "spurline_score"
@@ -95,22 +96,19 @@ class ShardedValueModel(_ThroughRoot, ValueModel):
     """A `ValueModel` whose parameters are sharded."""
 
 
+_Model = TypeVar("_Model", bound=_ThroughRoot)
+
+
 def build_policy(model: ModelConfig, config: FsdpBackendConfig, meshes: Meshes, seed: int) -> ShardedStreamModel:
     """Build the model of the config, sharded and loaded, in training mode. A collective. Raises ModelError."""
-    built = ShardedStreamModel(_build_trained(model, config, meshes, seed, _no_change), config.logits_chunk_tokens)
-    built.sharing = sharing_of(config, meshes)
-    if config.offload_activations:
-        built.offload_activations(device_profile(config.on))
-    return built
+    causal = _build_trained(model, config, meshes, seed, critic=False)
+    return _ready(ShardedStreamModel(causal, config.logits_chunk_tokens), config, meshes)
 
 
 def build_critic(model: ModelConfig, config: FsdpBackendConfig, meshes: Meshes, seed: int) -> ShardedValueModel:
     """Build the same with a value head in the place of the output layer."""
-    built = ShardedValueModel(_build_trained(model, config, meshes, seed, _put_exact_head))
-    built.sharing = sharing_of(config, meshes)
-    if config.offload_activations:
-        built.offload_activations(device_profile(config.on))
-    return built
+    causal = _build_trained(model, config, meshes, seed, critic=True)
+    return _ready(ShardedValueModel(causal), config, meshes)
 
 
 def build_reference(
@@ -121,53 +119,37 @@ def build_reference(
     Raises:
         CheckpointError: Unless its weights have the digest `initial_weights`.
     """
-    causal = _build(model, config, meshes, seed, _no_change, torch.float32)
+    causal = _build(model, config, meshes, seed, torch.float32, critic=False)
     check_initial_weights(weights_digest(causal), initial_weights, model.path)
     causal.requires_grad_(False).eval()
     if config.computes_in == "bf16":
         cast_parameters(causal, torch.bfloat16)
-    built = ShardedStreamModel(causal, config.logits_chunk_tokens)
-    built.sharing = sharing_of(config, meshes)
-    return built
+    return _ready(ShardedStreamModel(causal, config.logits_chunk_tokens), config, meshes, trained=False)
 
 
-def sharing_of(config: FsdpBackendConfig, meshes: Meshes) -> SequenceSharing | None:
-    """Return how this rank shares its sequences with others; None where it does not."""
-    return None if meshes.context is None else SequenceSharing(meshes.context, device_profile(config.on))
-
-
-Change = Callable[[PreTrainedModel], object]
-"""Changes the model while it has no values yet."""
-
-
-def _no_change(causal: PreTrainedModel) -> None:
-    pass
-
-
-def _put_exact_head(causal: PreTrainedModel) -> None:
-    """Put a value head in fp32, whatever dtype the decoder has: it is trained, and its values are subtracted."""
-    put_value_head(causal, torch.float32)
+def _ready(model: _Model, config: FsdpBackendConfig, meshes: Meshes, *, trained: bool = True) -> _Model:
+    profile = device_profile(config.on)
+    model.sharing = None if meshes.context is None else SequenceSharing(meshes.context, profile)
+    if trained and config.offload_activations:
+        model.offload_activations(profile)
+    return model
 
 
 def _build_trained(
-    model: ModelConfig, config: FsdpBackendConfig, meshes: Meshes, seed: int, change: Change
+    model: ModelConfig, config: FsdpBackendConfig, meshes: Meshes, seed: int, *, critic: bool
 ) -> PreTrainedModel:
     """Build with weights in fp32, all trained or some frozen, or adapters beside frozen weights in `base_dtype`."""
     if config.lora is None:
-
-        def freeze_and_change(causal: PreTrainedModel) -> None:
-            freeze_parameters(causal, model.freeze)
-            change(causal)
-
-        return _build(model, config, meshes, seed, freeze_and_change, torch.float32)
+        return _build(model, config, meshes, seed, torch.float32, critic=critic, freezes=True)
     from spurline_fsdp_backend.adapters import draw_adapters, take_over
     from spurline_models.adapters.lora import add_adapters
 
     dtype = base_dtype(config.lora, model)
-    plain = _build(model, config, meshes, seed, change, dtype)
+    plain = _build(model, config, meshes, seed, dtype, critic=critic)
     adapted = _without_values(model, config, dtype)
     add_adapters(adapted, config.lora, seed)
-    change(adapted)
+    if critic:
+        put_value_head(adapted, torch.float32)
     shard(adapted, config, meshes)
     take_over(adapted, plain)
     draw_adapters(adapted, seed, plain.device)
@@ -175,12 +157,23 @@ def _build_trained(
 
 
 def _build(
-    model: ModelConfig, config: FsdpBackendConfig, meshes: Meshes, seed: int, change: Change, dtype: torch.dtype
+    model: ModelConfig,
+    config: FsdpBackendConfig,
+    meshes: Meshes,
+    seed: int,
+    dtype: torch.dtype,
+    *,
+    critic: bool,
+    freezes: bool = False,
 ) -> PreTrainedModel:
     causal = _without_values(model, config, dtype)
-    change(causal)
+    if freezes:
+        freeze_parameters(causal, model.freeze)
+    if critic:
+        # In fp32, whatever dtype the decoder has: it is trained, and its values are subtracted.
+        put_value_head(causal, torch.float32)
     shard(causal, config, meshes)
-    # Offloaded shards live on the host from the beginning: there may be no room for them elsewhere.
+    # Offloaded shards live on the host from the beginning: they may fit nowhere else.
     load_weights(causal, model, seed, "cpu" if config.cpu_offload else config.on)
     for module in causal.modules():
         for name, buffer in module._buffers.items():
@@ -229,6 +222,14 @@ def shard(causal: PreTrainedModel, config: FsdpBackendConfig, meshes: Meshes) ->
         module.set_gradient_divide_factor(1.0)
         # gloo has no scaled sum; and without it NCCL loses bf16 gradients for some factors (pytorch issue 190745).
         module.set_force_sum_reduction_for_comms(True)
+
+
+def weights_digest(module: nn.Module, *, frozen: bool = False) -> str:
+    """Return the digest that one process makes of all parameters, or of the frozen ones. A collective."""
+    parameters = {name: value for name, value in module.named_parameters() if not (frozen and value.requires_grad)}
+    device = next((held_values(value).device for value in parameters.values()), torch.device("cpu"))
+    held = ((name, held_box(value), held_values(value)) for name, value in parameters.items())
+    return digest_of_ranks(parameters, held, device)
 
 
 def sharded_modules(causal: nn.Module) -> list[FSDPModule]:

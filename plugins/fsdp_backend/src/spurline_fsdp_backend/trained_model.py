@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from spurline_fsdp_backend.digests import frozen_digest, weights_digest
-from spurline_fsdp_backend.sharded_model import model_tensors
+from spurline_fsdp_backend.sharded_model import model_tensors, weights_digest
 from spurline_models.optimizers.optimization import MakeOptimization
 from spurline_models.placement.offloading import DeviceTensors, tensors_in
 from spurline_models.streams.stream_model import StreamModel
@@ -35,7 +34,7 @@ class ShardedTrainedModel:
         }
         self.initial_weights = weights_digest(model.causal)
         """Recognises the weights that the whole run started from, also after a resume."""
-        self.frozen_weights = frozen_digest(model.causal)
+        self.frozen_weights = weights_digest(model.causal, frozen=True)
         """Recognises the weights that are not trained, and that a checkpoint does not hold."""
         self.updates = 0
         self.optimization = make_optimization(self.parameters)

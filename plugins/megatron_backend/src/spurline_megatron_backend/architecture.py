@@ -1,6 +1,6 @@
 """Read from the config of a Hugging Face model what Megatron-core has to know: sizes and switches, nothing else.
 
-A model whose config says something that is not in this table is refused by the name of the field: what is not known
+A model whose config has a field that is not in these tables is refused by the name of the field: otherwise the field
 would be left out of the computation.
 """
 
@@ -21,11 +21,15 @@ from spurline_models.streams.positions import rope_type
 class Architecture:
     """A decoder of equal layers with rotary positions, RMS norms and gated SiLU.
 
-    hidden, ffn, head_dim, expert_ffn: widths. key_value_heads: shared ones, each by heads / key_value_heads queries.
-    tied: the output layer is the embedding. qk_norm: queries and keys are normalised per head. num_experts: 0 for a
-    dense model; else every layer has so many, and experts_per_token of them compute a token. renormalizes: whether the
-    weights of the chosen experts are made to sum to 1. padding_token: the token whose row of the embedding gets no
-    gradient from where it is read; in a tied model it still gets that of the output layer.
+    Attributes:
+        key_value_heads: Heads / key_value_heads queries share each.
+        tied: Whether the output layer is the embedding.
+        qk_norm: Whether queries and keys are normalised per head.
+        num_experts: Experts of each layer; 0 for a dense model.
+        experts_per_token: The number of experts that compute a token.
+        renormalizes: Whether the weights of the chosen experts are made to sum to 1.
+        padding_token: The token whose row of the embedding learns nothing from being read; in a tied model it still
+            learns from the output layer.
     """
 
     model_type: str
@@ -47,20 +51,13 @@ class Architecture:
     padding_token: int | None = None
 
 
-@dataclass(frozen=True)
-class _Family:
-    """The fields that configs of one class may have.
-
-    switches: values of the fields of `Architecture` that the class itself decides. required: fields with the one value
-    that can be computed; a config may leave them out. unused: fields that change nothing that is computed.
-    has_experts: whether they say how many experts there are.
-    """
-
-    switches: Mapping[str, bool]
-    required: Mapping[str, Any]
-    unused: frozenset[str] = frozenset()
-    has_experts: bool = False
-
+_FAMILIES: Mapping[type[PretrainedConfig], Mapping[str, bool]] = {
+    LlamaConfig: {},
+    Qwen2Config: {"qkv_bias": True},
+    Qwen3Config: {"qk_norm": True},
+    Qwen3MoeConfig: {"qk_norm": True},
+}
+"""The switches of `Architecture` that a config class decides by itself."""
 
 _READ = frozenset(
     {
@@ -78,10 +75,17 @@ _READ = frozenset(
         "layer_types",
     }
 )
-"""Fields of every family that are read or have a check of their own."""
+"""Fields that are read or have a check of their own."""
 
 _READ_OF_EXPERTS = frozenset(
-    {"num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"}
+    {
+        "num_experts",
+        "num_local_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "norm_topk_prob",
+        "sliding_window",
+    }
 )
 
 _UNUSED = frozenset(
@@ -95,48 +99,25 @@ _UNUSED = frozenset(
         "model_type",
         "output_attentions",
         "output_hidden_states",
+        "pretraining_tp",
         "problem_type",
+        # Weighs a loss that only exists with `output_router_logits`.
+        "router_aux_loss_coef",
         "tokenizer_class",
         "transformers.js_config",
         "transformers_version",
         "unsloth_fixed",
         "unsloth_version",
         "use_cache",
+        # Qwen 3 always has these norms.
+        "use_qk_norm",
+        # `layer_types`, which was made from them, tells which layers have a window.
+        "max_window_layers",
+        "sliding_window",
+        "use_sliding_window",
     }
 )
-"""Fields of every family that do not matter to training: outputs that nobody asks for, labels, and notes of tools."""
-
-_REQUIRED: Mapping[str, Any] = {
-    "hidden_act": "silu",
-    "attention_dropout": 0.0,
-    "chunk_size_feed_forward": 0,
-    "is_encoder_decoder": False,
-    "return_dict": True,
-}
-
-# Which layers have a window is said by `layer_types`; these are what it was made from.
-_WINDOWS = frozenset({"use_sliding_window", "sliding_window", "max_window_layers"})
-
-_FAMILIES: Mapping[type[PretrainedConfig], _Family] = {
-    LlamaConfig: _Family({}, {"attention_bias": False, "mlp_bias": False}, frozenset({"pretraining_tp"})),
-    Qwen2Config: _Family({"qkv_bias": True}, {}, _WINDOWS),
-    Qwen3Config: _Family({"qk_norm": True}, {"attention_bias": False, "use_qk_norm": True}, _WINDOWS),
-    Qwen3MoeConfig: _Family(
-        {"qk_norm": True},
-        {
-            "attention_bias": False,
-            "use_qk_norm": True,
-            # Used in every layer, whatever `use_sliding_window` says.
-            "sliding_window": None,
-            "mlp_only_layers": [],
-            "decoder_sparse_step": 1,
-            "output_router_logits": False,
-        },
-        # The coefficient weighs a loss that only exists with `output_router_logits`.
-        frozenset({"use_sliding_window", "max_window_layers", "router_aux_loss_coef"}),
-        has_experts=True,
-    ),
-}
+"""Fields that do not matter to training: outputs that nobody asks for, labels, and notes of tools."""
 
 _ROPE_TYPES = ("default", "linear", "llama3")
 _ROPE_SETTINGS = frozenset(
@@ -150,7 +131,7 @@ _ROPE_SETTINGS = frozenset(
         "original_max_position_embeddings",
     }
 )
-"""All settings that these types read in transformers, which ignores settings of another type."""
+"""All settings that transformers reads for these types."""
 
 MODEL_TYPES = tuple(sorted(config.model_type for config in _FAMILIES))
 """Models that can be trained, by the names of transformers."""
@@ -168,13 +149,21 @@ def read_architecture(config: PretrainedConfig) -> Architecture:
             f"model.path: {_name(config)} is a model of type '{config.model_type}', and backend megatron trains "
             f"{listing(MODEL_TYPES)}. Backends fsdp and local train every causal language model of transformers."
         )
-    for field, value, needed in _unknown(config, family):
+    has_experts = isinstance(config, Qwen3MoeConfig)
+    for field, value, needed in _unknown(config, has_experts=has_experts):
         raise ModelError(
             f"model.path: the config of {_name(config)} has {field}: {_short(value)}, and backend megatron {needed} "
             "Train it with backend fsdp or local."
         )
     padding = config.pad_token_id
-    experts = _experts(config) if family.has_experts and config.num_experts else {}
+    experts: dict[str, Any] = {}
+    if has_experts and config.num_experts:
+        experts = {
+            "num_experts": config.num_experts,
+            "experts_per_token": config.num_experts_per_tok,
+            "expert_ffn": config.moe_intermediate_size,
+            "renormalizes": bool(config.norm_topk_prob),
+        }
     return Architecture(
         model_type=config.model_type,
         num_layers=config.num_hidden_layers,
@@ -188,62 +177,43 @@ def read_architecture(config: PretrainedConfig) -> Architecture:
         norm_epsilon=config.rms_norm_eps,
         # torch counts rows that are given as negative from the end.
         padding_token=None if padding is None else padding % config.vocab_size,
-        **family.switches,
+        **family,
         **experts,
     )
 
 
-def _experts(config: PretrainedConfig) -> dict[str, Any]:
-    return {
-        "num_experts": config.num_experts,
-        "experts_per_token": config.num_experts_per_tok,
-        "expert_ffn": config.moe_intermediate_size,
-        "renormalizes": bool(config.norm_topk_prob),
-    }
-
-
-def _unknown(config: PretrainedConfig, family: _Family) -> Iterator[tuple[str, Any, str]]:
-    """(field, its value, the end of a sentence that says why not) of what this config asks for and is not computed."""
-    required = {**_REQUIRED, **family.required}
-    read = _READ | (_READ_OF_EXPERTS if family.has_experts else frozenset())
+def _unknown(config: PretrainedConfig, *, has_experts: bool) -> Iterator[tuple[str, Any, str]]:
+    """Yield (field, value, the end of a sentence that says why not) of the fields that are not computed."""
+    read = _READ | (_READ_OF_EXPERTS if has_experts else frozenset())
+    defaults = {known.name: known.default for known in dataclasses.fields(type(config))}
     fields = config.to_dict()
-    for field in sorted(fields.keys() - read - _UNUSED - family.unused):
-        value = fields[field]
-        if field.startswith("_") or field.endswith("_token_id"):
+    for field in sorted(fields.keys() - read - _UNUSED):
+        value, default = fields[field], defaults.get(field)
+        is_default = value == default or (_is_off(value) and _is_off(default))
+        if is_default or field.startswith("_") or field.endswith("_token_id"):
             continue
-        if field in required:
-            if value != required[field]:
-                yield field, value, f"computes {required[field]!r} alone."
-        elif value != _default(type(config), field) and not _is_off(value):
-            yield (
-                field,
-                value,
-                (
-                    "does not know this field. If it changes nothing in the model, as a note of some tool, set "
-                    f"model.config_overrides: {{{field}: null}}."
-                ),
-            )
-    yield from _unknown_layers(fields)
-    if family.has_experts:
-        yield from _unknown_routing(config)
-    yield from _unknown_rope(fields.get("rope_parameters"))
-
-
-def _unknown_layers(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+        needed = (
+            f"computes {defaults[field]!r} alone."
+            if field in defaults
+            else "does not know this field. If it changes nothing in the model, as a note of some tool, set "
+            f"model.config_overrides: {{{field}: null}}."
+        )
+        yield field, value, needed
     kinds = fields.get("layer_types") or []
-    others = [kind for kind in kinds[: fields["num_hidden_layers"]] if kind != "full_attention"]
-    if others:
-        yield "layer_types", others[0], "computes full_attention alone."
-
-
-def _unknown_routing(config: PretrainedConfig) -> Iterator[tuple[str, Any, str]]:
-    if config.num_experts and config.num_experts_per_tok == 1 and config.norm_topk_prob:
+    for kind in kinds[: fields["num_hidden_layers"]]:
+        if kind != "full_attention":
+            yield "layer_types", kind, "computes full_attention alone."
+    if has_experts and config.sliding_window is not None:
+        # Every layer has the window, whatever `use_sliding_window` is.
+        yield "sliding_window", config.sliding_window, "computes None alone."
+    if has_experts and config.num_experts and config.num_experts_per_tok == 1 and config.norm_topk_prob:
         yield (
             "norm_topk_prob",
             True,
             "does not train a router whose one expert for a token (num_experts_per_tok: 1) always has weight 1: "
             "Megatron-core builds none.",
         )
+    yield from _unknown_rope(fields.get("rope_parameters"))
 
 
 def _unknown_rope(settings: Any) -> Iterator[tuple[str, Any, str]]:
@@ -254,11 +224,6 @@ def _unknown_rope(settings: Any) -> Iterator[tuple[str, Any, str]]:
     for name, value in sorted(settings.items()):
         if name not in _ROPE_SETTINGS and value is not None and not (name == "partial_rotary_factor" and value == 1.0):
             yield f"rope_parameters.{name}", value, known
-
-
-def _default(kind: type[PretrainedConfig], field: str) -> Any:
-    """Return the default of a field of the config class, or None if the class does not have the field."""
-    return next((known.default for known in dataclasses.fields(kind) if known.name == field), None)
 
 
 def _is_off(value: Any) -> bool:

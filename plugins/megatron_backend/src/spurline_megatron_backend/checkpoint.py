@@ -23,8 +23,9 @@ from spurline.digests import FileDigest
 from spurline.errors import CheckpointError, CheckpointWriteError
 from spurline.protocols.backend import Role
 from spurline.protocols.optimizer import Optimizer
+from spurline_megatron_backend.architecture import Architecture
 from spurline_megatron_backend.grid import Grid
-from spurline_megatron_backend.parts import HeldParameter, Part
+from spurline_megatron_backend.parts import HeldParameter, Part, whole_shapes
 from spurline_models.optimizers.state import (
     Groups,
     OptimizerState,
@@ -37,7 +38,7 @@ from spurline_models.optimizers.state import (
 from spurline_models.saved_state import write_facts
 from spurline_models.weight_files import WeightStream
 from spurline_models.weights import digest_of_samples
-from spurline_ranks.checkpoint import StoredModel
+from spurline_ranks.checkpoint import StoredModel, digest_of_ranks
 from spurline_ranks.pieces import Box, Piece, PieceIndex, Shape, write_pieces
 
 _NOTHING_FROZEN = digest_of_samples([])
@@ -318,3 +319,28 @@ def _layout(grid: Grid) -> dict[str, int]:
 def read_weights(run: RunConfig, folder: Path, digests: Mapping[str, FileDigest]) -> WeightStream:
     """Read the policy in one process, without ranks. See `BackendFacts.checkpoint_reader`."""
     return SavedModel.read_policy(run, folder, digests, lora=None, frozen_dtype=torch.float32)
+
+
+def weights_digest(
+    architecture: Architecture,
+    held: Sequence[tuple[HeldParameter, Tensor]],
+    device: torch.device,
+    *,
+    critic: bool = False,
+) -> str:
+    """Return the digest of the model that all ranks hold together, equal to that of one process. A collective.
+
+    Args:
+        architecture: The model.
+        held: This rank's parameters, with float32 values on any device.
+        device: The device that ranks exchange from.
+        critic: Whether the model has a value head.
+    """
+    shapes = whole_shapes(architecture, critic=critic)
+    whole = {name: torch.empty(shape, dtype=torch.float32, device="meta") for name, shape in shapes.items()}
+    boxes = (
+        (part.name, part.box, values.detach().view(-1)[part.begin : part.end].view(part.box.shape))
+        for parameter, values in held
+        for part in parameter.parts
+    )
+    return digest_of_ranks(whole, boxes, device)

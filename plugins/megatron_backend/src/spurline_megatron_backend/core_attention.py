@@ -1,9 +1,9 @@
 """The attention inside of Megatron's attention layer: rotary positions, then causal attention within each segment.
 
 Place on the way: queries, keys and values of a rank's tokens and heads -> rotated -> exchanged with the ranks that
-share the stream, where some do -> core's `attend_segments` -> back. It takes the place of `DotProductAttention` in the
-layer spec, which computes no packed sequences, and of TransformerEngine's, which computes nothing without a GPU. A
-stream's segments and rotations come in the object that Megatron hands to every layer as `packed_seq_params`.
+share the stream, if any do -> core's `attend_segments` -> back. It takes the place of `DotProductAttention` in the
+layer spec, which computes no packed sequences. A stream's segments and rotations come in the object that Megatron hands
+to every layer as `packed_seq_params`.
 """
 
 from __future__ import annotations
@@ -11,22 +11,59 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from transformers import PretrainedConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from spurline_megatron_backend.rotary import Rotary, Rotation
 from spurline_models.streams.segment_attention import Scores, attend_segments
 from spurline_models.streams.token_stream import SegmentPlan, TokenStream
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """cos, sin: [T, D], of each token's angles, in the dtype that is computed in."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __call__(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Turn queries [T, H, D] and keys [T, K, D] by the angles of their tokens."""
+        return apply_rotary_pos_emb(query, key, self.cos, self.sin, unsqueeze_dim=1)
+
+
+class Rotary:
+    """Rotary positions by the code of transformers, so that logprobs are those of the Hugging Face model.
+
+    Megatron's own embedding takes positions from the place of a token in its sequence, and rounds differently in half
+    precision. Here a stream has its positions token by token, so that a part of it can be computed alone.
+
+    Args:
+        config: Of the model, with a rope type whose angles depend on nothing but a token's position.
+        device: Of the angles.
+        dtype: Of the model's activations. Angles are computed in fp32.
+    """
+
+    def __init__(self, config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> None:
+        # Llama, Qwen 2, Qwen 3 and Qwen 3 MoE all have this very module under names of their own.
+        self._embedding = LlamaRotaryEmbedding(config).to(device)  # pyright: ignore[reportArgumentType]
+        self._like = torch.empty(0, dtype=dtype, device=device)
+
+    def at(self, position_ids: Tensor) -> Rotation:
+        """Return the rotation of tokens at these positions [1, T]."""
+        cos, sin = self._embedding(self._like, position_ids)
+        return Rotation(cos.squeeze(0), sin.squeeze(0))
 
 
 @dataclass(kw_only=True)
 class StreamParams(PackedSeqParams):
     """A stream as every layer gets it; this rank computes the whole of it or a part.
 
-    rotation, routed_experts, num_fill, num_tokens: of the rank's own tokens. plan: of all tokens of the stream.
+    The plan is for all tokens of the stream, and the rest for the rank's own tokens.
     """
 
     plan: SegmentPlan

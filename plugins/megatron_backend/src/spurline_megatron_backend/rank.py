@@ -24,15 +24,13 @@ from spurline.plugins.registry import Registry
 from spurline.protocols.backend import Role
 from spurline.protocols.loss import ENTROPY, Objective, TokenLossInputs
 from spurline_megatron_backend.architecture import read_architecture
-from spurline_megatron_backend.checkpoint import SavedModel, save
-from spurline_megatron_backend.configs import MegatronBackendConfig
-from spurline_megatron_backend.digests import weights_digest
+from spurline_megatron_backend.checkpoint import SavedModel, save, weights_digest
+from spurline_megatron_backend.core_attention import Rotary
 from spurline_megatron_backend.loading import load_weights
 from spurline_megatron_backend.model_building import COMPUTED, build_parts
 from spurline_megatron_backend.parallel_state import open_groups
 from spurline_megatron_backend.parts import held_parameters, whole_shapes
 from spurline_megatron_backend.probe import check_exactness
-from spurline_megatron_backend.rotary import Rotary
 from spurline_megatron_backend.router_replay import router_choices
 from spurline_megatron_backend.stages import StagedModel, Visit
 from spurline_megatron_backend.trained_model import TrainedModel
@@ -40,11 +38,9 @@ from spurline_megatron_backend.weight_gathering import ExactWeights, WeightsOfRa
 from spurline_models.accumulate import StepSums, SumsPart
 from spurline_models.architecture import build_without_memory, load_model_config
 from spurline_models.dealing import RankShare, Rows
-from spurline_models.device_profile import device_profile
 from spurline_models.experts.expert_loads import ExpertLoads
 from spurline_models.experts.router_replay import no_routers
 from spurline_models.optimizers.optimization import OptimizationRecipe, critic_optimization, policy_optimization
-from spurline_models.placement.offloading import DeviceMemory, DeviceTensors
 from spurline_models.streams.token_stream import TokenStream, share_streams
 from spurline_models.weights import NamedWeights, check_initial_weights
 from spurline_ranks.group import Place
@@ -64,17 +60,10 @@ class MegatronRank(RankWorker):
     _saved_model = SavedModel
 
     def __init__(self, place: Place, run: RunConfig, registry: Registry, total_updates: int) -> None:
-        self._place, self._total = place, total_updates
-        self._run, self._registry = run, registry
-        self._config = cast(MegatronBackendConfig, run.backend)
-        self._profile = device_profile(self._config.on)
-        self._memory = DeviceMemory(self._profile)
-        if self._config.deterministic:
-            torch.use_deterministic_algorithms(True)
-        timeout = self._config.limits.collective_s
-        # The config counts GPUs where it is not told how many ranks there are, and a rank sees one.
+        super().__init__(place, run, registry, total_updates)
+        # Without `ranks` the config counts GPUs, and a rank sees one.
         grid = replace(self._config.grid, ranks=place.world)
-        self._groups = open_groups(grid, place.rank, timeout, self._run.seed)
+        self._groups = open_groups(grid, place.rank, self._config.limits.collective_s, run.seed)
         # Ranks that compute the same rows come to the same loss, on the last stage: one of them counts it.
         self._counts = grid.speaks(place.rank)
 
@@ -99,7 +88,6 @@ class MegatronRank(RankWorker):
                 doing=lambda what: self._place.doing(f"checking that packed rows are exact for this model: {what}"),
             )
         self._reference: StagedModel | None = None
-        self._critic: TrainedModel | None = None
         if self._run.trained_critic is not None:
             self._critic = self._train(critic_optimization(self._run.trained_critic, self._registry), critic=True)
         # Names and shapes, as the local backend has them: all its weights are fp32.
@@ -175,17 +163,8 @@ class MegatronRank(RankWorker):
     def _save(self, path: Path) -> Mapping[str, FileDigest]:
         return save(path, self._trained, self._groups.grid)
 
-    def _device_tensors(self) -> DeviceTensors:
-        models = [trained.tensors() for trained in self._trained.values()]
-        weights = [tensor for tensors in models for tensor in tensors.weights]
-        if self._reference is not None:
-            weights += self._reference.tensors()
-        state = [tensor for tensors in models for tensor in tensors.state]
-        return DeviceTensors(weights, state, [tensor for tensors in models for tensor in tensors.scratch])
-
-    @property
-    def _trained(self) -> dict[Role, TrainedModel]:
-        return {"policy": self._policy, **({"critic": self._critic} if self._critic is not None else {})}
+    def _reference_tensors(self) -> Sequence[Tensor]:
+        return () if self._reference is None else self._reference.tensors()
 
     def _accumulate(
         self, role: Role, share: RankShare, objective: Objective, *, whole_gradients: bool = False

@@ -20,11 +20,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from spurline.protocols.loss import TokenLossInputs
-from spurline_megatron_backend.core_attention import packed_params
+from spurline_megatron_backend.core_attention import Rotary, packed_params
 from spurline_megatron_backend.gpt import HiddenGPT
 from spurline_megatron_backend.grid import Grid
 from spurline_megatron_backend.parts import HeldParameter, HeldParameters
-from spurline_megatron_backend.rotary import Rotary
 from spurline_megatron_backend.router_replay import RouterChoice
 from spurline_models.dealing import Rows
 from spurline_models.experts.expert_loads import ExpertLoads

@@ -9,7 +9,7 @@ no state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -28,7 +28,7 @@ from spurline_models.optimizers.state import OptimizerState
 from spurline_models.saved_state import check_frozen, check_weights, read_facts
 from spurline_models.saved_weights import SavedTensors, saved_adapter, saved_weights
 from spurline_models.weight_files import WeightStream
-from spurline_models.weights import digest_of_samples
+from spurline_models.weights import digest_of_samples, sampled_positions
 from spurline_ranks.pieces import Box, PieceIndex
 
 _POLICY: Role = "policy"
@@ -205,20 +205,32 @@ class StoredModel:
         return f"{cls.backend}-1"
 
 
-def digest_of_ranks(tensors: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> str:
+def digest_of_ranks(
+    tensors: Mapping[str, Tensor], held: Iterable[tuple[str, Box, Tensor]], device: torch.device
+) -> str:
     """Return the `digest_of_samples` of tensors that are divided among ranks, without gathering one. A collective.
 
     Args:
         tensors: Whole ones by name, for shape and dtype only; the same on all ranks, in the same order.
-        held: The sampled values of each on the device that ranks exchange from, with 0 for those of other ranks.
+        held: The boxes that this rank holds: name, box and values.
+        device: The device that ranks exchange from.
     """
     if not tensors:
         return digest_of_samples([])
-    # All ranks but the one that has a value put in zeros, so the largest byte is that rank's.
-    found = [held[name] for name in tensors]
-    joined = torch.cat([values.view(torch.uint8) for values in found])
+    positions = {name: sampled_positions(tensor.numel()) for name, tensor in tensors.items()}
+    found = {
+        name: torch.zeros(len(sampled), dtype=tensors[name].dtype, device=device) for name, sampled in positions.items()
+    }
+    for name, box, values in held:
+        places = torch.stack(torch.unravel_index(positions[name], tensors[name].shape))
+        places -= torch.tensor(box.offset)[:, None]
+        mine = ((places >= 0) & (places < torch.tensor(box.shape)[:, None])).all(0)
+        sampled = values.detach()[tuple(places[:, mine].to(values.device))]
+        found[name][mine.to(device)] = sampled.to(device, tensors[name].dtype)
+    # Ranks without a value put in zeros, so the largest byte is that of a rank that has it.
+    joined = torch.cat([values.view(torch.uint8) for values in found.values()])
     dist.all_reduce(joined, dist.ReduceOp.MAX)
-    parts = joined.split([values.nbytes for values in found])
+    parts = joined.split([values.nbytes for values in found.values()])
     return digest_of_samples(
         (name, tensor, part.clone().view(tensor.dtype))
         for (name, tensor), part in zip(tensors.items(), parts, strict=True)

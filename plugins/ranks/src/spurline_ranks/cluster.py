@@ -33,8 +33,8 @@ class ClusterConfig(Section):
 
     address: str = Field(default="none", min_length=1)
     """`none` places nothing on a cluster, unless `launch: ray` or `placement: ray` does. `auto` takes the cluster of
-    RAY_ADDRESS, or of `ray start` on this machine, or starts one on this machine alone, which ends with the run.
-    `HOST:PORT` is the head of a cluster. With an address, ranks and engines are placed there by default."""
+    RAY_ADDRESS, or of `ray start` on this machine. `HOST:PORT` is the head of a cluster. With an address, ranks and
+    engines are placed there by default."""
     runtime_env: RuntimeEnvConfig = RuntimeEnvConfig()
     """The environment that the machines of the cluster get from this one."""
     room_timeout_s: float = Field(default=180.0, ge=0)

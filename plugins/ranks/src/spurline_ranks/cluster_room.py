@@ -31,8 +31,6 @@ _SLICE_S = 2.0
 """Seconds of one wait for Ray: an interruption is seen only in between."""
 _ANSWER_TIMEOUT_S = 300.0
 """Seconds that a machine has to answer a question, the start of a process for it included."""
-_OWN_TIMEOUT_S = 20.0
-"""Seconds to wait for a cluster that only this process uses, and that no machine joins."""
 
 
 @dataclass(frozen=True)
@@ -145,8 +143,7 @@ def _reserve(
     plans = [_plan(need, before) for need in needs]
     wishes = "; ".join(_wish(need, plan) for need, plan in zip(needs, plans, strict=True))
     lack = f"the run wants {wishes}. Free are {free_of(before)}"
-    limit_s = min(timeout_s, _OWN_TIMEOUT_S) if cluster.is_own else timeout_s
-    until, told = time.monotonic() + limit_s, False
+    until, told = time.monotonic() + timeout_s, False
     groups: list[list[PlacementGroup]] = []
     try:
         for plan in plans:
@@ -155,7 +152,7 @@ def _reserve(
             for group in groups[-1]:
                 while not group.wait(_SLICE_S):
                     if not told:
-                        print(f"Waiting for room, {limit_s:g} s at most: {lack}.", file=sys.stderr, flush=True)
+                        print(f"Waiting for room, {timeout_s:g} s at most: {lack}.", file=sys.stderr, flush=True)
                         told = True
                     if given_up():
                         raise RunFailedError("The wait for room on the cluster was given up.")

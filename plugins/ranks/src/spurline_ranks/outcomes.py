@@ -105,9 +105,10 @@ def first_cause(failures: Sequence[tuple[Identity, Raised | Died]]) -> tuple[Ide
     When a rank dies, the others fail in the exchange with it, and may say so before its death is noticed.
     """
 
-    def importance(failure: tuple[Identity, Raised | Died]) -> tuple[bool, bool]:
-        died = isinstance(failure[1], Died)
-        return not died, not died and failure[1].error is None
+    def importance(failure: tuple[Identity, Raised | Died]) -> int:
+        if isinstance(failure[1], Died):
+            return 0
+        return 2 if failure[1].error is None else 1
 
     return min(failures, key=importance)
 

@@ -26,7 +26,6 @@ from spurline.errors import RunFailedError
 from spurline.protocols.ranks import RankRequest
 from spurline_ranks.calls import START, RankCalls
 from spurline_ranks.cluster_room import each_needs, room_for, what_comes
-from spurline_ranks.devices import variables_of_one_machine
 from spurline_ranks.group import ClusterRequest, TimeLimits
 from spurline_ranks.logs import write_into
 from spurline_ranks.outcomes import Died, Identity, Outcome, Raised, Value, packed, unpacked
@@ -227,8 +226,6 @@ class RayRanks(RankCalls):
     def _order(self, request: RankRequest, worker: str, arguments: tuple[Any, ...], store: tuple[str, int]) -> None:
         """Tell every actor which rank it is."""
         chosen = self._cluster_request.env_vars
-        here = variables_of_one_machine(peers_elsewhere=request.peers_elsewhere) if self._cluster.is_own else {}
-        variables = {**here, **request.variables}
         self._answers = {}
         for number, rank in enumerate(self._ranks):
             order = RankOrder(
@@ -244,7 +241,7 @@ class RayRanks(RankCalls):
                 local_world=self.size // len(self._watchers),
                 store=store,
                 # The processes have the variables that the user has set for the machines.
-                environment={name: value for name, value in variables.items() if name not in chosen},
+                environment={name: value for name, value in request.variables.items() if name not in chosen},
             )
             folder = self._cluster_request.log_dir
             log = None if folder is None else f"{folder}/rank-{number}.log"

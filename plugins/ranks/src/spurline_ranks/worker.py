@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from spurline.config.run_config import RunConfig
 from spurline.digests import FileDigest, verify_files
 from spurline.errors import CheckpointError, CheckpointWriteError
 from spurline.plugins.registry import Registry
@@ -25,7 +26,7 @@ from spurline.protocols.backend import Role
 from spurline.protocols.loss import Objective
 from spurline_models.accumulate import SumsPart
 from spurline_models.dealing import RankShare
-from spurline_models.device_profile import DeviceProfile
+from spurline_models.device_profile import DeviceProfile, device_profile
 from spurline_models.placement.offloading import DeviceMemory, DeviceTensors
 from spurline_ranks.checkpoint import StoredModel
 from spurline_ranks.group import Place
@@ -76,13 +77,14 @@ class TrainedPart(Protocol):
     def totals(self, loss: float) -> StepTotals: ...
 
     def step(self, grad_norm: float) -> dict[str, float]: ...
+    def tensors(self) -> DeviceTensors: ...
 
 
 class RankWorker:
     """The base of a backend's `Worker`.
 
-    A subclass is made with (place, plain run, total updates) and sets the attributes below, `_gathering` and
-    `_publishing` in `build`. It adds these calls, in which a wire is a `RankShare.to_wire`:
+    A subclass sets the attributes below, all but `_counts` in `build`. It adds these calls, in which a wire is a
+    `RankShare.to_wire`:
 
     - build(): loads the models. Errors of a user are raised on all ranks alike.
     - gradients(wire, plain objective, role): (name, whole gradient) of each trained parameter, from the first rank.
@@ -92,15 +94,23 @@ class RankWorker:
     """
 
     _saved_model: ClassVar[type[StoredModel]]
-    """How this backend reads a checkpoint of its ranks."""
-    _place: Place
-    _profile: DeviceProfile
-    _registry: Registry
+    """Reads a checkpoint of this backend's ranks."""
     _gathering: WeightGathering
     _publishing: Publishing
-    _memory: DeviceMemory
+    _policy: Any
+    """The `TrainedPart` of the policy."""
+    _critic: Any = None
+    """The `TrainedPart` of the critic, if it is trained."""
     _counts: bool
     """True for the one rank that counts the sums of rows that several ranks compute together."""
+
+    def __init__(self, place: Place, run: RunConfig, registry: Registry, total_updates: int) -> None:
+        self._place, self._run, self._registry, self._total = place, run, registry, total_updates
+        self._config: Any = run.backend
+        self._profile: DeviceProfile = device_profile(self._config.on)
+        self._memory = DeviceMemory(self._profile)
+        if self._config.deterministic:
+            torch.use_deterministic_algorithms(True)
 
     def update(self, wire: Mapping[str, Any], plain_objective: Mapping[str, Any], role: Role) -> dict[str, Any]:
         """Take one optimizer step, unless loss or gradient norm are not finite: then nothing changes.
@@ -202,8 +212,8 @@ class RankWorker:
         return None
 
     @property
-    def _trained(self) -> Mapping[Role, TrainedPart]:
-        raise NotImplementedError
+    def _trained(self) -> dict[Role, Any]:
+        return {"policy": self._policy, **({} if self._critic is None else {"critic": self._critic})}
 
     def _accumulate(self, role: Role, share: RankShare, objective: Objective) -> SumsPart:
         """Compute the gradient of all rows, summed over all ranks; return the sums of this rank's own rows."""
@@ -228,6 +238,14 @@ class RankWorker:
 
     def _device_tensors(self) -> DeviceTensors:
         """Return the tensors on this rank's device between two updates. Exchanges nothing."""
+        models = [trained.tensors() for trained in self._trained.values()]
+        weights = [tensor for tensors in models for tensor in tensors.weights]
+        state = [tensor for tensors in models for tensor in tensors.state]
+        scratch = [tensor for tensors in models for tensor in tensors.scratch]
+        return DeviceTensors([*weights, *self._reference_tensors()], state, scratch)
+
+    def _reference_tensors(self) -> Sequence[Tensor]:
+        """Return the tensors of the reference model; none before it is loaded."""
         raise NotImplementedError
 
     def _named(self, failure: Exception) -> str:
