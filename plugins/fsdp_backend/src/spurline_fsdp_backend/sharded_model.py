@@ -23,13 +23,13 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from transformers import PreTrainedModel
+from transformers.distributed.expert_parallel import apply_expert_parallelism
 
 from spurline.config.run_config import ModelConfig
 from spurline.errors import ModelError
 from spurline.protocols.loss import TokenLossInputs
 from spurline_fsdp_backend.configs import FsdpBackendConfig
-from spurline_fsdp_backend.expert_parallel import divide_experts
-from spurline_fsdp_backend.mesh import EXPERT_SHARD, Meshes
+from spurline_fsdp_backend.mesh import EXPERT, EXPERT_SHARD, Meshes
 from spurline_fsdp_backend.weight_loading import load_weights
 from spurline_models.architecture import build_without_memory, decoder_layers, load_model_config
 from spurline_models.computing import change_computing
@@ -45,6 +45,9 @@ from spurline_models.weights import check_initial_weights
 from spurline_ranks.checkpoint import digest_of_ranks
 from spurline_ranks.pieces import held_box, held_values
 from spurline_ranks.sequence_sharing import SequenceSharing
+
+_DISPATCHES = "ep_dispatch_experts"
+"""The style of a module whose tokens travel, in transformers' plans for experts."""
 
 _ENTRY = "spurline_score"
 """Name of the forward method of the whole model through which streams are computed."""
@@ -204,7 +207,7 @@ def shard(causal: PreTrainedModel, config: FsdpBackendConfig, meshes: Meshes) ->
     }
     if meshes.experts is not None:
         # Before the layers, which then leave them alone: ranks of one expert group hold different experts.
-        for holder in divide_experts(causal, meshes):
+        for holder in _divide_experts(causal, meshes):
             apart = {**options, "mesh": meshes.experts[EXPERT_SHARD]}
             fully_shard(holder, reshard_after_forward=_reshards(holder, causal, config), **apart)
     for layer in decoder_layers(causal):
@@ -222,6 +225,28 @@ def shard(causal: PreTrainedModel, config: FsdpBackendConfig, meshes: Meshes) ->
         module.set_gradient_divide_factor(1.0)
         # gloo has no scaled sum; and without it NCCL loses bf16 gradients for some factors (pytorch issue 190745).
         module.set_force_sum_reduction_for_comms(True)
+
+
+def _divide_experts(causal: PreTrainedModel, meshes: Meshes) -> list[nn.Module]:
+    """Give each rank of a group whole experts; return the modules that hold them.
+
+    Raises:
+        ModelError: If the model's experts cannot be divided so.
+    """
+    assert meshes.experts is not None
+    assert meshes.alone is not None
+    group, path = meshes.experts[EXPERT], causal.config.name_or_path
+    plan = causal._expand_parallel_plan(dict(causal.ep_plan or {}))
+    holders = [causal.get_submodule(name) for name, style in plan.items() if style == _DISPATCHES]
+    if not holders:
+        raise ModelError(
+            f"backend.expert is {group.size()}, and transformers knows no experts to divide in {path}, a "
+            f"{type(causal).__name__}. Set it to 1, which shards its weights like all others."
+        )
+    # Tokens travel to their experts, and results come back. `auto` would sum over the group in evaluation, as if its
+    # ranks had equal batches. No two ranks have the same tokens, so each is alone with its batch.
+    apply_expert_parallelism(causal, group, meshes.alone, plan, ep_implementation="all_to_all")
+    return holders
 
 
 def weights_digest(module: nn.Module, *, frozen: bool = False) -> str:

@@ -1,8 +1,7 @@
-"""Write what this rank's optimizer holds, and read it on any number of ranks, divided in any way.
+"""Write the values of this rank's optimizer, and read them on any number of ranks, divided in any way.
 
-The form is that of all backends with ranks (`spurline_ranks.checkpoint`): tensors have their names and shapes in the
-Hugging Face model. A rank's optimizer holds ranges of flattened parameters, and `parts` maps them to boxes of these
-tensors.
+The form is in `spurline_ranks.checkpoint`: tensors have their names and shapes in the Hugging Face model. A rank's
+optimizer holds ranges of flattened parameters, and `parts` maps them to boxes of these tensors.
 
 Place on the way: shards of the optimizer -> pieces; pieces -> shards, from which the ranks fill the model again.
 """
@@ -46,10 +45,12 @@ _NOTHING_FROZEN = digest_of_samples([])
 
 @dataclass(frozen=True)
 class Owned:
-    """The range of a flattened parameter whose main values and optimizer state this rank holds, and no other does.
+    """The range of a flattened parameter whose main values and optimizer state this rank alone holds.
 
-    span: (begin, end). values: float32 [end - begin], the optimizer's own memory. state: what the optimizer keeps of
-    them, by key, its own mapping; empty before the first step.
+    Attributes:
+        span: (begin, end).
+        values: float32 [end - begin], the optimizer's own memory.
+        state: The optimizer's own mapping of its state by key; empty before the first step.
     """
 
     held: HeldParameter
@@ -59,12 +60,7 @@ class Owned:
 
 
 class TrainedParts(Protocol):
-    """A rank's part of a model that is trained, as a checkpoint sees it.
-
-    updates: optimizer steps so far. initial_weights: digest of the weights that the run started from. shapes: of every
-    tensor of the whole model, by name. optimizer_name: in the config. made: `group_values` of when the optimizer was
-    new.
-    """
+    """A rank's part of a model that is trained, as a checkpoint sees it; see `TrainedModel`."""
 
     updates: int
     initial_weights: str
@@ -79,11 +75,11 @@ class TrainedParts(Protocol):
     def made(self) -> Groups: ...
 
     def owned(self) -> Sequence[Owned]:
-        """Return the parameters that this rank's optimizer holds, whole or a range of their values."""
+        """Return the ranges that this rank's optimizer holds."""
         ...
 
     def fill_from_owned(self) -> None:
-        """Give the model the values of the shards of all ranks. A collective."""
+        """Copy the ranges of all ranks into the model. A collective."""
         ...
 
 
@@ -101,7 +97,7 @@ def save(path: Path, models: Models, grid: Grid) -> dict[str, FileDigest]:
         role: [owned for owned in trained.owned() if is_written(owned.held, grid, rank)]
         for role, trained in models.items()
     }
-    # The only exchange, of all models at once: a rank that fails leaves no other waiting in the next one.
+    # The only exchange, for all models at once: a rank that fails leaves no other waiting.
     states = _joined_states(own, models)
     for role, trained in models.items():
         folder = path / role
@@ -131,15 +127,14 @@ class SavedModel(StoredModel):
             for key, tensor in saved.tensors.items():
                 if tensor.numel() != 1 and tensor.shape != trained.shapes[key.rpartition("/")[0]]:
                     raise CheckpointError(
-                        f"optimizer state {key} is {describe(tensor)}, and ranks hold parts of what has the shape of "
-                        f"its weight, {list(trained.shapes[key.rpartition('/')[0]])}. Resume with the optimizer the "
-                        "checkpoint was made with."
+                        f"optimizer state {key} is {describe(tensor)}, which has not the shape of its weight, "
+                        f"{list(trained.shapes[key.rpartition('/')[0]])}. Resume with the optimizer of the checkpoint."
                     )
 
         self.check_fits(weights, _NOTHING_FROZEN, check_optimizer)
 
     def put_into(self, trained: TrainedParts) -> None:
-        """Read what this rank's optimizer holds of it, straight into place, and fill the models. A collective."""
+        """Read this rank's ranges straight into the optimizer, and fill the model. A collective."""
         state = OptimizerState.read(self.optimizer_shapes, self.facts["optimizer"])
         with torch.no_grad():
             read_owned(self.index, state, trained.owned())
@@ -154,7 +149,7 @@ class SavedModel(StoredModel):
 def pieces(own: Sequence[Owned]) -> Iterator[Piece]:
     """Yield the parts of Hugging Face tensors in these ranges; values are the optimizer's own memory.
 
-    What the optimizer keeps as one number of a parameter comes with the first value of each tensor in it.
+    A single number of a parameter comes with the first value of each tensor in it.
     """
     for owned in own:
         vectors = {"": owned.values} | {f"/{key}": it for key, it in owned.state.items() if _is_vector(it, owned)}
@@ -200,7 +195,7 @@ def state_of(own: Sequence[Owned], name: str) -> OptimizerState:
 
 
 def read_owned(index: PieceIndex, saved: OptimizerState, own: Sequence[Owned]) -> None:
-    """Fill these ranges, and make the optimizer's state of them what was saved."""
+    """Fill these ranges and the optimizer's state of them with saved values."""
     on_host = set(saved.on_host)
     keys: dict[str, list[str]] = {}
     for place in [*saved.tensors, *saved.values]:
@@ -212,7 +207,7 @@ def read_owned(index: PieceIndex, saved: OptimizerState, own: Sequence[Owned]) -
         parts = [part for part, _, _ in _common(owned)] or owned.held.parts
         if not parts:  # nothing but padding
             continue
-        # The first stands for the others: an optimizer keeps the same of all parameters, after the same steps.
+        # An optimizer has the same keys for all parameters after the same steps.
         name = parts[0].name
         for key in keys.get(name, ()):
             place = f"{name}/{key}"
@@ -227,7 +222,7 @@ def read_owned(index: PieceIndex, saved: OptimizerState, own: Sequence[Owned]) -
 
 
 def _read_vector(index: PieceIndex, owned: Owned, suffix: str) -> Tensor:
-    """The range of what is stored under the names of its parts and this suffix, on CPU; padding is 0."""
+    """Read the range from the tensors of its parts with this suffix, on CPU; padding is 0."""
     begin, end = owned.span
     found: Tensor | None = None
     for part, low, high in _common(owned):
@@ -239,7 +234,7 @@ def _read_vector(index: PieceIndex, owned: Owned, suffix: str) -> Tensor:
 
 
 def _common(owned: Owned) -> Iterator[tuple[Part, int, int]]:
-    """(part, begin, end) of what the range has of each part, counted in the flattened parameter."""
+    """Yield (part, begin, end) of each part in the range, counted in the flattened parameter."""
     begin, end = owned.span
     for part in owned.held.parts:
         low, high = max(begin, part.begin), min(end, part.end)
@@ -248,20 +243,19 @@ def _common(owned: Owned) -> Iterator[tuple[Part, int, int]]:
 
 
 def _is_first(part: Part, begin: int) -> bool:
-    """Return whether the value at `begin` of a flattened parameter, a value of `part`, is the first of its tensor."""
+    """Return whether the value at `begin`, in this part of a flattened parameter, is the first of its tensor."""
     return begin == part.begin and not any(part.box.offset)
 
 
 def _is_vector(value: object, owned: Owned) -> bool:
-    """Return whether the optimizer keeps one such value for each value of the range."""
     return isinstance(value, Tensor) and value.shape == owned.values.shape
 
 
 def is_written(held: HeldParameter, grid: Grid, rank: int) -> bool:
-    """Return whether this rank writes what its optimizer holds of a parameter; no other rank writes these values."""
+    """Return whether this rank writes its values of a parameter, which no other rank writes."""
     if held.is_copy:
         return False
-    # The ranks of a tensor group keep a shard each of what they hold alike.
+    # The ranks of a tensor group hold the same undivided parameters.
     return held.is_divided or grid.place(rank).tensor == 0
 
 
@@ -276,7 +270,7 @@ def _check_kept(name: str, key: object, value: object, owned: Owned) -> None:
 def _joined_states(own: Mapping[Role, Sequence[Owned]], models: Models) -> Mapping[Role, OptimizerState] | None:
     """Join the facts of each optimizer on the first rank. A collective.
 
-    Raises CheckpointWriteError, of another rank's on the first one too.
+    Raises CheckpointWriteError, on the first rank for any rank.
     """
     mine: Mapping[Role, OptimizerState] | CheckpointWriteError
     try:
@@ -298,7 +292,7 @@ def _joined_states(own: Mapping[Role, Sequence[Owned]], models: Models) -> Mappi
 
 
 def join(states: Sequence[OptimizerState]) -> OptimizerState:
-    """The facts of all ranks in one. Raises CheckpointWriteError unless their parameter groups are the same."""
+    """Join the facts of all ranks. Raises CheckpointWriteError unless their parameter groups are the same."""
     first = states[0]
     if any(state.groups != first.groups for state in states):
         raise CheckpointWriteError(

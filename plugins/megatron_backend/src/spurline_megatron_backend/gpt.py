@@ -25,10 +25,21 @@ from spurline_ranks.sequence_sharing import SequenceSharing
 
 
 class HiddenGPT(GPTModel):
-    """A part of a model. vocabulary: tokens there are, without those that pad the embedding.
+    """A part of a model.
 
-    tied: the output layer is the embedding. padding_token: whose row of the embedding learns nothing from being read.
-    chunk_tokens: positions whose logits exist at the same time.
+    Args:
+        config: Megatron's settings.
+        submodules: The layers.
+        padded_vocabulary: Rows of the embedding.
+        groups: The groups of this rank.
+        tied: Whether the output layer is the embedding.
+        vocabulary: Rows of the embedding that are tokens.
+        padding_token: The token whose row learns nothing from being read.
+        critic: Whether a value head is in the place of the output layer.
+        chunk_tokens: Positions whose logits exist at the same time.
+        is_first: Whether the part has the embedding.
+        is_last: Whether the part has the output layer.
+        virtual_stage: The number of the part on its stage, with several.
     """
 
     def __init__(
@@ -51,7 +62,7 @@ class HiddenGPT(GPTModel):
             config,
             submodules,  # pyright: ignore[reportArgumentType]
             vocab_size=padded_vocabulary,
-            # Positions are no table, and so have no end.
+            # Rotary positions have no end.
             max_sequence_length=0,
             pre_process=is_first,
             post_process=is_last,
@@ -73,12 +84,12 @@ class HiddenGPT(GPTModel):
                 # Values are subtracted from each other, in every precision of the model.
                 self.value_head = ValueHead(config.hidden_size)
         else:
-            # The hidden states are gathered before, of all tokens, and the layer sees those with loss.
+            # Hidden states of all tokens are gathered before, and the layer sees those with loss.
             self.output_layer.sequence_parallel = False
             self.score = VocabularyLogprobs(self._logits, groups.tensor, vocabulary, chunk_tokens)
 
     def _preprocess(self, input_ids: Tensor, position_ids: Any, decoder_input: Any = None, **others: Any) -> Any:
-        """Return what the layers begin with, on the first stage the embedding [tokens, 1, H] of this rank's tokens."""
+        """Return the input of the layers, on the first stage the embedding [tokens, 1, H] of this rank's tokens."""
         if self.pre_process:
             decoder_input = self._embedded(input_ids)
         return super()._preprocess(input_ids, position_ids, decoder_input, **others)
@@ -94,9 +105,9 @@ class HiddenGPT(GPTModel):
         return torch.where(is_padding, embedded.detach(), embedded)
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Hidden states [tokens, 1, H], in the place of logits; on the last stage of all tokens of the tensor group."""
+        """Return hidden states [tokens, 1, H], not logits; on the last stage for all tokens of the tensor group."""
         if self.post_process and self.config.sequence_parallel:
-            # Every rank computes the same loss of them: each takes its own tokens' gradient, and does not sum.
+            # Every rank computes the same loss of them: each takes the gradient of its own tokens, without a sum.
             return gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
         return hidden_states
 
@@ -110,9 +121,16 @@ class HiddenGPT(GPTModel):
         needs: Collection[str],
         temperature: float,
     ) -> TokenLossInputs:
-        """Compute what a loss with these `needs` sees of the stream, on every rank of the tensor and context group.
+        """Compute the inputs of a loss with these `needs`, on every rank of the tensor and context group.
 
-        hidden: [tokens, 1, H], of the part. part, mine: this rank's tokens, and which positions with loss are theirs.
+        Args:
+            hidden: [tokens, 1, H] of the part.
+            part: This rank's tokens.
+            mine: The slice of the positions with loss that they predict.
+            stream: The whole stream.
+            sharing: The ranks that share it.
+            needs: Names of inputs.
+            temperature: Divides the logits.
         """
         chosen = hidden.squeeze(1).index_select(0, part.source)
         entropy = None
@@ -126,7 +144,7 @@ class HiddenGPT(GPTModel):
         return TokenLossInputs(joined, stream.segment_index, stream.plan.num_segments, stream.columns, entropy)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """[N, H] -> this rank's columns of the logits [N, V / tensor]."""
+        """Compute this rank's columns of the logits, [N, H] -> [N, V / tensor]."""
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         logits, _ = self.output_layer(hidden.unsqueeze(1), weight=weight)
         return logits.squeeze(1)

@@ -11,11 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Place:
-    """One rank's number in each of its groups.
-
-    expert, expert_tensor, expert_data: where it stands for the experts of a mixture, whose grid is another one; all 0
-    where there are no experts to divide, but expert_data.
-    """
+    """One rank's number in each of its groups. Experts have a grid of their own, with three numbers."""
 
     tensor: int
     context: int
@@ -28,10 +24,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Grid:
-    """How `ranks` processes are divided.
-
-    virtual_stages: parts of the model that a pipeline stage holds, taken in turns. data: follows from the others.
-    """
+    """How `ranks` processes are divided. A pipeline stage holds `virtual_stages` parts of the model, in turns."""
 
     ranks: int
     tensor: int = 1
@@ -70,7 +63,7 @@ class Grid:
         return Place(tensor, context, data, stage, expert, expert_tensor, expert_data)
 
     def speaks(self, rank: int) -> bool:
-        """Return whether this rank answers for those that compute the same rows: logprobs come out there."""
+        """Return whether this rank answers for all that compute the same rows: it has their logprobs."""
         place = self.place(rank)
         return place.pipeline == self.pipeline - 1 and place.tensor == 0 and place.context == 0
 

@@ -1,8 +1,8 @@
 """Fill a rank's parameters with the weights of a Hugging Face folder: each rank reads from the files what it holds.
 
 Models without safetensors files, and those with `init: random`, are loaded by the first rank, as the local backend
-does, and handed out tensor by tensor. What goes where is said by the parts of the parameters; of the files this module
-knows that experts may lie there one by one, and that a tied model may have its embedding under two names.
+does, and handed out tensor by tensor. In files, experts may lie one by one, and a tied model may have its embedding
+under two names.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from spurline_models.weight_files import safetensors_files
 from spurline_ranks.pieces import Box, Shape
 
 Held = Sequence[tuple[HeldParameter, Tensor]]
-"""A rank's parameters with their values, which lie in one run of memory each."""
+"""A rank's parameters with their contiguous values."""
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -48,11 +48,18 @@ def load_weights(
     *,
     critic: bool = False,
 ) -> None:
-    """Give every value of the parameters what the model has there, and 0 to what pads the vocabulary. A collective.
+    """Fill the parameters with the model's values, and padding of the vocabulary with 0. A collective.
 
-    held: in any floating dtype, on any device. device: where ranks exchange tensors. critic: whether the model ends in
-    a value head, on whatever rank that is: the head begins with 0, and the output layer in the files is left unread.
-    Raises ModelError for weights that do not fit, on every rank.
+    Args:
+        held: Parameters in any floating dtype, on any device.
+        model: The model's settings.
+        architecture: The model.
+        seed: Seeds random weights.
+        device: The device on which ranks exchange tensors.
+        critic: Whether the model ends in a value head, which begins with 0.
+
+    Raises:
+        ModelError: If weights do not fit, on every rank.
     """
     files = [] if model.init == "random" else safetensors_files(model)
     if files:
@@ -83,30 +90,30 @@ def _untied(model: ModelConfig) -> ModelError:
 
 
 def _cleared(tensor: Tensor) -> Tensor:
-    """The memory of a parameter as a vector of zeros, which what pads it stays, and a value head at first."""
+    """Return the memory of a parameter as a vector of zeros."""
     return tensor.detach().view(-1).zero_()
 
 
 @dataclass(frozen=True)
 class _Whole:
-    """A tensor that lies in the files as it is, under this key."""
+    """A tensor that files hold as it is, under this key."""
 
     key: str
     shape: Shape
 
     @property
     def shapes(self) -> dict[str, Shape]:
-        """Every key, with the shape that it has in the files."""
+        """The shape of every key in the files."""
         return {self.key: self.shape}
 
     def find(self, box: Box) -> tuple[str, tuple[slice, ...]]:
-        """Where a box of the tensor lies: a key, and what of it."""
+        """Return the key with a box of the tensor, and its slices."""
         return self.key, box.slices_in(Box.whole(self.shape))
 
 
 @dataclass(frozen=True)
 class _OfExperts:
-    """The tensor of all experts, which lie in the files one by one; its rows are those of each kind of projection."""
+    """The tensor of all experts, which files hold one by one; its rows are one kind of projection after the other."""
 
     at: str
     kinds: tuple[str, ...]
@@ -125,7 +132,7 @@ class _OfExperts:
         return dict.fromkeys(keys, (self._rows, self.shape[2]))
 
     def find(self, box: Box) -> tuple[str, tuple[slice, ...]]:
-        """Find a box as `_Whole.find` does; it lies within one projection of one expert."""
+        """Find a box within one projection of one expert; see `_Whole.find`."""
         expert, row, _ = box.offset
         kind = row // self._rows
         own = Box((expert, kind * self._rows, 0), (1, self._rows, self.shape[2]))
@@ -150,8 +157,8 @@ def _forms(name: str, shape: Shape) -> Iterator[_Form]:
 class WeightFiles:
     """The safetensors files of a model; a context that closes them. Opening reads headers alone.
 
-    missing: names of what the config asks for and no file has. unexpected: keys without a place in the model.
-    mismatched: (key, shape in the files, shape in the model). Only where none is missing or mismatched can be read.
+    `missing` has names that no file has, `unexpected` keys without a place in the model, and `mismatched` tuples of
+    key, shape in the files and shape in the model. Values can be read if none is missing or mismatched.
     """
 
     def __init__(self, files: Sequence[Path], architecture: Architecture, *, critic: bool):
@@ -167,7 +174,7 @@ class WeightFiles:
         if critic:
             shapes.pop(HEAD, None)
         for name, shape in shapes.items():
-            # The two names of a tied embedding are one tensor; which of them is written is up to the writer.
+            # Files have a tied embedding under either name.
             forms = [*_forms(name, shape), *(heads if architecture.tied and name == EMBEDDING else ())]
             found = next((form for form in forms if not form.shapes.keys().isdisjoint(self._stored)), None)
             if found is None:
@@ -194,7 +201,7 @@ class WeightFiles:
         self._opened.close()
 
     def fill(self, held: Held) -> None:
-        """Give the parameters their values. Takes the host memory of one part."""
+        """Give the parameters their values, with host memory for one part."""
         for parameter, tensor in held:
             values = _cleared(tensor)
             for part in parameter.parts:
@@ -219,7 +226,7 @@ class WeightFiles:
 def _hand_out(
     held: Held, model: ModelConfig, architecture: Architecture, seed: int, device: str, *, critic: bool
 ) -> None:
-    """The first rank holds the whole model in the memory of its host meanwhile."""
+    """Load the whole model on the host of the first rank, and broadcast it."""
     whole: dict[str, Tensor] = {}
     failure: list[str | None] = [None]
     if dist.get_rank() == 0:
@@ -247,7 +254,7 @@ def _hand_out(
 
 
 def _load_whole(model: ModelConfig, architecture: Architecture, seed: int) -> dict[str, Tensor]:
-    """The weights as the local backend has them, on CPU."""
+    """Return the weights as the local backend has them, on CPU."""
     loaded = {name: value.detach() for name, value in load_model(model, device_profile("cpu"), seed).named_parameters()}
     if architecture.tied and HEAD in loaded:
         # transformers does not tie what differs.

@@ -1,8 +1,4 @@
-"""Build this rank's parts of a model out of Megatron-core's layers, with memory for the weights and no values in them.
-
-In: sizes and switches of the model, settings of the run. Out: one `HiddenGPT` for each part of the model that this
-stage of the pipeline holds.
-"""
+"""Build this rank's parts of a model out of Megatron-core's layers, with memory for the weights and no values in it."""
 
 from __future__ import annotations
 
@@ -27,7 +23,7 @@ from spurline_megatron_backend.parallel_state import Groups
 from spurline_megatron_backend.parts import padded_vocabulary
 
 if not hasattr(moe_utils, "te_general_gemm"):
-    # 0.16.1 asks for the name, and defines it where TransformerEngine is installed only.
+    # 0.16.1 needs the name, and defines it only with TransformerEngine.
     cast(Any, moe_utils).te_general_gemm = None
 
 COMPUTED = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -35,10 +31,7 @@ COMPUTED = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class SharedNorm(nn.RMSNorm):
-    """RMS norm whose weight all ranks of a tensor group have; their gradients are summed where each has other tokens.
-
-    Constructor as Megatron's specs call it.
-    """
+    """An RMS norm that all ranks of a tensor group have; Megatron sums its gradients if they divide the tokens."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **others: Any) -> None:
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
@@ -49,7 +42,7 @@ class SharedNorm(nn.RMSNorm):
 def build_parts(
     architecture: Architecture, config: MegatronBackendConfig, groups: Groups, *, critic: bool = False
 ) -> list[HiddenGPT]:
-    """The parts of the model that this rank holds, in order. critic: with a value head in place of the output layer."""
+    """Build this rank's parts of the model in order; a critic has a value head in the place of the output layer."""
     grid = groups.grid
     settings = transformer_config(architecture, config, grid)
     layer = _layer_spec(architecture)
@@ -72,12 +65,12 @@ def build_parts(
         )
         for index, numbers in enumerate(layers)
     ]
-    # Routers are made on the CPU, and else moved when they are first used.
+    # Megatron makes routers on the CPU, and moves them when they are first used.
     return [part.to(device) for part in parts]
 
 
 def transformer_config(architecture: Architecture, config: MegatronBackendConfig, grid: Grid) -> TransformerConfig:
-    """The settings of Megatron's layers and of its schedules."""
+    """Return the settings of Megatron's layers and of its schedules."""
     a, dtype = architecture, COMPUTED[config.computes_in]
     options: dict[str, Any] = {}
     if a.num_experts:
@@ -87,7 +80,7 @@ def transformer_config(architecture: Architecture, config: MegatronBackendConfig
             "moe_ffn_hidden_size": a.expert_ffn,
             # The softmax over the chosen experts alone makes their weights sum to 1.
             "moe_router_pre_softmax": not a.renormalizes,
-            # Which experts compute a token hangs on the last digits of its scores.
+            # The choice of experts depends on the last digits of scores.
             "moe_router_dtype": "fp32",
             # A loss for balance is added for each micro-batch: gradients would depend on how a batch was cut.
             "moe_router_load_balancing_type": "none",
@@ -132,7 +125,7 @@ def transformer_config(architecture: Architecture, config: MegatronBackendConfig
         moe_token_dispatcher_type="alltoall",
         batch_p2p_comm=False,
         deallocate_pipeline_outputs=True,
-        # Losses come divided by what the whole mini-batch amounts to: gradients are sums of them, and nothing else.
+        # Losses are already divided by the normalizer of the mini-batch: gradients are plain sums.
         calculate_per_token_loss=True,
         use_cpu_initialization=config.on == "cpu",
         deterministic_mode=config.deterministic,

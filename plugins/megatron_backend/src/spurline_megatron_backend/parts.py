@@ -1,12 +1,11 @@
 """Say which boxes of which Hugging Face tensors make up each Megatron parameter of a rank.
 
-This one table loads weights, gathers them for engines and files, names the pieces of checkpoints and tells what a rank
-holds: nothing else knows how Megatron lays weights out. Tensors have the names and shapes that a transformers model
-has in memory, as the local backend's have: experts of a layer are one tensor.
+Loading, gathering, checkpoints and plans use this one table: no other module knows how Megatron lays weights out.
+Tensors have the names and shapes that a transformers model has in memory: experts of a layer are one tensor.
 
-A parameter is its parts one after the other, each flattened row by row: every rule of Megatron (whole, divided by rows
-or columns, queries, keys and values interleaved by group, gate and up projection in one, the vocabulary padded) comes
-to that. Numbers alone: no torch.distributed, no megatron.
+A parameter is its parts one after the other, each flattened row by row. That covers every rule of Megatron: whole,
+divided by rows or columns, queries, keys and values interleaved by group, gate and up projection in one, the vocabulary
+padded. Numbers alone: no torch.distributed, no megatron.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from spurline_ranks.pieces import Box, Shape
 
 @dataclass(frozen=True)
 class Part:
-    """Values `begin` to `end` of a flattened parameter are this box of the tensor `name`, which has this shape."""
+    """Values `begin` to `end` of a flattened parameter: this box of the tensor `name`, which has this shape."""
 
     name: str
     shape: Shape
@@ -38,10 +37,12 @@ class Part:
 class HeldParameter:
     """A Megatron parameter of one rank.
 
-    shape: on this rank. parts: what it is made of, in order; a padded vocabulary has values after the last, which are
-    0. is_divided: whether the ranks of its tensor group hold different parts, not all the same. is_expert: it is
-    one of an expert, whose groups are other ones. is_copy: the output layer of a tied model on the last stage, which
-    the embedding of the first stage counts for.
+    Attributes:
+        shape: Its shape on this rank.
+        parts: Its parts in order; padding of the vocabulary, with zeros, comes after the last.
+        is_divided: Whether the ranks of its tensor group hold different parts.
+        is_expert: Whether it belongs to an expert, with groups of its own.
+        is_copy: Whether it is the output layer of a tied model on the last stage, a copy of the embedding.
     """
 
     shape: Shape
@@ -63,9 +64,9 @@ def padded_vocabulary(architecture: Architecture, grid: Grid) -> int:
 def held_parameters(
     architecture: Architecture, grid: Grid, place: Place, *, critic: bool = False
 ) -> tuple[HeldParameters, ...]:
-    """Return what the rank at this place holds, for each model part of its stage.
+    """Return the parameters of the rank at this place, for each model part of its stage.
 
-    critic: whether the model has a value head at the end.
+    A critic has a value head at the end.
     """
     layers = grid.layers(architecture.num_layers, place.pipeline)
     last = len(layers) - 1
@@ -119,7 +120,7 @@ class _Rules:
     place: Place
 
     def layer(self, at: str) -> Iterator[tuple[str, HeldParameter]]:
-        """The parameters of a layer, by their names in it. at: its prefix in the Hugging Face model."""
+        """Yield the parameters of a layer by their names in it. at: Its prefix in the Hugging Face model."""
         a = self.architecture
         yield "input_layernorm.weight", self.whole(f"{at}input_layernorm.weight", a.hidden)
         yield "self_attention.linear_qkv.weight", self._qkv(at, "weight", a.hidden)
@@ -140,7 +141,7 @@ class _Rules:
             yield "mlp.linear_fc2.weight", self._columns(f"{at}mlp.down_proj.weight", a.hidden, a.ffn)
 
     def whole(self, name: str, *shape: int) -> HeldParameter:
-        """The same on all ranks of a tensor group."""
+        """Give all ranks of a tensor group the same."""
         return HeldParameter(shape, (Part(name, shape, Box.whole(shape), 0),), is_divided=False)
 
     def vocabulary(self, name: str, *, is_copy: bool = False) -> HeldParameter:
@@ -153,13 +154,13 @@ class _Rules:
         return HeldParameter((rows, a.hidden), parts, is_divided=True, is_copy=is_copy)
 
     def _columns(self, name: str, rows: int, columns: int) -> HeldParameter:
-        """Divided by columns, each rank as many."""
+        """Divide a parameter evenly by columns."""
         mine = columns // self.grid.tensor
         box = Box((0, self.place.tensor * mine), (rows, mine))
         return HeldParameter((rows, mine), (Part(name, (rows, columns), box, 0),), is_divided=True)
 
     def _qkv(self, at: str, kind: str, *width: int) -> HeldParameter:
-        """Group by group: the queries of a group, its key, its value; each rank has as many groups."""
+        """Divide the groups of heads evenly. Each group has its queries, then its key, then its value."""
         a = self.architecture
         groups = a.key_value_heads // self.grid.tensor
         queries = a.heads // a.key_value_heads * a.head_dim
@@ -174,7 +175,7 @@ class _Rules:
         return HeldParameter((groups * (queries + 2 * a.head_dim), *width), tuple(parts), is_divided=True)
 
     def _gated(self, names: list[str]) -> HeldParameter:
-        """A rank's rows of the gate, then its rows of the up projection."""
+        """Give a rank its rows of the gate, then its rows of the up projection."""
         a = self.architecture
         rows = a.ffn // self.grid.tensor
         box = Box((self.place.tensor * rows, 0), (rows, a.hidden))
@@ -182,7 +183,7 @@ class _Rules:
         return HeldParameter((2 * rows, a.hidden), parts, is_divided=True)
 
     def _experts(self, at: str) -> Iterator[tuple[str, HeldParameter]]:
-        """This rank's experts, which are rows of two tensors; the first holds gates above up projections."""
+        """Yield this rank's experts, which are rows of two tensors; the first holds gates above up projections."""
         a, place = self.architecture, self.place
         count = a.num_experts // self.grid.expert
         rows = a.expert_ffn // self.grid.expert_tensor

@@ -1,8 +1,8 @@
 """Check at start-up that a model on its ranks computes what it would compute of each sequence alone.
 
 Three ways in which ranks save work are compared with the plain one on a few random tokens: several sequences in one
-stream, a stream that ranks share, and logits in chunks. Forward passes alone, of the model that is trained, through
-all of its stages; leaves weights, gradients and mode alone.
+stream, a stream that ranks share, and logits in chunks. The probe runs forward passes of the trained model through all
+stages, and changes nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FINDINGS = (
     ("when ranks share a sequence than alone", f"Set backend.context: 1, or {_OTHER_LAYERS}."),
     ("when its logits are computed in chunks than at once", f"{_OTHER_LAYERS.capitalize()}."),
 )
-"""A difference, as the end of a sentence, and what to do about it, in the order of the checks."""
+"""A difference as the end of a sentence, and its fix, in the order of the checks."""
 
 
 def check_exactness(
@@ -44,10 +44,9 @@ def check_exactness(
     half_precision: bool,
     doing: Callable[[str], None],
 ) -> None:
-    """Raise ModelError naming what differed, by how much, and what to do: on all ranks or on none. A collective.
+    """Raise ModelError with the difference, its size and its fix: on all ranks or on none. A collective.
 
-    path: of the model, for the message. half_precision: whether the model computes in bf16, and has no exact forward
-    pass. doing: told of each micro-batch.
+    In half precision the model has no exact forward pass, and small differences are allowed.
     """
     sequences = probe_sequences(architecture.vocabulary)
     packed = probe_stream(sequences, profile)
@@ -64,7 +63,7 @@ def check_exactness(
         chunked = logprobs([packed], None, CHUNK_TOKENS)
     reference = torch.cat(separate)
     distances = [_distance(values, reference, half_precision) for values in (together, *shared, *chunked)]
-    # Stages that see no logprobs hear of them here.
+    # Tells stages without logprobs.
     found = torch.stack(distances).to(profile.device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     allowed = HALF_PRECISION_TOLERANCE if half_precision else TOLERANCE

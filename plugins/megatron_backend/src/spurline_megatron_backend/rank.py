@@ -1,8 +1,4 @@
-"""One rank of the Megatron backend: the models it holds a part of, and what the controller calls on them.
-
-Every method is a collective: all ranks run it with the same common arguments, and make the same exchanges in the same
-order, whatever rows they have.
-"""
+"""One rank of the Megatron backend, with its parts of the models."""
 
 from __future__ import annotations
 
@@ -147,7 +143,7 @@ class MegatronRank(RankWorker):
             return None
         result = torch.zeros(batch.num_rows * batch.length)
         if values:
-            # At once: a copy waits for the device, and with it the other stages.
+            # One copy for all: it waits for the device, and other stages wait too.
             result[torch.cat(positions)] = torch.cat(values).to("cpu", torch.float32)
         return result.view(batch.num_rows, batch.length).numpy()
 
@@ -202,7 +198,7 @@ class MegatronRank(RankWorker):
             model.run(streams, visit, needs, temperature, doing=self._place.doing, backward=False)
 
     def _streams(self, share: RankShare, needs: Collection[str]) -> list[tuple[Rows, TokenStream]]:
-        """Equally many on all ranks: where there is nothing to do, an idle stream keeps the exchanges in step."""
+        """Return equally many streams on all ranks: idle ones keep the exchanges in step."""
         columns = [name for name in needs if name != ENTROPY]
         streams = list(share_streams(share, columns, self._profile))
         missing = self._groups.grid.rounded_up(len(streams)) - len(streams)
@@ -221,7 +217,7 @@ class MegatronRank(RankWorker):
         return weights_digest(self._architecture, held, self._profile.device, critic=critic)
 
     def _model(self, *, critic: bool = False) -> tuple[StagedModel, list[Tensor]]:
-        """A model with its weights from the files, in the dtype it computes in; and in fp32, in the same order."""
+        """Return a model with its weights from the files, and the same weights in fp32, in the same order."""
         architecture, groups = self._architecture, self._groups
         parts = build_parts(architecture, self._config, groups, critic=critic)
         choices = router_choices(parts, groups.tensor, replay=not critic)
@@ -241,7 +237,7 @@ class MegatronRank(RankWorker):
 
     @contextmanager
     def _playing(self, role: Role) -> Iterator[StagedModel]:
-        """The model of this role, on the device while it is used for forwards."""
+        """Lend the model of this role for forward passes, on the device."""
         if role != "reference":
             yield self._trained[role].model
             return

@@ -1,9 +1,9 @@
-"""Send tokens to the experts that the engine chose instead of those that Megatron's routers would choose, and count.
+"""Send tokens to the experts that the engine chose, not to the choice of Megatron's routers, and count tokens.
 
-Place on the way: `TokenStream.routed_experts` of this rank's tokens -> `StreamParams`, which every layer is called with
--> the router of the layer. Weights come from the router's own logits, as in core's `router_replay`, so gradients reach
-it. Megatron's own replay keeps all routers of the process in one list, so that the reference would replay into the
-policy; here each router of each model has a choice of its own.
+Place on the way: `TokenStream.routed_experts` of this rank's tokens -> `StreamParams`, an argument of every layer ->
+the router of the layer. Weights come from the router's own logits, so gradients reach it. Megatron's own replay keeps
+all routers of the process in one list, so that the reference would replay into the policy. Here each router has a
+choice of its own.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from spurline_models.experts.expert_loads import ExpertLoads
 
 
 class RouterChoice:
-    """The choice of one router: the given experts of a token where there are any, else its own.
+    """The choice of one router: the given experts of a token if there are any, else its own.
 
-    It takes the place in the router of an object with the method `get_replay_topk`. layer: its number in the whole
-    model, from 0. group: ranks that each route a consecutive part of the tokens; None if this rank routes all tokens.
-    replays: whether it uses the given experts.
+    Args:
+        layer: The number of the layer in the whole model, from 0.
+        group: Ranks that each route a consecutive part of the tokens; None if this rank routes all tokens.
+        replays: Whether given experts are used.
     """
 
     def __init__(self, layer: int, group: ProcessGroup | None, *, replays: bool) -> None:
@@ -38,10 +39,10 @@ class RouterChoice:
         """Counts the tokens of each expert while it is set."""
 
     def take(self, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Hook before the layer's attention: the experts come with its arguments.
+        """Take the experts from the arguments of the layer's attention, as a hook before it.
 
-        Of what is inside the layer, since that is called again with the same arguments when activations are computed
-        again, whatever micro-batch has been computed in between.
+        Attention is called again with the same arguments when activations are recomputed, even after other
+        micro-batches.
         """
         params = kwargs.get("packed_seq_params")
         assert isinstance(params, StreamParams), type(params)
@@ -62,7 +63,7 @@ class RouterChoice:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Scores [tokens, experts] -> those of the chosen experts, and their numbers, both [tokens, topk]."""
+        """Choose from scores [tokens, experts]; return scores and numbers of the chosen, both [tokens, topk]."""
         assert default_compute_topk is not None
         values, chosen = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         given, self._given = self._given, None
@@ -76,8 +77,7 @@ class RouterChoice:
 
 
 def router_choices(parts: Iterable[HiddenGPT], tensor: ProcessGroup, *, replay: bool) -> list[RouterChoice]:
-    """Take over the choices of a model's routers. tensor: the ranks of a tensor group. replay: whether routers use the
-    experts of the streams that have some."""
+    """Take over the choices of a model's routers; with `replay` they use the experts of streams that have some."""
     choices: list[RouterChoice] = []
     for part in parts:
         group = tensor if part.config.sequence_parallel else None

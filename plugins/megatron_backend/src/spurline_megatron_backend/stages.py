@@ -1,8 +1,8 @@
 """A model whose parts lie on the stages of a pipeline: run micro-batches through it, forward or forward and backward.
 
 Place on the way: the token streams of this rank's rows -> Megatron-core's schedules, which bring hidden states from
-stage to stage -> `visit` on the last stage, where losses and logprobs come out. All ranks of a pipeline get the same
-rows, and make the same exchanges in the same order.
+stage to stage -> `visit` on the last stage, which gets logprobs. All ranks of a pipeline get the same rows, and make
+the same exchanges in the same order.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Visit = Callable[[Rows, TokenStream, TokenLossInputs], Tensor]
 
 @dataclass(frozen=True)
 class _MicroBatch:
-    """part: this rank's tokens of the stream; mine: which of its positions with loss are predicted from them."""
+    """A stream with this rank's part of it, and the slice of the positions with loss that the part predicts."""
 
     rows: Rows
     stream: TokenStream
@@ -45,10 +45,15 @@ class _MicroBatch:
 
 
 class StagedModel:
-    """The parts that this rank holds of one model.
+    """The parts of one model that this rank holds.
 
-    parts: in order. held: of what each parameter of each part is made. sharing: the ranks that share its sequences.
-    choices: of its routers.
+    Args:
+        parts: The parts in order.
+        held: The table of each part's parameters.
+        grid: How ranks are divided.
+        sharing: The ranks that share this rank's sequences.
+        rotary: Makes the rotations of positions.
+        choices: The choices of the model's routers.
     """
 
     def __init__(
@@ -74,7 +79,6 @@ class StagedModel:
         return self.parts[0].config
 
     def parameters(self) -> list[tuple[HeldParameter, Parameter]]:
-        """Every parameter of this rank."""
         pairs: list[tuple[HeldParameter, Parameter]] = []
         for part, held in zip(self.parts, self._held, strict=True):
             named = dict(part.named_parameters())
@@ -85,7 +89,6 @@ class StagedModel:
         return pairs
 
     def tensors(self) -> list[Tensor]:
-        """All parameters and buffers."""
         return [tensor for part in self.parts for tensor in (*part.parameters(), *part.buffers())]
 
     def run(
@@ -99,9 +102,9 @@ class StagedModel:
         backward: bool,
         whole_gradients: bool = False,
     ) -> None:
-        """Run all micro-batches, and add up gradients where `backward` asks for them.
+        """Run all micro-batches, with `backward` also backward.
 
-        whole_gradients: every rank gets the sum over all of them; else each gets the part that it optimizes.
+        Each rank gets the sum of the gradients that it optimizes, with `whole_gradients` of all.
         """
         divides = self.config.sequence_parallel
         unit = self._grid.tensor if divides else 1
@@ -121,7 +124,7 @@ class StagedModel:
 
         if backward:
             for part in self.runs:
-                # Of sums that begin while the last micro-batch goes backward; the schedule knows of others alone.
+                # For sums that begin while the last micro-batch goes backward; the schedule starts the other ones.
                 cast(Any, part).force_all_reduce = whole_gradients
         iterators = [iter(microbatches) for _ in self.parts]
         with torch.enable_grad() if backward else torch.no_grad():
@@ -130,8 +133,7 @@ class StagedModel:
                 data_iterator=iterators if len(self.parts) > 1 else iterators[0],
                 model=list(self.runs),
                 num_microbatches=len(microbatches),
-                # Of what travels between interleaved stages, which is divided by the context ranks; others send along
-                # how long it is.
+                # For tensors between interleaved stages, which the context ranks divide; other stages send lengths.
                 seq_length=microbatches[0].part.num_tokens * self._grid.context,
                 micro_batch_size=1,
                 forward_only=not backward,
@@ -141,7 +143,7 @@ class StagedModel:
     def _visited(
         self, visit: Visit, microbatch: _MicroBatch, needs: Collection[str], temperature: float, hidden: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Return what the schedules expect of a loss: the scalar, an unused number of tokens, and no metrics."""
+        """Return the tuple that the schedules expect: the scalar, an unused number of tokens, and no metrics."""
         last = self.parts[-1]
         inputs = last.loss_inputs(
             hidden, microbatch.part, microbatch.mine, microbatch.stream, self._sharing, needs, temperature
@@ -155,7 +157,7 @@ class StagedModel:
 
     @contextmanager
     def counting_experts(self, loads: ExpertLoads) -> Iterator[None]:
-        """A context in which the tokens that this rank sends to each expert are counted."""
+        """Count the tokens that this rank sends to each expert, while the context is open."""
         for choice in self._choices:
             choice.loads = loads
         try:
@@ -171,7 +173,7 @@ class StagedModel:
 
     @contextmanager
     def computing_otherwise(self, *, sharing: SequenceSharing | None, chunk_tokens: int) -> Iterator[None]:
-        """Share sequences with other ranks meanwhile, None as always, and compute other chunks of logits."""
+        """Share sequences otherwise, unless `sharing` is None, and compute other chunks of logits in the context."""
         own_sharing, score = self._sharing, self.parts[-1].score
         own_chunks = chunk_tokens if score is None else score.chunk_tokens
         self._sharing = sharing or own_sharing

@@ -1,9 +1,9 @@
 """A model on its ranks with its optimizer: gradients summed over data-parallel ranks, the norm, clipping, the step.
 
 Megatron-core keeps the gradients of a model in flat buffers, and sums each buffer so that every data-parallel rank gets
-one range of it (ZeRO stage 1, Rajbhandari et al. 2020, arXiv:1910.02054). A rank optimizes that range: it keeps the
-fp32 values and the optimizer's state of it alone, and the new weights are gathered from all. The optimizer is the
-run's own, and steps on flat ranges of parameters.
+one range of it (ZeRO stage 1, Rajbhandari et al. 2020, arXiv:1910.02054). A rank keeps fp32 values and optimizer state
+for its own range alone; after a step all ranks gather the new weights. The optimizer is the run's own, and steps on
+flat ranges of parameters.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ from spurline_ranks.worker import StepTotals, clip_factor
 class Shard:
     """The range `span` of one flattened parameter, which this rank optimizes.
 
-    main: fp32, the memory that the optimizer steps on. weights: the same values of the model, in its dtype; with fp32
-    the very memory of `main`. gradient: their sum over all ranks, once a step's gradients are summed.
+    Attributes:
+        main: The fp32 values that the optimizer steps on.
+        weights: The same values in the model's dtype; with fp32 the very memory of `main`.
+        gradient: The gradients, summed over all ranks at the end of a backward pass.
     """
 
     held: HeldParameter
@@ -45,10 +47,16 @@ class Shard:
 
 
 class TrainedModel:
-    """`model`, all of whose parameters are trained. Making one is a collective.
+    """A model on its ranks with the optimizer of all its parameters. Making one is a collective.
 
-    shapes: of all tensors of the whole model, by name. tensor_rank: of this rank in its group. exact: fp32 values of
-    the parameters, in their order. initial_weights: digest of them all. memory: of the device that all of it is on.
+    Args:
+        model: The model.
+        recipe: Makes the optimizer.
+        shapes: Shapes of all tensors of the whole model, by name.
+        tensor_rank: The number of this rank in its tensor group.
+        exact: fp32 values of the parameters, in their order.
+        initial_weights: The digest of all weights.
+        memory: The memory of the device.
     """
 
     def __init__(
@@ -70,8 +78,8 @@ class TrainedModel:
         self._tensor_rank = tensor_rank
         check_groups(recipe.config, shapes, recipe.key)
         for held, parameter in model.parameters():
-            # Megatron does so only where `expert` is more than 1. But the ranks of a tensor group may each have all
-            # experts too, and other tokens: gradients of experts are summed over the ranks that have the same ones.
+            # Gradients of experts are summed over the ranks that have the same experts. Megatron does so only if
+            # `expert` is more than 1, but the ranks of a tensor group may each have all experts, and other tokens.
             cast(Any, parameter).allreduce = not held.is_expert
         # Gradients are summed a bucket at a time, each as soon as the last micro-batch has gone backward through it.
         settings = DistributedDataParallelConfig(
@@ -92,16 +100,16 @@ class TrainedModel:
         """The settings of the optimizer's groups when it was new."""
         self.updates = 0
         self._shown_while_given: bool | None = None
-        """True if the gradients' memory got the fp32 values while the device was given away; None if it holds none."""
+        """Whether the device was given away when the gradients' memory got the fp32 values; None without values."""
 
     @property
     def optimizer_name(self) -> str:
         return self.recipe.config.name
 
     def owned(self) -> list[Owned]:
-        """Return what this rank's optimizer holds; its state is there from the first step on.
+        """Return the parameters of this rank's optimizer, with their state from the first step on.
 
-        While others have the device these are the copies on the host, to read and not to fill.
+        While others have the device these are copies on the host, which may only be read.
         """
         read, states = self._memory.read, self.optimizer.state
         if not self._memory.is_given:
@@ -169,7 +177,7 @@ class TrainedModel:
                 wrapped.start_param_sync(force_sync=True)
 
     def exact(self) -> list[tuple[HeldParameter, Tensor]]:
-        """Return every parameter in fp32, good once `show_exact` was called and until a step or a load begins."""
+        """Return every parameter in fp32. Values are right from `show_exact` until a step or a load begins."""
         return [
             (held, value.detach() if value.dtype == torch.float32 else cast(Any, value).main_grad)
             for held, value in self.model.parameters()
@@ -180,7 +188,7 @@ class TrainedModel:
 
         Models that compute in another dtype have them in the memory of the gradients, which hold nothing between steps.
         """
-        # What was shown on the host is gone with `take`, as all that is scratch.
+        # Scratch memory on the host is gone with `take`.
         if self._shown_while_given == self._memory.is_given or self.model.config.params_dtype == torch.float32:
             return
         read = self._memory.read
@@ -192,7 +200,7 @@ class TrainedModel:
                     group = buffer.data_parallel_group
                     for bucket in buffer.buckets:
                         shown = read(bucket.grad_data)
-                        # On the device, where alone the group exchanges: a bucket more there while others have it.
+                        # The group exchanges on the device alone, which so holds a bucket while others have it.
                         gathered = shown.to(bucket.grad_data.device)
                         own = gathered.chunk(group.size())[group.rank()]
                         dist.all_gather_into_tensor(gathered, own, group=group)
@@ -202,21 +210,22 @@ class TrainedModel:
 
 
 def _sum_gradients(model: list[Any], num_tokens: Any = None, **options: Any) -> None:
-    """The sums over all ranks. They are not divided by a number of tokens: losses come divided."""
+    """Sum gradients over all ranks. Losses are already divided by a number of tokens."""
     finalize_model_grads(model, None, **options)
 
 
 def _buffers(wrapped: DistributedDataParallel) -> list[Any]:
     """Return the buffers of dense parameters, then those of experts, which have other data-parallel groups."""
-    # They hide the method of torch's modules of the same name.
     owner: Any = wrapped
     return [*owner.buffers, *owner.expert_parallel_buffers]
 
 
 def _shards(wrapped: DistributedDataParallel, known: Mapping[int, tuple[HeldParameter, Tensor]]) -> list[Shard]:
-    """The ranges that this rank optimizes of the parameters of one part of the model.
+    """Return the ranges of one model part's parameters that this rank optimizes.
 
-    known: what is held of each parameter, and its fp32 values, by its id.
+    Args:
+        wrapped: The part.
+        known: Table entry and fp32 values of each parameter, by its id.
     """
     shards: list[Shard] = []
     for buffer in _buffers(wrapped):
@@ -235,7 +244,7 @@ def _shards(wrapped: DistributedDataParallel, known: Mapping[int, tuple[HeldPara
                 begin = first + bucket.offset - start
                 span = (begin, begin + last - first)
                 weights = bucket.param_data[first:last]
-                # The very weights where they are fp32, so that a step is all that changes them.
+                # fp32 weights are stepped on in place.
                 main = weights if weights.dtype == torch.float32 else exact.view(-1)[slice(*span)].to(weights.device)
                 shards.append(Shard(held, span, Parameter(main), weights, bucket.grad_data[first:last]))
     return shards
@@ -247,12 +256,9 @@ def _optimizer(
     parameters: Sequence[tuple[HeldParameter, Parameter]],
     shards: Sequence[Shard],
 ) -> Any:
-    """The run's optimizer of these shards, in the groups that their parameters belong to.
-
-    Groups are those of all tensors of the model, the same on all ranks, though a stage has parameters of some alone.
-    """
+    """Return the run's optimizer of these shards. All ranks have the same groups, even without parameters in them."""
     device = parameters[0][1].device
-    # Settings look at names and dimensions. What is stepped on comes in their place.
+    # Settings look at names and dimensions; shards take the place of these parameters.
     named = {name: Parameter(torch.empty((0,) * len(shape), device=device)) for name, shape in shapes.items()}
     optimizer = recipe.make_optimizer(named)
     names = {id(parameter): name for name, parameter in named.items()}
@@ -261,7 +267,7 @@ def _optimizer(
         group["params"] = []
         group[PEAK] = group["lr"]
     for shard in shards:
-        # A part of an embedding that is all padding is nobody's.
+        # A part of an embedding that is all padding is not optimized.
         if shard.held.parts:
             group_of[shard.held.parts[0].name]["params"].append(shard.main)
     return optimizer

@@ -1,9 +1,9 @@
 """Logprob and entropy of chosen tokens, where ranks of a tensor group each compute logits of a part of the vocabulary.
 
 Place on the way: hidden states where there is loss, the same on all ranks of the group -> each rank's logits, a chunk
-of positions at a time -> logprobs and entropy, the same on all ranks. Logits are never gathered: a softmax needs their
-greatest, the sum of their exponentials and the target's, so those are exchanged, one number for each position.
-Everything here is a collective of the group.
+of positions at a time -> logprobs and entropy, the same on all ranks. Logits are never gathered: ranks exchange the
+greatest logit, the sum of exponentials and the target's logit of each position. All functions are collectives of the
+group.
 """
 
 from __future__ import annotations
@@ -25,10 +25,13 @@ _HALF_PRECISION = (torch.bfloat16, torch.float16)
 class VocabularyLogprobs:
     """The output layer of a divided model, applied in chunks of at most `chunk_tokens` positions.
 
-    logits: hidden states [N, H] -> this rank's logits [N, V]. The gradient that it passes to the hidden states may be
-    this rank's share of a sum over the group or the whole of it: that is its matter. Rank r of the group has the logits
-    of the tokens from r * V on; from `vocabulary` on there are none, whatever the columns hold.
     With several chunks their logits are recomputed in the backward pass.
+
+    Args:
+        logits: Computes this rank's logits [N, V] of hidden states [N, H]; rank r has the tokens from r * V on.
+        group: The ranks that divide the vocabulary.
+        vocabulary: The number of tokens; columns beyond are padding.
+        chunk_tokens: Positions of a chunk.
     """
 
     def __init__(
@@ -43,13 +46,13 @@ class VocabularyLogprobs:
     def __call__(
         self, hidden: Tensor, targets: Tensor, want_entropy: bool = False, temperature: float = 1.0
     ) -> tuple[Tensor, Tensor | None]:
-        """Logprob of each target [N] after each hidden state [N, H], and the entropy [N] there when asked for.
+        """Return the logprob of each target [N] after each hidden state [N, H], and the entropy [N] when asked for.
 
-        Both are of softmax(logits / temperature). All ranks of the group have equal arguments, and each is meant to go
-        backward from the same loss, which counts once.
+        Both are of softmax(logits / temperature). All ranks of the group have equal arguments, and go backward from the
+        same loss, which counts once.
         """
         score = partial(self._score, want_entropy=want_entropy, temperature=temperature)
-        # Ranks recompute their chunks in the same order, so that what they exchange meanwhile fits together.
+        # Ranks recompute their chunks in the same order, so that their exchanges fit together.
         return scored_in_chunks(score, hidden, targets, self.chunk_tokens, draws=False)
 
     def _score(
@@ -73,8 +76,7 @@ class VocabularyLogprobs:
 class _Scores(torch.autograd.Function):
     """Logits [N, V] of each rank -> logprob, and entropy when asked for, [1 or 2, N] on every rank.
 
-    targets: int64 [N], as columns of this rank; those of other ranks are outside of them. The gradient of a rank's
-    logits comes from what comes to this rank: all ranks get the same.
+    Targets are int64 [N], counted from this rank's first column. All ranks get the same gradient of the result.
     """
 
     @staticmethod
@@ -88,7 +90,7 @@ class _Scores(torch.autograd.Function):
         exponentials = shifted.exp_()
         sums = [exponentials.sum(1), of_target]
         if want_entropy:
-            # Not the product with the logits: those of padding are -inf, and 0 times that is NaN.
+            # Not the product with the logits: padding has -inf, and 0 times that is NaN.
             sums.append(torch.special.entr(exponentials).sum(1))
         reduced = torch.stack(sums)
         dist.all_reduce(reduced, group=group)

@@ -1,7 +1,7 @@
 """Bring whole tensors together out of the boxes that ranks hold, each only where it is wanted.
 
 Place on the way: parameters of each rank -> boxes of Hugging Face tensors, from their owners straight to the rank that
-asks for them -> whole tensors there -> buckets for engines, files, or the controller. Who owns which box follows from
+asks for them -> whole tensors there -> buckets for engines, files, or the controller. The owner of a box follows from
 the sizes of the model and the grid alone, so ranks agree on all messages without asking each other.
 """
 
@@ -35,7 +35,7 @@ Held = Sequence[tuple[HeldParameter, Tensor]]
 
 @dataclass(frozen=True)
 class OwnedBox:
-    """A part of the tensor `name`, and the rank that sends it to others."""
+    """A part of a tensor, and the rank that sends it to others."""
 
     name: str
     box: Box
@@ -44,16 +44,18 @@ class OwnedBox:
 
 @dataclass(frozen=True)
 class BoxOwners:
-    """Who sends which part of each tensor: the first of the ranks that hold it.
+    """The owners of the parts of each tensor. The first rank that holds a part owns it.
 
-    shapes: of all tensors, by name. boxes: of each tensor, in the order of their owners; together they are the tensor.
+    Attributes:
+        shapes: Shapes of all tensors, by name.
+        boxes: Boxes of each tensor in the order of their owners; together they are the tensor.
     """
 
     shapes: Mapping[str, Shape]
     boxes: Mapping[str, tuple[OwnedBox, ...]]
 
     def most_of(self, names: Collection[str]) -> int:
-        """Return the rank that owns most of the values of these tensors, the first of several."""
+        """Return the first of the ranks that own most values of these tensors."""
         values: dict[int, int] = {}
         for name in names:
             for part in self.boxes[name]:
@@ -61,9 +63,9 @@ class BoxOwners:
         return min(values, key=lambda rank: (-values[rank], rank))
 
     def rounds(self, names: Collection[str], dtype: torch.dtype, max_bytes: int) -> Iterator[list[OwnedBox]]:
-        """The parts of these tensors by owner, in rounds of at most so many bytes; a larger part has one of its own.
+        """Yield the parts of these tensors by owner, in rounds of at most so many bytes in the dtype of the messages.
 
-        dtype: in which they are sent.
+        A larger part has a round of its own.
         """
         parts = sorted((part for name in names for part in self.boxes[name]), key=lambda part: part.owner)
         taken: list[OwnedBox] = []
@@ -81,7 +83,7 @@ class BoxOwners:
 
 @cache
 def box_owners(architecture: Architecture, grid: Grid, *, critic: bool = False) -> BoxOwners:
-    """Find the owners of a model on this grid. critic: with a value head."""
+    """Find the owners of the parts of a model, with a value head for a critic."""
     shapes: dict[str, Shape] = {}
     boxes: dict[str, dict[Box, OwnedBox]] = {}
     for rank, part in _parts_by_rank(architecture, grid, critic=critic):
@@ -94,7 +96,7 @@ def box_owners(architecture: Architecture, grid: Grid, *, critic: bool = False) 
 
 
 def _parts_by_rank(architecture: Architecture, grid: Grid, *, critic: bool) -> Iterator[tuple[int, Part]]:
-    """(rank, part) of all parts, of ranks in order; no copies, and nothing of ranks that hold what earlier ones do."""
+    """Yield (rank, part) of ranks in order, without copies, and without ranks that hold the same as earlier ones."""
     seen: set[tuple[int, ...]] = set()
     for rank in range(grid.ranks):
         place = grid.place(rank)
@@ -113,11 +115,15 @@ def _parts_by_rank(architecture: Architecture, grid: Grid, *, critic: bool) -> I
 
 
 class WeightsOfRanks:
-    """Puts tensors together on the ranks that want them, out of this and the other ranks' parts; a `Gathers`.
+    """Puts tensors together on the ranks that want them; a `Gathers`.
 
-    held: what this rank holds, contiguous and of one dtype, which is the same on all ranks. critic: whether the model
-    has a value head. max_bytes: what arrives at a time, besides the tensors that are put together; a larger box comes
-    alone. read: gives the tensor that has the values of one that is held, where these may be elsewhere.
+    Args:
+        architecture: The model.
+        grid: How ranks are divided.
+        held: Contiguous tensors of this rank, in one dtype on all ranks.
+        critic: Whether the model has a value head.
+        max_bytes: Bytes that arrive at a time; a larger box comes alone.
+        read: Returns a tensor with the values of a held one, which may be elsewhere.
     """
 
     def __init__(
@@ -144,11 +150,7 @@ class WeightsOfRanks:
         return [*self._owners.shapes]
 
     def gather(self, wanted: Mapping[int, Collection[str]], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """Gather (name, whole tensor) of what this rank wants; see `Gathers`. A collective.
-
-        wanted: names by rank, the same on all ranks. dtype: in which they are sent and arrive; None: as they are held.
-        A rank needs memory for what it wants, and `max_bytes` for each rank that wants something else than the others.
-        """
+        """See `Gathers`. A rank needs memory for its tensors, and `max_bytes` for each rank with other wishes."""
         kind = dtype or self._dtype
         whole = {
             name: torch.empty(self._owners.shapes[name], dtype=kind, device=self._device)
@@ -163,13 +165,12 @@ class WeightsOfRanks:
         return whole
 
     def owner_of(self, names: Collection[str]) -> int:
-        """Return the rank that sends most values of these tensors; the first of several, which are of one stage."""
         return self._owners.most_of(names)
 
     def _exchange(
         self, wanted: Sequence[tuple[int, Sequence[OwnedBox]]], dtype: torch.dtype, whole: Mapping[str, Tensor]
     ) -> None:
-        """Bring parts to the ranks that want them, in one message of each owner. whole: where this rank's belong."""
+        """Bring parts to the ranks that want them, in one message of each owner, and put this rank's into `whole`."""
         exchanges: list[dist.P2POp] = []
         arriving: list[tuple[OwnedBox, Tensor]] = []
         outgoing: dict[tuple[OwnedBox, ...], Tensor] = {}
@@ -183,7 +184,7 @@ class WeightsOfRanks:
                         _place(part, self._values(part), whole)
                     continue
                 if self._rank == owner:
-                    # What several ranks want is put together once.
+                    # A message for several ranks is put together once.
                     message = outgoing.get(wanted_parts := tuple(own))
                     if message is None:
                         message = outgoing[wanted_parts] = self._empty(own, dtype)
@@ -194,19 +195,18 @@ class WeightsOfRanks:
                     message = self._empty(own, dtype)
                     arriving += zip(own, _spaces(message, own), strict=True)
                     exchanges.append(dist.P2POp(dist.irecv, message, owner))
-        # In one batch, whatever its order: outside of one, NCCL makes a communicator for every pair of ranks, and two
-        # ranks that send to each other wait for each other.
+        # In one batch: otherwise NCCL makes a communicator for every pair of ranks, and two ranks that send to each
+        # other wait for each other.
         for work in dist.batch_isend_irecv(exchanges) if exchanges else ():
             work.wait()
         for part, values in arriving:
             _place(part, values, whole)
 
     def _empty(self, parts: Sequence[OwnedBox], dtype: torch.dtype) -> Tensor:
-        """A message with room for these parts."""
         return torch.empty(sum(part.box.num_values for part in parts), dtype=dtype, device=self._device)
 
     def _values(self, part: OwnedBox) -> Tensor:
-        """Return the values of a part as a vector that is a view of the parameter, or of its copy on the host."""
+        """Return the values of a part as a view of the parameter, or of its copy on the host."""
         tensor, here = self._held[part.name, part.box]
         if self._read is not None:
             tensor = self._read(tensor)
@@ -214,7 +214,7 @@ class WeightsOfRanks:
 
 
 def _spaces(message: Tensor, parts: Sequence[OwnedBox]) -> Sequence[Tensor]:
-    """Where each of these parts is in their message."""
+    """Return the view of each part in their message."""
     return message.split([part.box.num_values for part in parts])
 
 

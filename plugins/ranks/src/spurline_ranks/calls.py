@@ -1,6 +1,6 @@
 """Call a method on all ranks and wait for their answers: limits, words about a long wait, and the end after a failure.
 
-`RankCalls` is the half of a `RankGroup` that does not depend on how its processes were started.
+A subclass knows how the processes are started and reached.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PATIENCE_S = 60.0
 """Seconds without an answer after which a line says who is missing, and again each time."""
 
 
-class RankCalls(ABC):
+class RankGroup(ABC):
     """Ranks, and calls that take turns. An error or an interruption of a call ends all ranks before it is raised."""
 
     _grace_s: ClassVar[float] = 0.3
@@ -66,6 +66,20 @@ class RankCalls(ABC):
         """Close what was open for the ranks, after the last call. May be called again."""
 
     def call(self, method: str, *common: Any, per_rank: Sequence[Any] | None = None) -> list[Any]:
+        """Call a method of the worker on all ranks, and wait for all answers. May be called on any thread.
+
+        Args:
+            method: Its name.
+            common: Arguments for all ranks: plain data and numpy arrays, as answers are.
+            per_rank: The first argument of each rank, before the common ones.
+
+        Returns:
+            The answers by rank.
+
+        Raises:
+            SpurlineError: From a rank, with a note that names rank, node, process and call. No rank is left then.
+            RankFailedError: If a rank fails otherwise, dies, or does not answer within the limit.
+        """
         assert per_rank is None or len(per_rank) == self.size, (method, self.size)
         with self._lock:
             if self._ended is not None:
@@ -81,6 +95,7 @@ class RankCalls(ABC):
                 raise
 
     def close(self) -> None:
+        """End all ranks by force; return when none is left. May be called again."""
         # Without the lock: the end of the ranks wakes a thread that waits for their answers.
         self._ended = self._ended or "the ranks were closed."
         self._end()

@@ -64,8 +64,6 @@ class ClusterConfig(Section):
                 f"is {self.address}, but nothing of this run is placed on a cluster: it has no ranks and no engines "
                 "that could be. Choose a backend with ranks, such as fsdp, or remove it.",
             )
-        if not on_cluster and self.runtime_env != RuntimeEnvConfig():
-            yield Problem("runtime_env", "is for the machines of a cluster. Set cluster.address: auto, or remove it.")
 
 
 @runtime_checkable

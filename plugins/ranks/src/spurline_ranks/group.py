@@ -1,13 +1,9 @@
-"""Processes that compute together, called ranks, as the process that directs them sees them.
-
-A `RankGroup` calls one method on all ranks at once. Nothing here knows how processes are started, or what they compute.
-"""
+"""Plain data about processes that compute together, called ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
@@ -53,41 +49,3 @@ class Place:
     local_rank: int
     node: str
     doing: Callable[[str], None]
-
-
-class Worker(Protocol):
-    """The object in every rank whose public methods a `RankGroup` calls.
-
-    Factory: `Class(place, *arguments)`, with torch's default process group ready, and the device chosen. Arguments and
-    answers are plain data and numpy arrays. Methods are called one at a time, in the same order on all ranks. Ranks are
-    ended by force, by `RankGroup.close` too: an orderly end needs a method that is called before.
-    """
-
-
-class RankGroup(Protocol):
-    """Ranks that have been started and are ready."""
-
-    size: int
-
-    def call(self, method: str, *common: Any, per_rank: Sequence[Any] | None = None) -> list[Any]:
-        """Call a method of the worker on all ranks, and wait for all answers.
-
-        May be called on any thread; calls take turns. After an error no rank is left.
-
-        Args:
-            method: Its name.
-            common: Arguments for all ranks.
-            per_rank: The first argument of each rank, before the common ones.
-
-        Returns:
-            The answers by rank.
-
-        Raises:
-            SpurlineError: From a rank, with a note that names rank, node, process and call.
-            RankFailedError: If a rank fails otherwise, dies, or does not answer within the limit.
-        """
-        ...
-
-    def close(self) -> None:
-        """End all ranks; returns when none is left. May be called again."""
-        ...

@@ -6,7 +6,8 @@ from typing import Any
 
 from spurline.protocols.ranks import RankRequest
 from spurline_models.machine import check_ray
-from spurline_ranks.group import ClusterRequest, RankGroup, TimeLimits
+from spurline_ranks.calls import RankGroup
+from spurline_ranks.group import ClusterRequest, TimeLimits
 
 
 def open_ranks(
@@ -20,9 +21,10 @@ def open_ranks(
 
     Args:
         request: How many ranks, and where.
-        worker: `module:Class`, a `spurline_ranks.group.Worker`. Its module imports what is slow to import, and does not
-            touch a GPU.
-        arguments: Of the class, after its place; plain data.
+        worker: `module:Class` of the worker in every rank, made with torch's default process group ready. Its methods
+            are called one at a time, in the same order on all ranks. Its module imports all that is slow to import,
+            and does not touch a GPU.
+        arguments: Plain data for the class, after its `Place`.
         limits: Of the start and of calls.
         cluster: The cluster, with `launch: ray`; None for the one that Ray finds.
 

@@ -27,7 +27,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from spurline.child import ChildProcess, kill_group
 from spurline.errors import RunFailedError
 from spurline.protocols.ranks import RankRequest
-from spurline_ranks.calls import RankCalls
+from spurline_ranks.calls import RankGroup
 from spurline_ranks.devices import LOOPBACK, local_environments
 from spurline_ranks.group import TimeLimits
 from spurline_ranks.logs import last_words, stacks_of
@@ -41,11 +41,9 @@ _END_TIMEOUT_S = 30.0
 _ANSWER_TIMEOUT_S = 2.0
 """Seconds that a rank has to say what it is doing, and to write its stacks."""
 _FORK_TIMEOUT_S = 60.0
-_STOPPED_S = 60.0
-"""Seconds without reading what it is sent after which a rank counts as dead."""
 
 
-class LocalRanks(RankCalls):
+class LocalRanks(RankGroup):
     """A `RankGroup` of processes of this machine."""
 
     def __init__(self, request: RankRequest, worker: str, arguments: tuple[Any, ...], limits: TimeLimits) -> None:
@@ -131,11 +129,10 @@ class _Process:
         self._outcomes = outcomes
         self._answers: SimpleQueue[str] = SimpleQueue()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `release`
-        self._stopped_s = min(_STOPPED_S, order.limits.call_s)
         ours, theirs = socket.socketpair()
         with theirs:
-            whole, rest = divmod(self._stopped_s, 1)
-            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(whole), int(rest * 1e6)))
+            # A rank that reads nothing counts as dead after a while.
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(order.limits.call_s) or 1, 0))
             self._connection = Connection(ours.detach())
             self.pid = server.fork(self, theirs.fileno(), self._log.fileno())
         self._reader = threading.Thread(target=self._read, name=f"rank-{order.rank}", daemon=True)
@@ -149,7 +146,7 @@ class _Process:
             for message in messages:
                 self._connection.send_bytes(message)
         except BlockingIOError:
-            how = f"took nothing of what it was sent for {self._stopped_s:g} s, as if it was stopped,"
+            how = f"read nothing for {self.order.limits.call_s:g} s (backend.call_timeout_s), as if it was stopped,"
             self._outcomes.put((self.order.rank, Died(how)))
             return False
         except OSError:

@@ -1,8 +1,8 @@
 """Make buckets of weights in the ranks that a choice names, so that no weight ever comes to the controller.
 
-Place on the way: parts of weights -> gathered one bucket at a time, in the first rank, in the one that has most of
-them, or in all -> a maker there -> a description of the bucket, which the controller passes on. One call makes one
-bucket: a consumer that stops early leaves no rank in an exchange.
+Place on the way: parts of weights -> one bucket at a time, gathered in the first rank, its owner or all ranks -> a
+maker there -> a description of the bucket, which the controller passes on. One call makes one bucket, so that a
+consumer may stop after any of them.
 """
 
 from __future__ import annotations
@@ -16,15 +16,13 @@ from torch import Tensor
 
 from spurline.plugins.registry import resolve
 from spurline_models.weight_buckets import BucketMaker, MakerChoice, WeightBucket
-from spurline_ranks.group import Place, RankGroup
+from spurline_ranks.calls import RankGroup
+from spurline_ranks.group import Place
 from spurline_ranks.weight_gathering import Bucket, WeightGathering
 
 
 def buckets_of_ranks(ranks: RankGroup, version: int, choice: MakerChoice, first: int = 1) -> Iterator[WeightBucket]:
-    """Ask the ranks for one bucket after the other; see `MakesBuckets`.
-
-    They are told that the last bucket has been taken when the one after it is asked for.
-    """
+    """Ask the ranks for one bucket after the other; see `MakesBuckets`."""
     plain = asdict(choice)
     for number in range(first, ranks.call("num_buckets", plain)[0] + 1):
         made = [answer for answer in ranks.call("make_bucket", plain, version, number) if answer is not None]
@@ -33,35 +31,27 @@ def buckets_of_ranks(ranks: RankGroup, version: int, choice: MakerChoice, first:
 
 
 def join_buckets(buckets: Sequence[WeightBucket]) -> WeightBucket:
-    """Join the descriptions of the same weights in several processes.
+    """Join the descriptions of the same weights in several processes, which differ in mappings of `where` alone.
 
-    They may differ only within a mapping of `where`: mappings are joined, and the first of equal keys is kept.
+    Mappings are joined, and the first of equal keys is kept.
     """
     first, *others = buckets
     where = dict(first.where)
     for other in others:
-        same = (other.transport, other.places) == (first.transport, first.places)
-        assert same, (
-            f"ranks made different buckets: {first.transport}, {first.places}; {other.transport}, {other.places}"
-        )
+        assert (other.transport, other.places) == (first.transport, first.places), (first, other)
         for key, value in other.where.items():
-            known = where.setdefault(key, value)
-            if isinstance(value, Mapping) and isinstance(known, Mapping):
-                inner = cast("dict[str, Any]", known)
-                where[key] = {**inner, **value, **inner}
+            known: Any = where.setdefault(key, value)
+            if isinstance(value, Mapping):
+                where[key] = {**known, **value, **known}
             else:
-                assert known == value, f"ranks say different things of a bucket's {key}: {known} and {value}"
+                assert known == value, (key, known, value)
     machines = {bucket.machine for bucket in buckets}
     return WeightBucket(first.transport, first.places, where, machine=first.machine if len(machines) == 1 else "")
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """The plan that follows from a `MakerChoice`, the same in all ranks.
-
-    gathering: of the part that is published. dtype: what weights are gathered in; None: as they are. buckets: in order.
-    makers: the ranks that make each bucket.
-    """
+    """The plan that follows from a `MakerChoice`, the same in all ranks: buckets, and the ranks that make each."""
 
     gathering: WeightGathering
     dtype: torch.dtype | None
@@ -77,8 +67,11 @@ class _Plan:
 class Publishing:
     """Makes buckets in a rank.
 
-    dtype: what the model's weights are cast to before they are gathered, unless a choice says otherwise. adapter:
-    gathers the adapters' tensors alone, as they are unless a choice says otherwise; None where this backend has none.
+    Args:
+        place: The rank.
+        model: Gathers all weights.
+        dtype: The model's weights are cast to it before they are gathered, unless a choice has another dtype.
+        adapter: Gathers the adapter's tensors alone; None without an adapter.
     """
 
     def __init__(
@@ -90,7 +83,7 @@ class Publishing:
         self._plan: _Plan | None = None
 
     def num_buckets(self, choice: Mapping[str, Any]) -> int:
-        """Return how many a publish takes with a maker of this `MakerChoice`, which is kept until another is chosen."""
+        """Return the number of buckets of a publish. The maker of this `MakerChoice` stays until another is chosen."""
         return len(self._planned(choice).buckets)
 
     def make(self, choice: Mapping[str, Any], version: int, number: int) -> dict[str, Any] | None:
@@ -111,7 +104,7 @@ class Publishing:
             self._maker.taken()
 
     def _planned(self, choice: Mapping[str, Any]) -> _Plan:
-        """The plan of this choice; the maker of another one is closed first, and a new one made where one is needed."""
+        """Return the plan of this choice. For a new choice, close the old maker, and make one if this rank sends."""
         if self._plan is not None and choice == self._choice:
             return self._plan
         maker, self._maker, self._plan = self._maker, None, None
@@ -129,8 +122,8 @@ class Publishing:
     def _plan_of(self, choice: Mapping[str, Any]) -> _Plan:
         gathering, dtype = self._model, self._dtype
         if choice["part"] == "adapter":
-            # The controller refuses this choice where there are none.
-            assert self._adapter is not None, "this rank has no adapters"
+            # The controller refuses this choice without adapters.
+            assert self._adapter is not None
             gathering, dtype = self._adapter, None
         if choice["dtype"] is not None:
             dtype = cast("torch.dtype", getattr(torch, choice["dtype"]))
@@ -145,7 +138,6 @@ class Publishing:
 
 
 def _given_up(weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """(hf_name, tensor) in order; each is given up when the next is asked for, so that what a maker makes of the
-    weights takes their memory over."""
+    """Yield (hf_name, tensor), and free each when the next is asked for: a maker's copies take their place."""
     for name in [*weights]:
         yield name, weights.pop(name)

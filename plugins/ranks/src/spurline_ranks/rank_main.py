@@ -1,4 +1,4 @@
-"""Inside a rank: choose its device, join the others, make the worker, and do what it is called for."""
+"""Inside a rank: choose its device, join the others, make the worker, and call its methods."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class RankOrder:
 
 
 class RankMain:
-    """One rank. Its methods are called one at a time, but `doing`, which any thread may call."""
+    """One rank. Its methods are called one at a time; any thread may call `doing`."""
 
     def __init__(self, order: RankOrder) -> None:
         self._order = order
@@ -58,7 +58,7 @@ class RankMain:
         self._worker: Any = None
 
     def start(self) -> bytes:
-        """Join the others and make the worker; returns the packed outcome when all ranks have joined."""
+        """Join the others and make the worker; return the packed outcome."""
         try:
             os.environ.update(self._order.environment)
             self._join()
@@ -71,7 +71,7 @@ class RankMain:
         return pack(Value(None))
 
     def call(self, method: str, arguments: Sequence[Any]) -> bytes:
-        """Call a method of the worker; returns the packed outcome."""
+        """Call a method of the worker; return the packed outcome."""
         self.say(f"in `{method}`")
         try:
             return pack(Value(getattr(self._worker, method)(*arguments)))
@@ -94,7 +94,7 @@ class RankMain:
         profile = device_profile(order.device)
         host, port = order.store
         self.say(f"joining the other ranks at {host}:{port}")
-        # The group has a limit for each exchange; the store for each rank that is late at the start.
+        # The limit of the store is for ranks that start late, and that of the group for each exchange.
         store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=order.limits.start_s))
         dist.init_process_group(
             profile.process_group,

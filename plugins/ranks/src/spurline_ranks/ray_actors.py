@@ -24,7 +24,7 @@ from ray.util.placement_group import PlacementGroup
 
 from spurline.errors import RunFailedError
 from spurline.protocols.ranks import RankRequest
-from spurline_ranks.calls import START, RankCalls
+from spurline_ranks.calls import START, RankGroup
 from spurline_ranks.cluster_room import each_needs, room_for, what_comes
 from spurline_ranks.group import ClusterRequest, TimeLimits
 from spurline_ranks.logs import write_into
@@ -95,7 +95,7 @@ class _Rank:
     log: str = ""
 
 
-class RayRanks(RankCalls):
+class RayRanks(RankGroup):
     """A `RankGroup` of actors."""
 
     def __init__(

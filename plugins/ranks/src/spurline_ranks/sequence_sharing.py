@@ -1,10 +1,9 @@
-"""Share each sequence among ranks, for sequences too long for one (DeepSpeed-Ulysses, Jacobs et al. 2023,
-arXiv:2309.14509).
+"""Share each sequence among ranks, for sequences too long for one.
 
 Place on the way: `TokenStream` -> this rank's part of it -> model -> logprobs of the part -> logprobs of the stream, on
-every rank of the group. Each rank runs the model on consecutive tokens; only in attention does it compute some heads of
-all tokens, for which tokens and heads change places twice. Whole segments come out, so a loss needs to know nothing of
-it. Every function that exchanges something is a collective of the group.
+every rank of the group. Each rank runs the model on consecutive tokens. In attention it computes some heads of all
+tokens, and two exchanges swap tokens and heads (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509). A loss sees
+whole segments.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ from spurline_models.streams.token_stream import TokenStream, plan_segments
 class SequenceSharing:
     """A group of ranks, this one included, that share each of their sequences.
 
-    group: None for a rank that shares with no other. Then only the length of streams is changed, and no method is a
-    collective.
+    Without a group the rank shares with no other: only the length of streams changes, and no method is a collective.
     """
 
     def __init__(self, group: ProcessGroup | None, profile: DeviceProfile) -> None:
@@ -44,11 +42,10 @@ class SequenceSharing:
         self._rank = 0 if group is None else dist.get_rank(group)
 
     def part_of(self, stream: TokenStream, *, multiple: int = 1, at_least: int = 0) -> tuple[TokenStream, slice]:
-        """This rank's tokens of a stream, and which of the stream's positions with loss are predicted from them.
+        """Return this rank's consecutive tokens, and the slice of the positions with loss that they predict.
 
-        Tokens are consecutive, and their attention is that of the whole stream. Segments of one token are put in front
-        of it until all ranks have equally many tokens, `multiple` divides what each has, and the stream has `at_least`
-        so many tokens.
+        Attention is over the whole stream. Segments of one token are put in front of it until the stream has `at_least`
+        so many tokens, and each rank has the same multiple of `multiple`.
         """
         total = self.padded_length(max(stream.num_tokens, at_least), multiple)
         padding = total - stream.num_tokens
@@ -57,7 +54,7 @@ class SequenceSharing:
         length = total // self._size
         start, stop = self._rank * length, (self._rank + 1) * length
         source = stream.source + padding
-        # Positions with loss rise, so those of a part are consecutive. The only wait for the device is this one.
+        # Positions with loss rise, so those of a part are consecutive. This is the only wait for the device.
         borders = torch.searchsorted(source, source.new_tensor([start, stop]))
         first, end, *starts = torch.cat([borders, stream.plan.cu_seqlens]).tolist()
         lengths = np.concatenate([np.ones(padding, np.int64), np.diff(starts)])
@@ -76,12 +73,12 @@ class SequenceSharing:
         return part, mine
 
     def padded_length(self, num_tokens: int, multiple: int = 1) -> int:
-        """Tokens of a stream that had `num_tokens`, once `multiple` divides what each rank has of it."""
+        """Return the tokens of a stream that is padded so that each rank has a multiple of `multiple`."""
         unit = self._size * multiple
         return math.ceil(num_tokens / unit) * unit
 
     def joined(self, values: Tensor, mine: slice, stream: TokenStream) -> Tensor:
-        """Values at this rank's positions with loss -> those at all of the stream's; differentiable."""
+        """Join the values at the ranks' positions with loss to those of the whole stream; differentiable."""
         if self._size == 1:
             return values
         joined = _Join.apply(values, mine, len(stream.targets), self._group)
@@ -90,7 +87,7 @@ class SequenceSharing:
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """See `AttentionExchange`."""
-        # Every rank needs keys and values for its queries: shared ones are repeated until they divide evenly.
+        # Keys and values that queries share are repeated until the ranks divide them evenly.
         times = math.lcm(key.shape[1], self._size) // key.shape[1]
         if times > 1:
             key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
@@ -116,19 +113,19 @@ class SequenceSharing:
 
 
 def _in_front(values: Tensor, padding: int) -> Tensor:
-    """[1, T] -> [1, padding + T] with zeros in front: each a token of its own segment, at position 0."""
+    """Put tokens in front of [1, T], each in a segment of its own at position 0."""
     return torch.nn.functional.pad(values, (padding, 0))
 
 
 def _experts_in_front(experts: Tensor | None, padding: int, mine: slice) -> Tensor | None:
-    """[T, layers, top_k] -> those of this rank's tokens; routers choose for themselves on what was put in front."""
+    """Cut this rank's tokens out of [T, layers, top_k]; -1 lets routers choose for the tokens in front."""
     if experts is None:
         return None
     return torch.cat([experts.new_full((padding, *experts.shape[1:]), -1), experts])[mine]
 
 
 class _Exchange(torch.autograd.Function):
-    """[ranks, ...]: what goes to each rank -> what came from each; its own inverse, so the gradient goes back so."""
+    """Exchange [ranks, ...] by rank. The function is its own inverse, and so is its gradient."""
 
     @staticmethod
     def forward(ctx: Any, by_rank: Tensor, group: ProcessGroup) -> Tensor:
@@ -147,10 +144,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Join(torch.autograd.Function):
-    """Each rank's part of a vector -> the whole on every rank.
-
-    All ranks compute the same loss from the whole, which counts once: each takes the gradient of its own part.
-    """
+    """Join the ranks' parts of a vector. All compute the same loss of it, so each gets the gradient of its own part."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, mine: slice, size: int, group: ProcessGroup) -> Tensor:
@@ -167,12 +161,11 @@ class _Join(torch.autograd.Function):
 
 _PROBE_LENGTHS = (2, 5, 9)
 _TOLERANCE, _HALF_PRECISION_TOLERANCE = 3e-4, 0.25
-"""Allowed difference of a logprob, in standard deviations of logprobs: attention is the same, matrices have other
-sizes."""
+"""Allowed difference of a logprob, in standard deviations of logprobs: matrices of other sizes round differently."""
 
 
 class SharesSequences(Protocol):
-    """A `StreamModel` that computes with the ranks of its `sharing`; alone where that is None."""
+    """A `StreamModel` that computes with the ranks of its `sharing`, or alone without."""
 
     causal: PreTrainedModel
     sharing: SequenceSharing | None
@@ -185,7 +178,7 @@ class SharesSequences(Protocol):
 def check_sharing(model: SharesSequences, profile: DeviceProfile, path: str, *, half_precision: bool) -> None:
     """Raise ModelError for a model whose logprobs change when ranks share a stream. A collective.
 
-    Such a model mixes tokens elsewhere than in attention. path: of the model, for the message.
+    Such a model mixes tokens outside of attention.
     """
     stream = probe_stream(probe_sequences(vocabulary_size(model.causal), _PROBE_LENGTHS), profile)
     sharing = model.sharing
@@ -203,5 +196,5 @@ def check_sharing(model: SharesSequences, profile: DeviceProfile, path: str, *, 
         raise ModelError(
             f"model.path: {path} ({type(model.causal).__name__}) gives other log-probabilities when ranks share a "
             f"sequence: {difference:.2g} standard deviations (allowed {allowed:g}). It mixes tokens elsewhere than in "
-            "attention (linear attention, convolutions). Set backend.context: 1, or choose a model without."
+            "attention (linear attention, convolutions). Set backend.context: 1, or choose another model."
         )

@@ -1,6 +1,6 @@
 """The key-value store where processes of a run meet, before they exchange tensors.
 
-It asks nobody who they are: a process that reaches it can write what the others read, such as where to connect to.
+Every process that reaches the store can read and change its values.
 """
 
 from __future__ import annotations
@@ -14,13 +14,9 @@ _TIMEOUT = timedelta(minutes=5)
 
 
 def open_store(host: str, timeout: timedelta = _TIMEOUT) -> TCPStore:
-    """Open a store at a free port of this address alone, where `TCPStore` by itself listens on all interfaces.
+    """Open a store at a free port of this address alone; a plain `TCPStore` listens on all interfaces.
 
-    Where no interface has the address, as behind a translation of addresses, it listens on all of them.
-
-    Args:
-        host: The address.
-        timeout: Of each operation.
+    If no interface has the address, as behind network address translation, the store listens on all of them.
     """
     try:
         family, _, _, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]

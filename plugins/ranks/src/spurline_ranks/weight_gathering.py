@@ -1,8 +1,7 @@
 """Bring whole tensors together out of the parts that ranks hold, a few at a time.
 
 Place on the way: parts -> whole tensors on the rank that wants them -> weights under Hugging Face names -> files that
-the ranks write, or numpy arrays from the first rank. No process ever holds more than a bucket and what is made of it.
-How parts travel is the backend's own affair (`Gathers`).
+the ranks write, or numpy arrays from the first rank. No process ever holds more than a bucket and its converted copy.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ Bucket = tuple[int, int]
 
 
 class Gathers(Protocol):
-    """Brings the parts of tensors together, on the ranks that want them whole."""
+    """A backend's way to bring the parts of tensors together."""
 
     def gather(self, wanted: Mapping[int, Sequence[str]], dtype: torch.dtype | None) -> dict[str, Tensor]:
         """Bring whole tensors to the ranks that want them. A collective.
 
         Args:
             wanted: Names by rank, the same on all ranks; ranks that want nothing may be left out.
-            dtype: What floating point values are cast to before they are sent; None sends them as they are.
+            dtype: Floating point values are cast to it before they are sent, unless it is None.
 
         Returns:
             The tensors that this rank wants, by their names in the model, on the device.
@@ -49,10 +48,7 @@ class Gathers(Protocol):
 
 
 class WeightGathering:
-    """Gathers the weights of a divided model. Every rank makes the same plan, from names and shapes.
-
-    named: what leaves the model whose parts these are, which may itself be on device `meta`: all weights, or adapters.
-    """
+    """Gathers the weights of a divided model, all or adapters. Every rank makes the same plan from names and shapes."""
 
     def __init__(self, named: GroupedWeights, gathers: Gathers) -> None:
         self._named, self._gathers = named, gathers
@@ -73,8 +69,8 @@ class WeightGathering:
 
         Args:
             max_bytes: Bytes of a bucket.
-            dtype: Of weights of floating point while they are gathered; None leaves that of the model.
-            by_owner: Whether one owner has all weights of a bucket.
+            dtype: The dtype in which floating point weights are gathered; None keeps the model's.
+            by_owner: Whether all weights of a bucket have the same owner.
         """
         first, used = 0, 0
         for number, group in enumerate(self._named.groups):
@@ -97,7 +93,8 @@ class WeightGathering:
     ) -> OSError | None:
         """Write the weights as `Backend.write_weights` says; the ranks take turns with the files. A collective.
 
-        doing: is told what this rank does. Returns why this rank could not write its files, if it could not.
+        Returns:
+            The error for which this rank could not write its files, if there is one.
         """
         rank, world = dist.get_rank(), dist.get_world_size()
         plan = FilePlan.of(self._named.layout, dtype, max_file_bytes)
@@ -114,12 +111,12 @@ class WeightGathering:
                 for name, weight in weights:
                     if plan.file_of[name] in files:
                         files[plan.file_of[name]].put(name, weight)
-                    # It is given back before the next one is gathered.
+                    # Freed before the next one is gathered.
                     del weight
             if rank == 0:
                 plan.write_index(folder)
         except OSError as error:
-            # Without the frames, which hold a weight.
+            # Without its frames, which hold a weight.
             failure = error.with_traceback(None)
         # The others can gather only together with this rank.
         for _ in weights:
@@ -129,7 +126,7 @@ class WeightGathering:
     def _all(
         self, plan: FilePlan, writer_of: Mapping[str, int], dtype: torch.dtype, doing: Callable[[str], None]
     ) -> Iterator[tuple[str, Tensor]]:
-        """The weights of this rank's files, gathered a group at a time; each step to the next group is a collective."""
+        """Yield the weights of this rank's files; each step to the next group of tensors is a collective."""
         count = len(self._named.groups)
         for number, group in enumerate(self._named.groups, start=1):
             doing(f"writing weights, {number} of {count}")
@@ -139,9 +136,8 @@ class WeightGathering:
     def _gather(
         self, groups: Sequence[WeightGroup], dtype: torch.dtype | None, destinations: Collection[int]
     ) -> dict[str, Tensor]:
-        """(hf_name, whole tensor) of these groups on the destinations; {} elsewhere."""
         whole: dict[str, Tensor] = {}
-        # Casting first is half of the bytes to send; adapters are merged in full precision before.
+        # Cast weights are half the bytes to send. Adapters are merged in full precision, and cast afterwards.
         for is_merged, early in ((False, dtype), (True, None)):
             names = [source for group in groups if group.is_merged == is_merged for source in group.sources]
             if names:
@@ -155,16 +151,15 @@ class WeightGathering:
 
 
 def _nbytes(weight: Tensor, dtype: torch.dtype | None) -> int:
-    """Bytes of the weight after `cast`."""
     kind = dtype if dtype is not None and weight.is_floating_point() else weight.dtype
     return weight.numel() * kind.itemsize
 
 
 def as_arrays(tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, NDArray[Any]]]:
-    """Return tensors as they travel between processes; numpy has no bf16, and fp32 holds it exactly."""
+    """Return tensors as numpy arrays for another process, bf16 as fp32."""
     return [(name, value.float().cpu().numpy()) for name, value in tensors]
 
 
 def cast(value: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return the tensor in this dtype, if it is of floating point; None leaves it."""
+    """Return a floating point tensor in this dtype, unless that is None."""
     return value.to(dtype) if dtype is not None and value.is_floating_point() else value
