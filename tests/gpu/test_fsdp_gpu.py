@@ -115,23 +115,6 @@ def test_bf16_steps_stay_near_those_of_one_gpu_in_bf16(spurline_tiny_model: Path
             assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-2)
 
 
-@pytest.mark.parametrize(
-    "settings", [{"kernels": "liger"}, {"kernels": "liger", "compile": True}], ids=["", "compiled"]
-)
-@pytest.mark.parametrize("ranks", RANKS)
-def test_steps_by_fused_kernels_are_those_of_one_gpu_without(
-    spurline_tiny_model: Path, ranks: int, settings: dict[str, Any]
-) -> None:
-    pytest.importorskip("liger_kernel", reason="the extra liger is not installed")
-    run = backend_run(spurline_tiny_model, on(ranks, precision="fp32", probe=True, **settings), ("fsdp_backend",))
-    alone = backend_run(spurline_tiny_model, {"name": "models/local", "device": "cuda", "kernels": "none"})
-    with opened(run) as (backend, layout), opened(alone) as (local, _):
-        for step in range(3):
-            found, expected = (one.update(*minibatch("packed", layout, step)) for one in (backend, local))
-            assert found["loss"] == pytest.approx(expected["loss"], rel=1e-4)
-            assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
-
-
 @pytest.mark.parametrize("ranks", RANKS)
 def test_the_reference_in_bf16_is_the_policy_before_training_over_long_rows(
     spurline_tiny_model: Path, ranks: int

@@ -267,19 +267,3 @@ def test_narrow_weights_learn_and_continue_wherever_the_optimizer_steps(
     resumed.load(tmp_path / "saved")
     expected = [backend.update(batch, OBJECTIVE)["loss"] for _ in range(2)]
     assert [resumed.update(batch, OBJECTIVE)["loss"] for _ in range(2)] == pytest.approx(expected, rel=1e-2)
-
-
-def test_an_optimizer_on_the_host_takes_no_memory_of_the_device(tmp_path: Path) -> None:
-    folder = write_model_folder(tmp_path / "model", hidden_size=512, intermediate_size=2048, num_hidden_layers=6)
-    held: dict[bool, int] = {}
-    for on_host in (False, True):
-        torch.cuda.empty_cache()
-        before = torch.cuda.memory_allocated()
-        settings: dict[str, Any] = {"precision": "bf16", "weights": "bf16_masters", "offload_optimizer": on_host}
-        backend = local_backend(folder, device="cuda", **settings)
-        backend.update(lay_out(SAMPLES), OBJECTIVE)
-        held[on_host] = torch.cuda.memory_allocated() - before
-        parameters = sum(value.numel() for value in backend._model.causal.parameters())
-        backend.close()
-        del backend
-    assert held[False] - held[True] == pytest.approx(12 * parameters, rel=0.1)

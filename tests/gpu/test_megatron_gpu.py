@@ -6,15 +6,12 @@ What needs one GPU runs on one; the rest wants two, or four.
 
 from __future__ import annotations
 
-import asyncio
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 import torch
@@ -24,9 +21,6 @@ from run_helpers import wait_for
 
 from spurline.errors import RankFailedError
 from spurline.protocols.backend import Backend
-from spurline_async_rl.weights.configs import CudaIpcSyncConfig, SharedMemorySyncConfig
-from spurline_async_rl.weights.cuda_ipc import CudaIpcSync
-from spurline_async_rl.weights.shared_memory import SharedMemorySync
 from spurline_megatron_backend.backend import MegatronBackend
 from spurline_megatron_backend.configs import MegatronBackendConfig
 from spurline_models.dealing import deal
@@ -36,7 +30,6 @@ from spurline_ranks.messages import plain_objective, plain_run
 from spurline_rl.testing import BackendContract
 from spurline_rl.testing.backend_cases import minibatch, values_batch, weights_of, without_times
 from spurline_rl.testing.backend_runs import backend_run, opened
-from spurline_rl.testing.rollout_engine_contract import PROMPTS, model_logprobs, request
 
 NUM_GPUS = torch.cuda.device_count()
 
@@ -293,46 +286,3 @@ def test_half_precision_computes_attention_by_the_kernel_for_segments_and_compil
     assert not any("scaled_dot_product" in name for name in operators), operators
     [operators], _ = measured(write_qwen3_moe(tmp_path / "experts"), settings, (24, 40, 9), 1, "operators")
     assert not any("TorchDynamo" in name or "Torch-Compiled" in name for name in operators), operators
-
-
-SHAPE = {"hidden_size": 128, "head_dim": 64, "intermediate_size": 256, "vocab_size": 512}
-
-
-@needs(2)
-@pytest.mark.parametrize("divided", ["tensor", "pipeline"])
-@pytest.mark.parametrize("transport", ["cuda_ipc", "shared_memory"])
-def test_vllm_generates_with_the_weights_that_ranks_have_trained(tmp_path: Path, transport: str, divided: str) -> None:
-    pytest.importorskip("vllm")
-    from vllm_engines import vllm_engine
-
-    model = write_tiny_model(tmp_path / "model", max_position_embeddings=512, **SHAPE)
-    sync: Any = (
-        CudaIpcSync(CudaIpcSyncConfig()) if transport == "cuda_ipc" else SharedMemorySync(SharedMemorySyncConfig())
-    )
-    sync.max_bucket_bytes = 100_000
-    # On the GPU of the first rank.
-    settings = {"dtype": "float32", "gpu_memory_utilization": 0.2, "kv_cache_gb": 0.5, "enforce_eager": True}
-
-    async def generated(backend: Any) -> list[Any]:
-        engine = vllm_engine(model, tmp_path / "run", **settings)
-        try:
-            async with asyncio.timeout(1200):
-                await sync.publish(1, backend, [engine])
-                return [await engine.generate(request(prompt, max_new_tokens=40)) for prompt in PROMPTS]
-        finally:
-            await engine.close()
-
-    with opened(backend_run(model, on(2, **{divided: 2}), PLUGINS)) as (backend, parallel):
-        for step in range(3):
-            backend.update(*minibatch("packed", parallel, step))
-        trained = tmp_path / "trained"
-        shutil.copytree(model, trained)
-        backend.write_weights(trained, torch.float32, 1 << 30)
-        try:
-            results = asyncio.run(generated(backend))
-        finally:
-            sync.close()
-    for prompt, result in zip(PROMPTS, results, strict=True):
-        expected = model_logprobs(trained, request(prompt).prompt_ids, result.token_ids.tolist(), 1.0)
-        # fp32 on a GPU, with other kernels than the reference's on the CPU.
-        assert np.abs(result.logprobs - expected).max(initial=0.0) <= 1e-3

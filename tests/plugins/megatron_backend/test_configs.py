@@ -89,22 +89,6 @@ def test_an_optimizer_of_whole_matrices_is_refused_with_its_reason() -> None:
     loaded({"optimizer": {"name": "sgd", "learning_rate": 0.1}})
 
 
-def test_answers_to_held_out_prompts_are_refused_as_it_generates_none() -> None:
-    with pytest.raises(ConfigError, match="backend 'megatron' does not generate"):
-        loaded(
-            {
-                "data": {"train": "rows.jsonl", "eval": "rows.jsonl"},
-                "evaluation": {"generate": {"rewards": {"right": "exact_match"}}},
-            }
-        )
-
-
-def test_tokens_are_divided_where_layers_are_unless_it_is_said() -> None:
-    assert not loaded().divides_tokens
-    assert loaded(tensor=2).divides_tokens
-    assert not loaded(tensor=2, sequence_parallel=False).divides_tokens
-
-
 @given(ranks=st.integers(1, 16), sizes=st.fixed_dictionaries({name: st.integers(1, 4) for name in SIZES}))
 def test_what_is_not_refused_is_a_grid_and_proposed_ranks_are_not_refused(ranks: int, sizes: dict[str, Any]) -> None:
     """Every rank has a place of its own, each share of rows goes to as many ranks, and one of them answers."""

@@ -94,13 +94,6 @@ def test_random_weights_are_those_of_the_local_backend(family: str, grid: Grid, 
     assert_equal(loaded(tmp_path, grid, init="random"), expected)
 
 
-def test_pickled_weights_are_refused(tmp_path: Path) -> None:
-    write_model(tmp_path, tiny_config("qwen3_moe"))
-    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
-    with pytest.raises(ModelError, match=r"pytorch_model\.bin is a pickle"):
-        loaded(tmp_path, Grid(1))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_values_are_cast_to_the_dtype_of_the_parameters(dtype: torch.dtype, tmp_path: Path) -> None:
     causal = write_model(tmp_path, tiny_config("qwen3"))
@@ -254,12 +247,3 @@ def test_weights_without_a_place_are_named_once_and_old_tables_not_at_all(
     (warning,) = caplog.messages
     assert "1 weights" in warning
     assert "model.extra.weight" in warning
-
-
-def test_a_model_cut_to_its_first_layers_leaves_the_others_unread(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    causal = write_model(tmp_path, tiny_config("qwen3"))
-    found = loaded(tmp_path, Grid(2, 2), config_overrides={"num_hidden_layers": 2})
-    assert_equal(found, {name: value for name, value in causal.named_parameters() if "layers.2." not in name})
-    assert not caplog.messages

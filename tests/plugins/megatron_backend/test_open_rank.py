@@ -24,7 +24,7 @@ tensor_before = dict(vars(torch.Tensor))
 rank = types.ModuleType("spurline_megatron_backend.rank")
 rank.MegatronRank = lambda *arguments: arguments
 sys.modules[rank.__name__] = rank
-messages.read_run = lambda run: (SimpleNamespace(backend=SimpleNamespace(on=DEVICE)), None)
+messages.read_run = lambda run: (SimpleNamespace(backend=SimpleNamespace(on="cuda")), None)
 
 from spurline_megatron_backend.open_rank import open_rank
 
@@ -39,25 +39,13 @@ print("compiles", [torch._dynamo.eval_frame._stance.stance])
 """
 
 
-def opened_on(device: str) -> dict[str, str]:
-    """What a process prints that opens a rank on this device, by what it is."""
-    program = PROGRAM.replace("DEVICE", repr(device))
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
-    assert result.returncode == 0, result.stderr
-    lines = (line.partition(" [") for line in result.stdout.splitlines())
-    return {what: f"[{names}" for what, _, names in lines}
-
-
 def test_a_rank_on_a_gpu_replaces_nothing_and_imports_nothing_that_would() -> None:
-    found = opened_on("cuda")
-    nothing = dict.fromkeys(("forked with", "imported", "replaced", "tensor"), "[]")
-    assert found == nothing | {"compiles": "['default']"}
-
-
-@pytest.mark.slow
-def test_a_rank_on_the_cpu_replaces_what_needs_a_gpu() -> None:
-    found = opened_on("cpu")
-    assert "cpu_debug" in found["imported"]
-    assert "'current_device'" in found["replaced"]
-    assert "'record_stream'" in found["tensor"]
-    assert found["compiles"] == "['force_eager']"
+    result = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == [
+        "forked with []",
+        "imported []",
+        "replaced []",
+        "tensor []",
+        "compiles ['default']",
+    ]

@@ -95,11 +95,6 @@ def test_a_plan_finds_a_model_that_the_ranks_cannot_divide(
     assert any(said in problem for problem in problems), problems
 
 
-def test_a_size_is_1_where_the_model_and_the_ranks_leave_no_other(config: dict[str, Any]) -> None:
-    problems = [str(problem) for problem in planned(config, ranks=3, tensor=3).problems]
-    assert any("backend.tensor is 3" in problem and problem.endswith("Set tensor to 1.") for problem in problems)
-
-
 def test_a_plan_without_weights_sizes_the_run_and_names_them_last(config: dict[str, Any], tmp_path: Path) -> None:
     drawn = with_published(config, tmp_path / "model", "llama-3-70b")
     loaded = drawn | {"model": {"path": drawn["model"]["path"]}}

@@ -37,15 +37,6 @@ def test_engines_get_the_weights_of_now_again_and_again_and_the_controller_none_
     assert_published_again_and_again(ranks, transport, tmp_path, monkeypatch)
 
 
-def test_ranks_write_the_files_of_the_weights_in_turn(ranks: Opened, tmp_path: Path) -> None:
-    backend, _ = ranks
-    backend.write_weights(tmp_path, torch.float32, 50_000)
-    expected = weights_of(backend)
-    files = sorted(tmp_path.glob("*.safetensors"))
-    assert len(files) > 2
-    assert_weights_equal({name: value for file in files for name, value in load_file(file).items()}, expected)
-
-
 def with_experts(folder: Path) -> Path:
     return write_tiny_moe_model(folder)
 

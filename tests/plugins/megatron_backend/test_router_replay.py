@@ -12,7 +12,6 @@ import torch
 from megatron_layouts import on, write_qwen3_moe
 
 from spurline.data.batch import TrainingBatch
-from spurline.errors import DataError
 from spurline.protocols.backend import Backend
 from spurline.protocols.collator import ParallelLayout
 from spurline_rl.testing.backend_cases import minibatch
@@ -97,15 +96,6 @@ def test_each_role_computes_with_the_experts_of_the_batch(
     assert float((local.logprobs(free, role) - expected).abs().max()) > 1e-2
     # Nothing of it is left for a batch without.
     assert float((ranks.logprobs(free, role) - local.logprobs(free, role)).abs().max()) <= 1e-5
-
-
-def test_experts_that_the_model_has_not_are_refused_and_the_ranks_stay(ranks: Backend) -> None:
-    free, objective = minibatch("packed", ParallelLayout())
-    beyond = with_experts(free).tokens["routed_experts"].clone()
-    beyond[0, 1, 2] = EXPERTS
-    with pytest.raises(DataError, match=f"note expert {EXPERTS} for a token"):
-        ranks.update(free.with_tokens(routed_experts=beyond), objective)
-    assert ranks.evaluate(free, objective).weight > 0
 
 
 def test_an_update_counts_the_tokens_of_each_expert_as_the_local_backend_does(

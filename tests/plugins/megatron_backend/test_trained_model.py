@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -183,12 +182,3 @@ def _gather(ranks: list[Rank]) -> None:
                     theirs = ranks[group_start + member].buffers[buffer_number].buckets[bucket_number]
                     part = shard_buffer(theirs.param_data, size)[member]
                     shard_buffer(bucket.param_data, size)[member].copy_(part.clone())
-
-
-def test_a_rank_beyond_all_parameters_of_a_bucket_optimizes_nothing() -> None:
-    cut = Cut([1, 2], [False] * 2, [False] * 2, 8, 1, 1, torch.float32)
-    first, *others = [rank_of(cut, number) for number in range(8)]
-    assert [len(buffer.buckets) for buffer in first.buffers] == [2]
-    assert sorted(shard.span for shard in first.shards) == [(0, 1), (0, 2)]
-    assert all(rank.shards == [] for rank in others)
-    assert math.prod(first.buffers[0].grad_data.shape) == 256
