@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from fast_collators import WithFastCollators
 from fsdp_layouts import on
 
@@ -102,13 +101,6 @@ def test_a_loss_on_whole_sequences_with_entropy_and_sliding_windows_gives_the_gr
     for name in ("policy/entropy", "policy/sequence_ratio/max", "policy/sequence_ratio"):
         assert got[name] == pytest.approx(wanted[name], rel=1e-5), name
     assert got["loss_tokens"] == wanted["loss_tokens"]
-
-
-def test_logprobs_of_shared_sequences_come_back_once_for_each_row(pair: Pair) -> None:
-    shared, local, layout = pair
-    batch, _ = minibatch("padded", layout)
-    for role in ("policy", "critic"):
-        torch.testing.assert_close(shared.logprobs(batch, role), local.logprobs(batch, role), rtol=1e-5, atol=1e-5)
 
 
 def test_ranks_share_a_stream_of_fewer_tokens_than_there_are_ranks(pair: Pair) -> None:

@@ -166,14 +166,6 @@ def test_adapters_outside_of_the_layers_are_trained_after_the_reference_was_aske
         assert {value.dtype for value in saved.values()} == {torch.float32}
 
 
-@pytest.mark.processes
-def test_adapters_are_trained_after_the_reference_where_gathered_weights_are_kept(spurline_tiny_model: Path) -> None:
-    local_run = backend_run(spurline_tiny_model, {"name": "models/local", "device": "cpu", "lora": ADAPTERS})
-    run = backend_run(spurline_tiny_model, on(2, lora=ADAPTERS, reshard_after_forward=False), ("fsdp_backend",))
-    with opened(run) as (backend, layout), opened(local_run) as (local, _):
-        _assert_trains_alike_after_the_reference(backend, local, layout)
-
-
 def _assert_trains_alike_after_the_reference(backend: Backend, local: Backend, layout: ParallelLayout) -> None:
     for step in range(3):
         batch, objective = minibatch("padded", layout, step)

@@ -93,7 +93,6 @@ def test_after_loading_a_rank_holds_libraries_and_its_shard(large: Path, tiny: P
         shard = 4 * int(backend.facts()["parameters"]) / ranks
         assert shard * ranks > 900 * MIB
         held = max(map(anonymous_bytes, pids))
-        print(f"{ranks} ranks: libraries {libraries / MIB:.0f}, shard {shard / MIB:.0f}, held {held / MIB:.0f} MiB")
         assert held <= libraries + 1.1 * shard
 
 
@@ -109,7 +108,6 @@ def test_writing_and_reading_a_checkpoint_take_the_memory_of_one_tensor(large: P
         with for_loading:
             backend.load(tmp_path, digests)
     embedding = 32000 * 1024 * 4 / 2
-    print(f"shard {shard / MIB:.0f} MiB, saving {for_saving.more / MIB:.0f}, loading {for_loading.more / MIB:.0f} more")
     assert for_saving.more < embedding
     # What AdamW keeps is twice the weights, and the first thing there is of it in a new process.
     assert for_loading.more < 2 * shard + embedding
@@ -129,7 +127,6 @@ def test_export_takes_the_memory_of_a_few_tensors_of_a_rank_and_of_a_process_alo
     with for_one:
         write_weight_files(alone, read_weights(run, saved, digests), torch.bfloat16, 200 * MIB)
     embedding = 32000 * 1024 * 2
-    print(f"largest {embedding / MIB:.0f} MiB: ranks {for_ranks.more / MIB:.0f} more, one {for_one.more / MIB:.0f}")
     # Half of it before the exchange, then gloo's own copy, the whole, and what the heap keeps.
     assert for_ranks.more < 4 * embedding
     # In fp32 as it was saved, then in the dtype of the file.
@@ -151,9 +148,8 @@ def test_ranks_free_what_they_can_compute_anew_and_grow_no_further(large: Path) 
             with during:
                 backend.yield_device(keep_weights=keep_weights)
                 backend.take_device()
-            # On CPU both memories are the host's: a tensor at a time is there twice, never all of them.
-            print(f"shard {shard / MIB:.0f} MiB, {during.more / MIB:.0f} more while giving and taking")
-            assert during.more < shard / 4
+                # On CPU both memories are the host's: a tensor at a time is there twice, never all of them.
+                assert during.more < shard / 4
         assert max(map(anonymous_bytes, pids)) < held + shard / 10
 
 

@@ -62,16 +62,11 @@ def test_experts_that_no_layer_has_are_refused_with_the_way_out(tmp_path: Path) 
         pass
 
 
-@pytest.mark.parametrize(
-    ("settings", "found"),
-    [({"ranks": 2, "context": 2}, "backend 'fsdp'"), ({"ranks": 2, "compile": True}, "backend 'fsdp'")],
-)
-def test_layouts_in_which_no_rank_sees_whole_sequences_of_routers_are_refused(
-    settings: dict[str, Any], found: str
-) -> None:
-    run = run_of({"name": "fsdp", "device": "cpu", **settings})
+@pytest.mark.parametrize("settings", [{"context": 2}, {"compile": True}], ids=str)
+def test_layouts_in_which_no_rank_sees_whole_sequences_of_routers_are_refused(settings: dict[str, Any]) -> None:
+    run = run_of({"name": "fsdp", "device": "cpu", "ranks": 2, **settings})
     run["model"]["router_aux_loss"] = 0.1
-    with pytest.raises(ConfigError, match=f"router_aux_loss is set, and {found} with these settings does not balance"):
+    with pytest.raises(ConfigError, match=r"router_aux_loss is set, and backend 'fsdp' .* does not balance"):
         load_config(run)
 
 

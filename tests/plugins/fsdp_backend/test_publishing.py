@@ -17,7 +17,7 @@ from torch import Tensor
 from weight_takers import Taker, assert_published_again_and_again, make_sync
 
 from spurline.config.loading import LoadedConfig
-from spurline.errors import ModelError, RankFailedError, RunFailedError
+from spurline.errors import RankFailedError, RunFailedError
 from spurline.protocols.collator import ParallelLayout
 from spurline_async_rl.weights.cuda_ipc import read_handles
 from spurline_async_rl.weights.shared_memory import MemoryReader
@@ -100,13 +100,6 @@ def test_a_publish_goes_on_at_the_bucket_that_was_lost(ranks: Opened) -> None:
         assert rest.numbers == whole.numbers[first - 1 :]
         assert rest.sizes == whole.sizes[first - 1 :]
         assert_weights_equal(rest.weights, {name: whole.weights[name] for name in rest.weights})
-
-
-def test_adapters_alone_are_refused_where_none_are_trained_and_the_ranks_stay(ranks: Opened) -> None:
-    backend, _ = ranks
-    with pytest.raises(ModelError, match=r"'fsdp' trains none.*weight_sync\.adapters: false"):
-        backend.weight_buckets(9, choice_of(part="adapter"))
-    assert record(backend.weight_buckets(9, choice_of())).weights
 
 
 def test_a_rank_that_is_killed_between_two_buckets_ends_the_publish_and_its_memory(spurline_tiny_model: Path) -> None:

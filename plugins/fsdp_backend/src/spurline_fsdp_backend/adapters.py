@@ -1,7 +1,6 @@
 """LoRA adapters in a sharded model: frozen weights in the dtype of their files or in another one, adapters in fp32.
 
-transformers loads a model without adapters. So one is sharded and loaded beside the one with adapters, which then takes
-its tensors over: the very shards, not copies.
+transformers loads a model without adapters. The model with adapters then takes over its shards, without a copy.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from spurline_ranks.pieces import Box, held_box
 def take_over(adapted: PreTrainedModel, plain: PreTrainedModel) -> None:
     """Give the adapted model, which has no values yet, the parameters and buffers of the same model without adapters.
 
-    Both are sharded alike. What the adapted model does not train is frozen.
+    Both are sharded alike. Parameters are frozen as the adapted model has them.
     """
     places = _places(adapted)
     # Tied parameters are one tensor under two names, and stay so.
@@ -34,7 +33,7 @@ def take_over(adapted: PreTrainedModel, plain: PreTrainedModel) -> None:
 
 
 def draw_adapters(adapted: PreTrainedModel, seed: int, device: torch.device) -> None:
-    """Give every adapter the values that it has in any backend: each rank takes its part of them."""
+    """Give every adapter its initial values, which are the same in every backend: each rank takes its part."""
     for name, whole in initial_adapters(adapted, seed):
         value = adapted.get_parameter(name)
         path, _, leaf = name.rpartition(".")

@@ -16,17 +16,15 @@ from torch import Tensor
 
 from spurline.config.run_config import RunConfig
 from spurline.digests import FileDigest
-from spurline.errors import CheckpointWriteError
 from spurline.protocols.backend import Role
 from spurline_fsdp_backend.configs import FsdpBackendConfig
 from spurline_fsdp_backend.trained_model import ShardedTrainedModel
 from spurline_models.adapters.adapter_weights import AdapterStream
 from spurline_models.optimizers.state import OptimizerState, describe
 from spurline_models.placement.narrow_weights import base_dtype
-from spurline_models.saved_state import write_facts
 from spurline_models.weight_files import WeightStream
 from spurline_ranks.checkpoint import StoredModel
-from spurline_ranks.pieces import PieceIndex, held_pieces, write_pieces
+from spurline_ranks.pieces import PieceIndex, held_pieces
 
 Models = Mapping[Role, ShardedTrainedModel]
 
@@ -34,13 +32,13 @@ Models = Mapping[Role, ShardedTrainedModel]
 def save(
     path: Path, models: Models, layout: Mapping[str, int], read: Callable[[Tensor], Tensor]
 ) -> dict[str, FileDigest]:
-    """Write this rank's part into the folder; returns digests by path in it. Nothing is exchanged.
+    """Write this rank's part into the folder; return digests by path in it. Nothing is exchanged.
 
     Args:
         path: The folder.
         models: The trained models.
         layout: How the ranks are divided.
-        read: Gives the tensor that has the values of one of the models' or optimizers' own.
+        read: Returns a tensor with the values of one of a model or optimizer, which may be elsewhere.
 
     Raises:
         CheckpointWriteError: If it cannot be written.
@@ -48,18 +46,18 @@ def save(
     rank = dist.get_rank()
     digests: dict[str, FileDigest] = {}
     for role, trained in models.items():
-        folder = path / role
         state, weights = trained.optimization.state(), _model_tensors(trained)
-        try:
-            folder.mkdir(exist_ok=True)
-            if rank == 0:
-                digested = trained.initial_weights, trained.frozen_weights
-                write_facts(folder, SavedModel.facts_of(trained.updates, *digested, weights, state.facts(), layout))
-        except OSError as error:
-            raise CheckpointWriteError(str(error)) from error
+        facts = {
+            "updates": trained.updates,
+            "initial_weights": trained.initial_weights,
+            "frozen_weights": trained.frozen_weights,
+            "weights": list(weights),
+            "optimizer": state.facts(),
+            "layout": dict(layout),
+        }
         held = {name: read(tensor) for name, tensor in {**weights, **state.tensors}.items()}
-        written = write_pieces(folder, rank, held_pieces(held, first=rank == 0))
-        digests.update({f"{role}/{name}": digest for name, digest in written.items()})
+        pieces = held_pieces(held, first=rank == 0)
+        digests |= SavedModel.write(path / role, rank, facts if rank == 0 else None, pieces)
     return digests
 
 

@@ -50,16 +50,15 @@ class FsdpBackendConfig(RankBackendConfig):
     activation_checkpointing: Annotated[bool, OnResume.TO_ROUNDING] = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     offload_activations: Annotated[bool, OnResume.FREE] = False
-    """Keep what the backward pass needs of the decoder's layers in the memory of the host; with
-    activation_checkpointing only the inputs of layers, which are then all there is. For GPUs."""
+    """Keep the activations of the decoder's layers in the memory of the host until the backward pass. For GPUs."""
     compile: Annotated[bool, OnResume.TO_ROUNDING] = False
     """Run each decoder layer through torch.compile."""
     kernels: Annotated[Kernels, OnResume.TO_ROUNDING] = "auto"
-    """Fused norms, rotary positions and gated activations by Liger-Kernel: `auto` where it is installed and knows the
-    model, on GPUs; `none` leaves them to PyTorch."""
+    """Fused norms, rotary positions and gated activations by Liger-Kernel: `auto` takes them on GPUs where Liger-Kernel
+    is installed and knows the model, `none` leaves them to PyTorch."""
     fp8: Annotated[Fp8, OnResume.BY_NAME] = False
-    """Compute linear layers in fp8, approximately: for GPUs from Hopper on. `emulated` rounds alike everywhere, and is
-    slow."""
+    """Compute linear layers in fp8, approximately: for GPUs from Hopper on. `emulated` rounds in the same way on any
+    device, slowly."""
     cpu_offload: Annotated[bool, OnResume.TO_ROUNDING] = False
     """Keep weights, gradients and optimizer in the memory of the host: slower, for models that do not fit."""
     reshard_after_forward: Annotated[bool, OnResume.TO_ROUNDING] = True
@@ -99,7 +98,7 @@ class FsdpBackendConfig(RankBackendConfig):
             )
 
     def layout(self) -> ParallelLayout:
-        # Alignment for context parallelism is made in the rank's own stream, where padding is dropped anyway.
+        # Ranks align their own streams for context parallelism.
         return ParallelLayout(data=self.num_ranks // self.context, deals_rows=True)
 
     @property
@@ -111,9 +110,9 @@ class FsdpBackendConfig(RankBackendConfig):
             checkpoint_reader="spurline_fsdp_backend.checkpoint:read_weights",
             adapter_reader="spurline_fsdp_backend.checkpoint:read_adapter",
             optimizes_on_host=self.cpu_offload,
-            # A hook replaces a router's choice, and compiled layers would be compiled again for it.
+            # A hook replaces a router's choice, which would have compiled layers compiled again.
             replays_experts=not self.compile,
-            # Hooks, as above; and a rank that shares sequences sees a part of each.
+            # Hooks, as above. A rank that shares sequences sees only a part of each.
             balances_experts=not self.compile and self.context == 1,
         )
 

@@ -1,4 +1,4 @@
-"""How the ranks divide the work: groups in words, models that they cannot divide, and settings that need less memory.
+"""Groups of ranks in words, models that they cannot divide, and settings that need less memory.
 
 Reads the config of the model, no weights.
 """
@@ -55,7 +55,7 @@ def _product(config: FsdpBackendConfig) -> str:
 
 
 def check_model(config: FsdpBackendConfig, run: RunConfig) -> None:
-    """Raise ConfigError for a model that cannot be divided as is asked for, ModelError for one that cannot be read."""
+    """Raise ConfigError for a model that the ranks cannot divide, ModelError for one that cannot be read."""
     model = load_model_config(run.model).get_text_config()
     problems = [*_context_problems(config, model), *_expert_problems(config, model)]
     if problems:
@@ -108,7 +108,6 @@ def savings(config: FsdpBackendConfig, run: RunConfig, row_length: int, tokens: 
     yield from smaller_microbatches(config, row_length, tokens)
     heads, local = _heads(load_model_config(run.model).get_text_config()) or 1, ranks_of_machine(config)
     for context in divisors(heads):
-        # Only within a machine.
         if context > config.context and local is not None and local % context == 0:
             yield {"context": context}
     if config.replicas > 1:

@@ -1,8 +1,8 @@
 """Estimate what the fullest rank holds, from the shapes of the model alone, for `spurline plan`.
 
-Weights, gradients and optimizer are exact sums of what a rank has of each tensor. Gathered weights and gradients on
-their way follow how FSDP2 groups a model: each layer of the decoder is one group, and all else, embedding and output
-layer among it, is another that stays gathered from the forward to the backward pass.
+Weights, gradients and optimizer are exact sums over a rank's parts of tensors. Gathered weights and gradients on their
+way follow the groups of FSDP2: each layer of the decoder is one, and embedding, output layer and the rest are another,
+which stays gathered from the forward to the backward pass.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ _WEIGHT_BYTES = 4
 def estimate_memory(config: FsdpBackendConfig, run: RunConfig, row_length: int, tokens: int) -> MemoryEstimate:
     """Estimate a step of so many tokens on the fullest rank. Raises ModelError, ConfigError.
 
-    With `cpu_offload`, what stays from step to step is counted in the memory of the host, as far as the number of ranks
-    of a machine is known.
+    With `cpu_offload`, weights, gradients and optimizer count for the host, if the ranks of a machine are known.
     """
     shapes = model_shapes(run.model, config.lora)
     check_groups(run.optimizer, shapes.trained)
@@ -45,7 +44,7 @@ def estimate_memory(config: FsdpBackendConfig, run: RunConfig, row_length: int, 
     groups = _groups(shapes, _gathered(config, shapes.trained))
     update = {
         "gathered weights": computed * _gathered_values(config, shapes),
-        # The gradients of the group that is done are summed over the ranks in fp32 while they are there as computed.
+        # The gradients of a finished group are there as computed and, to be summed over the ranks, in fp32.
         "gradients on their way": (computed + 4) * max(map(num_values, groups)),
         "activations": microbatch * on_device,
         # At the peak, in backward: log-softmax and its gradient in fp32, then the gradient of the logits as computed.
@@ -64,13 +63,13 @@ def estimate_memory(config: FsdpBackendConfig, run: RunConfig, row_length: int, 
 
 
 def _kept(config: FsdpBackendConfig, run: RunConfig, shapes: Shapes) -> tuple[dict[str, int], int]:
-    """Return the bytes of a rank that stay from step to step, by part, and those of its gradients."""
+    """Return the bytes of a rank that stay from step to step, by part, and the bytes of its gradients."""
     trained, frozen = _local(config, shapes.trained), _local(config, shapes.frozen)
     frozen_bytes = _WEIGHT_BYTES if config.lora is None else base_dtype(config.lora, run.model).itemsize
     weights = _WEIGHT_BYTES * num_values(trained) + frozen_bytes * num_values(frozen)
     parts = {"weights": weights, "optimizer": run.optimizer.state_bytes(trained, _WEIGHT_BYTES)}
     if run.trained_critic is not None:
-        # As large as the policy but for its output layer, and its gradients are dropped before the policy has any.
+        # As large as the policy but for the output layer. Its gradients are dropped before the policy has any.
         parts["critic"] = weights + run.trained_critic.optimizer.state_bytes(trained, _WEIGHT_BYTES)
     if (run.loss.uses_reference or run.source.facts.uses_reference) and config.lora is None:
         parts["reference"] = COMPUTED_BYTES[config.computes_in] * (num_values(trained) + num_values(frozen))
@@ -87,7 +86,7 @@ def _tokens_of_microbatch(config: FsdpBackendConfig, row_length: int, tokens: in
 
 
 def _gathered_values(config: FsdpBackendConfig, shapes: Shapes) -> int:
-    """Count the weights that are whole on a rank at once: the root's, and two layers', as one is fetched ahead."""
+    """Count the weights that are whole on a rank at once: the root's and two layers', as one is fetched ahead."""
     everything = _gathered(config, {**shapes.frozen, **shapes.trained})
     root, *layers = map(num_values, _groups(shapes, everything))
     return root + sum(sorted(layers)[-2:] if config.reshard_after_forward else layers)
@@ -104,9 +103,9 @@ def _groups(shapes: Shapes, parts: ShapeByName) -> list[ShapeByName]:
 
 
 def _local(config: FsdpBackendConfig, parts: ShapeByName) -> ShapeByName:
-    """Return what the fullest rank has of each tensor: an even share of its first dimension, rounded up.
+    """Return the fullest rank's part of each tensor: an even share of its first dimension, rounded up.
 
-    Divided experts are shared by those ranks alone that have the same ones.
+    Only ranks with the same divided experts share these.
     """
     ranks = config.num_ranks // config.replicas
     return {
@@ -116,7 +115,7 @@ def _local(config: FsdpBackendConfig, parts: ShapeByName) -> ShapeByName:
 
 
 def _gathered(config: FsdpBackendConfig, parts: ShapeByName) -> ShapeByName:
-    """Return what a rank sees of each tensor when it is gathered: everything but the experts of other ranks."""
+    """Return the shape of each tensor on a rank when it is gathered: whole, but for the experts of other ranks."""
     return {name: _first_by(shape, config.expert) if _holds_experts(shape) else shape for name, shape in parts.items()}
 
 

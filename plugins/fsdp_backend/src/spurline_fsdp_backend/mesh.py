@@ -1,6 +1,6 @@
-"""How the ranks are divided into groups: who shards with whom, who shares a sequence, who computes the same rows.
+"""The groups of ranks that shard weights, share sequences and divide experts.
 
-Ranks are numbered node by node, so that ranks that share a sequence are neighbours, on one machine whenever they fit.
+Ranks are numbered node by node, so that ranks that share a sequence are neighbours on one machine if they fit.
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ EXPERT_SHARD, EXPERT, RANK, ALONE = "expert_shard", "expert", "rank", "alone"
 class Meshes:
     """The groups that this rank is in.
 
-    sharding: what parameters are sharded over; two dimensions, replicas first, where there are several of them.
-    context: the ranks that share this rank's sequences; None where each has its own.
-    experts: two dimensions, first the ranks that hold parts of the same experts, then those that divide all experts;
-    None where every rank has all of them. alone: this rank by itself.
+    Attributes:
+        sharding: The ranks that shard parameters; two dimensions, replicas first, with several replicas.
+        context: The ranks that share this rank's sequences; None if each has its own.
+        experts: Two dimensions, first the ranks that hold parts of the same experts, then those that divide all
+            experts; None if every rank has all experts.
+        alone: This rank by itself.
+        context_rank: The number of this rank in `context`.
     """
 
     sharding: DeviceMesh

@@ -1,8 +1,4 @@
-"""One rank of the FSDP backend: the models it holds a part of, and what the controller calls on them.
-
-Every method is a collective: all ranks run it with the same common arguments, and make the same exchanges in the same
-order, whatever rows they have.
-"""
+"""One rank of the FSDP backend, with its parts of the models."""
 
 from __future__ import annotations
 
@@ -89,7 +85,7 @@ class FsdpRank(RankWorker):
         wanted = self._run.model.router_aux_loss
         self._balance = None if wanted is None else balance_coefficient(self._run.model, model.causal)
         self._place.doing("checking that packed rows are exact for this model")
-        # Now, not with the first rollouts: a model without experts is refused before anything is generated.
+        # A model without experts is refused before anything is generated.
         asked = {"replays": self._run.source.facts.replays_experts, "balances": self._balance is not None}
         check_sharded(model, self._config, self._profile, self._run.model.path, **asked)
         if self._config.probe and model.sharing is not None:
@@ -126,7 +122,7 @@ class FsdpRank(RankWorker):
         return as_arrays(whole) if self._place.rank == 0 else None
 
     def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
-        """See `Generates`; of this rank's prompts, which may be none, by a whole copy of the model meanwhile."""
+        """Continue this rank's prompts, which may be none, by a whole copy of the model. See `Generates`."""
         model = self._policy.model
         with gathered(model.causal, self._config), self._profile.computing():
             return generate_greedily(model, prompts, max_new_tokens, self._stop_tokens) if prompts else []
@@ -144,7 +140,7 @@ class FsdpRank(RankWorker):
         share = RankShare.from_wire(wire)
         with self._playing(role) as model:
             result = logprobs_of(model, self._streams(model, share, ()), share.batch, temperature, self._profile)
-            # Before adapters are switched on again: that marks as trained what is in the model then.
+            # Before adapters are switched on again, which marks the parameters of the model as trained.
             give_back(model.causal)
         return result.numpy() if self._counts else None
 
@@ -188,7 +184,7 @@ class FsdpRank(RankWorker):
 
     def _accumulate(self, role: Role, share: RankShare, objective: Objective) -> SumsPart:
         trained = self._trained[role]
-        # Dropout is a function of the step, so that no generator's state belongs to a checkpoint.
+        # Dropout is a function of the step, so that checkpoints need no state of generators.
         seed_generators(_seed(self._run.seed, role, trained.updates, self._place.rank))
         streams = self._streams(trained.model, share, objective.loss.needs)
         balance = None
@@ -200,18 +196,18 @@ class FsdpRank(RankWorker):
     def _streams(
         self, model: StreamModel, share: RankShare, needs: Collection[str]
     ) -> Iterator[tuple[Rows, TokenStream]]:
-        """Equally many on all ranks: where there is nothing to do, an idle stream keeps the exchanges in step."""
+        """Yield equally many streams on all ranks: idle ones keep the exchanges in step."""
         columns = [name for name in needs if name != ENTROPY]
         number = len(share.microbatches)
         for index, (rows, stream) in enumerate(share_streams(share, columns, self._profile), start=1):
             self._place.doing(f"micro-batch {index} of {number}")
-            # FSDP2 tidies up after the last backward pass of a step only.
+            # FSDP2 has work to do after the last backward pass of a step.
             cast(FSDPModule, model.causal).set_is_last_backward(index == number)
             yield rows, stream
 
     @contextmanager
     def _playing(self, role: Role) -> Iterator[StreamModel]:
-        """The model of this role, while it is used for forwards."""
+        """Lend the model of this role for forward passes."""
         if role != "reference":
             yield self._trained[role].model
         elif self._config.lora is not None:
@@ -273,9 +269,9 @@ def _whole_gradients(parameters: Mapping[str, Tensor]) -> list[tuple[str, Tensor
 
 
 def _compile_cache(run_dir: Path, local_rank: int) -> Path:
-    """Where torch keeps what this rank compiles: a folder that no other rank and no other run writes to."""
+    """Return the folder of this rank's compiled programs, which no other rank or run writes to."""
     chosen = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    # It holds programs, which are run.
+    # Private, as programs in it are run.
     default = Path(tempfile.gettempdir(), f"spurline-inductor-{os.getuid()}")
     run = hashlib.sha256(str(run_dir).encode()).hexdigest()[:12]
     return (Path(chosen) if chosen else private_folder(default)) / f"{run}-rank-{local_rank}"

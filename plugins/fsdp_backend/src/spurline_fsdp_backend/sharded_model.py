@@ -1,7 +1,7 @@
 """Build a causal language model whose parameters are sharded over the ranks, without a whole copy of it anywhere.
 
-Place on the way: a model folder -> shapes without memory -> FSDP2 -> each rank reads its parts of the weights. From
-then on a `ShardedStreamModel` computes like any `StreamModel`. Who trains it is `trained_model.py`'s concern.
+Place on the way: a model folder -> shapes without memory -> FSDP2 -> each rank reads its parts of the weights -> a
+`ShardedStreamModel`, which computes like any `StreamModel`.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ _ENTRY = "spurline_score"
 class _ThroughRoot(StreamModel):
     """Computes streams within one forward pass of the whole model.
 
-    FSDP2 gathers what embedding, last norm and output layer hold in common when the root module's forward begins, and
-    `StreamModel` calls decoder and output layer apart.
+    FSDP2 gathers embedding, last norm and output layer when the root module's forward begins, but `StreamModel` calls
+    decoder and output layer apart.
     """
 
     sharing: SequenceSharing | None = None
-    """Set where ranks share sequences: then they compute one stream together."""
+    """The ranks that compute one stream together, if they share sequences."""
 
     def loss_inputs(self, stream: TokenStream, needs: Collection[str], temperature: float = 1.0) -> TokenLossInputs:
         if not hasattr(self.causal, _ENTRY):
@@ -73,7 +73,7 @@ class _ThroughRoot(StreamModel):
     def _score(
         self, causal: nn.Module, stream: TokenStream, needs: Collection[str], temperature: float
     ) -> tuple[Tensor, Tensor | None]:
-        # FSDP2 finds the tensors whose gradients it waits for in tuples, not in dataclasses.
+        # FSDP2 looks for tensors with gradients in tuples, not in dataclasses.
         if self.sharing is None:
             inputs = super().loss_inputs(stream, needs, temperature)
             return inputs.logprobs, inputs.entropy
@@ -117,7 +117,7 @@ def build_critic(model: ModelConfig, config: FsdpBackendConfig, meshes: Meshes, 
 def build_reference(
     model: ModelConfig, config: FsdpBackendConfig, meshes: Meshes, seed: int, initial_weights: str
 ) -> ShardedStreamModel:
-    """Build the model that the run started from, sharded, frozen and in the dtype that is computed in. A collective.
+    """Build the initial model of the run, sharded, frozen and in the dtype of computations. A collective.
 
     Raises:
         CheckpointError: Unless its weights have the digest `initial_weights`.
@@ -192,9 +192,9 @@ def _without_values(model: ModelConfig, config: FsdpBackendConfig, dtype: torch.
 
 
 def shard(causal: PreTrainedModel, config: FsdpBackendConfig, meshes: Meshes) -> None:
-    """Divide every parameter over the ranks: a group for each decoder layer, and one for all that is outside of them.
+    """Divide every parameter over the ranks: a group for each decoder layer, and one for all else.
 
-    The gradients of a step are sums over ranks and micro-batches, in fp32: what a loss is divided by is fixed before.
+    The gradients of a step are plain sums over ranks and micro-batches, in fp32.
     """
     if config.activation_checkpointing:
         StreamModel(causal).checkpoint_activations({"use_reentrant": False})
@@ -202,11 +202,11 @@ def shard(causal: PreTrainedModel, config: FsdpBackendConfig, meshes: Meshes) ->
     options: dict[str, Any] = {
         "mesh": meshes.sharding,
         "mp_policy": MixedPrecisionPolicy(param_dtype=computing, reduce_dtype=torch.float32),
-        # Pinned memory is the GPU's; without one there is nothing to copy to.
+        # Memory is pinned for copies to a GPU.
         "offload_policy": CPUOffloadPolicy(pin_memory=config.on == "cuda") if config.cpu_offload else OffloadPolicy(),
     }
     if meshes.experts is not None:
-        # Before the layers, which then leave them alone: ranks of one expert group hold different experts.
+        # Before the layers, which then leave experts alone: ranks of one expert group hold different ones.
         for holder in _divide_experts(causal, meshes):
             apart = {**options, "mesh": meshes.experts[EXPERT_SHARD]}
             fully_shard(holder, reshard_after_forward=_reshards(holder, causal, config), **apart)
@@ -275,7 +275,7 @@ def check_sharded(
 
     A collective; ranks check the same tokens.
     """
-    # The probe calls decoder and output layer apart, where FSDP2 gathers what they have in common for neither.
+    # The probe calls decoder and output layer apart, for which FSDP2 gathers nothing.
     cast(FSDPModule, model.causal).unshard()
     try:
         # Compiling layers for the probe's own shapes and modes would take minutes.
@@ -296,7 +296,7 @@ def check_sharded(
 
 
 def cast_parameters(causal: nn.Module, dtype: torch.dtype) -> None:
-    """Cast parameters, and no buffers: rotary frequencies that were rounded to bf16 would give other angles."""
+    """Cast parameters without buffers: rotary frequencies in bf16 would give other angles."""
     buffers = [(module, dict(module._buffers)) for module in causal.modules()]
     nn.Module.to(causal, dtype=dtype)
     for module, own in buffers:
@@ -304,14 +304,14 @@ def cast_parameters(causal: nn.Module, dtype: torch.dtype) -> None:
 
 
 def give_back(causal: nn.Module) -> None:
-    """Free what was gathered and no backward pass has given back. Communicates nothing.
+    """Free gathered parameters that no backward pass has freed. Communicates nothing.
 
-    Until then modules have whole parameters in the place of their shards, which an optimizer must not take for its own.
+    An optimizer must not see whole parameters in the place of shards.
     """
     for module in sharded_modules(causal):
         module.reshard()
         state = module._get_fsdp_state()
-        # FSDP2 notes each forward, from the first one on, for the backward pass that never comes here.
+        # FSDP2 notes each forward pass for a backward pass, which does not come here.
         if hasattr(state._comm_ctx, "post_forward_order"):
             state._comm_ctx.post_forward_order.clear()
         if state._fsdp_param_group is not None:
@@ -319,14 +319,14 @@ def give_back(causal: nn.Module) -> None:
 
 
 def model_tensors(causal: nn.Module) -> list[Tensor]:
-    """Return shards and buffers, after gathered weights were given back."""
+    """Return shards and buffers, with gathered weights given back before."""
     give_back(causal)
     return [*causal.parameters(), *causal.buffers()]
 
 
 @contextmanager
 def gathered(causal: nn.Module, config: FsdpBackendConfig) -> Iterator[None]:
-    """Let every rank hold all parameters in the context, in the dtype that is computed in. A collective.
+    """Give every rank all parameters in the context, in the dtype of computations. A collective.
 
     Takes the memory of a whole copy. Nothing is communicated inside, so that ranks may do different things.
     """
@@ -343,5 +343,5 @@ def gathered(causal: nn.Module, config: FsdpBackendConfig) -> Iterator[None]:
 
 
 def _reshards(module: nn.Module | FSDPModule, causal: nn.Module, config: FsdpBackendConfig) -> bool:
-    """Return whether the gathered weights are freed after the forward pass; the last ones are needed again at once."""
+    """Return whether gathered weights are freed after the forward pass; the last ones are needed again at once."""
     return config.reshard_after_forward and module is not causal and not isinstance(module, ValueHead)

@@ -22,10 +22,7 @@ from spurline_ranks.worker import StepTotals, clip_factor
 
 
 class ShardedTrainedModel:
-    """A model with the optimizer of its parameters that require gradients.
-
-    make_optimization: makes the optimizer of DTensors, given by the names of the model. Making one is a collective.
-    """
+    """A model with the optimizer of its parameters that require gradients. Making one is a collective."""
 
     def __init__(self, model: StreamModel, make_optimization: MakeOptimization) -> None:
         self.model = model
@@ -33,14 +30,14 @@ class ShardedTrainedModel:
             name: value for name, value in model.causal.named_parameters() if value.requires_grad
         }
         self.initial_weights = weights_digest(model.causal)
-        """Recognises the weights that the whole run started from, also after a resume."""
+        """The digest of the weights that the run started from, also after a resume."""
         self.frozen_weights = weights_digest(model.causal, frozen=True)
-        """Recognises the weights that are not trained, and that a checkpoint does not hold."""
+        """The digest of the frozen weights, which checkpoints do not hold."""
         self.updates = 0
         self.optimization = make_optimization(self.parameters)
 
     def totals(self, loss: float) -> StepTotals:
-        """Join the norm and the loss, in the one exchange of a step that is not FSDP2's. See `StepTotals.of`."""
+        """Join norm and loss of all ranks; see `StepTotals.of`. A collective."""
         squares = torch.zeros((), dtype=torch.float64, device=self.model.causal.device)
         for value in self.parameters.values():
             if value.grad is not None:
@@ -54,7 +51,7 @@ class ShardedTrainedModel:
         if factor is not None:
             for value in self.parameters.values():
                 if value.grad is not None:
-                    # On the shards: a factor is the same for all, and expert groups have meshes of their own.
+                    # On the shards, as expert groups have meshes of their own.
                     _local(value.grad).mul_(factor)
         rates = self.optimization.step(self.updates + 1)
         self.updates += 1
@@ -70,11 +67,11 @@ def _local(value: Tensor) -> Tensor:
 
 
 def _copies(value: Tensor) -> int:
-    """How many ranks hold each value of this parameter, so that it is counted once."""
+    """Return the number of ranks that hold each value of this parameter."""
     world = dist.get_world_size()
     if not isinstance(value, DTensor):
         return world
     mesh = value.device_mesh
-    # Not `is_shard`: experts are sharded twice in one dimension, for which torch has a placement of another kind.
+    # Not `is_shard`: experts are sharded twice in one dimension, which is another kind of placement.
     parts = math.prod(mesh.size(place) for place, kind in enumerate(value.placements) if not kind.is_replicate())
     return world // parts

@@ -25,9 +25,12 @@ from spurline_models.weight_files import safetensors_files
 
 
 def load_weights(causal: PreTrainedModel, model: ModelConfig, seed: int, device: Literal["cpu", "cuda"]) -> None:
-    """Give every parameter and buffer its value. causal: sharded, on the meta device. A collective.
+    """Give every parameter and buffer of a sharded model on the meta device its value. A collective.
 
-    A value head keeps the values it begins with. Raises ModelError for files that do not fit, on every rank.
+    A value head begins with zeros.
+
+    Raises:
+        ModelError: If files do not fit, on every rank.
     """
     files = [] if model.init == "random" else safetensors_files(model)
     if files:
@@ -46,7 +49,7 @@ def _read_parts(causal: PreTrainedModel, model: ModelConfig, files: list[Path], 
         head = own and f"{own[0]}.weight"
         if head:
             slices.pop(head, None)
-        # What makes transformers leave parameters alone that are sharded already.
+        # Lets transformers leave sharded parameters alone.
         causal._is_distributed_loading_by_transformers = True
         found, loading = read_into(causal, slices, device)
         if own:
@@ -60,7 +63,7 @@ def _read_parts(causal: PreTrainedModel, model: ModelConfig, files: list[Path], 
 
 
 def _hand_out(causal: PreTrainedModel, model: ModelConfig, seed: int, device: str) -> None:
-    """The first rank holds the whole model in the memory of its host meanwhile."""
+    """Load the whole model on the host of the first rank, and hand it out."""
     whole: dict[str, Tensor] = {}
     if dist.get_rank() == 0:
         loaded = load_model(model, device_profile("cpu"), seed)

@@ -9,7 +9,7 @@ Place on the way: shards of the optimizer -> pieces; pieces -> shards, from whic
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,11 +34,10 @@ from spurline_models.optimizers.state import (
     is_plain,
     unsaveable,
 )
-from spurline_models.saved_state import write_facts
 from spurline_models.weight_files import WeightStream
 from spurline_models.weights import digest_of_samples
 from spurline_ranks.checkpoint import StoredModel, digest_of_ranks
-from spurline_ranks.pieces import Box, Piece, PieceIndex, Shape, write_pieces
+from spurline_ranks.pieces import Box, Piece, PieceIndex, Shape
 
 _NOTHING_FROZEN = digest_of_samples([])
 
@@ -100,17 +99,17 @@ def save(path: Path, models: Models, grid: Grid) -> dict[str, FileDigest]:
     # The only exchange, for all models at once: a rank that fails leaves no other waiting.
     states = _joined_states(own, models)
     for role, trained in models.items():
-        folder = path / role
-        try:
-            folder.mkdir(exist_ok=True)
-            if states is not None:
-                digested = trained.initial_weights, _NOTHING_FROZEN
-                known = trained.shapes.keys(), states[role].facts(), _layout(grid)
-                write_facts(folder, SavedModel.facts_of(trained.updates, *digested, *known))
-        except OSError as error:
-            raise CheckpointWriteError(str(error)) from error
-        written = write_pieces(folder, rank, pieces(own[role]))
-        digests.update({f"{role}/{name}": digest for name, digest in written.items()})
+        facts = None
+        if states is not None:
+            facts = {
+                "updates": trained.updates,
+                "initial_weights": trained.initial_weights,
+                "frozen_weights": _NOTHING_FROZEN,
+                "weights": list(trained.shapes),
+                "optimizer": states[role].facts(),
+                "layout": asdict(grid),
+            }
+        digests |= SavedModel.write(path / role, rank, facts, pieces(own[role]))
     return digests
 
 
@@ -303,11 +302,6 @@ def join(states: Sequence[OptimizerState]) -> OptimizerState:
     shapes = {key: shape for state in states for key, shape in state.shapes.items()}
     on_host = tuple(key for state in states for key in state.on_host)
     return OptimizerState({}, first.optimizer, values, first.groups, shapes, on_host)
-
-
-def _layout(grid: Grid) -> dict[str, int]:
-    names = ("ranks", "tensor", "pipeline", "virtual_stages", "context", "expert", "expert_tensor")
-    return {name: getattr(grid, name) for name in names}
 
 
 def read_weights(run: RunConfig, folder: Path, digests: Mapping[str, FileDigest]) -> WeightStream:

@@ -9,7 +9,7 @@ no state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -20,16 +20,16 @@ from torch import Tensor
 
 from spurline.config.run_config import RunConfig
 from spurline.digests import FileDigest, verify_files
-from spurline.errors import CheckpointError, DamagedCheckpointError
+from spurline.errors import CheckpointError, CheckpointWriteError, DamagedCheckpointError
 from spurline.protocols.backend import Role
 from spurline_models.adapters.adapter_weights import AdapterStream
 from spurline_models.configs import LoraConfig
 from spurline_models.optimizers.state import OptimizerState
-from spurline_models.saved_state import check_frozen, check_weights, read_facts
+from spurline_models.saved_state import check_frozen, check_weights, read_facts, write_facts
 from spurline_models.saved_weights import SavedTensors, saved_adapter, saved_weights
 from spurline_models.weight_files import WeightStream
 from spurline_models.weights import digest_of_samples, sampled_positions
-from spurline_ranks.pieces import Box, PieceIndex
+from spurline_ranks.pieces import Box, Piece, PieceIndex, write_pieces
 
 _POLICY: Role = "policy"
 
@@ -99,28 +99,20 @@ class StoredModel:
         raise NotImplementedError
 
     @classmethod
-    def facts_of(
-        cls,
-        updates: int,
-        initial_weights: str,
-        frozen_weights: str,
-        weights: Collection[str],
-        optimizer: Mapping[str, Any],
-        layout: Mapping[str, int],
-    ) -> dict[str, Any]:
-        """Return the facts that the first rank writes with `write_facts`.
+    def write(
+        cls, folder: Path, rank: int, facts: Mapping[str, Any] | None, pieces: Iterable[Piece]
+    ) -> dict[str, FileDigest]:
+        """Write the pieces of a rank, and the facts of the first one; return digests by path beside the folder.
 
-        The names of the weights in the pieces tell a reader which files are missing.
+        Raises CheckpointWriteError.
         """
-        return {
-            "format": cls._format(),
-            "updates": updates,
-            "initial_weights": initial_weights,
-            "frozen_weights": frozen_weights,
-            "weights": list(weights),
-            "optimizer": dict(optimizer),
-            "layout": dict(layout),
-        }
+        try:
+            folder.mkdir(exist_ok=True)
+            if facts is not None:
+                write_facts(folder, {"format": cls._format(), **facts})
+        except OSError as error:
+            raise CheckpointWriteError(str(error)) from error
+        return {f"{folder.name}/{name}": digest for name, digest in write_pieces(folder, rank, pieces).items()}
 
     @property
     def weights(self) -> list[str]:

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import ray
 from ray._private.services import canonicalize_bootstrap_address
@@ -55,12 +55,15 @@ class Node:
 
 
 class RayCluster:
-    """One user's hold on the cluster, from `open` to `close`."""
+    """One user's hold on the cluster, from `open` to `close`. All holds of a process share one connection."""
+
+    _lock: ClassVar = threading.Lock()
+    _holds: ClassVar[list[RayCluster]] = []
+    _has_joined: ClassVar = False
+    """Whether Ray was initialized here; otherwise other code of this process also ends it."""
 
     def __init__(self, request: ClusterRequest) -> None:
         self._request = request
-        self._lock = threading.Lock()
-        self._is_open = False
 
     def open(self) -> None:
         """Join the cluster. May be called again.
@@ -68,17 +71,30 @@ class RayCluster:
         Raises:
             UserError: If there is none, it does not answer, or this process has joined another one.
         """
-        with self._lock:
-            if not self._is_open:
-                _CONNECTION.enter(self._request)
-                self._is_open = True
+        with RayCluster._lock:
+            if self in RayCluster._holds:
+                return
+            for other in RayCluster._holds:
+                known, own = other._request, self._request
+                if (known.address, known.env_vars) != (own.address, own.env_vars):
+                    raise UserError(
+                        "This process has joined a Ray cluster with another address or runtime_env, and can be in one "
+                        "alone. Give both runs the same."
+                    )
+            if not RayCluster._holds and not ray.is_initialized():
+                _join_in_time(self._request)
+                RayCluster._has_joined = True
+            RayCluster._holds.append(self)
 
     def close(self) -> None:
         """Leave the cluster with the last hold. May be called again."""
-        with self._lock:
-            if self._is_open:
-                self._is_open = False
-                _CONNECTION.leave()
+        with RayCluster._lock:
+            if self not in RayCluster._holds:
+                return
+            RayCluster._holds.remove(self)
+            if not RayCluster._holds and RayCluster._has_joined:
+                RayCluster._has_joined = False
+                ray.shutdown()
 
     def obeys_strangers(self) -> bool:
         """Return whether the head answers a process that has no token. Raises RunFailedError if it cannot be asked."""
@@ -149,55 +165,21 @@ def free_of(nodes: Sequence[Node]) -> str:
     )
 
 
-class _Connection:
-    """The one connection of this process to a cluster."""
+def _join_in_time(request: ClusterRequest) -> None:
+    joined: Future[None] = Future()
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._users = 0
-        self._request = ClusterRequest()
-        self._has_joined = False
-
-    def enter(self, request: ClusterRequest) -> None:
-        with self._lock:
-            if not self._users:
-                self._request = request
-                # Otherwise the code that has initialized Ray in this process also ends it.
-                if not ray.is_initialized():
-                    self._join()
-            elif (self._request.address, self._request.env_vars) != (request.address, request.env_vars):
-                raise UserError(
-                    "This process has joined a Ray cluster with another address or runtime_env, and can be in one "
-                    "alone. Give both runs the same."
-                )
-            self._users += 1
-
-    def leave(self) -> None:
-        with self._lock:
-            self._users -= 1
-            if not self._users and self._has_joined:
-                self._has_joined = False
-                ray.shutdown()
-
-    def _join(self) -> None:
-        joined: Future[None] = Future()
-
-        def join() -> None:
-            try:
-                joined.set_result(_join(self._request))
-            except BaseException as error:  # noqa: BLE001 - raised where it is awaited
-                joined.set_exception(error)
-
-        # On the main thread Ray would take SIGTERM for itself.
-        threading.Thread(target=join, name="spurline-ray", daemon=True).start()
+    def join() -> None:
         try:
-            joined.result(CONNECT_TIMEOUT_S)
-        except TimeoutError:
-            raise UserError(f"The Ray cluster has not answered for {CONNECT_TIMEOUT_S:g} s. {_RESTART}") from None
-        self._has_joined = True
+            joined.set_result(_join(request))
+        except BaseException as error:  # noqa: BLE001 - raised where it is awaited
+            joined.set_exception(error)
 
-
-_CONNECTION = _Connection()
+    # On the main thread Ray would take SIGTERM for itself.
+    threading.Thread(target=join, name="spurline-ray", daemon=True).start()
+    try:
+        joined.result(CONNECT_TIMEOUT_S)
+    except TimeoutError:
+        raise UserError(f"The Ray cluster has not answered for {CONNECT_TIMEOUT_S:g} s. {_RESTART}") from None
 
 
 def _join(request: ClusterRequest) -> None:
