@@ -257,19 +257,6 @@ def test_the_first_rank_alone_is_sent_everything_where_it_makes_all_buckets(
 
 
 @pytest.mark.processes
-def test_all_ranks_make_every_bucket_of_the_same_values_where_all_are_asked(
-    start: Start, models: dict[str, Path]
-) -> None:
-    ranks = start(4)
-    expected = hold_files(ranks, models["experts"], Grid(4, pipeline=2, expert=2))
-    found = record(buckets_of_ranks(ranks, 1, choice_of(made_by="all")))
-    assert_weights_equal(found.weights, expected)
-    assert all(senders == ["0", "1", "2", "3"] for senders in found.senders)
-    assert len(found.processes) == 4
-    assert found.told == {4}
-
-
-@pytest.mark.processes
 @pytest.mark.parametrize("made_by", ["first", "owners", "all"])
 def test_a_rank_that_makes_buckets_ahead_holds_two_of_them(start: Start, models: dict[str, Path], made_by: str) -> None:
     ranks = start(4)

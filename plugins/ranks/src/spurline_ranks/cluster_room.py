@@ -49,7 +49,7 @@ class Place:
 
 
 _reserved: dict[ClusterNeed, list[Place]] = {}
-"""Room that a run of this process has reserved, and nobody has taken yet."""
+"""Reserved room of a run of this process that no code has taken yet."""
 _reserved_lock = threading.Lock()
 
 
@@ -75,7 +75,7 @@ class RunRoom:
                 _reserved.setdefault(need, []).extend(places)
 
     def close(self) -> None:
-        """Give back what nobody has taken. May be called again."""
+        """Give back the room that no code has taken. May be called again."""
         with _reserved_lock:
             left = [place for places in _reserved.values() for place in places]
             _reserved.clear()
@@ -113,14 +113,14 @@ class RunRoom:
 def room_for(
     cluster: RayCluster, need: ClusterNeed, setting: str, timeout_s: float, given_up: Callable[[], bool] = lambda: False
 ) -> list[Place]:
-    """Return the room that this run has reserved for a need, and reserve it first if it has not.
+    """Return the reserved room of this run for a need, or reserve it now.
 
     Args:
         cluster: Where the room is.
-        need: One place is for all of its processes that are `together`, otherwise one for each.
+        need: Processes that are `together` get one place, others one each.
         setting: The section that an error names.
         timeout_s: Seconds to wait for room.
-        given_up: Whether the room is not wanted any more.
+        given_up: Ends the wait when it returns True.
 
     Raises:
         ConfigError: If there is too little room in time, with the numbers.
@@ -204,15 +204,15 @@ def _plan(need: ClusterNeed, nodes: Sequence[Node]) -> _Plan:
 
 
 def ranks_per_machine(need: ClusterNeed, nodes: Sequence[Node]) -> int:
-    """Return how many processes each machine gets: as many as are asked for, else all where one machine has room, else
-    as many as each has.
+    """Return how many processes each machine gets: the number in the settings, else all if they fit on one machine,
+    else as many as fit on each.
 
     Raises:
         ConfigError: If the machines are not equal, or the processes do not fill them.
     """
     resource, each = ("GPU", need.gpus) if need.gpus else ("CPU", need.cpus)
     room = {node.name: int(node.has(resource) // each) for node in nodes if node.has(resource) >= each}
-    # Where no machine has room, the wait for it says so.
+    # If they fit on no machine, the wait for room says so.
     most = max(room.values(), default=need.count)
     per_machine = min(need.count, need.per_machine or most)
     if need.per_machine is None and most < need.count and len(set(room.values())) > 1:

@@ -14,7 +14,7 @@ _INTERFACE = "lo"
 
 
 def local_environments(request: RankRequest) -> list[dict[str, str]]:
-    """Return the environment variables of each rank here: with `cuda` it sees one GPU, which is its own, else none.
+    """Return the environment variables of each rank here, which sees one GPU of its own with `cuda`, else none.
 
     Raises ConfigError when there are too few GPUs.
     """
@@ -47,7 +47,7 @@ def gpus_of_ranks(request: RankRequest) -> tuple[str, ...]:
 def gpus_beside_ranks(request: RankRequest | None) -> tuple[str, ...] | None:
     """Return the GPUs of this machine that no rank has, as CUDA_VISIBLE_DEVICES names them.
 
-    None where no rank has a GPU of this machine, or the cluster gives them out: then nothing is to be kept apart here.
+    None if no rank has a GPU of this machine, or the cluster gives them out.
     """
     if request is None or request.device != "cuda" or request.launch != "local":
         return None

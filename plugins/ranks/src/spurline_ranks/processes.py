@@ -39,7 +39,7 @@ from spurline_ranks.store import open_store
 _END_TIMEOUT_S = 30.0
 """Seconds within which a killed process must have ended."""
 _ANSWER_TIMEOUT_S = 2.0
-"""Seconds that a rank has to say what it is doing, and to write its stacks."""
+"""Seconds that a rank has to answer what it does, and to write its stacks."""
 _FORK_TIMEOUT_S = 60.0
 
 
@@ -119,7 +119,7 @@ class LocalRanks(RankGroup):
 
 
 class _Process:
-    """The controller's handle of one rank. A thread receives what the rank sends."""
+    """The controller's handle of one rank. A thread receives its messages."""
 
     def __init__(self, server: _Server, order: RankOrder, outcomes: SimpleQueue[tuple[int, Outcome]]) -> None:
         self.order = order
@@ -196,7 +196,7 @@ class _Process:
         except (EOFError, OSError):
             self.ended.wait(_ANSWER_TIMEOUT_S)
             self._outcomes.put((self.order.rank, Died(self._how_it_died(), last_words(self._log.fileno()))))
-        except Exception as error:  # noqa: BLE001 - raised where the call was made, which would wait for its limit
+        except Exception as error:  # noqa: BLE001 - raised where the call was made
             self._outcomes.put((self.order.rank, Raised.of(error)))
 
     def _how_it_died(self) -> str:
@@ -209,7 +209,7 @@ class _Process:
 
 
 def _name_of_signal(number: int) -> str:
-    # Those for real time have no names.
+    # Real-time signals have no names.
     return signal.Signals(number).name if number in [*signal.Signals] else f"signal {number}"
 
 

@@ -37,11 +37,11 @@ from spurline_ranks.store import open_store
 _END_TIMEOUT_S = 30.0
 """Seconds that a process may take to be gone after it was killed."""
 _ANSWER_TIMEOUT_S = 3.0
-"""Seconds that a machine has to say what a rank does, wrote or where it stands."""
+"""Seconds that a machine has to answer for a rank."""
 _PING_TIMEOUT_S = 15.0
-"""Seconds that a machine has to say that it is there, busy as it may be, before it counts as lost."""
+"""Seconds that a busy machine has to answer before it counts as lost."""
 _TELLING_S = 10.0
-"""Seconds that Ray has to tell of the end of a process that is not there any more."""
+"""Seconds that Ray has to report the end of a process."""
 _WATCH = "watch"
 """The thread of an actor that answers while another one computes."""
 _LOST = Died("was lost with its machine, which does not answer any more,")
@@ -60,7 +60,7 @@ class RankActor:
         self._main: RankMain | None = None
 
     def meet(self, hosts_store: bool) -> bytes:
-        """Return the outcome: this process's id and output, and the place of its store where it hosts one."""
+        """Return the outcome: this process's id and log, and the place of its store if it hosts one."""
         store = None
         if hosts_store:
             self._store = open_store(address := get_node_ip_address())
@@ -68,14 +68,14 @@ class RankActor:
         return packed(Value((os.getpid(), os.readlink("/proc/self/fd/2"), store)))
 
     def start(self, order: RankOrder, log: str | None) -> bytes:
-        """Join the others and make the worker; returns the outcome. log: of this rank from now on."""
+        """Write into this log from now on, join the others and make the worker; return the outcome."""
         if log is not None:
             write_into(log)
         self._main = RankMain(order)
         return self._main.start()
 
     def call(self, method: str, arguments: bytes) -> bytes:
-        """Call a method of the worker; returns the outcome. arguments: a packed tuple."""
+        """Call a method of the worker with a packed tuple of arguments; return the outcome."""
         assert self._main is not None
         return self._main.call(method, unpacked(arguments))
 
@@ -86,7 +86,7 @@ class RankActor:
 
 @dataclass
 class _Rank:
-    """An actor from outside. pid and log, the file that it writes to, are known once it has answered."""
+    """The controller's handle of an actor, which tells its process id and log file with its first answer."""
 
     actor: Any
     node: Node
@@ -132,7 +132,7 @@ class RayRanks(RankGroup):
 
     def _wait(self, missing: Sequence[int], timeout_s: float) -> dict[int, Outcome]:
         waiting = [answer for answer, rank in self._answers.items() if rank in missing]
-        # One at a time: a list of answers would only be there when the last one is.
+        # One at a time, as each comes.
         ready, _ = ray.wait(waiting, num_returns=1, timeout=timeout_s)
         return {(rank := self._answers.pop(answer)): self._outcome(rank, answer) for answer in ready}
 
@@ -151,7 +151,7 @@ class RayRanks(RankGroup):
         return what_comes({rank: self._ranks[rank].actor.doing.remote() for rank in missing}, _ANSWER_TIMEOUT_S)
 
     def _stacks(self, missing: Sequence[int]) -> Mapping[int, str]:
-        # The process of a rank that has never answered is not known.
+        # A rank that has never answered has no known process.
         known = [(number, self._ranks[number]) for number in missing if self._ranks[number].pid]
         asked = {
             number: self._watchers[rank.node.id].stacks.remote(rank.pid, rank.log, _ANSWER_TIMEOUT_S)
@@ -176,7 +176,6 @@ class RayRanks(RankGroup):
         return gone
 
     def _pids_by_node(self, ranks: Sequence[int]) -> dict[str, dict[int, int]]:
-        """Return the ranks of each machine by their process ids."""
         found: dict[str, dict[int, int]] = {}
         for number in ranks:
             rank = self._ranks[number]
@@ -201,7 +200,7 @@ class RayRanks(RankGroup):
         self._cluster.close()
 
     def _place_ranks(self, request: RankRequest) -> None:
-        """Make an actor for each rank, and one for each machine, where there is room for them."""
+        """Make an actor for each rank and each machine in the room of the run."""
         need = request.cluster_need()
         assert need is not None, request
         (place,) = room_for(self._cluster, need, "backend", self._cluster_request.room_timeout_s)
@@ -215,7 +214,7 @@ class RayRanks(RankGroup):
             self._ranks += [_Rank(kind.options(**options).remote(), node, local) for local in range(per_node)]
 
     def _meet(self) -> list[Any]:
-        """Wait until every actor is there; returns the place of the store that each hosts, or None."""
+        """Wait until every actor has answered; return the place of the store of each, or None."""
         self._answers = {rank.actor.meet.remote(not number): number for number, rank in enumerate(self._ranks)}
         with self._lock:
             met = self._collect(START, self._limits.start_s, time.monotonic())
@@ -224,7 +223,6 @@ class RayRanks(RankGroup):
         return [store for _, _, store in met]
 
     def _order(self, request: RankRequest, worker: str, arguments: tuple[Any, ...], store: tuple[str, int]) -> None:
-        """Tell every actor which rank it is."""
         chosen = self._cluster_request.env_vars
         self._answers = {}
         for number, rank in enumerate(self._ranks):
@@ -259,7 +257,7 @@ class RayRanks(RankGroup):
         return _LOST
 
     def _left(self) -> list[str]:
-        """Name ranks that are still there although they were killed. A lost machine cannot be asked, and has none."""
+        """Name killed ranks that have not ended. A lost machine cannot be asked."""
         pids = self._pids_by_node([number for number, rank in enumerate(self._ranks) if rank.pid])
         asked = {
             node: watcher.end.remote(list(pids.get(node, ())), _END_TIMEOUT_S)
@@ -271,7 +269,7 @@ class RayRanks(RankGroup):
 
 
 def _how_it_died(error: RayActorError) -> str:
-    """Say what Ray knows of it, as the predicate of a sentence."""
+    """Return the predicate of a sentence about the death."""
     text = str(error).strip()
     if (code := re.search(r"exit code (\d+)", text)) is not None:
         return f"ended with exit code {code[1]}"

@@ -124,7 +124,7 @@ class RayCluster:
         nodes: list[Node] = []
         for node in alive:
             name, identity = node["NodeManagerHostname"], node["NodeID"]
-            # Several may run on one machine.
+            # In tests several nodes run on one machine.
             told = name if there[name] == 1 else f"{name} ({identity[:8]})"
             nodes.append(Node(identity, told, node["Resources"], free.get(identity, {})))
         return sorted(nodes, key=lambda node: (node.name, node.id))
@@ -134,12 +134,12 @@ class RayCluster:
         return placement_group([dict(bundle) for bundle in bundles], strategy=strategy)
 
     def release(self, group: PlacementGroup) -> None:
-        """Give its resources back; what runs there is killed."""
+        """Give its resources back, and kill the processes there."""
         if ray.is_initialized():
             remove_placement_group(group)
 
     def actor_options(self, group: PlacementGroup, bundle: int, needs: Bundle) -> dict[str, Any]:
-        """Return the options of an actor in that bundle, which is never started a second time."""
+        """Return the options of an actor in that bundle, which Ray never starts a second time."""
         return {
             "num_cpus": needs.get("CPU", 0),
             "num_gpus": needs.get("GPU", 0),
