@@ -92,18 +92,6 @@ class TestAdapterOfReplicasOnFilesOfHalfPrecision(AdapterContract):
         return half_precision_files
 
 
-@pytest.mark.slow
-@pytest.mark.processes
-class TestAdapterOnExpertsOfTwoRanks(AdapterContract):
-    plugins = ("fsdp_backend",)
-    backend_settings = on(2, lora={"rank": 4, "alpha": 32.0})
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def adapted_model(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        return write_tiny_moe_model(tmp_path_factory.mktemp("experts"))
-
-
 @pytest.mark.processes
 def test_an_adapter_on_a_tied_output_layer_is_refused(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path, tie_word_embeddings=True)

@@ -52,6 +52,8 @@ class Trained:
 
 
 def settings_of(kind: str) -> dict[str, Any]:
+    if kind == "replicas":
+        return on(4, replicas=2)
     return on(2, lora={"rank": 4, "alpha": 8.0}) if kind == "adapters" else on(2)
 
 
@@ -61,7 +63,9 @@ def run_of(kind: str, folder: Path, settings: Mapping[str, Any]) -> LoadedConfig
     return backend_run(model, {**settings, "probe": False}, ("fsdp_backend",))
 
 
-@pytest.fixture(scope="module", params=["tied", "adapters", "experts"])
+@pytest.fixture(
+    scope="module", params=["tied", "adapters", "experts", pytest.param("replicas", marks=pytest.mark.slow)]
+)
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
     folder = tmp_path_factory.mktemp(request.param)
     loaded = run_of(request.param, folder, settings_of(request.param))
@@ -104,16 +108,6 @@ def test_ranks_that_cannot_write_say_so_and_stay(tmp_path: Path) -> None:
         written, asked = contents(taken), contents(whole)
         assert all(written[name] == asked[name] for name in names[::2]), "the first rank has written its files"
         backend.update(*minibatch("packed", ONE, 0))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["plain", "tied", "adapters", "experts"])
-@pytest.mark.parametrize("settings", [on(3), on(4, replicas=2)], ids=["three", "replicas"])
-def test_every_layout_writes_the_same_files(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
-    adapters = {"lora": {"rank": 4, "alpha": 8.0}} if kind == "adapters" else {}
-    with opened(run_of(kind, tmp_path, {**settings, **adapters})) as (backend, _):
-        many = Trained(run_of(kind, tmp_path, {**settings, **adapters}), backend, tmp_path)
-    assert contents(many.export(tmp_path / "out")) == contents(many.written)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

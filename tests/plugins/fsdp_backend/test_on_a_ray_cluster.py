@@ -16,25 +16,13 @@ from spurline.errors import ConfigError
 from spurline.protocols.backend import Backend
 from spurline.protocols.collator import ParallelLayout
 from spurline_models import machine
-from spurline_ranks.group import ClusterRequest
 from spurline_rl.testing.backend_cases import minibatch, weights_of, without_times
 from spurline_rl.testing.backend_runs import backend_run, opened
 
 pytest.importorskip("ray")
-from spurline_ranks.ray_cluster import RayCluster
 
 LAYOUT = ParallelLayout(data=1)
 """Batches of all layouts are the same ones."""
-
-
-@pytest.fixture(scope="module")
-def joined() -> Iterator[RayCluster]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_ADDRESS", two_machines().address)
-        cluster = RayCluster(ClusterRequest())
-        cluster.open()
-        yield cluster
-        cluster.close()
 
 
 @contextmanager
@@ -47,8 +35,9 @@ def backend_of(model: Path, run_dir: Path, **settings: Any) -> Iterator[Backend]
 
 @pytest.mark.processes
 def test_ranks_of_two_machines_train_bit_for_bit_as_those_of_one_process_and_continue_each_other(
-    joined: RayCluster, spurline_tiny_model: Path, tmp_path: Path
+    spurline_tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", two_machines().address)
     run_dir = tmp_path / "run"
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir(), there.mkdir()
@@ -94,11 +83,7 @@ def test_settings_that_a_cluster_cannot_guess_are_asked_for(
     [
         ({"name": "vllm"}, "ray", r"engine.placement is local, and the backend's launch is ray.*Set placement: ray"),
         ({"name": "vllm", "placement": "ray"}, "local", "engine.placement is ray, and the backend's launch is local"),
-        (
-            {"name": "child_process", "device": "cuda"},
-            "ray",
-            "engine.device is cuda, which takes a GPU of",
-        ),
+        ({"name": "child_process", "device": "cuda"}, "ray", "engine.device is cuda, which takes a GPU of"),
         ({"name": "vllm", "placement": "ray"}, "ray", None),
         ({"name": "child_process", "device": "cpu"}, "ray", None),
     ],

@@ -1,4 +1,4 @@
-"""What bf16 keeps, what dropout draws, and models that packed or long rows are not exact for."""
+"""What bf16 keeps, what dropout draws, frozen parts, and models that packed or long rows are not exact for."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ import torch
 from fsdp_layouts import LONG, on
 from model_families import FAMILIES, tiny_model
 
+from spurline.config.loading import LoadedConfig
 from spurline.errors import DataError, ModelError
 from spurline.protocols.backend import Backend
 from spurline.protocols.collator import ParallelLayout
+from spurline_fsdp_backend.checkpoint import read_weights
 from spurline_models.testing import write_tiny_model
 from spurline_rl.testing.backend_cases import (
     assert_gradients_close,
     minibatch,
     uneven_batch,
     values_batch,
+    weights_of,
     with_dropout,
 )
 from spurline_rl.testing.backend_runs import KeptBackend, backend_run, opened
@@ -152,3 +155,40 @@ def test_ranks_stay_after_a_sample_that_is_too_long(tmp_path: Path) -> None:
             with pytest.raises(DataError, match=r"17 tokens.*'dynamic'.*16"):
                 call(*minibatch("packed", layout, lengths=(3, 17, 5, 9)))
         assert backend.update(*minibatch("packed", layout, lengths=(3, 16, 5, 9)))["tokens"] == 33
+
+
+FROZEN = ("*embed_tokens*", "model.layers.0.*", "*norm*", "*up_proj*")
+"""A whole layer and what is before it, and parts of the other one."""
+
+
+def frozen_run(model: Path, settings: dict[str, Any]) -> LoadedConfig:
+    loaded = backend_run(model, settings, ("fsdp_backend",))
+    section = loaded.config.model.model_copy(update={"freeze": FROZEN})
+    return replace(loaded, config=loaded.config.model_copy(update={"model": section}))
+
+
+def test_frozen_parts_of_shards_are_those_of_one_process(spurline_tiny_model: Path, tmp_path: Path) -> None:
+    with (
+        opened(frozen_run(spurline_tiny_model, on(2))) as (backend, layout),
+        opened(frozen_run(spurline_tiny_model, {"name": "models/local", "device": "cpu"})) as (local, _),
+    ):
+        assert {**backend.facts(), "device": ""} == {**local.facts(), "device": ""}
+        initial = weights_of(backend)
+        for step in range(2):
+            batch, objective = minibatch("padded", layout, step)
+            found, expected = (one.update(batch, objective) for one in (backend, local))
+            for name in ("loss", "grad_norm"):
+                assert found[name] == pytest.approx(expected[name], rel=1e-5), (step, name)
+        assert_gradients_close(backend.gradients(batch, objective), local.gradients(batch, objective), 1e-5)
+        changed = {name for name, value in weights_of(backend).items() if not torch.equal(value, initial[name])}
+        assert changed == {name for name, _ in local.gradients(batch, objective)}
+        backend.save(tmp_path)
+        backend.update(batch, objective)
+        expected_weights = weights_of(backend)
+        backend.load(tmp_path)
+        backend.update(batch, objective)
+        assert all(torch.equal(value, expected_weights[name]) for name, value in weights_of(backend).items())
+        run = frozen_run(spurline_tiny_model, on(2)).config
+        read = dict(read_weights(run, tmp_path, {}).tensors)
+        backend.load(tmp_path)
+        assert all(torch.equal(value, read[name]) for name, value in weights_of(backend).items())
