@@ -195,13 +195,6 @@ def test_engines_of_vllm_make_room_for_adapters_that_they_compute_as_the_trainer
     assert room("float32", base_dtype="bf16") is None, "it would add the adapter to weights that are not rounded"
 
 
-def test_a_backend_without_adapters_sends_its_weights(tmp_path: Path) -> None:
-    backend, taker = local_backend(write_model_folder(tmp_path / "model")), Taker()
-    publish(make_sync("in_process", tmp_path), 1, backend, taker)
-    assert taker.began == [("model", 1)]
-    assert_weights_equal(taker.taken, dict(backend.named_weights()))
-
-
 def test_a_lost_bucket_of_an_adapter_is_sent_again(adapted: LocalBackend, tmp_path: Path) -> None:
     sync, taker = make_sync("collective", tmp_path, exchange_timeout_s=2.0), Taker(loses=2)
     try:

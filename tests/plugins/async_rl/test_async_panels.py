@@ -17,9 +17,6 @@ from spurline_async_rl.timeline.configs import StalenessPanelConfig, TimelinePan
 from spurline_async_rl.timeline.figure import lanes_of, last_window
 from spurline_async_rl.timeline.panels import StalenessPanel, TimelinePanel
 from spurline_async_rl.timeline.records import GroupSpan, Span, StepRecord, Taken, encode_record, read_timeline
-from spurline_insight.report.page import default_panels
-from spurline_insight.report.panels.samples import SamplesPanel
-from spurline_insight.report.panels.summary import ConfigPanel
 from spurline_insight.report_panel import RunRecord
 from spurline_insight.testing import ReportPanelContract
 
@@ -123,13 +120,6 @@ def test_no_two_groups_share_a_lane_at_the_same_time(tmp_path: Path) -> None:
             assert before.ended <= after.began
 
 
-def test_lanes_beyond_those_drawn_are_counted(tmp_path: Path) -> None:
-    write(tmp_path, StepRecord(1, 2.0, tuple(group(draw, 0.0, 1.0) for draw in range(200))))
-    fragment = TimelinePanel(TimelinePanelConfig()).render(RunRecord(tmp_path, [], {}))
-    assert "128 of 200 lanes are drawn" in str(fragment)
-    assert len(by_name(figures(fragment)[0])["not trained by then"]["y"]) == 128
-
-
 def test_a_spoilt_timeline_is_named(tmp_path: Path) -> None:
     (tmp_path / "timeline.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
     with pytest.raises(RunDirectoryError, match=r"timeline\.jsonl:1"):
@@ -165,9 +155,3 @@ def test_waiting_is_drawn_as_a_share_of_the_step() -> None:
     assert traces["publishing weights"]["y"] == [0.125, 0.25]
     assert traces["finished, untrained"]["y"] == [3, 4]
     assert traces["depth of admission"]["y"] == [9.5]
-
-
-def test_panels_of_a_plugin_stand_before_those_that_fill_pages() -> None:
-    titles = [panel.title for panel in default_panels(PluginHost.load(["async_rl"]).registry)]
-    assert titles[-2:] == [SamplesPanel.title, ConfigPanel.title]
-    assert {StalenessPanel.title, TimelinePanel.title} <= set(titles[:-2])

@@ -9,7 +9,6 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loopback_members import PROMPT, World
@@ -20,8 +19,6 @@ from spurline_async_rl.engines.child.main import Chunks
 from spurline_async_rl.engines.child.packing import (
     add_progress,
     pack_progress,
-    pack_prompt,
-    unpack_prompt,
 )
 from spurline_async_rl.engines.configs import PoolConfig
 from spurline_async_rl.engines.progress import Progress
@@ -112,16 +109,6 @@ def test_raw_logprobs_are_unknown_from_the_first_tokens_without_them_on() -> Non
     progress.add([7], [-3.0], [-3.0], 0)
     assert progress.raw_logprobs is None
     assert progress.logprobs.tolist() == [-1.0, -2.0, -3.0]
-
-
-def test_columns_of_different_lengths_are_refused() -> None:
-    with pytest.raises(AssertionError, match="columns of one chunk"):
-        Progress().add([5, 6], [-1.0], None, 0)
-
-
-@given(st.lists(st.integers(0, 2**40)))
-def test_prompts_survive_a_message(prompt: list[int]) -> None:
-    assert unpack_prompt(pack_prompt(prompt)) == unpack_prompt(pack_prompt(np.array(prompt, np.int64))) == prompt
 
 
 def written(token: int) -> Written:

@@ -269,16 +269,6 @@ def test_an_engine_that_is_gone_before_it_joins_or_in_a_broadcast_is_not_waited_
     sync.close()
 
 
-@pytest.mark.timeout(120)
-def test_a_sync_is_closed_without_waiting_for_engines_that_do_not_come() -> None:
-    sync = make_sync(exchange_timeout_s=300.0)
-    sync.prepare({"engine 0": 1}, is_lost=False)
-    backend: Any = Weights(weights())
-    sent = {**next(sync.make_buckets(1, backend)).to_plain(), "receiver": "engine 0"}
-    assert sent["where"]["number"] == [1, 1]
-    sync.close()
-
-
 @pytest.mark.usefixtures("patient")
 @pytest.mark.timeout(360)
 def test_a_sender_that_does_not_come_back_from_a_broadcast_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,25 +78,9 @@ def test_a_run_that_follows_the_trainer_from_now_on_begins_anew(fixed: Any) -> N
     assert depth.value == 40
 
 
-def test_no_time_between_batches_is_no_time_without_one() -> None:
-    depth = AdmissionDepth("auto", 3, 8, 4)
-    depth.note_held_back()
-    depth.adapt(0.0, 0.0)
-    assert depth.value < 12
-
-
 def test_the_depth_of_a_run_with_other_limits_is_brought_within_these() -> None:
     depth = AdmissionDepth("auto", 1, 8, 4)
     depth.load_state_dict({"value": 100.0, "held_back_ago": 0})
     assert depth.value == 16.0
     depth.load_state_dict({"value": 1.0, "held_back_ago": 0})
     assert depth.value == 9.0
-
-
-def test_training_that_lacks_little_on_average_lets_the_depth_fall() -> None:
-    """In balance it costs no more than 1 / 256 of the time."""
-    depth = AdmissionDepth("auto", 4, 32, 1)
-    depth.load_state_dict({"value": 128.0, "held_back_ago": 0})
-    for number in range(2000):
-        told(depth, Batch(held_back=True, lacked=0.2 if number % 100 == 0 else 0.0))
-    assert depth.value < 64

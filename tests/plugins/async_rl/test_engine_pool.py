@@ -353,17 +353,6 @@ def test_the_run_fails_when_engines_have_died_too_often(capsys: pytest.CaptureFi
     assert len(told) == 2
 
 
-def test_an_engine_that_does_not_start_in_time_is_tried_again() -> None:
-    world = World()
-    world.hang_at["start"] = lambda member: len(world.members) == 1
-
-    async def body(pool: EnginePool, trainer: Trainer) -> GenerationResult:
-        return await pool.generate(asked(1))
-
-    check(asked(1), use(lambda: world.pool(1, start_timeout_s=0.1), body))
-    assert len(world.members) == 2
-
-
 def test_what_the_user_can_mend_is_told_at_once_and_not_tried_again() -> None:
     world = World()
 

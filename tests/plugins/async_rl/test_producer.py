@@ -189,22 +189,6 @@ def test_a_step_comes_with_what_it_cost() -> None:
     assert collected.next_draw == 6
 
 
-def test_where_too_few_prompts_can_be_learned_from_filtered_ones_fill_the_step() -> None:
-    groups = ScriptedGroups([EQUAL, EQUAL, KEPT, EQUAL])
-
-    async def first() -> Any:
-        changed = asyncio.Event()
-        producer = make_producer(groups, changed, limits(max_staleness=0, draw_limit=4))
-        producer.start()
-        found = await next_groups(producer, changed, 1)
-        return found, producer.scheduler.trained()
-
-    (collected, _), trained = asyncio.run(first())
-    assert [group.draw for group in collected.groups] == [0, 2]
-    assert collected.refill_missing == 1
-    assert trained == {0: 1, 2: 1}
-
-
 def test_a_step_that_cannot_be_filled_ends_the_run_with_the_limit() -> None:
     groups = ScriptedGroups([GIVEN_UP, GIVEN_UP, GIVEN_UP, KEPT])
 
@@ -228,22 +212,6 @@ def test_closing_leaves_no_task_behind() -> None:
         return len(asyncio.all_tasks())
 
     assert asyncio.run(start_and_close()) == 1
-
-
-def test_groups_are_held_back_while_training_is_busy_and_not_while_it_waits() -> None:
-    groups = ScriptedGroups(delays=[10**9, 0, 0, 10**9, 10**9])
-
-    async def run() -> None:
-        producer = make_producer(groups, asyncio.Event(), limits(max_staleness=2, max_running=9, depth=2, order="fifo"))
-        producer.start()
-        await asyncio.sleep(0.0)
-        assert groups.started == [0, 1]
-        assert producer.take(1) is None
-        await asyncio.sleep(0.0)
-        assert groups.started == [0, 1, 2, 3, 4, 5]
-        await producer.close()
-
-    asyncio.run(run())
 
 
 def test_finished_groups_are_made_ready_on_a_thread_that_ends_with_the_producer() -> None:

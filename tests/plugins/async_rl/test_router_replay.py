@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from numpy.typing import NDArray
 
 from spurline.config.run_config import ModelConfig
 from spurline_async_rl.engines.child.packing import add_progress, pack_progress
-from spurline_async_rl.engines.configs import ChildProcessEngineConfig, VllmEngineConfig
+from spurline_async_rl.engines.configs import VllmEngineConfig
 from spurline_async_rl.engines.continuation import Response
 from spurline_async_rl.engines.progress import Progress
 from spurline_async_rl.engines.vllm.launch import EngineSpec, engine_arguments
@@ -80,12 +79,6 @@ def test_vllm_is_asked_for_experts_where_they_are_replayed() -> None:
         EngineSpec(VllmEngineConfig(), ModelConfig(path="some/model"), notes_experts=notes) for notes in (True, False)
     ]
     assert [arguments(spec).get("enable_return_routed_experts") for spec in specs] == [True, None]
-
-
-def test_engines_say_whether_they_note_experts() -> None:
-    server = VllmEngineConfig(mode="server", urls=("http://node1:8000",))
-    engines: Sequence[Any] = (ChildProcessEngineConfig(), VllmEngineConfig(), server)
-    assert [engine.notes_experts for engine in engines] == [True, True, False]
 
 
 @given(st.integers(0, 5), st.integers(1, 3), st.integers(1, 4))

@@ -46,18 +46,6 @@ def test_groups_start_for_as_many_batches_as_their_tokens_may_be_updates_old():
     assert admit_all(scheduler) == [4, 5]
 
 
-def test_no_more_groups_run_than_there_are_places():
-    scheduler = make(max_running=3)
-    assert admit_all(scheduler) == [0, 1, 2]
-    scheduler.end(1, State.BUFFERED)
-    assert admit_all(scheduler) == [3]
-
-
-def test_the_last_batch_leaves_nothing_over():
-    scheduler = make(num_batches=1)
-    assert admit_all(scheduler) == [0, 1]
-
-
 def test_in_a_window_a_finished_group_overtakes_one_that_can_still_be_trained_in_time():
     scheduler = make()
     admit_all(scheduler)
@@ -181,15 +169,6 @@ def test_that_the_depth_holds_groups_back_does_not_mean_that_draws_have_run_out(
     scheduler.admit(0)
     finish(scheduler, 0)
     assert scheduler.take() == [0, 1]
-
-
-def test_without_staleness_the_depth_holds_nothing_back():
-    for depth in ("auto", "full", 2):
-        scheduler = make(max_staleness=0, depth=depth)
-        assert admit_all(scheduler) == [0, 1]
-        scheduler.end(0, State.FILTERED)
-        assert admit_all(scheduler) == [2]
-        assert scheduler.depth.groups == 2
 
 
 def test_only_a_batch_that_lacked_groups_makes_the_depth_rise():

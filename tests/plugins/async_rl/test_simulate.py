@@ -15,7 +15,6 @@ from timelines import leave_timeline
 from spurline.cli import main
 from spurline_async_rl.simulation.measured import measured_workload
 from spurline_async_rl.simulation.prediction import (
-    alternatives,
     compare,
     figures_of,
     predictor,
@@ -24,7 +23,7 @@ from spurline_async_rl.simulation.prediction import (
     steady_run,
 )
 from spurline_async_rl.simulation.workload import Knobs, Times, Workload
-from spurline_async_rl.timeline.records import encode_record, trained_steps
+from spurline_async_rl.timeline.records import encode_record
 
 SOURCE: dict[str, Any] = {
     "name": "async_rollouts",
@@ -192,33 +191,6 @@ def test_the_advice_names_the_slower_side_and_what_more_engines_would_bring() ->
     assert re.match(r"4 engines and 16 groups at once would bring [34]\.\d\d times", found.advice[-1])
     found = compare(Workload(Times([0.5], 1.0), Times([1.0]), 16, 8), Knobs(2, 16, 48), 12)
     assert re.search(r"source\.max_concurrent_groups: \d+", found.advice[1])
-
-
-def test_alternatives_change_one_thing_and_keep_to_the_bound() -> None:
-    knobs = Knobs(2, 8, 8, engines=2, publish_every=2)
-    for name, other in alternatives(knobs):
-        changed = {
-            "S": other.max_staleness != 2,
-            "B": other.batch_size != 8,
-            "E": other.engines != 2,
-            "D": other.depth != "auto",
-        }
-        assert [key for key, differs in changed.items() if differs] in ([], [name])
-        assert other.max_running <= other.batch_size * (other.max_staleness + 1)
-        assert other.max_staleness >= 1
-
-
-def test_the_record_of_a_simulated_run_holds_every_trained_group_once() -> None:
-    run, first = steady_run(balanced(8), Knobs(2, 32, 8), 10)
-    records = run.records[first:]
-    assert [record.step for record in records] == list(range(7, 17))
-    trained = trained_steps(records)
-    assert len(trained) == 320
-    ended = [group.draw for record in run.records for group in record.groups]
-    assert len(ended) == len(set(ended))
-    assert trained.keys() <= set(ended)
-    times = [record.until for record in records]
-    assert times == sorted(times)
 
 
 @pytest.mark.parametrize("max_running", [8, 16])

@@ -96,17 +96,6 @@ def test_a_resume_drops_later_lines_and_goes_on_with_the_clock(tmp_path: Path) -
     assert trained_steps(records) == {10: 1, 20: 2, 30: 3}
 
 
-def test_a_new_run_drops_what_another_left(tmp_path: Path) -> None:
-    path = tmp_path / "runs" / "timeline.jsonl"
-    clock = Clock()
-    first = Timeline(path, clock)
-    first.resume(0)
-    one_step(first, clock, 1)
-    second = Timeline(path, clock)
-    second.resume(0)
-    assert read_timeline(path) == []
-
-
 def test_a_resume_reads_up_to_the_first_line_that_a_power_cut_spoilt(tmp_path: Path) -> None:
     path = tmp_path / "timeline.jsonl"
     clock = Clock()

@@ -107,11 +107,6 @@ def test_weights_arrive_bit_for_bit_at_every_engine_again_and_again(kind: str, b
         assert size <= bucket_bytes or len(bucket.places) == 1
 
 
-def test_buckets_hold_as_much_as_fits_in_order() -> None:
-    tensors = [(str(number), torch.zeros(number, dtype=torch.uint8)) for number in (3, 4, 5, 100, 1, 9)]
-    assert [[name for name, _ in held] for held in cut(tensors, 10)] == [["3", "4"], ["5"], ["100"], ["1", "9"]]
-
-
 def test_one_memory_serves_all_buckets_and_publishes_and_grows_with_the_largest() -> None:
     sync = SharedMemorySync(SharedMemorySyncConfig())
     sync.max_bucket_bytes = 1024

@@ -183,18 +183,6 @@ def test_a_sleeping_engine_generates_nothing_and_goes_on_with_the_weights_it_wak
     assert set(results[-1].versions.tolist()) == {newest}
 
 
-def test_raw_logprobs_are_unknown_where_sampling_changes_the_distribution(
-    one_engine: OneEngine, untied: ModelPair
-) -> None:
-    async def use(engine: Any) -> list[GenerationResult]:
-        return [await engine.generate(request(PROMPTS[0], **sampling)) for sampling in ({}, {"temperature": 0.5})]
-
-    plain, sharpened = one_engine.use(untied.old, use)
-    assert plain.raw_logprobs is not None
-    assert plain.raw_logprobs.tolist() == plain.logprobs.tolist()
-    assert sharpened.raw_logprobs is None
-
-
 def test_a_killed_engine_is_noticed_and_another_goes_on_with_its_requests(
     one_engine: OneEngine, untied: ModelPair
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import pickle
@@ -20,7 +19,6 @@ from vllm_engines import disk, vllm_engine
 from spurline.config.run_config import ModelConfig
 from spurline.errors import BucketLostError, ConfigError, DataError, RunFailedError
 from spurline.protocols.source import SourceFacts
-from spurline_async_rl.engines.commands import BeginAdapterUpdate, BeginUpdate, from_plain
 from spurline_async_rl.engines.configs import VllmEngineConfig
 from spurline_async_rl.engines.member import EngineDiedError
 from spurline_async_rl.engines.progress import Progress
@@ -37,7 +35,7 @@ from spurline_async_rl.engines.vllm.launch import (
     held_back,
     writing_to,
 )
-from spurline_async_rl.engines.vllm.member import Delta, VllmResponse, worker_call
+from spurline_async_rl.engines.vllm.member import Delta, VllmResponse
 from spurline_async_rl.engines.vllm.worker_extension import WorkerExtension
 from spurline_async_rl.weights.collective import CollectiveSync
 from spurline_async_rl.weights.configs import CollectiveSyncConfig
@@ -123,13 +121,6 @@ def test_adapters_of_experts_are_sent_merged_and_those_of_attention_alone(tmp_pa
     model = write_tiny_moe_model(tmp_path / "experts")
     assert adapter_of(model, LoraConfig()) is None
     assert adapter_of(model, LoraConfig(target_modules=("q_proj", "o_proj"))) == EngineAdapter(16, ("o_proj", "q_proj"))
-
-
-def test_an_update_of_an_adapter_reaches_the_method_of_the_worker_with_its_settings() -> None:
-    settings = {"r": 4, "target_modules": ["q_proj"]}
-    command = from_plain(json.loads(json.dumps(BeginAdapterUpdate(3, settings).to_plain())))
-    assert worker_call(command) == ("spurline_begin_adapter_update", settings)
-    assert worker_call(BeginUpdate(3)) == ("spurline_begin_update",)
 
 
 def test_the_environment_is_as_before_when_an_engine_has_been_started(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,31 +281,8 @@ def response(progress: Progress | None = None, **asked: Any) -> VllmResponse:
     )
 
 
-def test_what_is_left_of_a_response_is_asked_for_with_other_random_numbers() -> None:
-    first, rest = response().rest(), response(so_far([50, 51])).rest()
-    assert [first.prompt_ids, rest.prompt_ids] == [[40, 41], [40, 41, 50, 51]]
-    assert [first.sampling.max_new_tokens, rest.sampling.max_new_tokens] == [12, 10]
-    assert first.seed != rest.seed
-    assert rest.seed != response(so_far([50])).rest().seed
-
-
 def test_the_context_bounds_a_response() -> None:
     assert response(max_new_tokens=500).rest().sampling.max_new_tokens == 98
-
-
-def test_a_response_that_has_ended_says_why() -> None:
-    tokenizer = tiny_tokenizer()
-    ends = {
-        "length": so_far([50] * 12),
-        "stop": so_far([50, tokenizer.eos_token_id]),
-    }
-    assert {reason: response(progress).ended for reason, progress in ends.items()} == {
-        "length": "length",
-        "stop": "stop",
-    }
-    text = tokenizer.decode([60, 61])
-    assert response(so_far([60, 61]), stop=(text,)).ended == "stop"
-    assert response(so_far([60]), stop=(text,)).ended is None
 
 
 def test_tokens_behind_a_stop_text_do_not_belong_to_the_response() -> None:

@@ -106,15 +106,6 @@ def test_a_response_ends_with_the_token_that_completes_a_stop_text(drive: Callab
     assert result.finish_reason == "stop"
 
 
-def test_stop_tokens_belong_to_the_response(drive: Callable[..., Any]) -> None:
-    async def use(engine: Any, server: FakeVllmServer, publish: Any) -> Any:
-        return await engine.generate(request([5] * 40, stop_token_ids=(44,), max_new_tokens=100))
-
-    result = drive(use)
-    assert result.token_ids.tolist() == [40, 41, 42, 43, 44]
-    assert result.finish_reason == "stop"
-
-
 def test_nothing_is_generated_during_a_pause(drive: Callable[..., Any]) -> None:
     async def use(engine: Any, server: FakeVllmServer, publish: Any) -> Any:
         writing = asyncio.ensure_future(engine.generate(request([5] * 10, max_new_tokens=450)))
