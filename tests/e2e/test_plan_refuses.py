@@ -117,10 +117,6 @@ def test_what_is_refused_of_rollouts(rl_config: Config, changes: Config, says: s
     [
         ({"engine": "in_process", "weight_sync": "disk"}, "weight_sync.name is disk, which the chosen source.engine"),
         ({"engine": "child_process", "weight_sync": "cuda_ipc"}, "it takes weights by collective, disk, shared_memory"),
-        (
-            {"engine": "child_process", "weight_sync": {"name": "shared_memory", "adapters": True}},
-            "an engine takes whole weights only",
-        ),
     ],
 )
 def test_what_is_refused_of_asynchronous_rollouts(rl_config: Config, changes: Config, says: str) -> None:

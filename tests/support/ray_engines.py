@@ -8,8 +8,8 @@ import sys
 from collections.abc import AsyncGenerator, Sequence
 
 from spurline_async_rl.engines.commands import Command
+from spurline_async_rl.engines.progress import Delta
 from spurline_async_rl.engines.vllm.launch import EngineSpec
-from spurline_async_rl.engines.vllm.member import Delta
 from spurline_async_rl.engines.vllm.ray import EngineActor
 from spurline_rl.protocols.rollout_engine import Sampling
 

@@ -13,9 +13,9 @@ from spurline.config.run_config import ModelConfig
 from spurline_async_rl.engines.child.packing import add_progress, pack_progress
 from spurline_async_rl.engines.configs import VllmEngineConfig
 from spurline_async_rl.engines.continuation import Response
-from spurline_async_rl.engines.progress import Progress
+from spurline_async_rl.engines.progress import Delta, Progress
 from spurline_async_rl.engines.vllm.launch import EngineSpec, engine_arguments
-from spurline_async_rl.engines.vllm.member import Delta, VllmResponse
+from spurline_async_rl.engines.vllm.member import VllmResponse
 from spurline_rl.protocols.rollout_engine import GenerationRequest, Sampling
 from spurline_rl.testing.rollout_engine_contract import request
 from spurline_text.testing.inputs import tiny_tokenizer

@@ -7,15 +7,32 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spurline_rl.engines.in_process.response import ExpertRecord
+from spurline_rl.trajectory import FinishReason
 
 TokenIds = Sequence[int] | NDArray[np.int32]
 Logprobs = Sequence[float] | NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Delta:
+    """The next tokens of a response; `finish_reason` is set with the last ones.
+
+    `experts`, int16 [tokens, layers, top_k], are those of consecutive tokens of prompt and response, the first of which
+    has index `experts_start`; None if vLLM was not asked for them.
+    """
+
+    token_ids: TokenIds
+    logprobs: Logprobs
+    finish_reason: FinishReason | None = None
+    experts: NDArray[np.int16] | None = None
+    experts_start: int = 0
 
 
 class Progress:

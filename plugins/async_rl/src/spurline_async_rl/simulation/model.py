@@ -27,12 +27,9 @@ _Phase = Literal["wait", "train", "transfer", "pause"]
 class SimulatedRun:
     """The record of a run.
 
-    Attributes:
-        records: The record of each step, as a real run leaves it.
-        work: By draw, in the order of admission, the work that each group got done with each version of the weights.
-        limits: The scheduler's limits.
-        depths: For each record, the depth of admission after its batch was taken.
-        busy_s: For each record, the seconds that places for groups were busy until its end; pauses do not count.
+    `work` is by draw, in the order of admission: the work that each group got done with each version of the weights.
+    For each record, `depths` has the depth of admission after its batch was taken, and `busy_s` the seconds that places
+    for groups were busy until its end, without pauses.
     """
 
     records: Sequence[StepRecord]

@@ -22,7 +22,7 @@ _GOOD_ENOUGH = 0.97
 """Share of the best throughput for which a smaller bound is recommended."""
 _ALIKE = 0.99
 _BALANCED = 1.15
-"""Sides whose capacities differ by less are called balanced."""
+"""Ratio of the two sides' capacities below which they are called balanced."""
 _WORTH_SAYING = 1.02
 
 
@@ -30,16 +30,9 @@ _WORTH_SAYING = 1.02
 class Figures:
     """The numbers of a run.
 
-    Attributes:
-        seconds: The seconds that the counted steps took.
-        groups_per_second: Groups that were trained on.
-        steps_per_second: Steps.
-        mean_staleness: Mean age of the trained tokens, in updates.
-        max_staleness: Age of the oldest one.
-        staleness: Share of the trained tokens by age.
-        trainer_idle: Share of the time that training waited for a batch.
-        generation_idle: Share of the places for groups that stood empty, or whose engines stood still.
-        depth: Mean depth of admission, in groups.
+    `staleness` are the shares of the trained tokens by age in updates. `trainer_idle` is the share of the time that
+    training waited for a batch, and `generation_idle` the share of the places for groups that stood empty, or whose
+    engines stood still. `depth` is the mean depth of admission, in groups.
     """
 
     seconds: float

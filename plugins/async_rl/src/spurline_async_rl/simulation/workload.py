@@ -107,16 +107,10 @@ class Fate:
 class Workload:
     """The times of a run, in seconds.
 
-    Attributes:
-        group_s: Seconds of a group by its draw, on an engine that is not saturated.
-        train_s: Seconds from one batch of `batch_size` groups to the next, without waiting or publishing.
-        batch_size: Groups of a measured batch.
-        saturation: Groups that saturate an engine. Fewer are no faster; more share what these get done.
-        filtered: Share of the groups that are filtered.
-        quarantined: Share of the groups that are given up.
-        transfer_s: Seconds of a publish in which engines go on.
-        pause_s: Seconds of a publish in which engines stand still.
-        basis: Sentences that say where the numbers come from.
+    `group_s` is that of a group by its draw, on an engine that is not saturated. `train_s` is from one batch of
+    `batch_size` groups to the next, without waiting or publishing. So many groups as `saturation` saturate an engine:
+    fewer are no faster, and more share what these get done. `filtered` and `quarantined` are shares of the groups. In a
+    publish, engines go on for `transfer_s` and stand still for `pause_s`. `basis` says where the numbers come from.
     """
 
     group_s: Callable[[int], float]

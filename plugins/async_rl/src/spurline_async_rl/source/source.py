@@ -42,7 +42,7 @@ from spurline_rl.protocols.rollout_engine import RolloutEngine
 from spurline_rl.protocols.weight_sync import SyncReport
 
 _CLOSE_TIMEOUT_S = 120.0
-"""Seconds beyond the own limits of engines and attempts."""
+"""Seconds beyond the time limits of engines and attempts."""
 _BLOCKED_AFTER_S = 5.0
 """Seconds without an answer after which the event loop counts as blocked when the run ends."""
 

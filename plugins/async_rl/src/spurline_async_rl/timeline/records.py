@@ -17,7 +17,6 @@ from spurline.trackers.jsonl import read_json_lines
 from spurline_async_rl.scheduling.scheduler import State
 
 TIMELINE_FILE = "timeline.jsonl"
-"""The file's name inside the run directory."""
 
 GroupState = Literal["buffered", "filtered", "quarantined", "skipped"]
 SpanKind = Literal["wait", "train", "publish", "evaluate"]
@@ -34,17 +33,10 @@ STATE_NAMES: Mapping[State, GroupState] = {
 
 @dataclass(frozen=True)
 class GroupSpan:
-    """One group from its admission to its last token or reward.
+    """One group from its admission, with weights of `version`, to its last token or reward.
 
-    Attributes:
-        draw: Number of its prompt.
-        began: Time of its admission.
-        ended: Time of its end.
-        version: Version of the weights it was admitted with.
-        state: The state in which it ended.
-        tokens: Tokens generated in all its attempts.
-        oldest: Oldest version of the weights that its tokens came from; `version` for a group without tokens.
-        newest: Newest version; `version` for a group without tokens.
+    `tokens` are those of all its attempts. `oldest` and `newest` are the versions of the weights from which its tokens
+    came, or `version` for a group without tokens.
     """
 
     draw: int

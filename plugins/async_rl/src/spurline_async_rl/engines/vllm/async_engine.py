@@ -15,9 +15,16 @@ from typing import Any, TypeVar
 from spurline.errors import DataError, ModelError, RunFailedError, listing
 from spurline_async_rl.engines.commands import UPDATE, Command, Sleep, WakeCache, WakeWeights
 from spurline_async_rl.engines.member import EngineDiedError
+from spurline_async_rl.engines.progress import Delta
 from spurline_async_rl.engines.vllm.adapters import adapter_request
-from spurline_async_rl.engines.vllm.launch import EngineProcesses, EngineSpec, EngineStart, check_complete, end_of
-from spurline_async_rl.engines.vllm.member import Delta, worker_call
+from spurline_async_rl.engines.vllm.launch import (
+    EngineProcesses,
+    EngineSpec,
+    EngineStart,
+    check_complete,
+    end_of,
+    worker_call,
+)
 from spurline_rl.concurrency import in_thread
 from spurline_rl.protocols.rollout_engine import Sampling
 

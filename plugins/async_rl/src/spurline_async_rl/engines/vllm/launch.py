@@ -24,6 +24,7 @@ import psutil
 
 from spurline.config.run_config import ModelConfig, RunConfig
 from spurline.errors import BucketLostError, RunFailedError, listing
+from spurline_async_rl.engines.commands import UPDATE, Command
 from spurline_async_rl.engines.configs import CPU_KV_CACHE_GB, VllmEngineConfig
 from spurline_async_rl.engines.gpus import VISIBLE
 from spurline_async_rl.engines.member import EngineDiedError
@@ -47,6 +48,14 @@ _READ_BYTES, _SHOWN_CHARACTERS = 100_000, 4000
 """How much of the end of a log is read, and how much of that is shown."""
 
 
+def worker_call(command: Command) -> tuple[Any, ...] | None:
+    """Return the worker extension's method for this command, and its arguments; None if it has none."""
+    if command.hold != UPDATE:
+        return None
+    values = command.to_plain()
+    return (f"spurline_{command.name}", *(values[name] for name in ("adapter", "bucket") if name in values))
+
+
 def check_complete(answers: Sequence[Sequence[str] | Mapping[str, str] | None]) -> None:
     """Check the workers' answers to a part of an update.
 
@@ -68,14 +77,8 @@ def check_complete(answers: Sequence[Sequence[str] | Mapping[str, str] | None]) 
 class EngineSpec:
     """The description from which one engine is started, in this process or in an actor.
 
-    Attributes:
-        config: Settings of the engine.
-        model: Settings of the model.
-        notes_experts: Whether it tells which experts it chose.
-        gpus: CUDA_VISIBLE_DEVICES of the engine; None leaves it as it is.
-        adapter: The adapter that it is sent alone; None if it is sent whole weights.
-        peers_elsewhere: Whether it may get weights from other machines.
-        log: The file that its processes write to; None leaves their output as it is.
+    `gpus` is its CUDA_VISIBLE_DEVICES, and `log` the file that its processes write to; None leaves either as it is. It
+    is sent whole weights if `adapter` is None, and may get them from other machines with `peers_elsewhere`.
     """
 
     config: VllmEngineConfig

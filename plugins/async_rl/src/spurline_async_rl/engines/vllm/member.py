@@ -8,18 +8,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from spurline.errors import DataError
-from spurline_async_rl.engines.commands import UPDATE, Command, FinishUpdate
+from spurline_async_rl.engines.commands import Command, FinishUpdate
 from spurline_async_rl.engines.continuation import Response
 from spurline_async_rl.engines.member import EngineDiedError
-from spurline_async_rl.engines.progress import Logprobs, Progress, TokenIds
+from spurline_async_rl.engines.progress import Delta, Progress
 from spurline_rl.engines.in_process.response import check_request
 from spurline_rl.protocols.rollout_engine import GenerationRequest
 from spurline_rl.trajectory import FinishReason
@@ -30,21 +29,6 @@ if TYPE_CHECKING:
 
 _SEED_BITS = 0x7FFF_FFFF_FFFF_FFFF
 """vLLM takes seeds below 2**63."""
-
-
-@dataclass(frozen=True)
-class Delta:
-    """The next tokens of a response; `finish_reason` is set with the last ones.
-
-    `experts`, int16 [tokens, layers, top_k], are those of consecutive tokens of prompt and response, the first of which
-    has index `experts_start`; None if vLLM was not asked for them.
-    """
-
-    token_ids: TokenIds
-    logprobs: Logprobs
-    finish_reason: FinishReason | None = None
-    experts: NDArray[np.int16] | None = None
-    experts_start: int = 0
 
 
 class VllmResponse(Response):
@@ -97,14 +81,6 @@ def _check_prompt(name: str, prompt: list[int], max_model_len: int, vocabulary: 
             f"{name}: the prompt has token {outside[0]}, and the model knows 0 to {(vocabulary or 0) - 1}. Is the "
             "tokenizer another model's?"
         )
-
-
-def worker_call(command: Command) -> tuple[Any, ...] | None:
-    """Return the worker extension's method for this command, and its arguments; None if it has none."""
-    if command.hold != UPDATE:
-        return None
-    values = command.to_plain()
-    return (f"spurline_{command.name}", *(values[name] for name in ("adapter", "bucket") if name in values))
 
 
 class Gate:

@@ -25,9 +25,9 @@ from spurline.errors import ConfigError
 from spurline_async_rl.engines.commands import Command, LoadBucket
 from spurline_async_rl.engines.configs import VllmEngineConfig
 from spurline_async_rl.engines.member import EngineDiedError
+from spurline_async_rl.engines.progress import Delta
 from spurline_async_rl.engines.vllm.async_engine import AsyncEngine
 from spurline_async_rl.engines.vllm.launch import EngineSpec
-from spurline_async_rl.engines.vllm.member import Delta
 from spurline_models.machine import this_machine
 from spurline_models.weight_buckets import WeightBucket
 from spurline_ranks.cluster import cluster_request

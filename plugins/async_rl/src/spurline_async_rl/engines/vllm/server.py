@@ -25,9 +25,9 @@ from spurline.errors import ConfigError, DataError, RunFailedError
 from spurline_async_rl.engines.commands import Command, FinishUpdate
 from spurline_async_rl.engines.configs import VllmEngineConfig
 from spurline_async_rl.engines.member import EngineDiedError
-from spurline_async_rl.engines.progress import Progress
-from spurline_async_rl.engines.vllm.launch import WORKER_EXTENSION, check_complete
-from spurline_async_rl.engines.vllm.member import Delta, Gate, VllmResponse, worker_call
+from spurline_async_rl.engines.progress import Delta, Progress
+from spurline_async_rl.engines.vllm.launch import WORKER_EXTENSION, check_complete, worker_call
+from spurline_async_rl.engines.vllm.member import Gate, VllmResponse
 from spurline_rl.protocols.rollout_engine import GenerationRequest
 from spurline_rl.trajectory import FinishReason
 
@@ -49,15 +49,7 @@ _OPEN = (
 
 
 class ServedModel(NamedTuple):
-    """The model of a server.
-
-    Attributes:
-        name: Requests name it.
-        max_model_len: Tokens of prompt and response together.
-        num_workers: Processes that hold its weights.
-        weights_dtype: As torch writes it, without `torch.`.
-        is_open: Whether other machines reach it and it obeys clients without a key.
-    """
+    """The model of a server. It `is_open` if other machines reach it and it obeys clients without a key."""
 
     name: str
     max_model_len: int

@@ -1,8 +1,8 @@
-"""Take apart what vLLM's engine sends after every step, before AsyncLLM makes objects of each token.
+"""Decode the messages of vLLM's engine into arrays, before AsyncLLM makes objects of each token.
 
 Place on the way: the engine's process -> message of a step -> `StepDecoder` -> `TokenStreams`, which keep the tokens of
-each request as arrays -> `AsyncEngine.generate`. AsyncLLM gets of a message only what is to wake a request: its first
-token, every chunk, its end. Imported when an engine has been started, since it builds on vLLM's own classes.
+each request as arrays -> `AsyncEngine.generate`. AsyncLLM gets only the outputs that wake a request: its first token,
+every chunk, its end. Imported when an engine has been started, as it builds on vLLM's own classes.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from msgspec import msgpack
 from numpy.typing import NDArray
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
-from spurline_async_rl.engines.vllm.member import Delta
+from spurline_async_rl.engines.progress import Delta
 from spurline_rl.trajectory import FinishReason
 
 
 class SampledLogprobs(msgspec.Struct, array_like=True, gc=False):
-    """vLLM's `LogprobsLists` as they are sent. values: dtype, shape [tokens, 1], and bytes, or the frame with them."""
+    """vLLM's `LogprobsLists` as they are sent; `values` are dtype, shape [tokens, 1], and bytes or their frame."""
 
     token_ids: msgspec.Raw
     values: tuple[str, tuple[int, int], msgpack.Ext | int]
@@ -49,7 +49,7 @@ class StepDecoder:
         self._decoder = msgpack.Decoder(StepOutputs, ext_hook=decoder.ext_hook, dec_hook=decoder.dec_hook)
 
     def decode(self, frames: Sequence[Any]) -> StepOutputs:
-        """frames: the message, and arrays that are too large to be a part of it."""
+        """Decode a message; further frames are arrays that are too large to be a part of it."""
         self._of_vllm.aux_buffers = frames
         try:
             message = self._decoder.decode(frames[0])
@@ -64,15 +64,12 @@ class StepDecoder:
 
 
 class TokenStream:
-    """The tokens of one request that have come and have not been taken yet.
-
-    wakes_at: number of tokens that wakes the request's reader, after the first one.
-    """
+    """The tokens of one request that have come and have not been taken; `wakes_at` so many its reader is woken."""
 
     def __init__(self, wakes_at: int) -> None:
         self.wakes_at = wakes_at
+        # vLLM's own name of the request, known with its first output.
         self.internal_id: str | None = None
-        """vLLM's own name of the request; None before anything of it has come."""
         self.token_ids = array("i")
         self._logprobs = bytearray()
         self._experts: list[NDArray[Any]] = []
@@ -91,10 +88,10 @@ class TokenStream:
             self._experts.append(output.routed_experts)
 
     def take(self, finish_reason: FinishReason | None = None) -> Delta:
-        """All of it, as the next part of the response."""
+        """Return all tokens, as the next part of the response."""
         token_ids, logprobs = self.token_ids, self._logprobs
         assert len(logprobs) == 4 * len(token_ids), f"{len(logprobs)} bytes of logprobs for {len(token_ids)} tokens"
-        # The arrays are views of these, so that the next tokens go into others.
+        # The next tokens need other arrays, as the delta has views of these.
         self.token_ids, self._logprobs = array("i"), bytearray()
         experts, start = None, self._num_experts
         if self._experts:
@@ -107,22 +104,21 @@ class TokenStream:
 
 
 class TokenStreams:
-    """All requests of one engine; made before the first of them, on the engine's event loop."""
+    """The streams of all requests of one engine, made on its event loop before the first request."""
 
     def __init__(self, llm: Any, chunk_tokens: int, longest_s: float) -> None:
-        """llm: the AsyncLLM, which gets its messages from here from now on. longest_s: seconds for which a token may
-        wait for the others of its chunk."""
+        """Take over the messages of this AsyncLLM. A token waits at most `longest_s` seconds for its chunk."""
         core = llm.engine_core
         assert core.resources.output_queue_task is None, "vLLM reads messages already, with its own decoder"
         core.decoder = StepDecoder(core.decoder)
         self._next_message = core.get_output_async
         core.get_output_async = self._next
-        # With an interval of its own, vLLM would keep back what is to wake a request.
+        # With an interval of its own, vLLM would keep back outputs that wake a request.
         llm.output_processor.stream_interval = 1
         self._llm = llm
         self._chunk_tokens = chunk_tokens
         self._longest_s = longest_s
-        # vLLM counts what passes it.
+        # vLLM's statistics count the outputs that it gets.
         self._passes_all: bool = llm.log_stats
         self._by_request: dict[str, TokenStream] = {}
         self._by_internal_id: dict[str, TokenStream] = {}
@@ -130,19 +126,19 @@ class TokenStreams:
         self._reminder: asyncio.TimerHandle | None = None
 
     def open(self, request_id: str, *, each_step: bool) -> TokenStream:
-        """Make the stream of a request that is about to be made. each_step: wake it with every token that comes."""
+        """Make the stream of a new request, which is woken with every token or every chunk."""
         stream = self._by_request[request_id] = TokenStream(1 if each_step else self._chunk_tokens)
         return stream
 
     def close(self, request_id: str) -> None:
-        """Nobody takes anything of it any more."""
+        """Forget a request."""
         stream = self._by_request.pop(request_id)
         if stream.internal_id is not None:
             del self._by_internal_id[stream.internal_id]
 
     async def drained(self) -> None:
-        """Return when all that vLLM's engine has sent so far has been taken."""
-        # In the queue behind it: the reader of its last tokens is woken before this is.
+        """Return when all tokens that vLLM's engine has sent so far have been taken."""
+        # The mark comes behind all messages, so that the readers of the last tokens are woken before.
         mark = asyncio.Event()
         self._put(mark)
         await mark.wait()
@@ -152,7 +148,7 @@ class TokenStreams:
         self._llm._run_output_handler()
 
     async def _next(self) -> EngineCoreOutputs:
-        """Return the next outputs for AsyncLLM's output handler, which has by then handed on all earlier ones."""
+        """Return the next outputs for AsyncLLM's output handler, which has handed on all earlier ones."""
         marks, self._marks = self._marks, []
         for mark in marks:
             mark.set()
@@ -169,13 +165,13 @@ class TokenStreams:
                 return message
 
     def _take(self, message: StepOutputs) -> bool:
-        """Take out what is for the requests here, and leave what is to wake one. Returns whether anything is left."""
+        """Take the tokens of requests, leave outputs that wake one, and return whether anything is left."""
         waking: list[RequestOutput] = []
         for output in message.outputs:
             stream = self._by_internal_id.get(output.request_id)
             is_first = stream is None
             if stream is None and (stream := self._found(output.request_id)) is None:
-                # It was aborted, which vLLM knows better.
+                # vLLM handles requests that were aborted.
                 waking.append(output)
                 continue
             stream.add(output)
