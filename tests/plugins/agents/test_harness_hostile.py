@@ -676,63 +676,50 @@ STATUSES = {0, 100, 200, 400, 401, 404, 405, 408, 413, 415, 417, 429, 503}
 """The statuses that a client may get; 0 is a connection that is closed, or waits for more."""
 
 
-class HostileClient:
-    """Sends valid, malformed, slow and huge requests of one session, and counts the statuses of the answers."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._random = random.Random(session.sample)
-        self.statuses: Counter[int] = Counter()
-
-    async def send(self) -> None:
-        """Send one request."""
-        draws = self._random
-        path, body = draws.choice([("/chat/completions", dict(BODY)), ("/completions", {"prompt": ["a", [5, 6]]})])
-        body |= {"max_tokens": 4, "n": draws.choice([1, 2]), "stream": draws.random() < 0.2}
-        begin, strange, limit_s, pieces = b"", b"", LIMIT_S, 1
-        kind = draws.choice(["valid", "valid", "field", "nested", "bytes", "head", "slow", "huge"])
-        if kind == "field":
-            body[draws.choice(FIELDS)] = draws.choice(GARBAGE)
-        if kind == "huge":
-            text = draws.choice(["x", "long words ", "\n", "\u00e9", "[,", " "]) * draws.randrange(10_000, 100_000)
-            body = draws.choice(
-                [{"prompt": text}, {"messages": [{"role": text, "content": text}]}, {**BODY, "model": text}]
-            )
-        raw = json.dumps(body).encode()
-        if kind == "nested":
-            depth = draws.choice([10, 190, 1000, 100_000])
-            raw = raw[:-1] + f', "{draws.choice(FIELDS)}": {"[" * depth}{"]" * depth}'.encode() + b"}"
-        if kind == "bytes":
-            place = draws.randrange(len(raw))
-            raw = raw[:place] + draws.randbytes(draws.randrange(4)) + raw[place + 1 :]
-        if kind == "slow":
-            pieces = draws.randrange(2, 10)
-        if kind == "head":
-            strange, limit_s = draws.choice(STRANGE_HEADS), 0.5
-            if b":" not in strange:
-                begin, strange = strange, b""
-        whole = head(self._session, "Connection: close", f"Content-Length: {len(raw)}", path=path)
-        whole = begin + whole[:-2] + strange + b"\r\n" + raw
-        self.statuses[await self._exchange(whole, pieces, limit_s)] += 1
-
-    async def _exchange(self, whole: bytes, pieces: int, limit_s: float) -> int:
-        reader, writer = await dial(self._session)
-        hangs_up = pieces > 1 and self._random.random() < 0.5
-        try:
-            size = len(whole) // pieces + 1
-            for start in range(0, len(whole) - hangs_up, size):
-                writer.write(whole[start : start + size - hangs_up])
-                await writer.drain()
-            if hangs_up:
-                return 0
-            async with asyncio.timeout(limit_s):
-                answered = await reader.read()
-            return int(answered.split()[1]) if answered else 0
-        except (ConnectionError, TimeoutError):
-            assert limit_s < LIMIT_S, "no answer"
+async def send_any(session: Session, draws: random.Random) -> int:
+    """Send a valid, malformed, slow or huge request, and return the status of the answer."""
+    path, body = draws.choice([("/chat/completions", dict(BODY)), ("/completions", {"prompt": ["a", [5, 6]]})])
+    body |= {"max_tokens": 4, "n": draws.choice([1, 2]), "stream": draws.random() < 0.2}
+    begin, strange, limit_s, pieces = b"", b"", LIMIT_S, 1
+    kind = draws.choice(["valid", "valid", "field", "nested", "bytes", "head", "slow", "huge"])
+    if kind == "field":
+        body[draws.choice(FIELDS)] = draws.choice(GARBAGE)
+    if kind == "huge":
+        text = draws.choice(["x", "long words ", "\n", "\u00e9", "[,", " "]) * draws.randrange(10_000, 100_000)
+        huge = [{"prompt": text}, {"messages": [{"role": text, "content": text}]}, {**BODY, "model": text}]
+        body = draws.choice(huge)
+    raw = json.dumps(body).encode()
+    if kind == "nested":
+        depth = draws.choice([10, 190, 1000, 100_000])
+        raw = raw[:-1] + f', "{draws.choice(FIELDS)}": {"[" * depth}{"]" * depth}'.encode() + b"}"
+    if kind == "bytes":
+        place = draws.randrange(len(raw))
+        raw = raw[:place] + draws.randbytes(draws.randrange(4)) + raw[place + 1 :]
+    if kind == "slow":
+        pieces = draws.randrange(2, 10)
+    if kind == "head":
+        strange, limit_s = draws.choice(STRANGE_HEADS), 0.5
+        if b":" not in strange:
+            begin, strange = strange, b""
+    whole = head(session, "Connection: close", f"Content-Length: {len(raw)}", path=path)
+    whole = begin + whole[:-2] + strange + b"\r\n" + raw
+    hangs_up = pieces > 1 and draws.random() < 0.5
+    reader, writer = await dial(session)
+    try:
+        size = len(whole) // pieces + 1
+        for start in range(0, len(whole) - hangs_up, size):
+            writer.write(whole[start : start + size - hangs_up])
+            await writer.drain()
+        if hangs_up:
             return 0
-        finally:
-            writer.close()
+        async with asyncio.timeout(limit_s):
+            answered = await reader.read()
+        return int(answered.split()[1]) if answered else 0
+    except (ConnectionError, TimeoutError):
+        assert limit_s < LIMIT_S, "no answer"
+        return 0
+    finally:
+        writer.close()
 
 
 def test_requests_of_all_kinds_end_as_they_should() -> None:
@@ -741,13 +728,12 @@ def test_requests_of_all_kinds_end_as_they_should() -> None:
     memory: list[int] = []
 
     async def agent(session: Session) -> float:
-        client = HostileClient(session)
+        draws = random.Random(session.sample)
         for number in range(5000 if SOAK else 60):
-            await client.send()
+            statuses[await send_any(session, draws)] += 1
             if number % 500 == 499:
                 gc.collect()
                 memory.append(psutil.Process().memory_info().rss)
-        statuses.update(client.statuses)
         await good(session)
         return 1.0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import mismatch_oracle as oracle
@@ -15,8 +14,6 @@ from hypothesis import strategies as st
 from spurline.data.batch import TrainingBatch
 from spurline_rl.losses import configs, corrections
 from spurline_rl.losses.corrections import correct_batch
-from spurline_rl.losses.log_ratios import LogRatios
-from spurline_rl.protocols.correction import Corrected
 from spurline_rl.token_metrics import advantage_metrics, mismatch_metrics
 
 CASES: list[tuple[str, Any, Any]] = [
@@ -92,39 +89,3 @@ def test_tokens_with_loss_give_what_whole_columns_give_to_the_bit(batch: Trainin
         assert_same(metrics, expected)
         assert factors.dtype == torch.float32
         assert np.array_equal(factors.numpy(), expected_factors.numpy(), equal_nan=True), config
-
-
-@dataclass(frozen=True)
-class MaskWorse:
-    """What a third party would write: leaves out sequences with a negative advantage that trainer and engine see
-    differently, and looks at another column for it."""
-
-    most: float
-
-    def correct(self, ratios: LogRatios) -> Corrected:
-        far = ratios.spread(ratios.means().abs() > self.most)
-        rejected = far & (ratios.column("advantages") < 0)
-        return Corrected((~rejected).double(), {"correction/rejected": rejected})
-
-    def describe(self) -> str:
-        return "Leave out worse sequences that are far off."
-
-
-@given(batch=batches())
-@settings(max_examples=20)
-def test_a_correction_may_read_other_columns_and_whole_sequences(batch: TrainingBatch) -> None:
-    factors, metrics = correct_batch(batch, MaskWorse(0.05))
-    rejected = 0
-    for row in range(batch.num_rows):
-        columns = {name: values[row].numpy() for name, values in batch.tokens.items()}
-        for segment in range(1, columns["segment_ids"].max() + 1):
-            (where,) = np.nonzero((columns["segment_ids"] == segment) & (columns["loss_weights"] != 0))
-            with np.errstate(invalid="ignore"):
-                difference = columns["old_logprobs"][where].astype(float) - columns["rollout_logprobs"][where]
-            far = len(where) > 0 and abs(sum(difference.tolist()) / len(where)) > 0.05
-            expected = np.where(far & (columns["advantages"][where] < 0), 0.0, 1.0)
-            assert factors[row, where].tolist() == expected.tolist()
-            rejected += int((expected == 0).sum())
-    count = batch.num_loss_tokens
-    assert metrics["correction/rejected"] == rejected / max(count, 1)
-    assert metrics["correction/factor"] == (count - rejected) / max(count, 1)

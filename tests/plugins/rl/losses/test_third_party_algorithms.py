@@ -1,4 +1,4 @@
-"""A plugin adds an advantage and a policy loss in about thirty lines: what stands between the two rulers."""
+"""A plugin adds an advantage and a policy loss in about thirty lines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from spurline.plugins.host import PluginHost
 from spurline.plugins.registry import ComponentRegistrar
-from spurline.protocols.loss import Loss, LossConfig, TokenLossInputs
+from spurline.protocols.loss import Loss, TokenLossInputs
 from spurline.testing import LossContract
 from spurline_rl.advantages.shared import relative_to_group, spread_over_tokens
 from spurline_rl.losses.configs import KlConfig, PolicyLossConfig
@@ -20,8 +20,6 @@ from spurline_rl.losses.policy_loss import PolicyLoss, ratio_to_old
 from spurline_rl.protocols.advantage import Advantage, AdvantageConfig
 from spurline_rl.testing.advantage_contract import AdvantageContract
 from spurline_rl.trajectory import Group
-
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 class BestOfConfig(AdvantageConfig):
@@ -64,9 +62,6 @@ def register(registry: ComponentRegistrar) -> None:
     registry.add(SquaredConfig, f"{__name__}:Squared")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 class TestBestOf(AdvantageContract):
     def make_advantage(self) -> Advantage:
         return BestOf(BestOfConfig())
@@ -99,8 +94,3 @@ def test_kl_penalty_and_entropy_bonus_come_with_the_base_class(host: PluginHost)
     inputs = TokenLossInputs(values, torch.zeros(1, dtype=torch.int64), 1, columns, entropy=torch.tensor([3.0]))
     assert loss.token_loss(inputs).tolist() == pytest.approx([1.0 + 0.5 * 2.0 - 0.1 * 3.0])
     assert loss.describe().startswith("Squared: policy gradient with a squared penalty on the ratio; plus 0.5 times")
-
-
-def test_a_policy_loss_says_that_it_trains_on_advantages_and_any_other_on_tokens() -> None:
-    assert SquaredConfig().trains_on == "advantages"
-    assert LossConfig(name="focal").trains_on == "tokens"

@@ -213,19 +213,29 @@ class BackendContract:
         assert narrow_files, "nothing was saved"
         assert_weights_equal(wide_files, narrow_files)
 
-    def test_saving_and_loading_continues_bit_for_bit(self, tiny_model: Path, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("critic", [False, True], ids=["policy", "and_critic"])
+    def test_saving_and_loading_continues_bit_for_bit(self, tiny_model: Path, tmp_path: Path, critic: bool) -> None:
+        if critic and not self.has_critic:
+            pytest.skip("trains no critic")
+
+        def train(backend: Backend, layout: ParallelLayout, step: int) -> list[object]:
+            seen: list[object] = [without_times(backend.update(*minibatch("packed", layout, step)))]
+            if critic:
+                seen.append(without_times(backend.update(*values_batch(layout, step), role="critic")))
+                seen.append(backend.logprobs(values_batch(layout)[0], "critic").tolist())
+            return seen
+
         model = with_dropout(tiny_model, tmp_path / "model", self.dropout)
-        with self.new_backend(model) as (backend, layout):
-            backend.update(*minibatch("packed", layout, 0))
+        with self.new_backend(model, critic=critic) as (backend, layout):
+            train(backend, layout, 0)
             (tmp_path / "saved").mkdir()
             digests = backend.save(tmp_path / "saved")
             verify_files(tmp_path / "saved", digests)
-            expected = [without_times(backend.update(*minibatch("packed", layout, step))) for step in (1, 2)]
+            expected = [train(backend, layout, step) for step in (1, 2)]
             weights = weights_of(backend)
-        with self.new_backend(model) as (backend, layout):
+        with self.new_backend(model, critic=critic) as (backend, layout):
             backend.load(tmp_path / "saved", digests)
-            got = [without_times(backend.update(*minibatch("packed", layout, step))) for step in (1, 2)]
-            assert got == expected
+            assert [train(backend, layout, step) for step in (1, 2)] == expected
             assert_weights_equal(weights_of(backend), weights)
 
     def test_a_snapshot_that_is_written_later_is_what_was_saved_at_its_moment(
@@ -479,27 +489,6 @@ class BackendContract:
             torch.testing.assert_close(values, local.logprobs(batch, "critic"), atol=1e-4, rtol=1e-3)
             assert bool((values[batch.without_padding_rows().tokens["loss_weights"] != 0] != 0).any())
             assert_weights_equal(weights_of(backend), policy)
-
-    def test_saving_and_loading_continues_policy_and_critic_bit_for_bit(self, tiny_model: Path, tmp_path: Path) -> None:
-        if not self.has_critic:
-            pytest.skip("trains no critic")
-
-        def train(backend: Backend, layout: ParallelLayout, step: int) -> list[dict[str, float]]:
-            return [
-                without_times(backend.update(*values_batch(layout, step), role="critic")),
-                without_times(backend.update(*minibatch("packed", layout, step))),
-            ]
-
-        with self.new_backend(tiny_model, critic=True) as (backend, layout):
-            train(backend, layout, 0)
-            (tmp_path / "saved").mkdir()
-            digests = backend.save(tmp_path / "saved")
-            expected = [train(backend, layout, step) for step in (1, 2)]
-            values = backend.logprobs(values_batch(layout)[0], "critic")
-        with self.new_backend(tiny_model, critic=True) as (backend, layout):
-            backend.load(tmp_path / "saved", digests)
-            assert [train(backend, layout, step) for step in (1, 2)] == expected
-            assert torch.equal(backend.logprobs(values_batch(layout)[0], "critic"), values)
 
     def test_an_update_is_bit_identical_after_the_device_was_given_away_and_taken_back(
         self, tiny_model: Path, tmp_path: Path
