@@ -17,6 +17,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -84,8 +85,11 @@ class HarnessServer:
         config = self._config
         app = web.Application(middlewares=[self._answer_errors])
         app.router.add_get("/sessions/{session}/v1/models", self._models)
-        app.router.add_post("/sessions/{session}/v1/chat/completions", self._chat)
-        app.router.add_post("/sessions/{session}/v1/completions", self._complete)
+        answering = self._answering
+        chat = partial(self._answer, read=answering.read_chat, write=chat_completion)
+        app.router.add_post("/sessions/{session}/v1/chat/completions", chat)
+        complete = partial(self._answer, read=answering.read_completion, write=text_completion)
+        app.router.add_post("/sessions/{session}/v1/completions", complete)
         self._runner = web.AppRunner(
             app,
             logger=_quiet,
@@ -220,12 +224,6 @@ class HarnessServer:
         self._session(request)
         model = {"id": MODEL_NAME, "object": "model", "created": int(time.time()), "owned_by": "spurline"}
         return web.json_response({"object": "list", "data": [model]})
-
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, self._answering.read_chat, chat_completion)
-
-    async def _complete(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, self._answering.read_completion, text_completion)
 
     async def _answer(
         self,

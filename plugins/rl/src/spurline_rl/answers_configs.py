@@ -1,4 +1,4 @@
-"""Settings of answers to held-out prompts: section `evaluation.generate`, and the evaluation `answers`. Light."""
+"""Settings of answers to held-out prompts: section `evaluation.generate`, and the evaluation `answers`. No torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class AnswerSettings(Section):
     batch_size: int = Field(default=64, gt=0)
     """Prompts generated together."""
     retries: int = Field(default=2, ge=0)
-    """Times that an answer is scored again when a reward fails on it; then the run ends with the error."""
+    """Times that an answer is scored again if a reward fails on it. Then the run ends with the error."""
 
 
 class GenerationEvalConfig(EvaluationPart, AnswerSettings):

@@ -97,7 +97,7 @@ def _expand_function(reward: Any) -> Any:
 
 
 def _term(reward: Any) -> str:
-    """Return the name of a single reward: that of its function if it has one, else that of its component."""
+    """Return the name of a single reward: its function's, or else its component's."""
     settings = expand_shorthand(reward, "name")
     path = settings.get("path")
     if callable(path):

@@ -33,18 +33,18 @@ class FunctionRewardConfig(RewardConfig):
 
     name: str = "function"
     path: Annotated[str, FunctionSetting(), OnResume.BY_NAME] = Field(pattern=FUNCTION_PATH)
-    """`module:function`, installed, beside the config file or in the working directory; or `file.py:function`.
-    From Python also the function itself, which is called in the run's own process."""
+    """`module:function`, installed, beside the config file or in the working directory; or `file.py:function`. A Python
+    program may give the function itself, which is called in the run's own process."""
     timeout_s: Annotated[float, OnResume.BY_NAME] = Field(default=30.0, gt=0)
     """Seconds one call may take."""
     in_process: Annotated[bool, OnResume.FREE] = False
-    """Call it in the run's own process, where nothing can stop it and only `timeout_s` holds. By default it is called
-    in worker processes, which are killed at the limits."""
+    """Call it in the run's own process, which cannot kill it and limits only its time. By default it is called in
+    worker processes, which are killed at the limits."""
     workers: Annotated[Literal["auto"] | Annotated[int, Field(gt=0, strict=True)], OnResume.FREE] = "auto"
-    """Worker processes at most. `auto` is one for an async function, whose calls wait side by side; for another, which
-    makes one call at a time in each, as many as there are processors, from 4 to 16."""
+    """Largest number of worker processes. `auto` is one for an async function, whose calls wait side by side. For a
+    plain function, which makes one call at a time in each, it is one per processor, from 4 to 16."""
     memory_gb: Annotated[float, OnResume.FREE] = Field(default=16.0, gt=0)
-    """GiB of memory that one worker process may take for itself, its module included."""
+    """GiB of private memory of one worker process, its module included."""
     import_timeout_s: Annotated[float, OnResume.FREE] = Field(default=300.0, gt=0)
     """Seconds that importing its module may take at the start."""
 
@@ -59,8 +59,8 @@ class FunctionRewardConfig(RewardConfig):
         if is_reference(self.path) and not self.in_process:
             yield Problem(
                 "in_process",
-                "is false, but the function was given as an object of this process, which worker processes do not "
-                "have. Remove it; or write the function in a file, and name that: `my_rewards.py:is_right`.",
+                "is false, but the function is an object of this process, which worker processes do not have. Remove "
+                "it; or write the function in a file, and name that: `my_rewards.py:is_right`.",
             )
         for name in ("workers", "memory_gb", "import_timeout_s") if self.in_process else ():
             if name in self.model_fields_set:

@@ -11,7 +11,7 @@ from spurline_text.rows.usual_columns import guessed_reference
 
 
 def check_reference(rewards: Mapping[str, RewardConfig], reference: str | None, row: Mapping[str, Any]) -> None:
-    """Raise DataError for a row without a reference where one of the rewards needs it, before anything is generated."""
+    """Raise DataError if the row has no reference and one of the rewards needs it."""
     if reference is not None:
         return
     for config in rewards.values():
@@ -20,7 +20,7 @@ def check_reference(rewards: Mapping[str, RewardConfig], reference: str | None, 
 
 
 def required_reference(answer: Answer, name: str) -> str:
-    """Return the reference, for the reward of this name. Raises DataError where the row has none."""
+    """Return the reference. Raises DataError, which names the reward, if the row has none."""
     if answer.reference is not None:
         return answer.reference
     raise _without_reference(name, answer.row)
@@ -35,7 +35,7 @@ def _without_reference(name: str, row: Mapping[str, Any]) -> DataError:
 
 
 def missing_reference(answer: Answer) -> str:
-    """Return a hint for the failure of a function that may have asked for a reference; empty where that is unlikely."""
+    """Return a hint for the failure of a function if the row may have a reference under another name, else nothing."""
     column = guessed_reference(answer.row).get("reference")
     if answer.reference is not None or column is None:
         return ""
