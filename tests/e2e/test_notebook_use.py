@@ -67,7 +67,7 @@ def test_a_model_that_is_an_object_needs_a_tokenizer_and_must_be_one(
     model = AutoModelForCausalLM.from_pretrained(spurline_tiny_model)
     with pytest.raises(ConfigError, match=r"model\.tokenizer is required with a model that is an object"):
         load_config(base_config | {"model": {"path": model}})
-    with pytest.raises(ConfigError, match=r"model\.path is of type Linear, which is no model of Hugging Face"):
+    with pytest.raises(ConfigError, match=r"model\.path is of type Linear, which is not a model of Hugging Face"):
         load_config(base_config | {"model": {"path": torch.nn.Linear(1, 1), "tokenizer": "t"}})
     model.peft_config = {}
     with pytest.raises(ConfigError, match=r"model\.path has adapters of PEFT.*merge_and_unload"):

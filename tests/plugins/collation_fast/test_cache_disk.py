@@ -50,12 +50,6 @@ def test_a_folder_that_cannot_be_written_is_a_miss_and_says_so(tmp_path: Path, p
         write(cache, KEY, make_chunks())
 
 
-def test_a_writable_folder_is_made_and_has_no_problem(tmp_path: Path) -> None:
-    cache = TokenCache(tmp_path / "deep" / "cache")
-    assert cache.write_problem() is None
-    assert list(cache.folder.iterdir()) == []
-
-
 @pytest.mark.parametrize("array", entry.ARRAYS)
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_leaves_nothing_and_says_where_and_what_to_do(

@@ -7,26 +7,24 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spurline.data.collators.packed import PackedCollator
 from spurline.data.collators.padded import PaddedCollator
 from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig
-from spurline.data.token_store import TokenStore, TokenStoreBuilder
 from spurline.errors import DataError
 from spurline.protocols.collator import ParallelLayout
 from spurline.testing import CollatorContract
 from spurline.testing.collator_contract import assert_batches_equal, clone
-from spurline.testing.samples import make_store, make_view
+from spurline.testing.samples import make_view
 from spurline_collation_fast.collators import FastPackedCollator, FastPaddedCollator, FastRolloutsCollator
 from spurline_collation_fast.row_writer import BufferPool, Lease
 from spurline_rl.configs import RolloutsCollatorConfig
 from spurline_rl.rollouts_collator import RolloutsCollator
 from spurline_rl.testing import RolloutCollatorContract
 from spurline_rl.testing.inputs import make_trajectories
-from spurline_rl.trajectory import FlatTurns, Trajectory, Turn
+from spurline_rl.trajectory import FlatTurns
 
 PAD = 999
 
@@ -126,43 +124,6 @@ def test_what_cannot_fit_is_refused_in_the_words_of_the_reference(method: str) -
     assert "after alignment" in messages[0]
 
 
-def test_a_turn_whose_column_has_another_length_is_refused() -> None:
-    turn = Turn(np.arange(3), np.arange(4), np.ones(4), advantages=np.ones(5))
-    other = Turn(np.arange(3), np.arange(4), np.ones(4), advantages=np.ones(3))
-    collator = FastRolloutsCollator(RolloutsCollatorConfig(), PAD, ParallelLayout())
-    with pytest.raises(AssertionError, match="one value per token"):
-        collator.collate_rollouts([Trajectory("p", 0, (turn, other))])
-
-
-def test_lists_arrays_and_tensors_with_gradients_give_one_batch() -> None:
-    forms = (list, np.array, lambda values: torch.tensor(values, dtype=torch.float64, requires_grad=True))
-    batches = []
-    for form in forms:
-        builder = TokenStoreBuilder(["forms"])
-        builder.add(form([5.0, 6.0, 7.0]), form([0.0, 1.0, 1.0]), 0, 0)
-        collator = FastPackedCollator(PackedCollatorConfig(max_tokens=16), PAD, ParallelLayout())
-        batches.append(collator.collate(builder.build().view(np.array([0])), training=True))
-    for batch in batches[1:]:
-        assert_batches_equal(batch, batches[0])
-
-
-def test_a_mapped_store_collates_like_one_in_memory(tmp_path: Any) -> None:
-    store = make_store([5, 9, 3])
-    np.save(tmp_path / "tokens.npy", store.tokens)
-    mapped = TokenStore(
-        np.load(tmp_path / "tokens.npy", mmap_mode="r"),
-        store.loss_mask,
-        store.offsets,
-        store.source,
-        store.row,
-        store.labels,
-    )
-    collator = FastPaddedCollator(PaddedCollatorConfig(), PAD, ParallelLayout())
-    indices = np.array([2, 0, 1])
-    batch = collator.collate(mapped.view(indices), training=True)
-    assert_batches_equal(batch, collator.collate(store.view(indices), training=True))
-
-
 def test_names_stay_readable_after_the_buffers_went_back() -> None:
     collator = FastPackedCollator(PackedCollatorConfig(max_tokens=32), PAD, ParallelLayout())
     batch = collator.collate(make_view([9, 8, 7]), training=True)
@@ -204,19 +165,6 @@ def test_what_is_written_into_a_batch_does_not_reach_the_next_one(make: Any) -> 
     before = first.copy()
     first[:] = -1
     assert np.array_equal(offsets(), before)
-
-
-def test_turns_whose_arrays_have_gaps_are_joined_all_the_same() -> None:
-    def turn(step: int) -> Turn:
-        response = np.arange(20, dtype=np.int32)[::step][:6]
-        ones, experts = np.ones(12, np.uint8)[::step][:6], np.arange(160, dtype=np.int16).reshape(20, 2, 4)
-        return Turn(np.arange(4, dtype=np.int32), response, ones, routed_experts=experts[::step][:10])
-
-    collator = FastRolloutsCollator(RolloutsCollatorConfig(), 0, ParallelLayout())
-    for step in (1, 2):
-        trajectories = [Trajectory("uid", 0, (turn(step), turn(1)))]
-        expected = RolloutsCollator(RolloutsCollatorConfig(), 0, ParallelLayout()).collate_rollouts(trajectories)
-        assert_batches_equal(collator.collate_rollouts(trajectories), expected)
 
 
 TURNS = st.lists(

@@ -64,47 +64,15 @@ TEMPLATES = {
 }
 
 SPECIAL = [
-    "<|begin|>",
-    "<|end|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eot_id|>",
+    *("<|begin|>", "<|end|>", "<|im_start|>", "<|im_end|>"),
+    *("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
 ]
 
 PIECES = [
-    *(
-        "the answer is",
-        "fine",
-        "x",
-        "1234",
-        "def f(a):\n    return a",
-        "café",
-        "naïve",
-        "Привет",
-        "你好\uff0c世界",
-        "日本語",
-    ),
-    *(
-        "🙂",
-        "👩‍👩‍👧",
-        "é",
-        "\u200b",
-        "\ufeff",
-        "ﷺ",
-        "\U0001d518",
-        "\t",
-        "  ",
-        "\n",
-        "\n\n",
-        "\n\n\n",
-        "\r\n",
-        " ",
-        "   \n",
-        "{{ m }}",
-    ),
-    *("<|im_end|>", "<think>", "</s>", "user", "assistant\n", "[/INST]", "'", '"', "\\n", "&amp;"),
+    *("the answer is", "fine", "x", "1234", "def f(a):\n    return a", "café", "naïve", "Привет"),
+    *("你好\uff0c世界", "日本語", "🙂", "👩‍👩‍👧", "é", "\u200b", "\ufeff", "ﷺ", "\U0001d518"),
+    *("\t", "  ", "\n", "\n\n", "\n\n\n", "\r\n", " ", "   \n", "{{ m }}", "<|im_end|>", "<think>", "</s>"),
+    *("user", "assistant\n", "[/INST]", "'", '"', "\\n", "&amp;"),
 ]
 
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "1 + 2 = 3 ✓", "parameters": {}}}]

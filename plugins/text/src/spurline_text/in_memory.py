@@ -98,8 +98,8 @@ def _rows_of(value: Any) -> Iterable[Any]:
     if is_dataset(value):
         if not hasattr(value, "__len__"):
             raise CannotKeepError(
-                "is a stream without a length. Give some of its rows as a list, `list(dataset.take(10_000))`, or its "
-                "path with name: hf_stream"
+                "is a stream, which has no length. Give some of its rows as a list, `list(dataset.take(10_000))`, or "
+                "its path with name: hf_stream"
             )
         return cast("Iterable[Any]", value)
     if isinstance(value, Mapping):

@@ -387,6 +387,7 @@ def test_columns_that_are_called_otherwise_get_a_renaming_that_is_read(row, colu
     ("row", "advice"),
     [
         ({"data": [{"prompt": "a", "completion": "b"}]}, "'data' holds a list of objects: if these are the rows"),
+        ({"prompt;completion": "a;b"}, "not separated by commas"),
         ({"asked": [{"role": "user", "content": "a"}]}, "turns without an answer"),
         ({"data": {"a": 1}, "tags": ["a"]}, "columns: {instruction: NAME, output: NAME}"),
     ],

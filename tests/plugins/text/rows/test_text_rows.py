@@ -29,10 +29,6 @@ def test_a_column_text_is_read_as_raw_text_with_loss_on_every_token_and_an_end(t
     [(tokens, mask)] = samples(read(tmp_path, tokenizer, [{"text": TEXTS[0]}]))
     assert tokens == [*tokenizer(TEXTS[0])["input_ids"], tokenizer.eos_token_id]
     assert mask == [0, *[1] * (len(tokens) - 1)]
-
-
-def test_the_end_can_be_left_away(tmp_path, make_tokenizer):
-    tokenizer = make_tokenizer()
     [(tokens, _)] = samples(read(tmp_path, tokenizer, [{"text": TEXTS[0]}], dataset={"append_eos": False}))
     assert tokens == tokenizer(TEXTS[0])["input_ids"]
 
@@ -67,20 +63,18 @@ def test_other_samples_are_split_only_when_told_to(tmp_path, make_tokenizer):
     assert len(made.store) > 2
     ids = list(range(5, 25))
     given = [{"input_ids": ids, "labels": [-100] * 4 + ids[4:]}]
-    for kind in ("sequential", "parallel"):
-        split = read(tmp_path, tokenizer, given, kind=kind, max_length=8, too_long="split")
-        assert [tokens for tokens, _ in samples(split)] == [ids[:8], ids[8:16], ids[16:]]
-        assert [mask for _, mask in samples(split)] == [[0] * 4 + [1] * 4, [0] + [1] * 7, [0] + [1] * 3]
+    split = samples(read(tmp_path, tokenizer, given, max_length=8, too_long="split"))
+    assert [tokens for tokens, _ in split] == [ids[:8], ids[8:16], ids[16:]]
+    assert [mask for _, mask in split] == [[0] * 4 + [1] * 4, [0] + [1] * 7, [0] + [1] * 3]
 
 
-@pytest.mark.parametrize("kind", ["sequential", "parallel"])
-def test_a_row_of_which_no_piece_has_loss_is_counted_as_left_out(tmp_path, make_tokenizer, kind):
+def test_a_row_without_a_piece_that_has_loss_is_counted_as_left_out(tmp_path, make_tokenizer):
     # The one token with loss begins the second piece, where nothing precedes it.
     rows = [
         {"input_ids": list(range(5, 14)), "loss_mask": [0] * 8 + [1]},
         {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]},
     ]
-    made = read(tmp_path, make_tokenizer(), rows, kind=kind, max_length=8, too_long="split")
+    made = read(tmp_path, make_tokenizer(), rows, max_length=8, too_long="split")
     assert made.store.row.tolist() == [1]
     assert made.dropped == {"no_loss_tokens_after_truncation": 1}
 

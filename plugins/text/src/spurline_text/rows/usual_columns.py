@@ -93,6 +93,8 @@ def advice(row: Mapping[str, Any], *, needs_answer: bool) -> str:
     question = _found(row, "instruction")
     if question is not None and not needs_answer:
         return _rename(_written({"instruction": question}))
+    if len(row) == 1 and any(mark in next(iter(row)) for mark in ";\t|"):
+        return "Its cells are not separated by commas: write the file with commas between them."
     lists = [name for name, value in row.items() if _is_conversation(value)]
     if not lists:
         return _rename("instruction: NAME, output: NAME")
