@@ -1,8 +1,8 @@
 """Prefetch `async`: while a step trains, the batches of the next ones are built on another thread.
 
 Place on the way: source (or evaluation) -> build(step) -> batches in order -> loop. Since the order of the data is a
-pure function of the step, the batches are those of `core/serial`. A position is not kept: what was built ahead of a
-checkpoint is built again after a resume.
+pure function of the step, the batches equal those of `core/serial`. Batches that were built ahead of a checkpoint are
+built again after a resume.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class AsyncPrefetch:
     def _clear(self) -> None:
         """Drop all that is in flight: what has not begun never will, the rest is waited for and released.
 
-        An error of a dropped build is dropped with it: nobody needed that step.
+        An error of a dropped build is dropped too, since its step is not needed.
         """
         dropped = [*self._in_flight]
         self._in_flight.clear()

@@ -72,7 +72,7 @@ class DpoConfig(LossConfig):
     """Strength of the tie to the reference model, which is the model before training."""
     loss_type: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
     """Loss of the margin between both answers: `sigmoid` is DPO, `ipo` a squared distance (arXiv:2310.12036), `hinge`
-    that of SLiC (arXiv:2305.10425)."""
+    the loss of SLiC (arXiv:2305.10425)."""
     label_smoothing: Annotated[float, OnResume.BY_NAME] = Field(default=0.0, ge=0, lt=0.5)
     """Share of pairs that are assumed to be labelled the wrong way round, with `sigmoid` (Mitchell 2023)."""
     sft_weight: Annotated[float, OnResume.BY_NAME] = Field(default=0.0, ge=0, allow_inf_nan=False)

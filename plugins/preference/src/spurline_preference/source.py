@@ -288,7 +288,7 @@ class PairSet(SampleSet):
         return fingerprint_of([super().fingerprint(), xxhash.xxh3_128_hexdigest(self._pairs.data)])
 
     def summary(self) -> dict[str, Any]:
-        """Add `pairs` to the facts. Token counts and lengths are those of single answers, each with its prompt."""
+        """Add `pairs` to the facts. Token counts and lengths are of single answers, each with its prompt."""
         facts = super().summary()
         num_pairs = len(self._pairs)
         alone = len(self._tokenized.store) - len(SIDES) * num_pairs

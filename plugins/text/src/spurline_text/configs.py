@@ -92,13 +92,13 @@ class StreamSourceConfig(SourceConfig):
         yield from super().problems(run)
         if run.steps is None:
             yield Problem(
-                "name", f"is {self.name}, and nobody knows how long a stream is. Set steps, and remove epochs."
+                "name", f"is {self.name}, and the length of a stream is not known. Set steps, and remove epochs."
             )
         if "order" in run.data.model_fields_set:
             yield Problem(
                 "name",
-                f"is {self.name}, which never holds all samples, so data.order: {run.data.order.name} has nothing to "
-                "put in order. Remove it; source.shuffle: false keeps the order of the data.",
+                f"is {self.name}, which never holds all samples, so data.order: {run.data.order.name} cannot be "
+                "used. Remove it; source.shuffle: false keeps the order of the data.",
             )
         for entry in run.data.train:
             if not entry.streams:

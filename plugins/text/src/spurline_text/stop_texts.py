@@ -14,7 +14,7 @@ class StopTexts:
     """Finds the token that completes a stop text.
 
     It keeps the end of one response, in which a stop text may still begin. Each token is decoded only a few times, yet
-    the result is that of decoding the whole response.
+    the same stop texts are found as if the whole response were decoded.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]):

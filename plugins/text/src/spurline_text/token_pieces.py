@@ -112,7 +112,7 @@ def shown(pieces: Iterable[bytes]) -> Iterator[str]:
             size = len(text[0].encode())
             head, text = f"<{_hex(piece[: size - len(pending)])} = {text[0]}>", text[1:]
         elif pending:
-            # The bytes before were no character: what is not UTF-8 decodes to a backslash and more.
+            # The pending bytes begin no character, so they were decoded to backslashes.
             whole = piece
             text, used = codecs.utf_8_decode(piece, "backslashreplace", False)
         pending = whole[used:]

@@ -1,7 +1,4 @@
-"""Load the tokenizer of a model, and say what is nearest when there is none.
-
-Backends that load a model give the same advice.
-"""
+"""Load the tokenizer of a model, and describe why a tokenizer or a model cannot be loaded."""
 
 from __future__ import annotations
 

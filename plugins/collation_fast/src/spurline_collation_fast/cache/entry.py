@@ -132,15 +132,15 @@ def open_entry(folder: Path, labels: tuple[str, ...] | None = None) -> Tokenized
 
     Args:
         folder: The entry.
-        labels: Names of its datasets now; None takes those of the manifest.
+        labels: Names of its datasets now; None takes the labels in the manifest.
 
     Returns:
         The samples in mapped files, with the counts from when the tokens were made.
 
     Raises:
-        DamagedEntry: If a file is missing or has another size, the offsets do not divide the tokens, or the content of
-            a small entry was changed; `check_content` finds the last for an entry of any size.
-        OSError: If a file cannot be read now, which says nothing of it.
+        DamagedEntry: If a file is missing or has another size, if the offsets do not divide the tokens, or if the
+            content of a small entry was changed. For a large entry only `check_content` compares the content.
+        OSError: If a file cannot be read now. The entry may be whole all the same.
     """
     manifest = Manifest.read(folder)
     arrays = {name: _map_checked(folder, name, manifest.num_bytes[name]) for name in ARRAYS}

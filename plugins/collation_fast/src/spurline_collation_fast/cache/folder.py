@@ -28,7 +28,7 @@ from spurline_text import own_folder
 ENVIRONMENT_VARIABLE = "SPURLINE_CACHE"
 
 WRITING = ".writing-"
-"""The prefix of a folder that a writer fills and holds a lock on."""
+"""The prefix of a folder that a writer has locked and fills."""
 _REMOVED = ".removed-"
 _KEY = re.compile(r"[0-9a-f]{32}")
 _ATTEMPTS = 5
@@ -111,7 +111,7 @@ class TokenCache:
             own = own_folder.OwnFolder(WRITING, self.folder)
         try:
             with disk_errors(self.folder):
-                # A temporary folder is for its owner alone, an entry for all who may read the cache.
+                # Only its owner may read a temporary folder; all who may read the cache may read an entry.
                 own.path.chmod(self.folder.stat().st_mode & 0o777)
             writer = EntryWriter(own.path, key)
             try:
@@ -181,7 +181,7 @@ def remove(entry: Path) -> None:
         entry.rename(aside)
     except FileNotFoundError:
         return
-    # Nobody finds it any more. Files that a reader has mapped over NFS keep the folder there: a later sweep takes it.
+    # Readers no longer find it. Files that are mapped over NFS keep the folder there until a later sweep.
     with contextlib.suppress(OSError):
         remove_path(aside)
 

@@ -108,7 +108,7 @@ def _dataset_part(source: DatasetToTokenize) -> dict[str, Any]:
 
 def _tokenizer_part(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     backend = json.loads(tokenizer.backend_tokenizer.to_str())  # type: ignore[attr-defined]
-    # Each call sets truncation and padding, so here they are only those of the last call.
+    # Left over from the last call; each call sets them.
     del backend["truncation"], backend["padding"]
     kind = type(tokenizer)
     source = inspect.getsourcefile(kind)

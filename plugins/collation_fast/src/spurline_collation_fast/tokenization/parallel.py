@@ -29,7 +29,7 @@ from spurline_collation_fast.tokenization.worker_pool import TokenizationTask, U
 from spurline_text.tokenization import SampleCollector, check_rows
 
 ROWS_PER_CHUNK = 256
-"""Enough to keep the tokenizer's own threads busy, unless rows are short."""
+"""Rows that keep the threads of the tokenizer busy, unless they are short."""
 MOST_ROWS_PER_CHUNK = 1024
 TOKENS_PER_CHUNK = 1 << 16
 """Tokens of a chunk of short rows: the tokenizer's threads stand still for a moment after each chunk."""
@@ -37,11 +37,11 @@ TOKENS_PER_CHUNK = 1 << 16
 WORKER_START_S = 2.2
 """Seconds until a worker encodes its first row: imports, the tokenizer, opening the data."""
 CLEARLY_SOONER = 1.1
-"""Workers have to be this much sooner: processes cost memory, and an estimate can be wrong."""
+"""Workers must be faster by this factor: processes cost memory, and an estimate can be wrong."""
 MEASURE_S = 0.5
 """Seconds for which the first rows are measured."""
 MAX_WORKERS = 64
-"""More gain nothing: this process takes in what all of them make."""
+"""More workers gain nothing: one process collects the blocks of all of them."""
 
 Advance = Callable[[int], None]
 

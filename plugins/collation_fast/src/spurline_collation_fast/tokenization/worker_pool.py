@@ -75,7 +75,7 @@ class WorkerPool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Whatever they are doing is not needed any more.
+        # Their results are no longer needed.
         for process in list(self._processes.values()):
             process.kill()
         # The executor's thread may be reading a block that a killed worker has sent half of. It sees the end of the
@@ -141,9 +141,9 @@ def _begin(pickled_task: bytes) -> None:
     """Prepare a worker: keep its task, use one thread, end with the parent."""
     global _pickled_task
     _pickled_task = pickled_task
-    # The workers are what runs in parallel.
+    # Workers run in parallel instead of threads.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    # A key that ends the run goes to the parent, which ends its workers.
+    # Ctrl-C is for the parent, which ends its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 

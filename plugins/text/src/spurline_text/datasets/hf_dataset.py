@@ -88,7 +88,7 @@ class HfDataset:
         return digest.hexdigest()
 
     def check(self) -> None:
-        """Raise DataError when there is no row, or for the first that is unreadable unless `on_bad_row: skip`."""
+        """Raise DataError if there is no row, or if a row is unreadable and not skipped by `on_bad_row: skip`."""
         for file, rows in self._segments:
             opened = file.rows if isinstance(file, LocalFile) else file
             if isinstance(opened, (JsonLines, JsonArray)) and self._config.on_bad_row == "error":
@@ -128,7 +128,7 @@ def refuse_hub_settings(config: HfDatasetConfig) -> None:
 
 
 def of_split(splits: Mapping[str, Found], name: str, path: str) -> Found:
-    """Return what a split has. Raises DataError if there is no such split."""
+    """Return the files of a split. Raises DataError if there is no such split."""
     if name not in splits:
         note = "" if len(splits) > 1 else " A stream takes a whole split, and a file or glob is one, `train`."
         raise DataError(f"{path}: has no split {name!r}.{suggestion(name, splits)} Splits: {listing(splits)}.{note}")

@@ -17,9 +17,9 @@ from spurline.errors import DataError
 from spurline_text.rows.rows import describe
 
 _BEGINNING_BYTES = 1 << 16
-"""The first character other than space is looked for in so many bytes."""
+"""The first character that is not white space decides how a .json file is read; it must be in so many bytes."""
 _AHEAD_BYTES = 1 << 14
-"""Bytes to read at once if rows are asked for in order, since opening the file for each would take most of the time."""
+"""Bytes to read at once if rows are asked for in order: opening the file for each row takes most of the time."""
 
 
 class JsonLines:

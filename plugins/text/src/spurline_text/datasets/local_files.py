@@ -91,7 +91,7 @@ def _neighbours(missing: Path) -> str:
         folder, name = folder.parent, folder.name
     entries = [entry for entry in folder.iterdir() if entry.is_dir() or entry.suffix.lower() in SUFFIXES]
     stems = {entry.name: entry.stem for entry in entries}
-    # Names that have little in common but their ending are no slips of the pen.
+    # Compared without their endings, which would make unrelated names look alike.
     close = difflib.get_close_matches(Path(name).stem, stems.values(), n=3, cutoff=0.6)
     if close:
         meant = [str(folder / name) for name, stem in stems.items() if stem in close]

@@ -176,7 +176,7 @@ class HubReader:
 
     def position(self) -> dict[str, Any]:
         if self._begun_at is not None:
-            # Until a row is read the library says that it is at the beginning, whatever it has loaded.
+            # Before the first row, the library gives the beginning as its state, also after loading another one.
             return dict(self._begun_at)
         return {"row": self._row, "state": json.dumps(self._table.state_dict())}
 

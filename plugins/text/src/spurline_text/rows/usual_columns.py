@@ -50,7 +50,7 @@ _FORMS: tuple[tuple[str, ...], ...] = (
     ("prompt", "chosen", "rejected"),
     ("messages",),
     ("instruction", "output"),
-    # Only for a row that has one of the two; else a prompt is a user's turn, as `instruction` makes it.
+    # Only for a row with a column `prompt` or `completion`; otherwise the question is a turn of the user.
     ("prompt", "completion"),
     ("text",),
 )

@@ -16,7 +16,7 @@ from spurline.protocols.dataset import CheckableDataset, Dataset
 class DatasetContract:
     """Subclass with `make_dataset(folder, rows)`.
 
-    Give `make_damaged` too where your data can hold a row that cannot be read, such as a line that is no JSON.
+    Give `make_damaged` too if your data can hold a row that cannot be read, such as a line that is not JSON.
     """
 
     rows: Sequence[Mapping[str, Any]] = [{"prompt": f"question {i}", "completion": "answer " * i} for i in range(1, 12)]
