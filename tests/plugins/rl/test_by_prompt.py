@@ -11,15 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spurline import load_config
 from spurline.config.run_config import RunConfig
 from spurline.data.batch import Ragged, TrainingBatch
-from spurline.errors import ConfigError, RunFailedError
-from spurline.plugins.host import PluginHost
+from spurline.errors import RunFailedError
 from spurline.protocols.collator import ParallelLayout
 from spurline.testing.fuzzing import fuzzing
 from spurline.testing.samples import PAD
-from spurline.update.minibatches import WholeBatch, WholeBatchConfig
 from spurline_rl.by_prompt import ByPrompt
 from spurline_rl.configs import PromptSourceConfig, RolloutsCollatorConfig
 from spurline_rl.protocols.advantage import AdvantageConfig
@@ -90,26 +87,6 @@ def test_rows_are_views_of_the_batch_where_the_backend_deals_them_itself():
             assert column.untyped_storage().data_ptr() == batch.tokens[name].untyped_storage().data_ptr()
 
 
-def test_a_whole_batch_is_padded_only_for_backends_that_do_not_deal_its_rows():
-    batch = rollouts([[1, 2], [1], [3], [2]]).without_padding_rows()
-    run = cast("RunConfig", SimpleNamespace())
-    [dealt], [padded] = (
-        WholeBatch(WholeBatchConfig(), run, ParallelLayout(data=4, deals_rows=deals)).cut(batch)
-        for deals in (True, False)
-    )
-    assert dealt is batch
-    assert (batch.num_rows, padded.num_rows) == (9, 12)
-
-
-@given(samples=st.integers(1, 4), prompts=st.sampled_from([2, 4, 6]), size=st.sampled_from([1, 2]))
-@fuzzing(20)
-def test_with_one_row_per_sample_the_pairs_are_the_fixed_size_slices(samples, prompts, size):
-    cutter = by_prompt(prompts, prompts_per_minibatch=size)
-    batch = rollouts([[1] * samples] * prompts)
-    rows = size * samples
-    assert cutter.pairs(batch) == [(start, start + rows) for start in range(0, prompts * samples, rows)]
-
-
 def test_rows_of_a_prompt_that_are_apart_are_an_error_naming_it():
     batch = rollouts([[1, 1], [1]]).take([0, 2, 1])
     with pytest.raises(RunFailedError, match="rows of prompt 'prompt-0' are not neighbours: row 2"):
@@ -127,16 +104,6 @@ def test_a_row_of_several_prompts_is_an_error_naming_them():
 def test_another_number_of_prompts_than_configured_is_an_error_naming_the_last(expected):
     with pytest.raises(RunFailedError, match=rf"rows of 2 prompts, .*is {expected} \(last prompt: 'prompt-1'\)"):
         by_prompt(expected).cut(rollouts([[1], [2]]))
-
-
-def test_core_registers_it_and_a_source_of_samples_is_refused():
-    registry = PluginHost.load([]).registry
-    run = cast("RunConfig", SimpleNamespace(source=prompt_source(6)))
-    made = registry.create("minibatches", ByPromptConfig(prompts_per_minibatch=2), run=run, layout=ParallelLayout())
-    assert made.steps_per_batch() == 3
-    base = {"model": {"path": "m"}, "data": {"train": "rows.jsonl"}, "steps": 1}
-    with pytest.raises(ConfigError, match=r"minibatches\.name is by_prompt, but the source 'sft' draws no prompts"):
-        load_config({**base, "minibatches": "by_prompt"})
 
 
 def test_a_size_that_does_not_divide_the_step_is_refused_with_the_fix():

@@ -156,14 +156,6 @@ def test_the_first_changed_text_is_shown_not_the_first_of_the_turn():
     assert "There was 'wrong', now there is 'right" in str(caught.value)
 
 
-def test_a_template_that_moves_the_system_prompt_is_caught_before_the_first_turn():
-    tokenizer = tokenizer_with("system_in_last_user")
-    opening = [{"role": "system", "content": "be brief"}, *QUESTION]
-    with pytest.raises(PrefixError, match="rewrites the messages before turn 0") as caught:
-        converse(tokenizer, ScriptedEngine(says(tokenizer, "one", "two")), "go on", opening=opening)
-    assert caught.value.turn is None
-
-
 def test_a_template_that_trims_is_caught_only_when_there_was_something_to_trim():
     tokenizer = tokenizer_with("llama3")
     policy, _ = converse(tokenizer, ScriptedEngine(says(tokenizer, "one", "two")), "go on")
@@ -207,13 +199,6 @@ def test_messages_that_the_template_refuses_are_an_error_with_the_place():
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(DataError, match=r"rows\.jsonl:1: messages are refused .* roles must alternate"):
-        converse(tokenizer, ScriptedEngine(lambda request: [1]))
-
-
-def test_a_tokenizer_without_chat_template_is_refused():
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = None
-    with pytest.raises(DataError, match=r"rows\.jsonl:1: chat rows need a chat template"):
         converse(tokenizer, ScriptedEngine(lambda request: [1]))
 
 

@@ -235,21 +235,6 @@ def test_the_batch_keeps_to_its_rows_and_tokens_and_to_the_order_of_requests(tmp
     assert decoder.take(waiting)[0] == []
 
 
-def test_all_requests_are_written_whatever_the_limits(tmp_path: Path) -> None:
-    backend = make_backend(tmp_path / "model")
-    for limits in ({"max_responses": 1}, {"max_responses": 3}, {"max_cache_tokens": 45}, {"max_cache_tokens": 1}):
-        rows = [row(prompt, temperature=0.0, max_new_tokens=4 + 4 * number) for number, prompt in enumerate(PROMPTS)]
-        most = write(make_decoder(backend, **limits), {0: rows})
-        assert (
-            most
-            == {"max_responses": limits.get("max_responses"), "max_cache_tokens": 3 if 45 in limits.values() else 1}[
-                next(iter(limits))
-            ]
-        )
-        for number, written in enumerate(rows):
-            assert written.tokens == greedy_without_cache(backend, written.prompt, 4 + 4 * number)
-
-
 def test_a_prompt_that_several_rows_share_is_read_once(tmp_path: Path) -> None:
     backend = make_backend(tmp_path / "model")
     read: list[int] = []
@@ -267,32 +252,6 @@ def test_the_cache_is_freed_when_nothing_is_left_to_write(tmp_path: Path) -> Non
     decoder = make_decoder(make_backend(tmp_path / "model"))
     write(decoder, {0: [row(prompt) for prompt in PROMPTS]})
     assert not decoder._cache._layers
-
-
-def test_weight_versions_are_those_of_the_step_that_wrote_the_token(tmp_path: Path) -> None:
-    late = row([5, 6, 7])
-    write(make_decoder(make_backend(tmp_path / "model")), {0: [row([8, 9])], 4: [late]})
-    assert late.versions == [4, *range(4, 3 + len(late.tokens))]
-
-
-def test_the_context_is_that_of_the_model_or_of_rotary_frequencies_that_switch(tmp_path: Path) -> None:
-    from spurline.config.run_config import DataConfig
-    from spurline_text.configs import HfDatasetConfig
-
-    longrope = {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "original_max_position_embeddings": 20,
-        "short_factor": [1.0] * 4,
-        "long_factor": [4.0] * 4,
-    }
-    data = DataConfig(train=(HfDatasetConfig(path="unused.jsonl"),), max_length=20)
-    folder = write_model_folder(tmp_path / "model", max_position_embeddings=80, rope_parameters=longrope)
-    backend = excite(local_backend(folder, run={"data": data}))
-    assert backend.generation_model().max_tokens == 20
-    written = row([5] * 17, max_new_tokens=30)
-    write(make_decoder(backend), {0: [written]})
-    assert (len(written.tokens), written.finish_reason) == (3, "length")
 
 
 @pytest.mark.parametrize("token", [-1, 61])
@@ -346,15 +305,6 @@ def test_models_that_remember_otherwise_decode_each_response_alone(tmp_path: Pat
     assert not decoder._caches
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_models_with_plain_attention_pass_the_probe(tmp_path: Path, model: str, precision: str) -> None:
-    for make in (excite, lambda backend: backend):
-        backend = make(local_backend(write_model_folder(tmp_path / "model", **MODELS[model]), precision=precision))
-        decoder = probed(backend)
-        assert decoder.responses == []
-
-
 def test_stop_texts_are_found_at_the_very_token_whatever_the_bytes() -> None:
     tokenizer = tiny_tokenizer()
     draw = random.Random(0)
@@ -391,20 +341,3 @@ def test_stop_texts_with_a_tokenizer_that_puts_spaces_between_words() -> None:
         expected = next((end for end in range(12) if stop[0] in tokenizer.decode(tokens[: end + 1])), None)
         watch = StopTexts(tokenizer, stop)
         assert next((end for end, token in enumerate(tokens) if watch.completed_by(token)), None) == expected
-
-
-def test_a_stop_text_is_decoded_in_pieces_not_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = tiny_tokenizer()
-    longest = 0
-    decode = tokenizer.decode
-
-    def counted(tokens: list[int], **options: Any) -> str:
-        nonlocal longest
-        longest = max(longest, len(tokens))
-        return decode(tokens, **options)
-
-    monkeypatch.setattr(tokenizer, "decode", counted)
-    watch = StopTexts(tokenizer, ["END"])
-    for token in tokenizer.encode("ab€" * 200):
-        assert not watch.completed_by(token)
-    assert longest <= 8

@@ -330,44 +330,10 @@ def test_tokens_are_told_as_they_are_written(spurline_tiny_model: Path) -> None:
     assert len(told) == len(result.token_ids) - 1  # prompt and first step come together
 
 
-def test_weights_of_another_model_are_refused_by_name(spurline_tiny_model: Path, tmp_path: Path) -> None:
-    from spurline_models.testing import write_tiny_model
-
-    wide = write_tiny_model(tmp_path / "wide", intermediate_size=80)
-    weights = dict(make_backend(spurline_tiny_model).named_weights())
-    renamed = {name.replace("lm_head", "lm_haed"): tensor for name, tensor in weights.items()}
-    partial = {name: tensor for name, tensor in weights.items() if "lm_head" not in name}
-    for wrong, message in (
-        (make_backend(wide).named_weights(), r"mlp.*\(80, 32\).*\(64, 32\)"),
-        (renamed.items(), r"'lm_haed\.weight'.*Did you mean 'lm_head\.weight'"),
-        (partial.items(), r"without lm_head\.weight"),
-    ):
-        with pytest.raises(RunFailedError, match=message):
-            with_engine(make_engine(spurline_tiny_model), lambda engine, wrong=wrong: update(engine, 1, wrong))
-
-
 def test_loading_the_own_copy_draws_nothing_from_the_runs_generator(spurline_tiny_model: Path) -> None:
     before = torch.get_rng_state()
     generate(make_engine(spurline_tiny_model), [request(PROMPTS[0])])
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_a_backend_that_keeps_its_model_elsewhere_cannot_share_it(spurline_tiny_model: Path) -> None:
-    engine: Any = make_engine(spurline_tiny_model)
-    # The config refuses such a backend; one whose config claims otherwise gets no further than this.
-    with pytest.raises(AssertionError, match="object lends no model"):
-        engine.share(object())
-
-
-def test_environments_run_while_tokens_are_computed(spurline_tiny_model: Path, gate: Gate) -> None:
-    async def use(engine: InProcessEngine) -> GenerationResult:
-        writing = asyncio.ensure_future(engine.generate(request(PROMPTS[0])))
-        await gate.wait_until_reached()
-        # The step waits for what only this coroutine does.
-        gate.open()
-        return await writing
-
-    assert len(with_engine(make_engine(spurline_tiny_model), use).token_ids) > 0
 
 
 def test_a_request_joins_others_and_leaves_before_them(spurline_tiny_model: Path, gate: Gate) -> None:
@@ -440,21 +406,6 @@ def test_a_cancelled_caller_gets_the_model_back_before_it_goes_on(spurline_tiny_
     went_on_during_the_step, was_given_back = with_engine(make_engine(spurline_tiny_model), use)
     assert not went_on_during_the_step
     assert was_given_back
-
-
-def test_a_cancelled_request_makes_room_for_the_next(spurline_tiny_model: Path, gate: Gate) -> None:
-    async def use(engine: InProcessEngine) -> GenerationResult:
-        unwanted = asyncio.ensure_future(engine.generate(request(PROMPTS[0], max_new_tokens=400)))
-        await gate.wait_until_reached()
-        unwanted.cancel()
-        # One step ends the cancelled one's; eleven more are all that the other needs.
-        gate.steps.release(12)
-        await asyncio.wait({unwanted})
-        wanted = asyncio.ensure_future(engine.generate(request(PROMPTS[1], temperature=0.0)))
-        return await wanted
-
-    result = with_engine(make_engine(spurline_tiny_model, max_batch=1), use)
-    assert result.token_ids.tolist() == greedy(spurline_tiny_model, PROMPTS[1], 12)
 
 
 def test_an_error_while_decoding_reaches_everyone_and_later_requests(

@@ -134,8 +134,3 @@ def test_the_charged_kl_and_the_rewards_after_it_are_logged() -> None:
     assert info["kl_reward/mean"] == pytest.approx(np.concatenate(kl).mean(), rel=1e-4)
     total = sum(row["rewards"].sum() for row in rows)
     assert info["reward/after_kl"] == pytest.approx(total / (PROMPTS * SAMPLES), rel=1e-4)
-
-
-def test_no_kl_is_logged_where_none_is_charged() -> None:
-    prepared, _ = prepare(RlooConfig(), loss=PpoConfig(kl=KlConfig(coefficient=0.1)))
-    assert not {"kl_reward/mean", "reward/after_kl"} & prepared.info.keys()

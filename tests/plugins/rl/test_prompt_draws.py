@@ -93,16 +93,6 @@ def test_a_namespace_keeps_uids_apart() -> None:
     assert not {draw.uid for draw in plain} & {draw.uid for draw in other}
 
 
-def test_a_changed_dataset_has_another_fingerprint() -> None:
-    assert draws_over(3, 4).fingerprint() == draws_over(3, 4).fingerprint()
-    assert draws_over(3, 4).fingerprint() != draws_over(3, 5).fingerprint()
-
-
-def test_an_empty_dataset_is_refused() -> None:
-    with pytest.raises(DataError, match="b has no rows"):
-        draws_over(2, 0)
-
-
 def draws_with_bad_rows(rows: Rows, on_bad_row: Literal["error", "skip"]) -> PromptDraws:
     config = DatasetConfig(name="rows", on_bad_row=on_bad_row)
     return PromptDraws([DatasetToTokenize(rows, config)], sequential, per_step=2)
@@ -167,7 +157,3 @@ def test_draws_of_an_adaptive_order_are_the_same_rows_after_a_resume_and_depend_
     later.load_state_dict(draws.state_dict())
     assert later.take(0, 60) == draws.take(0, 60)
     assert unlearned.take(0, 60) != draws.take(0, 60)
-
-
-def test_a_static_order_keeps_nothing_in_the_checkpoint() -> None:
-    assert draws_over(3).state_dict() == {"skipped": {}}

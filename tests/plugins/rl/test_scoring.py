@@ -1,19 +1,22 @@
-"""Reward terms become token rewards."""
+"""Rewards on tokens: terms, weights, returns, the penalty on length, and which attempts have passed."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spurline.errors import ConfigError
+from spurline.errors import ConfigError, DataError
+from spurline_rl.configs import SuccessConfig, success_problems
+from spurline_rl.held_out import deciding_term, has_passed
 from spurline_rl.protocols.environment import AttemptFailedError
 from spurline_rl.protocols.reward import Answer
-from spurline_rl.scoring import score, terms_of_all
-from spurline_rl.trajectory import Trajectory, Turn, trajectory_return
+from spurline_rl.scoring import overlong_penalty, score, terms_of_all
+from spurline_rl.trajectory import Group, Trajectory, Turn, group_returns, has_equal_returns, trajectory_return
 
 
 def make_turn(length: int, rewards: list[float] | None = None) -> Turn:
@@ -89,24 +92,21 @@ def test_answers_are_scored_side_by_side_and_their_terms_come_in_order():
 
 
 class FailsAtFirst:
-    """Fails so many times on each answer."""
+    """Fails so many times."""
 
     def __init__(self, times: int) -> None:
-        self._times = times
-        self._failed: dict[str, int] = {}
+        self._left = times
 
     def score(self, answer: Answer) -> float:
-        failed = self._failed.get(answer.response, 0)
-        if failed < self._times:
-            self._failed[answer.response] = failed + 1
+        self._left -= 1
+        if self._left >= 0:
             raise TimeoutError("the judge does not answer")
-        return float(answer.response)
+        return 1.0
 
 
 def test_an_answer_is_scored_again_as_often_as_allowed():
-    answers = [Answer("", str(number), None, {}) for number in range(3)]
-    scored = asyncio.run(terms_of_all({"value": FailsAtFirst(2)}, answers, retries=2))
-    assert scored == [{"value": 0}, {"value": 1}, {"value": 2}]
+    answers = [Answer("", "text", None, {})]
+    assert asyncio.run(terms_of_all({"value": FailsAtFirst(2)}, answers, retries=2)) == [{"value": 1.0}]
     with pytest.raises(AttemptFailedError, match="the judge does not answer"):
         asyncio.run(terms_of_all({"value": FailsAtFirst(3)}, answers, retries=2))
 
@@ -129,3 +129,89 @@ def test_a_reward_that_is_not_finite_is_refused_by_name(value):
         score(attempt(make_turn(1), right=value), {})
     with pytest.raises(AttemptFailedError, match=r"turn 1: the rewards \[nan\] are not all finite"):
         score(attempt(make_turn(1), make_turn(1, [np.nan])), {})
+
+
+def turn(rewards: list[float]) -> Turn:
+    array = np.array(rewards, dtype=np.float32)
+    tokens = np.ones(len(array), dtype=np.int32)
+    return Turn(tokens[:0], tokens, np.ones(len(array), np.uint8), rewards=array)
+
+
+def group(*samples: list[float]) -> Group:
+    trajectories = [Trajectory("uid", number, (turn(rewards),)) for number, rewards in enumerate(samples)]
+    return Group("uid", 0, tuple(trajectories))
+
+
+@given(st.lists(st.lists(st.floats(-10, 10, width=32), max_size=5), min_size=1, max_size=4))
+def test_return_is_the_sum_of_all_rewards_of_all_turns(rewards: list[list[float]]) -> None:
+    trajectory = Trajectory("uid", 0, tuple(turn(part) for part in rewards))
+    assert trajectory_return(trajectory) == pytest.approx(math.fsum(value for part in rewards for value in part))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_reward_that_is_no_number_is_refused_with_sample_and_prompt(value: float) -> None:
+    with pytest.raises(DataError, match=r"sample 1 of prompt 'uid' sum up to (nan|inf)\. Make the reward function"):
+        group_returns(group([1.0], [0.0, value]))
+
+
+def test_samples_that_did_equally_well_have_equal_returns() -> None:
+    assert has_equal_returns(group([1.0], [0.5, 0.5], [0.0, 1.0]))
+    assert has_equal_returns(group([0.0], [0.0]))
+    assert has_equal_returns(group([0.3], [0.1, 0.2]))
+    assert not has_equal_returns(group([1.0], [1.0], [0.999]))
+    assert not has_equal_returns(group([0.0], [1e-30]))
+
+
+@given(num_tokens=st.integers(0, 300), longest=st.integers(1, 200), share=st.floats(0.01, 1))
+def test_overlong_penalty_is_the_piecewise_line_of_dapo(num_tokens: int, longest: int, share: float) -> None:
+    buffer = max(1, int(share * longest))
+    if num_tokens <= longest - buffer:
+        expected = 0.0
+    elif num_tokens <= longest:
+        expected = (longest - buffer - num_tokens) / buffer
+    else:
+        expected = -1.0
+    assert overlong_penalty(num_tokens, longest=longest, buffer=buffer) == pytest.approx(expected, abs=1e-12)
+
+
+def judged(terms: dict[str, float], turn_reward: float = 0.0) -> Trajectory:
+    return score(attempt(make_turn(2, [0, turn_reward]), **terms), {})
+
+
+@pytest.mark.parametrize("penalty", [0.0, -0.01, -5.0])
+def test_a_penalty_never_turns_a_right_answer_into_a_wrong_one(penalty: float) -> None:
+    success = SuccessConfig(reward="right")
+    assert has_passed(judged({"right": 1.0, "short": penalty}), success)
+    assert not has_passed(judged({"right": 0.0, "short": penalty}), success)
+
+
+@pytest.mark.parametrize(
+    ("terms", "turn_reward", "success", "passes"),
+    [
+        ({"right": 0.0, "style": 9.0}, 0.0, SuccessConfig(reward="right"), False),
+        ({"share": 0.6}, 0.0, SuccessConfig(at_least=0.5), True),
+        ({"share": 0.6}, 3.0, SuccessConfig(), False),
+        ({}, 1.0, SuccessConfig(), True),
+        ({}, 0.9, SuccessConfig(), False),
+    ],
+)
+def test_the_named_or_only_term_decides_and_rewards_of_turns_where_there_is_none(terms, turn_reward, success, passes):
+    assert has_passed(judged(terms, turn_reward), success) == passes
+
+
+@pytest.mark.parametrize(
+    ("success", "message"),
+    [
+        (SuccessConfig(), r"source\.held_out\.success does not say .* Terms: right, short\."),
+        (SuccessConfig(reward="rihgt"), r"source\.held_out\.success\.reward is 'rihgt'.* Did you mean 'right'\?"),
+    ],
+)
+def test_terms_that_only_attempts_tell_are_checked_with_the_first_of_them(success: SuccessConfig, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        deciding_term(["right", "short"], success)
+
+
+def test_a_config_whose_environment_does_not_tell_its_terms_is_not_refused() -> None:
+    assert list(success_problems(SuccessConfig(), None)) == []
+    assert list(success_problems(SuccessConfig(), ["one"])) == []
+    assert len(list(success_problems(SuccessConfig(), ["one", "two"]))) == 1

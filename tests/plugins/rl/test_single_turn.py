@@ -78,23 +78,6 @@ def test_the_prompt_is_encoded_once_for_a_group_and_kept_for_a_while(monkeypatch
     assert calls == ["a:1", "a:2", "a:3", "a:1"]
 
 
-def test_the_chat_template_is_made_ready_once_for_all_prompts(monkeypatch):
-    from spurline_text.chats import chat
-
-    made: list[str] = []
-    original = chat.ChatTemplate
-
-    def counted(source: str, special_tokens: Any) -> Any:
-        made.append(source)
-        return original(source, special_tokens)
-
-    monkeypatch.setattr(chat, "ChatTemplate", counted)
-    environment = make_environment()
-    for location in ("a:1", "a:2"):
-        environment.first_prompt(replace(make_task(), location=location))
-    assert len(made) == 1
-
-
 def test_an_empty_response_is_scored_as_an_empty_text():
     trajectory, _ = attempt("", {"right": "exact_match", "length": in_process("reward_functions:length")})
     assert trajectory.rewards == {"right": 0.0, "length": 0.0}
@@ -111,11 +94,6 @@ def test_plain_text_rows_are_answered_as_they_are():
     trajectory, engine = attempt("4", row={"prompt": "2 + 2 =", "completion": "4"})
     assert list(engine.requests[0].prompt_ids) == encode(tiny_tokenizer(), "2 + 2 =")
     assert trajectory.rewards == {"exact_match": 1.0}
-
-
-def test_pretokenized_rows_are_refused_with_the_fix():
-    with pytest.raises(DataError, match=r"^rows\.jsonl:1: input_ids holds token ids.*Use chat, alpaca or prompt_compl"):
-        attempt("x", row={"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]})
 
 
 def test_a_prompt_longer_than_the_context_is_a_data_error():

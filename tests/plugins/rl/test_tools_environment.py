@@ -1,9 +1,10 @@
-"""Environment `tools`: conversations with function calls, and what can go wrong."""
+"""Environment `tools`: conversations with function calls, what can go wrong, and its calculator."""
 
 from __future__ import annotations
 
 import json
 import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from spurline.config.run_config import DataConfig, DatasetConfig
 from spurline.errors import DataError, PluginError
 from spurline_rl.chat_front import PrefixError
 from spurline_rl.environments import tools
+from spurline_rl.environments.calculator import calculator
 from spurline_rl.environments.configs import ToolsConfig
 from spurline_rl.environments.tools import Toolbox, ToolCall, Tools, parse_calls
 from spurline_rl.protocols.environment import Environment
@@ -287,3 +289,51 @@ def test_a_message_that_the_template_leaves_out_is_found_when_prompts_are_looked
     with pytest.raises(DataError, match=r"messages\[0\] \(role system\): the chat template"):
         make_environment(tokenizer, on_ignored="error").first_prompt(make_task(row))
     assert make_environment(tokenizer, on_ignored="error").first_prompt(make_task(ROW))
+
+
+@pytest.mark.parametrize(
+    ("formula", "value"),
+    [("6*7", "42"), ("(1 + 2) * -3", "-9"), ("7 // 2 + 7 % 2", "4"), ("1/3", "0.333333333333"), (" 2 ** 10 ", "1024")],
+)
+def test_the_calculator_computes(formula, value):
+    assert calculator(formula) == value
+
+
+@pytest.mark.parametrize(
+    "formula",
+    [
+        "__import__('os')",
+        "x",
+        "9 ** 9 ** 9",
+        "True + 1",
+        "1e308 * 10",
+        "(-1) ** 0.5",
+        "1; 2",
+        "'a' * 9",
+        "[1][0]",
+        "",
+        "1 + " * 400 + "1",
+        "10**1000 * 10**1000",
+        "((lambda: 1)())",
+        "-" * 999 + "1",
+        "(" * 400 + "1" + ")" * 400,
+    ],
+)
+def test_the_calculator_refuses_everything_else(formula):
+    with pytest.raises(ValueError, match=r"."):
+        calculator(formula)
+
+
+@pytest.mark.parametrize("limit", [400, 1_000, 10_000])
+def test_a_formula_is_too_deep_whatever_the_interpreter_allows(limit):
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(limit)
+    try:
+        with pytest.raises(ValueError, match="nested too deeply"):
+            calculator("-" * 600 + "1")
+    finally:
+        sys.setrecursionlimit(before)
+
+
+def test_the_longest_sum_is_not_too_deep():
+    assert calculator("1" + "+1" * 499) == "500"

@@ -1,4 +1,4 @@
-"""Turns in flat arrays say what their records say, however they came into blocks."""
+"""Turns in flat arrays and in rows of a batch say what their records say, merged or not."""
 
 from __future__ import annotations
 
@@ -12,11 +12,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spurline.protocols.collator import ParallelLayout
+from spurline.testing.fuzzing import fuzzing
+from spurline.testing.samples import PAD
+from spurline_rl.configs import RolloutsCollatorConfig
+from spurline_rl.preparation import TurnColumns
+from spurline_rl.rollouts_collator import RolloutsCollator
 from spurline_rl.testing.inputs import make_trajectories
-from spurline_rl.trajectory import RESPONSE_FIELDS, FlatTurns, Group, Trajectory, Turn, in_one_block
+from spurline_rl.trajectory import RESPONSE_FIELDS, FlatTurns, Group, Trajectory, Turn, in_one_block, merge_turns
 
 _LACKED = ("logprobs", "versions", "rewards", "routed_experts")
 shapes = st.lists(
@@ -126,3 +133,119 @@ def test_a_group_is_freed_with_its_last_reference_whether_its_turns_merge_or_not
         assert freed() is None
     finally:
         gc.enable()
+
+
+COLUMNS = ("logprobs", "versions", "rewards", "advantages", "values", "returns")
+
+
+def going_on(shapes: list[tuple[int, int]], seed: int = 0) -> Trajectory:
+    """Turns of (tokens since the last response, response tokens), each prompt with all tokens before it."""
+    [trajectory] = make_trajectories([shapes], seed=seed)
+    seen = np.zeros(0, np.int32)
+    turns: list[Turn] = []
+    for turn in trajectory.turns:
+        turns.append(replace(turn, prompt_ids=np.concatenate([seen, turn.prompt_ids])))
+        seen = np.concatenate([turns[-1].prompt_ids, turn.response_ids])
+    return replace(trajectory, turns=tuple(turns))
+
+
+@given(
+    shapes=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5)), min_size=1, max_size=7), seed=st.integers(0, 99)
+)
+@fuzzing(60)
+def test_every_response_token_keeps_its_values_and_tokens_in_between_get_none(shapes, seed):
+    trajectory = going_on(shapes, seed)
+    [merged] = merge_turns(trajectory).turns
+    last = trajectory.turns[-1]
+    whole = np.concatenate([merged.prompt_ids, merged.response_ids])
+    assert whole.tolist() == [*last.prompt_ids.tolist(), *last.response_ids.tolist()]
+    assert merged.prompt_ids.tolist() == trajectory.turns[0].prompt_ids.tolist()
+    for name in ("loss_mask", *COLUMNS):
+        expected = np.zeros(len(whole), getattr(last, name).dtype)
+        for turn in trajectory.turns:
+            start = len(turn.prompt_ids)
+            expected[start : start + len(turn.response_ids)] = getattr(turn, name)
+        assert getattr(merged, name).tolist() == expected[len(merged.prompt_ids) :].tolist(), name
+        assert getattr(merged, name).dtype == expected.dtype, name
+
+
+def test_a_turn_that_rewrites_history_leaves_all_turns_apart():
+    trajectory = going_on([(3, 4), (2, 5), (1, 2)])
+    first, second, third = trajectory.turns
+    changed = second.prompt_ids.copy()
+    changed[4] += 1
+    rewritten = replace(trajectory, turns=(first, replace(second, prompt_ids=changed), third))
+    assert merge_turns(rewritten) is rewritten
+    shorter = replace(trajectory, turns=(first, replace(second, prompt_ids=second.prompt_ids[:6])))
+    assert merge_turns(shorter) is shorter
+
+
+def test_a_single_turn_is_left_alone():
+    trajectory = going_on([(3, 4)])
+    assert merge_turns(trajectory) is trajectory
+
+
+def test_a_column_that_some_turn_lacks_is_left_out_and_the_last_turn_says_how_it_ended():
+    trajectory = going_on([(3, 4), (2, 5)])
+    first, second = trajectory.turns
+    mixed = (replace(first, logprobs=None), replace(second, finish_reason="length"))
+    [merged] = merge_turns(replace(trajectory, turns=mixed)).turns
+    assert merged.logprobs is None
+    assert merged.advantages is not None
+    assert merged.finish_reason == "length"
+
+
+def test_routed_experts_are_those_that_the_next_token_was_sampled_with():
+    trajectory = going_on([(3, 4), (2, 5)])
+    later = np.arange(14 * 6, dtype=np.int16).reshape(14, 2, 3)
+    earlier = later[:7] + 100
+    # Nothing was computed at the last token of a turn before the next one began.
+    earlier[6] = -1
+    first, second = trajectory.turns
+    turns = (replace(first, routed_experts=earlier), replace(second, routed_experts=later))
+    [merged] = merge_turns(replace(trajectory, turns=turns)).turns
+    assert merged.routed_experts is not None
+    assert np.array_equal(merged.routed_experts, np.concatenate([earlier[:6], later[6:]]))
+
+
+def test_a_turn_without_experts_leaves_the_merged_one_without():
+    first, second = (trajectory := going_on([(3, 4), (2, 5)])).turns
+    turns = (first, replace(second, routed_experts=np.zeros((14, 2, 3), np.int16)))
+    [merged] = merge_turns(replace(trajectory, turns=turns)).turns
+    assert merged.routed_experts is None
+
+
+@given(
+    shapes=st.lists(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=4), min_size=1),
+    merged=st.booleans(),
+    ranks=st.integers(1, 3),
+    pad_side=st.sampled_from(["left", "right"]),
+)
+@fuzzing(60)
+def test_what_is_written_for_a_turn_is_read_back_for_it_at_its_own_tokens(shapes, merged, ranks, pad_side):
+    attempts = [going_on(shape, number) for number, shape in enumerate(shapes)]
+    kept = [merge_turns(attempt) for attempt in attempts] if merged else attempts
+    turns = [turn for attempt in attempts for turn in attempt.turns]
+    numbers = iter(range(len(turns)))
+    rows = [number if merged else next(numbers) for number, attempt in enumerate(attempts) for _ in attempt.turns]
+    collator = RolloutsCollator(RolloutsCollatorConfig(pad_side=pad_side), 0, ParallelLayout(data=ranks))
+    batch = collator.collate_rollouts(kept).without_padding_rows()
+    num_prompt, num_response = (
+        np.array([len(getattr(turn, name)) for turn in turns]) for name in ("prompt_ids", "response_ids")
+    )
+    columns = TurnColumns(batch, num_prompt, num_response, np.array(rows))
+    written = [np.arange(1, len(turn.response_ids) + 1, dtype=np.float32) + 100 * i for i, turn in enumerate(turns)]
+    column = columns.join("advantages", written)
+    for found, expected in zip(columns.split(column), written, strict=True):
+        np.testing.assert_array_equal(found, expected)
+    for tokens, turn in zip(columns.split(batch.tokens["input_ids"].float()), turns, strict=True):
+        np.testing.assert_array_equal(tokens, turn.response_ids)
+    assert torch.equal(column != 0, columns.responses() != 0), "exactly the response tokens are written"
+
+
+def test_optional_columns_are_there_only_when_every_turn_has_them() -> None:
+    collator = RolloutsCollator(RolloutsCollatorConfig(), PAD, ParallelLayout())
+    both = make_trajectories([[(3, 4)], [(2, 5)]], optional_columns=True)
+    mixed = [both[0], *make_trajectories([[(2, 5)]], optional_columns=False)]
+    assert "advantages" in collator.collate_rollouts(both).tokens
+    assert "advantages" not in collator.collate_rollouts(mixed).tokens
