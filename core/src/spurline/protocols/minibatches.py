@@ -17,10 +17,7 @@ class MiniBatchesConfig(ComponentConfig):
     kind: ClassVar[str] = "minibatches"
 
     def minibatch_prompts(self, prompts_per_step: int) -> int | None:
-        """Prompts whose rows make up one mini-batch of a batch of rollouts; None where that is not fixed.
-
-        An advantage with `advantage_scope: minibatch` normalises over so many prompts, in the order of the batch.
-        """
+        """Return how many prompts one mini-batch of a batch of rollouts has; None where that is not fixed."""
         return None
 
 

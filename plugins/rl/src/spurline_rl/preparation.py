@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -27,10 +27,9 @@ from spurline_rl.health import kl_reward_metrics
 from spurline_rl.losses.corrections import correct_batch
 from spurline_rl.losses.policy_loss import kl_estimate
 from spurline_rl.protocols.advantage import Advantage, ComparesSamples
-from spurline_rl.protocols.collator import CollatesFlat
 from spurline_rl.protocols.correction import Correction
 from spurline_rl.token_metrics import advantage_metrics, mismatch_metrics
-from spurline_rl.trajectory import Group, Turn, in_one_block, trajectories_of, turns_of, with_turns
+from spurline_rl.trajectory import FlatTurns, Group, Turn, in_one_block, trajectories_of, turns_of, with_turns
 from spurline_text.tokenizer import pad_token_id
 
 
@@ -79,6 +78,21 @@ class TurnColumns:
         return column
 
 
+@runtime_checkable
+class CollatesFlat(RolloutCollator, Protocol):
+    """A rollout collator that reads flat arrays.
+
+    If a subclass overrides only `collate_rollouts`, sources call that method.
+    """
+
+    def collate_flat(self, blocks: Sequence[FlatTurns]) -> TrainingBatch:
+        """Return the batch that `collate_rollouts` makes of the same turns.
+
+        It keeps nothing of the blocks but names and numbers of the turns, so that their memory can be freed.
+        """
+        ...
+
+
 class Preparation:
     """Prepares the groups of a step for the configured loss."""
 
@@ -101,7 +115,6 @@ class Preparation:
         loss: Loss = registry.create("loss", run.loss)
         self._needs_reference = config.kl_in_reward is not None or "reference_logprobs" in loss.needs
         self._needs_values = "values" in self._advantage.needs
-        self._prompts_per_minibatch = run.minibatches.minibatch_prompts(config.prompts_per_step)
 
     def describe(self) -> list[str]:
         """Say in sentences how rewards become weights of the loss."""
@@ -218,33 +231,24 @@ class Preparation:
 
     def _advantages(self, groups: Sequence[Group], columns: TurnColumns) -> dict[str, Tensor]:
         """Return the columns `advantages`, and `returns` where a critic is trained on them."""
-        size = len(groups) if self._config.advantage_scope == "batch" else self._prompts_per_minibatch
-        assert size is not None, "the config refuses this scope where it does not know the size"
-        scopes = [groups[start : start + size] for start in range(0, len(groups), max(1, size))]
-        samples = self._sample_advantages(scopes)
+        samples = self._sample_advantages(groups)
         if samples is not None:
             # Groups whose rewards were charged have no flat arrays, and need none.
             attempt_turns = [len(attempt.turns) for attempt in trajectories_of(groups)]
             return {"advantages": columns.join("advantages", np.repeat(samples, attempt_turns).tolist())}
-        groups = [group for scope in scopes for group in self._advantage.advantages(scope)]
+        groups = self._advantage.advantages(groups)
         names = ["advantages"]
         if groups and turns_of(groups[:1])[0].returns is not None:
             names.append("returns")
         return {name: columns.join(name, _fields(groups, name)) for name in names}
 
-    def _sample_advantages(self, scopes: Sequence[Sequence[Group]]) -> NDArray[np.float64] | None:
+    def _sample_advantages(self, groups: Sequence[Group]) -> NDArray[np.float64] | None:
         """Return one number per attempt; None where tokens of an attempt differ."""
-        if not isinstance(self._advantage, ComparesSamples) or not _speaks_for(
-            self._advantage, "sample_advantages", "advantages"
-        ):
+        advantage = self._advantage
+        if not isinstance(advantage, ComparesSamples) or not _speaks_for(advantage, "sample_advantages", "advantages"):
             return None
-        found = [np.empty(0)]
-        for scope in scopes:
-            samples = self._advantage.sample_advantages(scope)
-            if samples is None:
-                return None
-            found += samples
-        return np.concatenate(found)
+        samples = advantage.sample_advantages(groups)
+        return None if samples is None else np.concatenate([np.empty(0), *samples])
 
     def _compare(self, batch: TrainingBatch) -> tuple[TrainingBatch, Mapping[str, float]]:
         """Return the batch with factors that correct for its mismatch with the engine, and metrics of both."""

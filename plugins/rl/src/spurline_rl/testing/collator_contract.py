@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from spurline.protocols.collator import ParallelLayout, RolloutCollator
 from spurline.testing.collator_contract import PAD, assert_batches_equal, layout_strategy, turns_in
 from spurline.testing.fuzzing import fuzzing
-from spurline_rl.protocols.collator import CollatesFlat
+from spurline_rl.preparation import CollatesFlat
 from spurline_rl.testing.inputs import make_trajectories
 from spurline_rl.trajectory import FlatTurns, Trajectory
 
