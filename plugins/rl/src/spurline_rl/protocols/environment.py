@@ -22,22 +22,22 @@ class EnvironmentConfig(ComponentConfig):
 
     @property
     def reward_terms(self) -> Collection[str] | None:
-        """Names of the reward terms of every attempt; None where only the attempts themselves tell."""
+        """Return the names of the reward terms of every attempt; None where only attempts tell."""
         return None
 
     @property
     def most_turns(self) -> int:
-        """Responses that one attempt may ask for."""
+        """Return how many responses one attempt may ask for."""
         return 1
 
     @property
     def tool_names(self) -> Collection[str]:
-        """Names of the tools that the model may call, for people; none where only the environment knows them."""
+        """Return the names of the tools that the model may call, for people to read."""
         return ()
 
 
 class AttemptFailedError(SpurlineError):
-    """One attempt went wrong in a way that another try may cure; the text says what and where."""
+    """One attempt failed, and another one may succeed; the text says what went wrong and where."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,9 @@ class Task:
     """One attempt at one prompt.
 
     Attributes:
-        row: The dataset row.
-        dataset: The settings it is read with.
+        dataset: The settings of the row's dataset.
         uid: Names the draw of the prompt, unique in the run.
-        sample: Which of the group's attempts this is, from 0.
+        sample: Number of the attempt in its group, from 0.
         location: Where the row is, for messages.
     """
 
@@ -60,23 +59,22 @@ class Task:
 
 
 class PolicyHandle(Protocol):
-    """The model as an environment talks to it: tokens in, tokens out. One handle per attempt; it remembers every turn.
+    """The model for an environment: tokens in, tokens out. There is one handle per attempt, which remembers every turn.
 
     Attributes:
-        sampling: What the run's config says; change limits and stops with `dataclasses.replace`. In training,
-            temperature, top_p and top_k must stay: the trainer recomputes logprobs of the configured distribution
-            (PluginError otherwise).
+        sampling: Settings of the run; change limits and stops with `dataclasses.replace`. In training, temperature,
+            top_p and top_k must stay, since the trainer computes logprobs with the run's (PluginError otherwise).
     """
 
     sampling: Sampling
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """The turns finished so far, in the order in which they were asked for."""
+        """Return the turns finished so far, in the order of their requests."""
         ...
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling | None = None) -> GenerationResult:
-        """The model's next turn after `prompt_ids`, the whole context. The handle counts turns and derives the seed.
+        """Generate the model's next turn after `prompt_ids`, the whole context.
 
         Raises:
             DataError: If the prompt is empty or fills the model's context.
@@ -90,11 +88,11 @@ class PolicyHandle(Protocol):
         turn_rewards: Sequence[float] | None = None,
         info: Mapping[str, Any] | None = None,
     ) -> Trajectory:
-        """All turns as the attempt's trajectory.
+        """Return all turns as the attempt's trajectory.
 
         Args:
             rewards: Named terms of the whole attempt, before weights; the same names in every attempt.
-            turn_rewards: One number per turn, as it is, for the last token of each.
+            turn_rewards: One number per turn, for its last token, without a weight.
             info: JSON-able facts for the log and the report, such as `prompt` and `response`.
         """
         ...
@@ -102,10 +100,10 @@ class PolicyHandle(Protocol):
 
 @runtime_checkable
 class ShowsPrompt(Protocol):
-    """An environment that knows beforehand what the model is first given, for plans and checks of length."""
+    """An environment that knows the first prompt of an attempt beforehand, for plans and checks of length."""
 
     def first_prompt(self, task: Task) -> Sequence[int]:
-        """Token ids of the prompt of the first turn. Raises DataError for a row that cannot be used."""
+        """Return the token ids of the first prompt. Raises DataError for a row that cannot be used."""
         ...
 
 
@@ -113,17 +111,20 @@ class Environment(Protocol):
     """Run one attempt at a prompt.
 
     Factory: `Class(config, registry=Registry, tokenizer=PreTrainedTokenizerBase, data=DataConfig)`. One instance serves
-    all attempts, many at the same time on one event loop: `run` keeps its state in local variables. Code that takes
-    long without awaiting belongs in `spurline_rl.concurrency.in_thread` or in a process; time limits cannot reach it
-    elsewhere. An environment that holds processes or files also has `close()`, plain or async.
+    all attempts, many at the same time on one event loop, so `run` keeps its state in local variables. Code that takes
+    long without awaiting belongs in `spurline_rl.concurrency.in_thread` or in a process, where time limits reach it. An
+    environment that holds processes or files also has `close()`, plain or async.
     """
 
     async def run(self, task: Task, policy: PolicyHandle) -> Trajectory:
-        """A trajectory with named reward terms, or rewards per turn; usually `policy.finish(...)`.
+        """Return a trajectory with named reward terms, or rewards per turn; usually `policy.finish(...)`.
 
-        Errors: a DataError says that this row cannot be used: it ends the run, or with `on_bad_row: skip` the row is
-        left out; so does a context that is full before the first turn, but one that filled up later is the attempt's
-        matter and has to be caught. Other SpurlineErrors, but for AttemptFailedError, end the run; any other exception,
-        and a time-out, means another attempt; after `faults.retries` of these the prompt is given up.
+        Raises:
+            DataError: For a row that cannot be used, such as a prompt that fills the context. It ends the run, or with
+                `on_bad_row: skip` the row is left out. Catch that of a context that fills up in a later turn.
+            SpurlineError: Ends the run, except AttemptFailedError.
+
+        Any other exception, and a time-out, leads to another attempt; after `faults.retries` of these the prompt is
+        given up.
         """
         ...

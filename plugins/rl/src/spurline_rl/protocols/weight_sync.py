@@ -22,23 +22,23 @@ class WeightSyncConfig(ComponentConfig):
 
     @property
     def transport(self) -> str:
-        """Name of the buckets it makes, without the plugin that a name may begin with."""
+        """Return the name of its buckets: the component's, without a plugin's prefix."""
         return self.name.rpartition("/")[2]
 
     @property
     def bucket_bytes(self) -> int:
-        """Bytes of weights in a bucket at most; 0 where they stay where they are."""
+        """Return the most bytes of weights in a bucket; 0 where weights are not copied."""
         return 0
 
     @property
     def sends_adapters(self) -> bool | None:
-        """Return whether adapters are to be sent alone; None leaves it to what engines can take."""
+        """Return whether adapters are sent alone; None leaves it to the engines."""
         return None
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """version: published. bytes_sent: over the transport. transfer_s and pause_s: seconds."""
+    """The cost of publishing a version: bytes over the transport, and seconds."""
 
     version: int
     bytes_sent: int
@@ -47,14 +47,14 @@ class SyncReport:
 
 
 class WeightSync(Protocol):
-    """Publish weights; the transport decides who sends to whom.
+    """Publish weights over a transport.
 
     Factory: `Class(config, run=RunConfig)`.
 
     Attributes:
         transport: Name of the buckets it makes; every engine's `transports` must have it.
         timeout_s: Seconds that one publish may take.
-        waits_for: What a publish under way waits for, in words. May be read on any thread.
+        waits_for: Describes what a publish under way waits for. May be read on any thread.
     """
 
     transport: str
@@ -64,9 +64,9 @@ class WeightSync(Protocol):
     async def publish(self, version: int, backend: Backend, engines: Sequence[TakesWeights]) -> SyncReport:
         """Return when every engine generates with this version.
 
-        Awaited on the engines' event loop while the thread that owns the backend waits, so that the backend may be
-        called from here, on whatever thread. Raises RunFailedError within its time limit, saying what it waited for,
-        when any engine does not take the weights; nothing may be trained on what is generated afterwards.
+        Awaited on the engines' event loop while the thread that owns the backend waits, so that any thread may call the
+        backend. Raises RunFailedError within its time limit if an engine does not take the weights; nothing that is
+        generated afterwards may be trained on.
         """
         ...
 
