@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def on_rollouts_scored(step: int, groups: tuple[Group, ...]) -> None:
     """Called when the groups of an RL step have rewards, before advantages are computed.
 
-    step: the step that will train on them. groups: read-only, in training order.
+    step: the step that trains on them. groups: read-only, in training order.
     Errors: any exception ends the run; the last checkpoint stands.
     """
 

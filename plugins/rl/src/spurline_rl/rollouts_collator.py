@@ -1,6 +1,6 @@
 """Collator `rollouts`: one turn of a trajectory per row. The readable reference.
 
-Tokenized samples are laid out as `padded` does, so that a run may evaluate on plain text between RL steps.
+Tokenized samples are laid out as by `padded`, so that a run may evaluate on plain text between RL steps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class RolloutsCollator(PaddedCollator):
-    """prompt + response per row; loss on the response tokens whose mask is 1."""
+    """Lays out prompt + response per row, with loss on the response tokens whose mask is 1."""
 
     def collate_rollouts(self, trajectories: Sequence[Trajectory]) -> TrainingBatch:
         # Rows keep their order: the prompt boundaries of mini-batches depend on it. Padding rows come last.

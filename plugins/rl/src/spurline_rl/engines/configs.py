@@ -25,30 +25,30 @@ class InProcessEngineConfig(RolloutEngineConfig):
 
     name: str = "in_process"
     deterministic: bool = False
-    """Make a request's tokens and logprobs independent of its neighbours, bit for bit; slower. Otherwise requests that
+    """Make a request's tokens and logprobs independent of its neighbours, bit for bit; slower. Without it, requests that
     are decoded together change each other's logprobs by about 1e-6."""
     max_batch: Annotated[int, OnResume.TO_ROUNDING] = Field(default=256, gt=0)
     """Responses decoded together; further requests wait."""
     max_cache_tokens: Annotated[int, OnResume.TO_ROUNDING] = Field(default=262_144, gt=0)
-    """Tokens the KV cache may hold: responses decoded together, times the longest of them with its prompt. A request
-    that exceeds this alone is decoded alone."""
+    """Tokens the KV cache may hold: responses decoded together, times the longest of them with its prompt. A larger
+    request is decoded alone."""
     timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0)
-    """Seconds that one decode step, or loading the model, may take; whole responses have the limit of their caller."""
+    """Seconds that one decode step, or loading the model, may take."""
     device: Annotated[Literal["auto", "cpu", "cuda"], OnResume.TO_ROUNDING] = "auto"
-    """The device of the engine's own copy of the model; a model shared with the backend stays where it is. `auto` takes
-    the first GPU, unless a rank of the backend has it."""
+    """The device of the engine's own copy of the model. `auto` takes the first GPU, unless a rank of the backend has
+    it."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """The dtype of the engine's own copy; `bf16` keeps fp32 weights and computes under autocast."""
     kv_cache: Literal["recompute", "keep"] = "recompute"
-    """After new weights, compute keys and values of responses in flight again, which is exact, or keep those of the old
-    weights: faster, and approximate, as later tokens then come from neither version."""
+    """After new weights, compute keys and values of responses in flight again, which is exact, or keep the old ones,
+    which is faster and approximate: later tokens then come from neither version."""
 
     @property
     def notes_experts(self) -> bool:
         return True
 
     def copy_device(self, run: RunConfig) -> Literal["auto", "cpu", "cuda"]:
-        """Return the device of its own copy: never a GPU that a rank of the backend fills."""
+        """Return the device of its own copy; `auto` never takes the GPU of a rank."""
         if self.device == "auto" and not first_gpu_is_free(run.backend.rank_request()):
             return "cpu"
         return self.device
@@ -64,7 +64,7 @@ class InProcessEngineConfig(RolloutEngineConfig):
 
     def estimate_memory(self, run: RunConfig, responses: int, length: int) -> dict[str, int]:
         if not run.backend.facts.lends_model:
-            # It generates with its copy, which is on no device of the backend.
+            # Its copy is on no device of the backend.
             return {}
         # By name, as factories are: the estimate builds the architecture with torch, which a config must not import.
         estimate = resolve("spurline_models.memory:estimate_cache", "memory estimate of engine 'in_process'")

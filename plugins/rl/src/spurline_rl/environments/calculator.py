@@ -11,7 +11,7 @@ Number = int | float
 
 _LONGEST_FORMULA = 1000
 _DEEPEST_FORMULA = 500
-"""Most levels of nested operations; a formula of this length has fewer binary ones."""
+"""Levels of nested operations at most."""
 _SHOWN_CHARACTERS = 80
 _LARGEST_BITS = 4096
 """Bits of the largest whole number. A larger one is an error, so that no formula can keep the machine busy."""
@@ -42,7 +42,7 @@ def calculator(expression: str) -> str:
 
 
 def _evaluate(node: ast.expr, levels: int = _DEEPEST_FORMULA) -> Number:
-    """Compute a part of the formula that nests at most `levels` deep, independent of Python's recursion limit."""
+    """Compute a part of the formula that nests at most `levels` deep."""
     if not levels:
         raise RecursionError
     # bool is an int to Python, but True is no number in a formula.

@@ -51,7 +51,7 @@ class SingleTurn:
         return example.prompt_ids
 
     def _example(self, task: Task) -> GenerationExample:
-        """The row's prompt, rendered and encoded once for all attempts of a group."""
+        """Return the row's prompt, rendered and encoded once for all attempts of a group."""
         key = task.uid, task.location
         example = self._examples.get(key)
         if example is None:

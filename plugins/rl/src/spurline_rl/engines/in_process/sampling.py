@@ -1,7 +1,7 @@
 """Draw the next token of each row from its logits.
 
-Place on the way: last hidden state -> logits -> this -> token with its logprobs. A row's token depends on its own
-logits, settings and random number only. No model, no state.
+Place on the way: last hidden state -> logits -> token with its logprobs. A row's token depends on its own logits,
+settings and random number only.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ class Sampled:
     """One entry per row.
 
     Attributes:
-        logprobs: Of the distribution sampled from; for greedy rows, which have none, the raw ones (as vLLM reports
-            them).
-        raw_logprobs: Of the model's own distribution.
+        logprobs: Logprobs of the distribution sampled from; for greedy rows the raw ones, as in vLLM.
+        raw_logprobs: Logprobs of the model's own distribution.
     """
 
     tokens: list[int]
@@ -33,14 +32,14 @@ class Sampled:
 
 
 def uniform(seed: int, position: int) -> float:
-    """A random number in [0, 1) for the response token at this position, the same whenever and wherever it is drawn."""
+    """Return the random number in [0, 1) of this seed and position of a response."""
     bits = xxhash.xxh3_64_intdigest(struct.pack("<Qq", seed & 0xFFFF_FFFF_FFFF_FFFF, position))
-    # 52 bits: times a sum of probabilities it stays below that sum, however the product is rounded.
+    # 52 bits: its product with a sum of probabilities stays below that sum when it is rounded.
     return (bits >> 12) * 2.0**-52
 
 
 def sample(logits: Tensor, settings: Sequence[Sampling], uniforms: Sequence[float]) -> Sampled:
-    """The token of each row of `logits` [N, V]: temperature, then top-k, then top-p, then one draw."""
+    """Draw a token for each row of `logits` [N, V]: temperature, then top-k, then top-p, then one draw."""
     if logits.dtype != torch.float64:
         # A softmax over 1e5 half-precision logits would not be exact enough.
         logits = logits.float()
@@ -67,7 +66,7 @@ def _cuts(setting: Sampling) -> bool:
 
 
 def _adjust(logits: Tensor, settings: Sequence[Sampling]) -> Tensor:
-    """Logits over temperature, and -inf for tokens that are cut off; greedy rows as they are."""
+    """Divide logits by the temperature, and set tokens that are cut off to -inf; greedy rows stay."""
     temperatures = torch.tensor([setting.temperature or 1.0 for setting in settings], dtype=logits.dtype)
     logits = logits / temperatures.to(logits.device).unsqueeze(-1)
     cut = [number for number, setting in enumerate(settings) if _cuts(setting)]
@@ -78,15 +77,14 @@ def _adjust(logits: Tensor, settings: Sequence[Sampling]) -> Tensor:
 
 
 def _cut_off(logits: Tensor, settings: Sequence[Sampling]) -> Tensor:
-    """-inf for all but the top_k largest (all equals of the last included), then for all but the fewest of these that
-    hold top_p of their probability."""
+    """Keep the top_k largest, ties with the last included, and of these the fewest that hold top_p of the probability."""
     size = logits.shape[-1]
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     last = torch.tensor([min(setting.top_k or size, size) - 1 for setting in settings], device=logits.device)
     ordered = ordered.masked_fill(ordered < ordered.gather(-1, last.unsqueeze(-1)), -torch.inf)
     probabilities = ordered.softmax(-1, dtype=torch.float64)
     before = probabilities.cumsum(-1) - probabilities
-    # 1 stands for all tokens: rounding must not cut off the last ones.
+    # top_p 1 keeps all tokens: rounding must not cut off the last ones.
     mass = torch.tensor([setting.top_p if setting.top_p < 1 else torch.inf for setting in settings]).double()
     ordered = ordered.masked_fill(before >= mass.to(logits.device).unsqueeze(-1), -torch.inf)
     return torch.empty_like(logits).scatter_(-1, order, ordered)
@@ -96,5 +94,5 @@ def _draw(logprobs: Tensor, uniforms: Sequence[float]) -> Tensor:
     """Invert the cumulative distribution of each row at its random number."""
     cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
     points = torch.tensor(uniforms, dtype=torch.float64).to(logprobs.device).unsqueeze(-1) * cumulative[:, -1:]
-    # `right`: never a token of probability zero. Rows with NaN find no place; their logprobs show it.
+    # `right` never finds a token of probability zero. Rows with NaN find no place; their logprobs show it.
     return torch.searchsorted(cumulative, points, right=True).squeeze(-1).clamp_(max=logprobs.shape[-1] - 1)

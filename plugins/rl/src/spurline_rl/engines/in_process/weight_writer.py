@@ -1,4 +1,4 @@
-"""Put the weights that a backend publishes into an engine's own copy of the model, in place.
+"""Write published weights into an engine's own copy of the model, in place.
 
 Place on the way: backend -> weights under Hugging Face names, in any order and in parts -> the copy's parameters.
 """
@@ -18,9 +18,10 @@ from spurline_models.weights import NamedWeights, WeightGroup
 
 
 class WeightWriter:
-    """Replaces every weight of a model in place, as they come. Where it raises, some have been replaced.
+    """Replaces every weight of a model in place, as they come. After an error, some have been replaced.
 
-    Weights that the model holds in another form, such as experts together, are kept until all of their layer are there.
+    Weights that the model holds in another form, such as experts joined, wait until all weights of their layer are
+    there.
     """
 
     def __init__(self, causal: PreTrainedModel):
@@ -41,7 +42,7 @@ class WeightWriter:
 
     @torch.no_grad()
     def write(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """weights: (hf_name, tensor). Raises RunFailedError when they are not of this model."""
+        """Write pairs of name and tensor. Raises RunFailedError for weights of another model."""
         for name, tensor in weights:
             shape = self._shapes[name].shape if name in self._shapes else None
             if shape is None:
@@ -54,7 +55,7 @@ class WeightWriter:
             if name in self._targets:
                 self._targets[name].copy_(tensor)
             else:
-                # A copy: where it is now may be used for the next weights.
+                # A copy: its memory may be used for the next weights.
                 self._waiting[name] = tensor.detach().clone()
                 self._join(self._groups[name])
 
@@ -66,7 +67,7 @@ class WeightWriter:
             )
 
     def _join(self, group: WeightGroup) -> None:
-        """Write the group when all of it is there."""
+        """Write the group when all its weights are there."""
         if not group.weights.keys() <= self._waiting.keys():
             return
         parts = {name: self._waiting.pop(name) for name in group.weights}
