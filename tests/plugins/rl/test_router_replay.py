@@ -231,17 +231,13 @@ def test_experts_noted_before_an_update_stay(experts_model: Path) -> None:
         await engine.close()
         return result, written
 
-    untouched = generate_with(make_engine(experts_model), asked)
+    [untouched] = generate(make_engine(experts_model), [asked])
     result, _ = asyncio.run(use())
     known = len(asked.prompt_ids) + update_after - 1
     assert result.routed_experts is not None
     assert untouched.routed_experts is not None
     assert np.array_equal(result.routed_experts[:known], untouched.routed_experts[:known])
     assert result.versions.tolist() == [0] * update_after + [1] * (len(result.versions) - update_after)
-
-
-def generate_with(engine: InProcessEngine, asked: GenerationRequest) -> GenerationResult:
-    return generate(engine, [asked])[0]
 
 
 def test_a_record_keeps_what_came_first_and_refuses_gaps() -> None:
@@ -284,23 +280,13 @@ def prepare(groups: Sequence[Group], **source: Any) -> TrainingBatch:
     return Preparation(config, context).prepare(groups, backend)
 
 
-def num_tokens(turn: Turn) -> int:
-    return len(turn.prompt_ids) + len(turn.response_ids)
-
-
 def with_experts(groups: Sequence[Group], lacking: int | None = None) -> list[Group]:
     random = np.random.default_rng(0)
-    turns = [
-        turn
-        if number == lacking
-        else replace(
-            turn,
-            routed_experts=random.integers(-1, 8, (len(turn.prompt_ids) + len(turn.response_ids), 2, 3)).astype(
-                "int16"
-            ),
-        )
-        for number, turn in enumerate(turns_of(groups))
-    ]
+    turns = turns_of(groups)
+    for number, turn in enumerate(turns):
+        if number != lacking:
+            experts = random.integers(-1, 8, (len(turn.prompt_ids) + len(turn.response_ids), 2, 3), np.int16)
+            turns[number] = replace(turn, routed_experts=experts)
     return with_turns(groups, turns)
 
 

@@ -25,8 +25,8 @@ class InProcessEngineConfig(RolloutEngineConfig):
 
     name: str = "in_process"
     deterministic: bool = False
-    """Make a request's tokens and logprobs independent of its neighbours, bit for bit; slower. Otherwise requests decoded
-    together change each other's logprobs by about 1e-6."""
+    """Make a request's tokens and logprobs independent of its neighbours, bit for bit; slower. Otherwise neighbours
+    change each other's logprobs by about 1e-6."""
     max_batch: Annotated[int, OnResume.TO_ROUNDING] = Field(default=256, gt=0)
     """Responses decoded together; further requests wait."""
     max_cache_tokens: Annotated[int, OnResume.TO_ROUNDING] = Field(default=262_144, gt=0)

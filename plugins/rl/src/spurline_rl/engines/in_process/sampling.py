@@ -77,7 +77,7 @@ def _adjust(logits: Tensor, settings: Sequence[Sampling]) -> Tensor:
 
 
 def _cut_off(logits: Tensor, settings: Sequence[Sampling]) -> Tensor:
-    """Keep the top_k largest, ties with the last included, and of these the fewest that hold top_p of the probability."""
+    """Keep the top_k largest, and ties with the last, and of these the fewest that hold top_p of the probability."""
     size = logits.shape[-1]
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     last = torch.tensor([min(setting.top_k or size, size) - 1 for setting in settings], device=logits.device)
