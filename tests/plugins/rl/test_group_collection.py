@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spurline.config.run_config import DatasetConfig
-from spurline.errors import DataError, RunFailedError
+from spurline.errors import RunFailedError
 from spurline_rl.draws import Draw, SkippedRow
 from spurline_rl.group_runner import GivenUpPrompt, Outcome
 from spurline_rl.prompt_source import Collected, collect_groups
@@ -69,31 +69,11 @@ def test_groups_with_equal_rewards_make_way_for_exactly_as_many_further_prompts(
     assert [group.draw for group in collected.every] == [0, 1, 2, 3]
 
 
-def test_without_dynamic_sampling_they_are_trained_on():
-    collected = collect([EQUAL, EQUAL], filters=False)
-    assert (drawn(collected), collected.next_draw) == ([0, 1], 2)
-
-
-def test_a_prompt_that_was_given_up_is_replaced():
-    collected = collect([LOST, VARIED, VARIED], filters=False)
-    assert (drawn(collected), collected.given_up, collected.next_draw) == ([1, 2], 1, 3)
-
-
 def test_rows_that_cannot_be_used_are_replaced_and_are_no_part_of_the_limit():
     rounds: list[int] = []
     collected = collect([BAD, UNREADABLE, UNREADABLE, BAD, VARIED, BAD, VARIED], rounds, draw_limit=2)
     assert rounds == [2, 2, 2, 1]
     assert (drawn(collected), collected.skipped, collected.given_up, collected.next_draw) == ([4, 6], 5, 0, 7)
-
-
-def test_when_no_row_is_left_the_reason_goes_on():
-    def fate(number: int) -> str:
-        if number >= 4:
-            raise DataError("all rows were left out")
-        return BAD
-
-    with pytest.raises(DataError, match="all rows were left out"):
-        collect(fate)
 
 
 def test_at_the_limit_the_earliest_of_those_left_out_are_used_after_all():

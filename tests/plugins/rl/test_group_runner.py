@@ -192,27 +192,6 @@ def test_groups_are_freed_without_the_garbage_collector():
     assert [trajectory is None for trajectory in left] == [True] * 12
 
 
-class SpeechlessError(Exception):
-    """As of many libraries: its text is made of arguments that it was not given."""
-
-    def __str__(self) -> str:
-        return self.args[3]
-
-
-def test_an_error_that_cannot_say_what_it_is_gives_its_prompt_up_like_any_other():
-    async def fails(task: Task, policy: PolicyHandle) -> Trajectory:
-        raise SpeechlessError
-
-    async def observe() -> list[Any]:
-        runner = make_runner(fails, samples_per_prompt=2, retries=1, max_groups=1)
-        return await asyncio.wait_for(runner.run_groups([Prompt(0)]), 10)
-
-    [lost] = run(observe())
-    assert isinstance(lost, GivenUpPrompt)
-    assert "SpeechlessError: its text cannot be had, IndexError" in lost.reason
-    assert f"({__file__}:" in lost.reason
-
-
 def test_after_the_last_retry_the_prompt_is_given_up_with_the_error_and_its_place():
     given_up = GivenUpPrompts(5)
 

@@ -376,20 +376,6 @@ def test_a_step_that_takes_too_long_ends_the_engine_with_the_names_of_those_who_
         assert "source.engine.timeout_s" in str(outcome)
 
 
-def test_a_pause_has_no_time_limit_of_its_own(spurline_tiny_model: Path) -> None:
-    async def use(engine: InProcessEngine) -> GenerationResult:
-        await engine.generate(request(PROMPTS[1]))
-        await engine.pause()
-        set_time_limit(engine, 0.2)
-        writing = asyncio.ensure_future(engine.generate(request(PROMPTS[0])))
-        await asyncio.wait({writing}, timeout=0.5)
-        set_time_limit(engine, 60)
-        await engine.resume()
-        return await writing
-
-    assert len(with_engine(make_engine(spurline_tiny_model), use).token_ids) > 0
-
-
 def test_a_cancelled_caller_gets_the_model_back_before_it_goes_on(spurline_tiny_model: Path, gate: Gate) -> None:
     backend = make_backend(spurline_tiny_model)
 

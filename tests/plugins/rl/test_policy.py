@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from rl_attempts import make_policy, make_task, run
 
-from spurline.errors import DataError, PluginError
+from spurline.errors import DataError
 from spurline_rl.policy import derive_seed
 from spurline_rl.protocols.environment import AttemptFailedError
-from spurline_rl.protocols.rollout_engine import GenerationRequest, Sampling
+from spurline_rl.protocols.rollout_engine import GenerationRequest
 from spurline_rl.testing.environment_contract import ScriptedEngine
 
 
@@ -74,29 +74,6 @@ def test_turns_asked_for_together_keep_their_order_whoever_ends_first():
 
     run(together())
     assert [turn.prompt_ids.tolist() for turn in policy.turns] == prompts
-
-
-def test_sampling_of_one_turn_can_be_changed():
-    engine = ScriptedEngine(countdown)
-    policy = make_policy(engine, max_new_tokens=2)
-
-    async def two_turns() -> None:
-        await policy.generate([1, 2, 3])
-        await policy.generate([1, 2, 3], Sampling(max_new_tokens=1))
-
-    run(two_turns())
-    assert [len(turn.response_ids) for turn in policy.turns] == [2, 1]
-    assert [turn.finish_reason for turn in policy.turns] == ["length", "length"]
-
-
-def test_a_turn_of_another_distribution_is_refused_before_the_engine_is_asked():
-    engine = ScriptedEngine(countdown)
-    policy = make_policy(engine, temperature=0.8, top_k=5)
-    words = r"samples a turn with temperature 1, top_k 0, but the run trains with temperature 0\.8, top_k 5"
-    with pytest.raises(PluginError, match=words):
-        run(policy.generate([1], Sampling()))
-    assert engine.requests == []
-    assert policy.turns == ()
 
 
 def test_an_empty_prompt_is_an_error_with_the_rows_place():

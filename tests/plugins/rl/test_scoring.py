@@ -45,12 +45,6 @@ def test_rewards_of_turns_are_kept_and_added_to():
     assert rewards_of(scored) == [[0, 0.5], [0.25, 3]]
 
 
-def test_scoring_leaves_the_trajectory_it_was_given_alone():
-    before = attempt(make_turn(2, [0, 0.5]), right=2.0)
-    score(before, {})
-    assert rewards_of(before) == [[0, 0.5]]
-
-
 @given(
     turns=st.lists(st.integers(0, 4), min_size=1, max_size=5).filter(any),
     terms=st.dictionaries(st.sampled_from("abcd"), st.integers(-8, 8).map(float), max_size=4),
@@ -62,10 +56,6 @@ def test_the_return_is_the_sum_of_turn_rewards_and_weighted_terms(turns, terms, 
     trajectory = attempt(*(make_turn(length, own[number]) for number, length in enumerate(turns)), **terms)
     expected = sum(map(sum, own)) + sum(weights[name] * value for name, value in terms.items())
     assert trajectory_return(score(trajectory, weights)) == expected
-
-
-def test_an_empty_last_turn_leaves_the_reward_to_the_turn_before():
-    assert rewards_of(score(attempt(make_turn(2), make_turn(0), right=1.0), {})) == [[0, 1], []]
 
 
 class TwoAtATime:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from reward_functions import in_process
 from rl_attempts import SORT_ROW, core_registry, encode, make_policy, make_task, run, says
-from scripted_groups import Prompt, make_runner, run_and_leave_nothing
 
 from spurline.config.assembly import assemble
 from spurline.config.run_config import DataConfig, DatasetConfig
 from spurline.config.section import BARE
-from spurline.errors import DataError, RunFailedError
+from spurline.errors import DataError
 from spurline_rl.environments.configs import SingleTurnConfig
 from spurline_rl.environments.single_turn import SingleTurn
-from spurline_rl.group_runner import GivenUpPrompt, GivenUpPrompts
 from spurline_rl.protocols.environment import Environment
 from spurline_rl.testing.environment_contract import EnvironmentContract, ScriptedEngine
 from spurline_text.testing.inputs import tiny_tokenizer
@@ -57,25 +54,6 @@ def test_the_answer_to_the_rows_prompt_is_scored():
     assert trajectory.rewards == {"exact_match": 1.0}
     assert trajectory.info == {"prompt": prompt, "response": "1 2 3", "reference": "1 2 3"}
     assert attempt("1 3 2")[0].rewards == {"exact_match": 0.0}
-
-
-def test_the_prompt_is_encoded_once_for_a_group_and_kept_for_a_while(monkeypatch):
-    from spurline_rl.environments import single_turn
-
-    calls: list[str] = []
-    original = single_turn.prompt_and_reference
-
-    def counted(*arguments: Any, location: str, **keywords: Any) -> Any:
-        calls.append(location)
-        return original(*arguments, location=location, **keywords)
-
-    monkeypatch.setattr(single_turn, "prompt_and_reference", counted)
-    monkeypatch.setattr(single_turn, "_PROMPTS_KEPT", 2)
-    environment = make_environment()
-    for location in ("a:1", "a:1", "a:2", "a:1", "a:3", "a:2", "a:1"):
-        task = replace(make_task(), location=location)
-        run(environment.run(task, make_policy(ScriptedEngine(says(tiny_tokenizer(), "x")), task)))
-    assert calls == ["a:1", "a:2", "a:3", "a:1"]
 
 
 def test_an_empty_response_is_scored_as_an_empty_text():
@@ -120,37 +98,6 @@ def test_a_reward_that_needs_a_reference_it_does_not_get_is_the_datas_fault():
         reward.score(Answer("p", "r", None, {}))
     with pytest.raises(DataError, match=r"`columns: \{reference: solution\}`"):
         reward.score(Answer("p", "r", None, {"prompt": "p", "solution": "4"}))
-
-
-@pytest.mark.parametrize(
-    ("function", "why"),
-    [
-        ("raises", "failed on the response '7 8': ValueError: no such unit"),
-        ("not_a_number", "returned nan for the response '7 8'; it must be finite"),
-        (
-            "hangs_later",
-            "on the response '7 8': The function reward_functions:hangs_later did not return within",
-        ),
-    ],
-)
-def test_a_reward_that_misbehaves_is_tried_again_and_then_the_prompt_is_given_up_within_the_budget(function, why):
-    reward = {**in_process(f"reward_functions:{function}"), "timeout_s": 0.05}
-    tokenizer = tiny_tokenizer()
-    answer = [*encode(tokenizer, "7 8"), tokenizer.eos_token_id]
-    runner = make_runner(
-        make_environment({"units": reward}).run,
-        engine=ScriptedEngine(lambda request: answer),
-        given_up=GivenUpPrompts(1),
-        samples_per_prompt=1,
-        retries=1,
-    )
-    [group] = run_and_leave_nothing(runner, Prompt(0, SORT_ROW))
-    assert isinstance(group, GivenUpPrompt)
-    assert group.reason.startswith("rows.jsonl:1 (sample 0 of prompt train:0@0, after 2 attempts): Reward 'units' ")
-    assert why in group.reason
-    assert runner.take_retries(group.uid) == 1
-    with pytest.raises(RunFailedError, match=r"2 prompts had to be given up, over source\.faults\.max_quarantined: 1"):
-        run_and_leave_nothing(runner, Prompt(1, SORT_ROW))
 
 
 @pytest.mark.parametrize(
