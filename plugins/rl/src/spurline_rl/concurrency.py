@@ -48,11 +48,7 @@ def located(error: BaseException) -> str:
     every = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in every if not frame.filename.startswith(_LIBRARIES)] or every
     place = f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
-    try:
-        text = str(error)
-    except Exception as unsaid:  # noqa: BLE001 - a broken `__str__` must not hide where the error was raised
-        text = f"its text cannot be had, {type(unsaid).__name__}: {unsaid}"
-    return f"{type(error).__name__}: {text}{place}"
+    return f"{type(error).__name__}: {error}{place}"
 
 
 async def in_thread(function: Callable[..., T], /, *arguments: Any, **keywords: Any) -> T:
