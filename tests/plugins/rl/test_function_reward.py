@@ -87,15 +87,6 @@ def test_numbers_of_every_library_are_numbers():
             checked_score("mine", value, ANSWER)
 
 
-def test_a_score_that_is_a_coroutine_says_where_awaiting_belongs():
-    async def score():
-        return 1.0
-
-    # A coroutine that is never awaited would warn, and warnings are errors here.
-    with pytest.raises(AttemptFailedError, match="`score_async` beside `score`"):
-        checked_score("mine", score(), ANSWER)
-
-
 @pytest.mark.usefixtures("hung_threads")
 def test_a_plain_function_that_hangs_is_left_behind_with_a_message():
     with pytest.raises(AttemptFailedError, match=r"Reward 'mine' .*:hangs did not return within 0\.1 s"):

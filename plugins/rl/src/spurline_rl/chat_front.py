@@ -151,7 +151,6 @@ class ChatFront:
         return Reply(text, result)
 
     def _extend_prompt(self) -> list[int]:
-        """Return the token ids of everything before the model's next turn."""
         text = _render(self._renderer, self._messages, self._tools, self._where)
         if self._history == "retokenize" or not self._stretches:
             self._stretches = [_Stretch(text, self._encode(text))]

@@ -94,7 +94,6 @@ _abandoned: defaultdict[tuple[str, str], list[threading.Thread]] = defaultdict(l
 
 
 def _name_of(function: Callable[..., Any]) -> tuple[str, str]:
-    """Return module and name, also of a method and of an object that is called."""
     while isinstance(function, partial):
         function = function.func
     named = function if hasattr(function, "__qualname__") else type(function)

@@ -198,7 +198,6 @@ class GroupRunner:
         return replace(scored, retries=attempt) if attempt else scored
 
     def _check(self, trajectory: Any, task: Task) -> None:
-        """Raise PluginError for an environment that does not keep its contract."""
         name = type(self.environment).__name__
         if not isinstance(trajectory, Trajectory):
             raise PluginError(f"{name}.run returned a {type(trajectory).__name__}, not a Trajectory.")

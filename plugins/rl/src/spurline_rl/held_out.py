@@ -111,7 +111,6 @@ class AttemptsEvaluation(HeldOutEvaluation):
         return metrics, [self._sample(group) for group in groups]
 
     def _pass_rates(self, groups: Sequence[Group], count: int) -> dict[str, float]:
-        """Return the share of attempts that pass, and of prompts that any attempt passes."""
         passed = [np.array([self._has_passed(attempt) for attempt in group.trajectories]) for group in groups]
         rates = {"pass@1": float(sum(found.mean() for found in passed)) / count}
         if self._config.samples_per_prompt > 1:

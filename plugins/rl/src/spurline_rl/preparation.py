@@ -168,7 +168,6 @@ class Preparation:
         return replace(batch, info=info, on_release=laid_out.on_release)
 
     def _rows_of(self, group: Group) -> Group:
-        """Return the group with one turn per row."""
         return group.merged if self._config.turns == "merged" else group
 
     def _lay_out(self, groups: Sequence[Group]) -> TrainingBatch:
@@ -267,7 +266,6 @@ def _speaks_for(component: object, shortcut: str, method: str) -> bool:
 
 
 def _fields(groups: Sequence[Group], name: str) -> list[Any]:
-    """Return this field of every turn."""
     return [getattr(turn, name) for turn in turns_of(groups)]
 
 

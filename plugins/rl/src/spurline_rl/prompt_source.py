@@ -186,7 +186,6 @@ class PromptSource(BatchSource):
         return [self._first_prompt_of(draw) for draw in self._prompts.take(0, count)]
 
     def _first_prompt_of(self, draw: Draw | SkippedRow) -> FirstPrompt:
-        """Return a prompt with notes on its tools, rewards, reference and columns."""
         if isinstance(draw, SkippedRow):
             return FirstPrompt(draw.uid, (), (f"left out: {draw.reason}",))
         environment, tokenizer = self._settings.environment, self._context.tokenizer
@@ -279,7 +278,6 @@ class PromptSource(BatchSource):
         self._kept.close()
 
     def _prompts_state(self) -> dict[str, object]:
-        """Return the state of the prompts and of those given up, for a checkpoint."""
         return {
             "data": self._prompts.fingerprint(),
             "prompts": self._prompts.state_dict(),
@@ -363,7 +361,6 @@ def _survey(draws: Iterable[Draw | SkippedRow], first_prompt: FindPrompt) -> _Su
 
 
 def _collection_metrics(collected: Collected, retries: int, seconds: float) -> dict[str, float]:
-    """Return metrics of the cost of generating and of the prompts that were drawn."""
     tokens = sum(int(group.flat.num_response.sum()) for group in collected.every)
     return {
         "time/generate": seconds,

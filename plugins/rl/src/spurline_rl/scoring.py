@@ -7,7 +7,7 @@ have `rewards` [A] -> advantages. Evaluation reads the terms without `score`.
 from __future__ import annotations
 
 import math
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, cast
@@ -58,12 +58,6 @@ def checked_score(name: str, value: Any, answer: Answer) -> float:
         number = value.item()
     if not isinstance(number, _NUMBERS):
         hint = " Does it lack a return statement?" if value is None else ""
-        if isinstance(value, Coroutine):
-            cast("Coroutine[Any, Any, Any]", value).close()
-            hint = (
-                " It is a coroutine, which nothing awaits: define the function with `async def`, and give a component "
-                "`score_async` beside `score`."
-            )
         raise AttemptFailedError(
             f"Reward '{name}' returned {_shorten(value)} for {_place(answer)}; it must return a number.{hint}"
         )

@@ -235,20 +235,10 @@ class Group:
         returns.flags.writeable = False
         return returns
 
-    @property
-    def merged(self) -> Group:
-        """The group with the turns of each attempt merged where they can be; the same one where none can."""
-        return self._with_merged_turns or self
-
     @cached_property
-    def _with_merged_turns(self) -> Group | None:
-        """The group with merged turns, or None if no turns can be merged.
-
-        It is not `self` then, since a reference cycle would keep the group until garbage collection.
-        """
-        merged = tuple(merge_turns(trajectory) for trajectory in self.trajectories)
-        is_changed = any(new is not old for new, old in zip(merged, self.trajectories, strict=True))
-        return replace(self, trajectories=merged) if is_changed else None
+    def merged(self) -> Group:
+        """The group with the turns of each attempt merged where they can be."""
+        return replace(self, trajectories=tuple(merge_turns(trajectory) for trajectory in self.trajectories))
 
 
 def trajectories_of(groups: Iterable[Group]) -> list[Trajectory]:
@@ -396,7 +386,6 @@ def shared_columns(blocks: Sequence[FlatTurns]) -> list[str]:
 
 
 def _given(parts: list[NDArray[Any] | None]) -> list[NDArray[Any]] | None:
-    """Return the same parts, or None if there are none or one is None."""
     # Several times faster than comparing each part.
     return cast("list[NDArray[Any]]", parts) if parts and type(None) not in set(map(type, parts)) else None
 
@@ -411,7 +400,6 @@ def _join_experts(parts: Sequence[Any]) -> NDArray[np.int16]:
 
 
 def _join_parts(parts: Sequence[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Join the parts as one flat read-only array."""
     try:
         # For many short arrays this takes half the time of `np.concatenate`.
         return np.frombuffer(b"".join(parts), dtype)

@@ -60,7 +60,6 @@ def _evaluate(node: ast.expr, levels: int = _DEEPEST_FORMULA) -> Number:
 
 
 def _check_power(base: Number, exponent: Number) -> None:
-    """Refuse a power before it is computed."""
     if isinstance(base, int) and isinstance(exponent, int) and base.bit_length() * abs(exponent) > _LARGEST_BITS:
         raise ValueError(f"{base} ** {exponent} is too large")
 

@@ -40,7 +40,6 @@ def make_custom(
 
 
 def _check_call(path: str, function: Callable[..., Any], arguments: tuple[Any, ...], **named: Any) -> None:
-    """Raise PluginError for a function that does not take these arguments."""
     # A partial function and an object that can be called have no name of their own.
     shown = getattr(function, "__name__", type(function).__name__)
     try:

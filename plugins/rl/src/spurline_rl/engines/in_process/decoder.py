@@ -196,7 +196,6 @@ class Decoder:
         return removed
 
     def _find_refusal(self, response: Response) -> DataError | None:
-        """Return the reason why the model cannot answer this prompt, if there is one."""
         prompt, limit = response.prompt, self.model.max_tokens
         if limit is not None and len(prompt) >= limit:
             return DataError(

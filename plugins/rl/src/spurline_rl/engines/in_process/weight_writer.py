@@ -67,7 +67,6 @@ class WeightWriter:
             )
 
     def _join(self, group: WeightGroup) -> None:
-        """Write the group when all its weights are there."""
         if not group.weights.keys() <= self._waiting.keys():
             return
         parts = {name: self._waiting.pop(name) for name in group.weights}
