@@ -10,6 +10,7 @@ from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -267,8 +268,11 @@ class PromptSource(BatchSource):
         columns = self._preparation.turn_columns(batch, collected.groups)
         trained = {group.draw for group in collected.groups}
         filtered = [group for group in collected.every if group.draw not in trained]
+
+        def split(name: str) -> list[NDArray[Any]]:
+            return columns.split(batch.tokens[name])
+
         per_epoch = self._prompts.prompts_per_epoch
-        split = lambda name: columns.split(batch.tokens[name])  # noqa: E731
         self._kept.keep(KeptStep(step, collected.groups, filtered, collected.lost, per_epoch, split))
 
     def flush(self) -> None:
