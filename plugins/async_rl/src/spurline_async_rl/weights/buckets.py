@@ -82,16 +82,16 @@ class BucketSync(ABC):
     def make_buckets(
         self, version: int, backend: Backend, first: int = 1, dtype: str | None = None, part: PublishedPart = "model"
     ) -> Iterator[WeightBucket]:
-        """Yield buckets, on a thread. dtype, part: see `MakerChoice`."""
+        """Yield buckets, on a thread; see `MakerChoice` for `dtype` and `part`."""
 
     def prepare(self, receivers: Mapping[str, int], *, is_lost: bool) -> None:  # noqa: B027
-        """Called before `make_buckets`. receivers: see `TakesWeights`. is_lost: whether a bucket was lost."""
+        """Prepare for `make_buckets` and these receivers, see `TakesWeights`; `is_lost` after a lost bucket."""
 
     def note_receivers(self, receivers: Mapping[str, int]) -> None:  # noqa: B027
-        """Called every second while buckets are on their way, with the receivers that are left."""
+        """Note the receivers that are left; called every second while buckets are on their way."""
 
     def check(self, bucket: WeightBucket) -> None:  # noqa: B027
-        """Raise BucketLostError for a bucket that only tells that the last one was lost."""
+        """Raise BucketLostError for a bucket that stands for the loss of the last one."""
 
     def close(self) -> None:  # noqa: B027
         """Free what the transport holds; most hold nothing."""
