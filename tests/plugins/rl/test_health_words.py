@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rl_run_record import rl_metrics
 
-from spurline_insight.rollout_health import health_words
+from spurline_insight.health import health_words
 
 
 def test_nothing_is_said_of_a_healthy_step_and_of_steps_without_rollouts() -> None:

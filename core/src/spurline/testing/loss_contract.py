@@ -80,15 +80,13 @@ class LossContract:
             assert values.shape == inputs.logprobs.shape, name
             assert bool(torch.isfinite(values).all()), name
 
-    def test_a_loss_made_again_from_its_config_gives_equal_values(self) -> None:
+    def test_a_loss_made_again_from_its_config_gives_equal_values_and_describes_itself(self) -> None:
         loss = self.make_loss()
+        assert len(loss.describe().split()) >= 3
         config = type(loss.config).model_validate(loss.config.model_dump(mode="json"))
         again: Any = type(loss)
         inputs = self.inputs()
         _assert_equal(self._values(inputs, again(config)), self._values(inputs), torch.arange(len(inputs.logprobs)))
-
-    def test_loss_describes_itself_in_a_sentence(self) -> None:
-        assert len(self.make_loss().describe().split()) >= 3
 
     def _values(self, inputs: TokenLossInputs, made: Loss | None = None) -> dict[str, Tensor]:
         """Loss, its gradient, and all metrics, each [N]."""
@@ -132,13 +130,9 @@ class MiniBatchesContract:
         batch = PaddedCollator(PaddedCollatorConfig(), PAD, ParallelLayout()).collate(make_view(lengths), training=True)
         minibatches = self.make_minibatches(ParallelLayout(data=ranks))
         parts = minibatches.cut(batch)
-        assert len(parts) == minibatches.steps_per_batch()
+        assert len(parts) == minibatches.steps_per_batch() == self.make_minibatches(ParallelLayout()).steps_per_batch()
         assert all(part.num_rows % ranks == 0 for part in parts)
         for part in parts:
             part.check()
         real = [uid for part in parts for uid in part.without_padding_rows().segments["uid"].values.tolist()]
         assert sorted(real) == sorted(batch.segments["uid"].values.tolist())
-
-    def test_number_of_steps_is_known_before_any_batch(self) -> None:
-        on_one, on_three = (self.make_minibatches(ParallelLayout(data=ranks)).steps_per_batch() for ranks in (1, 3))
-        assert on_one == int(on_three)

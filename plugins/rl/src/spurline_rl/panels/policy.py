@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spurline.trackers.readout import score
+from spurline_insight.health import LARGEST_MISMATCH
 from spurline_insight.report.figure import (
     Trace,
     band,
@@ -20,7 +21,6 @@ from spurline_insight.report.figure import (
 from spurline_insight.report.markup import Panel, block, caption, columns
 from spurline_insight.report.record import recorded_names
 from spurline_insight.report_panel import RunRecord
-from spurline_insight.rollout_health import LARGEST_MISMATCH
 
 _CLIPPED = "policy/clip_fraction_"
 _KL = {"policy/kl_old": "before the update", "policy/kl_reference": "reference model"}
