@@ -149,8 +149,9 @@ def read_architecture(config: PretrainedConfig) -> Architecture:
             f"model.path: {_name(config)} is a model of type '{config.model_type}', and backend megatron trains "
             f"{listing(MODEL_TYPES)}. Backends fsdp and local train every causal language model of transformers."
         )
-    has_experts = isinstance(config, Qwen3MoeConfig)
-    for field, value, needed in _unknown(config, has_experts=has_experts):
+    defaults = {known.name: known.default for known in dataclasses.fields(type(config))}
+    has_experts = "num_experts" in defaults
+    for field, value, needed in _unknown(config, defaults, has_experts=has_experts):
         raise ModelError(
             f"model.path: the config of {_name(config)} has {field}: {_short(value)}, and backend megatron {needed} "
             "Train it with backend fsdp or local."
@@ -182,10 +183,11 @@ def read_architecture(config: PretrainedConfig) -> Architecture:
     )
 
 
-def _unknown(config: PretrainedConfig, *, has_experts: bool) -> Iterator[tuple[str, Any, str]]:
+def _unknown(
+    config: PretrainedConfig, defaults: Mapping[str, Any], *, has_experts: bool
+) -> Iterator[tuple[str, Any, str]]:
     """Yield (field, value, the end of a sentence that says why not) of the fields that are not computed."""
     read = _READ | (_READ_OF_EXPERTS if has_experts else frozenset())
-    defaults = {known.name: known.default for known in dataclasses.fields(type(config))}
     fields = config.to_dict()
     for field in sorted(fields.keys() - read - _UNUSED):
         value, default = fields[field], defaults.get(field)

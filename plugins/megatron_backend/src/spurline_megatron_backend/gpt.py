@@ -25,21 +25,21 @@ from spurline_ranks.sequence_sharing import SequenceSharing
 
 
 class HiddenGPT(GPTModel):
-    """A part of a model.
+    """A part of a model; see `Architecture` for its sizes.
 
     Args:
         config: Megatron's settings.
         submodules: The layers.
-        padded_vocabulary: Rows of the embedding.
+        padded_vocabulary: Rows of the embedding; the first `vocabulary` are tokens.
         groups: The groups of this rank.
         tied: Whether the output layer is the embedding.
-        vocabulary: Rows of the embedding that are tokens.
+        vocabulary: The number of tokens.
         padding_token: The token whose row learns nothing from being read.
         critic: Whether a value head is in the place of the output layer.
         chunk_tokens: Positions whose logits exist at the same time.
         is_first: Whether the part has the embedding.
         is_last: Whether the part has the output layer.
-        virtual_stage: The number of the part on its stage, with several.
+        virtual_stage: The number of the part on a stage with several.
     """
 
     def __init__(
@@ -123,14 +123,8 @@ class HiddenGPT(GPTModel):
     ) -> TokenLossInputs:
         """Compute the inputs of a loss with these `needs`, on every rank of the tensor and context group.
 
-        Args:
-            hidden: [tokens, 1, H] of the part.
-            part: This rank's tokens.
-            mine: The slice of the positions with loss that they predict.
-            stream: The whole stream.
-            sharing: The ranks that share it.
-            needs: Names of inputs.
-            temperature: Divides the logits.
+        This rank has the tokens `part` of the stream, with hidden states [tokens, 1, H], and predicts `mine` of the
+        positions with loss.
         """
         chosen = hidden.squeeze(1).index_select(0, part.source)
         entropy = None

@@ -146,13 +146,11 @@ class RankBackend:
         _raise_first(self._ranks.call("load", str(path.absolute())))
 
     def yield_device(self, *, keep_weights: bool) -> None:
-        """See `YieldsDevice`."""
         # Before the call, which may fail half way.
         self._is_device_given = True
         self._ranks.call("yield_device", keep_weights)
 
     def take_device(self) -> None:
-        """See `YieldsDevice`."""
         self._ranks.call("take_device")
         self._is_device_given = False
 

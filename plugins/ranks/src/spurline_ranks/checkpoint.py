@@ -136,8 +136,7 @@ class StoredModel:
         Args:
             weights: The `describe` of each weight.
             frozen_weights: The digest of the frozen weights.
-            check_optimizer: Raises CheckpointError, without a place, unless the optimizer can take this state, whose
-                tensors are on device `meta`.
+            check_optimizer: Raises CheckpointError unless the optimizer can take this state, on device `meta`.
         """
         where = self.index.folder
         check_weights(where, {name: self.index.tensors[name].describe() for name in self.weights}, weights)
@@ -158,14 +157,8 @@ class StoredModel:
     ) -> WeightStream:
         """Read the policy in one process, one whole tensor after the other. See `BackendFacts.checkpoint_reader`.
 
-        The optimizer's values are verified too: they lie in the same files.
-
-        Args:
-            run: The run's settings.
-            folder: The checkpoint.
-            digests: Digests of its files.
-            lora: The adapters of the run's model.
-            frozen_dtype: The dtype in which ranks hold the weights under adapters.
+        The optimizer's values are verified too: they lie in the same files. Ranks hold the weights under adapters in
+        `frozen_dtype`.
         """
         return saved_weights(cls._read_saved(folder, digests, frozen_dtype), run.model, lora, run.seed)
 

@@ -204,8 +204,7 @@ def _plan(need: ClusterNeed, nodes: Sequence[Node]) -> _Plan:
 
 
 def ranks_per_machine(need: ClusterNeed, nodes: Sequence[Node]) -> int:
-    """Return how many processes each machine gets: the number in the settings, else all if they fit on one machine,
-    else as many as fit on each.
+    """Return the processes of each machine: as in the settings, else all if they fit on one, else as many as fit.
 
     Raises:
         ConfigError: If the machines are not equal, or the processes do not fill them.

@@ -23,13 +23,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Raised:
-    """The rank's code raised an exception.
-
-    Attributes:
-        text: Its class and message.
-        traceback: As Python prints it.
-        error: The exception itself, if it is a SpurlineError.
-    """
+    """The rank's code raised an exception: its class and message, its traceback, and itself if a SpurlineError."""
 
     text: str
     traceback: str

@@ -127,13 +127,10 @@ def held_pieces(tensors: Mapping[str, Tensor], *, first: bool) -> Iterator[Piece
 def write_pieces(
     folder: Path, rank: int, pieces: Iterable[Piece], part_bytes: int = PART_BYTES
 ) -> dict[str, FileDigest]:
-    """Write the pieces of one process, with memory for one block. Empty pieces are left out.
+    """Write the pieces of one process, with memory for one block, without empty ones. Raises CheckpointWriteError.
 
     Returns:
         The digests of the files by name, when they are safe on the disk.
-
-    Raises:
-        CheckpointWriteError: If they cannot be written.
     """
     digests: dict[str, FileDigest] = {}
     try:

@@ -27,9 +27,7 @@ class RankOrder:
     Attributes:
         local_world: The number of ranks on its machine.
         node: The machine's name in messages.
-        worker: `module:Class`.
-        arguments: Of the worker, after its place.
-        device: With `cuda`, the first GPU that this process sees.
+        worker: `module:Class`, made with its place and `arguments`.
         num_threads: CPU threads of torch; None divides the cores of the machine among its ranks.
         store: Host and port of the store where the ranks meet.
         environment: Variables that are added to the environment of the process.

@@ -86,7 +86,6 @@ class SequenceSharing:
         return joined
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """See `AttentionExchange`."""
         # Keys and values that queries share are repeated until the ranks divide them evenly.
         times = math.lcm(key.shape[1], self._size) // key.shape[1]
         if times > 1:
@@ -98,12 +97,10 @@ class SequenceSharing:
         return self._exchanged(by_rank).flatten(0, 1)
 
     def to_tokens(self, output: Tensor) -> Tensor:
-        """See `AttentionExchange`."""
         by_rank = output.unflatten(0, (self._size, -1))
         return self._exchanged(by_rank).transpose(0, 1).flatten(1, 2)
 
     def own_heads(self, values: Tensor) -> Tensor:
-        """See `AttentionExchange`."""
         return values.unflatten(0, (self._size, -1))[self._rank]
 
     def _exchanged(self, by_rank: Tensor) -> Tensor:
@@ -170,9 +167,7 @@ class SharesSequences(Protocol):
     causal: PreTrainedModel
     sharing: SequenceSharing | None
 
-    def loss_inputs(self, stream: TokenStream, needs: Collection[str], temperature: float = 1.0) -> TokenLossInputs:
-        """See `StreamModel`."""
-        ...
+    def loss_inputs(self, stream: TokenStream, needs: Collection[str], temperature: float = 1.0) -> TokenLossInputs: ...
 
 
 def check_sharing(model: SharesSequences, profile: DeviceProfile, path: str, *, half_precision: bool) -> None:

@@ -159,7 +159,6 @@ class RankWorker:
         return None
 
     def gathering_plan(self) -> list[Bucket]:
-        """See `WeightGathering.buckets`."""
         return list(self._gathering.buckets())
 
     def weights(self, bucket: Bucket) -> list[tuple[str, NDArray[Any]]] | None:
@@ -177,20 +176,16 @@ class RankWorker:
         return self._publishing.num_buckets(choice)
 
     def make_bucket(self, choice: Mapping[str, Any], version: int, number: int) -> dict[str, Any] | None:
-        """See `Publishing.make`."""
         return self._publishing.make(choice, version, number)
 
     def bucket_taken(self) -> None:
-        """See `Publishing.taken`."""
         self._publishing.taken()
 
     def yield_device(self, keep_weights: bool) -> None:
-        """See `YieldsDevice`."""
         self._place.doing("moving its tensors to the memory of the host")
         self._memory.give(self._device_tensors(), keep_weights=keep_weights)
 
     def take_device(self) -> None:
-        """See `YieldsDevice`."""
         self._place.doing("taking the memory of its device back")
         self._memory.take()
 
