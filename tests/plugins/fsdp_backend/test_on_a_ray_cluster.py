@@ -81,9 +81,9 @@ def test_settings_that_a_cluster_cannot_guess_are_asked_for(
 @pytest.mark.parametrize(
     ("engine", "launch", "problem"),
     [
-        ({"name": "vllm"}, "ray", r"engine.placement is local, and the backend's launch is ray.*Set placement: ray"),
-        ({"name": "vllm", "placement": "ray"}, "local", "engine.placement is ray, and the backend's launch is local"),
-        ({"name": "child_process", "device": "cuda"}, "ray", "engine.device is cuda, which takes a GPU of"),
+        ({"name": "vllm"}, "ray", r"engine\.placement is local.*Set placement: ray"),
+        ({"name": "vllm", "placement": "ray"}, "local", r"engine\.placement is ray.*Set placement: local"),
+        ({"name": "child_process", "device": "cuda"}, "ray", r"engine\.device is cuda"),
         ({"name": "vllm", "placement": "ray"}, "ray", None),
         ({"name": "child_process", "device": "cpu"}, "ray", None),
     ],
