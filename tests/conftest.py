@@ -72,7 +72,7 @@ settings.register_profile(
 settings.load_profile("spurline")
 set_hypothesis_home_dir(os.environ["SPURLINE_CACHE"])
 if not SOAK:
-    # Examples would hold constants of whichever modules earlier tests have imported, and so depend on those.
+    # Otherwise examples would hold constants of the modules that earlier tests have imported.
     assert callable(providers._get_local_constants)
     providers._get_local_constants = lambda: providers._local_constants
 

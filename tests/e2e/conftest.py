@@ -72,7 +72,7 @@ def rl_config(base_config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     module.write_text(REWARDS, encoding="utf-8")
     monkeypatch.syspath_prepend(str(module.parent))
     monkeypatch.setenv("PYTHONPATH", str(module.parent), prepend=os.pathsep)
-    # Each test writes the module anew, in a folder of its own.
+    # Each test writes the module again, in a folder of its own.
     monkeypatch.delitem(sys.modules, "run_rewards", raising=False)
     for name in ("batch_size", "collator"):
         del base_config[name]

@@ -118,7 +118,7 @@ def test_what_is_written_later_is_what_was_there_at_the_step(beside: Config, gat
     for step in (2, 4, 6):
         assert contents(run, step) == contents(at_once, step)
     assert run.without_times == at_once.without_times
-    # What is not finished is not told; hooks hear of it on the loop's thread, once a step has ended.
+    # Hooks hear of a checkpoint once it is complete, on the thread of the loop, when a step has ended.
     assert watcher.seen[:4] == [0, 0, 0, 0]
     assert [(step, on_loop) for step, _, on_loop in watcher.saved] == [(2, True), (4, True), (6, True)]
     assert watcher.saved[0][1] in (4, 5)

@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(1800)
 
 SOAK = bool(os.environ.get("SPURLINE_SOAK"))
 Kill = tuple[str, Order]
-"""When, and who is killed in which order."""
+"""The phase in which a run is killed, and the order of its victims."""
 Kills = Sequence[Kill]
 TrainAndKill = Callable[[dict[str, Any], Kills], None]
 

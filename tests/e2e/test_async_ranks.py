@@ -1,4 +1,4 @@
-"""Reinforcement learning on ranks: the same run as on one process, and no prompt lost, whoever is killed."""
+"""Reinforcement learning on ranks equals the run of one process, and kills lose no prompt."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def test_a_run_trains_on_tokens_of_the_right_weights_also_after_its_engine_was_k
     assert_every_prompt_ended_once(vllm_config)
     assert lines[0]["staleness/max"] == 0
     assert max(line["staleness/max"] for line in lines) <= 2
-    # Tokens of the weights that are trained: what vLLM computes is what the trainer computes.
+    # vLLM computes what the trainer computes, so its tokens come from the weights that are trained.
     assert all(line["mismatch/logprob_diff/max"] < 1e-4 for line in lines if line["staleness/max"] == 0)
     assert living_below(os.getpid(), "VLLM") == []
 
@@ -135,7 +135,7 @@ def test_adapters_alone_train_what_whole_weights_train(
     assert min(sent_merged) > adapter_bytes
     for line in (*alone, *merged):
         assert line["staleness/max"] == 0
-        # What vLLM samples from is what is trained: the definition of a synchronous run.
+        # vLLM samples from the weights that are trained, which defines a synchronous run.
         assert line["mismatch/logprob_diff/max"] < 1e-4
     for one, other in zip(alone, merged, strict=True):
         for name in ("loss", "grad_norm", "reward/mean", "loss_tokens"):

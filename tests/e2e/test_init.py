@@ -145,7 +145,7 @@ def test_what_generates_beside_training_is_chosen_by_the_gpus(
         ({"conversation": [{"role": "user", "content": "a"}]}, {"messages": "conversation"}),
         ({"question": "a", "chosen": "b", "rejected": "c"}, {"prompt": "question"}),
         ({"content": "a", "number": 1}, {"text": "content"}),
-        # What could be something else stays what it is.
+        # Columns that could mean something else stay unnamed.
         ({"question": "a", "answer": 3}, {}),
         ({"prompt": [{"role": "user", "content": "a"}], "answer": "b"}, {}),
         ({"prompt": "a", "completion": "b", "response": "c"}, {}),

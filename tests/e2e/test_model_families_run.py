@@ -59,7 +59,7 @@ def test_reinforcement_learning_without_staleness_equals_the_synchronous_run_als
     for line in assert_equals_synchronous(config).lines:
         assert line["grad_norm"] > 0
         assert line["mismatch/logprob_diff/max"] < 1e-4
-    # Rows of rollouts are padded; here each is computed by itself.
+    # Rows of rollouts are padded. Here each row is computed alone.
     alone = rl_config["backend"] | {"rows_per_microbatch": 1}
     cut, whole = train(rl_config, name="cut", steps=1, backend=alone).lines[0], read_metrics(config["run_dir"])[0]
     for key in ("loss", "grad_norm", "reward/mean"):

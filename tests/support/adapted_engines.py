@@ -78,7 +78,7 @@ def _load(model: Path, adapter: Path) -> Any:
 
 
 def buckets(version: int, tensors: Mapping[str, Tensor], max_bytes: int = 4_000) -> Iterator[Any]:
-    """The tensors in several buckets of shared memory; each is valid until the next is asked for."""
+    """Yield the tensors in several buckets of shared memory. Each is valid until the next one is made."""
     maker = MemoryMaker(max_bytes)
     try:
         for number, held in enumerate(cut(tensors.items(), max_bytes), 1):
@@ -89,7 +89,7 @@ def buckets(version: int, tensors: Mapping[str, Tensor], max_bytes: int = 4_000)
 
 
 class AdapterOf:
-    """A backend as far as a publish goes: it trains the adapter in this folder, and gives no whole weights."""
+    """A backend for a publish. It trains the adapter in this folder, and has no whole weights."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -136,7 +136,7 @@ class OneAdaptedEngine:
         try:
             return self._runner.run(main())
         except BaseException:
-            # Nobody knows what state it is in.
+            # The state of the engine is unknown.
             self._runner.run(self._close())
             raise
 

@@ -39,7 +39,7 @@ def synchronous(config: Mapping[str, Any]) -> Config:
 
 
 def comparable(run: Trained | Path | str) -> list[dict[str, Any]]:
-    """The metrics that asynchronous and synchronous runs have in common, without what clocks measured."""
+    """Return the metrics that asynchronous and synchronous runs have in common, without times."""
     return [
         {name: value for name, value in line.items() if not name.startswith(("async/", "staleness/", "sync/"))}
         for line in deterministic(read_metrics(run))
@@ -47,7 +47,7 @@ def comparable(run: Trained | Path | str) -> list[dict[str, Any]]:
 
 
 def assert_equals_synchronous(config: Config) -> Trained:
-    """Without staleness, the run and its synchronous twin have the same numbers and weights. Returns the run."""
+    """Assert that the run without staleness equals its synchronous twin, bit for bit. Returns the run."""
     config["source"]["max_staleness"] = 0
     run, twin = train(config), train(synchronous(config), name="synchronous")
     assert comparable(run) == comparable(twin)
@@ -63,7 +63,7 @@ def recorded_groups(config: Config) -> Iterator[tuple[int, Group]]:
 
 
 def assert_every_prompt_ended_once(config: Config) -> Scheduler:
-    """Each step has its line and its groups, and each prompt that was drawn ended exactly once.
+    """Assert that each step has its line and its groups, and that each drawn prompt ended exactly once.
 
     Returns the scheduler as the newest checkpoint has it, with the knobs of another run.
     """
@@ -90,7 +90,7 @@ def assert_every_prompt_ended_once(config: Config) -> Scheduler:
 def assert_metrics_close(
     lines: Sequence[Mapping[str, float]], expected: Sequence[Mapping[str, float]], tolerance: float
 ) -> None:
-    """All metrics that both have are equal within this, relative to those above 1."""
+    """Assert that the metrics of both are equal within this tolerance, relative for values above 1."""
     for line, other in zip(lines, expected, strict=True):
         common = [name for name in other if name in line]
         assert {"loss", "grad_norm", "reward/mean", "mismatch/logprob_diff/max"} <= set(common)
@@ -103,7 +103,7 @@ def _close(value: Any, other: Any, tolerance: float) -> bool:
 
 
 def ranks_of(controller: int) -> list[psutil.Process]:
-    """The processes of the ranks, which are forks of the process that the controller has started for them."""
+    """Return the processes of the ranks, which are forks of a process that the controller has started."""
     # A fork has the command line of the process that it was forked from.
     command = "spurline_ranks.rank_server"
     return [rank for server in living_below(controller, command) for rank in living_below(server.pid, command)]

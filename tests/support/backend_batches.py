@@ -56,7 +56,7 @@ def write_model_folder(folder: Path, **changes: Any) -> Path:
 
 
 class _RunConfig(RunConfig):
-    """The file's model with a section that a plugin adds, before any union over components is built."""
+    """The config model with sections that plugins add, but no unions over components."""
 
     cluster: ClusterConfig = ClusterConfig()
     critic: RolloutCriticConfig | CriticConfig | None = None

@@ -57,7 +57,7 @@ class BareDistribution:
 
 
 def entry_points(group: str) -> list[importlib.metadata.EntryPoint]:
-    """The plugin and its command, as package metadata of an installed one shows them."""
+    """Return the entry points of the plugin and its command, as if it was installed."""
     found = {ENTRY_POINT_GROUP: (NAME, BARE.module), COMMAND_GROUP: ("shout", f"{BARE.module}:shout")}[group]
     return [importlib.metadata.EntryPoint(*found, group)._for(BareDistribution())]  # type: ignore[attr-defined]
 
@@ -263,7 +263,7 @@ class Squared(LogLikelihood):
 
 
 class BesideReferenceConfig(LossConfig):
-    """Negative log-likelihood, less that of the reference model."""
+    """The log-likelihood of the reference model minus the one of the policy."""
 
     name: str = "beside_reference"
 
@@ -379,7 +379,7 @@ class OtherTableConfig(TableConfig):
 
 
 class Table:
-    """See `Backend`: the logprob of a token is that of its byte, whatever comes before it."""
+    """A `Backend`. The logprob of a token depends on its byte alone, not on the context."""
 
     is_next_lost: ClassVar[bool] = False
     """If set, the loss of the next update is not finite."""
@@ -463,7 +463,7 @@ class Table:
 
 
 class NotedConfig(TrackerConfig):
-    """Keeps what it is told."""
+    """Keeps the metrics it gets."""
 
     name: str = "noted"
 

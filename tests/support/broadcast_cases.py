@@ -16,7 +16,7 @@ BUCKET_BYTES = 8 << 20
 
 
 def sync_for(weights: Weights) -> CollectiveSync:
-    """It chooses gloo or NCCL by the machine, as a run without a config does; `weights` are on that device."""
+    """Return a sync that chooses gloo or NCCL by the machine, as a run does without a config."""
     sync = CollectiveSync(CollectiveSyncConfig(exchange_timeout_s=60))
     sync.max_bucket_bytes = BUCKET_BYTES
     return sync
@@ -96,7 +96,7 @@ async def publish(sync: CollectiveSync, version: int, weights: Weights, receiver
 
 
 def _backend(weights: Weights, items: Any = None) -> Any:
-    """items: called in place of the weights' own, the first time that they are asked for."""
+    """items: called instead of `weights` for the first publish."""
     left = [items] if items is not None else []
 
     class Backend:

@@ -34,7 +34,7 @@ class Weights:
 
 
 class Receiver(TakesWeights):
-    """An engine in a process of its own, which keeps copies of what comes on the CPU. device: such as `cuda:1`."""
+    """An engine in another process, which keeps copies of the weights on the CPU. device: such as `cuda:1`."""
 
     transports: Sequence[str] = ("collective",)
 
@@ -76,7 +76,7 @@ class Receiver(TakesWeights):
         self._connection.close()
 
     async def _ask(self, what: str, argument: Any = None) -> Any:
-        """Its answer; None from one that has died, which takes part in nothing any more."""
+        """Return the answer of the process, or None if it has died."""
 
         def ask() -> Any:
             try:
@@ -91,7 +91,7 @@ class Receiver(TakesWeights):
 
 
 def _receive(connection: Connection, device: str) -> None:
-    """The process: does what it is asked until nobody asks any more."""
+    """Answer requests in the process of a receiver until the connection closes."""
     place = torch.device(device)
     if place.type == "cuda":
         torch.cuda.set_device(place)

@@ -62,7 +62,7 @@ def write(cache: TokenCache, key: CacheKey, chunks: Sequence[SampleBlock]) -> To
 
 
 def assert_same_store(found: TokenStore, expected: TokenStore) -> None:
-    """Equal in everything a reader can see, read through `view`."""
+    """Assert that two stores are equal for every reader, through `view`."""
     view = found.view(np.arange(len(found)))
     for name in ("tokens", "loss_mask", "offsets", "source", "row"):
         array, wanted = getattr(view.store, name), getattr(expected, name)

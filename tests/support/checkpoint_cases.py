@@ -20,7 +20,7 @@ ONE = ParallelLayout(data=1)
 
 
 def train(backend: Backend, steps: range, critic: bool = False) -> list[dict[str, float]]:
-    """Metrics of these steps; with a critic of its steps too, one after each."""
+    """Return the metrics of these steps, each followed by the step of the critic if there is one."""
     metrics: list[dict[str, float]] = []
     for step in steps:
         metrics.append(without_times(backend.update(*minibatch("packed", ONE, step))))
@@ -51,7 +51,7 @@ def save_after_a_step(folder: Path, model: Path, backend: Backend, critic: bool)
 
 
 def assert_continues(backend: Backend, saved: Saved, *, tolerance: float) -> None:
-    """The next two steps are those of the ranks that saved; with tolerance 0 bit for bit.
+    """Assert that the next two steps equal the steps of the ranks that saved, with tolerance 0 bit for bit.
 
     tolerance: of the next loss; twice that of the one after, for which weights have changed.
     """
@@ -75,6 +75,6 @@ def truncate(path: Path) -> None:
 
 
 def flip(path: Path) -> None:
-    """The last byte of a value."""
+    """Flip a bit in the last byte of a file."""
     content = path.read_bytes()
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))

@@ -57,7 +57,7 @@ class CheckpointContract:
     @pytest.fixture(scope="class")
     @classmethod
     def two_ranks(cls, tiny: Path) -> Iterator[Backend]:
-        """Lent to a test after the other; each loads what it needs."""
+        """Two ranks that all tests share. Each test loads the checkpoint it needs."""
         with cls.backend_of(tiny, cls.on(2), critic=True) as backend:
             yield backend
 
@@ -107,7 +107,7 @@ class CheckpointContract:
             two_ranks.load(damaged, saved.digests)
         for key, weight in weights_of(two_ranks).items():
             assert torch.equal(weight, weights[key]), key
-        # The ranks are there still, with the optimizer as it was.
+        # The ranks still run, with the optimizer unchanged.
         assert train(two_ranks, range(2, 3)) == [saved.expected[2]]
 
     def test_a_missing_piece_is_found_without_digests_too(
@@ -165,7 +165,7 @@ class CheckpointContract:
             backend.load(saved.path)
 
     def test_files_that_vanish_while_values_are_read_end_the_ranks(self, saved: Saved, tmp_path: Path) -> None:
-        """These hold half of the checkpoint then, and must not train."""
+        """The ranks then hold half of the checkpoint, and must not train."""
         shutil.copytree(saved.path, tmp_path / "lost")
         run = backend_run(saved.model, self.on(2), self.plugins, critic=True).config
         config: Any = run.backend

@@ -1,4 +1,4 @@
-"""Engines in child processes: weights for them, and what is left of them."""
+"""Engines in child processes, weights for them, and ways to see what they leave behind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ENGINE = "spurline_async_rl.engines.child.main"
 def child_engine(
     model: Path, run_dir: Path, *, model_folder: Path | None = None, **settings: Any
 ) -> ChildProcessEngine:
-    """Not started yet; without patience, but with many restarts. model_folder: when it is not the tokenizer's."""
+    """Return an engine with short time limits and many restarts. model_folder: if it is not `model`."""
     limits = {"start_timeout_s": 120.0, "generate_timeout_s": 60.0, "update_timeout_s": 60.0, "pause_timeout_s": 60.0}
     config = ChildProcessEngineConfig(**({"device": "cpu", "max_restarts": 50, **limits} | settings))
     model_config = ModelConfig(path=str(model_folder or model), tokenizer=str(model))
@@ -40,7 +40,7 @@ def shared_memory(bucket_bytes: int = 20_000, **settings: Any) -> SharedMemorySy
 
 
 async def publish(engine: Any, version: int, model: Path) -> SyncReport:
-    """The weights of this folder."""
+    """Publish the weights of this folder to an engine."""
     sync = shared_memory()
     try:
         backend: Any = WeightsOf(model)
@@ -50,7 +50,7 @@ async def publish(engine: Any, version: int, model: Path) -> SyncReport:
 
 
 def engine_processes() -> list[psutil.Process]:
-    """Child engines on this machine that belong to a run of this user's tests."""
+    """Return the child engines on this machine."""
     found: list[psutil.Process] = []
     for process in psutil.process_iter(["cmdline"]):
         if ENGINE in (process.info["cmdline"] or []):
@@ -63,7 +63,7 @@ def engines_of(pid: int) -> list[psutil.Process]:
 
 
 def shared_memory_of(pid: int) -> list[str]:
-    """Processes that still have memory in which this one wrote weights."""
+    """Return the processes that still map memory with weights of this process."""
     found: list[str] = []
     for maps in Path("/proc").glob("[0-9]*/maps"):
         # It may have ended meanwhile.

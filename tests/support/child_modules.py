@@ -52,7 +52,6 @@ def breaks_off(parent: Parent) -> None:
 
 
 def sleeps(parent: Parent) -> None:
-    """And never reads."""
     parent.send({"ids": [os.getpid()]})
     time.sleep(600)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def write_run(folder: Path, steps: int = 12, *, lr: float = 1e-4, more: dict[str, Any] | None = None) -> Path:
-    """A supervised run with step 0. more: metrics of every step."""
+    """Write a supervised run with step 0. more: further metrics of every step."""
     noise = random.Random(lr)
     folder.mkdir(parents=True)
     config = {

@@ -30,7 +30,7 @@ def message(*overrides: str, **settings: Any) -> str:
 
 
 def load(project: Path, **settings: str) -> LoadedConfig:
-    """Load a config of the folder that the fixture `project` makes."""
+    """Load a config in the folder of the fixture `project`."""
     values = {"model.path": "org/model", "data.train": "org/rows", **settings}
     (project / "configs" / "run.yaml").write_text("steps: 1\n", encoding="utf-8")
     return load_config(project / "configs" / "run.yaml", [f"{key}={value}" for key, value in values.items()])

@@ -63,7 +63,7 @@ def random_experts(samples: Sequence[Sample], seed: int = 0, unknown: float = 0.
 def with_experts(
     batch: TrainingBatch, experts: Sequence[np.ndarray[Any, Any]], rows: Sequence[Sequence[int]] | None = None
 ) -> TrainingBatch:
-    """The batch of `lay_out` with the experts of each sample; rows: as given there."""
+    """Return the batch of `lay_out` with the experts of each sample."""
     ids = batch.tokens["segment_ids"]
     rows = rows if rows is not None else [[number] for number in range(len(experts))]
     column = torch.zeros(*ids.shape, *experts[0].shape[1:], dtype=torch.int16)
@@ -78,7 +78,7 @@ def by_hand(causal: Any) -> Any:
     set: experts [T, top_k], -1 where the router chooses. No hook, and nothing of the router's own code."""
     copied = copy.deepcopy(causal)
     copied.set_attn_implementation("eager")
-    # What is computed again in the backward pass would look for the last sample's experts.
+    # Recomputation in the backward pass would use the experts of the last sample.
     copied.activation_checkpointing_disable()
     copied.chosen = None
     for number, layer in enumerate(copied.model.layers):
@@ -114,7 +114,7 @@ def _mix(block: Any, token: Tensor, chosen: Any) -> Tensor:
 
 
 def loss_by_hand(causal: Any, samples: Sequence[Sample], experts: Sequence[Any], normalizer: float) -> Tensor:
-    """Weighted cross-entropy of `by_hand`'s model, each sample alone."""
+    """Return the weighted cross-entropy of the model of `by_hand`, one sample at a time."""
     total = torch.zeros((), dtype=torch.float64)
     for sample, chosen in zip(samples, experts, strict=True):
         causal.chosen = chosen

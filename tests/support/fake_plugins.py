@@ -98,7 +98,7 @@ def refused(names: list[str], available: Mapping[str, InstalledPlugin], pattern:
 
 
 def of_kind(config: type[ComponentConfig], kind: str) -> type[ComponentConfig]:
-    """The same config class, derived from the base of this kind too; of a kind that does not exist, by name alone."""
+    """Return the config class as one of this kind. A kind that does not exist is only named."""
     if kind not in KINDS:
         return type(config)(config.__name__, (config,), {"kind": kind})
     return type(config)(config.__name__, (config, KINDS[kind].config), {})

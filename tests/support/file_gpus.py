@@ -43,7 +43,7 @@ class FileGpu(CurrentGpu):
 
 
 class FileHandleMaker(HandleMaker):
-    """The maker of `cuda_ipc` with such a GPU of its own."""
+    """Return a maker of `cuda_ipc` buckets with such a GPU."""
 
     def __init__(self, folder: str, sender: int = 0, senders: int = 1) -> None:
         super().__init__(sender, senders, FileGpu(Path(folder), f"GPU-{sender}"))

@@ -1,4 +1,4 @@
-"""Settings of the backend `fsdp` for tests: so many ranks on CPU, in one layout or another."""
+"""Settings of the backend `fsdp` for tests: a number of ranks on CPU, in any layout."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ LONG = (200, 3, 240, 64)
 
 
 def on(ranks: int, **settings: Any) -> dict[str, Any]:
-    """A section `backend`; ranks that wait for each other end the test within a minute."""
+    """Return a section `backend` whose time limits end a test that hangs within minutes."""
     limits = {"start_timeout_s": 120, "call_timeout_s": 60, "collective_timeout_s": 60}
     return {"name": "fsdp", "device": "cpu", "ranks": ranks, "num_threads": 1, **limits, **settings}
 
 
 def in_bf16(model: Path) -> Path:
-    """The same model, whose files hold bf16 from now on."""
+    """Rewrite the files of a model in bf16."""
     for file in model.glob("*.safetensors"):
         save_file({name: value.bfloat16() for name, value in load_file(file).items()}, file, metadata={"format": "pt"})
     return model

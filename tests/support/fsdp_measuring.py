@@ -1,4 +1,4 @@
-"""A rank that tells how many bytes it has really allocated for what it trains."""
+"""A rank that returns the bytes it has allocated for weights, gradients and optimizer."""
 
 from __future__ import annotations
 

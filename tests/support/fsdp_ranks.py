@@ -36,7 +36,7 @@ class MixingRank(FsdpRank):
         super().__init__(place, plain_run, total_updates=8)
 
     def check(self, mixes: bool) -> None:
-        """Check that the model may be shared, as it is or with a layer that adds each token's neighbour."""
+        """Check that ranks may share the model, unchanged or with a layer that adds each token's neighbour."""
         model = self._policy.model
         [layer, *_] = decoder_layers(model.causal)
         handle = layer.register_forward_hook(_add_neighbour) if mixes else None

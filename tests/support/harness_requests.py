@@ -44,7 +44,7 @@ class Stuck(ScriptedEngine):
 
 
 async def post(session: Session, body: Any, path: str = "/chat/completions", **headers: str) -> tuple[int, Any]:
-    """Status and JSON of a raw request. body: bytes as they are, anything else as JSON."""
+    """Send a raw request and return status and JSON. body: bytes, or a value to encode as JSON."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"Authorization": f"Bearer {session.api_key}", **headers}
     async with aiohttp.ClientSession() as http, http.post(session.base_url + path, data=raw, headers=headers) as answer:
@@ -56,7 +56,7 @@ async def good(session: Session) -> None:
 
 
 def posting(body: Any, path: str = "/chat/completions", **headers: str) -> Any:
-    """An agent that makes one request like this, and a good one after it; `agent.told` is what it gets."""
+    """An agent that makes one request like this, and then a good one. `agent.told` holds the answers."""
 
     async def agent(session: Session) -> float:
         agent.told = await post(session, body, path, **headers)  # type: ignore[attr-defined]

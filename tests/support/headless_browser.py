@@ -19,7 +19,7 @@ PATIENCE_S = 60
 
 
 class Browser:
-    """One page. complaints: errors of the page's scripts, and what its policy has refused."""
+    """One page. complaints: errors of its scripts, and violations of its policy."""
 
     def __init__(self, folder: Path) -> None:
         from websockets.sync.client import connect
@@ -36,7 +36,7 @@ class Browser:
             self.call(f"{domain}.enable")
 
     def _address(self, folder: Path) -> str:
-        """Of the page, once the browser listens."""
+        """Return the address of the page, once the browser listens."""
         said, deadline = folder / "DevToolsActivePort", time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
             if said.exists() and len(said.read_text().split()) == 2:
@@ -68,7 +68,7 @@ class Browser:
         return answer["result"].get("value")
 
     def wait(self, condition: str) -> None:
-        """Until an expression is true."""
+        """Wait until an expression is true."""
         deadline = time.monotonic() + PATIENCE_S
         while not self.run(condition):
             assert time.monotonic() < deadline, f"never true: {condition}; {self.complaints}"

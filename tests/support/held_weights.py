@@ -39,6 +39,6 @@ def adapted(folder: Path, base_dtype: str = "auto", **settings: Any) -> LocalBac
 
 
 def train(backend: LocalBackend, steps: range) -> list[dict[str, float]]:
-    """The metrics of an update for each of these numbers, without times."""
+    """Return the metrics of an update for each of these seeds, without times."""
     seen = [backend.update(lay_out(make_samples([9, 12, 5], seed=step)), OBJECTIVE) for step in steps]
     return [{name: value for name, value in metrics.items() if not name.startswith("time/")} for metrics in seen]

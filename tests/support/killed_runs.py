@@ -33,7 +33,7 @@ ORDERS: tuple[Order, ...] = get_args(Order)
 PHASES = ("start", "engines", "steps", "update", "checkpoint")
 """When it is killed: see `RunTree.wait_for_phase`."""
 GONE_WITHIN_S = 10.0
-"""Seconds in which everything of a killed run has to be gone."""
+"""Seconds after which nothing of a killed run may be left."""
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -61,7 +61,7 @@ class RunTree:
         )
 
     def finish(self, timeout_s: float = 300.0) -> None:
-        """Wait for its end, which has to be a good one."""
+        """Wait until the run has finished without an error."""
         code = self._run.wait(timeout_s)
         assert code == 0, f"exit code {code}: {self.log.read_text()[-3000:]}"
         self.assert_gone()
@@ -113,7 +113,7 @@ class RunTree:
         return found
 
     def kill(self, order: Order, chance: random.Random) -> None:
-        # Python's tracker of semaphores removes them once the others are gone; killed too, it leaves 32 bytes of each.
+        # Python's tracker of semaphores removes them after the others end. If it is killed too, they remain.
         tree = [process for process in self.processes() if not _is_tracker(process)]
         self._note_holdings(tree)
         controller, others, children = tree[:1], tree[1:], self.children()
@@ -177,7 +177,7 @@ REWARDS = '''
 import zlib
 
 def fated(answer):
-    """Differs between any two responses, but where the row says otherwise."""
+    """Differ between any two responses, except where the row demands something else."""
     fate, seen = answer.row["fate"], zlib.crc32(answer.response.encode())
     if fate == "given_up" or (fate == "retried" and seen % 3 == 0):
         raise ConnectionError("the sandbox is gone")
@@ -215,7 +215,7 @@ def write_prompts(path: Path, count: int = 24) -> list[str]:
 
 
 def assert_every_prompt_met_its_fate(config: Config, fates: list[str]) -> None:
-    """Each prompt ended exactly once, as its row says, and no token was older than the bound.
+    """Assert that each prompt ended exactly once, as its row says, with no token older than the bound.
 
     An epoch draws each row once, so that the rows that nobody trained on are those with another fate.
     """

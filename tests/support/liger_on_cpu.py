@@ -42,7 +42,7 @@ def complete_interpreter() -> None:
 
 
 def compare(model_type: str, folder: Path) -> tuple[float, str]:
-    """The largest difference of a parameter's gradients, relative to its norm; the probe compares logprobs."""
+    """Return the largest difference of a parameter's gradients, relative to its norm. The probe compares logprobs."""
     model = write_model_folder(folder, model_type=model_type, pad_token_id=0)
     batch, objective = lay_out(make_samples([9, 12, 5])), Objective(CrossEntropy(CrossEntropyConfig()), 40.0)
     plain = excite(local_backend(model, kernels="none"))

@@ -9,13 +9,13 @@ import psutil
 
 
 def family_of(pid: int) -> list[psutil.Process]:
-    """The process and all that it has started, and those that these have."""
+    """Return the process and all its descendants."""
     process = psutil.Process(pid)
     return [process, *process.children(recursive=True)]
 
 
 def listening(processes: Iterable[psutil.Process]) -> set[tuple[str, str, int]]:
-    """(process, address, port) of each socket that takes connections."""
+    """Return (process, address, port) of each listening socket."""
     found: set[tuple[str, str, int]] = set()
     for process in processes:
         try:
@@ -27,7 +27,7 @@ def listening(processes: Iterable[psutil.Process]) -> set[tuple[str, str, int]]:
 
 
 def reachable(sockets: Iterable[tuple[str, str, int]]) -> list[tuple[str, str, int]]:
-    """Those of `listening` that are not on the loopback."""
+    """Return the listening sockets that are not on the loopback."""
     return [one for one in sockets if not _plain(one[1]).is_loopback]
 
 

@@ -1,4 +1,4 @@
-"""Processes that may end while a test looks at them: of one that nobody has waited for yet, psutil tells no command."""
+"""Processes that may end while a test looks at them. psutil knows no command line of a zombie."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def living_below(pid: int, part: str) -> list[psutil.Process]:
 
 def is_alive(pid: int) -> bool:
     """Return whether a process runs. A zombie does not."""
-    # Where Linux tells, which is all that core's own tests have.
+    # Tests of core alone have no psutil.
     if Path("/proc/self/stat").exists():
         try:
             return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

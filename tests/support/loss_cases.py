@@ -43,7 +43,7 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
 
 
 def batch_for_all(local: Backend) -> TrainingBatch:
-    """Ten answers to five prompts, both of a prompt in one unit. local: whose logprobs the columns are near to."""
+    """Make ten answers to five prompts, two of a prompt in one unit. Columns are near the logprobs of `local`."""
     samples = make_samples([9, 21, 4, 33, 12, 8, 17, 5, 26, 13], seed=2)
     pairs = [row // 2 for row in range(len(samples))]
     named = [replace(sample, uid=f"prompt-{pair}") for pair, sample in zip(pairs, samples, strict=True)]
@@ -92,9 +92,9 @@ class LossGradients:
 
 
 def _cases(trains_on: str) -> Iterator[tuple[str, str]]:
-    # A correction may reject one answer of a pair, and no source has pairs and corrections.
+    # A correction may reject one answer of a pair. No source has both.
     corrections = ["none", *CORRECTIONS] if trains_on != "pairs" else ["none"]
     for reduction, correction in product(REDUCE, corrections):
-        # In short runs corrections meet one reduction only: both are weights by the time that they reach a rank.
+        # In short runs corrections are tested with one reduction: ranks see both as weights.
         if SOAK or correction == "none" or reduction == "token_mean":
             yield reduction, correction

@@ -31,7 +31,7 @@ Message = tuple[str, int, int]
 
 
 def whole_tensors(model: Path, *, critic: bool) -> dict[str, Tensor]:
-    """Every tensor of a model once, by its name in memory; a critic's head are other values."""
+    """Return the tensors of a model by name. The head of a critic has other values."""
     causal = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     tensors = {name: value.detach() for name, value in causal.named_parameters()}
     if critic:
@@ -88,7 +88,7 @@ class Alive(TorchDispatchMode):
 
 
 class GatheringWorker:
-    """A rank that keeps what it was last told to hold."""
+    """A rank that holds the parts of a model that `hold` chose last."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
@@ -117,13 +117,13 @@ class GatheringWorker:
         return {name: bits(value) for name, value in found.items()}, self._messages
 
     def peak_of_gathering(self, wanted: Mapping[int, Sequence[str]], dtype: str) -> int:
-        """Bytes of tensors that this rank has at most, besides what it holds."""
+        """Return the peak of bytes that this rank allocates besides the parts it holds."""
         with Alive(self._held) as alive:
             self._gathers.gather(wanted, getattr(torch, dtype))
         return alive.peak
 
     def peak_of_writing(self, folder: str, dtype: str, max_file_bytes: int) -> int:
-        """The same while files of the weights are written."""
+        """Return the peak while files of the weights are written."""
         with Alive(self._held) as alive:
             failure = self._gathering.write(Path(folder), getattr(torch, dtype), max_file_bytes, self._place.doing)
         assert failure is None, failure
@@ -140,7 +140,7 @@ class GatheringWorker:
         self._publishing.taken()
 
     def messages(self) -> list[Message]:
-        """Those that it took to make buckets."""
+        """Return the messages sent to make buckets."""
         return self._messages
 
     def peak_of_making(self, choice: Mapping[str, Any]) -> int:

@@ -68,14 +68,14 @@ class VocabularyRank(_GroupsOfNeighbours):
         temperature: float,
         half_precision: bool,
     ) -> dict[str, Any]:
-        """Scores, and the gradients of a loss of them; how many positions the logits had that were computed at a time.
+        """Return scores, the gradients of a loss of them, and the number of positions in each chunk of logits.
 
         weight: [V, H] of the whole vocabulary, from which each rank takes its rows.
         """
         group = self._groups[size]
         rows = -(-len(weight) // size)
         first = dist.get_rank(group) * rows
-        # What is in the rows of padding must not matter.
+        # Rows of padding must not matter.
         own = torch.full((rows, weight.shape[1]), 7.0, dtype=torch.from_numpy(weight).dtype)
         part = torch.from_numpy(weight[first : first + rows])
         own[: len(part)] = part
@@ -105,7 +105,7 @@ class VocabularyRank(_GroupsOfNeighbours):
 
 
 def loss_of(logprobs: Tensor, entropy: Tensor | None) -> Tensor:
-    """One whose gradient is another for every position."""
+    """Return a loss with a different gradient at every position."""
     factors = torch.arange(1, len(logprobs) + 1, dtype=logprobs.dtype)
     loss = (logprobs * factors).sum() + (logprobs**2).sum()
     return loss if entropy is None else loss + (entropy * factors.flip(0)).sum() + (entropy**3).sum()
@@ -157,7 +157,7 @@ def core_attention(inputs: list[Tensor], params: StreamParams, *, recompute: boo
 
 
 class BuildingRank:
-    """A rank alone, which builds models as on a GPU, in whose place torch's device `meta` is."""
+    """One rank, which builds models as on a GPU, with torch's device `meta` instead."""
 
     def __init__(self, place: Place) -> None:
         parallel_state.initialize_model_parallel()
@@ -166,7 +166,7 @@ class BuildingRank:
 
     def devices(self, model: str, settings: dict[str, Any], critic: bool) -> dict[str, tuple[str, str]]:
         """Device and dtype of every parameter and buffer of the model in this folder."""
-        # The other is where token counts of experts are copied to the host.
+        # Megatron copies the token counts of experts to the host on the stream.
         with patch.multiple(torch.cuda, current_device=lambda: torch.device("meta"), Stream=object):
             architecture = read_architecture(AutoConfig.from_pretrained(model))
             config = MegatronBackendConfig.model_validate(settings)

@@ -18,31 +18,31 @@ LLAMA3_ROPE: dict[str, Any] = {
 
 
 def on(ranks: int, **settings: Any) -> dict[str, Any]:
-    """A section `backend`; ranks that wait for each other end the test within a minute."""
+    """Return a section `backend` whose time limits end a test that hangs within minutes."""
     limits = {"start_timeout_s": 120, "call_timeout_s": 60, "collective_timeout_s": 60}
     return {"name": "megatron", "device": "cpu", "ranks": ranks, "num_threads": 1, **limits, **settings}
 
 
 def write_qwen3(folder: Path, **overrides: Any) -> Path:
-    """Norms of queries and keys. overrides: fields of its config, as below."""
+    """Write a model with norms of queries and keys. overrides: fields of its config."""
     return write_tiny_model(folder, **overrides)
 
 
 def write_qwen25(folder: Path, **overrides: Any) -> Path:
-    """Biases of queries, keys and values; its padding token is one that rows of the contract have."""
+    """Write a model with biases of queries, keys and values, whose padding token is in rows of the contract."""
     from transformers import Qwen2Config
 
-    # It takes the width of a head from the hidden size, and does not write it down.
+    # Its config has no width of a head.
     return write_model(folder, Qwen2Config, {"head_dim": None, "pad_token_id": 5, **overrides})
 
 
 def write_llama3(folder: Path, **overrides: Any) -> Path:
-    """Frequencies of rotary embeddings scaled for long sequences."""
+    """Write a model whose rotary embeddings are scaled for long sequences."""
     from transformers import LlamaConfig
 
     return write_model(folder, LlamaConfig, {"rope_parameters": LLAMA3_ROPE, **overrides})
 
 
 def write_qwen3_moe(folder: Path, **overrides: Any) -> Path:
-    """Experts in every layer, whose weights two or four ranks divide."""
+    """Write a model with experts in every layer, which two or four ranks can divide."""
     return write_tiny_moe_model(folder, **overrides)

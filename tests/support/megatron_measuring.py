@@ -1,4 +1,4 @@
-"""A rank that tells how many bytes it has really allocated for what it trains."""
+"""A rank that returns the bytes it has allocated for weights, gradients and optimizer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class MeasuringRank:
-    """A rank of the backend, and what is asked of it. A `Worker`."""
+    """A rank of the backend with measurements. A `Worker`."""
 
     def __init__(self, place: Place, plain_run: Mapping[str, Any], total_updates: int) -> None:
         self._rank: MegatronRank = open_rank(place, plain_run, total_updates)
@@ -31,7 +31,7 @@ class MeasuringRank:
         self._rank._accumulate("policy", RankShare.from_wire(wire), read)
 
     def allocated(self, wire: Mapping[str, Any], objective: Mapping[str, Any]) -> dict[str, int]:
-        """Bytes by part, once an optimizer has stepped."""
+        """Return the bytes of each part after an optimizer step."""
         trained = self._rank._policy
         self._accumulate(wire, objective)
         trained.step(grad_norm=1.0)
@@ -41,7 +41,7 @@ class MeasuringRank:
         states = [
             value for state in trained.optimizer.state.values() for value in state.values() if isinstance(value, Tensor)
         ]
-        # With fp32 weights these are the very weights. A view of a larger storage keeps all of it.
+        # With fp32 weights the copies are the weights. A view keeps its whole storage.
         copies = _storages(shard.main for shard in trained.shards).items()
         return {
             "weights": sum(weights.values()),
@@ -57,7 +57,7 @@ class MeasuringRank:
         goes_back = False
 
         def keep(tensor: Tensor) -> Tensor:
-            # What is kept while layers are recomputed is there for one of them at a time.
+            # Recomputation keeps tensors of one layer at a time.
             if not goes_back:
                 kept.update(_storages([tensor]))
             return tensor
@@ -72,13 +72,13 @@ class MeasuringRank:
         return sum(size for at, size in kept.items() if at not in weights)
 
     def operators(self, wire: Mapping[str, Any], objective: Mapping[str, Any]) -> list[str]:
-        """Names of everything that torch ran in one update."""
+        """Return the names of all operators of one update."""
         with torch.profiler.profile() as profile:
             self._rank.update(wire, objective, "policy")
         return sorted({event.key for event in profile.key_averages()})
 
     def peak(self, wire: Mapping[str, Any], objective: Mapping[str, Any]) -> int:
-        """Bytes of GPU memory that one update holds at most."""
+        """Return the peak of GPU memory in one update, in bytes."""
         torch.cuda.reset_peak_memory_stats()
         self._rank.update(wire, objective, "policy")
         return torch.cuda.max_memory_allocated()

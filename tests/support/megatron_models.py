@@ -94,7 +94,7 @@ def ranks_of(
 
 
 def joined(ranks: list[list[tuple[HeldParameter, Tensor]]]) -> dict[str, Tensor]:
-    """The tensors that the parameters of all ranks make up. All that hold a value must have the same one."""
+    """Join the parameters of all ranks to whole tensors. Copies of a value must be equal."""
     tensors: dict[str, Tensor] = {}
     for parameter, values in (pair for held in ranks for pair in held):
         flat = values.reshape(-1)
@@ -111,7 +111,7 @@ def joined(ranks: list[list[tuple[HeldParameter, Tensor]]]) -> dict[str, Tensor]
 
 @st.composite
 def grids(draw: st.DrawFn, architecture: Architecture) -> Grid:
-    """Any grid that this architecture can be divided by."""
+    """Draw a grid that divides this architecture."""
 
     def divisor(*numbers: int) -> int:
         return draw(st.sampled_from([size for size in (1, 2, 4) if all(number % size == 0 for number in numbers)]))

@@ -19,7 +19,7 @@ from spurline_ranks.group import Place
 
 
 def probing(place: Place, plain_run: Mapping[str, Any], total_updates: int) -> Any:
-    """Its `check` gives what is wrong with the model once the mistake of this name is made, and None for nothing."""
+    """Open a rank whose `check` makes the mistake of a name and returns the error of the probe, or None."""
     rank: Any = open_rank(place, plain_run, total_updates)
     from spurline_megatron_backend.probe import check_exactness
 
@@ -41,7 +41,7 @@ def probing(place: Place, plain_run: Mapping[str, Any], total_updates: int) -> A
         return None
 
     def is_as_it_was() -> bool:
-        """Whether the model is in training mode and computes with its own settings."""
+        """Return whether the model is in training mode and computes with its own settings."""
         [*parts] = rank._policy.model.parts
         score = parts[-1].score
         chunks = score is None or score.chunk_tokens == rank._config.logits_chunk_tokens
@@ -74,7 +74,7 @@ def _attention_that_ignores_segments(rank: Any) -> Iterator[None]:
 
 @contextmanager
 def _layers_that_mix_neighbours(rank: Any) -> Iterator[None]:
-    """As a convolution does, in the first layer of each rank."""
+    """Mix neighbours in the first layer of each rank, as a convolution does."""
 
     def add_neighbour(module: nn.Module, arguments: Any, output: Any) -> Any:
         hidden, *others = output
@@ -120,7 +120,7 @@ def _chunks_of_other_targets(rank: Any) -> Iterator[None]:
 
 @contextmanager
 def _values_that_are_no_numbers(rank: Any) -> Iterator[None]:
-    """In the last stage alone."""
+    """Make the values NaN in the last stage alone."""
     if rank._policy.model.parts[-1].score is None:
         yield
         return

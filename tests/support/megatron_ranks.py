@@ -38,7 +38,7 @@ def _mutant(change: Change) -> Callable[..., Any]:
 
 @_mutant
 def nothing_is_wrong_with_small_buckets(place: Place) -> None:
-    """Gradients are summed in many exchanges, most of which begin before the backward pass has ended."""
+    """Sum gradients in many exchanges. Most begin before the backward pass has ended."""
     from spurline_megatron_backend import trained_model
 
     settings = trained_model.DistributedDataParallelConfig

@@ -57,7 +57,7 @@ EXPERT_GRIDS = [
 
 @dataclass
 class ShardedState:
-    """The weights of a model and what AdamW keeps of them, whole, by name. steps: of every parameter."""
+    """The whole weights of a model and the state of AdamW, by name. steps: the count of every parameter."""
 
     weights: Mapping[str, Tensor]
     moments: Mapping[str, Mapping[str, Tensor]]

@@ -331,7 +331,7 @@ FAMILIES = (
 
 
 def tiny_model(family: Family) -> PreTrainedModel:
-    """Random weights on CPU in fp32, away from the initial ones, behind which a mistake can hide."""
+    """Make a model with random weights in fp32. Initial weights could hide a mistake."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(family.model_type, **(_SHAPE | family.settings))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -359,6 +359,6 @@ MARKED = re.compile(r"(?<=<!-- families -->\n).*(?=\n<!-- end of families -->)",
 
 if __name__ == "__main__":
     PAGE.write_text(MARKED.sub(lambda _: table(), PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-    # transformers adds families faster than anybody tries them.
+    # transformers adds families all the time.
     untried = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - {family.model_type for family in FAMILIES}
     print(f"causal language models that no test trains: {', '.join(sorted(untried))}")

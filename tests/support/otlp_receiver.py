@@ -1,4 +1,4 @@
-"""A receiver of OTLP over HTTP on the loopback, which keeps what it is sent."""
+"""A receiver of OTLP over HTTP on the loopback, which keeps all requests."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class OtlpReceiver:
         self._server.server_close()
 
     def steps(self) -> list[int]:
-        """The step of every event of a step, in the order in which they came."""
+        """Return the step of each event `spurline.step`, in order of arrival."""
         return [int(attributes["spurline.step"].double_value) for _, attributes in self.events("spurline.step")]
 
     def runs(self) -> set[str]:
@@ -75,7 +75,7 @@ class OtlpReceiver:
         ]
 
     def gauges(self, name: str) -> list[float]:
-        """The values of one gauge, in the order in which they came."""
+        """Return the values of a gauge, in order of arrival."""
         return [
             point.as_double
             for request in self.metrics

@@ -6,6 +6,6 @@ from packaging.version import Version
 
 
 def pin_of(version: str) -> str:
-    """`~=X.Y.0` for each release of a minor version, and a pre-release itself, which is not within that."""
+    """Return `~=X.Y.0` for a release, and the version itself for a pre-release, which `~=` excludes."""
     parsed = Version(version)
     return f"~={version}" if parsed.is_prerelease else f"~={parsed.major}.{parsed.minor}.0"

@@ -57,7 +57,7 @@ class FakeBackend:
 
 
 def make_groups(prompts: int, samples: int, seed: int = 3) -> list[Group]:
-    """Attempts of 2 or 3 turns, each of which goes on from the last, but for sample 1; some tokens are not trained."""
+    """Make attempts of 2 or 3 turns, which continue each other except in sample 1. Some tokens are not trained."""
     random = np.random.default_rng(seed)
     groups: list[Group] = []
     for prompt in range(prompts):
@@ -135,7 +135,7 @@ class Oracle:
         return found
 
     def _rows(self, attempt: Trajectory, turns: Sequence[Row]) -> list[Row]:
-        """One row per turn; or one for all, which sample 1 does not allow."""
+        """Return one row per turn, or one row for all if the turns continue each other."""
         one_for_all = self.merged and attempt.sample != 1
         last = attempt.turns[-1]
         rows: list[Row] = []
@@ -154,7 +154,7 @@ class Oracle:
 def batch_of_records(
     groups: Sequence[Group], advantage: Advantage, *, scope: int, merged: bool, carry: Sequence[str]
 ) -> TrainingBatch:
-    """The batch but for what models say, made record by record: every turn gets its columns, and core's readable
+    """Make the batch without columns of models, record by record: every turn gets its columns, and core's readable
     collator lays the turns out.
 
     scope: groups that are compared together. carry: names of the groups' numbers to lay out.

@@ -20,7 +20,7 @@ from spurline_ranks.group import Place
 
 
 class TwoPartError(SpurlineError):
-    """Its class wants other arguments than its text."""
+    """An error whose class takes other arguments than its text."""
 
     def __init__(self, part: str, other: str) -> None:
         super().__init__(f"{part} and {other}")
@@ -55,7 +55,7 @@ class Worker:
         return values
 
     def sum(self, array: np.ndarray) -> np.ndarray:
-        """Over all ranks."""
+        """Return the sum over all ranks."""
         tensor = torch.from_numpy(array.copy())
         dist.all_reduce(tensor)
         return tensor.numpy()
@@ -66,11 +66,11 @@ class Worker:
             self._fail(how)
         ones = torch.ones(1, device="cuda" if dist.get_backend() == "nccl" else "cpu")
         dist.all_reduce(ones)
-        # NCCL goes on in the background; this waits for it.
+        # NCCL works in the background. Reading the value waits for it.
         ones.item()
 
     def fails_to_send(self, rank: int, how: str) -> None:
-        """One of two ranks fails, while the other waits for what it should send, as stages of a pipeline do."""
+        """Fail on one of two ranks, while the other waits for its message, as stages of a pipeline wait."""
         if self.place.rank == rank:
             self._fail(how)
         dist.recv(torch.ones(1), src=rank)

@@ -25,14 +25,14 @@ def two_machines() -> Any:
     with _environment():
         cluster = Cluster(initialize_head=True, head_node_args=_machine() | {"include_dashboard": False})
     atexit.register(cluster.shutdown)
-    # It calls itself the machine's own cluster, which whoever starts a run here would join.
+    # Ray records it as the cluster of this machine, which other runs here would join.
     os.unlink(get_ray_address_file(None))
     add_machine(cluster)
     return cluster
 
 
 def add_machine(cluster: Any) -> Any:
-    """One more, as its handle for `cluster.remove_node`."""
+    """Add a machine and return its handle for `cluster.remove_node`."""
     with _environment():
         node = cluster.add_node(**_machine())
     cluster.wait_for_nodes()
@@ -40,15 +40,15 @@ def add_machine(cluster: Any) -> Any:
 
 
 def _machine() -> dict[str, Any]:
-    # Nobody reads what the monitor of logs sends to drivers, and it looks for news all the time.
+    # The log monitor costs CPU time, and tests do not read logs.
     return {"num_cpus": CPUS, "num_gpus": GPUS, "include_log_monitor": False}
 
 
 @contextmanager
 def _environment() -> Iterator[None]:
-    """That of the raylets, which the processes that they start get from them."""
+    """Set the environment of the raylets, which their processes inherit."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(place or os.getcwd() for place in sys.path))
-        # It would start a process for each CPU.
+        # Ray would start a process for each CPU.
         patch.setenv("RAY_prestart_worker_first_driver", "0")
         yield

@@ -15,7 +15,7 @@ from spurline_ranks.launch import open_ranks
 
 (out,) = sys.argv[1:]
 ranks = open_ranks(
-    # What is said for the machines has the last word.
+    # The environment of the machines takes precedence.
     RankRequest(2, launch="ray", variables={"SAID_TO_RANKS": "no"}),
     "rank_workers:Worker",
     (),

@@ -44,7 +44,7 @@ class RecordedCore:
         self._encoder = MsgpackEncoder()
 
     def encoded(self, outputs: Sequence[EngineCoreOutput]) -> list[Any]:
-        """The frames of a message with these."""
+        """Return the frames of a message with these outputs."""
         return list(self._encoder.encode(EngineCoreOutputs(outputs=list(outputs))))
 
     def receive(self, frames: Sequence[Any]) -> None:
@@ -109,7 +109,7 @@ class _Llm(AsyncLLM):
         """There is nothing to shut down."""
 
     async def pause_generation(self, **asked: Any) -> None:
-        """As vLLM's, which also sleeps for a while."""
+        """Resume. vLLM also sleeps for a while."""
         await self.engine_core.pause_scheduler_async(**asked)
 
     async def collective_rpc(self, method: str, **_: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""A maker of buckets that says all it was given: for tests of which rank makes which bucket, of what."""
+"""A maker of buckets that returns its inputs, for tests of which rank makes which bucket of which weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAKER = f"{__name__}:RecordingMaker"
 
 
 class RecordingMaker:
-    """A `BucketMaker` of a process. folder: where it notes, in a file of its own, what it is told; none: nowhere."""
+    """A `BucketMaker` of a process. folder: where it notes its calls in a file, if given."""
 
     def __init__(self, folder: str | None = None, sender: int | None = None, senders: int | None = None) -> None:
         self._folder, self._sender, self._senders = folder, sender, senders
@@ -94,13 +94,13 @@ def _tensor(text: str, place: TensorPlace) -> Tensor:
 
 
 class PackingMaker:
-    """A `BucketMaker` that copies what it gets into one tensor, kept until the next has been made."""
+    """A `BucketMaker` that copies weights into one tensor, and keeps it until the next is made."""
 
     def __init__(self, sender: int = 0, senders: int = 1) -> None:
         self._packed: Tensor | None = None
 
     def make(self, version: int, number: int, weights: Iterable[tuple[str, Tensor]]) -> WeightBucket:
-        # As one that overlaps: the last bucket is on its way until now, when the next one has been gathered.
+        # A maker that overlaps sends the last bucket until the next one is gathered.
         self._packed = None
         held = list(weights)
         self._packed = torch.cat([tensor.reshape(-1) for _, tensor in held])

@@ -142,7 +142,7 @@ class Closing:
 
 
 class Careful(HeldOutEvaluation):
-    """An evaluation by a third party, which answers with its data's size."""
+    """An evaluation of a third party, which measures the number of steps."""
 
     def __init__(self, config: Any, context: Any) -> None:
         self.config, self.context = config, context

@@ -25,7 +25,7 @@ SORT_ROW = {"messages": [{"role": "user", "content": "Sort: 3 1 2"}, {"role": "a
 
 
 def run(coroutine: Coroutine[Any, Any, T], limit_s: float = 60.0) -> T:
-    """The result of a coroutine, which must not take for ever."""
+    """Return the result of a coroutine, which has a time limit."""
     return asyncio.run(asyncio.wait_for(coroutine, limit_s))
 
 

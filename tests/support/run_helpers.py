@@ -137,12 +137,12 @@ def fail_at(config: Mapping[str, Any], step: int) -> None:
 
 
 def read_metrics(run_dir: PathLike[str] | str) -> list[dict[str, Any]]:
-    """Every line of a run's metrics.jsonl."""
+    """Return the lines of metrics.jsonl."""
     return [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def deterministic(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same lines without what clocks measured."""
+    """Return the lines without times."""
     return [
         {
             name: value
@@ -154,7 +154,7 @@ def deterministic(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def assert_pieces_equal_the_whole(config: Config, folder: Path, stops: Sequence[int], available: Any = None) -> None:
-    """Train once without a stop in `folder`/whole, and once that stops after these steps in `folder`/pieces."""
+    """Assert that a run in `folder`/pieces that stops after these steps equals one in `folder`/whole without stops."""
     whole, pieces = (config | {"run_dir": str(folder / name)} for name in ("whole", "pieces"))
     assert train(whole, available=available).status == "finished"
     for stop in stops:
@@ -164,12 +164,12 @@ def assert_pieces_equal_the_whole(config: Config, folder: Path, stops: Sequence[
 
 
 def kept_steps(run_dir: PathLike[str] | str) -> list[int]:
-    """The steps that the run directory has checkpoints of."""
+    """Return the steps of the checkpoints in a run directory."""
     return sorted(int(path.name.removeprefix("step-")) for path in (Path(run_dir) / "checkpoints").glob("step-*"))
 
 
 def assert_same_run(one: PathLike[str] | str, other: PathLike[str] | str) -> None:
-    """Two run directories have the same metrics but for times, and the same weights, bit for bit."""
+    """Two run directories have the same weights and metrics, except times, bit for bit."""
     assert deterministic(read_metrics(one)) == deterministic(read_metrics(other))
     assert_same_weights(one, other)
 
@@ -193,7 +193,7 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
 
 
 def write_pairs(path: Path, count: int, seed: int) -> Path:
-    """Rows of preference pairs: digits in order are preferred to digits in reverse."""
+    """Write rows of preference pairs. Digits in order are preferred to digits in reverse."""
     rng = random.Random(seed)
     rows = []
     for _ in range(count):
@@ -207,7 +207,7 @@ def write_pairs(path: Path, count: int, seed: int) -> Path:
 
 
 def on_ranks(config: dict[str, Any], ranks: int = 2, *, backend: str = "fsdp", **settings: Any) -> dict[str, Any]:
-    """The config with a backend of several ranks on CPU in place of its own."""
+    """Return the config with a backend of several ranks on CPU."""
     return config | {
         "plugins": [*config.get("plugins", ()), f"{backend}_backend"],
         "backend": {"name": backend, "device": "cpu", "ranks": ranks, "num_threads": 1, **settings},
@@ -226,7 +226,7 @@ def train_command(config: Path) -> list[str]:
 
 
 def config_to_kill(config: Mapping[str, Any], held_out: Path, steps: int) -> Config:
-    """The config as a longer run with dropout, evaluations and checkpoints, which come at different steps."""
+    """Return a longer run with dropout, evaluations and checkpoints at different steps."""
     return {
         **config,
         "steps": steps,
@@ -251,11 +251,11 @@ class KillableProcess:
         self.pid, self.poll, self.wait = self._process.pid, self._process.poll, self._process.wait
 
     def said(self) -> str:
-        """Everything that it has written."""
+        """Return the output of the process."""
         return self._log.read_text()
 
     def wait_for_steps(self, steps: int | None, then_s: float = 0.0) -> None:
-        """Wait until it trains and has done so many more steps, and `then_s` longer.
+        """Wait until the run trains and has done this number of steps, and then `then_s` longer.
 
         If `steps` is None, wait for an instant of the start: `then_s`, or less if a step is done before.
         """

@@ -41,7 +41,7 @@ def behaves(answer: Answer) -> Any:
         case "die":
             os.abort()
         case "leave programs running":
-            # One in the group of this process, one in a session of its own, and one that has lost its parent.
+            # Start one in the group of this process, one in another session, and one without a parent.
             programs = [subprocess.Popen(["sleep", "600"], start_new_session=new) for new in (False, True)]
             orphan = subprocess.run(["sh", "-c", "sleep 600 > /dev/null & echo $!"], stdout=subprocess.PIPE, check=True)
             pids = [program.pid for program in programs] + [int(orphan.stdout)]

@@ -40,7 +40,7 @@ def run_schedule(schedule: Schedule, make_scheduler: Callable[..., Scheduler] = 
 
 
 def assert_nothing_lost(scheduler: Scheduler) -> None:
-    """Each prompt that was drawn is in exactly one state, and what is said of those on their way agrees with it."""
+    """Assert that each drawn prompt is in exactly one state, and that all counts agree."""
     counts = scheduler.counts()
     assert sum(counts.values()) == scheduler.num_drawn, counts
     assert (counts["running"], counts["buffered"]) == (scheduler.num_running, scheduler.num_buffered), counts
@@ -109,7 +109,7 @@ class _Driver:
             return
         self.scheduler.admit(draw)
         self.running.append(draw)
-        # The worst case: something was generated before anything else happened.
+        # The worst case: a token is generated at once.
         self.ran.versions[draw] = self.published
 
     def _end(self, draw: int) -> None:
@@ -162,7 +162,7 @@ class _Driver:
         }
 
     def _kill(self, places: int) -> None:
-        """The run ends at once, and goes on from its newest checkpoint, with weights of that step."""
+        """Kill the run, and go on from its newest checkpoint."""
         saved = self.saved
         assert saved is not None
         self.limits = replace(self.limits, max_running=places)
@@ -181,7 +181,7 @@ class _Driver:
         self.ran.filled_up &= trained
 
     def _within(self, depth: float) -> float:
-        """The depth that a run of these limits goes on with, where one ended with `depth`."""
+        """Return the depth of a run that resumes with these limits after `depth`."""
         limits = self.limits
         most, quarter = limits.batch_size * (limits.max_staleness + 1), max(1, limits.max_running / 4)
         return max(depth, min(most, limits.batch_size + quarter)) if limits.depth == "auto" else depth
@@ -198,7 +198,7 @@ class _Driver:
         assert not self.is_awaited or self.scheduler.may_admit() == self._has_room(), f"held back: {self.scheduler}"
 
     def _has_room(self) -> bool:
-        """Whether places, bound and draws allow one more group."""
+        """Return whether places, bound and draws allow one more group."""
         limits, running = self.limits, len(self.running)
         room = (min(self.published + limits.max_staleness, limits.num_batches - 1) - self.step + 1) * limits.batch_size
         untrained, tried = running + self.scheduler.num_buffered, running + self.counted
@@ -206,7 +206,7 @@ class _Driver:
         return is_place and tried < limits.draw_limit + room - limits.batch_size
 
     def _finished(self) -> Ran:
-        """Everything that was drawn has come to an end, and every batch is whole."""
+        """Assert that each draw has ended and every batch is whole."""
         counts = self.ran.counts = self.scheduler.counts()
         if self.ran.exhausted:
             return self.ran
@@ -254,7 +254,7 @@ def limits(draw: st.DrawFn) -> SchedulerLimits:
 
 
 def outcomes() -> st.SearchStrategy[list[str]]:
-    """Not all of them rows that cannot be used: of these there is no end."""
+    """Draw outcomes, with some usable rows, since a run never ends without them."""
     some = st.sampled_from([KEPT, KEPT, KEPT, FILTERED, QUARANTINED, SKIPPED, UNREADABLE])
     usable = st.lists(st.sampled_from([KEPT, KEPT, FILTERED]), min_size=1, max_size=12)
     mixed = st.lists(some, max_size=12)
@@ -275,7 +275,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
 
 
 def random_schedule(seed: int) -> Schedule:
-    """One in which stragglers, full buffers and restarts are frequent: made to find errors, and fast."""
+    """Make a schedule with frequent stragglers, full buffers and restarts."""
     rng = random.Random(seed)
     batch_size, staleness = rng.randint(1, 3), rng.randint(0, 2)
     places = rng.randint(1, batch_size * (staleness + 1))

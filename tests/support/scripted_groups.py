@@ -39,7 +39,7 @@ class Prompt:
 
 
 class Scripted:
-    """An environment that does what a function says."""
+    """An environment that calls a function."""
 
     def __init__(self, behaviour: Behaviour) -> None:
         self._behaviour = behaviour
@@ -58,7 +58,7 @@ def one_token(request: GenerationRequest) -> list[int]:
 
 
 def make_runner(behaviour: Behaviour = answer, **settings: Any) -> GroupRunner:
-    """engine, run_seed, max_groups and weights besides the runner's own settings."""
+    """Settings of the runner, with engine, run_seed, max_groups and weights."""
     engine = settings.pop("engine", ScriptedEngine(one_token))
     run_seed, weights = settings.pop("run_seed", 0), settings.pop("weights", {})
     given_up = settings.pop("given_up", GivenUpPrompts(settings.pop("max_groups", 0)))

@@ -22,7 +22,7 @@ ENDS = 7
 
 
 def next_token(context: Sequence[int]) -> int:
-    """8 to 99, now and then the end."""
+    """Return 8 to 99, or sometimes the end."""
     number = xxhash.xxh3_64_intdigest(repr(list(context)).encode())
     return ENDS if number % 23 == 0 else 8 + number % 92
 

@@ -54,7 +54,7 @@ class Device:
             self.engines.pop(engine, None)
 
     def check_after_publish(self, engine: str) -> None:
-        """Nothing of a publish is there when an engine's cache wakes up."""
+        """Note a clash if gathered weights remain when a cache wakes up."""
         with self._lock:
             if "gathered" in self.trainer:
                 self.clashes.append(f"{engine} woke its cache: trainer has {self.trainer}")
@@ -102,7 +102,7 @@ class SharingMember(ScriptedMember):
         try:
             return await super().generate(request, progress)
         except RuntimeError as error:
-            # As members say it: one that has failed generates no further token.
+            # A member that has failed generates no further token.
             raise EngineDiedError(f"{self.name} failed: {error}") from error
 
     async def control(self, command: Command) -> None:
@@ -119,10 +119,10 @@ class SharingMember(ScriptedMember):
 
     async def close(self) -> None:
         try:
-            # Longer than anything that could come next.
+            # Closing takes longer than any other event.
             await asyncio.sleep(0.01)
         finally:
-            # Also when cancelled, as all members do.
+            # Members free their memory also when cancelled.
             self._world.device.free(self.name)
             await super().close()
 
@@ -173,7 +173,7 @@ class SharingTrainer:
         self.updates += 1
 
     def named_weights(self) -> Iterator[WeightBucket]:
-        """One bucket, which cannot be made without the weights."""
+        """Yield one bucket, which needs the weights."""
         assert "weights" in self.device.trainer, "publishes weights that are not there"
         self.device.set_trainer(self.device.trainer | {"gathered"})
         yield WeightBucket("in_process", ())

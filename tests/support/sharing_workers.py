@@ -69,7 +69,7 @@ class SharingRank:
                     self._groups[size] = group
 
     def parts(self, size: int, lengths: list[int], loss: list[bool], multiple: int, at_least: int) -> dict[str, Any]:
-        """The part of a stream that this rank computes."""
+        """Return the part of a stream that this rank computes."""
         stream = stream_of(lengths, loss)
         part, mine = self._sharing(size).part_of(stream, multiple=multiple, at_least=at_least)
         return {
@@ -86,7 +86,7 @@ class SharingRank:
     def attends(
         self, size: int, lengths: list[int], loss: list[bool], heads: int, key_heads: int, multiple: int
     ) -> list[np.ndarray]:
-        """The values where there is loss, of the whole stream, and the sums over ranks of the gradients of a loss."""
+        """Return the values of the whole stream where there is loss, and the gradients of a loss, summed over ranks."""
         stream = stream_of(lengths, loss)
         sharing = self._sharing(size)
         part, mine = sharing.part_of(stream, multiple=multiple)

@@ -31,7 +31,7 @@ def shown(name: str, record: RunRecord) -> str:
 
 
 def figures(fragment: str) -> list[dict[str, Any]]:
-    # As a browser reads them, which knows no NaN.
+    # A browser reads no NaN.
     return [
         json.loads(content, parse_constant=pytest.fail)
         for content in re.findall(r'class="figure">(.*?)</script>', fragment)

@@ -37,7 +37,7 @@ def ids_of(text: str) -> np.ndarray:
 def make_attempt(
     uid: str, sample: int, prompt: str, response: str, step: int, reward: float, old: int = 0
 ) -> Trajectory:
-    """One turn. old: its first tokens, so many, are two updates old, over MAX_STALENESS, and the next is one old."""
+    """Make one turn. old: the number of first tokens that are two updates old. The next token is one update old."""
     ids = np.append(ids_of(response), END).astype(np.int32)
     rewards = np.zeros(len(ids), np.float32)
     rewards[-1] = reward
@@ -93,7 +93,7 @@ def write_rollouts(
 
 
 def write_run(folder: Path, steps: int = 3, *, loss: float = 1.0, summary: Mapping[str, Any] | None = None) -> Path:
-    """A run of some steps, with two prompts a step: one has markup and control characters, and old tokens."""
+    """Write a run with two prompts a step. One has markup, control characters and old tokens."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(
         json.dumps({"source": {"max_staleness": MAX_STALENESS}, "evaluations": {"hard": {}}})

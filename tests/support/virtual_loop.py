@@ -1,4 +1,4 @@
-"""An event loop whose clock goes on by itself only: it jumps to the next timer when nothing else is to be done."""
+"""An event loop with a virtual clock, which jumps to the next timer when no task can run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class _Clock(selectors.DefaultSelector):
-    """Moves on where it would wait."""
+    """A selector that moves the clock instead of waiting."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class _Clock(selectors.DefaultSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Starts at 0 seconds. For code that waits for nothing but timers and its own tasks."""
+    """A loop that starts at 0 seconds, for code that waits only for timers and its own tasks."""
 
     def __init__(self) -> None:
         self._clock = _Clock()
@@ -35,6 +35,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtually(coroutine: Coroutine[Any, Any, T]) -> T:
-    """The coroutine's result, however many seconds it sleeps."""
+    """Return the result of a coroutine on such a loop."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(coroutine)

@@ -62,7 +62,7 @@ def vllm_expert_models(folder: Path, width: int) -> ModelPair:
 
 
 def vllm_engine(model: Path, run_dir: Path, *, backend: BackendConfig | None = None, **settings: Any) -> VllmEngine:
-    """Not started yet. backend: of the run; the local one without adapters where none is given."""
+    """Return an engine that is not started yet. backend: of the run, by default local without adapters."""
     config = VllmEngineConfig(
         **({"kv_cache_gb": 0.25, "max_num_seqs": 64, "start_timeout_s": START_S, "cpu_threads": 1} | settings)
     )
@@ -79,21 +79,21 @@ def shared_memory(**settings: Any) -> SharedMemorySync:
 
 
 def collective(**settings: Any) -> CollectiveSync:
-    """The same by broadcasts."""
+    """Return a sync by broadcasts."""
     sync = CollectiveSync(CollectiveSyncConfig(**settings))
     sync.max_bucket_bytes = 20_000
     return sync
 
 
 def disk(folder: Path, **settings: Any) -> DiskSync:
-    """The same through files."""
+    """Return a sync through files."""
     sync = DiskSync(DiskSyncConfig(folder=str(folder), **settings))
     sync.max_bucket_bytes = 20_000
     return sync
 
 
 class OneEngine:
-    """The engine that is up, on an event loop of its own; another one takes its place when a test needs it."""
+    """The engine that runs, on its own event loop. A test that needs another engine replaces it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -120,7 +120,7 @@ class OneEngine:
         except DataError:
             raise
         except BaseException:
-            # Nobody knows what state it is in.
+            # The state of the engine is unknown.
             self._runner.run(self._close())
             raise
 
@@ -139,7 +139,7 @@ class OneEngine:
 
 
 async def publish(engine: Any, version: int, model: Path, sync: Any = None) -> Any:
-    """The weights of this folder."""
+    """Publish the weights of this folder."""
     sync = sync or shared_memory()
     try:
         backend: Any = WeightsOf(model)
@@ -149,5 +149,5 @@ async def publish(engine: Any, version: int, model: Path, sync: Any = None) -> A
 
 
 def engine_processes() -> list[psutil.Process]:
-    """All processes of vLLM engines that this one has started."""
+    """Return the processes of vLLM engines that this process has started."""
     return living_below(os.getpid(), "VLLM")

@@ -27,13 +27,13 @@ from pathlib import Path
 from typing import IO, Any
 
 MODULES = ("spurline_async_rl.engines.child.main",)
-"""Modules of `ChildProcess` that are forked; others start as ever."""
+"""Modules of `ChildProcess` that are forked. Others start as usual."""
 IMPORTED = ("torch", "torch._dynamo", "transformers", "transformers.models.qwen3.modeling_qwen3", "datasets", *MODULES)
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 class WarmProcess:
-    """A fork, as `subprocess.Popen` shows it as far as that is used."""
+    """A fork, with the part of `subprocess.Popen` that callers use."""
 
     def __init__(self, pid: int, stdin: IO[bytes] | None = None, stdout: IO[bytes] | None = None) -> None:
         self.pid, self.stdin, self.stdout = pid, stdin, stdout
@@ -120,7 +120,7 @@ class WarmChildren:
 
 
 class ForkedChildren(WarmChildren):
-    """The same in a fork, which has imported everything: what is forked for its children is a fork of it.
+    """The same in a fork, whose children are forks of it.
 
     To be made while the process has no threads.
     """
@@ -177,7 +177,7 @@ class WarmRuns:
 
 
 def _import_all() -> None:
-    # It looks for its place in memory, and finds less once a library has changed the environment.
+    # setproctitle looks for its place in memory, and finds less once a library has changed the environment.
     importlib.import_module("setproctitle").getproctitle()
     spurline = importlib.import_module("spurline")
     own = (module.name for module in pkgutil.walk_packages(spurline.__path__, "spurline."))
@@ -199,7 +199,7 @@ def serve(control: socket.socket) -> dict[str, Any] | None:
     threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
     # The allocator of pyarrow has one, and handles forks.
     assert len(threads) - threads.count("jemalloc_bg_thd") == 1, threads
-    # Forks share what is never collected.
+    # Forks share memory that the collector never touches.
     gc.freeze()
     tests = os.getppid()
     while True:
@@ -214,7 +214,7 @@ def serve(control: socket.socket) -> dict[str, Any] | None:
         if os.fork():
             os._exit(0)
         while os.getppid() != tests:
-            # It ended meanwhile, so that nobody adopts.
+            # The tests have ended, so that nobody adopts this process.
             if _has_ended(tests):
                 os._exit(1)
             time.sleep(0.001)
@@ -246,7 +246,7 @@ def become(order: dict[str, Any]) -> None:
     if "words" in order:
         from spurline.cli import main
 
-        # Libraries complain at the end of what is never collected.
+        # Libraries report objects that are not collected at exit.
         gc.unfreeze()
         # As a terminal starts commands, also where the tests were started with `nohup` or in the background.
         signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -20,7 +20,7 @@ _IMPORTED = [
 
 
 class WarmProcess(context.ForkServerProcess):
-    """Has the environment of the process that made it, as one that is spawned would."""
+    """A process with the environment of its creator, as if it was spawned."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -30,11 +30,11 @@ class WarmProcess(context.ForkServerProcess):
         import setproctitle
         from vllm.v1.executor import multiproc_executor
 
-        # It looks for its place when it is first called, and finds none once the environment is another one.
+        # setproctitle finds its place at its first call, and only before the environment changes.
         setproctitle.getproctitle()
         os.environ.clear()
         os.environ.update(self._environment)
-        # It has imported everything, and computes only after it has started these.
+        # Workers can be forked, since nothing computes before they are started.
         multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
         super().run()
 

@@ -26,7 +26,7 @@ from spurline_rl.testing.backend_cases import assert_weights_equal, minibatch, w
 
 
 class Weights:
-    """A backend, as far as a publish goes. threads: those on which its weights were asked for."""
+    """A backend for a publish. threads: the threads that asked for its weights."""
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         self._weights = weights
@@ -56,7 +56,7 @@ def weights(sign: float = 1.0) -> dict[str, Tensor]:
 
 
 class Taker(TakesWeights):
-    """An engine that keeps copies of what comes."""
+    """An engine that keeps copies of its buckets."""
 
     transports: Sequence[str] = ("shared_memory", "disk")
 
@@ -89,7 +89,7 @@ def make_sync(transport: str, folder: Path) -> Any:
 def update_and_publish(
     backend: Any, layout: ParallelLayout, sync: Any, taker: Taker, version: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Train a step and publish: all weights must come, as they are now, and none through the controller."""
+    """Train a step and publish. All weights must arrive, and none through the controller."""
     backend.update(*minibatch("packed", layout, version))
     expected = weights_of(backend)
     with monkeypatch.context() as patch:
@@ -102,7 +102,7 @@ def update_and_publish(
 def assert_published_again_and_again(
     ranks: tuple[Any, ParallelLayout], transport: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Engines get the weights of now in buckets from one rank, and nothing is left of them."""
+    """Assert that engines get the newest weights in buckets from one rank, which leaves nothing behind."""
     backend, layout = ranks
     sync, taker = make_sync(transport, folder), Taker()
     with closing(sync):

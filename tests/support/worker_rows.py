@@ -72,7 +72,7 @@ def chat_rows(count: int) -> list[dict[str, Any]]:
 
 
 def source(dataset: Any, **settings: Any) -> DatasetToTokenize:
-    """A dataset with its settings, chat rows unless told otherwise."""
+    """Return a dataset with its settings, of chat rows by default."""
     return DatasetToTokenize(dataset, DatasetConfig(name="rows", **{"format": "chat", **settings}))
 
 
