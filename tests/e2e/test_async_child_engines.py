@@ -45,9 +45,7 @@ def test_engines_in_other_processes_at_zero_staleness_equal_the_synchronous_run_
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_engines_killed_again_and_again_are_replaced_and_every_prompt_is_trained_on_once(
-    child_config: Config,
-) -> None:
+def test_engines_killed_again_and_again_are_replaced_and_every_prompt_is_trained_on_once(child_config: Config) -> None:
     kills = 20 if os.environ.get("SPURLINE_SOAK") else 2
     child_config |= {"steps": 10 * kills + 4, "checkpoint": {"every_steps": 1000}}
     instants = random.Random(3)

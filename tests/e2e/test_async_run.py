@@ -59,9 +59,7 @@ def test_zero_staleness_equals_the_synchronous_run_with_weights_that_are_rounded
     assert_equals_synchronous(async_config)
 
 
-def test_zero_staleness_equals_the_synchronous_run_where_groups_are_replaced_and_given_up(
-    async_config: Config,
-) -> None:
+def test_zero_staleness_equals_the_synchronous_run_where_groups_are_replaced_and_given_up(async_config: Config) -> None:
     source = async_config["source"]
     source |= {"zero_variance": "refill", "max_draws_per_step": 7, "reward_weights": {}}
     source["sampling"]["max_new_tokens"] = 2

@@ -148,13 +148,7 @@ def test_a_model_in_the_place_of_a_run_is_told_in_a_sentence(
     assert "is not a setting" not in err
 
 
-@pytest.mark.parametrize(
-    ("line", "told"),
-    [
-        ("run.yaml", "spurline train run.yaml"),
-        ("trian run.yaml", "'train'"),
-    ],
-)
+@pytest.mark.parametrize(("line", "told"), [("run.yaml", "spurline train run.yaml"), ("trian run.yaml", "'train'")])
 def test_a_command_line_that_is_nearly_right_is_told_the_right_one(spurline: Spurline, line: str, told: str) -> None:
     code, _, err = spurline(*line.split())
     assert code == 2

@@ -70,11 +70,7 @@ def test_sequences_that_share_a_row_stand_apart(base_config: Config) -> None:
 
 def test_what_is_cut_and_what_is_left_out_is_said(base_config: Config) -> None:
     base_config["data"] |= {"max_length": 40, "train_on": "all_assistants"}
-    give_rows(
-        base_config,
-        chat(("user", "a"), ("assistant", "b" * 60)),
-        chat(("user", "a" * 60), ("assistant", "b")),
-    )
+    give_rows(base_config, chat(("user", "a"), ("assistant", "b" * 60)), chat(("user", "a" * 60), ("assistant", "b")))
     base_config["batch_size"] = 1
     data = show(base_config, rows=1)
     [sequence] = data.rows[0].sequences

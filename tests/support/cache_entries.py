@@ -70,11 +70,7 @@ def assert_same_store(found: TokenStore, expected: TokenStore) -> None:
         assert array.dtype == wanted.dtype, name
         assert not array.flags.writeable, name
         np.testing.assert_array_equal(array, wanted, err_msg=name)
-    assert (found.sizes(), found.fingerprint, found.labels) == (
-        expected.sizes(),
-        expected.fingerprint,
-        expected.labels,
-    )
+    assert (found.sizes(), found.fingerprint, found.labels) == (expected.sizes(), expected.fingerprint, expected.labels)
 
 
 def start_writer(folder: Path, seed: int, chunks: int, *options: str) -> subprocess.Popen[str]:

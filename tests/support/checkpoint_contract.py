@@ -90,8 +90,7 @@ class CheckpointContract:
 
     @pytest.mark.parametrize("role", ["policy", "critic"])
     @pytest.mark.parametrize(
-        ("damage", "message"),
-        [(truncate, "bytes instead of"), (flip, "content has changed"), (Path.unlink, "missing")],
+        ("damage", "message"), [(truncate, "bytes instead of"), (flip, "content has changed"), (Path.unlink, "missing")]
     )
     def test_a_damaged_piece_is_named_before_anything_changes(
         self, two_ranks: Backend, saved: Saved, tmp_path: Path, role: str, damage: Any, message: str
@@ -158,10 +157,7 @@ class CheckpointContract:
     def test_another_model_is_refused_with_the_weights_that_differ(self, saved: Saved, tmp_path: Path) -> None:
         wider = self.write(tmp_path / "wider", intermediate_size=80)
         said = r"mlp\.gate_proj\.weight is \[64, 32\] float32 in the checkpoint, but \[80, 32\]"
-        with (
-            self.backend_of(wider, self.on(1), critic=True) as backend,
-            pytest.raises(CheckpointError, match=said),
-        ):
+        with self.backend_of(wider, self.on(1), critic=True) as backend, pytest.raises(CheckpointError, match=said):
             backend.load(saved.path)
 
     def test_files_that_vanish_while_values_are_read_end_the_ranks(self, saved: Saved, tmp_path: Path) -> None:

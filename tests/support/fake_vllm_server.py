@@ -137,9 +137,5 @@ class FakeVllmServer:
 
 
 def _event(token: int, logprob: float, reason: str | None) -> bytes:
-    choice: dict[str, Any] = {
-        "token_ids": [token],
-        "logprobs": {"token_logprobs": [logprob]},
-        "finish_reason": reason,
-    }
+    choice: dict[str, Any] = {"token_ids": [token], "logprobs": {"token_logprobs": [logprob]}, "finish_reason": reason}
     return f"data: {json.dumps({'choices': [choice]})}\n\n".encode()
