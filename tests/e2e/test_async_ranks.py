@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from async_runs import assert_every_prompt_ended_once, assert_metrics_close, asynchronous, ranks_of
+from async_runs import assert_every_prompt_ended_once, asynchronous, ranks_of
 from child_engines import engines_of, shared_memory_of
-from run_helpers import Config, KillableProcess, on_ranks, train, wait_for
+from run_helpers import Config, KillableProcess, assert_metrics_close, on_ranks, train, wait_for
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_children")]
 

@@ -151,7 +151,7 @@ def test_changed_data_of_one_evaluation_is_noted_by_its_name_when_resuming(
         ),
         ({"checkpoint": {"keep_best": "eval/al/loss"}}, "checkpoint.keep_best.metric", "Names: all, few"),
         ({"checkpoint": {"keep_best": "eval/few/right"}}, "checkpoint.keep_best", "evaluates only once"),
-        ({"checkpoint": {"keep_best": "loss"}}, "checkpoint.keep_best.metric", "no metric of the held-out"),
+        ({"checkpoint": {"keep_best": "loss"}}, "checkpoint.keep_best.metric", "eval/loss"),
         ({"checkpoint": {"keep_best": "eval/loss"}, "evaluations": {}}, "checkpoint.keep_best", "nothing is evaluated"),
     ],
 )

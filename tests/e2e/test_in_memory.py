@@ -145,7 +145,7 @@ def test_what_cannot_be_called_as_a_reward_is_told_with_the_way_out(load: Load) 
     def two(prompt: str, response: str) -> float:
         return 0.0
 
-    with pytest.raises(PluginError, match=r"gave as an object.*Train from Python.*my_functions\.py:longest"):
+    with pytest.raises(PluginError, match=r"Train from Python.*my_functions\.py:longest"):
         load_function("in-memory:longest", "reward function")
     loaded = load(rewards=two)
     with pytest.raises(ConfigError, match=r"is defined as two\(prompt.*called with one argument"):

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-import math
 import os
 import random
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import psutil
 import pytest
-from run_helpers import Config, KillableProcess, assert_same_run, config_to_kill, on_ranks, train, wait_for
+from run_helpers import (
+    Config,
+    KillableProcess,
+    assert_metrics_close,
+    assert_same_run,
+    config_to_kill,
+    on_ranks,
+    train,
+    wait_for,
+)
 
 from spurline.run.checkpoints.checkpoint import CheckpointStore
 
@@ -99,7 +107,7 @@ def test_killed_ranks_go_on_with_the_metrics_of_the_uninterrupted_run(
     if case == "fsdp":
         assert killed == expected
     else:
-        assert_same_to_rounding(killed, expected)
+        assert_metrics_close(killed, expected, 1e-5, ("loss", "grad_norm", "lr", "eval/loss"))
 
 
 def _kill(process: KillableProcess, victim: Victim, instants: random.Random) -> None:
@@ -140,13 +148,3 @@ def _listening_sockets() -> set[str]:
     """Return the numbers of the TCP sockets on this machine that listen."""
     lines = [line.split() for table in ("tcp", "tcp6") for line in Path("/proc/net", table).read_text().splitlines()]
     return {fields[9] for fields in lines if fields[3] == LISTENS}
-
-
-def assert_same_to_rounding(killed: list[dict[str, Any]], whole: list[dict[str, Any]]) -> None:
-    assert len(killed) == len(whole)
-    for line, expected in zip(killed, whole, strict=True):
-        for name in ("loss", "grad_norm", "lr", "eval/loss"):
-            assert (name in line) == (name in expected)
-            if name in line:
-                where = f"step {line['step']}: {name}"
-                assert math.isclose(line[name], expected[name], rel_tol=0.0 if name == "lr" else 1e-5), where

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -85,21 +85,6 @@ def assert_every_prompt_ended_once(config: Config) -> Scheduler:
     untrained = [*scheduler.in_state(State.FILTERED), *scheduler.in_state(State.GIVEN_UP)]
     assert Counter([*recorded, *untrained]) == dict.fromkeys(range(scheduler.num_drawn), 1)
     return scheduler
-
-
-def assert_metrics_close(
-    lines: Sequence[Mapping[str, float]], expected: Sequence[Mapping[str, float]], tolerance: float
-) -> None:
-    """Assert that the metrics of both are equal within this tolerance, relative for values above 1."""
-    for line, other in zip(lines, expected, strict=True):
-        common = [name for name in other if name in line]
-        assert {"loss", "grad_norm", "reward/mean", "mismatch/logprob_diff/max"} <= set(common)
-        far = {name: (line[name], other[name]) for name in common if not _close(line[name], other[name], tolerance)}
-        assert not far, f"step {line['step']}: {far}"
-
-
-def _close(value: Any, other: Any, tolerance: float) -> bool:
-    return value == other or abs(value - other) <= tolerance * max(1.0, abs(other))
 
 
 def ranks_of(controller: int) -> list[psutil.Process]:

@@ -186,6 +186,24 @@ def assert_same_weights(one: PathLike[str] | str, other: PathLike[str] | str) ->
     assert all(torch.equal(left[name], right[name]) for name in left)
 
 
+def assert_metrics_close(
+    lines: Sequence[Mapping[str, float]],
+    expected: Sequence[Mapping[str, float]],
+    tolerance: float,
+    names: Sequence[str] = (),
+) -> None:
+    """Assert that metrics are equal within this tolerance, relative for values above 1.
+
+    names: the metrics, by default all that both have.
+    """
+    for line, other in zip(lines, expected, strict=True):
+        compared = [name for name in other if name in (names or line)]
+        assert {"loss", "grad_norm", "lr"} <= set(compared)
+        values = {name: (line[name], other[name]) for name in compared}
+        far = {name: pair for name, pair in values.items() if pair != pytest.approx(pair[::-1], tolerance, tolerance)}
+        assert not far, f"step {line['step']}: {far}"
+
+
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
     """Write a JSON Lines file."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
