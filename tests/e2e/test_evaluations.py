@@ -139,8 +139,8 @@ def test_changed_data_of_one_evaluation_is_noted_by_its_name_when_resuming(
 @pytest.mark.parametrize(
     ("changes", "key", "fix"),
     [
-        ({"evaluations": {"loss": {"name": "loss", "data": "x.jsonl"}}}, "evaluations.loss", "cannot be called so"),
-        ({"evaluations": {"a b": {"name": "loss", "data": "x.jsonl"}}}, "evaluations.a b", "cannot be called so"),
+        ({"evaluations": {"loss": {"name": "loss", "data": "x.jsonl"}}}, "evaluations.loss", "Rename it"),
+        ({"evaluations": {"a b": {"name": "loss", "data": "x.jsonl"}}}, "evaluations.a b", "Rename it"),
         ({"evaluations": {"a": {"name": "loss"}}}, "evaluations.a.data", "is required"),
         ({"evaluations": {"a": {"name": "rollouts", "data": "x.jsonl"}}}, "evaluations.a.name", "'sft' makes none"),
         ({"evaluations": {"a": {"name": "losses", "data": "x.jsonl"}}}, "evaluations.a", "answers, loss, rollouts"),
@@ -152,7 +152,11 @@ def test_changed_data_of_one_evaluation_is_noted_by_its_name_when_resuming(
         ({"checkpoint": {"keep_best": "eval/al/loss"}}, "checkpoint.keep_best.metric", "Names: all, few"),
         ({"checkpoint": {"keep_best": "eval/few/right"}}, "checkpoint.keep_best", "evaluates only once"),
         ({"checkpoint": {"keep_best": "loss"}}, "checkpoint.keep_best.metric", "eval/loss"),
-        ({"checkpoint": {"keep_best": "eval/loss"}, "evaluations": {}}, "checkpoint.keep_best", "nothing is evaluated"),
+        (
+            {"checkpoint": {"keep_best": "eval/loss"}, "evaluations": {}},
+            "checkpoint.keep_best.metric",
+            "no evaluation measures",
+        ),
     ],
 )
 def test_what_does_not_fit_is_one_message_before_anything_is_read(
