@@ -178,29 +178,34 @@ def test_rollouts_of_swapped_parameters_are_theirs_and_training_goes_on_as_witho
     assert told == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
+def evaluate_twice(run: Run) -> None:
+    run.evaluate("ema")
+    run.evaluate("ema")
+
+
+def evaluate_swapped_weights_where_engines_have_copies(run: Run) -> None:
+    run._session.components.data.evaluations[0].held_out.measures_copies = True
+    backend: Any = run.backend
+    run.evaluate("plain")
+    with backend.swapped("policy", {}):
+        run.evaluate("ema")
+
+
 @pytest.mark.parametrize(
-    ("hook", "prefix", "message"),
+    ("hook", "act", "message"),
     [
-        ("on_run_start", "ema", "came before the run has started its source. Call it in on_step_start or later"),
-        ("on_step_start", "eval", "a prefix is letters, .* and not 'eval'"),
-        ("on_step_start", "a/b", "a prefix is letters"),
-        ("on_step_start", "", "a prefix is letters"),
+        ("on_run_start", lambda run: run.evaluate("ema"), "came before the run has started its source"),
+        ("on_step_start", lambda run: run.evaluate("eval"), "a prefix is letters"),
+        ("on_step_start", lambda run: run.evaluate("a/b"), "a prefix is letters"),
+        ("on_eval_end", evaluate_twice, "this step has a 'ema/loss' already"),
+        ("on_step_start", evaluate_swapped_weights_where_engines_have_copies, "the answers come from engines"),
     ],
 )
-def test_an_evaluation_at_the_wrong_time_or_under_a_wrong_prefix_is_refused(
-    evaluated_config: Config, hook: str, prefix: str, message: str
+def test_an_evaluation_that_cannot_be_made_is_refused(
+    evaluated_config: Config, hook: str, act: Callable[[Run], object], message: str
 ) -> None:
-    with pytest.raises((UserError, RunFailedError), match=rf"plugin 'mine', hook {hook}: run\.evaluate.*{message}"):
-        train(evaluated_config, Acting(hook, lambda run: run.evaluate(prefix)))
-
-
-def test_two_evaluations_of_a_step_under_one_prefix_are_refused(evaluated_config: Config) -> None:
-    def twice(run: Run) -> None:
-        run.evaluate("ema")
-        run.evaluate("ema")
-
-    with pytest.raises(UserError, match="this step has a 'ema/loss' already"):
-        train(evaluated_config, Acting("on_eval_end", twice))
+    with pytest.raises((UserError, RunFailedError), match=rf"run\.evaluate.*{message}"):
+        train(evaluated_config, Acting(hook, act))
 
 
 def test_an_evaluation_under_the_prefix_of_other_metrics_does_not_replace_them(evaluated_config: Config) -> None:
@@ -216,18 +221,6 @@ def test_an_evaluation_under_the_prefix_of_other_metrics_does_not_replace_them(e
 def test_an_evaluation_without_held_out_data_says_what_to_set(base_config: Config) -> None:
     with pytest.raises(UserError, match=r"data\.eval is empty, and run\.evaluate\('ema'\) needs held-out data"):
         train(base_config, Acting("on_step_start", lambda run: run.evaluate("ema")))
-
-
-def test_swapped_weights_cannot_be_measured_by_engines_that_have_copies(evaluated_config: Config) -> None:
-    def measure(run: Run) -> None:
-        run._session.components.data.evaluations[0].held_out.measures_copies = True
-        backend: Any = run.backend
-        run.evaluate("plain")
-        with backend.swapped("policy", {}):
-            run.evaluate("ema")
-
-    with pytest.raises(RunFailedError, match=r"run\.evaluate\('ema'\): the answers come from engines with weights of"):
-        train(evaluated_config, Acting("on_step_start", measure))
 
 
 def test_a_hook_exports_the_weights_of_the_moment_into_a_free_folder(base_config: Config, tmp_path: Path) -> None:
