@@ -67,6 +67,14 @@ def test_a_killed_worker_is_an_error_with_a_way_out() -> None:
     assert_ended(pool)
 
 
+def test_workers_that_stand_still_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_pool, "_STALL_TIMEOUT_S", 10.0)
+    pool = pool_on(TrappedRows(chat_rows(60), {30: "hang"}))
+    with pytest.raises(RunFailedError, match=r"within 10 s.*tokenization\.workers"):
+        rows_of(pool, 60)
+    assert_ended(pool)
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 def test_an_exception_of_the_caller_ends_the_workers(error: type[BaseException]) -> None:
     pool = pool_on(TrappedRows(chat_rows(60), {30: "hang"}))

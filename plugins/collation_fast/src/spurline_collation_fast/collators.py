@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from spurline.data.batch import TrainingBatch
-from spurline.data.collators.packing import refuse_what_cannot_fit, round_up
+from spurline.data.collators.packing import PackingAlgorithm, refuse_what_cannot_fit, round_up
 from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig
 from spurline.data.token_store import TokenView
 from spurline.protocols.collator import ParallelLayout
@@ -64,7 +64,7 @@ class FastPackedCollator:
         self._capacity = config.max_tokens
         self._ranks = layout.data
         self._align_to = math.lcm(config.align_to, layout.align_to)
-        self._algorithm = config.algorithm_for(layout.data)
+        self._algorithm: PackingAlgorithm = config.algorithm_for(layout.data)
         self._fixed_length = config.pad_to_max or layout.pipeline > 1
         self._writer = RowWriter(pad_token_id)
 

@@ -90,7 +90,7 @@ def flat_turns(turns: FlatTurns) -> tuple[FlatSegments, SegmentNames]:
     if turns.routed_experts is not None:
         # One entry per token, prompt included.
         values["routed_experts"] = FlatColumn(turns.routed_experts, begins, np.zeros_like(begins))
-    uids, samples, numbers = turns.uids, turns.samples, turns.numbers
+    uids, samples, numbers = list(turns.uids), turns.samples, turns.numbers
     names = SegmentNames(
         uids=lambda positions: _strings([uids[position] for position in positions.tolist()]),
         samples=samples,

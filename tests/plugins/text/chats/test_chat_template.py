@@ -40,6 +40,7 @@ def with_template(make_tokenizer: Callable[..., PreTrainedTokenizerFast], templa
         ("{% if %}", "line 1: Expected an expression"),
         ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "RecursionError"),
         ("{% for a in [] %}" * 30 + "{% endfor %}" * 30, "too many statically nested blocks"),
+        ("a" * 1_000_000, "1,000,000 characters"),
         ("{{ {}|nothing }}", "No filter named 'nothing'"),
     ],
 )

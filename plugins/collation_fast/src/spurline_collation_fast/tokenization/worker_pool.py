@@ -12,6 +12,7 @@ import pickle
 import signal
 import sys
 import threading
+import time
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -36,6 +37,8 @@ _WAITING = 2
 """Chunks that are handed out for each worker: one that it encodes, and one that it finds when it is done."""
 _LOOK_S = 1.0
 """Seconds between two looks at whether all workers are alive."""
+_STALL_TIMEOUT_S = 1800.0
+"""Seconds that workers may take for the next chunk. Its rows take them well under a second."""
 
 
 class UnsharableDataError(Exception):
@@ -92,8 +95,8 @@ class WorkerPool:
     def blocks(self, chunks: Iterable[Chunk]) -> Iterator[SampleBlock]:
         """Yield the block of each chunk, in order. Memory holds a few chunks of each worker.
 
-        Raises what the first row in order that is an error would raise in this process, RunFailedError for a worker
-        that died.
+        Raises what the first row in order that is an error would raise in this process, and RunFailedError for workers
+        that die or stand still.
         """
         rest = iter(chunks)
         waiting: deque[Future[SampleBlock]] = deque()
@@ -115,10 +118,16 @@ class WorkerPool:
             return self._executor.submit(_encode, chunk)
 
     def _result(self, future: Future[SampleBlock]) -> SampleBlock:
+        deadline = time.monotonic() + _STALL_TIMEOUT_S
         while not wait([future], timeout=_LOOK_S).done:
             # The executor does not see the end of a worker while it waits for the rest of a block from it.
             if connection.wait([process.sentinel for process in list(self._processes.values())], timeout=0):
                 raise BrokenProcessPool("a worker ended")
+            if time.monotonic() > deadline:
+                raise RunFailedError(
+                    f"tokenization: no worker has finished the next rows within {_STALL_TIMEOUT_S:g} s. Look at the "
+                    "storage that holds the data, or set tokenization.workers: 0."
+                )
         return future.result()
 
 

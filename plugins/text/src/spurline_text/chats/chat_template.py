@@ -8,12 +8,17 @@ from typing import Any
 import jinja2
 from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
+_MOST_CHARACTERS = 1 << 17
+"""Templates of known models have up to some 20,000 characters."""
+
 
 class ChatTemplate:
     """A chat template, with the tokens that it may write."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, Any]) -> None:
         """Compile the template. Raises ValueError, which says what is wrong with it, if that is not possible."""
+        if len(source) > _MOST_CHARACTERS:
+            raise ValueError(f"it has {len(source):,} characters; at most {_MOST_CHARACTERS:,} are read")
         try:
             # transformers caches the result, and compiles it in the same way for every rendering.
             self._compiled = _compile_jinja_template(source)
