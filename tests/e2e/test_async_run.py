@@ -125,6 +125,7 @@ def test_a_recording_that_is_too_short_says_which_step_it_lacks(async_config: Co
         ({"depth": 3}, "depth", "set depth: auto"),
         ({"depth": 13}, "depth", "set depth: auto"),
         ({"publish_every": 4}, "publish_every", "raise max_staleness to 3"),
+        ({"at_bound": "mask", "order": "fifo"}, "at_bound", "Set order: window"),
     ],
 )
 def test_knobs_that_do_not_fit_each_other_are_refused_with_the_fix(

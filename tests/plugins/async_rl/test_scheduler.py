@@ -66,6 +66,17 @@ def test_in_a_window_the_batch_waits_for_a_group_that_would_become_too_old():
     assert scheduler.take() == [0, 2]
 
 
+def test_with_masks_the_batch_takes_what_is_finished():
+    scheduler = make(at_bound="mask")
+    admit_all(scheduler)
+    finish(scheduler, 1, 3)
+    scheduler.take()
+    scheduler.publish(1)
+    admit_all(scheduler)
+    finish(scheduler, 2, 4)
+    assert scheduler.next_batch() == [2, 4]
+
+
 def test_first_in_first_out_waits_for_the_earliest_draw():
     scheduler = make(order="fifo")
     admit_all(scheduler)

@@ -136,7 +136,7 @@ def test_the_bound_holds_and_nothing_is_lost_on_a_virtual_clock_with_kills(setup
     assert counts["trained"] == given.num_batches * given.batch_size
     assert counts["running"] == counts["buffered"] == counts["pending"] == 0
     for step, age, _ in trained_work(model.result()):
-        assert age <= given.max_staleness, step
+        assert age <= given.max_staleness or given.at_bound == "mask", step
 
 
 @settings(max_examples=60)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from spurline.errors import PluginError
-from spurline_async_rl.source.staleness import staleness_metrics, version_range
-from spurline_rl.trajectory import Group, Trajectory, Turn
+from spurline_async_rl.source.staleness import mask_over_age, staleness_metrics, version_range
+from spurline_rl.trajectory import Group, Trajectory, Turn, turns_of
 
 
 def group_of(versions: Sequence[int] | None, mask: Sequence[int] | None = None) -> Group:
@@ -24,7 +24,7 @@ def group_of(versions: Sequence[int] | None, mask: Sequence[int] | None = None) 
 
 
 def test_tokens_are_counted_by_their_age_and_untrained_ones_not_at_all() -> None:
-    metrics = staleness_metrics([group_of([5, 5, 4, 3]), group_of([1, 5], mask=[0, 1])], 5, 2)
+    metrics = staleness_metrics([group_of([5, 5, 4, 3]), group_of([1, 5], mask=[0, 1])], 5, 2, masked=0)
     assert [metrics[f"staleness/tokens_{age}"] for age in range(3)] == [3, 1, 1]
     assert metrics["staleness/mean"] == pytest.approx(3 / 5)
     assert metrics["staleness/max"] == 2
@@ -32,17 +32,26 @@ def test_tokens_are_counted_by_their_age_and_untrained_ones_not_at_all() -> None
 
 def test_a_trained_token_over_the_bound_is_a_broken_promise() -> None:
     with pytest.raises(AssertionError, match="bound 2"):
-        staleness_metrics([group_of([2])], 5, 2)
+        staleness_metrics([group_of([2])], 5, 2, masked=0)
 
 
 def test_a_token_of_weights_that_do_not_exist_yet_is_a_broken_promise() -> None:
     with pytest.raises(ValueError, match="negative"):
-        staleness_metrics([group_of([6])], 5, 2)
+        staleness_metrics([group_of([6])], 5, 2, masked=0)
+
+
+def test_masking_takes_the_loss_from_tokens_over_the_bound_alone() -> None:
+    groups, masked = mask_over_age([group_of([1, 2, 3, 4], mask=[1, 1, 1, 0]), group_of([5])], 5, 2)
+    assert masked == 2
+    assert [turn.loss_mask.tolist() for turn in turns_of(groups)] == [[0, 0, 1, 0], [1]]
+    assert staleness_metrics(groups, 5, 2, masked)["staleness/masked_tokens"] == 2
+    young = [group_of([3, 4])]
+    assert mask_over_age(young, 5, 2) == (young, 0)
 
 
 def test_turns_without_versions_cannot_be_bounded() -> None:
     with pytest.raises(PluginError, match=r"without versions of its tokens.*policy\.finish"):
-        staleness_metrics([group_of(None)], 5, 2)
+        staleness_metrics([group_of(None)], 5, 2, masked=0)
 
 
 def test_the_versions_of_a_group_range_over_all_its_turns() -> None:

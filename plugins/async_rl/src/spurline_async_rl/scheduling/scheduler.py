@@ -47,6 +47,7 @@ from numpy.typing import NDArray
 from spurline_async_rl.scheduling.depth import AdmissionDepth, Depth
 
 Order = Literal["fifo", "window"]
+AtBound = Literal["wait", "mask"]
 
 
 class State(IntEnum):
@@ -82,6 +83,8 @@ class SchedulerLimits:
         draw_limit: Prompts that may be drawn for one batch before filtered groups are used.
         num_batches: Batches of the whole run.
         depth: Untrained groups that admission keeps to, at least B; `auto` follows the waits of the trainer.
+        at_bound: `wait` for groups that would become too old. `mask` takes finished groups first; tokens that become
+            too old meanwhile are masked.
     """
 
     max_staleness: int
@@ -91,6 +94,7 @@ class SchedulerLimits:
     draw_limit: int
     num_batches: int
     depth: Depth = "full"
+    at_bound: AtBound = "wait"
 
     def most_untrained(self, version: int, taken: int) -> int:
         """Return the groups that may be admitted and untrained with weights of `version`, after `taken` batches.
@@ -360,6 +364,8 @@ class Scheduler:
 
     def _keeps_deadlines(self, chosen: set[int]) -> bool:
         """Return whether taking these groups now leaves all others trainable in time: (1) of the module."""
+        if self.limits.at_bound == "mask":
+            return True
         untrained = self._running | self._buffered
         left = sorted(version for draw, version in untrained.items() if draw not in chosen)
         # A group of version v has the deadline v + S, so (1) for a later batch counts the groups up to its version.

@@ -90,6 +90,7 @@ def _compare(loaded: LoadedConfig, given: GivenTimes, from_run: Path | None, ste
         publish_every=source.publish_every,
         order=source.order,
         depth=source.depth,
+        at_bound=source.at_bound,
     )
     measured = None if from_run is None else measured_workload(from_run)
     workload = workload_of(given, knobs, measured, loaded.origin)

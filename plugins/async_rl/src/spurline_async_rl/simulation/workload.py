@@ -15,7 +15,7 @@ import numpy as np
 
 from spurline.errors import UserError
 from spurline_async_rl.scheduling.depth import Depth
-from spurline_async_rl.scheduling.scheduler import Order, SchedulerLimits
+from spurline_async_rl.scheduling.scheduler import AtBound, Order, SchedulerLimits
 from spurline_async_rl.timeline.records import GroupState
 
 _DRAWS_PER_GROUP = 8
@@ -32,6 +32,7 @@ class Knobs:
     publish_every: int = 1
     order: Order = "window"
     depth: Depth = "auto"
+    at_bound: AtBound = "wait"
 
     @property
     def most_running(self) -> int:
@@ -57,6 +58,7 @@ class Knobs:
             _DRAWS_PER_GROUP * self.batch_size,
             num_batches,
             self.depth,
+            self.at_bound,
         )
 
     def with_engines(self, engines: int) -> Knobs:

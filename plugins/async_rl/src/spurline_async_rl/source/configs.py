@@ -40,6 +40,9 @@ class AsyncRolloutsConfig(PromptSourceConfig):
     order: Annotated[Literal["fifo", "window"], OnResume.BY_NAME] = "window"
     """`window` trains on finished groups, which overtake others only where that makes none too old. `fifo` trains in
     the order of the draws, so that the groups of a batch do not depend on time."""
+    at_bound: Annotated[Literal["wait", "mask"], OnResume.BY_NAME] = "wait"
+    """`wait` waits for groups that would get too old if finished ones were trained first. `mask` trains these first;
+    tokens of the others that get too old have no loss and are counted. `mask` needs order: window."""
     publish_every: Annotated[int, OnResume.BY_NAME] = Field(default=1, gt=0)
     """Steps between two publishes of the weights; at most max_staleness + 1."""
     weight_sync: Annotated[Annotated[WeightSyncConfig, Component("weight_sync")] | None, OnResume.FREE] = None
@@ -86,15 +89,14 @@ class AsyncRolloutsConfig(PromptSourceConfig):
 
     def group_terms(self) -> dict[str, Any]:
         """Return the settings that a finished group was made under, as plain values for a checkpoint."""
-        sampling = self.sampling.model_dump(mode="json")
-        return {"max_staleness": self.max_staleness, "order": self.order, "sampling": sampling}
+        bound = {name: getattr(self, name) for name in ("max_staleness", "order", "at_bound")}
+        return {**bound, "sampling": self.sampling.model_dump(mode="json")}
 
     def may_train_on(self, terms: Mapping[str, Any]) -> bool:
         """Return whether groups made under these `group_terms` keep this run's bound and its sampling."""
         own = self.group_terms()
-        alike = all(terms[name] == own[name] for name in ("order", "sampling"))
-        # Earlier versions could also train on groups over the bound.
-        return alike and terms["max_staleness"] <= self.max_staleness and terms.get("at_bound", "wait") == "wait"
+        alike = all(terms[name] == own[name] for name in ("order", "at_bound", "sampling"))
+        return alike and terms["max_staleness"] <= self.max_staleness
 
     def describe_bound(self) -> list[str]:
         """Return sentences on the guaranteed bound."""
@@ -107,10 +109,10 @@ class AsyncRolloutsConfig(PromptSourceConfig):
             fewer = "as few as it needs" if self.depth == "auto" else f"at most {self.depth}"
             ahead += f" While the trainer is busy, {fewer} (depth: {self.depth})."
         updates = "1 update" if bound == 1 else f"{bound} updates"
-        return [
-            f"No token is trained on that is more than {updates} old: groups are trained on before they get older, and "
-            f"none is dropped. {ahead}"
-        ]
+        kept = "groups are trained on before they get older, and none is dropped"
+        if self.at_bound == "mask":
+            kept = "older tokens of overtaken groups get no loss"
+        return [f"No token is trained on that is more than {updates} old: {kept}. {ahead}"]
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         yield from super().problems(run)
@@ -135,6 +137,11 @@ class AsyncRolloutsConfig(PromptSourceConfig):
                 f"is {self.publish_every}: the last of {self.publish_every} steps trains on tokens of weights that are "
                 f"{self.publish_every - 1} updates old, over max_staleness: {self.max_staleness}. Set publish_every to "
                 f"at most {self.max_staleness + 1}, or raise max_staleness to {self.publish_every - 1}.",
+            )
+        if self.at_bound == "mask" and self.order == "fifo":
+            yield Problem(
+                "at_bound",
+                "is mask, but with order: fifo no token can get over the bound. Set order: window, or remove at_bound.",
             )
         if not isinstance(self.depth, str) and not self.prompts_per_step <= self.depth <= most:
             yield Problem(

@@ -30,7 +30,7 @@ from spurline_async_rl.source.loop_thread import LoopThread
 from spurline_async_rl.source.producer import Producer
 from spurline_async_rl.source.publishing import Publisher, check_publishing
 from spurline_async_rl.source.recordings import RECORDED_GROUPS, groups_state, record_groups
-from spurline_async_rl.source.staleness import staleness_metrics
+from spurline_async_rl.source.staleness import mask_over_age, staleness_metrics
 from spurline_async_rl.source.watchdog import ObservedEngine, Watchdog, held_out_report, stall_report
 from spurline_async_rl.timeline.recorder import Timeline
 from spurline_async_rl.timeline.records import TIMELINE_FILE
@@ -72,6 +72,7 @@ class AsyncRolloutSource(PromptSource):
             config.draw_limit,
             num_batches=self.total_steps,
             depth=config.depth,
+            at_bound=config.at_bound,
         )
         self._producer = Producer(
             self._prompts,
@@ -149,9 +150,13 @@ class AsyncRolloutSource(PromptSource):
         self._timeline.began("train")
         waited = time.perf_counter() - begin
         generating, self._taken_at = time.perf_counter() - self._taken_at, time.perf_counter()
+        masked = 0
+        if self._config.at_bound == "mask":
+            groups, masked = mask_over_age(collected.groups, self._updates, self._config.max_staleness)
+            collected = replace(collected, groups=tuple(groups))
         if self._config.record_groups:
             record_groups(self._context.config.run_dir, step, collected.groups)
-        ages = staleness_metrics(collected.groups, self._updates, self._config.max_staleness)
+        ages = staleness_metrics(collected.groups, self._updates, self._config.max_staleness, masked)
         measured = {
             **self._loop.call(self._levels),
             "time/wait_rollouts": waited,

@@ -1,4 +1,4 @@
-"""Measure how old the tokens of a batch are.
+"""Measure how old the tokens of a batch are, and mask those over the bound.
 
 A token's staleness is the number of updates between the weights it came from and those it is trained on.
 """
@@ -6,15 +6,44 @@ A token's staleness is the number of updates between the weights it came from an
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from spurline.errors import PluginError
-from spurline_rl.trajectory import FlatTurns, Group
+from spurline_rl.trajectory import FlatTurns, Group, turns_of, with_turns
 
 
-def staleness_metrics(groups: Sequence[Group], updates: int, max_staleness: int) -> dict[str, float]:
-    """Return `staleness/mean`, `/max` and `/tokens_D`, the trained tokens D updates old.
+def mask_over_age(groups: Sequence[Group], updates: int, max_staleness: int) -> tuple[Sequence[Group], int]:
+    """Take the loss from tokens older than the bound.
+
+    Args:
+        groups: The groups of a batch.
+        updates: Updates in the weights that are trained on them.
+        max_staleness: The bound.
+
+    Returns:
+        The groups, and the number of trained tokens that lost their loss.
+    """
+    oldest = updates - max_staleness
+    found = [_mask_older(group, oldest) for group in groups]
+    return [group for group, _ in found], sum(masked for _, masked in found)
+
+
+def _mask_older(group: Group, oldest: int) -> tuple[Group, int]:
+    versions, counts = _checked(group).trained_versions
+    masked = int(counts[versions < oldest].sum())
+    if not masked:
+        return group, 0
+    turns = [
+        replace(turn, loss_mask=np.where(np.asarray(turn.versions) < oldest, 0, turn.loss_mask))
+        for turn in turns_of([group])
+    ]
+    return with_turns([group], turns)[0], masked
+
+
+def staleness_metrics(groups: Sequence[Group], updates: int, max_staleness: int, masked: int) -> dict[str, float]:
+    """Return `staleness/mean`, `/max`, `/masked_tokens` and `/tokens_D`, the trained tokens D updates old.
 
     `updates` are those in the weights that are trained on these groups. Asserts that no trained token is over the
     bound.
@@ -28,6 +57,7 @@ def staleness_metrics(groups: Sequence[Group], updates: int, max_staleness: int)
     return {
         "staleness/mean": float(counts @ np.arange(len(counts)) / total) if total else 0.0,
         "staleness/max": float(np.flatnonzero(counts).max(initial=0)),
+        "staleness/masked_tokens": float(masked),
         **{f"staleness/tokens_{age}": float(count) for age, count in enumerate(counts)},
     }
 
