@@ -273,6 +273,10 @@ def with_own(plugins: FakePlugins) -> FakePlugins:
             "reward_weights.sped names no reward term. Did you mean 'speed'",
         ),
         (
+            {"source": {**ROLLOUTS, "advantage_scope": "minibatch"}, "minibatches": "own_minibatches"},
+            "advantage_scope is minibatch, but minibatches: own_minibatches do not say how many prompts",
+        ),
+        (
             {"source": "own_prompts", "minibatches": {"name": "by_prompt", "prompts_per_minibatch": 4}},
             "does not divide source.prompts_per_step: 6",
         ),
@@ -290,6 +294,7 @@ def test_what_does_not_fit_is_refused_also_of_a_plugin_of_others(
     [
         {"source": ROLLOUTS, "collator": "own_turns"},
         {"source": ROLLOUTS, "minibatches": "own_minibatches"},
+        {"source": {**ROLLOUTS, "advantage_scope": "minibatch"}, "minibatches": "whole"},
         {"source": "preference", "backend": "own_backend"},
         {"source": {"name": "rollouts", "environment": "own_environment", "reward_weights": {"speed": 1.0}}},
         {"source": "own_prompts", "minibatches": {"name": "by_prompt", "prompts_per_minibatch": 3}, "critic": {}},

@@ -132,7 +132,8 @@ class _Driver:
         assert draws == sorted(draws), f"batch {batch}: {draws}"
         for draw in draws:
             age = self.ran.ages[draw] = batch - self.ran.versions[draw]
-            assert age <= self.limits.max_staleness, f"draw {draw} of batch {batch} is {age} updates old"
+            too_old = self.limits.at_bound == "wait" and age > self.limits.max_staleness
+            assert not too_old, f"draw {draw} of batch {batch} is {age} updates old"
         if self.limits.order == "fifo":
             earlier = [draw for other in range(batch) for draw in self.ran.batches[other]]
             assert not earlier or max(earlier) < draws[0], f"batch {batch}: {draws} after {max(earlier)}"
@@ -250,6 +251,7 @@ def limits(draw: st.DrawFn) -> SchedulerLimits:
         draw_limit=draw(st.sampled_from([batch_size, batch_size + 1, 2 * batch_size, 8 * batch_size])),
         num_batches=draw(st.integers(1, 8)),
         depth=draw(st.one_of(st.sampled_from(["auto", "full"]), st.integers(batch_size, batch_size * (staleness + 1)))),
+        at_bound=draw(st.sampled_from(["wait", "wait", "wait", "mask"])),
     )
 
 

@@ -97,6 +97,7 @@ def make_preparation(collator: Any, advantage: Any, per_step: int, per_minibatch
     advantage=st.sampled_from(ADVANTAGES),
     collator=st.sampled_from([RolloutsCollator, FastRolloutsCollator, OnlyRecords]),
     turns=st.sampled_from(["separate", "merged"]),
+    scope=st.sampled_from(["batch", "minibatch"]),
     ready=st.lists(st.booleans(), min_size=4, max_size=4),
     carry=st.lists(st.sampled_from(["weight", "hardness"]), unique=True),
 )
@@ -109,17 +110,21 @@ def test_columns_are_those_of_the_records_bit_for_bit(
     advantage: Any,
     collator: Any,
     turns: Any,
+    scope: Any,
     ready: list[bool],
     carry: list[str],
 ) -> None:
     numbers = [{name: seed / 7 + len(name) * draw for name in carry} for draw in range(prompts)]
     groups = [replace(group, columns=numbers[group.draw]) for group in make_groups(prompts, samples, seed)]
     per_minibatch = min(per_minibatch, prompts)
-    preparation = make_preparation(collator, advantage, prompts, per_minibatch, turns=turns, carry=tuple(carry))
+    preparation = make_preparation(
+        collator, advantage, prompts, per_minibatch, turns=turns, advantage_scope=scope, carry=tuple(carry)
+    )
     given_groups = [preparation.ready(group) if ready[group.draw] else group for group in groups]
     backend: Any = FakeBackend(RANKS)
     batch = preparation.prepare(given_groups, backend)
-    expected = batch_of_records(groups, advantage, scope=prompts, merged=turns == "merged", carry=carry)
+    size = per_minibatch if scope == "minibatch" else prompts
+    expected = batch_of_records(groups, advantage, scope=size, merged=turns == "merged", carry=carry)
     assert set(batch.tokens) == {*expected.tokens, "old_logprobs"}
     for name, column in expected.tokens.items():
         assert batch.tokens[name].dtype == column.dtype, name

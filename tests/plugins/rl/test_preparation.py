@@ -12,6 +12,7 @@ from rl_attempts import core_registry
 
 from spurline.data.batch import TrainingBatch
 from spurline.protocols.collator import ParallelLayout
+from spurline.protocols.minibatches import MiniBatchesConfig
 from spurline.testing.samples import PAD
 from spurline_rl.advantages.configs import GaeConfig, RlooConfig
 from spurline_rl.configs import KlInRewardConfig, RolloutsCollatorConfig, RolloutSourceConfig, SamplingConfig
@@ -22,7 +23,7 @@ from spurline_rl.protocols.environment import EnvironmentConfig
 from spurline_rl.protocols.rollout_engine import RolloutEngineConfig
 from spurline_rl.training_configs import ByPromptConfig
 
-RANKS, PROMPTS, SAMPLES = 3, 4, 3
+RANKS, PROMPTS, SAMPLES, PER_MINIBATCH = 3, 4, 3, 2
 TEMPERATURE = 0.8
 GAE = GaeConfig(gamma=GAMMA, lam=LAM, eps=EPS)
 
@@ -31,6 +32,7 @@ def prepare(
     advantage: AdvantageConfig,
     *,
     loss: PpoConfig | None = None,
+    minibatches: MiniBatchesConfig | None = None,
     pad_side: Literal["left", "right"] = "right",
     **source: Any,
 ) -> tuple[TrainingBatch, FakeBackend]:
@@ -47,7 +49,7 @@ def prepare(
     run = SimpleNamespace(
         collator=RolloutsCollatorConfig(pad_side=pad_side),
         loss=loss or PpoConfig(),
-        minibatches=ByPromptConfig(),
+        minibatches=minibatches or ByPromptConfig(prompts_per_minibatch=PER_MINIBATCH),
     )
     context: Any = SimpleNamespace(
         config=run,
@@ -79,14 +81,30 @@ def assert_rows(batch: TrainingBatch, oracle: Oracle) -> None:
 
 
 @pytest.mark.parametrize("turns", ["separate", "merged"])
+@pytest.mark.parametrize("scope", ["batch", "minibatch"])
 @pytest.mark.parametrize("kl", [0.0, 0.3])
 @pytest.mark.parametrize("pad_side", ["left", "right"])
 def test_columns_with_a_critic_are_those_of_the_oracle(
-    turns: str, kl: float, pad_side: Literal["left", "right"]
+    turns: str, scope: str, kl: float, pad_side: Literal["left", "right"]
 ) -> None:
     charge = KlInRewardConfig(coefficient=kl) if kl else None
-    prepared, _ = prepare(GAE, pad_side=pad_side, turns=turns, kl_in_reward=charge)
-    assert_rows(prepared, Oracle(TEMPERATURE, kl, PROMPTS, merged=turns == "merged", critic=True))
+    prepared, _ = prepare(GAE, pad_side=pad_side, turns=turns, advantage_scope=scope, kl_in_reward=charge)
+    size = PROMPTS if scope == "batch" else PER_MINIBATCH
+    assert_rows(prepared, Oracle(TEMPERATURE, kl, size, merged=turns == "merged", critic=True))
+
+
+class ThreeAndRestConfig(MiniBatchesConfig):
+    """As of a plugin: two mini-batches of three prompts and of what is left."""
+
+    name: str = "three_and_rest"
+
+    def minibatch_prompts(self, prompts_per_step: int) -> int:
+        return 3
+
+
+def test_the_scope_of_a_mini_batch_is_that_of_a_plugins_own_mini_batches() -> None:
+    prepared, _ = prepare(GAE, minibatches=ThreeAndRestConfig(), advantage_scope="minibatch")
+    assert_rows(prepared, Oracle(TEMPERATURE, 0.0, 3, merged=False, critic=True))
 
 
 @pytest.mark.parametrize("turns", ["separate", "merged"])

@@ -17,7 +17,10 @@ class MiniBatchesConfig(ComponentConfig):
     kind: ClassVar[str] = "minibatches"
 
     def minibatch_prompts(self, prompts_per_step: int) -> int | None:
-        """Return how many prompts one mini-batch of a batch of rollouts has; None where that is not fixed."""
+        """Return how many prompts one mini-batch of a batch of rollouts has; None where that is not fixed.
+
+        An advantage with `advantage_scope: minibatch` normalises over so many prompts, in the order of the batch.
+        """
         return None
 
 

@@ -161,6 +161,8 @@ class PromptSourceConfig(SourceConfig):
     """Weight of each reward term; 1 where none is given."""
     advantage: Annotated[AdvantageConfig, Component("advantage")]
     """How rewards become advantages."""
+    advantage_scope: Annotated[Literal["batch", "minibatch"], OnResume.BY_NAME] = "batch"
+    """Attempts that an advantage normalises over, if it looks beyond a group."""
     correction: Annotated[Annotated[CorrectionConfig, Component("correction")] | None, OnResume.BY_NAME] = None
     """Weights against a mismatch between the distributions that sampled and that train; null for none."""
     turns: Annotated[Literal["separate", "merged"], OnResume.BY_NAME] = "separate"
@@ -277,6 +279,13 @@ class PromptSourceConfig(SourceConfig):
                 "advantage.name",
                 f"is {advantage.name}, which reads the values of a critic, and this run has none. Add a section "
                 "`critic: {}`, or choose an advantage without a critic, such as grpo.",
+            )
+        if self.advantage_scope == "minibatch" and run.minibatches.minibatch_prompts(self.prompts_per_step) is None:
+            yield Problem(
+                "advantage_scope",
+                f"is minibatch, but minibatches: {run.minibatches.name} do not say how many prompts one of them has. "
+                "Set advantage_scope: batch, or minibatches: by_prompt. Mini-batches of your own say it by "
+                "`minibatch_prompts` in their config.",
             )
 
     def _run_problems(self, run: RunConfig) -> Iterable[Problem]:

@@ -115,6 +115,7 @@ class Preparation:
         loss: Loss = registry.create("loss", run.loss)
         self._needs_reference = config.kl_in_reward is not None or "reference_logprobs" in loss.needs
         self._needs_values = "values" in self._advantage.needs
+        self._prompts_per_minibatch = run.minibatches.minibatch_prompts(config.prompts_per_step)
 
     def describe(self) -> list[str]:
         """Say in sentences how rewards become weights of the loss."""
@@ -230,24 +231,33 @@ class Preparation:
 
     def _advantages(self, groups: Sequence[Group], columns: TurnColumns) -> dict[str, Tensor]:
         """Return the columns `advantages`, and `returns` where a critic is trained on them."""
-        samples = self._sample_advantages(groups)
+        size = len(groups) if self._config.advantage_scope == "batch" else self._prompts_per_minibatch
+        assert size is not None, "the config refuses this scope where it does not know the size"
+        scopes = [groups[start : start + size] for start in range(0, len(groups), max(1, size))]
+        samples = self._sample_advantages(scopes)
         if samples is not None:
             # Groups whose rewards were charged have no flat arrays, and need none.
             attempt_turns = [len(attempt.turns) for attempt in trajectories_of(groups)]
             return {"advantages": columns.join("advantages", np.repeat(samples, attempt_turns).tolist())}
-        groups = self._advantage.advantages(groups)
+        groups = [group for scope in scopes for group in self._advantage.advantages(scope)]
         names = ["advantages"]
         if groups and turns_of(groups[:1])[0].returns is not None:
             names.append("returns")
         return {name: columns.join(name, _fields(groups, name)) for name in names}
 
-    def _sample_advantages(self, groups: Sequence[Group]) -> NDArray[np.float64] | None:
+    def _sample_advantages(self, scopes: Sequence[Sequence[Group]]) -> NDArray[np.float64] | None:
         """Return one number per attempt; None where tokens of an attempt differ."""
-        advantage = self._advantage
-        if not isinstance(advantage, ComparesSamples) or not _speaks_for(advantage, "sample_advantages", "advantages"):
+        if not isinstance(self._advantage, ComparesSamples) or not _speaks_for(
+            self._advantage, "sample_advantages", "advantages"
+        ):
             return None
-        samples = advantage.sample_advantages(groups)
-        return None if samples is None else np.concatenate([np.empty(0), *samples])
+        found = [np.empty(0)]
+        for scope in scopes:
+            samples = self._advantage.sample_advantages(scope)
+            if samples is None:
+                return None
+            found += samples
+        return np.concatenate(found)
 
     def _compare(self, batch: TrainingBatch) -> tuple[TrainingBatch, Mapping[str, float]]:
         """Return the batch with factors that correct for its mismatch with the engine, and metrics of both."""

@@ -356,7 +356,7 @@ class Scheduler:
 
         `_keeps_deadlines` finds that too, but looks at every group.
         """
-        if not self._running:
+        if self.limits.at_bound == "mask" or not self._running:
             return False
         # In the order of admission, which is that of versions.
         oldest = next(iter(self._running.values()))

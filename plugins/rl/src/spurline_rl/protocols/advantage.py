@@ -30,7 +30,7 @@ class Advantage(Protocol):
         """Return copies of the groups, in order, with `advantages` float32 per response token.
 
         Algorithms with a critic also set `returns`, the critic's target. Statistics over several groups are of the
-        groups passed, which are the whole batch.
+        groups passed, which are the whole batch or one mini-batch.
 
         Raises:
             DataError: If a group is too small or its rewards cannot be used; names the prompt.
