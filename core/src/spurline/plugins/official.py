@@ -75,7 +75,7 @@ _TABLE = {
     """,
 }
 OFFICIAL: Mapping[str, tuple[str, ...]] = {plugin: tuple(entries.split()) for plugin, entries in _TABLE.items()}
-"""By plugin: KIND/NAME of each component that no plugin before it has, section/NAME and command/NAME."""
+"""Return what each plugin adds: KIND/NAME of components that no plugin before it has, section/NAME and command/NAME."""
 
 
 def plugin_with(kind: str | None, name: str) -> str | None:
