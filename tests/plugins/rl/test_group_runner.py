@@ -105,6 +105,33 @@ def test_cancelling_the_run_leaves_nothing_running():
     asyncio.run(observe())
 
 
+@pytest.mark.parametrize("of_run", [True, False])
+def test_what_is_cancelled_is_waited_for_until_every_attempt_has_cleaned_up(of_run: bool):
+    started, cleaned = asyncio.Event(), []
+
+    async def cleans_up(task: Task, policy: PolicyHandle) -> Trajectory:
+        try:
+            if task.sample == 2:
+                started.set()
+            await asyncio.sleep(3600)
+        finally:
+            await asyncio.sleep(0.05 * task.sample)
+            cleaned.append(task.sample)
+        raise AssertionError("unreachable")
+
+    async def observe() -> None:
+        runner = make_runner(cleans_up)
+        work = runner.run_groups([Prompt(0)]) if of_run else runner.run_group(Prompt(0))
+        step = asyncio.ensure_future(work)
+        await asyncio.wait_for(started.wait(), 30)
+        step.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await step
+        assert cleaned == [0, 1, 2]
+
+    asyncio.run(observe())
+
+
 async def _not_a_trajectory(task: Task, policy: PolicyHandle) -> Any:
     return 1.0
 

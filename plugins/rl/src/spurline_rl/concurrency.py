@@ -138,7 +138,9 @@ async def end_tasks(tasks: Iterable[asyncio.Future[Any]], what: str, timeout_s: 
     everything = list(tasks)
     running = [task for task in everything if not task.done()]
     for task in running:
-        task.cancel()
+        # A task that was cancelled already may be waiting for its own work to end; cancelled again, it would leave it.
+        if not (isinstance(task, asyncio.Task) and task.cancelling()):
+            task.cancel()
     stuck = (await asyncio.wait(running, timeout=limit))[1] if running else set[asyncio.Future[Any]]()
     for task in everything:
         # Retrieved, so that asyncio does not report further errors. They must not cover the first one.
