@@ -95,7 +95,6 @@ def test_a_call_that_never_returns_fails_in_time_and_the_others_go_on(quick, run
 def test_many_workers_may_be_killed_at_the_same_time():
     reward = make_reward(timeout_s=1.0, workers=16)
     try:
-        # One that has never returned would end the run.
         assert scores(reward, answer("fine")) == [1.0]
         failed = scores(reward, *(answer("deadlock") for _ in range(48)))
     finally:
@@ -231,6 +230,24 @@ def test_an_async_function_waits_side_by_side_and_the_call_that_blocks_is_the_on
         assert fine == 1.0
     finally:
         reward.close()
+
+
+def test_no_call_is_given_to_a_process_that_is_ending():
+    reward = make_reward("judges")
+
+    async def one_after_the_other() -> list[Any]:
+        calls = [asyncio.ensure_future(reward_terms({"mine": reward}, answer("close files")))]
+        while not calls[0].done() or len(calls) < 50:
+            calls.append(asyncio.ensure_future(reward_terms({"mine": reward}, answer("fine"))))
+            await asyncio.sleep(0.001)
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    try:
+        closed, *others = run(one_after_the_other())
+    finally:
+        reward.close()
+    assert "exit code -9" in str(closed)
+    assert all(one == {"mine": 1.0} for one in others), others
 
 
 def test_an_async_function_that_does_not_let_itself_be_cancelled_loses_its_process():

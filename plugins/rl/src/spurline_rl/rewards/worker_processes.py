@@ -123,6 +123,7 @@ class _Worker:
         running: Memory that it shares: the call whose code runs, counted from 1, and since when, in nanoseconds of the
             monotonic clock.
         calls: Its calls with their deadlines, by number, in the order in which they were sent.
+        is_closed: Whether it has closed its channel. It was killed then, but may not have ended yet.
     """
 
     pid: int
@@ -131,6 +132,7 @@ class _Worker:
     calls: dict[int, tuple[bytes, float]] = field(default_factory=dict[int, tuple[bytes, float]])
     unsent: bytearray = field(default_factory=bytearray)
     received: bytearray = field(default_factory=bytearray)
+    is_closed: bool = False
 
 
 class _Supervisor:
@@ -204,8 +206,9 @@ class _Supervisor:
 
     def _hand_out(self) -> None:
         while self._waiting:
-            worker = min(self._workers.values(), key=lambda each: len(each.calls), default=None)
-            if worker is None or (worker.calls and len(self._workers) < self._most):
+            able = [each for each in self._workers.values() if not each.is_closed]
+            worker = min(able, key=lambda each: len(each.calls), default=None)
+            if worker is None or (worker.calls and len(able) < self._most):
                 try:
                     worker = self._fork()
                 except OSError as error:
@@ -235,6 +238,7 @@ class _Supervisor:
             self._send(worker)
         if events & selectors.EVENT_READ and not self._take_answers(worker):
             # It can answer no more, whether it has ended or closed its channel.
+            worker.is_closed = True
             self._selector.unregister(worker.channel)
             kill_group(worker.pid)
 
@@ -330,8 +334,7 @@ class _Supervisor:
     def _remove(self, worker: _Worker, running: set[int], suspects: set[int], outcome: Outcome) -> None:
         """Give the outcome to the call that was running, or else to all suspects. The others are made again."""
         del self._workers[worker.pid]
-        # It is not registered any more if it has closed its channel.
-        with suppress(KeyError):
+        if not worker.is_closed:
             self._selector.unregister(worker.channel)
         worker.channel.close()
         with suppress(ProcessLookupError, PermissionError):
