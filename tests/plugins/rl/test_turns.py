@@ -179,6 +179,11 @@ def test_a_turn_that_rewrites_history_leaves_all_turns_apart():
     assert merge_turns(shorter) is shorter
 
 
+def test_a_group_in_which_no_turns_merge_is_laid_out_once():
+    group = Group("p", 0, (Trajectory("p", 0, (Turn([1], [2], [1]),)),))  # type: ignore[arg-type]
+    assert group.merged.flat is group.flat
+
+
 def test_a_single_turn_is_left_alone():
     trajectory = going_on([(3, 4)])
     assert merge_turns(trajectory) is trajectory

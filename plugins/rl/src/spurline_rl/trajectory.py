@@ -238,7 +238,11 @@ class Group:
     @cached_property
     def merged(self) -> Group:
         """The group with the turns of each attempt merged where they can be."""
-        return replace(self, trajectories=tuple(merge_turns(trajectory) for trajectory in self.trajectories))
+        merged = replace(self, trajectories=tuple(merge_turns(trajectory) for trajectory in self.trajectories))
+        if all(new is old for new, old in zip(merged.trajectories, self.trajectories, strict=True)):
+            # Laid out once. It is not `self`: a group that refers to itself is only freed by a garbage collection.
+            merged.__dict__["flat"] = self.flat
+        return merged
 
 
 def trajectories_of(groups: Iterable[Group]) -> list[Trajectory]:
