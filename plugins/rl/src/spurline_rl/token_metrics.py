@@ -22,7 +22,8 @@ def mismatch_metrics(batch: TrainingBatch) -> dict[str, float]:
     if not trained.any() or any(name not in batch.tokens for name in COLUMNS):
         return {}
     old, rollout = (batch.tokens[name].numpy()[trained] for name in COLUMNS)
-    difference = np.subtract(old, rollout).astype(np.float64)
+    with np.errstate(invalid="ignore"):  # two logprobs of -inf have no ratio, which shows as NaN
+        difference = np.subtract(old, rollout).astype(np.float64)
     ratio = np.exp(np.clip(difference, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO))
     distance = np.abs(difference)
     percentiles = zip(_PERCENTILES, np.percentile(ratio, _PERCENTILES).tolist(), strict=True)
