@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import runpy
 import sys
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rl_attempts import core_registry, decode, make_policy, make_task, run, says, tokenizer_with
 
@@ -146,6 +148,16 @@ def test_a_call_nested_too_deeply_to_be_read_is_told_so() -> None:
 
 def test_a_million_calls_are_not_even_read() -> None:
     assert len(parse_calls("<tool_call>{}</tool_call>" * 1_000_000, 128)) == 129
+
+
+@pytest.mark.parametrize(
+    ("value", "told"), [(np.int64(5), "5"), (Decimal("2.50"), "2.50"), ({(1, 2): "a"}, "{(1, 2): 'a'}"), ([1], "[1]")]
+)
+def test_a_result_that_is_not_json_is_told_as_python_writes_it(value: Any, told: str, monkeypatch) -> None:
+    monkeypatch.setattr("reward_functions.echo", lambda text: value)
+    box = Toolbox({"echo": "reward_functions:echo"}, timeout_s=30)
+    result = run(box.answer(ToolCall("echo", {"text": ""})))
+    assert (result.text, result.failed) == (told, False)
 
 
 def test_results_of_a_turn_are_cut_where_they_are_too_long_together(monkeypatch: pytest.MonkeyPatch) -> None:

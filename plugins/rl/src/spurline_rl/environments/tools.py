@@ -117,8 +117,7 @@ class Toolbox:
             try:
                 function = self._functions[call.name]
                 value = await within(self._timeout_s, f"the tool {call.name}", function, **call.arguments)
-                text = value if isinstance(value, str) else json.dumps(value, default=str)
-                return ToolResult(name, _encodable(text), failed=False)
+                return ToolResult(name, _encodable(value if isinstance(value, str) else _as_text(value)), failed=False)
             except AttemptFailedError as error:
                 problem = str(error)
             except SpurlineError:
@@ -151,6 +150,13 @@ def _parse(body: str, *, is_closed: bool) -> ToolCall:
     if not isinstance(arguments, dict):
         return ToolCall(call["name"], {}, f"the arguments of {call['name']} are not an object; write {example}.")
     return ToolCall(call["name"], arguments)
+
+
+def _as_text(value: Any) -> str:
+    try:
+        return json.dumps(value)
+    except TypeError:
+        return str(value)
 
 
 def _encodable(text: str) -> str:
