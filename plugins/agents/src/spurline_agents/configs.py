@@ -21,7 +21,14 @@ if TYPE_CHECKING:
 class HarnessConfig(EnvironmentConfig):
     """Any agent that takes the base URL of an OpenAI-compatible endpoint."""
 
-    retired: ClassVar[tuple[str, ...]] = ("max_prompt_tokens", "max_connections", "api_key_env", "model_name")
+    retired: ClassVar[tuple[str, ...]] = (
+        "max_buffered_bytes",
+        "max_prompt_tokens",
+        "max_connections",
+        "max_concurrent_requests",
+        "api_key_env",
+        "model_name",
+    )
 
     name: str = "harness"
     agent: Annotated[str | None, FunctionSetting(), OnResume.BY_NAME] = Field(default=None, pattern=FUNCTION_PATH)
