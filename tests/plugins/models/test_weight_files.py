@@ -15,7 +15,7 @@ import torch
 from backend_batches import local_backend
 from huggingface_hub import save_torch_state_dict
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 
@@ -223,6 +223,25 @@ def test_a_pickle_is_not_opened_and_how_to_convert_it_is_said(name: str, tmp_pat
         with pytest.raises(ModelError, match=rf"{name} is a pickle.*python -c"):
             ask()
     assert not ran.exists()
+
+
+def test_pickles_beside_safetensors_files_are_left_alone(tmp_path: Path) -> None:
+    folder, ran = write_tiny_model(tmp_path / "model"), tmp_path / "ran"
+    for name in ("pytorch_model.bin", "training_args.bin", "optimizer.pt", "scheduler.pt", "adapter_model.bin"):
+        (folder / name).write_bytes(pickle.dumps(Trap(str(ran))))
+    load(folder)
+    assert not ran.exists()
+
+
+def test_a_config_cannot_name_other_weights_than_those_that_were_checked(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "model")
+    honest = load_file(folder / WEIGHTS)
+    save_file({name: value + 1 for name, value in honest.items()}, folder / "other.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"transformers_weights": "other.safetensors"}))
+    loaded = load(folder)
+    name = next(iter(honest))
+    assert torch.equal(loaded[name], honest[name].float())
 
 
 def test_an_adapter_is_not_put_on_a_model_unasked(tmp_path: Path) -> None:

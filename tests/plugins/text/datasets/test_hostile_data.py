@@ -15,10 +15,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from spurline.errors import DataError
+from spurline.errors import DataError, suggestion
 from spurline_text.configs import HfDatasetConfig, HfStreamConfig
 from spurline_text.datasets.hf_dataset import HfDataset
 from spurline_text.datasets.row_streams import HfStream
+from spurline_text.rows.rows import BadRowError, RowView, absent_column_problem, describe
 
 
 @pytest.fixture(autouse=True)
@@ -89,6 +90,19 @@ def test_rows_are_the_same_in_whatever_order_they_are_asked_for(suffix: str, tmp
     dataset = opened(path)
     for order in (range(200), range(199, -1, -1), random.Random(0).sample(range(200), 200), range(45, 60)):
         assert [dataset[row] for row in order] == [rows[row] for row in order]
+
+
+# Names without end
+
+
+def test_a_row_of_a_million_columns_is_said_in_a_few_words() -> None:
+    row: dict[str, Any] = {f"column {number}": number for number in range(200_000)} | {"x" * 2**20: 1}
+    with pytest.raises(BadRowError, match=r"has: .* and 199,901 more") as failure:
+        RowView(row, {}).require("messages")
+    assert len(str(failure.value)) < 10_000
+    assert len(describe(row)) < 10_000
+    assert len(str(absent_column_problem({"text": "body"}, [row]))) < 40_000
+    assert suggestion("y" * 2**20, ["x" * 200, "x" * 2**20]) == ""
 
 
 # Tables
