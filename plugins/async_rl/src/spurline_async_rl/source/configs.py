@@ -138,6 +138,13 @@ class AsyncRolloutsConfig(PromptSourceConfig):
                 f"{self.publish_every - 1} updates old, over max_staleness: {self.max_staleness}. Set publish_every to "
                 f"at most {self.max_staleness + 1}, or raise max_staleness to {self.publish_every - 1}.",
             )
+        for name in ("max_staleness", "publish_every") if self.engine.is_colocated else ():
+            if (value := getattr(self, name)) > 1:
+                yield Problem(
+                    name,
+                    f"is {value}, but with engine.placement: colocated engines and trainer take turns, and each turn "
+                    "of the engines begins with new weights. Set it to 1, or placement: local.",
+                )
         if self.at_bound == "mask" and self.order == "fifo":
             yield Problem(
                 "at_bound",
