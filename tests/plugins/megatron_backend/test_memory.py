@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -16,17 +18,29 @@ from megatron_layouts import on, write_llama3, write_qwen3, write_qwen3_moe
 from transformers import AutoConfig
 
 from spurline.config.loading import LoadedConfig
+from spurline.config.run_config import RunConfig
 from spurline.protocols.loss import Objective
 from spurline_megatron_backend.architecture import Architecture, read_architecture
 from spurline_megatron_backend.configs import MegatronBackendConfig
 from spurline_megatron_backend.grid import Grid
-from spurline_megatron_backend.memory import held_values, kept_values, microbatches_in_flight
+from spurline_megatron_backend.memory import (
+    estimate_fullest,
+    held_values,
+    kept_values,
+    microbatches_in_flight,
+)
 from spurline_megatron_backend.parts import held_parameters
 from spurline_models.architecture import load_model_config
 from spurline_models.dealing import deal
+from spurline_models.optimizers.configs import AdamWConfig
 from spurline_ranks.launch import open_ranks
 from spurline_ranks.messages import plain_objective, plain_run
 from spurline_rl.testing.backend_runs import backend_run
+
+
+def architecture_of(name: str) -> Architecture:
+    fields = json.loads((Path(__file__).parent / "published" / f"{name}.json").read_text())
+    return read_architecture(AutoConfig.for_model(**fields))
 
 
 @st.composite
@@ -76,9 +90,62 @@ def test_every_rank_holds_what_its_stage_is_said_to_hold(case: tuple[Architectur
 
 @pytest.mark.parametrize(("name", "billions"), [("llama-3-70b", 70.55), ("qwen3-235b-a22b", 235.09)])
 def test_one_rank_holds_as_many_parameters_as_the_model_is_published_with(name: str, billions: float) -> None:
-    fields = json.loads((Path(__file__).parent / "published" / f"{name}.json").read_text())
-    architecture = read_architecture(AutoConfig.for_model(**fields))
-    assert sum(held_values(architecture, Grid(1), 0)) / 1e9 == pytest.approx(billions, abs=0.01)
+    assert sum(held_values(architecture_of(name), Grid(1), 0)) / 1e9 == pytest.approx(billions, abs=0.01)
+
+
+def a_run(*, replays_experts: bool = False) -> RunConfig:
+    """What an estimate asks of a run that trains no critic and has no reference."""
+    source = SimpleNamespace(facts=SimpleNamespace(uses_reference=False, replays_experts=replays_experts))
+    loss = SimpleNamespace(uses_reference=False)
+    return cast(Any, SimpleNamespace(loss=loss, source=source, optimizer=AdamWConfig(), trained_critic=None))
+
+
+def layout_on(grid: Grid, microbatch: int | None, recompute: Any = "none") -> MegatronBackendConfig:
+    sizes = {key: size for key, size in asdict(grid).items() if key != "ranks"}
+    of_step = {"max_tokens_per_microbatch": microbatch, "recompute": recompute}
+    return MegatronBackendConfig(device="cuda", precision="bf16", ranks=grid.ranks, **sizes, **of_step)
+
+
+@given(models_on_grids(), st.sampled_from(["none", "selective", "full"]), st.integers(1, 40))
+def test_more_data_parallel_ranks_never_need_more_memory(
+    case: tuple[Architecture, Grid, bool], recompute: Any, rows: int
+) -> None:
+    architecture, grid, _ = case
+
+    def total(ranks: int) -> int:
+        layout = layout_on(replace(grid, ranks=ranks), 64, recompute)
+        return estimate_fullest(layout, a_run(), architecture, 64, 64 * rows).peak
+
+    assert total(2 * grid.ranks) <= total(grid.ranks)
+
+
+@given(models_on_grids(), st.integers(1, 40), st.sampled_from([64, 128, None]))
+def test_recomputing_more_never_needs_more_memory_and_neither_do_smaller_micro_batches(
+    case: tuple[Architecture, Grid, bool], rows: int, microbatch: int | None
+) -> None:
+    architecture, grid, _ = case
+    # Of a single layer that is recomputed whole there is its input in addition.
+    architecture = replace(architecture, num_layers=grid.pipeline * grid.virtual_stages * 4)
+
+    def total(bound: int | None, recompute: Any) -> int:
+        # Whole rows for every rank: two micro-batches of one row cannot be less than one of one and a half.
+        return estimate_fullest(
+            layout_on(grid, bound, recompute), a_run(), architecture, 64, 64 * rows * grid.data
+        ).peak
+
+    none, selective, full = (total(microbatch, recompute) for recompute in ("none", "selective", "full"))
+    assert full <= selective <= none
+    if grid.virtual_stages == 1:
+        assert total(64, "none") <= none
+
+
+def test_experts_that_are_replayed_lie_beside_a_step() -> None:
+    layout, architecture = layout_on(Grid(8, expert=8), 4096), architecture_of("qwen3-235b-a22b")
+    without, replayed = (
+        estimate_fullest(layout, a_run(replays_experts=replays), architecture, 4096, 8 * 8192).parts
+        for replays in (False, True)
+    )
+    assert replayed == {**without, "routed experts": 2 * 8192 * 94 * 8 * 2}
 
 
 def test_stages_keep_fewer_micro_batches_the_nearer_they_are_to_the_last() -> None:

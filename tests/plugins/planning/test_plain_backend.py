@@ -13,7 +13,7 @@ from spurline.protocols.backend import BackendConfig, BackendFacts
 from spurline_models.backend_config import ModelBackendConfig, adapters_of
 from spurline_models.configs import LoraConfig
 from spurline_models.local.configs import LocalBackendConfig
-from spurline_planning.fit import Load, memory_lines, phase_lines
+from spurline_planning.fit import Load, layout_lines, memory_lines, phase_lines
 from spurline_planning.protocols import Diagnoses, PlansLayouts, PlansMemory
 from spurline_ranks.configs import RankBackendConfig
 
@@ -30,7 +30,7 @@ def run_of(backend: BackendConfig) -> RunConfig:
 
 def test_a_plan_says_nothing_of_memory_that_the_backend_does_not_know() -> None:
     run, load = run_of(PlainConfig()), Load(row_length=8, tokens=64)
-    for lines in (memory_lines, phase_lines):
+    for lines in (memory_lines, layout_lines, phase_lines):
         assert lines(run, load, DEVICE) == lines(run, load, None) == []
 
 

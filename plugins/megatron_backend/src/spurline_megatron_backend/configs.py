@@ -106,6 +106,9 @@ class MegatronBackendConfig(RankBackendConfig):
             raise ConfigError.at("backend.name", f"is {self.name}, which needs megatron-core. {INSTALL_CORE}")
         super().check_model(run)
 
+    def suggested_layouts(self, run: RunConfig, row_length: int, tokens: int, usable_bytes: int) -> Iterable[str]:
+        return self._part("layout_search:suggested_layouts")(self, run, row_length, tokens, usable_bytes)
+
     @property
     def rank_variables(self) -> Mapping[str, str]:
         # Megatron-core asks for it: an exchange then starts before the kernels that were asked for after it.

@@ -71,6 +71,10 @@ class Grid:
         """Round up the micro-batches of a step: interleaved stages take as many at a time as there are stages."""
         return microbatches if self.virtual_stages == 1 else -(-microbatches // self.pipeline) * self.pipeline
 
+    def count_layers(self, num_layers: int, stage: int) -> int:
+        """Return the number of layers of this stage, of so many in all."""
+        return sum(part_sizes(num_layers, self.pipeline * self.virtual_stages)[stage :: self.pipeline])
+
     def layers(self, num_layers: int, stage: int) -> tuple[range, ...]:
         """Return the numbers of the layers of each model part of this stage.
 

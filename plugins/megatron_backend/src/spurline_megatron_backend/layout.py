@@ -34,7 +34,7 @@ from spurline_ranks.layout import (
 if TYPE_CHECKING:
     from spurline_megatron_backend.configs import MegatronBackendConfig
 
-_RANKS_OF_MACHINE = 8
+RANKS_OF_MACHINE = 8
 """Devices of one machine, if nothing tells: of a DGX or HGX."""
 
 
@@ -49,7 +49,7 @@ def describe_layout(config: MegatronBackendConfig, run: RunConfig) -> Iterator[s
         yield f"{grid.context} ranks share each sequence"
     if grid.pipeline > 1:
         layers = read_architecture(load_model_config(run.model)).num_layers
-        counts = sorted({sum(map(len, grid.layers(layers, stage))) for stage in range(grid.pipeline)})
+        counts = sorted({grid.count_layers(layers, stage) for stage in range(grid.pipeline)})
         each = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
         turns = f", in {grid.virtual_stages} parts that take turns" if grid.virtual_stages > 1 else ""
         yield f"{grid.pipeline} stages of {each} layers each{turns}"
@@ -77,8 +77,7 @@ def check_model(config: MegatronBackendConfig, run: RunConfig) -> None:
     not told how to build."""
     architecture = read_architecture(load_model_config(run.model))
     problems = [
-        *_size_problems(config, architecture),
-        *_expert_problems(config, architecture),
+        *size_problems(config, architecture),
         *_group_problems("optimizer", run.optimizer, architecture, critic=False),
     ]
     if run.trained_critic is not None:
@@ -87,7 +86,8 @@ def check_model(config: MegatronBackendConfig, run: RunConfig) -> None:
         raise ConfigError(problems)
 
 
-def _size_problems(config: MegatronBackendConfig, a: Architecture) -> Iterator[Problem]:
+def size_problems(config: MegatronBackendConfig, a: Architecture) -> Iterator[Problem]:
+    """Yield the sizes that do not divide this model."""
     grid = config.grid
     divided = {"attention heads": a.heads, "key and value heads": a.key_value_heads}
     if not a.num_experts:
@@ -112,6 +112,7 @@ def _size_problems(config: MegatronBackendConfig, a: Architecture) -> Iterator[P
             f"backend.{key}",
             f"makes {count} {what}, and the model has {a.num_layers} layers, of which each needs one. Make it smaller.",
         )
+    yield from _expert_problems(config, a)
 
 
 def _expert_problems(config: MegatronBackendConfig, a: Architecture) -> Iterator[Problem]:
@@ -181,7 +182,7 @@ def savings(config: MegatronBackendConfig, run: RunConfig, row_length: int, toke
 
 def _finer_grids(config: MegatronBackendConfig, a: Architecture) -> Iterator[Mapping[str, Any]]:
     """More ranks for each copy of the model, of those that there are."""
-    grid, local = config.grid, ranks_of_machine(config) or _RANKS_OF_MACHINE
+    grid, local = config.grid, ranks_of_machine(config) or RANKS_OF_MACHINE
     expert, tensor = grid.expert, grid.tensor
     experts = math.gcd(a.num_experts, grid.ranks_of_stage // grid.expert_tensor) if a.num_experts else 1
     for size in divisors(experts):

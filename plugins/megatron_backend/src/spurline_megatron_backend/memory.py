@@ -25,14 +25,20 @@ from spurline_ranks.layout import ranks_of_machine
 if TYPE_CHECKING:
     from spurline_megatron_backend.configs import MegatronBackendConfig
 
-_MAIN_BYTES = 4
+MAIN_BYTES = 4
 """Bytes of the copy of a weight that the optimizer changes, and of a summed gradient."""
 
 
 def estimate_memory(config: MegatronBackendConfig, run: RunConfig, row_length: int, tokens: int) -> MemoryEstimate:
     """Estimate a step of so many tokens on the fullest rank. Raises ModelError, ConfigError."""
-    architecture = read_architecture(load_model_config(run.model))
-    stages = [_of_stage(config, run, architecture, stage, row_length, tokens) for stage in range(config.pipeline)]
+    return estimate_fullest(config, run, read_architecture(load_model_config(run.model)), row_length, tokens)
+
+
+def estimate_fullest(
+    config: MegatronBackendConfig, run: RunConfig, a: Architecture, row_length: int, tokens: int
+) -> MemoryEstimate:
+    """Estimate a step of so many tokens of this model on the fullest rank."""
+    stages = [_of_stage(config, run, a, stage, row_length, tokens) for stage in range(config.pipeline)]
     found = max(stages, key=lambda estimate: estimate.peak)
     local = ranks_of_machine(config)
     if config.reference != "host" or not has_reference(run) or local is None:
@@ -53,21 +59,16 @@ def _of_stage(
     parts = {
         "weights": computed * values,
         # One buffer holds all gradients, and stays from step to step.
-        "gradients": _MAIN_BYTES * values,
+        "gradients": MAIN_BYTES * values,
         "optimizer": _optimizer_bytes(grid, held_values(a, grid, stage), run.optimizer, computed),
     }
     if run.trained_critic is not None:
         of_critic = held_values(a, grid, stage, critic=True)
-        parts["critic"] = (computed + _MAIN_BYTES) * sum(of_critic)
+        parts["critic"] = (computed + MAIN_BYTES) * sum(of_critic)
         parts["critic"] += _optimizer_bytes(grid, of_critic, run.trained_critic.optimizer, computed)
     if has_reference(run) and config.reference == "device":
         parts["reference"] = computed * values
-    share = math.ceil(tokens / grid.data)
-    # A row is never divided between micro-batches.
-    microbatch = max(min(share, config.max_tokens_per_microbatch or share), min(row_length, tokens))
-    number = grid.rounded_up(max(1, math.ceil(share / max(1, microbatch))))
-    # Each rank of a context group computes this many tokens of a micro-batch.
-    own = math.ceil(microbatch / grid.context)
+    number, own = microbatches(config, row_length, tokens)
     update = {"activations": math.ceil(own * _activations(config, a, stage, number) * computed)}
     if config.divides_tokens:
         # All tokens of the input of a divided matrix, and of its gradient, are there while it is computed with.
@@ -78,6 +79,7 @@ def _of_stage(
         update["logits"] = min(own, config.logits_chunk_tokens) * columns * (8 + computed)
     if run.source.facts.replays_experts:
         # int16, of all micro-batches of a step, and once more of each rank's own tokens of them.
+        share = math.ceil(tokens / grid.data)
         of_token = 2 * a.num_layers * a.experts_per_token
         update["routed experts"] = share * of_token + math.ceil(share / grid.context) * of_token
     moments = [update]
@@ -86,9 +88,32 @@ def _of_stage(
     return MemoryEstimate(parts, tuple(moments))
 
 
-@lru_cache(maxsize=256)
+def microbatches(config: MegatronBackendConfig, row_length: int, tokens: int) -> tuple[int, int]:
+    """Return the number of micro-batches of a step, and the tokens of one that each rank of a context group has."""
+    share = math.ceil(tokens / config.grid.data)
+    # A row is never divided between micro-batches.
+    size = max(min(share, config.max_tokens_per_microbatch or share), min(row_length, tokens))
+    number = config.grid.rounded_up(max(1, math.ceil(share / max(1, size))))
+    return number, math.ceil(size / config.grid.context)
+
+
 def held_values(a: Architecture, grid: Grid, stage: int, *, critic: bool = False) -> tuple[int, int]:
     """Count the values that each rank of a stage holds, padding included: in its experts, and in all else."""
+    # All layers are alike: one of them, and what is beside them, tell how much any number holds.
+    layers = grid.count_layers(a.num_layers, stage)
+    of_experts, of_rest = _values_of_layer(a, grid.tensor, grid.expert, grid.expert_tensor)
+    _, beside = _count_values(replace(a, num_layers=0), grid, stage, critic)
+    return layers * of_experts, layers * of_rest + beside
+
+
+@lru_cache(maxsize=256)
+def _values_of_layer(a: Architecture, tensor: int, expert: int, expert_tensor: int) -> tuple[int, int]:
+    # The second of three stages has a layer, and nothing beside it.
+    grid = Grid(3 * tensor * expert * expert_tensor, tensor, 3, expert=expert, expert_tensor=expert_tensor)
+    return _count_values(replace(a, num_layers=3), grid, 1, critic=False)
+
+
+def _count_values(a: Architecture, grid: Grid, stage: int, critic: bool) -> tuple[int, int]:
     place = grid.place(stage * grid.ranks_of_stage)
     held = [parameter for part in held_parameters(a, grid, place, critic=critic) for parameter in part.values()]
     experts = sum(math.prod(parameter.shape) for parameter in held if parameter.is_expert)
@@ -98,8 +123,8 @@ def held_values(a: Architecture, grid: Grid, stage: int, *, critic: bool = False
 def _optimizer_bytes(grid: Grid, values: tuple[int, int], optimizer: OptimizerConfig, computed_bytes: int) -> int:
     """Return the bytes of a rank's share of the optimizer: its state, and fp32 copies of weights that are narrower."""
     expert, dense = math.ceil(values[0] / grid.expert_data), math.ceil(values[1] / (grid.data * grid.context))
-    copies = _MAIN_BYTES * (dense + expert) if computed_bytes < _MAIN_BYTES else 0
-    return copies + optimizer.state_bytes({"dense": (dense,), "expert": (expert,)}, _MAIN_BYTES)
+    copies = MAIN_BYTES * (dense + expert) if computed_bytes < MAIN_BYTES else 0
+    return copies + optimizer.state_bytes({"dense": (dense,), "expert": (expert,)}, MAIN_BYTES)
 
 
 def microbatches_in_flight(grid: Grid, stage: int, number: int) -> float:
@@ -119,8 +144,8 @@ def microbatches_in_flight(grid: Grid, stage: int, number: int) -> float:
 
 def _activations(config: MegatronBackendConfig, a: Architecture, stage: int, number: int) -> float:
     """Count the values that a stage keeps for each token of a micro-batch."""
-    grid, share = config.grid, _sequence_share(config)
-    layers = sum(map(len, grid.layers(a.num_layers, stage)))
+    grid, share = config.grid, sequence_share(config)
+    layers = grid.count_layers(a.num_layers, stage)
     whole_layer = kept_values(config, a)
     of_layer = a.hidden / share if config.recompute == "full" else whole_layer
     values = microbatches_in_flight(grid, stage, number) * layers * of_layer
@@ -137,7 +162,7 @@ def kept_values(config: MegatronBackendConfig, a: Architecture) -> float:
 
     Experts are taken to get equally many tokens.
     """
-    grid, share = config.grid, _sequence_share(config)
+    grid, share = config.grid, sequence_share(config)
     norms = 4 * a.hidden / share
     attention = _kept_of_attention(config, a)
     if not a.num_experts:
@@ -149,7 +174,7 @@ def kept_values(config: MegatronBackendConfig, a: Architecture) -> float:
     return norms + attention + (copies + 4 * a.num_experts) / share
 
 
-def _sequence_share(config: MegatronBackendConfig) -> int:
+def sequence_share(config: MegatronBackendConfig) -> int:
     """Return the number of ranks that divide the tokens in the layers that tensor parallelism does not divide."""
     return config.tensor if config.divides_tokens else 1
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from spurline.config.run_config import RunConfig
 from spurline_models.backend_config import ColocatedEngine, MemoryEstimate
 from spurline_models.machine import memory_bytes, num_gpus
-from spurline_planning.protocols import PlansMemory
+from spurline_planning.protocols import PlansLayouts, PlansMemory
 
 _Section = TypeVar("_Section", bound=BaseModel)
 
@@ -107,6 +107,17 @@ def _suggestion(run: RunConfig, load: Load, usable: float) -> str:
     if estimate.peak <= usable:
         return f"suggestion: {words}, which needs {needs}"
     return f"suggestion: even {words} needs {needs}. {backend.beyond}".rstrip()
+
+
+def layout_lines(run: RunConfig, load: Load, device_bytes: int | None) -> list[str]:
+    """Return how the backend could divide the same ranks otherwise; nothing without a batch, or a device to fit.
+
+    Arguments and errors are those of `memory_lines`.
+    """
+    limit = device_limit(run.backend, device_bytes)
+    if limit is None or not load.tokens or not isinstance(run.backend, PlansLayouts):
+        return []
+    return list(run.backend.suggested_layouts(run, load.row_length, load.tokens, int(SHARE_USED * limit)))
 
 
 def phase_lines(run: RunConfig, load: Load, device_bytes: int | None) -> list[str]:

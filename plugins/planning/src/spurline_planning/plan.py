@@ -32,7 +32,7 @@ from spurline_models.trainable import check_losses
 from spurline_models.weight_files import check_weight_files
 from spurline_planning.data_preview.rows import ROW_LIMIT, facts_of, first_rows
 from spurline_planning.data_preview.terminal import marked
-from spurline_planning.fit import Load, memory_lines, phase_lines
+from spurline_planning.fit import Load, layout_lines, memory_lines, phase_lines
 from spurline_planning.protocols import PlansLayouts, planned
 
 BATCHES_SHOWN = 3
@@ -137,6 +137,7 @@ def _add_sizes(plan: Plan, loaded: LoadedConfig, data: DataComponents, model: _M
     if load is not None:
         plan.add("memory (estimate)", lambda: memory_lines(config, load, device_bytes))
         plan.add("phases of a device (estimate)", lambda: phase_lines(config, load, device_bytes))
+        plan.add("layouts (estimate)", lambda: layout_lines(config, load, device_bytes))
 
 
 @dataclass(frozen=True)

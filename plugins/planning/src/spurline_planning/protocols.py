@@ -46,6 +46,17 @@ class PlansLayouts(Protocol):
         """Return sentences on its ranks: how many, where, and in which groups."""
         ...
 
+    def suggested_layouts(self, run: RunConfig, row_length: int, tokens: int, usable_bytes: int) -> Iterable[str]:
+        """Return lines on how its ranks could be divided otherwise; none if there is one way.
+
+        Args:
+            run: The run to plan.
+            row_length: Tokens of the longest row.
+            tokens: Tokens of a step.
+            usable_bytes: Memory of a device that a plan counts on.
+        """
+        ...
+
 
 @runtime_checkable
 class Diagnoses(Protocol):

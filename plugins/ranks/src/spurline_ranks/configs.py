@@ -215,6 +215,10 @@ class RankBackendConfig(ModelBackendConfig):
         """Return sentences on its ranks for `spurline plan`: how many, where, and in which groups."""
         return list(self._part("layout:describe_layout")(self, run))
 
+    def suggested_layouts(self, run: RunConfig, row_length: int, tokens: int, usable_bytes: int) -> Iterable[str]:
+        """Return lines on how its ranks could be divided otherwise; none for a backend with one way."""
+        return ()
+
     def savings(self, run: RunConfig, row_length: int, tokens: int) -> Iterable[Mapping[str, Any]]:
         return self._part("layout:savings")(self, run, row_length, tokens)
 

@@ -1,0 +1,203 @@
+"""Find the layouts of the same ranks in which a model fits, and order them by the bytes that a rank sends in a step.
+
+Every layout is tried that divides model and ranks, with tensor groups inside machines: no layer hides what they
+exchange. Bytes and waiting follow from the layout alone; how fast devices and networks are is not guessed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from spurline.config.run_config import RunConfig
+from spurline_megatron_backend.architecture import Architecture, read_architecture
+from spurline_megatron_backend.grid import Grid, part_sizes
+from spurline_megatron_backend.layout import RANKS_OF_MACHINE, size_problems
+from spurline_megatron_backend.memory import MAIN_BYTES, estimate_fullest, held_values, microbatches, sequence_share
+from spurline_models.architecture import load_model_config
+from spurline_models.backend_config import MemoryEstimate
+from spurline_models.memory import COMPUTED_BYTES
+from spurline_ranks.layout import divisors, ranks_of_machine
+
+if TYPE_CHECKING:
+    from spurline_megatron_backend.configs import MegatronBackendConfig
+
+MOST_IDLE = 0.1
+"""The share of a step that ranks may wait for other stages; layouts with more come last."""
+
+_SIZES = ("tensor", "pipeline", "virtual_stages", "context", "expert", "expert_tensor")
+_SHOWN = 5
+"""Layouts that a plan names."""
+_MICROBATCH = 4096
+"""Tokens of a micro-batch, where rows are shorter."""
+_SMALL_SHARE = 1024
+"""Tokens of a row below which it is not shared among more ranks."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout, its memory on the fullest rank, the bytes that a rank sends in a step, and the share that it waits."""
+
+    config: MegatronBackendConfig
+    memory: MemoryEstimate
+    sent: int
+    idle: float
+
+
+def suggested_layouts(
+    config: MegatronBackendConfig, run: RunConfig, row_length: int, tokens: int, usable_bytes: int
+) -> Iterator[str]:
+    """Yield lines on how the ranks could be divided otherwise."""
+    a = read_architecture(load_model_config(run.model))
+    own = evaluate(config, run, a, row_length, tokens)
+    fits = "fits" if own.memory.peak <= usable_bytes else f"does not fit: {_largest_part(own)}"
+    yield f"this run: {_words(own)}; {fits}"
+    fitting, smallest = find_layouts(config, run, a, row_length, tokens, usable_bytes)
+    for found in fitting[:_SHOWN]:
+        yield f"{_changes(config, found.config)}: {_words(found)}"
+    if not fitting:
+        yield (
+            f"none fits. {_changes(config, smallest.config)} needs least: {_gib(smallest.memory.peak)} of "
+            f"{_gib(usable_bytes)}; {_largest_part(smallest)}. Take more ranks, or devices with more memory"
+        )
+
+
+def find_layouts(
+    config: MegatronBackendConfig, run: RunConfig, a: Architecture, row_length: int, tokens: int, usable_bytes: float
+) -> tuple[list[Candidate], Candidate]:
+    """Try all layouts of the ranks. Returns those that fit, the best first, and the one that needs least memory."""
+    tried: list[Candidate] = []
+    for divided in _divisions(config, a, row_length):
+        for layout in _variants(divided, a, row_length, tokens):
+            tried.append(evaluate(layout, run, a, row_length, tokens))
+            if tried[-1].memory.peak <= usable_bytes and tried[-1].idle <= MOST_IDLE:
+                # The variants that follow take longer.
+                break
+    fitting = [found for found in tried if found.memory.peak <= usable_bytes]
+    # To compute whole layers again takes a third more time, whatever is sent.
+    fitting.sort(key=lambda found: (found.idle > MOST_IDLE, found.config.recompute == "full", found.sent))
+    return fitting, min(tried, key=lambda found: found.memory.peak)
+
+
+def evaluate(config: MegatronBackendConfig, run: RunConfig, a: Architecture, row_length: int, tokens: int) -> Candidate:
+    """Return the layout with the memory that it needs, what a rank sends, and how long it waits."""
+    memory = estimate_fullest(config, run, a, row_length, tokens)
+    number, _ = microbatches(config, row_length, tokens)
+    return Candidate(config, memory, sent_bytes(config, a, row_length, tokens), idle_share(config.grid, a, number))
+
+
+def idle_share(grid: Grid, a: Architecture, number: int) -> float:
+    """Return the share of a step of so many micro-batches in which ranks wait for other stages.
+
+    With p stages of v parts and m micro-batches, filling and emptying takes p - 1 turns beside v m (Narayanan et al.
+    2021, arXiv:2104.04473). All wait for the part that has most layers.
+    """
+    turns = grid.virtual_stages * number + grid.pipeline - 1
+    most = max(part_sizes(a.num_layers, grid.pipeline * grid.virtual_stages))
+    return 1 - number * a.num_layers / grid.pipeline / (turns * most)
+
+
+def sent_bytes(config: MegatronBackendConfig, a: Architecture, row_length: int, tokens: int) -> int:
+    """Return the bytes that a rank sends in a step: in each layer, between stages, and once for the gradients."""
+    computed = COMPUTED_BYTES[config.computes_in]
+    number, own = microbatches(config, row_length, tokens)
+    # Forward and backward, and forward again where whole layers are recomputed.
+    passes = 3 if config.recompute == "full" else 2
+    of_layer = _sent_by_tensor(config, a) + _sent_by_context(config, a) + _sent_by_expert(config, a)
+    layers = math.ceil(a.num_layers / config.pipeline)
+    of_token = passes * layers * of_layer + _sent_by_pipeline(config, a)
+    return int(computed * number * own * of_token + _sent_by_data(config, a, computed))
+
+
+# The values that a rank sends for each token that it has, in a layer and in one pass.
+
+
+def _sent_by_tensor(config: MegatronBackendConfig, a: Architecture) -> float:
+    """Count a gather before and a sum after attention and the feed-forward layer; experts exchange tokens instead."""
+    return (2 if a.num_experts else 4) * _others(config.tensor) * a.hidden
+
+
+def _sent_by_context(config: MegatronBackendConfig, a: Architecture) -> float:
+    """Count queries, keys, values and results, which change from parts of rows to parts of heads and back."""
+    queries = a.heads // config.tensor
+    # Keys and values that cannot be divided evenly are repeated until they can.
+    keys = math.lcm(a.key_value_heads // config.tensor, config.context)
+    return _others(config.context) * (2 * queries + 2 * keys) * a.head_dim
+
+
+def _sent_by_expert(config: MegatronBackendConfig, a: Architecture) -> float:
+    """Count the copies of tokens that go to their experts, and to all ranks that divide one, and come back."""
+    copies = a.experts_per_token * a.hidden / sequence_share(config)
+    return 2 * copies * (_others(config.expert) + config.expert_tensor - 1)
+
+
+def _sent_by_pipeline(config: MegatronBackendConfig, a: Architecture) -> float:
+    """Count the values that each part passes on for a token, and their gradients that it passes back."""
+    return 2 * config.virtual_stages * a.hidden / sequence_share(config) if config.pipeline > 1 else 0
+
+
+def _sent_by_data(config: MegatronBackendConfig, a: Architecture, computed: int) -> float:
+    """Count the bytes of gradients that are summed in fp32, and of weights gathered as they are computed with."""
+    grid = config.grid
+    expert, dense = max((held_values(a, grid, stage) for stage in range(grid.pipeline)), key=sum)
+    return (MAIN_BYTES + computed) * (expert * _others(grid.expert_data) + dense * _others(grid.data * grid.context))
+
+
+def _others(ranks: int) -> float:
+    """Return the share that the other ranks of a group have."""
+    return (ranks - 1) / ranks
+
+
+def _divisions(config: MegatronBackendConfig, a: Architecture, row_length: int) -> Iterator[MegatronBackendConfig]:
+    """Yield all ways to divide this model among the ranks."""
+    ranks, local = config.num_ranks, ranks_of_machine(config) or RANKS_OF_MACHINE
+    sizes = divisors(ranks)
+    contexts = [size for size in sizes if size <= max(1, row_length // _SMALL_SHARE)]
+    experts = divisors(math.gcd(ranks, a.num_experts)) if a.num_experts else [1]
+    for tensor, pipeline, context, expert in product(divisors(math.gcd(ranks, local)), sizes, contexts, experts):
+        for expert_tensor in sorted({1, tensor}) if a.num_experts else [1]:
+            of_grid = dict(zip(_SIZES, (tensor, pipeline, 1, context, expert, expert_tensor), strict=True))
+            found = config.model_copy(update={**of_grid, "sequence_parallel": None})
+            if not any(found.division_problems(ranks)) and not any(size_problems(found, a)):
+                yield found
+
+
+def _variants(
+    config: MegatronBackendConfig, a: Architecture, row_length: int, tokens: int
+) -> Iterator[MegatronBackendConfig]:
+    """Yield layouts with these groups and micro-batches of a few rows, the fastest first."""
+    share = max(row_length, math.ceil(tokens / config.grid.data))
+    bound = min(share, max(1, _MICROBATCH // row_length) * row_length)
+    # Parts of a few layers wait less, and are sent more often.
+    parts = a.num_layers // config.pipeline // 4 if config.pipeline > 1 else 1
+    for recompute in ("none", "selective", "full"):
+        for virtual in sorted({1, max(1, parts)}):
+            changes = {"max_tokens_per_microbatch": bound, "recompute": recompute, "virtual_stages": virtual}
+            yield config.model_copy(update=changes)
+
+
+def _changes(config: MegatronBackendConfig, layout: MegatronBackendConfig) -> str:
+    """Return what to set for this layout: sizes above 1, and all that the config now has otherwise."""
+    sizes: dict[str, Any] = {key: getattr(layout, key) for key in _SIZES}
+    values = {key: size for key, size in sizes.items() if size > 1 or getattr(config, key) > 1}
+    if config.sequence_parallel is not None and config.sequence_parallel != layout.divides_tokens:
+        values["sequence_parallel"] = "null"
+    values |= {"max_tokens_per_microbatch": layout.max_tokens_per_microbatch, "recompute": layout.recompute}
+    return " ".join(f"--set backend.{key}={value}" for key, value in values.items())
+
+
+def _words(found: Candidate) -> str:
+    idle = f", {found.idle:.0%} of a step waiting for other stages" if found.idle else ""
+    return f"{_gib(found.memory.peak)}, a rank sends {_gib(found.sent)} a step{idle}"
+
+
+def _largest_part(found: Candidate) -> str:
+    name, size = max(found.memory.parts.items(), key=lambda part: part[1])
+    return f"most of it is {name}, {_gib(size)}"
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:,.1f} GiB"
