@@ -84,7 +84,7 @@ def test_what_is_written_plans_clean_and_can_be_trained(
     code, out, err = init(data, "--eval", rows(tmp_path / "test.jsonl", answered), *words, plan=True)
     assert code == 0, err
     assert "No problems found. Train with: spurline train" in out
-    assert "is plain text to go on from" not in out
+    assert "is plain text that the model continues" not in out
     assert expected.get("task", "") in out
     config = load_config(file).config
     assert config.source.name == expected["source"]

@@ -1,8 +1,8 @@
-"""One child process: a module of Python that runs beside this process and cannot outlive it.
+"""Run a Python module in a child process that exchanges messages with this process and cannot outlive it.
 
-Both ends are here. `ChildProcess` starts the module, passes messages both ways, notices its death, and ends it with
-all that it has started; the module's `main` gets a `Parent`. A message is a JSON object, one a line, on the child's
-standard input or output: never a pickle, since a process must not run what it was sent.
+The parent uses `ChildProcess`, which starts the module, passes messages both ways, notices its end, and kills it with
+all processes that it started. The module's `main` gets a `Parent`. A message is one line of JSON on the child's
+standard input or output. Pickle is not used, since unpickling a message could run code in it.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _PR_SET_PDEATHSIG = 1
 
 
 class ChildProcess:
-    """The function `main(parent)` of a module, in a process of its own. Raises OSError when it cannot be started.
+    """A child process that runs the function `main(parent)` of a module. Raises OSError if it cannot be started.
 
-    take: is called with the messages that came together. on_end: is called once, with this object, when the process has
-    ended and everything it said was taken. Both are called on a thread of this object, and return soon.
-    log: the file that its standard error is added to; None keeps it for `last_words` only.
-    folder: is removed by the child when this process dies, as nobody else could. Such a child gets no messages.
-    environment: is added to that of this process. pass_fds: open files that the child has under the same numbers.
+    take: called with messages of the child, as many as arrived together. on_end: called once, with this object, after
+    the process has ended and all its messages were taken. Both are called on a thread of this object, and must not
+    block. log: file to which the child's standard error is appended; None keeps it for `last_words` only.
+    folder: folder that the child removes if this process dies. Such a child gets no messages.
+    environment: variables added to those of this process. pass_fds: file descriptors that the child inherits.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ChildProcess:
         pass_fds: Sequence[int] = (),
     ) -> None:
         self.exit_code: int | None = None
-        """Exit code of the process: None as long as it runs, negative if a signal killed it."""
+        """Exit code of the process; None while it runs, and negative if a signal killed it."""
         self._take, self._on_end = take, on_end
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._log = tempfile.TemporaryFile() if log is None else open(log, "ab+", opener=own_file)  # noqa: SIM115 - closed by `last_words`
@@ -81,7 +81,7 @@ class ChildProcess:
                 "PYTHONPATH": os.pathsep.join(place or os.getcwd() for place in sys.path),
                 **(environment or {}),
             },
-            # A group of its own: what it starts ends with it, and Ctrl-C in a terminal is this process's to handle.
+            # With a process group of its own, it can be killed with all that it started, and Ctrl-C does not reach it.
             start_new_session=True,
             pass_fds=pass_fds,
         )
@@ -94,7 +94,7 @@ class ChildProcess:
 
     @property
     def how_it_ended(self) -> str:
-        """Such as `exit code 3`, once it has ended."""
+        """Description of the process's end, such as `exit code 3`; empty while it runs."""
         if self._trouble or self.exit_code is None:
             return self._trouble
         if self.exit_code < 0:
@@ -102,7 +102,7 @@ class ChildProcess:
         return f"exit code {self.exit_code}"
 
     def last_words(self) -> str:
-        """Return the end of its standard error."""
+        """Return the end of the process's standard error."""
         with self._log_lock:
             if not self._log.closed:
                 has_ended, log = self.exit_code is not None, self._log.fileno()
@@ -113,21 +113,21 @@ class ChildProcess:
             return self._end_of_log
 
     def send(self, message: Message) -> None:
-        """Returns at once; what a dead process is sent is lost, as `on_end` says."""
+        """Queue a message for the process, and return at once. If the process has ended, the message is lost."""
         self._outbox.put(_encode(message))
 
     def close_input(self) -> None:
-        """There will be no more messages, so that it ends by itself when it has dealt with those it has."""
+        """Close the process's input after the messages sent so far, so that it handles them and ends."""
         self._outbox.put(None)
 
     def kill(self) -> None:
-        """The process and what it has started; harmless when it has ended."""
+        """Kill the process and all processes that it started; does nothing if it has ended."""
         if self.exit_code is None:
             kill_group(self._process.pid)
 
     def end(self, patience_s: float = 0.0) -> None:
-        """Returns when it has ended, killed unless it ends by itself within `patience_s`. May be called again, but not
-        from `take` or `on_end`. Raises RunFailedError for a process that cannot be killed."""
+        """Wait up to `patience_s` for the process to end, then kill it. May be called again, but not from `take` or
+        `on_end`. Raises RunFailedError for a process that cannot be killed."""
         self.close_input()
         self._reader.join(patience_s)
         self.kill()
@@ -137,8 +137,8 @@ class ChildProcess:
             raise RunFailedError(f"Process {self.pid} was killed, but has not ended {KILL_TIMEOUT_S:g} s later.")
 
     def _live(self, start: Callable[[], subprocess.Popen[bytes]], started: Future[subprocess.Popen[bytes]]) -> None:
-        """Start it, take what it says, and see it end. Linux kills it when the thread that started it ends, so that
-        this must be the one that lives as long."""
+        """Start the process, take its messages, and wait for its end. Linux kills a child when the thread that started
+        it ends (see `end_with`), so this thread must live as long as the process."""
         try:
             self._process = start()
         except BaseException as error:  # noqa: BLE001 - raised where it is started
@@ -155,7 +155,7 @@ class ChildProcess:
                     self._process.wait(EXIT_TIMEOUT_S)
             except Exception as error:  # noqa: BLE001 - not swallowed: it is how the process ended
                 self._trouble = f"its messages cannot be read: {type(error).__name__}: {error}"
-        # Also what it has left running.
+        # Kill processes that it left running too.
         self.kill()
         self.exit_code = self._process.wait()
         self.last_words()
@@ -164,7 +164,7 @@ class ChildProcess:
 
     def _write(self) -> None:
         assert self._process.stdin is not None
-        # A dead process cannot be written to.
+        # Writing fails if the process has ended.
         with suppress(OSError), self._process.stdin as pipe:
             while (line := self._outbox.get()) is not None:
                 pipe.write(line)
@@ -176,30 +176,30 @@ class Parent:
 
     def __init__(self, arguments: list[str]) -> None:
         self.arguments = arguments
-        # What a library prints must not get between the messages.
+        # Output of libraries goes to standard error, so that it does not mix with the messages.
         self._out = os.fdopen(os.dup(1), "wb")
         os.dup2(2, 1)
         self._lock = threading.Lock()
 
     def send(self, *messages: Message) -> None:
-        """Several go in one write."""
+        """Send messages to the parent, all in one write."""
         with self._lock:
             self._out.write(b"".join(map(_encode, messages)))
             self._out.flush()
 
     def close(self) -> None:
-        """Close the pipe in a fork of this process, which has nothing to say to the parent and must not hold it."""
+        """Close the pipe to the parent. A fork of this process must do so, or the pipe would stay open."""
         self._out.close()
 
     def messages(self) -> Iterator[list[Any]]:
-        """Yield the messages of the parent, as many as came together, until it closes its end or dies."""
+        """Yield lists of messages that arrived together, until the parent closes the pipe or dies."""
         return _messages(0)
 
 
 def end_with(parent: int) -> None:
-    """Let Linux kill this process when its parent, of this id, dies: nothing else is of use while a computation hangs.
+    """Let Linux kill this process when the process of id `parent` dies, even if a computation hangs.
 
-    More exactly, when that thread of the parent ends which has started this process.
+    Linux does so when the thread ends that started this process.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -208,14 +208,14 @@ def end_with(parent: int) -> None:
 
 
 def kill_group(leader: int) -> None:
-    """Kill a process that leads a group of its own, and all that it has started there; harmless when they are gone.
+    """Kill all processes of the group that `leader` leads; does nothing if they have ended.
 
-    Call it before the leader is waited for: until then the number of the group cannot be another's.
+    Call this before waiting for the leader. After the wait, another process may get the same id.
     """
     try:
         os.killpg(leader, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
-        # It has been forked only now and leads no group yet, or has ended, which some systems answer in this way.
+        # The process was just forked and leads no group yet, or it has ended: some systems raise PermissionError then.
         with suppress(ProcessLookupError):
             os.kill(leader, signal.SIGKILL)
 
@@ -225,8 +225,8 @@ def _encode(message: Message) -> bytes:
 
 
 def _messages(pipe: int) -> Iterator[list[Any]]:
-    """Whole lines, as many as came together. A last one that was not finished says nothing: its sender was killed."""
-    # Not sys.stdin: its lock, held by a thread that reads, would break the end of the interpreter.
+    """Yield lists of messages that arrived together. An unfinished last line is dropped: its sender was killed."""
+    # sys.stdin is not used: if a thread holds its lock while reading, the interpreter crashes on exit.
     begun: list[bytes] = []
     while part := os.read(pipe, 1 << 20):
         whole, end, rest = part.rpartition(b"\n")

@@ -1,6 +1,6 @@
-"""The `spurline` command: its group of subcommands, and the messages and exit codes with which they end.
+"""The `spurline` command: its group of subcommands, its error messages and its exit codes.
 
-Commands import torch inside, so that `--help` and config errors answer at once.
+Commands import torch inside their functions, so that `--help` and config errors appear at once.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class CommandGroup(typer.core.TyperGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as stop:
-            # Typer would end the process without a word.
+            # Typer would end the process without a message.
             raise InterruptedRunError(str(stop) or "Interrupted.") from stop
 
 
@@ -116,10 +116,10 @@ def main(arguments: list[str] | None = None) -> None:
         arguments: Words of the command line; by default those of this process.
     """
     words = sys.argv[1:] if arguments is None else arguments
-    # `--debug` is accepted anywhere, since one adds it to the command that just failed.
+    # `--debug` is accepted anywhere, since users append it to the command that just failed.
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
-    # Downloads would otherwise report what they are for. The library reads this on import, in child processes too.
+    # Turn off the telemetry of huggingface_hub. It reads this variable on import, in child processes too.
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     try:
         app(words, standalone_mode=True)

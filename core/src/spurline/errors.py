@@ -18,7 +18,7 @@ class SpurlineError(Exception):
 
     exit_code = 1
     where: str | None = None
-    """The plugin and hook that raised it, where that was one; then the text begins with it."""
+    """The plugin and hook that raised the error, if it came from a hook. The text then begins with them."""
 
     def say_where(self, where: str) -> None:
         """Begin the text with this place, unless it has one already."""
@@ -27,8 +27,8 @@ class SpurlineError(Exception):
             self.args = (f"{where}: {self}",)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Let pickle carry every error of ours, with its notes, between processes of one run."""
-        # Not by calling the class, which may want other arguments than its text.
+        """Make every subclass picklable, notes included, for transfer between processes of one run."""
+        # Unpickling must not call the class, since its `__init__` may take other arguments.
         return _restored, (type(self), self.args, vars(self))
 
 
@@ -61,7 +61,7 @@ class CheckpointError(UserError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint with a file that is missing, or has not the content that was written; an earlier one may be good."""
+    """A checkpoint with a missing or changed file. An earlier checkpoint may be intact."""
 
 
 class RunDirectoryError(UserError):
@@ -73,10 +73,10 @@ class RunFailedError(SpurlineError):
 
 
 class RankFailedError(RunFailedError):
-    """A process that trained with others died, raised an error of no known kind, or did not answer in time.
+    """A training process of several died, raised an unexpected error, or did not answer in time.
 
-    rank: its number. node: its machine. pid: its process id. call: what it was to do. traceback: of its error; empty
-    where there is none.
+    rank: number of the process. node: its machine. pid: its process id. call: the call that it was to answer.
+    traceback: traceback of its error; empty if there is none.
     """
 
     def __init__(self, text: str, rank: int, node: str, pid: int, call: str, traceback: str = "") -> None:
@@ -85,11 +85,11 @@ class RankFailedError(RunFailedError):
 
 
 class BucketLostError(RunFailedError):
-    """A bucket of weights did not reach an engine, which is as it was before: it may be sent again."""
+    """A bucket of weights did not reach an engine. The engine is unchanged, so the bucket may be sent again."""
 
 
 class HookFailedError(RunFailedError):
-    """A hook of a plugin raised what is no SpurlineError; the text names both, and the cause is what it raised."""
+    """A plugin's hook raised an error that is no SpurlineError. The text names plugin and hook; the cause is set."""
 
     def __init__(self, message: str, where: str | None = None) -> None:
         super().__init__(message)
@@ -119,7 +119,7 @@ class Problem:
 class ConfigError(UserError):
     """All problems of one configuration at once.
 
-    Each line reads `FILE:LINE: KEY message`; the line number is left out where the format has none.
+    Each line of the text reads `FILE:LINE: KEY message`. The line number is left out if it is not known.
     """
 
     def __init__(self, problems: Sequence[Problem], origin: str = "config", lines: dict[str, int] | None = None):
@@ -130,11 +130,11 @@ class ConfigError(UserError):
 
     @classmethod
     def at(cls, key: str, message: str) -> ConfigError:
-        """Return the error of one problem, where no file is at hand."""
+        """Return an error with this one problem, for callers that do not know the file."""
         return cls([Problem(key, message)])
 
     def in_file(self, origin: str) -> ConfigError:
-        """The same problems with the file's name in front, where the error was made without one."""
+        """Return this error with the file's name in front, if it was made without one."""
         if self.origin != "config":
             return self
         located = ConfigError(self.problems, origin)
@@ -161,15 +161,15 @@ _NAMES_SHOWN = 100
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.7) -> str | None:
-    """Return the closest other known word, whatever its case; None if none is as close as `cutoff`, from 0 to 1."""
-    # Of names that differ in case alone, the first in the alphabet stands for all.
+    """Return the closest other known word, ignoring case; None if none is as close as `cutoff`, from 0 to 1."""
+    # If names differ in case alone, the first of them in sorted order is used.
     folded = {name.casefold(): name for name in sorted({*known} - {word}, reverse=True)}
     match = difflib.get_close_matches(word.casefold(), folded, n=1, cutoff=cutoff)
     return folded[match[0]] if match else None
 
 
 SAME_NAME = 0.8
-"""Cutoff for names of which similar ones mean different things: `gspo` must not correct `grpo`, nor `bf16` `fp16`."""
+"""Cutoff for names that look alike and mean different things: `gspo` is no typo of `grpo`, nor `bf16` of `fp16`."""
 
 
 def suggestion(word: str, known: Iterable[str], cutoff: float = 0.7) -> str:

@@ -1,7 +1,7 @@
-"""Write safetensors files from front to back: hashed while they are written, and on the disk when that is done.
+"""Write safetensors files from front to back, hash them meanwhile, and force them to disk.
 
-Arrays and tensors of any library come as `Values`, which give their bytes block by block, so that no second copy of all
-is ever there. The order in the file is that of the library safetensors, the widest dtypes first.
+Arrays and tensors of any library are passed as `Values`, which yield their bytes block by block, so that a file's
+content is never copied as a whole. Tensors with the widest dtypes come first, as in the library safetensors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from spurline.digests import FileDigest, HashedFile
 
 BLOCK_BYTES = 64 << 20
-"""Bytes that are copied from a device, hashed and written at a time."""
+"""Number of bytes that are copied from a device, hashed and written at a time."""
 
 _DTYPES = {
     "bool": "BOOL",
@@ -40,8 +40,8 @@ _DTYPES = {
 class Values:
     """The values that a file holds under one name.
 
-    dtype: as safetensors calls it. item_bytes: of one value. num_bytes: of all. blocks: iterates over all bytes, little
-    end first, as contiguous memoryviews of single bytes.
+    dtype: safetensors name of the dtype. item_bytes: bytes of one value. num_bytes: bytes of all values. blocks:
+    function that iterates over all bytes, in little-endian order, as contiguous memoryviews of single bytes.
     """
 
     dtype: str
@@ -52,7 +52,7 @@ class Values:
 
 
 def write_tensor_file(path: Path, tensors: Mapping[str, Values], metadata: Mapping[str, str]) -> FileDigest:
-    """Write a new file; returns its digest when it is safe on the disk. Raises OSError."""
+    """Write a new file, force it to disk, and return its digest. Raises OSError."""
     ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].item_bytes, item[0])))
     with HashedFile(path) as file:
         file.write(header_of(ordered, metadata))
@@ -63,7 +63,7 @@ def write_tensor_file(path: Path, tensors: Mapping[str, Values], metadata: Mappi
 
 
 def header_of(tensors: Mapping[str, Values], metadata: Mapping[str, str]) -> bytes:
-    """Return the header of a file that has them in this order, its own length included."""
+    """Return the header of a file with these tensors in this order. It begins with its length."""
     entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, values in tensors.items():
@@ -81,7 +81,7 @@ def can_hold(array: NDArray[np.generic]) -> bool:
 
 
 def values_of_array(array: NDArray[np.generic]) -> Values:
-    """Yield the values of an array that `can_hold` is true of."""
+    """Return the values of an array, for which `can_hold` must be true."""
 
     def blocks() -> Iterator[memoryview]:
         flat = np.ascontiguousarray(array).reshape(-1)

@@ -1,6 +1,6 @@
-"""Leave secrets out of what is written down about a config: run directory, checkpoints, report and trackers.
+"""Hide secrets in configs that are written to the run directory, checkpoints, reports and trackers.
 
-A config should hold no secrets, but settings that pass variables and arguments on, and addresses, can.
+A config should hold no secrets. But URLs can, and so can settings for environment variables and arguments.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ HIDDEN = "(hidden)"
 """The text that stands for a secret."""
 
 _NAME = re.compile(
-    # Of an environment variable, or of a setting or argument; `eos_token` and `sort_key` are none.
+    # Names of environment variables, settings and arguments. `eos_token` and `sort_key` are not secrets.
     r"[A-Z0-9_]*(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS)|token|[Aa]uthorization"
     r"|([\w-]+[_-])?(api[_-]?key|(hf|access|auth)[_-]token|password|passwd|secret)"
 )
@@ -21,8 +21,8 @@ _LOGIN_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 
 def hide_secrets(value: Any) -> Any:
-    """A copy of these plain JSON values in which texts by the name of a secret, also several in a list, and logins in
-    URLs, are HIDDEN."""
+    """Return a copy of these JSON values in which secrets are replaced by HIDDEN. Secrets are texts, or lists of texts,
+    under the name of a secret, and logins in URLs."""
     if isinstance(value, Mapping):
         values = cast("Mapping[str, Any]", value)
         return {
@@ -35,7 +35,7 @@ def hide_secrets(value: Any) -> Any:
 
 
 def _has_text(value: Any) -> bool:
-    """Return whether it is a text or a list with one; empty ones, numbers and sections are no secrets."""
+    """Return whether the value is a non-empty text, or a list that contains one."""
     if isinstance(value, (list, tuple)):
         return any(isinstance(inner, str) and inner for inner in cast("list[Any]", value))
     return isinstance(value, str) and bool(value)

@@ -1,7 +1,6 @@
-"""Two-phase loading: read `plugins`, load them, then validate everything against the model they complete.
+"""Load a config in two phases: read and load `plugins`, then validate the file with the sections that plugins add.
 
-In: a file path or a mapping, and `key=value` overrides. Out: `LoadedConfig`, the frozen config with the plugin host it
-was validated against. Errors list every problem at once, with file, line, key path and nearest fix.
+Errors list every problem at once, with file, line, key path and nearest fix.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class LoadedConfig:
         host: The loaded plugins.
         origin: File name for messages.
         file: The file it was read from; None for a mapping.
-        overrides: What `--set` said, as given.
+        overrides: The values of `--set`, as given.
     """
 
     config: RunConfig
@@ -52,11 +51,11 @@ class LoadedConfig:
     overrides: tuple[str, ...] = ()
 
     def resolved(self) -> dict[str, Any]:
-        """Return every setting, defaults included, as plain JSON-able values to be written down; secrets are hidden."""
+        """Return every setting, defaults included, as JSON-able values with secrets hidden."""
         return hide_secrets(self.config.model_dump(mode="json"))
 
     def train_command(self, *options: str) -> str | None:
-        """Return the command line that trains this config, with further options; None when it came from no file."""
+        """Return the command line that trains this config, with further options; None if it came from no file."""
         if self.file is None:
             return None
         sets = [word for override in self.overrides for word in ("--set", override)]
@@ -64,7 +63,7 @@ class LoadedConfig:
 
 
 def as_loaded(config: LoadedConfig | Path | str | Mapping[str, Any]) -> LoadedConfig:
-    """Return a loaded config as it is, and load what `load_config` takes."""
+    """Return a loaded config unchanged, and load a path or mapping with `load_config`."""
     return config if isinstance(config, LoadedConfig) else load_config(config)
 
 
@@ -78,12 +77,12 @@ def load_config(
     """Load and validate a configuration.
 
     Args:
-        source: Path of a YAML or TOML file, or a mapping of the same shape. In a mapping, rows, functions, a model and
-            a tokenizer may stand for their paths; all but functions are written below its run_dir.
+        source: Path of a YAML or TOML file, or a mapping of the same shape. A mapping may hold rows, functions, a model
+            and a tokenizer instead of their paths; all but functions are then saved below its run_dir.
         overrides: `key.path=value` strings.
         available: Installed plugins; read from package metadata when None.
-        recorded: Whether this is the record of a run, with every default spelled out. It passed the checks across
-            sections when the run started, and they are not made again.
+        recorded: Whether this is the record of a run, with every default written out. Checks across sections are then
+            skipped, since they passed when the run started.
 
     Raises:
         ConfigError: Lists all problems.
@@ -99,7 +98,7 @@ def load_config(
     takes_objects = isinstance(source, Mapping) and not recorded
     keeper = _keeper(host.registry, document.values) if takes_objects else None
     place = ConfigPlace(folder, recorded, None if recorded else document.values, keeper)
-    # A closure may hold a model. It is forgotten with the last copy of this config, since every copy holds the host.
+    # A function's closure may hold a model. Functions are released with the host, which every copy of the config holds.
     weakref.finalize(host, forget, place.functions)
     try:
         config = model.model_validate(values, context=place)
@@ -115,9 +114,9 @@ def load_config(
 
 
 def _without_absent_sections(values: Mapping[str, Any], registry: Registry, *, only_null: bool) -> dict[str, Any]:
-    """Leave out sections of plugins that are not here: a run writes down every default.
+    """Leave out sections of plugins that are not enabled, which the record of a run contains with their defaults.
 
-    only_null: Keep those that say something.
+    only_null: Leave out only sections that are null.
     """
     kept = dict(values)
     for owner, _, key in (name.rpartition(".") for name in section_names() if name not in registry.sections):
@@ -129,18 +128,18 @@ def _without_absent_sections(values: Mapping[str, Any], registry: Registry, *, o
 
 
 def _keeper(registry: Registry, values: Mapping[str, Any]) -> KeepsObjects | None:
-    """Return the keeper of objects below the run_dir of these settings; None if no plugin has one."""
+    """Return the component that saves objects below the run_dir of these settings; None if no plugin has one."""
     if registry.keeper is None:
         return None
     run_dir = str(values.get("run_dir", RunConfig.model_fields["run_dir"].default))
-    # The setting's own rules say what is wrong with it.
+    # If run_dir is invalid, validation reports it later.
     with suppress(PydanticCustomError):
         run_dir = expanded(run_dir)
     return resolve(registry.keeper, "keeper of objects of a Python program")(Path(run_dir).absolute())
 
 
 def _with_defaults_of_source(values: Mapping[str, Any], registry: Registry) -> dict[str, Any]:
-    """Add the components that the chosen source takes where the file names none."""
+    """Add the components that the chosen source uses by default, where the file names none."""
     completed = dict(values)
     for setting, default in _run_defaults(values.get("source"), registry).items():
         given = completed.setdefault(setting, {})
@@ -150,7 +149,7 @@ def _with_defaults_of_source(values: Mapping[str, Any], registry: Registry) -> d
 
 
 def _run_defaults(value: Any, registry: Registry) -> Mapping[str, str]:
-    """Return the run's defaults with this source; one that decorates another has that one's too."""
+    """Return the `run_defaults` of this source. If it decorates another source, those of that source are included."""
     source: Any = expand_shorthand(value, "name")
     settings: Mapping[str, Any] = cast("Mapping[str, Any]", source) if isinstance(source, Mapping) else {}
     name: Any = settings.get("name")
@@ -164,7 +163,7 @@ def _run_defaults(value: Any, registry: Registry) -> Mapping[str, str]:
 
 
 def _config_error(problems: Sequence[Problem], document: Document) -> ConfigError:
-    """Return the error for these problems in file order, with a note on those of overridden settings."""
+    """Return the error for these problems in file order, with a note on each setting that `--set` gave."""
     ordered = sorted(problems, key=lambda problem: line_of(problem.key, document.lines) or 0)
     told = [Problem(each.key, f"{each.message}{_note_of_override(each.key, document)}") for each in ordered]
     return ConfigError(told, document.origin, document.lines)

@@ -1,1 +1,1 @@
-"""dataset -> tokens -> order -> batch."""
+"""Tokenized data of a run: stores of samples, their order in training, and collators that make batches."""

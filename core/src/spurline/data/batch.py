@@ -1,9 +1,9 @@
-"""`TrainingBatch`: row-aligned columns, the one form in which data reaches a backend.
+"""Define `TrainingBatch`, the row-aligned columns in which all data reaches a backend.
 
-Place on the way: collator -> TrainingBatch -> mini-batches -> backend. SFT and RL use the same columns; a padded batch
-is a packed batch with one segment per row. Everything that belongs to a row is selected, padded and joined by the
-methods here and nowhere else, so columns cannot go out of line. A segment is one sequence, even if several share a row,
-so sums by sequence come from the methods here and never from sums over rows.
+A collator makes the batch, the update cuts it into mini-batches, and the backend trains on them. SFT and RL use the
+same columns. A padded batch is a packed batch with one segment per row. The methods here alone select, pad and join
+rows, so that columns stay aligned. A segment is one sequence, and several may share a row, so sums by sequence come
+from the functions here and never from sums over rows.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ TOKEN_COLUMNS: dict[str, torch.dtype] = {
     "position_ids": torch.int32,
     "loss_weights": torch.float32,
 }
-"""Columns every batch has, `[rows, length]`, aligned to the token position. On the host ids and positions are narrow,
-which halves what is written and copied; on the device, where they are indices, they are int64. A collator may make them
-int64 as well."""
+"""Columns that every batch has, `[rows, length]`, aligned to the token position. On the host, ids and positions are
+narrow to save memory and copying; on the device they are int64, as indices must be. A collator may also make them
+int64."""
 
 MAY_BE_WIDE = ("input_ids", "position_ids")
 """Columns that may be int64 on the host too."""
@@ -45,12 +45,12 @@ OPTIONAL_TOKEN_COLUMNS: dict[str, torch.dtype] = {
     "pair_ids": torch.int32,
 }
 """Columns that RL and preference data add. `pair_ids` is n on the chosen answer of the batch's n-th pair, from 1, and
--n on the rejected one. `routed_experts` is `[rows, length, layers, top_k]`: the experts of the model's decoder layers
-that the engine chose while it computed the token AT this position, -1 where it computed none. `correction_factors` are
-those of `Corrected`: they weigh the policy's loss and are applied when the optimizer step is reduced, never before."""
+-n on the rejected one. `routed_experts` is `[rows, length, layers, top_k]`: the experts in each decoder layer that the
+engine chose when it computed the token AT this position, or -1. `correction_factors` are the factors of `Corrected`;
+they weigh the policy's loss, and are applied only when the optimizer step is reduced."""
 
 ROUTED_EXPERTS = "routed_experts"
-"""Name of the one column that is read at all tokens, not only where there is loss."""
+"""Name of the only column that is read at all tokens, not just at tokens with loss."""
 
 SEGMENT_COLUMNS: dict[str, Any] = {"uid": object, "sample": np.int32, "turn": np.int32, "length": np.int32}
 """Ragged metadata, one value per segment: prompt uid (str), sample of the group, turn, tokens."""
@@ -58,7 +58,7 @@ SEGMENT_COLUMNS: dict[str, Any] = {"uid": object, "sample": np.int32, "turn": np
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """Rows of tokens with everything that belongs to them. Read-only; valid until `release()`.
+    """Rows of tokens with all columns that belong to them. The batch is read-only, and valid until `release()`.
 
     tokens: column name -> tensor `[R, L, ...]`; at least TOKEN_COLUMNS.
         `segment_ids` is 0 on padding and 1, 2, ... on the sub-sequences of a row; `position_ids` restart in each.
@@ -68,7 +68,7 @@ class TrainingBatch:
     unit_ids: int64 [R]; rows with one unit id (preference pairs) stay in one micro-batch and on one rank.
     is_padding_row: bool [R]; rows without tokens that fill up a data-parallel rank.
     info: numbers about the layout for metrics, such as `packing/fill` in 0..1.
-    on_release: returns reused buffers to their owner.
+    on_release: called by `release()` to return reused buffers to their owner.
     """
 
     tokens: Mapping[str, Tensor]
@@ -88,17 +88,17 @@ class TrainingBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are not padding."""
+        """Return the number of tokens without padding."""
         return int(torch.count_nonzero(self.tokens["segment_ids"]))
 
     @property
     def num_loss_tokens(self) -> int:
-        """Tokens with a loss weight other than 0."""
+        """Return the number of tokens with a loss weight other than 0."""
         return int(torch.count_nonzero(self.tokens["loss_weights"]))
 
     @property
     def num_trained_segments(self) -> int:
-        """Segments that have such a token. The others are computed or not, as their neighbours in a row want it."""
+        """Return the number of segments with such tokens. Others are computed only if they share a row with one."""
         rows, places = torch.nonzero(self.tokens["loss_weights"], as_tuple=True)
         if len(rows) == 0:
             return 0
@@ -121,7 +121,7 @@ class TrainingBatch:
         )
 
     def between(self, start: int, stop: int) -> TrainingBatch:
-        """The rows from `start` to before `stop`, without a copy: views of the columns, valid as long as these are."""
+        """Return the rows from `start` to before `stop` as views of the columns, valid as long as this batch is."""
         return replace(
             self,
             tokens={name: column[start:stop] for name, column in self.tokens.items()},
@@ -132,7 +132,7 @@ class TrainingBatch:
         )
 
     def pad_rows(self, multiple: int) -> TrainingBatch:
-        """The same rows plus marked, weightless rows up to a multiple of `multiple` (also from 0 rows)."""
+        """Return the batch with padding rows appended, up to a multiple of `multiple` (also for a batch of 0 rows)."""
         target = max(multiple, -(-self.num_rows // multiple) * multiple)
         missing = target - self.num_rows
         if missing == 0:
@@ -151,7 +151,7 @@ class TrainingBatch:
         )
 
     def without_padding_rows(self) -> TrainingBatch:
-        """The real rows only; the inverse of `pad_rows`. Where they come first these are views, as of `between`."""
+        """Return the batch without padding rows: the inverse of `pad_rows`. If they are last, columns are views."""
         real = torch.nonzero(~self.is_padding_row).flatten()
         if len(real) == self.num_rows:
             return self
@@ -159,7 +159,7 @@ class TrainingBatch:
         return self.between(0, len(real)) if are_first else self.take(real)
 
     def drop_padding_rows(self, values: Tensor) -> Tensor:
-        """`values` [R, ...] computed for this batch, without those of padding rows."""
+        """Return `values` [R, ...], which were computed for this batch, without padding rows."""
         assert values.shape[0] == self.num_rows, (values.shape, self.num_rows)
         padding = self.is_padding_row.to(values.device)
         return values[~padding] if bool(padding.any()) else values
@@ -170,7 +170,7 @@ class TrainingBatch:
 
     @staticmethod
     def concatenate(batches: Sequence[TrainingBatch]) -> TrainingBatch:
-        """The rows of all batches; shorter ones are padded on the right. Unit ids stay distinct between batches."""
+        """Join the rows of all batches, padding shorter rows on the right. Unit ids stay distinct between batches."""
         length = max(batch.length for batch in batches)
         offsets = np.cumsum([0] + [int(batch.unit_ids.max()) + 1 if batch.num_rows else 0 for batch in batches[:-1]])
         first = batches[0]
@@ -186,7 +186,7 @@ class TrainingBatch:
         )
 
     def release(self) -> None:
-        """Give the buffers back; no column may be read after this."""
+        """Return the buffers to their owner. No column may be read after this."""
         if self.on_release is not None:
             self.on_release()
 
@@ -240,23 +240,23 @@ def _check_segments(batch: TrainingBatch) -> None:
 
 
 def segment_numbers(batch: TrainingBatch) -> Tensor:
-    """int64 [R, L]: a number for each segment of the batch, distinct between rows; padding has one of its own per row.
+    """Return the segment number of each token, int64 [R, L]. Numbers are distinct between rows.
 
-    Segment s of row r, both as they are counted in the batch (s from 1), has number r * (S + 1) + s, with S the most
-    segments of any row.
+    Segment s of row r has number r * (S + 1) + s. S is the largest number of segments in a row, s counts from 1, and
+    padding has s = 0.
     """
     ids = batch.tokens["segment_ids"].long()
     return ids + numbers_per_row(batch) * torch.arange(batch.num_rows).unsqueeze(1)
 
 
 def numbers_per_row(batch: TrainingBatch) -> int:
-    """Segment numbers that each row takes up: one for padding, and one for each segment of the fullest row."""
+    """Return how many segment numbers a row takes: one for padding, and one for each segment of the fullest row."""
     ids = batch.tokens["segment_ids"]
     return int(ids.max()) + 1 if ids.numel() else 1
 
 
 def sums_by_number(values: Tensor, numbers: Tensor) -> Tensor:
-    """float64 [numbers]: the sum of the values under each number; both arguments have one shape."""
+    """Return the sum of the values with each number, float64 [numbers]. Both arguments have the same shape."""
     size = int(numbers.max()) + 1 if numbers.numel() else 1
     return torch.zeros(size, dtype=torch.float64).index_add_(0, numbers.flatten(), values.flatten().double())
 
@@ -293,7 +293,7 @@ class Ragged:
         return self.values[self.offsets[row] : self.offsets[row + 1]]
 
     def counts(self) -> NDArray[np.int64]:
-        """Number of values in each row, int64 [R]."""
+        """Return the number of values in each row, int64 [R]."""
         return np.diff(self.offsets)
 
     def take(self, rows: NDArray[np.int64]) -> Ragged:
@@ -307,11 +307,11 @@ class Ragged:
         return Ragged(self.values[first:last], self.offsets[start : stop + 1] - first)
 
     def append_empty(self, count: int) -> Ragged:
-        """The same rows and `count` rows without values after them."""
+        """Return the column with `count` rows appended that have no values."""
         return Ragged(self.values, self._longer_offsets(count))
 
     def _selection(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Where the values of these rows lie, and the offsets they get."""
+        """Return the indices of the values of these rows, and the new offsets."""
         counts = self.counts()[rows]
         offsets = _offsets(counts)
         return np.arange(int(offsets[-1])) + np.repeat(self.offsets[rows] - offsets[:-1], counts), offsets
@@ -328,21 +328,21 @@ class Ragged:
 
 
 def _offsets(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """int64 [R + 1], where the values of each row begin and the last ones end."""
+    """Return where the values of each row begin and where those of the last row end, int64 [R + 1]."""
     offsets = np.zeros(len(counts) + 1, dtype=np.int64)
     np.cumsum(counts, out=offsets[1:])
     return offsets
 
 
 class LazyRagged(Ragged):
-    """A ragged column whose values are made when somebody first reads them.
+    """A ragged column whose values are computed when they are first read.
 
-    For values that most batches never need, such as the names of samples. Selecting rows does not read them either;
-    pickling does. compute: what makes all values; it must not depend on anything that changes later.
+    It is for values that most batches never need, such as the names of samples. Selecting rows does not compute them,
+    but pickling does. compute: function that returns all values. Its result must not change over time.
     """
 
     def __init__(self, compute: Callable[[], NDArray[Any]], offsets: NDArray[np.int64]) -> None:
-        # Frozen, so fields are set past __setattr__; no check of the number of values, which are not there yet.
+        # The dataclass is frozen, so set fields in __dict__. The values do not exist yet, so they are not checked.
         self.__dict__.update(_compute=compute, offsets=offsets)
 
     @functools.cached_property

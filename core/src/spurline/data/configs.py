@@ -34,15 +34,15 @@ class PackedCollatorConfig(CollatorConfig):
     pad_to_max: bool = False
     """Make every row exactly `max_tokens` long; otherwise rows are as long as the fullest one."""
     algorithm: Literal["auto", "ffd", "bfd", "multifit"] = "auto"
-    """First-fit-decreasing; best-fit-decreasing; or first-fit-decreasing with rows evened out over all ranks. `auto` is
-    `multifit` where several ranks share a batch, which would wait for each other, and else `ffd`."""
+    """`ffd` is first-fit-decreasing, `bfd` best-fit-decreasing, and `multifit` balances the rows of all ranks, so that
+    none waits for others. `auto` is `multifit` if several ranks share a batch, else `ffd`."""
 
     @property
     def row_capacity(self) -> int:
         return self.max_tokens
 
     def algorithm_for(self, num_ranks: int) -> Literal["ffd", "bfd", "multifit"]:
-        """num_ranks: that share a batch."""
+        """Return the algorithm for a batch that is shared by `num_ranks` ranks."""
         if self.algorithm != "auto":
             return self.algorithm
         return "multifit" if num_ranks > 1 else "ffd"

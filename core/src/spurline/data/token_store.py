@@ -1,7 +1,7 @@
-"""Tokenized samples as flat arrays: the form in which data waits to be batched.
+"""Hold tokenized samples as flat arrays, from which batches are made.
 
-Place on the way: tokenization -> TokenStore -> (indices of a step) TokenView -> collator. In memory here; a plugin may
-back the same arrays by memory-mapped files, since nothing but numpy indexing is used. Imports no torch.
+Tokenization fills a `TokenStore`, and a collator reads the `TokenView` of a step's indices. The arrays are in memory
+here. A plugin may use memory-mapped files, since readers only need numpy indexing. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from numpy.typing import DTypeLike, NDArray
 
 
 def as_array(values: Any, dtype: DTypeLike) -> NDArray[Any]:
-    """`values` as a numpy array of `dtype`; an array that already is one is returned as it is.
+    """Return `values` as a numpy array of `dtype`, without a copy if they are one already.
 
-    Tensors are detached and moved to the CPU first; bfloat16, which numpy does not know, goes through float32.
+    Tensors are detached and moved to the CPU first. Float tensors become float32, since numpy has no bfloat16.
     """
     if isinstance(values, np.ndarray):
         return np.asarray(values, dtype=dtype)
@@ -33,9 +33,9 @@ def as_array(values: Any, dtype: DTypeLike) -> NDArray[Any]:
 class TokenStore:
     """Samples in file order, one after another in flat arrays.
 
-    tokens: int32 [T]. loss_mask: uint8 [T], 1 where predicting that token is trained.
+    tokens: int32 [T]. loss_mask: uint8 [T], 1 for tokens that count in the loss.
     offsets: int64 [N + 1]; sample i is tokens[offsets[i]:offsets[i + 1]].
-    source: int32 [N], which dataset each sample is from. row: int64 [N], its row there.
+    source: int32 [N], number of each sample's dataset. row: int64 [N], number of its row in that dataset.
     labels: name of each dataset, for uids and reports.
     """
 
@@ -50,32 +50,29 @@ class TokenStore:
         return len(self.offsets) - 1
 
     def lengths(self) -> NDArray[np.int64]:
-        """Tokens of each sample, int64 [N]."""
+        """Return the number of tokens of each sample, int64 [N]."""
         return np.diff(self.offsets)
 
     def sizes(self) -> tuple[int, ...]:
-        """Number of samples from each dataset, in the order of `labels`."""
+        """Return the number of samples from each dataset, in the order of `labels`."""
         return tuple(np.bincount(self.source, minlength=len(self.labels)).tolist())
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Hex digest of everything training can see: tokens, masks, offsets, sources. A mapped store knows it already.
-
-        See `fingerprint_of` for how it is made of one digest per array.
-        """
+        """Hex digest of all that training reads: tokens, masks, offsets and sources (see `fingerprint_of`)."""
         return fingerprint_of(
             xxhash.xxh3_128_hexdigest(np.ascontiguousarray(array).data)
             for array in (self.tokens, self.loss_mask, self.offsets, self.source)
         )
 
     def uid(self, index: int) -> str:
-        """Name of a sample for people: `LABEL:ROW`, the row counted from 0 in its dataset."""
+        """Return the name of a sample for messages: `LABEL:ROW`, with the row counted from 0 in its dataset."""
         return f"{self.labels[int(self.source[index])]}:{int(self.row[index])}"
 
     def view(self, indices: NDArray[np.int64]) -> TokenView:
-        """Return the chosen samples, in that order; no tokens are copied.
+        """Return the samples of these indices, in their order, without copying tokens.
 
-        Every reader of samples comes through here, so a store on disk can check what it is about to hand out.
+        All readers of samples call this method, so a store on disk can check here that its files are intact.
         """
         return TokenView(self, np.asarray(indices, dtype=np.int64))
 
@@ -91,21 +88,21 @@ class TokenView:
         return len(self.indices)
 
     def lengths(self) -> NDArray[np.int64]:
-        """Tokens of each chosen sample, int64 [n]."""
+        """Return the number of tokens of each sample of the view, int64 [n]."""
         return self.store.offsets[self.indices + 1] - self.store.offsets[self.indices]
 
     def tokens(self, position: int) -> NDArray[np.int32]:
-        """Token ids of the sample at this position of the view, int32 [length]; do not write to it."""
+        """Return the token ids of the sample at this position of the view, int32 [length]; do not write to them."""
         start, stop = self._bounds(position)
         return self.store.tokens[start:stop]
 
     def loss_mask(self, position: int) -> NDArray[np.uint8]:
-        """Loss mask of the sample at this position of the view, uint8 [length]; do not write to it."""
+        """Return the loss mask of the sample at this position of the view, uint8 [length]; do not write to it."""
         start, stop = self._bounds(position)
         return self.store.loss_mask[start:stop]
 
     def uid(self, position: int) -> str:
-        """Name of the sample at this position of the view."""
+        """Return the name of the sample at this position of the view."""
         return self.store.uid(int(self.indices[position]))
 
     def _bounds(self, position: int) -> tuple[int, int]:
@@ -115,12 +112,12 @@ class TokenView:
 
 @dataclass(frozen=True)
 class Tokenized:
-    """The usable samples, and how many were left out or cut and why.
+    """The usable samples, with counts of the samples that were left out or cut.
 
-    dropped: reason -> samples left out. truncated: samples cut to `max_length`.
-    examples: reason -> location of the first sample it happened to.
-    ignored: what the chat template leaves out -> samples that are trained on without it (`data.on_ignored: warn`).
-    summary: what `summarize` would find, when it is known already; it is then not looked for.
+    dropped: number of samples left out, by reason. truncated: number of samples cut to `max_length`.
+    examples: location of the first affected sample, by reason.
+    ignored: number of samples that are trained on without content that the chat template leaves out, by content.
+    summary: result of `summarize` if it is known already.
     notes: lines to show the user when the run starts, such as why a cache was rebuilt.
     """
 
@@ -135,8 +132,8 @@ class Tokenized:
 
 @dataclass(frozen=True)
 class Count:
-    """Rows that met one fate. reason: why they were left out; empty for samples cut to `max_length`. kept: they are
-    samples all the same, and `reason` is what the chat template leaves out of them."""
+    """Number of rows that were left out or changed for one reason. reason: why; empty for samples cut to `max_length`.
+    kept: True if the rows are samples, and `reason` names the content that the chat template leaves out of them."""
 
     reason: str
     count: int
@@ -146,10 +143,10 @@ class Count:
 
 @dataclass(frozen=True)
 class SampleBlock:
-    """Usable samples of one dataset, end to end, and counts of its other rows.
+    """Usable samples of one dataset, joined into flat arrays, and counts of its other rows.
 
-    source: number of the dataset. tokens: int32 [T]. loss_mask: uint8 [T]. lengths, rows: int64 [n], tokens of each
-    sample and its row in the dataset. num_rows: rows the block was made of.
+    source: number of the dataset. tokens: int32 [T]. loss_mask: uint8 [T]. lengths: int64 [n], tokens of each sample.
+    rows: int64 [n], row of each sample in the dataset. num_rows: number of rows that were encoded for the block.
     """
 
     source: int
@@ -167,7 +164,7 @@ class SampleBlock:
 
 
 class SampleSink(Protocol):
-    """A place for tokenized samples: into memory (TokenStoreBuilder) or to disk."""
+    """Takes tokenized samples, and keeps them in memory (TokenStoreBuilder) or on disk."""
 
     def extend(self, block: SampleBlock) -> None:
         """Append the samples of a block."""
@@ -209,15 +206,15 @@ class TokenStoreBuilder:
 
 
 def fingerprint_of(digests: Iterable[str]) -> str:
-    """`TokenStore.fingerprint` from the xxh3-128 hex digests of tokens, loss_mask, offsets and source, in that order.
+    """Return the `TokenStore.fingerprint` for the xxh3-128 hex digests of tokens, loss_mask, offsets and source.
 
-    One digest per array, so that a writer can keep all four while samples stream past.
+    Each array has its own digest, so that a writer can update all four while it streams samples to disk.
     """
     return xxhash.xxh3_128_hexdigest("\0".join(digests).encode())
 
 
 def keys_of_samples(store: TokenStore, indices: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Return a hash of the tokens of each of these samples, equal for equal ones. Each takes two microseconds."""
+    """Return a hash of the tokens of each of these samples. One hash takes about two microseconds."""
     view = store.view(indices)
     return np.array(
         [xxhash.xxh3_64_intdigest(np.ascontiguousarray(view.tokens(i)).data) for i in range(len(view))], np.uint64
@@ -233,17 +230,15 @@ IGNORED = "ignored"
 """Prefix of the key in `Tokenized.examples` for the first row whose content the chat template leaves out in part."""
 
 EMPTY_ANSWER = "empty_answer"
-"""Counted as what a template leaves out is: the row is a sample, and trains an answer of nothing but its end."""
+"""Key in `Tokenized.ignored` for rows with an empty answer. They are samples that train the end token alone."""
 
 HISTOGRAM_BINS = 40
 
 
 def summarize(tokenized: Tokenized) -> dict[str, Any]:
-    """JSON-able summary: samples, tokens, loss_share (0..1), dropped by reason, truncated, histogram of lengths, notes.
+    """Return a JSON-able summary of the samples. `longest_at` is the uid of the longest sample.
 
-    `longest` is the length of the longest sample, `longest_at` its uid.
-
-    Reads every loss mask, unless the tokenization brought its summary along.
+    Reads every loss mask, unless `tokenized` has a summary.
     """
     store = tokenized.store
     lengths = store.lengths()
@@ -269,7 +264,7 @@ def summarize(tokenized: Tokenized) -> dict[str, Any]:
 
 
 def _histogram(lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Counts and edges of bins that are a whole number of tokens wide, so that no bin is favoured by rounding."""
+    """Return counts and edges of bins. All bins have the same width in whole tokens, so rounding favours none."""
     if not len(lengths):
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
     shortest, longest = int(lengths.min()), int(lengths.max())
@@ -280,9 +275,9 @@ def _histogram(lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[n
 
 
 def describe(name: str, summary: dict[str, Any]) -> list[str]:
-    """The same as lines of text, with a line for each reason that left samples out.
+    """Return a summary as lines of text, with a line for each reason why samples were left out.
 
-    Of data that is not tokenized beforehand, `prompts` is all that is known.
+    If data is not tokenized beforehand, its summary has the number of `prompts` and notes only.
     """
     if "prompts" in summary:
         return [f"{name}: {summary['prompts']:,} prompts", *(f"  {note}" for note in summary.get("notes", ()))]

@@ -1,9 +1,9 @@
 """Find, check, order and load plugins, and call their hooks.
 
 A plugin is an entry point of group `spurline.plugins` whose module defines `PLUGIN` and hookimpls. The host imports
-those that the config lists, and those of `DEFAULT_PLUGINS` that are installed. `PluginHost` is the typed facade over
-pluggy; one host exists per run and per process, and a child process builds its own from the plugin names. Hookimpls are
-checked before pluggy registers them: it would ignore a misspelled hook or a defaulted argument silently.
+the plugins that the config lists, and those of `DEFAULT_PLUGINS` that are installed. `PluginHost` is a typed facade
+over pluggy. Each run has one host in each process, and child processes make theirs from the names of plugins. Hookimpls
+are checked before pluggy registers them, since it silently ignores misspelled hooks and arguments with defaults.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from spurline.plugins.official import DEFAULT_PLUGINS, OFFICIAL, install_command
 from spurline.plugins.registry import CORE, ComponentRegistrar, Registry
 
 API_VERSION = 1
-"""Version of the plugin interface; a plugin states the one it was written for."""
+"""Version of the plugin interface. A plugin states the version that it was written for."""
 
 ENTRY_POINT_GROUP = "spurline.plugins"
 COMMAND_GROUP = "spurline.commands"
@@ -40,10 +40,10 @@ class Plugin:
     """The declaration `PLUGIN` of a plugin module.
 
     Attributes:
-        name: As in the config's `plugins` list, and as the key of its config section.
+        name: Name in the config's `plugins` list, and key of the plugin's config section.
         api: Version of the plugin interface it was written for, `spurline.plugins.API_VERSION` today.
         config: Section subclass for the top-level key `name`, or None.
-        requires: Plugins that must be listed too.
+        requires: Names of plugins that must be listed too.
     """
 
     name: str
@@ -110,10 +110,9 @@ class PluginHost:
         """Load core, the default plugins that are installed, and the named plugins, in this order.
 
         Args:
-            names: As the config lists them: a plugin, which may be a default one, or `-NAME` to leave a default one
-                out.
-            available: What is installed, in place of what package metadata says; default plugins are looked for there
-                and in the metadata.
+            names: Names of plugins as in the config. `-NAME` leaves out a default plugin.
+            available: Installed plugins, instead of those in package metadata. Default plugins are searched for in
+                both.
 
         Raises:
             PluginError: A plugin is missing, or incompatible with this core.
@@ -135,8 +134,8 @@ class PluginHost:
 
         Args:
             implementations: An object with methods that are marked `@hookimpl`.
-            name: A name for them. They belong to the plugin whose hook attaches them; outside of hooks, to the part of
-                the name before a slash.
+            name: A name for the object. It belongs to the plugin whose hook attaches it. Outside of hooks, it belongs
+                to the plugin that the part of the name before a slash names.
 
         Raises:
             PluginError: A name is taken, or a hook is implemented wrongly.
@@ -150,12 +149,12 @@ class PluginHost:
         self._manager.register(self._named(implementations, self.calls.plugin or name.partition("/")[0]), name)
 
     def detach(self, name: str) -> None:
-        """Take back what was attached under this name."""
+        """Remove the object that was attached under this name."""
         self._manager.unregister(name=name)
 
     @contextmanager
     def attachments(self) -> Generator[None]:
-        """Enter a context at whose end all that was attached within it is taken back."""
+        """Return a context that removes, at its end, all objects that were attached within it."""
         before = {name for name, _ in self._manager.list_name_plugin()}
         try:
             yield
@@ -182,14 +181,14 @@ class PluginHost:
         }
         for name, registrar in registrars.items():
             self._register_components(name, lambda implementation, given=registrar: implementation(given))
-        # A plugin may add to a kind, and implement a hook, of one that is listed after it.
+        # A plugin may add to a kind, or implement a hook, of a plugin that is listed after it.
         for name, registrar in registrars.items():
             self._register_components(name, lambda _, given=registrar: given.finish(replacing=False))
         for name, registrar in registrars.items():
             self._register_components(name, lambda _, given=registrar: given.finish())
             for module in registrar.hookspecs:
                 self._add_hookspecs(module, self.plugins[name].distribution)
-        # pluggy calls the last registered first, so registering in reverse makes list order the call order.
+        # pluggy calls the plugin registered last first. Register in reverse, so that calls are in the list's order.
         for name, plugin in reversed(list(self.plugins.items())):
             check_hookimpls(plugin.module, name, self._hookspecs)
             self._manager.register(self._named(plugin.module, name), name)
@@ -198,7 +197,7 @@ class PluginHost:
     def _add_hookspecs(self, module: ModuleType, distribution: str) -> None:
         added = hooks_of(module)
         for name in added.keys() & self._hookspecs.keys():
-            raise PluginError(f"{distribution} opens the hook '{name}', which there is already. Give it another name.")
+            raise PluginError(f"{distribution} defines the hook '{name}', which exists already. Give it another name.")
         if not added:
             raise PluginError(
                 f"{distribution}: registry.add_hookspecs({module!r}) finds no hook there. Mark its functions with "
@@ -208,12 +207,12 @@ class PluginHost:
         self._manager.add_hookspecs(module)
 
     def _named(self, implementations: object, plugin: str) -> object:
-        """Return the hookimpls as pluggy gets them: with the plugin's name on errors. Core's own stay as they are."""
+        """Return hookimpls that name the plugin in their errors, for pluggy. Core's own are returned unchanged."""
         if plugin == CORE:
             return implementations
         named = _NamedHooks()
         for number, (function, hook, options) in enumerate(_hookimpls(implementations)):
-            # Components are registered while the plugin is loaded.
+            # This hook is called when the plugin is loaded, see `_register_components`.
             if hook == REGISTER:
                 continue
             call = self.calls.named(function, plugin, hook, wrapper=bool(options.get("wrapper")))
@@ -222,7 +221,7 @@ class PluginHost:
         return named
 
     def _register_components(self, name: str, register: Callable[[Callable[..., Any]], None]) -> None:
-        """Hand each `register_components` of a plugin to `register`, with the plugin named in errors."""
+        """Call `register` with each `register_components` of a plugin. Errors name the plugin."""
         plugin = self.plugins[name]
         for function, hook, _ in _hookimpls(plugin.module):
             if hook != REGISTER:
@@ -242,7 +241,7 @@ class PluginHost:
 
 
 def _do_without(name: str) -> str:
-    """Say how to leave out a default plugin, which the config may not name."""
+    """Return how to leave out a default plugin, which is loaded even if the config does not name it."""
     return f" To do without it, set plugins: [-{name}]." if name in DEFAULT_PLUGINS else ""
 
 
@@ -251,7 +250,7 @@ class _NamedHooks:
 
 
 def _loaded_names(names: Sequence[str], known: Mapping[str, InstalledPlugin]) -> list[str]:
-    """Return the default plugins that are installed and not left out, and then those that are listed."""
+    """Return the names of installed default plugins that are not left out, and then of the listed plugins."""
     listed = [name for name in names if not name.startswith("-")]
     left_out = [name.removeprefix("-") for name in names if name.startswith("-")]
     for name in names:
@@ -274,7 +273,7 @@ def _loaded_names(names: Sequence[str], known: Mapping[str, InstalledPlugin]) ->
 
 
 def _not_installed(name: str, known: Mapping[str, InstalledPlugin]) -> str:
-    # The name of its package, or of a component, may stand for that of a plugin.
+    # Users may write the name of a package or of a component instead of the plugin's name.
     short = name.lower().removeprefix("spurline-").replace("-", "_")
     meant = next((each for each in (short, nearest(name, known), plugin_with(None, name)) if each in known), None)
     hint = f" Did you mean '{meant}'?" if meant is not None else ""
@@ -318,7 +317,7 @@ class CommandEntry:
     load: Any = field(repr=False)
 
     def summary(self) -> str:
-        """Return the first line of its docstring, or of its module's; for a broken package, the error."""
+        """Return the first line of the docstring of the command or its module; the error if it cannot be imported."""
         try:
             loaded = self.load()
         except Exception as error:  # noqa: BLE001 - help still lists all other commands
@@ -364,10 +363,10 @@ def check_hookimpls(
     *,
     may_replace_train_step: bool = False,
 ) -> None:
-    """Check hook implementations, which pluggy would ignore where they are misspelled.
+    """Check the names of hooks and arguments, since pluggy ignores misspelled ones.
 
     Raises:
-        PluginError: A hook or argument is unknown, has a default value, or `train_step` is no wrapper.
+        PluginError: A hook or argument is unknown, an argument has a default value, or `train_step` is no wrapper.
     """
     for function, hook, options in _hookimpls(implementations):
         if hook not in specs:

@@ -23,16 +23,16 @@ class EvaluationConfig(ComponentConfig):
 
     kind: ClassVar[str] = "evaluation"
     generates: ClassVar[bool] = False
-    """True if it asks the backend for answers, which therefore must be one that `Generates`."""
+    """True if it asks the backend for answers. The backend must then implement `Generates`."""
     needs_attempts: ClassVar[bool] = False
-    """True if it asks the source for attempts at prompts, whose facts must then say that it `makes_attempts`."""
+    """True if it asks the source for attempts at prompts. The source's facts must then have `makes_attempts`."""
     needs_token_loss: ClassVar[bool] = False
-    """True if it computes the run's loss on held-out tokens, which a loss of rollouts cannot do."""
+    """True if it computes the run's loss on held-out tokens. Losses that need advantages cannot be computed there."""
 
     data: DatasetList = Field(min_length=1)
     """Held-out datasets, never trained on."""
     every_steps: int | None = Field(default=None, gt=0)
-    """Evaluate each time this many steps are done; it always runs once at the end."""
+    """Evaluate each time this many steps are done. Every evaluation also runs at the end."""
     at_start: bool = False
     """Also measure the model before its first step, as step 0."""
 
@@ -59,10 +59,13 @@ class EvaluationConfig(ComponentConfig):
 
 @dataclass(frozen=True)
 class EvaluationContext:
-    """Everything an evaluation may build on.
+    """Everything that an evaluation gets from its run.
 
-    run: config, plugins, tokenizer and layout, as for sources. source: of the run, not started yet. loss: of the run.
-    where: key path of its settings, `evaluations.NAME`, for messages.
+    Attributes:
+        run: Config, plugins, tokenizer and layout, as for sources.
+        source: Source of the run. It is not started yet.
+        loss: Loss of the run.
+        where: Key path of the evaluation's settings, `evaluations.NAME`, for messages.
     """
 
     run: SourceContext
@@ -72,9 +75,7 @@ class EvaluationContext:
 
 
 class MeasuresSamples(HeldOutEvaluation):
-    """An evaluation of tokenized samples. The default one of its kind measures `data.eval`.
-
-    samples: what it measures; others are made of the same rows.
-    """
+    """An evaluation of tokenized samples, as the default evaluation of `data.eval` is."""
 
     samples: Samples
+    """The tokenized samples. Other evaluations of the same data are made from the same rows."""

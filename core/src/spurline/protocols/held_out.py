@@ -1,6 +1,6 @@
 """Define how held-out data measures a backend.
 
-An implementation is either a source's own, made of `data.eval`, or a component (`spurline.protocols.evaluation`).
+A source may make an implementation from `data.eval`. All others are components (`spurline.protocols.evaluation`).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 class HeldOutEvaluation(ABC):
-    """Measures a backend on held-out data. Draws no random numbers that training could miss.
+    """Measures a backend on held-out data. It leaves the random number generators of training as they are.
 
-    Factory: `Class(config, context=EvaluationContext)`. It reads its data there, and starts nothing.
+    Factory: `Class(config, context=EvaluationContext)`. The factory reads the data, and starts no processes.
 
-    measures_copies: Whether it asks engines with weights of their own, which swapped parameters do not reach.
+    measures_copies: Whether it asks engines that hold a copy of the weights, which parameter swaps do not change.
     """
 
     measures_copies: bool = False
@@ -29,12 +29,12 @@ class HeldOutEvaluation(ABC):
         """Return JSON-able facts about the data; see `spurline.data.token_store`."""
 
     def longest(self) -> Longest | None:
-        """Return its longest sequence, as a source does; None if its batches tell."""
+        """Return the longest sequence of the data, as a source does; None if it is not known beforehand."""
         return None
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """Return a text that changes with the held-out data, so that a resume says if scores do not compare."""
+        """Return a text that changes with the held-out data. A resumed run uses it to tell if scores are comparable."""
 
     @abstractmethod
     def evaluate(self, backend: Backend) -> tuple[dict[str, float], list[dict[str, Any]]]:
@@ -44,11 +44,11 @@ class HeldOutEvaluation(ABC):
         """
 
     def metrics(self) -> Collection[str] | None:
-        """Return the names of all that `evaluate` may measure; None if only an evaluation tells.
+        """Return the names of all metrics that `evaluate` may return; None if they are not known before it runs.
 
         A run whose `checkpoint.keep_best` or `stop_when` names another metric is refused before it trains.
         """
         return None
 
     def close(self) -> None:  # noqa: B027 - many have nothing to close
-        """End what it has started, such as processes of rewards. Called once, also after an error."""
+        """End everything that was started, such as reward processes. Called once, also after an error."""

@@ -24,12 +24,12 @@ class HostView(Protocol):
         ...
 
     def detach(self, name: str) -> None:
-        """Take away what was attached under this name."""
+        """Remove the hook implementations that were attached under this name."""
         ...
 
 
 class LoadedView(Protocol):
-    """A config that was read, with its plugins: `spurline.config.loading.LoadedConfig`. config: the `RunConfig`."""
+    """A loaded `RunConfig` with its plugins: `spurline.config.loading.LoadedConfig`."""
 
     @property
     def config(self) -> Any: ...

@@ -1,4 +1,4 @@
-"""The longest sequence that the data of a run makes, which is compared with what its model can see."""
+"""Describe the longest sequence in the data of a run, which is compared with the context length of its model."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Longest:
-    """The longest sequence that the data makes.
+    """The longest sequence in the data of a run.
 
-    tokens: of a sample, or of a prompt with a whole response. where: its row. prompt_tokens: of the prompt, where a
-    response of up to `tokens - prompt_tokens` follows; None for a sample. setting: key path of what bounds `tokens`.
+    tokens: number of tokens of a sample, or of a prompt with the longest response. where: location of the row.
+    setting: key path of the setting that bounds `tokens`. prompt_tokens: number of tokens of the prompt, after which
+    up to `tokens - prompt_tokens` are generated; None for a sample.
     """
 
     tokens: int
@@ -24,5 +25,5 @@ class KnowsLongest(Protocol):
     """Data of a run whose longest sequence is known: a source, or an evaluation."""
 
     def longest(self) -> Longest | None:
-        """Return the longest sequence that there really is; None where that is not known."""
+        """Return the longest sequence in the data, which may be shorter than its limit; None if it is not known."""
         ...

@@ -13,19 +13,19 @@ if TYPE_CHECKING:
 
 
 ENTROPY = "entropy"
-"""Name among a loss's needs of the entropy of the distribution at each position."""
+"""Name in `Loss.needs` with which a loss asks for the entropy of the distribution at each position."""
 
 
 @dataclass(frozen=True)
 class TokenLossInputs:
     """Inputs of a loss: the N positions of a micro-batch that carry loss, flattened, whole segments together.
 
-    logprobs: [N], differentiable, of the token at each position under the model being trained. For the role `critic`
-        the critic's values there instead: its estimate, from the position before, of the return from that token on.
-    segment_index: int64 [N], which segment of the micro-batch each position is in, from 0.
+    logprobs: [N], differentiable, logprob of the token at each position under the model being trained. For the role
+        `critic`, these are its values instead: estimates, made at the position before, of the return from the token on.
+    segment_index: int64 [N], number of each position's segment in the micro-batch, from 0.
     num_segments: number of segments in the micro-batch.
     columns: batch columns gathered at those positions, each [N]: `advantages`, `rollout_logprobs`, ...
-    entropy: [N], differentiable, when the loss asked for it; else None.
+    entropy: [N], differentiable; None if the loss does not need it.
     """
 
     logprobs: Tensor
@@ -38,28 +38,28 @@ class TokenLossInputs:
 class Loss(Protocol):
     """Loss per token.
 
-    Factory: `Class(config)`. Pure and device-free: tensors in, tensors out, on whatever device they are.
-    A token's loss may depend on its own segment only, so that gradients do not depend on how rows were cut; a loss that
-    needs `pair_ids` also on the other answer of its pair, which the source keeps in the same unit.
+    Factory: `Class(config)`. A loss is a pure function of tensors on any device. A token's loss may depend on its own
+    segment only, so that gradients do not depend on how rows were cut. If the loss needs `pair_ids`, it may also depend
+    on the other answer of the pair, which the source keeps in the same unit.
 
-    needs: what must be provided besides `logprobs`: column names, and `entropy`.
+    needs: inputs that it needs besides `logprobs`: names of columns, and `entropy`.
     """
 
     needs: frozenset[str]
 
     @property
     def config(self) -> LossConfig:
-        """Return the settings it was made of; backends of several processes make the loss again from these."""
+        """Return the settings of the loss. Backends with several processes make it again from them."""
         ...
 
     def token_loss(self, inputs: TokenLossInputs) -> Tensor:
-        """[N] losses; the backend sums weight * loss over the step and divides by the step's normaliser."""
+        """Return [N] losses. The backend sums weight * loss over the step and divides by the step's normaliser."""
         ...
 
     def metrics(self, inputs: TokenLossInputs) -> Mapping[str, Tensor]:
-        """Named [N] values to report over the step; empty when there are none.
+        """Return [N] values by name, which are reported for the step. May be empty.
 
-        Each becomes its weighted mean; names ending in `/max` or `/min` become the largest or smallest value.
+        A weighted mean is reported, or the largest or smallest value if the name ends in `/max` or `/min`.
         Called under `torch.no_grad`.
         """
         ...
@@ -74,8 +74,8 @@ class Objective:
     """The objective of one optimizer step: the sum over tokens of w_t * l_t, divided by `normalizer`.
 
     loss: the token loss. normalizer: Z, fixed once for the whole optimizer step over all ranks; > 0.
-    temperature: logits are divided by it before their softmax, so that logprobs and entropy are those of the
-        distribution that rollouts were sampled from.
+    temperature: divisor of logits before the softmax, so that logprobs and entropy belong to the distribution that
+        rollouts were sampled from.
     """
 
     loss: Loss
@@ -84,7 +84,7 @@ class Objective:
 
 
 TrainsOn = Literal["tokens", "advantages", "returns", "pairs"]
-"""The tokens as they are; advantages of rollouts; returns, which a critic predicts; or pairs of answers."""
+"""The data that a loss learns from: plain tokens, advantages of rollouts, returns for a critic, or pairs of answers."""
 
 
 class LossConfig(ComponentConfig):
@@ -92,14 +92,14 @@ class LossConfig(ComponentConfig):
 
     kind: ClassVar[str] = "loss"
     trains_on: ClassVar[TrainsOn] = "tokens"
-    """The part of a batch that it learns from; a source refuses one that does not fit its batches."""
+    """The data that the loss learns from. A source refuses a loss that does not fit its batches."""
     is_nll: ClassVar[bool] = False
-    """True if its values are negative log-likelihoods of the tokens, so that held-out losses need no other."""
+    """True if its values are negative log-likelihoods of tokens. Held-out evaluation then needs no other loss."""
     uses_rollout_logprobs: ClassVar[bool] = False
-    """True if the loss itself weighs tokens by the logprobs they were sampled with, so that it needs no `correction`
-    where they come from older weights."""
+    """True if the loss weighs tokens by the logprobs they were sampled with. It then needs no `correction` for tokens
+    of older weights."""
 
     @property
     def uses_reference(self) -> bool:
-        """Return whether its settings need the logprobs of the reference model, which then takes memory."""
+        """Return whether these settings need logprobs of the reference model, which takes memory."""
         return False

@@ -1,6 +1,6 @@
-"""The processes that a backend asks for beside this one, called ranks, and the room that they need on a cluster.
+"""Describe the processes, called ranks, that a backend asks for, and the resources that they need on a cluster.
 
-Plain data, so that a config can say it before anything is started.
+These are plain data, so that a config can return them before anything is started.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ Launch = Literal["local", "ray"]
 
 @dataclass(frozen=True)
 class ClusterNeed:
-    """The room that processes of one kind need on a Ray cluster.
+    """The resources that processes of one kind need on a Ray cluster.
 
-    kind: of the processes, in the plural, such as `ranks`. count: how many. gpus, cpus: of each. gpus_if_any: whether
-    each does without a GPU on a cluster that has none. together: they fill whole machines, equally many on each,
-    `per_machine` or as many as have room; otherwise each goes on any one machine. modules: what they
-    compute with, such as `vllm`, whose versions have to be the same on all machines.
+    kind: name of the processes in the plural, such as `ranks`. count: number of processes. gpus, cpus: number for each
+    process. gpus_if_any: whether the processes run without GPUs on a cluster that has none. together: whether they fill
+    machines, with `per_machine` processes on each, or as many as fit; otherwise each process may be on any machine.
+    modules: libraries such as `vllm` whose versions must be the same on all machines.
     """
 
     kind: str
@@ -37,12 +37,12 @@ class ClusterNeed:
 class RankRequest:
     """The ranks that a backend asks for.
 
-    count: processes. device: what each computes on; with `cuda` each has one GPU of its own.
-    per_node: ranks of one machine of a cluster; None fills each machine.
-    gpus: which GPUs of this machine they may have, in order; None for all.
-    num_threads: CPU threads of each; None divides the cores of a machine among its ranks.
-    variables: of the environment of each rank, before it touches its device.
-    peers_elsewhere: whether they exchange tensors with other machines too, where launch is local: with engines there.
+    count: number of ranks. device: device of each rank; with `cuda` each has one GPU of its own.
+    per_node: number of ranks on each machine of a cluster; None fills each machine.
+    gpus: GPUs of this machine that the ranks may use, in order; None for all.
+    num_threads: CPU threads of each rank; None divides the cores of a machine among its ranks.
+    variables: environment variables of each rank, which are set before it uses its device.
+    peers_elsewhere: whether ranks on this machine exchange tensors with engines on other machines.
     """
 
     count: int
@@ -55,7 +55,7 @@ class RankRequest:
     peers_elsewhere: bool = False
 
     def cluster_need(self) -> ClusterNeed | None:
-        """Return the room that they need, with `ray`."""
+        """Return the resources that the ranks need on a cluster; None if they are not launched by Ray."""
         if self.launch != "ray":
             return None
         gpus, cpus = int(self.device == "cuda"), self.num_threads or 1
@@ -63,8 +63,8 @@ class RankRequest:
 
 
 def first_gpu_is_free(request: RankRequest | None) -> bool:
-    """Return whether this process may compute on the first GPU that it sees, if it sees any: no rank has it."""
+    """Return whether this process may use the first GPU that it sees, because no rank uses it."""
     if request is None or request.device != "cuda":
         return True
-    # A cluster gives out the GPUs of this machine too, and would not know of it.
+    # Ray assigns the GPUs of this machine too, and does not know what this process uses.
     return request.launch == "local" and 0 not in (request.gpus or range(request.count))[: request.count]

@@ -17,17 +17,17 @@ class TrackerConfig(ComponentConfig):
 
     @property
     def silences_start(self) -> bool:
-        """Return whether the lines that a start writes to stderr are to be left out."""
+        """Return whether a run prints no lines to stderr while it starts."""
         return False
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """Facts about a run that a tracker is given at the start.
+    """Facts about a run that a tracker gets at the start.
 
-    run_dir: the run's folder. resume_step: last step kept from an earlier attempt, 0 in a new run, which keeps none.
-    total_steps: steps of the whole run. config: every setting as plain values. notes: lines about the start that a
-    person should see: what was resumed, how many samples there are, what was left out and why.
+    run_dir: the run's folder. resume_step: last step that is kept of an earlier start of the run; 0 in a new run.
+    total_steps: steps of the whole run. config: every setting as plain values. notes: lines to show the user, such as
+    what was resumed, how many samples there are, and which were left out and why.
     """
 
     run_dir: Path
@@ -36,49 +36,49 @@ class RunInfo:
     config: Mapping[str, Any]
     notes: tuple[str, ...] = ()
     continues: bool = False
-    """True if a checkpoint is continued also where `resume_step` is 0: its step 1 is still to be evaluated."""
+    """True if the run continues from a checkpoint. `resume_step` is 0 if the checkpoint's step 1 must be evaluated."""
 
     @property
     def is_resumed(self) -> bool:
-        """Return whether this goes on from a checkpoint; a new run has no earlier part in any store."""
+        """Return whether the run continues from a checkpoint, so that stores have its earlier steps."""
         return self.continues or self.resume_step > 0
 
     @property
     def first_step(self) -> int:
-        """The first step whose metrics may come. A new run may begin with step 0, the evaluation of the model as it is
-        before training."""
+        """Return the first step whose metrics may be logged. A new run may log step 0, which is the evaluation before
+        training."""
         return self.resume_step + 1 if self.is_resumed else 0
 
 
 class Tracker(Protocol):
-    """Receive metrics on the loop's thread.
+    """Receives metrics on the loop's thread.
 
     Factory: `Class(config)`. Raises ConfigError in the factory when its optional library is missing.
     """
 
     def start(self, info: RunInfo) -> None:
-        """Called before the first step; drop whatever was logged of `info.first_step` and later."""
+        """Prepare for logging, before the first step. Drop all logged metrics of `info.first_step` and later."""
         ...
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Metrics of one finished step, evaluation included; step 0 has those of an evaluation before training."""
+        """Log the metrics of one finished step, evaluation included. Step 0 is the evaluation before training."""
         ...
 
     def flush(self) -> None:
-        """Make everything logged so far durable; called before each checkpoint, which covers those steps."""
+        """Make everything logged so far durable. Called before each checkpoint, which covers these steps."""
         ...
 
     def close(self) -> None:
-        """Flush and let go."""
+        """Flush, and close all files and connections."""
         ...
 
 
 @runtime_checkable
 class ShowsWarnings(Protocol):
-    """A tracker that people look at while the run goes on, which shows warnings too."""
+    """A tracker that people watch during the run, so it also shows warnings."""
 
     def warn(self, step: int, kind: str, words: str) -> None:
-        """Show what is off at a step.
+        """Show a warning about a step.
 
         Args:
             step: The step that has just been logged.

@@ -1,1 +1,1 @@
-"""The life of a run: from a config to a result."""
+"""Run a config: build its parts, train, evaluate, save checkpoints, and write the result."""

@@ -1,4 +1,4 @@
-"""The files that a run leaves for people: their names, how they are read, and whether a folder has any.
+"""Names and reading of the files that a run leaves for people.
 
 Trackers and checkpoints have files of their own.
 """
@@ -20,7 +20,7 @@ SUMMARY_FILE = "summary.json"
 
 
 def check_run_directory(run_dir: Path) -> None:
-    """Raise RunDirectoryError for a folder that is missing or holds no run, naming the runs within it."""
+    """Raise RunDirectoryError if the folder is missing or is no run directory. The error names runs inside it."""
     if not run_dir.is_dir():
         raise RunDirectoryError(f"{run_dir}: no such folder. Give the run_dir of a run, such as runs/default.")
     if not _holds_a_run(run_dir):

@@ -17,7 +17,7 @@ from spurline.testing.fuzzing import fuzzing
 from spurline.testing.samples import make_store, make_view
 
 PAD = 999
-"""Not 0 and not a token of the samples, so that a column that is zeroed instead of filled shows."""
+"""Padding token. It is neither 0 nor a token of the samples, so that tests notice a column filled with zeros."""
 
 lengths_strategy = st.lists(st.integers(1, 60), max_size=24)
 layout_strategy = st.builds(
@@ -30,17 +30,18 @@ layout_strategy = st.builds(
 
 
 class CollatorContract:
-    """Subclass with `make_collator(pad_token_id, layout)`; it must take samples of up to 60 tokens.
+    """A suite of tests for collators. Write a subclass with `make_collator(pad_token_id, layout)`.
 
-    Override `make_reference` with core's reference of the same settings to have every column compared bit for bit.
+    The collator must take samples of up to 60 tokens. If `make_reference` returns core's collator with the same
+    settings, every column is compared bit for bit.
     """
 
     def make_collator(self, pad_token_id: int, layout: ParallelLayout) -> Collator:
-        """Your collator."""
+        """Return your collator."""
         raise NotImplementedError("subclass CollatorContract with make_collator(self, pad_token_id, layout)")
 
     def make_reference(self, pad_token_id: int, layout: ParallelLayout) -> Collator | None:
-        """Core's reference with the same settings, or None to check the invariants alone."""
+        """Return core's collator with the same settings, or None to check the invariants only."""
         return None
 
     @given(lengths=lengths_strategy, layout=layout_strategy, seed=st.integers(0, 9), training=st.booleans())
@@ -70,7 +71,7 @@ class CollatorContract:
         assert batch.length % layout.align_to == 0
         for row in range(batch.num_rows):
             count = len(batch.segments["length"][row])
-            # A segment that has its row for itself may stand where it likes: at the right end with padding on the left.
+            # A segment that is alone in its row may start anywhere, such as after padding on the left.
             for segment in range(1, count + 1) if count > 1 else ():
                 start = int(torch.nonzero(batch.tokens["segment_ids"][row] == segment)[0])
                 assert start % layout.align_to == 0, f"row {row}: segment {segment} starts at {start}"
@@ -97,7 +98,7 @@ class CollatorContract:
         reference = self.make_reference(PAD, layout)
         if reference is None:
             pytest.skip("no reference to compare with")
-        # Any samples of the store in any order, some more than once, perhaps none.
+        # Choose any samples of the store in any order, with repeats, or none.
         indices = np.array([index % len(stored) for index in chosen], np.int64)
         samples = make_store(stored, seed).view(indices)
         batch = self.make_collator(PAD, layout).collate(samples, training=training)
@@ -110,8 +111,8 @@ def clone(batch: TrainingBatch) -> TrainingBatch:
 
 
 def assert_batches_equal(batch: TrainingBatch, expected: TrainingBatch) -> None:
-    """Every column: same name, dtype, shape, order and bits; ids and positions may be wide in one and narrow in the
-    other."""
+    """Assert that all columns have the same names, dtypes, shapes, order and bits. Ids and positions may be wide in
+    one batch and narrow in the other."""
     assert batch.tokens.keys() == expected.tokens.keys()
     columns = {name: (batch.tokens[name], expected.tokens[name]) for name in batch.tokens}
     columns["unit_ids"] = (batch.unit_ids, expected.unit_ids)
@@ -131,7 +132,7 @@ def assert_batches_equal(batch: TrainingBatch, expected: TrainingBatch) -> None:
 
 
 def turns_in(batch: TrainingBatch) -> list[tuple[Any, ...]]:
-    """(uid, sample, turn, tokens, loss weights) of each segment, and its advantages where the batch has some."""
+    """Return (uid, sample, turn, tokens, loss weights) of each segment, with advantages if the batch has them."""
     found: list[tuple[Any, ...]] = []
     for row in range(batch.num_rows):
         names = zip(*(batch.segments[name][row].tolist() for name in ("uid", "sample", "turn")), strict=True)

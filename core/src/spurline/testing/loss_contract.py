@@ -21,16 +21,17 @@ PAIR_IDS = "pair_ids"
 
 
 class LossContract:
-    """Subclass with `make_loss()`. Columns the loss needs beyond `logprobs` are filled with random numbers."""
+    """A suite of tests for losses. Write a subclass with `make_loss()`. Columns that it needs get random numbers."""
 
     def make_loss(self) -> Loss:
-        """Your loss."""
+        """Return your loss."""
         raise NotImplementedError("subclass LossContract with make_loss(self)")
 
     def inputs(self, segments: tuple[int, ...] = (3, 5, 2, 4), seed: int = 0) -> TokenLossInputs:
-        """Random inputs in float64 with segments of these many loss tokens; logprobs of other models lie nearby.
+        """Return random float64 inputs. `segments` has the number of loss tokens of each segment.
 
-        For losses that need `pair_ids`, the first and the second segment are a pair, the third and the fourth, ...
+        Logprobs of other models are close to `logprobs`. If the loss needs `pair_ids`, the first two segments are a
+        pair, the next two are another one, and so on.
         """
         generator = torch.Generator().manual_seed(seed)
         drawn: dict[str, Any] = {"size": (sum(segments),), "generator": generator, "dtype": torch.float64}
@@ -89,7 +90,7 @@ class LossContract:
         _assert_equal(self._values(inputs, again(config)), self._values(inputs), torch.arange(len(inputs.logprobs)))
 
     def _values(self, inputs: TokenLossInputs, made: Loss | None = None) -> dict[str, Tensor]:
-        """Loss, its gradient, and all metrics, each [N]."""
+        """Return the loss, its gradient, and all metrics, each [N]."""
         made = self.make_loss() if made is None else made
         loss = made.token_loss(inputs)
         (gradient,) = torch.autograd.grad(loss.sum(), inputs.logprobs)
@@ -118,10 +119,13 @@ def _assert_equal(chosen: dict[str, Tensor], everything: dict[str, Tensor], wher
 
 
 class MiniBatchesContract:
-    """Subclass with `make_minibatches(layout)`; it must accept a batch of any number of one-row prompts."""
+    """A suite of tests for mini-batch cutters. Write a subclass with `make_minibatches(layout)`.
+
+    The cutter must accept a batch of any number of one-row prompts.
+    """
 
     def make_minibatches(self, layout: ParallelLayout) -> MiniBatches:
-        """Your mini-batches."""
+        """Return your mini-batch cutter."""
         raise NotImplementedError("subclass MiniBatchesContract with make_minibatches(self, layout)")
 
     @given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=12), ranks=st.integers(1, 5))

@@ -1,1 +1,1 @@
-"""Core's trackers: where the metrics of each finished step go."""
+"""Core's trackers, which record or show the metrics of each finished step."""

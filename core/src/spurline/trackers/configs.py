@@ -8,19 +8,19 @@ from spurline.protocols.tracker import TrackerConfig
 
 
 class JsonlTrackerConfig(TrackerConfig):
-    """RUN_DIR/metrics.jsonl, one object per step; always on."""
+    """The file RUN_DIR/metrics.jsonl, with one object per step. This tracker is always on."""
 
     name: str = "jsonl"
 
 
 class ConsoleTrackerConfig(TrackerConfig):
-    """Progress on the terminal: a live bar, or plain lines when output is not a terminal; always on."""
+    """Progress as a live bar, or as plain lines if output is not a terminal. This tracker is always on."""
 
     name: str = "console"
     every_steps: int = Field(default=10, gt=0)
-    """Plain lines: print one each time this many steps are done."""
+    """Print a plain line each time this many steps are done."""
     start_lines: bool = True
-    """Say on stderr what is about to run, and what the start is doing; off for scripts that want silence."""
+    """Print on stderr what will run, and what is done while it starts; set it to false in scripts."""
 
     @property
     def silences_start(self) -> bool:

@@ -41,12 +41,12 @@ class JsonlTracker:
     def start(self, info: RunInfo) -> None:
         """Create the file, or cut an earlier one back to the lines before `info.first_step`.
 
-        Raises RunDirectoryError when a line other than a torn last one is unreadable, or no step of a run.
+        Raises RunDirectoryError if a line is unreadable or not a recorded step. A torn last line is no error.
         """
         assert self._file is None, f"{info.run_dir / METRICS_FILE} is already open"
         path = info.run_dir / METRICS_FILE
         cut_back(path, info.first_step - 1)
-        # An unreadable line is better found now than when the report is drawn at the end of the run.
+        # Find an unreadable line now, not when the report is drawn at the end of the run.
         read_metrics(path)
         try:
             self._file = open(path, "ab", buffering=0, opener=own_file)  # noqa: SIM115 - closed by `close`
@@ -54,18 +54,18 @@ class JsonlTracker:
             raise write_failure(path, error) from error
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one line; it survives the process from here on. Raises RunFailedError when the disk is full."""
+        """Append one line, which survives a crash of this process. Raises RunFailedError if the disk is full."""
         assert self._file is not None, "JsonlTracker.log before start or after close"
         line = encode_line(step, metrics)
         try:
-            # One write call: a kill in the middle of it tears this line at most.
+            # There is one write call, so that a kill tears this line at most.
             if self._file.write(line) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             raise write_failure(Path(self._file.name), error) from error
 
     def flush(self) -> None:
-        """Force all lines to the disk, where they survive a power cut. Raises RunFailedError when that fails."""
+        """Force all lines to the disk, so that they survive a power cut. Raises RunFailedError if that fails."""
         assert self._file is not None, "JsonlTracker.flush before start or after close"
         try:
             os.fsync(self._file)
@@ -73,21 +73,21 @@ class JsonlTracker:
             raise write_failure(Path(self._file.name), error) from error
 
     def close(self) -> None:
-        """Let go of the file. May be called twice."""
+        """Close the file. May be called twice."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
 
 def encode_line(step: int, metrics: Mapping[str, float]) -> bytes:
-    """Return one line with its newline: `step` first, the usual keys next, all others by name.
+    """Return one line with its newline: first `step`, then the common metrics, then all others sorted by name.
 
     Raises RunFailedError naming a metric that is not finite.
     """
     leading = [key for key in _LEADING_KEYS if key in metrics]
     others = sorted(key for key in metrics if key not in _LEADING_KEYS and key != "step")
     values = {"step": int(step)} | {key: _plain_number(step, key, metrics[key]) for key in (*leading, *others)}
-    # Half a surrogate pair in a name becomes what JSON writes for it.
+    # A lone surrogate in a name cannot be encoded; it is written as the JSON escape `\uXXXX`.
     return (json.dumps(values, ensure_ascii=False, allow_nan=False) + "\n").encode(errors="backslashreplace")
 
 
@@ -104,7 +104,7 @@ def _plain_number(step: int, key: str, value: Any) -> int | float:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return all complete objects of a JSON-lines file; a torn last line is left out, a missing file has none.
+    """Return all complete objects of a JSON-lines file, without a torn last line. A missing file has no objects.
 
     Raises RunDirectoryError naming file and line when any other line is unreadable.
     """
@@ -115,11 +115,11 @@ def read_metrics(path: Path, *, skip_foreign: bool = False) -> list[dict[str, An
     """Return the recorded steps of a metrics file: each line has a whole number under `step`, and only numbers.
 
     Args:
-        path: A missing file has none.
-        skip_foreign: Whether lines that no run has written are left out, with a word on standard error.
+        path: The file; if it is missing, no steps are returned.
+        skip_foreign: Whether to skip lines that no run has written, with a warning on standard error.
 
     Raises:
-        RunDirectoryError: If there is such a line, naming it, and it is not to be left out.
+        RunDirectoryError: If there is such a line and `skip_foreign` is false. The error names the line.
     """
     steps: list[dict[str, Any]] = []
     first = ""
@@ -148,8 +148,8 @@ def _not_metrics(line: Mapping[str, Any]) -> str | None:
 def cut_back(path: Path, last_step: int) -> None:
     """Keep the lines up to the last one whose `step` is at most `last_step`, byte for byte; create a missing file.
 
-    A kill leaves the old file or the new one. A power cut may have left anything in place of the lines after
-    `last_step`, as these were never forced to disk. Raises RunDirectoryError for an unreadable line before them.
+    After a kill, the file is either the old or the new one. Lines after `last_step` may be garbage after a power cut,
+    since they were never forced to disk. Raises RunDirectoryError for an unreadable line before them.
     """
     kept: list[bytes] = []
     reached = 0
@@ -216,7 +216,7 @@ def _read_step(line: Mapping[str, Any], path: Path) -> int:
 def metrics_frame(run_dir: Path | str) -> pandas.DataFrame:
     """Return a row for each step that the run has recorded, indexed by `step`, and a column for each metric.
 
-    Values that a step has not are NaN. Raises UserError without pandas, or if there is no such folder.
+    Metrics that a step does not have are NaN. Raises UserError without pandas, or if there is no such folder.
     """
     try:
         import pandas

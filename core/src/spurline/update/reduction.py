@@ -1,8 +1,8 @@
-"""How token losses become one number per optimizer step: the reduction sets the weights and the normaliser.
+"""Set the weights and the normaliser with which token losses become one number per optimizer step.
 
-Place on the way: mini-batch -> reduction -> (weights w, normaliser Z) -> backend, which minimises sum(w * l) / Z. Both
-are fixed here, for all rows of the optimizer step and before any cutting into micro-batches or ranks: means of parts
-would overweight parts with short samples. Pure; knows no loss.
+A reduction gets a mini-batch and returns weights w and a normaliser Z. The backend minimises sum(w * l) / Z. Both are
+computed for all rows of an optimizer step, before they are cut into micro-batches and for ranks, since means of parts
+would overweight parts with short samples.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from spurline.config.run_config import ReductionConfig
 from spurline.data.batch import TrainingBatch, numbers_per_row, segment_numbers, sums_by_number
 
 Reduce = Callable[[TrainingBatch], tuple[TrainingBatch, float]]
-"""A function from a mini-batch to the same rows with final loss weights, and the normaliser."""
+"""A function that takes a mini-batch and returns its rows with final loss weights, and the normaliser."""
 
 
 def token_mean(batch: TrainingBatch) -> tuple[TrainingBatch, float]:
-    """Count every loss token the same: w as in the batch, Z the sum of w."""
+    """Count every loss token the same: w is as in the batch, and Z is the sum of w."""
     return batch, _normalizer(float(batch.tokens["loss_weights"].double().sum()))
 
 
 def sequence_mean(batch: TrainingBatch) -> tuple[TrainingBatch, float]:
-    """Count every segment with loss the same: w divided by its sum in the segment, Z the number of such segments."""
+    """Count every segment with loss the same: w is divided by its sum in the segment, and Z counts these segments."""
     return _equal_shares(batch, segment_numbers(batch))
 
 
 def prompt_mean(batch: TrainingBatch) -> tuple[TrainingBatch, float]:
-    """Count every prompt with loss the same: w divided by its sum over the prompt, Z the number of such prompts.
+    """Count every prompt with loss the same: w is divided by its sum over the prompt, and Z counts these prompts.
 
     A prompt is one uid with all its samples and turns; within it every loss token counts the same (ScaleRL, Khatri et
     al. 2025, arXiv:2510.13786).
@@ -49,10 +49,10 @@ def prompt_mean(batch: TrainingBatch) -> tuple[TrainingBatch, float]:
 
 
 def fixed_norm(length: int) -> Reduce:
-    """Z the number of trajectories times `length`, w as in the batch (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783).
+    """Divide by `length` times the number of trajectories (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783).
 
-    No token counts less because its answer, or another one, is long. All trajectories count, also those without loss,
-    and one trajectory counts once whether its turns are one row or several.
+    The weights are as in the batch, so that no token counts less because an answer is long. All trajectories count,
+    also those without loss. A trajectory counts once, even if its turns are in several rows.
     """
 
     def reduce(batch: TrainingBatch) -> tuple[TrainingBatch, float]:
@@ -66,7 +66,7 @@ REDUCTIONS: dict[str, Reduce] = {
     "sequence_mean": sequence_mean,
     "prompt_mean": prompt_mean,
 }
-"""The reductions without settings. `fixed_norm` has one."""
+"""The reductions without settings. `fixed_norm` is not among them, since it has a setting."""
 
 
 def make_reduction(config: ReductionConfig) -> Reduce:
@@ -78,10 +78,10 @@ def make_reduction(config: ReductionConfig) -> Reduce:
 
 
 def reduce_corrected(batch: TrainingBatch, factors: Tensor, reduce: Reduce) -> tuple[TrainingBatch, float]:
-    """Reduce a mini-batch whose tokens a correction judged; factors: float32 [R, L], 0 where it rejects.
+    """Reduce a mini-batch with correction factors, float32 [R, L], which are 0 for rejected tokens.
 
-    A rejected token leaves before the reduction, which does not count it. All other factors come after it: counted in
-    Z or in the sum of a sequence, they would cancel out, and a sequence would weigh the same whatever its ratio.
+    Rejected tokens are removed before the reduction, so it does not count them. All other factors are applied after it.
+    If they were part of Z or of the sum of a sequence, they would cancel out.
     """
     accepted = batch.with_tokens(loss_weights=torch.where(factors != 0, batch.tokens["loss_weights"], 0.0))
     reduced, normalizer = reduce(accepted)
@@ -89,7 +89,7 @@ def reduce_corrected(batch: TrainingBatch, factors: Tensor, reduce: Reduce) -> t
 
 
 def _equal_shares(batch: TrainingBatch, numbers: Tensor) -> tuple[TrainingBatch, float]:
-    """w divided by its sum over the tokens of the same number, Z how many numbers have any weight."""
+    """Divide w by its sum over tokens with the same number. Z is how many numbers have any weight."""
     weights = batch.tokens["loss_weights"]
     sums = sums_by_number(weights, numbers)
     shares = torch.where(sums > 0, 1 / sums, 0.0)[numbers]
@@ -98,7 +98,7 @@ def _equal_shares(batch: TrainingBatch, numbers: Tensor) -> tuple[TrainingBatch,
 
 
 def _num_trajectories(batch: TrainingBatch) -> int:
-    """Attempts at a prompt in the batch. A sample that is there twice, as an epoch's end may have it, counts twice."""
+    """Return the number of attempts in the batch. If a sample occurs twice, as at an epoch's end, it counts twice."""
     columns = (batch.segments[name].values.tolist() for name in ("uid", "sample", "turn"))
     copies = Counter(zip(*columns, strict=True))
     attempts: Counter[tuple[str, int]] = Counter()
@@ -108,5 +108,5 @@ def _num_trajectories(batch: TrainingBatch) -> int:
 
 
 def _normalizer(value: float) -> float:
-    # A mini-batch without any loss token has gradient zero, whatever it is divided by.
+    # If no token has loss, the gradient is zero and any divisor will do.
     return value if value > 0 else 1.0

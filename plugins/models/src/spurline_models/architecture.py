@@ -42,12 +42,12 @@ def has_experts(config: PretrainedConfig) -> bool:
 
 
 def num_experts(config: PretrainedConfig) -> int | None:
-    """Return the experts of a layer of a text model; None if there are none, or layers differ."""
+    """Return the number of experts in a layer of a text model; None if there are none, or layers differ."""
     return _count(config, _EXPERT_COUNTS)
 
 
 def experts_per_token(config: PretrainedConfig) -> int | None:
-    """Return the experts that a token of a layer gets; None as in `num_experts`."""
+    """Return the number of experts that a layer uses for a token; None if there are no experts, or layers differ."""
     return _count(config, _EXPERTS_PER_TOKEN)
 
 
@@ -67,7 +67,7 @@ def load_model_config(model: ModelConfig) -> PretrainedConfig:
     except LOADING_ERRORS as error:
         raise ModelError(describe_missing("model.path", model.path, "model", error, model.trust_remote_code)) from error
     if not model.trust_remote_code:
-        # `org/name` here is a kernel of the hub, which is a program. Runs choose their own kernels.
+        # `org/name` here would load a kernel, which is a program, from the hub. Runs choose their own kernels.
         config._attn_implementation = config._experts_implementation = None
     for name, value in model.config_overrides.items():
         _override(config, name, value)
@@ -82,7 +82,7 @@ def load_model_config(model: ModelConfig) -> PretrainedConfig:
 def build_without_memory(
     config: PretrainedConfig, model: ModelConfig, dtype: torch.dtype | None = None
 ) -> PreTrainedModel:
-    """Build the model on the meta device: shapes without storage, in `dtype` or the config's own. Raises ModelError."""
+    """Build the model on the meta device, in `dtype` or the dtype of its config. Raises ModelError."""
     options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     try:
         with torch.device("meta"):
@@ -92,7 +92,7 @@ def build_without_memory(
 
 
 def decoder_layers(causal: PreTrainedModel) -> list[nn.Module]:
-    """Return the decoder's layers: the modules that transformers itself never divides."""
+    """Return the decoder's layers, which are the modules that transformers never splits between devices."""
     names = set(causal._no_split_modules or ())
     decoder = causal.get_decoder()
     found = [module for module in decoder.modules() if type(module).__name__ in names]
@@ -100,7 +100,7 @@ def decoder_layers(causal: PreTrainedModel) -> list[nn.Module]:
 
 
 def find_decoder(causal: PreTrainedModel) -> nn.Module:
-    """Return the part of the model that makes hidden states. Raises ModelError if there is none."""
+    """Return the part of the model that computes hidden states. Raises ModelError if there is none."""
     decoder = causal.get_decoder()
     if decoder is not causal and isinstance(decoder, PreTrainedModel):
         return decoder
@@ -115,7 +115,7 @@ def vocabulary_size(causal: PreTrainedModel) -> int:
     """Return how many tokens the model knows, which may be more than the tokenizer has."""
     weight = causal.get_input_embeddings().weight
     assert isinstance(weight, Tensor)
-    # Some embeddings have further rows for prompts, which are no tokens (CPM-Ant).
+    # Some embeddings have further rows that belong to prompts, not to tokens (CPM-Ant).
     named = getattr(causal.config.get_text_config(), "vocab_size", None)
     return min(weight.shape[0], named) if isinstance(named, int) else weight.shape[0]
 
@@ -148,7 +148,7 @@ def _override(config: PretrainedConfig, name: str, value: Any) -> None:
         )
     before = getattr(config, name, None)
     try:
-        # transformers completes some values in place, and a run's config never changes.
+        # transformers changes some values in place, and must not change the run's config.
         setattr(config, name, deepcopy(value))
     except (StrictDataclassError, TypeError, ValueError) as error:
         reason = str(error.__cause__ or error).splitlines()[-1].strip()

@@ -1,4 +1,4 @@
-"""Replace the computation of single layers, as a backend's settings `kernels` and `fp8` ask."""
+"""Replace the computation of layers by kernels, as the backend's settings `kernels` and `fp8` say."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from spurline_models.other_forwards import giving_back
 def change_computing(
     causal: PreTrainedModel, model: ModelConfig, kernels: Kernels, fp8: Fp8, profile: DeviceProfile
 ) -> None:
-    """Let layers compute by these kernels, before adapters are added and parameters sharded.
+    """Let layers use these kernels. Call it before adapters are added and parameters are sharded.
 
     Raises:
-        ConfigError: If they cannot be used on this device, or a library is missing.
-        ModelError: If they do not fit the model.
+        ConfigError: If the kernels cannot be used on this device, or a library is missing.
+        ModelError: If the kernels do not fit the model.
     """
     precision = "fp64" if profile.weight_dtype.itemsize == 8 else "fp32"
     if chooses_liger(kernels, model, profile.device.type, precision):
@@ -34,7 +34,7 @@ def change_computing(
 
 
 def own_code(causal: nn.Module) -> AbstractContextManager[None]:
-    """Return a context in which the model computes by its own code alone."""
+    """Return a context in which the model computes without these kernels."""
     return giving_back(causal, (KERNELS, FP8))
 
 

@@ -1,6 +1,6 @@
-"""The one place where a model's computation branches on CPU versus CUDA and on fp32, bf16 and fp64.
+"""Describe the device and precision of a model's computation. All code that depends on them asks here.
 
-The random generators that training draws from are seeded together here and saved without pickle.
+The random generators of training are also seeded, saved and restored here.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torch.overrides import TorchFunctionMode
 from spurline.errors import ConfigError
 from spurline_models.machine import memory_bytes
 
-# Measured: the padded slots that cost as much as one more attention call, or pass of a decoder.
+# These are measured: how many padding slots cost as much as one more attention call, or one more pass of a decoder.
 _SLOTS_PER_CALL = {"cpu": 32, "cuda": 1024}
 _SLOTS_PER_PASS = {"cpu": 256, "cuda": 8192}
 
 
 def slots_per_pass(device: torch.device) -> int:
-    """Return how many padded slots cost as much as one more pass of a whole decoder."""
+    """Return how many padding slots cost as much as one more pass of a whole decoder."""
     return _SLOTS_PER_PASS.get(device.type, 0)
 
 
@@ -45,7 +45,7 @@ class DeviceProfile:
 
     @property
     def process_group(self) -> str:
-        """The transports by which `torch.distributed` exchanges tensors of the host and of the device."""
+        """Return the backends of `torch.distributed` for tensors of the host and of the device."""
         return "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
 
     def computing(self) -> AbstractContextManager[object]:
@@ -59,14 +59,14 @@ class DeviceProfile:
         return KeepDouble() if self.weight_dtype == torch.float64 else nullcontext()
 
     def checkpoint_options(self) -> dict[str, Any]:
-        """Return keywords of torch's `checkpoint`, which restores autocast by itself, but not KeepDouble."""
+        """Return keywords for torch's `checkpoint`. It restores autocast by itself, but KeepDouble needs them."""
         options: dict[str, Any] = {"use_reentrant": False}
         if self.weight_dtype == torch.float64:
             options["context_fn"] = lambda: (nullcontext(), KeepDouble())
         return options
 
     def keeping_generators(self) -> AbstractContextManager[object]:
-        """Return a context that gives torch's generators back the state they had."""
+        """Return a context that restores the states of torch's generators at its end."""
         return torch.random.fork_rng([self.device] if self.device.type == "cuda" else [])
 
     def send(self, tensor: Tensor) -> Tensor:
@@ -81,17 +81,17 @@ class DeviceProfile:
         return self.device.type == "cuda"
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return host memory with any values, pinned for a GPU."""
+        """Return uninitialised host memory, which is pinned if the device is a GPU."""
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=self.pins_memory)
 
     def fetch(self, tensor: Tensor, place: torch.device) -> Tensor:
-        """Return a tensor of the device in this place, itself if it is there. Waits for copies to the host."""
+        """Return a device tensor copied to `place`, or itself if it is there. Waits for copies to the host."""
         if tensor.device == place:
             return tensor
         return self.pinned(tensor.shape, tensor.dtype).copy_(tensor)
 
     def synchronize(self) -> None:
-        """Wait for the device, so that a clock read next means something."""
+        """Wait until the device has finished its work, so that time can be measured."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -100,7 +100,7 @@ class DeviceProfile:
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else f"CPU ({platform.machine()})"
 
     def memory(self) -> tuple[int, int] | None:
-        """Return the free bytes and all bytes of the device; None on CPU, whose memory is shared."""
+        """Return the free and the total bytes of the device; None on CPU, whose memory is shared."""
         return torch.cuda.mem_get_info(self.device) if self.device.type == "cuda" else None
 
     def release_cached_memory(self) -> None:
@@ -134,15 +134,15 @@ def device_bytes(device: Literal["auto", "cpu", "cuda"]) -> int:
 
 
 def runs_triton(device: str) -> bool:
-    """Return whether Triton programs run on this device: on CPU only by its interpreter, for tests."""
+    """Return whether Triton programs run on this device. On CPU they need Triton's interpreter, which tests use."""
     return device == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
 
 
 class KeepDouble(TorchFunctionMode):
-    """Turns every conversion to float32 into one to float64, in forward and in recomputation, for `precision: fp64`.
+    """Replaces every conversion to float32 by one to float64, in forward passes and recomputation of `precision: fp64`.
 
-    Hugging Face models round to float32 inside norms, softmax and rotary tables. A float64 test would then depend on
-    differences of 1e-16 never crossing a float32 rounding boundary.
+    Hugging Face models convert to float32 in norms, softmax and rotary tables. In tests with float64, a difference of
+    1e-16 may cross a float32 rounding boundary there, and become a much larger one.
     """
 
     def __torch_function__(
@@ -173,7 +173,7 @@ def generator_tensors() -> dict[str, Tensor]:
 
 
 def restore_generator_tensors(states: dict[str, Tensor]) -> None:
-    """Restore what `generator_tensors` returned; other devices keep their generators."""
+    """Restore the states that `generator_tensors` returned. Generators of other devices are unchanged."""
     torch.set_rng_state(states["cpu"])
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):

@@ -52,7 +52,7 @@ def export_adapter(
     """Write the backend's current adapter, its settings and the tokenizer into `out`, as `export_hf` does.
 
     Raises:
-        UserError: For a run without an adapter that could be used elsewhere.
+        UserError: If the run has no adapter that can be used elsewhere.
     """
     if not replace:
         check_free(out)
@@ -98,7 +98,7 @@ def _write_folder(
         try:
             generation_config(loaded.config.model, tokenizer).save_pretrained(folder)
         except ValueError:
-            # transformers loads settings that it refuses to save. A trained model needs the end of a turn only.
+            # transformers loads some settings that it refuses to save. Then save the tokens that end a turn only.
             plain = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
             plain.save_pretrained(folder)
 
@@ -113,8 +113,8 @@ def _config_and_dtype(model: ModelConfig) -> tuple[PretrainedConfig, torch.dtype
 
 
 def _write_beside(out: Path, what: str, fill: Callable[[Path], None]) -> Path:
-    """Fill a folder beside `out` and rename it: a folder that `from_pretrained` finds is whole."""
-    # A link to a folder with content is replaced, and the content stays; any other link is followed.
+    """Fill a folder beside `out` and rename it, so that `from_pretrained` never finds an incomplete folder."""
+    # If `out` is a link to a folder with content, the link is replaced and the folder stays. Other links are followed.
     is_full = out.is_dir() and any(out.iterdir())
     out = out.parent.resolve() / out.name if is_full else out.resolve()
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
@@ -139,7 +139,7 @@ def check_free(out: Path) -> None:
 
 
 def generation_config(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
-    """Return the model's own settings, which also stop at the end-of-turn token that was trained."""
+    """Return the model's own settings, with the trained end-of-turn token added as a stop token."""
     try:
         config = GenerationConfig.from_pretrained(model.path, revision=model.revision or "main")
     except OSError:  # a model without a generation_config.json
@@ -164,20 +164,20 @@ def exported_weights(loaded: LoadedConfig, found: Checkpoint) -> dict[str, Tenso
         else:
             tensors = _read(reader, loaded.config, found).tensors
         return {
-            # Copies: a backend's own tensors are freed with it, and tensors of files are mapped.
+            # Tensors are copied, since a backend frees its own tensors at its end, and tensors of files are mapped.
             name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
             for name, tensor in tensors
         }
 
 
 def export_run(loaded: LoadedConfig, out: Path, checkpoint: str | Path | None = None, *, adapter: bool = False) -> Path:
-    """Export a checkpoint of a run, without its backend if that has a `checkpoint_reader`, or `adapter_reader`.
+    """Export a checkpoint of a run. The backend is not started if it has a `checkpoint_reader` (or `adapter_reader`).
 
     Args:
         loaded: The config of the run.
         out: The folder to write, which must be new or empty.
         checkpoint: A folder, or `best` or `latest` (the default) of the run.
-        adapter: Write the adapter alone, as `export_adapter` does.
+        adapter: Whether to write only the adapter, as `export_adapter` does.
 
     Raises:
         CheckpointError: If there is no checkpoint, or it is damaged.

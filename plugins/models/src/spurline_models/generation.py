@@ -1,6 +1,6 @@
 """Greedy continuations of prompts with the weights being trained, for evaluation during a run.
 
-Fast sampling for RL is a rollout engine's work. Engines that borrow the model get it from here.
+Rollout engines do the fast sampling for RL. Engines that share the trained model call `generation_model` here.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def generate_greedily(
     )
     generate: Any = causal.generate
     with evaluation_mode(causal), model.uncompiled(), _generation_setup(causal):
-        # Models that mix tokens outside of attention do not leave padding out.
+        # Models that mix tokens outside of attention would read padding, so their batches have none.
         for members in _batches([len(prompt) for prompt in prompts], max_new_tokens, pads=model.reading == "stream"):
             width = max(len(prompts[member]) for member in members)
             input_ids = torch.full((len(members), width), pad, dtype=torch.int64)
@@ -51,7 +51,7 @@ def generate_greedily(
             for row, member in enumerate(members):
                 input_ids[row, width - len(prompts[member]) :] = torch.as_tensor(prompts[member])
                 mask[row, width - len(prompts[member]) :] = 1
-            # transformers would decode on all ranks in step; each rank has prompts of its own here.
+            # By default transformers keeps decoding on all ranks in step. Here each rank has its own prompts.
             output = generate(
                 input_ids.to(causal.device),
                 attention_mask=mask.to(causal.device),
@@ -66,7 +66,7 @@ def generate_greedily(
 
 
 def _batches(lengths: Sequence[int], max_new_tokens: int, *, pads: bool) -> Iterator[list[int]]:
-    """Yield prompt numbers to generate together: prompts of similar length, or of one length without `pads`."""
+    """Yield the numbers of prompts to generate together. Their lengths are similar, or equal if `pads` is false."""
     members: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda index: lengths[index]):
         is_full = (len(members) + 1) * (lengths[index] + max_new_tokens) > _TOKENS_PER_BATCH
@@ -80,9 +80,9 @@ def _batches(lengths: Sequence[int], max_new_tokens: int, *, pads: bool) -> Iter
 
 @contextmanager
 def _generation_setup(causal: PreTrainedModel) -> Iterator[None]:
-    """Give the model attention that knows left padding and a cache, and no sampling defaults of its files.
+    """Give the model attention that supports left padding and a cache, and drop the sampling defaults of its files.
 
-    `dynamic` rotary embeddings keep the frequencies of the longest sequence seen; they are restored for training.
+    `dynamic` rotary embeddings remember the longest sequence seen. The state from before is restored afterwards.
     """
     own_defaults = causal.generation_config
     rotary = [module for module in causal.modules() if hasattr(module, "rope_type")]
@@ -94,7 +94,7 @@ def _generation_setup(causal: PreTrainedModel) -> Iterator[None]:
     finally:
         causal.generation_config = own_defaults
         for module, (attributes, buffers) in zip(rotary, before, strict=True):
-            # Attributes that generation added go as well.
+            # Clearing also removes attributes that generation added.
             vars(module).clear()
             vars(module).update(attributes)
             module._buffers.clear()
@@ -104,7 +104,7 @@ def _generation_setup(causal: PreTrainedModel) -> Iterator[None]:
 def generation_model(
     model: StreamModel, profile: DeviceProfile, limit: LengthLimit | None, *, allow_extrapolation: bool = False
 ) -> GenerationModel:
-    """Return the model for a rollout engine, with the limit of `check_config`."""
+    """Return the model for a rollout engine. Its length limit is the one that `check_config` enforces."""
     positions = position_limit(model.causal.config)
     context = None if positions is None or (positions.extends and allow_extrapolation) else positions.tokens
     limits = [tokens for tokens in (context, limit and limit.tokens) if tokens is not None]
@@ -118,7 +118,7 @@ def generation_model(
 
 
 def stop_tokens(causal: PreTrainedModel, model: ModelConfig) -> list[int]:
-    """Return the model's end-of-sequence ids and its tokenizer's, which chat models end their turns with."""
+    """Return the end-of-sequence ids of the model, and that of its tokenizer, which ends the turns of chat models."""
     found = model_stop_tokens(causal)
     try:
         eos = load_tokenizer(model).eos_token_id

@@ -1,7 +1,7 @@
 """Compare the lengths of the data with the positions of the model, before any weight is loaded.
 
-A sequence beyond a learned table ends a run with an error of torch; one beyond rotary positions trains silently on
-positions that the model has never seen. The longest sequence of the data counts.
+If a model has a table of positions, a longer sequence ends the run with an error of torch. If it has rotary positions,
+it trains on positions that it has never seen, without any error. The check uses the longest sequence of the data.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from spurline_models.streams.positions import PositionLimit, position_limit
 
 
 def check_lengths(loaded: LoadedConfig, source: KnowsLongest, evaluations: Sequence[KnowsLongest]) -> list[str]:
-    """Return notes on sequences that `model.allow_extrapolation` lets pass.
+    """Check the longest sequences, and return notes on those that only `model.allow_extrapolation` permits.
 
     Raises:
         ConfigError: If a sequence is too long for the model or the engine.
@@ -28,7 +28,7 @@ def check_lengths(loaded: LoadedConfig, source: KnowsLongest, evaluations: Seque
     for longest in found:
         if limit is not None and longest.tokens > limit.tokens and not _insists(loaded, limit):
             raise ConfigError([Problem(longest.setting, _too_long(loaded, longest, limit))], loaded.origin)
-    # Attempts at held-out prompts, which the same setting bounds, go to the source's engine too.
+    # The source's engine also makes held-out attempts, whose length has the same setting as its limit.
     like = [one for one in found if trained is not None and one.setting == trained.setting]
     longest = max(like, key=lambda one: one.tokens, default=None)
     context = loaded.config.source.facts.context_tokens

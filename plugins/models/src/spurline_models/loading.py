@@ -1,7 +1,7 @@
 """Load the causal language model that a run trains, and refuse one that cannot be trained exactly.
 
-Each weight goes straight from its file to its device and dtype, so there are never two copies of the model. A config
-alone shows some refused models: losses that would be left out, and frequencies that would change between samples.
+Each weight goes directly from its file to its device and dtype, so there are never two copies of the model. Some models
+are refused by their config: if they have a further loss that would be left out, or frequencies that change by sample.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _logger = logging.getLogger(__name__)
 
 
 HeldDtypes = Callable[[PreTrainedModel], Mapping[str, torch.dtype]]
-"""Gives the dtypes of a model's parameters by name, where they differ from the profile's."""
+"""Returns the dtypes of those parameters, by name, whose dtype differs from the profile's."""
 
 
 def load_model(
@@ -57,7 +57,7 @@ def load_model(
         model: The model to load.
         profile: The device and dtype of its weights.
         seed: The seed that random weights (`init: random`) depend on.
-        change: Changes the model when weights have their dtypes. Random weights are still on the host then.
+        change: Changes the model after weights have their dtypes. Random weights are still on the host at that time.
         held_dtypes: Gives dtypes that weights are rounded to, through fp32, while they are read.
         on_host: Whether weights are read to the host, and go to the device after `change`.
         weights: Weights on the host, by their names in files, that replace those of the files.

@@ -1,7 +1,7 @@
-"""Read the shapes of a model without loading a weight, and estimate from them what training keeps, for `spurline plan`.
+"""Estimate the memory of training for `spurline plan`, from a model's shapes and without loading its weights.
 
-Weights are exact sums of shapes of the model on the meta device. Activations follow a rule of thumb: a decoder layer
-keeps about 2.5 times the output of its linear layers, for norms, gates and attention.
+The size of the weights is exact; it comes from the model on the meta device. Activations follow a rule of thumb: a
+decoder layer keeps about 2.5 times the output of its linear layers, for norms, gates and attention.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ COMPUTED_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2}
 """Bytes of a computed value, by precision."""
 
 _KEPT_OF_OUTPUTS = 2.5
-"""Values that a layer keeps for its backward pass, over the outputs of its linear layers."""
+"""Number of values that a layer keeps for its backward pass, for each output value of its linear layers."""
 
 _RESIDUALS = 8
-"""Hidden-sized tensors among these that have the precision of the residual stream."""
+"""Number of hidden-sized tensors among these values that have the precision of the residual stream."""
 
 _LAYERS_ON_DEVICE = 2
 """Layers whose activations stay on the device while those of others are offloaded."""
@@ -50,8 +50,8 @@ class Shapes:
         blocks: Names of the decoder's layers.
         hidden: Size of the hidden states.
         vocabulary: Rows of the output layer.
-        outputs: Output values for one token of all linear layers but the output layer, and of its experts.
-        cached: Keys and values that generation keeps for one token.
+        outputs: Number of values that linear layers and used experts compute for one token, without the output layer.
+        cached: Number of key and value entries that generation keeps for one token.
     """
 
     parameters: int
@@ -74,7 +74,7 @@ class Shapes:
             computed_bytes: Bytes of an output value of a linear layer.
             residual_bytes: Bytes of a value of the residual stream.
             checkpointing: Whether only the inputs of layers are kept, and one layer at a time is recomputed.
-            offloading: Whether all but two layers are in the memory of the host meanwhile.
+            offloading: Whether the kept values of all but two layers are moved to the memory of the host.
         """
         layers = len(self.blocks)
         residuals = _RESIDUALS * self.hidden
@@ -87,7 +87,7 @@ class Shapes:
 
 def model_shapes(model: ModelConfig, lora: LoraConfig | None) -> Shapes:
     """Return the shapes of `model.path`, with the adapters of `lora`. Raises ModelError."""
-    # The cache's key holds the content of the model's config file, which may change.
+    # The content of the model's config file is part of the cache key, since the file may change.
     architecture = load_model_config(model).to_json_string(use_diff=False)
     return _model_shapes(architecture, model.model_dump_json(), lora and lora.model_dump_json())
 
@@ -109,7 +109,7 @@ def _model_shapes(_architecture: str, model_json: str, lora_json: str | None) ->
     left_out = unadaptable(causal)
     for name, module in linear.items():
         if lora is not None and isinstance(module, nn.Linear) and name not in left_out and is_target(name, lora):
-            # The names that peft gives them.
+            # peft uses these names.
             adapters[f"{name}.lora_A.default.weight"] = (lora.rank, module.in_features)
             adapters[f"{name}.lora_B.default.weight"] = (module.out_features, lora.rank)
     frozen = set(base) if adapters else frozen_names(base, model.freeze)
@@ -133,12 +133,12 @@ def _model_shapes(_architecture: str, model_json: str, lora_json: str | None) ->
 def _outputs_of_seen_experts(base: ShapeByName, config: PretrainedConfig) -> int:
     """Return the number of outputs of a token's experts, if the experts of a layer are stored as one tensor."""
     seen = int(getattr(config, "num_experts_per_tok", None) or 0)
-    # Inputs are copied for each expert too.
+    # The factor accounts for the inputs, which are copied for each expert.
     return seen * sum(sum(shape[1:]) for shape in base.values() if len(shape) == 3) * 3 // 4
 
 
 def _cached_per_token(config: PretrainedConfig) -> int:
-    """Return the keys and values of all layers as if none had a window; a model without attention heads has none."""
+    """Return the number of key and value entries of all layers; sliding windows are not considered."""
     heads = getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int):
         return 0
@@ -148,7 +148,7 @@ def _cached_per_token(config: PretrainedConfig) -> int:
 
 
 def estimate_cache(model: ModelConfig, tokens: int, *, precision: str) -> int:
-    """Return the bytes of keys and values of so many tokens. Raises ModelError."""
+    """Return the bytes of the keys and values of `tokens` tokens. Raises ModelError."""
     return tokens * model_shapes(model, None).cached * COMPUTED_BYTES[precision]
 
 

@@ -1,8 +1,8 @@
 """Find out at start-up how this model can be trained exactly, and refuse one that cannot.
 
-A few random tokens are computed in the ways of training and by the model's own forward pass: several sequences in one
-stream, replaced attention, chunked logits, fused kernels. A model that mixes tokens of a stream outside of attention
-reads rows instead; one that differs even then is refused. Weights, gradients, mode and generators stay as they are.
+A few random sequences are computed as in training (several sequences in one stream, replaced attention, chunked logits,
+fused kernels) and by the model's own forward pass. A model that mixes tokens of a stream outside of attention reads
+rows instead. If results differ even then, it is refused. Weights, gradients, mode and generators are left unchanged.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from spurline_models.streams.token_logprobs import OutputLogits, TokenLogprobs
 from spurline_models.streams.token_stream import TokenStream, plan_segments
 
 _OWN_ATTENTION = "eager"
-"""The reference attention, which every model has and which implements all it asks for."""
+"""The reference attention. Every model has it, and it implements all features of the model's attention."""
 _LENGTHS = (4, 6, 6, 11)
 CHUNK_TOKENS = 8
 """Positions in a chunk of logits; the probe has several chunks."""
 TOLERANCE = 3e-4
-"""Allowed difference of logits in standard deviations of the logits; fp32 kernels differ by some 1e-6 to 1e-5."""
+"""Allowed difference of logits in standard deviations of the logits; fp32 kernels differ by about 1e-6 to 1e-5."""
 HALF_PRECISION_TOLERANCE = 0.1
 """Allowed difference with half precision, in the same unit; mixed-up segments give far more."""
 _LOUD_LOGITS = 50.0
-"""Standard deviation of logits in the output layer's test: the small logits of fresh weights would hide a softcap."""
+"""Standard deviation of logits in the test of the output layer. Small logits, as of fresh weights, hide a softcap."""
 
 _COUNTS_IN_ROW = ("attn_temperature_tuning",)
-"""Config fields of models that count positions in a row themselves, beyond the lengths of the probe."""
+"""Config fields of models that count positions in a row themselves. The probe's sequences are too short to show it."""
 _ATTENTION_KINDS = {
     "full_attention": False,
     "attention": False,
@@ -48,7 +48,7 @@ _ATTENTION_KINDS = {
     "sliding_attention": True,
     "chunked_attention": True,
 }
-"""Kinds of layers that have attention, and whether it is limited to some of the tokens before."""
+"""Kinds of layers with attention. The value is True if it sees only some of the earlier tokens."""
 _PROBE_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError, NotImplementedError)
 
 
@@ -79,13 +79,13 @@ def probe_stream(sequences: Sequence[Tensor], profile: DeviceProfile) -> TokenSt
 
 
 def check_exactness(model: StreamModel, profile: DeviceProfile, path: str, *, in_half_precision: bool = False) -> None:
-    """Choose how the model reads streams, and check that it computes exactly then.
+    """Choose how the model reads streams, and check that its results are then exact.
 
     Args:
         model: The model.
         profile: The device and dtype of the model.
         path: The model's path, for errors.
-        in_half_precision: Whether the model computes in bf16 by itself, so that half precision is compared with half
+        in_half_precision: Whether the model's own forward pass computes in bf16, so that both sides have half
             precision.
 
     Raises:
@@ -118,8 +118,8 @@ def choose_reading(model: StreamModel, profile: DeviceProfile, *, in_half_precis
 def check_routers(model: StreamModel, profile: DeviceProfile, path: str, *, replays: bool, balances: bool) -> None:
     """Raise ModelError for a model of this path whose routers cannot be replayed or balanced, if that is asked for.
 
-    Each router is tried on a few tokens: replaying its choice must give its result, bit for bit, and every other expert
-    must get a weight.
+    Each router is tested on a few tokens. Replaying its choice must give bitwise the same result, and any other experts
+    must get weights too.
     """
     if not (replays or balances):
         return
@@ -151,7 +151,7 @@ def check_routers(model: StreamModel, profile: DeviceProfile, path: str, *, repl
 def _first_not_replayed(
     routing: ExpertRouting, noted: Mapping[int, Tensor], hidden: Callable[[Tensor], Tensor]
 ) -> str | None:
-    """Return why experts that are given to the model do not reach all of its routers, or None."""
+    """Return why recorded experts do not reach all routers of the model, or None if they do."""
     if noted.keys() != routing.routers.keys() or len({experts.shape[1] for experts in noted.values()}) > 1:
         return "has routers that choose different numbers of experts for a token"
     others = torch.from_numpy(routing.as_array(noted))
@@ -166,7 +166,7 @@ def _first_not_replayed(
 
 
 class _Probe:
-    """Comparisons on a few random sequences; each returns what is wrong with the model, or None."""
+    """Comparisons on a few random sequences. Each returns a description of what is wrong with the model, or None."""
 
     def __init__(self, model: StreamModel, profile: DeviceProfile, in_half_precision: bool) -> None:
         self._model = model
@@ -178,7 +178,7 @@ class _Probe:
 
     @contextmanager
     def _computing_exactly(self) -> Iterator[None]:
-        # Rounding to fp8 makes small differences large.
+        # fp8 is turned off, since its rounding makes small differences large.
         with self._profile.computing_exactly(), in_full_precision(self._model.causal):
             yield
 
@@ -196,7 +196,7 @@ class _Probe:
                     if not (self._compare_packing(packed, self._logits) or self._check_windows(windows)):
                         return
             except (SpurlineError, *_PROBE_ERRORS):
-                # Some say that their kernels cannot keep segments apart.
+                # Some models raise an error because their kernels cannot keep segments apart.
                 continue
 
     def first_difference(self) -> str | None:
@@ -261,7 +261,7 @@ class _Probe:
     def _compare_output_layer(self, states: Tensor) -> str | None:
         """Compare the model's own logits for the last sequence with those that its output layer makes of `states`.
 
-        The states are loud enough to hear every cap on logits.
+        The states are scaled up, so that a cap on logits shows.
         """
         causal, sequence = self._model.causal, self._sequences[-1].to(self._profile.device)
         loudness = _LOUD_LOGITS / float(self._model.head(states).std().clamp_min(1e-30))
@@ -279,7 +279,7 @@ class _Probe:
         )
 
     def _check_windows(self, windows: list[int | None]) -> str | None:
-        """Count whether attention is told of windows, which are longer than the probe's sequences."""
+        """Check that attention gets its windows as an argument; the probe's sequences are too short to show them."""
         if self._model.reading == "plain_rows":
             return None
         config = self._model.causal.config.get_text_config()
@@ -298,9 +298,9 @@ class _Probe:
         )
 
     def _has_window(self, config: PretrainedConfig) -> bool:
-        """Return whether the model limits attention by `sliding_window`, a field that configs may have for nothing.
+        """Return whether the model limits attention by `sliding_window`. Some configs have the field without effect.
 
-        There is no window if no module has noted one, and a window of one token changes nothing.
+        The model has a window if a module has this attribute, or if a window of one token changes results.
         """
         window = getattr(config, "sliding_window", None)
         if not window or any(getattr(module, "sliding_window", None) for module in self._model.causal.modules()):
@@ -314,7 +314,7 @@ class _Probe:
         return not all(torch.equal(one, other) for one, other in zip(logits, self._logits, strict=True))
 
     def _compare_half_precision(self, reference: list[Tensor]) -> str | None:
-        """Compare with half precision, whose attention kernel is another one; it must agree up to rounding."""
+        """Compare with half precision, which uses another attention kernel. Results must agree up to rounding."""
         with self._profile.computing():
             differences = self._differences(self._packed_hidden()[0], reference)
         distance = float(torch.cat(differences).abs().mean() / _spread(reference))
@@ -337,7 +337,7 @@ def _spread(logits: list[Tensor]) -> Tensor:
 
 @contextmanager
 def _decoder_output(model: StreamModel, factor: float = 1.0) -> Iterator[list[Tensor]]:
-    """Record the decoder's last hidden states [T, H] while the whole model runs; hand them on times `factor`."""
+    """Record the decoder's last hidden states [T, H] while the whole model runs, and multiply them by `factor`."""
     seen: list[Tensor] = []
 
     def hook(module: torch.nn.Module, arguments: Any, output: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Check that a backend wrote a checkpoint, and that it fits the run, before anything is taken from it.
+"""Check that this backend wrote a checkpoint, and that it fits the run, before anything is loaded from it.
 
 A backend writes facts about a model, such as its update count, into `state.json` beside the tensors.
 """
@@ -29,7 +29,7 @@ def read_facts(folder: Path, backend: str, layout: object, *, is_ours: bool = Fa
     Args:
         folder: The backend's part of a checkpoint.
         backend: The name of the backend that reads.
-        layout: The `format` of its facts; a text begins with the name of the backend and a dash.
+        layout: The `format` of the backend's facts. A text must begin with the name of the backend and a dash.
         is_ours: Whether it is known already that this backend wrote the checkpoint.
 
     Raises:
@@ -64,7 +64,7 @@ def _of_another_backend(folder: Path, backend: str, why: str) -> CheckpointError
 
 
 def check_weights(where: Path, saved: Mapping[str, str], wanted: Mapping[str, str]) -> None:
-    """Raise CheckpointError unless the checkpoint holds the weights that the run trains, as `describe` tells them."""
+    """Raise CheckpointError unless the checkpoint has the weights that the run trains, with the same descriptions."""
     missing, foreign = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())
     if missing or foreign:
         raise CheckpointError(

@@ -28,7 +28,7 @@ from spurline_text.tokenization import open_datasets, store_labels
 
 
 class AnswersEvaluation(HeldOutEvaluation):
-    """Generates and scores answers. `datasets` are rows of a prompt with its answer, if they are open already."""
+    """Generates and scores answers. `datasets`: rows with a prompt and its answer, if they are open already."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class AnswersEvaluation(HeldOutEvaluation):
         if not self._examples:
             labels = ", ".join(source.dataset.label for source in self._datasets)
             raise DataError(f"{labels}: no row can be used as a held-out prompt. Give at least one.")
-        # This comes last, as rewards must be closed.
+        # Rewards must be closed, so they are made last, when no error can follow.
         self._rewards = make_rewards(config.rewards, context.run.host.registry)
 
     def _check(self, row: Mapping[str, Any], example: GenerationExample) -> None:
@@ -69,7 +69,7 @@ class AnswersEvaluation(HeldOutEvaluation):
         }
 
     def _notes_of_shared(self) -> list[str]:
-        # Keys of other sources belong to whole samples.
+        # If the source does not generate, its keys are hashes of whole samples, not of prompts.
         trained = self._source.sample_keys() if self._generates else None
         if trained is None:
             return []
@@ -77,7 +77,7 @@ class AnswersEvaluation(HeldOutEvaluation):
         return note_of_shared(np.array(self._keys, np.uint64), trained, places.__getitem__)
 
     def longest(self) -> Longest:
-        """Return the tokens of the longest prompt with its longest answer."""
+        """Return the longest prompt, with the tokens of its longest possible answer included."""
         lengths = [len(example.prompt_ids) for _, example in self._examples]
         longest = max(lengths)
         where = f"prompt {lengths.index(longest)} of the held-out data"
@@ -125,7 +125,7 @@ class AnswersEvaluation(HeldOutEvaluation):
         return await terms_of_all(self._rewards, answers, retries=self._config.retries)
 
     def _scored(self, answers: Sequence[Answer]) -> list[dict[str, float]]:
-        # A notebook has an event loop on this thread.
+        # Run on another thread, since a notebook has an event loop on this one.
         with ThreadPoolExecutor(1, "spurline-scoring") as scoring:
             try:
                 return scoring.submit(asyncio.run, self._terms(answers)).result()

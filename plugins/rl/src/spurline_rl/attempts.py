@@ -1,7 +1,7 @@
-"""Wire up everything that makes an attempt at a prompt: engine, environment, rewards on tokens, retries and giving up.
+"""Connect everything that makes an attempt at a prompt: engine, environment, token rewards, and retries.
 
-Place on the way: Draw -> Task -> environment with a policy handle -> scored trajectory. One set serves training and
-held-out evaluation, which differ in how they sample and in what a failure costs.
+A `Draw` becomes a `Task`, the environment runs it with a policy handle, and the result is a scored trajectory. Training
+and held-out evaluation share these parts. They differ in sampling, and in how failures count.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ class Attempts:
     """Owns the engine and the environment. Coroutines are awaited on one event loop.
 
     Args:
-        check_engine: Raises for an engine that the source cannot use, before there is an environment to close.
+        check_engine: Raises an error for an engine that the source cannot use. It is called before an environment is
+            made, which would have to be closed.
 
     Attributes:
-        engine: A source may replace it by one that observes it, before the first attempt.
+        engine: The engine. Before the first attempt, a source may wrap it in one that observes its calls.
         training: Runs the groups that are trained on, and scores them.
         given_up: The prompts that training gave up.
     """
@@ -59,7 +60,7 @@ class Attempts:
         return isinstance(self._environment, ShowsPrompt)
 
     async def evaluate(self, prompts: Sequence[Draw], held_out: HeldOutConfig) -> Sequence[Outcome]:
-        """Attempt held-out prompts. Failures count for this evaluation alone, penalties on length not at all."""
+        """Attempt held-out prompts. Failures count for this evaluation only, and there are no penalties on length."""
         given_up = GivenUpPrompts(self._config.faults.max_quarantined)
         runner = self._make_runner(held_out.samples_per_prompt, given_up, temperature=held_out.temperature)
         return await runner.run_groups(prompts)
@@ -87,7 +88,7 @@ class Attempts:
     def _make_runner(
         self, samples_per_prompt: int, given_up: GivenUpPrompts, *, temperature: float | None = None
     ) -> GroupRunner:
-        """Make a runner. `temperature` is that of held-out attempts, which sample from all tokens; None trains."""
+        """Make a runner. With `temperature`, it makes held-out attempts, which sample from all tokens."""
         faults, trains = self._config.faults, temperature is None
         sampling = Sampling(**self._config.sampling.model_dump(exclude={"allow_truncated"}))
         if temperature is not None:
@@ -119,11 +120,11 @@ class Attempts:
         """Score the trajectory; `source.overlong` adds a term in training.
 
         Raises:
-            ConfigError: If the environment has a term of that name, and if its terms leave open what a success is.
+            ConfigError: If the environment has a term of that name too, or if no term decides what a success is.
         """
         overlong, weights = self._config.overlong, self._config.reward_weights
         if self._is_evaluated:
-            # Checked here too: held-out attempts come only after many steps.
+            # Check this in training too, since held-out attempts may come after many steps only.
             deciding_term(trajectory.rewards, self._config.held_out.success)
         if overlong is None:
             return score(trajectory, weights)

@@ -1,9 +1,9 @@
 """A conversation on top of a policy that only knows tokens. The model's responses are never tokenized again.
 
-Place on the way: messages -> text of the chat template -> token ids -> policy -> the model's turn as text, and round
-again. The prompt of each turn is the last turn's prompt, the tokens of its response, and the encoding of the text that
-the template adds since. If a template changes earlier text when messages follow, the model would never get that prompt
-at inference: PrefixError says which text changes.
+The chat template makes text of the messages, the tokenizer encodes it, and the policy answers. The prompt of each turn
+is the last turn's prompt, the tokens of the last response, and the encoding of the text that the template has added
+since. Some templates change earlier text when messages follow. Then such a prompt never occurs at inference, and
+PrefixError says which text changes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class PrefixError(DataError):
 
 @dataclass(frozen=True)
 class Reply:
-    """The model's turn. `text` is without the end token, and shows other special tokens."""
+    """The model's turn. `text` leaves out the end token, and contains other special tokens."""
 
     text: str
     result: GenerationResult
@@ -82,11 +82,11 @@ class ChatFront:
     """One conversation.
 
     Args:
-        messages: Its beginning.
+        messages: The first messages of the conversation.
         tools: Schemas for the template.
         where: Names the row, for errors.
-        history: `exact` keeps tokens as described above; `retokenize` encodes the template's rendering again for each
-            turn, so that a turn's prompt need not continue the last one.
+        history: `exact` keeps tokens as the module's docstring says. `retokenize` encodes the template's whole text
+            again for each turn, so a prompt may differ from the turns before it.
     """
 
     def __init__(
@@ -130,10 +130,10 @@ class ChatFront:
         self._messages += [dict(message) for message in messages]
 
     def open_turn(self) -> Sequence[int]:
-        """Lay out the prompt of the model's next turn, which otherwise `reply` does, and return its token ids.
+        """Encode the prompt of the model's next turn ahead of `reply`, and return its token ids.
 
-        Takes long for long conversations. May be called on any thread, and serves all forks made after it. Raises as
-        `reply` does.
+        This is slow for long conversations. It may be called on any thread, and forks made afterwards have the prompt
+        too. Raises the errors of `reply`.
         """
         if self._opened is None:
             self._opened = self._extend_prompt()
@@ -142,7 +142,7 @@ class ChatFront:
     async def reply(self, sampling: Sampling | None = None) -> Reply:
         """Let the model take its turn, and append it to the messages.
 
-        Raises PrefixError, DataError for messages that the template refuses, and what the policy raises.
+        Raises PrefixError, DataError for messages that the template refuses, and errors of the policy.
         """
         prompt_ids, self._opened = self.open_turn(), None
         result = await self._policy.generate(prompt_ids, sampling)
@@ -170,8 +170,8 @@ class ChatFront:
             return
         ending, end_token = self._ending
         self._stretches[-1] = replace(self._stretches[-1], text=self._stretches[-1].text + ending)
-        # Encoded after the end token, which the model has written already: some tokenizers treat the beginning
-        # of a text differently.
+        # The model has written the end token already. Encode the text together with it, since some tokenizers
+        # treat the beginning of a text differently.
         ids = self._encode(added)
         after = ids[1:] if ids[:1] == [end_token] else self._encode(added[len(ending) :])
         self._stretches.append(_Stretch(added[len(ending) :], after))
@@ -197,7 +197,7 @@ class ChatFront:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _prefix_error(self, known: str, text: str) -> PrefixError:
-        """Say which stretch differs first, and show its text before and now."""
+        """Return an error that names the first stretch that differs, and shows its text before and now."""
         pairs = enumerate(zip(known, text, strict=False))
         start = next((place for place, (before, now) in pairs if before != now), len(text))
         number, end = 0, len(self._stretches[0].text)

@@ -1,8 +1,9 @@
-"""Run the code of environments and rewards, on the event loop and on threads, with time limits, and end it for certain.
+"""Run the code of environments and rewards with time limits, on the event loop and on threads.
 
-A thread cannot be killed. A thread whose caller was cancelled or timed out goes on unheard; it is a daemon, so it keeps
-no process alive. Such threads are counted, and a function that has left too many behind waits until some have ended.
-Code that must really end belongs in a process. Tasks are cancelled and waited for; a task that goes on is named.
+A thread cannot be killed. If its caller was cancelled or timed out, it runs on and its result is dropped. It is a
+daemon, so it keeps no process alive. Such threads are counted. If a function has too many, its next call waits until
+some have ended. Code that must end for certain belongs in a process. Tasks on the event loop are cancelled and waited
+for, and an error names a task that runs on.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ T = TypeVar("T")
 CANCEL_TIMEOUT_S = 30.0
 """Seconds a cancelled attempt may take to end."""
 MAX_ABANDONED = 64
-"""Threads of one function that may still run although nobody waits for them. Each keeps its stack, and one that
-computes holds the interpreter for 5 ms at a time."""
+"""Largest number of abandoned threads of one function. Each keeps its stack, and one that computes holds the
+interpreter for 5 ms at a time."""
 _LOOK_S = 1.0
-"""Seconds between two looks at these threads."""
+"""Seconds between two checks of these threads."""
 _TICK_S = 0.1
-"""Shortest time between two looks at a time limit that stands still."""
+"""Shortest time between two checks of a paused time limit."""
 
 _LIBRARIES = (
     "<frozen",
     f"{Path(__file__).parents[1]}/",
     *(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")),
 )
-"""Beginnings of file names that are not the user's own."""
+"""Prefixes of file names of code that is not the user's own."""
 
 
 def located(error: BaseException) -> str:
@@ -54,7 +55,7 @@ def located(error: BaseException) -> str:
 async def in_thread(function: Callable[..., T], /, *arguments: Any, **keywords: Any) -> T:
     """Return the function's result, or raise what it raises. Cancelling abandons the thread.
 
-    Waits, up to the caller's own time limit, while too many threads of this function run on already.
+    While too many abandoned threads of this function still run, the call waits, up to the caller's time limit.
     """
     left = _abandoned[_name_of(function)]
     while len(left) >= MAX_ABANDONED:
@@ -74,7 +75,7 @@ async def in_thread(function: Callable[..., T], /, *arguments: Any, **keywords: 
         try:
             loop.call_soon_threadsafe(_deliver, done, outcome)
         except RuntimeError:
-            # The loop is closed, so nobody waits any more.
+            # The loop is closed, so nobody waits for the result.
             return
 
     thread = threading.Thread(target=work, name=f"call-{getattr(function, '__name__', 'function')}", daemon=True)
@@ -129,7 +130,8 @@ async def end_tasks(tasks: Iterable[asyncio.Future[Any]], what: str, timeout_s: 
     Args:
         tasks: All tasks, also those that have ended.
         what: Their name in the error.
-        timeout_s: CANCEL_TIMEOUT_S by default; less for tasks within an attempt, so that they are named, not it.
+        timeout_s: Seconds to wait; CANCEL_TIMEOUT_S by default. Tasks within an attempt get less, so that the error
+            names them and not the attempt.
 
     Raises:
         RunFailedError: If a task goes on.
@@ -143,7 +145,7 @@ async def end_tasks(tasks: Iterable[asyncio.Future[Any]], what: str, timeout_s: 
             task.cancel()
     stuck = (await asyncio.wait(running, timeout=limit))[1] if running else set[asyncio.Future[Any]]()
     for task in everything:
-        # Retrieved, so that asyncio does not report further errors. They must not cover the first one.
+        # Retrieve all exceptions, so that asyncio does not log them and hide the first error.
         _ = task.done() and (task.cancelled() or task.exception())
     if stuck:
         raise RunFailedError(
@@ -161,16 +163,16 @@ async def all_or_none(
         return list(await asyncio.gather(*tasks))
     finally:
         await end_tasks(tasks, what, timeout_s)
-        # The traceback of an error refers to this frame: without the tasks, they are freed at once.
+        # The traceback of an error holds this frame, and the frame would hold the tasks.
         tasks.clear()
 
 
 class Places:
-    """Run so many coroutines at a time, each within the same time limit. They begin in the order of the calls.
+    """Run a limited number of coroutines at a time, each with the same time limit. They begin in the order of calls.
 
     Args:
-        count: Coroutines that may be under way at the same time.
-        timeout_s: Seconds each may take from its beginning.
+        count: Largest number of coroutines that run at the same time.
+        timeout_s: Seconds that each may take after its beginning.
         seconds_down: Returns the seconds so far in which no engine could generate. They do not count.
         setting: The setting of the time limit, for messages.
     """
@@ -185,8 +187,8 @@ class Places:
         """Return the result of `work()`, which is called when there is a place.
 
         Raises:
-            AttemptFailedError: Names `what` after the time limit, and if its own code cancelled it.
-            RunFailedError: Names `what` if it goes on although it was cancelled.
+            AttemptFailedError: If the coroutine takes too long, or is cancelled by its own code; names `what`.
+            RunFailedError: If it runs on although it was cancelled; names `what`.
         """
         async with self._free:
             task = asyncio.ensure_future(work())
@@ -199,11 +201,11 @@ class Places:
             if not in_time:
                 raise AttemptFailedError(f"{what} did not end within {self._timeout_s:g} s ({self._setting}).")
             if task.cancelled():
-                # A CancelledError would end the run without a word.
+                # A CancelledError would end the run without a message.
                 raise AttemptFailedError(f"{what} was cancelled from within.")
             return task.result()
         finally:
-            # The traceback of its error refers to this frame.
+            # The traceback of an error holds this frame, and the frame would hold the task.
             del task
 
     async def _wait_for(self, task: asyncio.Task[Any]) -> None:
@@ -214,5 +216,5 @@ class Places:
             left = end - self._clock()
 
     def _clock(self) -> float:
-        """Return seconds that count: those in which an engine could generate."""
+        """Return a time in seconds that stands still while no engine can generate."""
         return asyncio.get_running_loop().time() - self._seconds_down()

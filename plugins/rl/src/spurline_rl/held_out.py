@@ -1,7 +1,6 @@
-"""Held-out evaluation by rollouts: mean reward, and pass@1 and pass@k by the reward that says what a success is.
+"""Evaluate by rollouts on held-out prompts: mean reward, and pass@1 and pass@k by the reward that decides success.
 
-Place on the way: eval datasets -> draws -> attempts with seeds of their own -> returns -> metrics and sample
-trajectories. Seeds depend on the prompt and the attempt alone, so that all evaluations use the same.
+Seeds depend on the prompt and the attempt only, so that all evaluations use the same seeds.
 """
 
 from __future__ import annotations
@@ -26,23 +25,23 @@ from spurline_rl.health import all_returns, mean_terms
 from spurline_rl.trajectory import Group, Trajectory, group_returns, trajectory_return
 
 HELD_OUT = "held-out "
-"""Prefix of the uids of held-out prompts: their seeds differ from those of training."""
+"""Prefix of the uids of held-out prompts, which gives them other seeds than training prompts."""
 OF_SOURCE = "source.held_out."
 
 
 @runtime_checkable
 class MakesAttempts(Protocol):
-    """A source that makes attempts at any prompts; the facts of its settings say that it `makes_attempts`."""
+    """A source that can make attempts at any prompts. Its facts must have `makes_attempts`."""
 
     generates_with_copies: bool
-    """Return whether its engines have weights of their own, which do not follow what is swapped in the backend."""
+    """True if the source's engines hold a copy of the weights, which parameter swaps in the backend do not change."""
 
     def make_attempts(self, prompts: Sequence[Draw], held_out: HeldOutConfig) -> Sequence[Outcome]:
         """Make attempts with the current weights; returns when all have ended."""
         ...
 
     def longest_held_out(self, prompts: PromptDraws) -> Longest | None:
-        """Return the longest of the prompts with a whole response; None where only the environment knows them.
+        """Return the longest prompt with a response of full length; None if only the environment knows the prompts.
 
         Raises:
             DataError: Names a row that cannot be used.
@@ -55,7 +54,7 @@ class AttemptsEvaluation(HeldOutEvaluation):
 
     Args:
         where: The place of the settings in the config, for messages.
-        terms: Names of the reward terms of every attempt; None where only the attempts tell.
+        terms: Names of the reward terms of every attempt; None if they are not known beforehand.
     """
 
     def __init__(
@@ -92,8 +91,8 @@ class AttemptsEvaluation(HeldOutEvaluation):
     def evaluate(self, backend: Backend) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Return `reward`, `rewards/TERM`, `pass@1`, with several attempts `pass@k`, and samples for the report.
 
-        A prompt that was given up has not passed and counts in `failed`; its rewards are unknown and left out. Rows
-        that cannot be used are left out under `on_bad_row: skip`, and counted in `skipped_rows`.
+        A prompt that was given up counts as not passed and in `failed`, and not in rewards. With `on_bad_row: skip`,
+        unusable rows are left out, and counted in `skipped_rows`.
         """
         wanted = min(self._prompts.prompts_per_epoch, self._config.max_prompts or self._prompts.prompts_per_epoch)
         taken = self._prompts.take(0, wanted)
@@ -154,7 +153,7 @@ def has_passed(trajectory: Trajectory, success: SuccessConfig, where: str = OF_S
     """Return whether the deciding reward of a scored trajectory reaches `success.at_least`.
 
     Raises:
-        ConfigError: If its terms leave open which reward decides.
+        ConfigError: If it is not clear which of its reward terms decides.
     """
     name = deciding_term(trajectory.rewards, success, where)
     value = trajectory_return(trajectory) if name is None else trajectory.rewards[name]
@@ -162,10 +161,10 @@ def has_passed(trajectory: Trajectory, success: SuccessConfig, where: str = OF_S
 
 
 def deciding_term(terms: Collection[str], success: SuccessConfig, where: str = OF_SOURCE) -> str | None:
-    """Return the reward term that decides about success; None where an attempt has rewards of turns alone.
+    """Return the reward term that decides success; None if an attempt has only rewards of turns.
 
     Raises:
-        ConfigError: If it is not a term of the attempt, or if there are several and none is named.
+        ConfigError: If the named term is not a term of the attempt, or if there are several terms and none is named.
     """
     problems = list(success_problems(success, terms, where))
     if problems:

@@ -1,8 +1,8 @@
 """Source `rollouts`: synchronous reinforcement learning.
 
-A step draws prompts, generates with the weights of the step before, scores attempts, has the models score the tokens,
-and lays out a batch; the loop updates. The engine shares the backend's weights, or has a copy that every update
-replaces if they are in other processes. No token is older than its step.
+A step draws prompts, generates with the current weights, scores attempts, computes logprobs and other token values with
+the models, and makes a batch. The loop then updates the weights. The engine uses the backend's weights. If those are in
+other processes, it has a copy, which is replaced after every update. All tokens come from the latest weights.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Turn dataset entries of the config into a token store.
 
-Datasets are opened and checked here. All tokenizations end in the same collector, which takes encoded samples in the
-order of datasets and rows and counts what was left out or cut. Tokenization `sequential` encodes rows in chunks, so
-that the threads of the tokenizer are used.
+Datasets are opened and checked here. Every tokenization hands its encoded samples, in the order of datasets and rows,
+to a `SampleCollector`, which counts rows that were left out or cut. Tokenization `sequential` encodes rows in chunks,
+so that the tokenizer can use all its threads.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 _ROWS_WITH_COLUMNS = 1000
-"""Rows in which a column that `columns` names must be found once."""
+"""Each column that `columns` names must occur in one of this many first rows."""
 
 
 class DerivedDataset:
@@ -108,10 +108,10 @@ def _first_rows(dataset: Dataset, config: DatasetConfig) -> Iterator[Mapping[str
 def plain_text_notes(
     sources: Sequence[DatasetToTokenize], tokenizer: PreTrainedTokenizerBase, answer: str | None = None
 ) -> list[str]:
-    """Name the datasets whose prompts are plain text for a model with a chat template, unless the config says so.
+    """Return a note for each dataset with plain text prompts for a chat model, unless its config asks for plain text.
 
-    The first row of each dataset decides. `answer` is the column that is trained after the prompt; None where answers
-    are generated.
+    The first row of each dataset decides. `answer` is the column that is trained after the prompt; None if answers are
+    generated.
     """
     notes: list[str] = []
     for dataset, config in ((source.dataset, source.config) for source in sources):
@@ -123,7 +123,7 @@ def plain_text_notes(
             continue
         output = f", output: {view.label(answer)}" if answer == "completion" else ""
         notes.append(
-            f"{dataset.label}: '{view.label('prompt')}' is plain text to go on from, although the model has a chat "
+            f"{dataset.label}: '{view.label('prompt')}' is plain text that the model continues, although it has a chat "
             f"template. Set `columns: {{instruction: {view.label('prompt')}{output}}}` to make it a user's turn, or "
             "`format: prompt_completion` where plain text is meant"
         )
@@ -131,7 +131,7 @@ def plain_text_notes(
 
 
 def check_rows(dataset: Dataset) -> None:
-    """Raise DataError for the first unreadable row, if the dataset can find it before long work on the rows begins."""
+    """Raise DataError for the first unreadable row, if the dataset has a quick check for that."""
     if isinstance(dataset, CheckableDataset):
         dataset.check()
 
@@ -172,7 +172,7 @@ class Findings:
 
 
 def block_of_outcomes(source: int, outcomes: Sequence[Sample | Dropped]) -> SampleBlock:
-    """Join the outcomes that `RowEncoder` made of rows of dataset number `source`, in order."""
+    """Join outcomes of `RowEncoder`, in order. `source` is the number of their dataset."""
     samples: list[Sample] = []
     counts: dict[tuple[str, bool], Count] = {}
     for outcome in outcomes:
@@ -227,7 +227,7 @@ class SampleCollector:
             self._sink.extend(block)
 
     def findings(self, *, may_be_empty: bool = False) -> Findings:
-        """Return the counts. Raises DataError when a dataset has no usable sample, unless it may."""
+        """Return the counts. Raises DataError for a dataset without usable samples, unless `may_be_empty`."""
         for source, kept in enumerate(self._kept):
             if kept == 0 and not may_be_empty:
                 raise DataError(self._nothing_left(source))
@@ -239,7 +239,7 @@ class SampleCollector:
         return Findings(dict(dropped), self._truncated, examples, dict(self._ignored))
 
     def finish(self, *, may_be_empty: bool = False) -> Tokenized:
-        """Return store and counts. Raises DataError when a dataset has no usable sample, unless it may."""
+        """Return store and counts. Raises DataError for a dataset without usable samples, unless `may_be_empty`."""
         return Tokenized(self._sink.build(), **vars(self.findings(may_be_empty=may_be_empty)))
 
     def _nothing_left(self, source: int) -> str:
@@ -285,7 +285,7 @@ class SequentialTokenization:
         """Return all samples of all datasets, in order."""
         for dataset in datasets:
             check_rows(dataset.dataset)
-        # All before the first row, so that a format that does not fit the last dataset is found at once.
+        # All encoders are made before rows are encoded, so that an unfit format of the last dataset is found early.
         encoders = [RowEncoder(dataset, self._tokenizer, self._data) for dataset in datasets]
         collector = SampleCollector(datasets)
         for source, encoder in enumerate(encoders):

@@ -1,7 +1,7 @@
-"""Send metrics to a store without holding up training: the base of trackers that use a library of others.
+"""Send metrics to a store without holding up training: the base of trackers that use a third-party library.
 
-The id of the store's run is kept in the run directory, so that a resumed run goes on as the same run there. A step that
-is trained again after a kill is sent again. Only metrics.jsonl, which core writes, has each step exactly once.
+The id of the store's run is kept in the run directory, so that a resumed run goes on as the same run there. If a step
+is trained again after a kill, it is sent again. Only core's metrics.jsonl has each step exactly once.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class SendingTracker(ABC):
 
     @abstractmethod
     def close_run(self, *, is_finished: bool) -> None:
-        """Close the store's run, on the tracker's thread; if it did not do all of its steps, it may be resumed."""
+        """Close the store's run, on the tracker's thread. A run that is not finished may be resumed."""
 
     def start(self, info: RunInfo) -> None:
         """Open the store. Raises ConfigError when it does not open."""
@@ -68,7 +68,7 @@ class SendingTracker(ABC):
         self._thread.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Leave one step to the thread that sends."""
+        """Queue the metrics of one step for the sending thread."""
         assert self._thread is not None, f"{type(self).__name__}.log before start or after close"
         self._reached = step
         if self._queue.qsize() < _LONGEST_QUEUE:
@@ -77,7 +77,7 @@ class SendingTracker(ABC):
             self._say(f"{_LONGEST_QUEUE} steps wait to be sent; step {step} is left out. It is in metrics.jsonl.")
 
     def flush(self) -> None:  # noqa: B027 - not abstract: there is nothing to do
-        """Do nothing: metrics.jsonl has what a checkpoint covers."""
+        """Do nothing. A checkpoint needs metrics.jsonl only, and core flushes that."""
 
     def close(self) -> None:
         """Send what is left, for a limited time. May be called twice, or without start."""
@@ -93,7 +93,7 @@ class SendingTracker(ABC):
         while (item := self._queue.get()) is not None:
             try:
                 self.write(*item)
-            except Exception as error:  # noqa: BLE001 - a store of others must not end a training run
+            except Exception as error:  # noqa: BLE001 - a failing store must not end a training run
                 self._say(f"step {item[0]} could not be sent: {_first_line(error)}. It is in metrics.jsonl.")
         try:
             self.close_run(is_finished=self._reached >= self._total_steps)
@@ -105,7 +105,7 @@ class SendingTracker(ABC):
 
 
 def earlier_run_id(info: RunInfo, file: str) -> str | None:
-    """Return the id in this file of the run directory; None for a run that starts over, which needs a new one."""
+    """Return the id in this file of the run directory; None for a run that is not resumed, which needs a new id."""
     path = info.run_dir / file
     return (path.read_text(encoding="utf-8").strip() or None) if info.is_resumed and path.exists() else None
 

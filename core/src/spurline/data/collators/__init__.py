@@ -1,1 +1,1 @@
-"""Samples or turns to one `TrainingBatch`: the readable reference that fast collators are compared with."""
+"""Collators that lay out samples or turns as a `TrainingBatch`: the readable reference for fast collators."""

@@ -1,1 +1,1 @@
-"""Which sample comes when: the orders, and the facts about samples that they decide by."""
+"""Orders, which choose the samples of each step, and the facts about samples that they use."""

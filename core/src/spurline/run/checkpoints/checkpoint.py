@@ -1,17 +1,17 @@
-"""Checkpoints on disk: complete or absent, verified before use, without pickle.
+"""Write, verify and read checkpoints on disk. A checkpoint is complete or absent, and has no pickle files.
 
 A checkpoint is one folder `step-00000123` under RUN_DIR/checkpoints:
 
     manifest.json       format, version, step, config, distribution versions, the history of changed settings, the best
                         evaluation so far, a fingerprint of the held-out data, size and XXH3 digest of every other file,
                         and whether the backend verifies that digest itself when it reads the file
-    backend/            what the backend wrote: model, optimizer, scheduler, RNG states
-    components/         state of the source, mini-batches, loss and trackers that keep some
-    hooks/              state that plugins keep, by plugin and name
+    backend/            files of the backend: model, optimizer, scheduler, RNG states
+    components/         state of the source, mini-batches, loss and trackers, if they have any
+    hooks/              state of plugins, by plugin and name
 
-It is written beside under a hidden name, flushed to disk, renamed into place, and only then does the file `latest`
-name it, for people and scripts; `best` names the one whose evaluation was the best, where one is kept. How the state of
-a component is written is `state_files`' matter.
+The folder is written under a hidden name, flushed to disk, and renamed. Only then is its name written to the file
+`latest`, for people and scripts. The file `best` names the checkpoint with the best evaluation, if one is kept. The
+module `state_files` writes the state of components.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _BY_WRITER = "digest_by_writer"
 LATEST = "latest"
 """File that names the newest checkpoint."""
 BACKEND = "backend"
-"""Folder of what the backend wrote."""
+"""Folder of the backend's files."""
 _STEP_FOLDER = re.compile(r"step-\d{8,18}")
 BEST = "best"
 """File that names the checkpoint with the best evaluation."""
 
 _attempts = count(1)
-"""Numbers of the folders that this process writes into."""
+"""Source of distinct numbers for the hidden folders of this process."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Written:
 
 
 Write = Callable[[Path], Written | None]
-"""Fills a folder. Files that it has not hashed itself are read back and forced to disk."""
+"""A function that fills a folder. Files that it has not hashed itself are read again to hash them, and flushed."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Checkpoint:
         return self.manifest["config"]
 
     def unverified(self, folder: str) -> dict[str, FileDigest]:
-        """Return the digests of files in this folder that their reader must verify itself, by path in it."""
+        """Return, by path in this folder, the digests of those files that their reader must verify."""
         prefix = f"{folder}/"
         return {
             name.removeprefix(prefix): FileDigest(entry["bytes"], entry["xxh3"])
@@ -92,13 +92,13 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A checkpoint that is complete but for its name."""
+    """A complete checkpoint that still has its hidden name."""
 
     step: int
     path: Path
 
     def discard(self) -> None:
-        """Remove it, if it has not been published."""
+        """Remove the checkpoint unless it was published."""
         shutil.rmtree(self.path, ignore_errors=True)
 
 
@@ -109,17 +109,17 @@ class CheckpointStore:
         self.root = root
 
     def save(self, step: int, write: Write, facts: Mapping[str, Any], best: int | None = None) -> Path:
-        """Write one checkpoint and make it the latest: `prepare` and `publish`."""
+        """Write one checkpoint and make it the latest, by `prepare` and `publish`."""
         return self.publish(self.prepare(step, write, facts), best)
 
     def prepare(self, step: int, write: Write, facts: Mapping[str, Any]) -> Prepared:
         """Write one checkpoint under a hidden name, complete and durable, with these facts in its manifest.
 
-        Raises CheckpointWriteError if the disk refuses; earlier checkpoints are intact then.
+        Raises CheckpointWriteError if the disk cannot be written; earlier checkpoints are intact then.
         """
         temporary = self.root / f".writing-{self._folder(step).name}-{os.getpid()}-{next(_attempts)}"
         try:
-            # Not the run directory: if that was removed meanwhile, this fails.
+            # This does not create the run directory, so it fails if that was removed meanwhile.
             self.root.mkdir(exist_ok=True)
             remove(temporary)
             temporary.mkdir()
@@ -139,13 +139,13 @@ class CheckpointStore:
         return Prepared(step, temporary)
 
     def publish(self, prepared: Prepared, best: int | None = None) -> Path:
-        """Make it the latest, and return its folder. `best` is the step of the checkpoint with the best evaluation.
+        """Make the checkpoint the latest, and return its folder. `best` is the step with the best evaluation.
 
         Raises CheckpointWriteError as `prepare` does.
         """
         final = self._folder(prepared.step)
         try:
-            # An earlier one of this step may be the only checkpoint: it is deleted when the new one is in its place.
+            # An earlier checkpoint of this step may be the only one, so it is deleted after the new one is in place.
             replaced = self._put_away(final) if os.path.lexists(final) else None
             prepared.path.rename(final)
             if replaced is not None:
@@ -160,7 +160,7 @@ class CheckpointStore:
         return final
 
     def point_to_best(self, step: int | None) -> None:
-        """Let the file `best` name the checkpoint of this step; None removes it."""
+        """Write the name of this step's checkpoint to the file `best`; None removes the file."""
         if step is None:
             (self.root / BEST).unlink(missing_ok=True)
         elif not (self.root / BEST).exists() or self._named(BEST) != self._folder(step):
@@ -169,7 +169,7 @@ class CheckpointStore:
     def prune(self, keep_last: int, best: int | None = None) -> None:
         """Remove all but the newest `keep_last` checkpoints and the one of step `best`.
 
-        Checkpoints that were set aside go when their steps have been trained again.
+        Checkpoints that were set aside are removed when their steps have been trained again.
         """
         paths = self.paths()
         for path in paths[:-keep_last]:
@@ -180,14 +180,14 @@ class CheckpointStore:
                 self._remove(path)
 
     def _remove(self, path: Path) -> None:
-        # Renamed first: a kill during the deletion must not leave half a checkpoint under its name.
+        # Rename the folder first, so that a kill during the deletion leaves no half checkpoint under its name.
         remove(self._put_away(path))
 
     def _put_away(self, path: Path) -> Path:
         return path.rename(path.with_name(f".removing-{path.name}-{os.getpid()}"))
 
     def clean(self) -> None:
-        """Remove what killed processes left half written or half removed."""
+        """Remove folders that killed processes left half written or half removed."""
         for pattern in (".writing-*", ".removing-*", f".{LATEST}.*.tmp", f".{BEST}.*.tmp"):
             for path in self.root.glob(pattern):
                 remove(path)
@@ -210,10 +210,10 @@ class CheckpointStore:
     def latest(self, option: str = "--resume") -> Checkpoint | None:
         """Return the newest checkpoint, verified; None if there is none.
 
-        Raises CheckpointError for a damaged one, naming the good one before it and the option that takes it.
+        Raises CheckpointError if it is damaged. The error names the good one before it and the option to resume there.
         """
-        # By step, not by the file `latest`: a kill between the two renames leaves a newer complete checkpoint, and
-        # going back to an older one on purpose sets later ones aside first.
+        # Choose by step, not by the file `latest`: after a kill between the two renames, it does not name the newest
+        # complete checkpoint. Going back to an older checkpoint on purpose sets later ones aside first.
         candidates = self.paths()
         if not candidates:
             return None
@@ -223,7 +223,7 @@ class CheckpointStore:
             raise CheckpointError(f"{error} {self.offer_before(candidates[-1], option)}") from error
 
     def chosen(self, choice: str | Path | None) -> Checkpoint:
-        """Return the checkpoint that `latest` (or None), `best` or a folder's path means. Raises CheckpointError."""
+        """Return the checkpoint for `latest` (or None), `best` or the path of a folder. Raises CheckpointError."""
         if choice is None or choice == LATEST:
             latest = self.latest("--checkpoint")
             if latest is None:
@@ -275,7 +275,7 @@ class CheckpointStore:
 def open_checkpoint(path: Path) -> Checkpoint:
     """Read a checkpoint folder and verify that every file has the size and digest of the manifest.
 
-    The digests of files that their reader verifies are left to it; see `Checkpoint.unverified`. Raises CheckpointError.
+    Files that their reader verifies are not read here; see `Checkpoint.unverified`. Raises CheckpointError.
     """
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a checkpoint folder.")

@@ -1,7 +1,7 @@
 """Save the checkpoints of a run, either during the step or beside training, and report each.
 
-A step and the state of the run go in; a checkpoint in the run directory comes out, which is reported to `RunState` and
-the hooks. The run decides which steps have one.
+A checkpoint is written to the run directory and reported to `RunState` and the hooks. The run decides which steps have
+a checkpoint.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from spurline.run.evaluations.evaluation import fingerprints
 from spurline.run.evaluations.watched import BestSoFar, EarlyStop
 
 WAIT_LIMIT_S = 3600.0
-"""How long the run stands still for a checkpoint that is being written."""
+"""Longest time that a run waits for a checkpoint that is being written."""
 _ABANDON_LIMIT_S = 5.0
-"""How long the end of a run waits for a checkpoint that is being renamed."""
+"""Longest time that the end of a run waits for a checkpoint that is being renamed."""
 
 
 @dataclass(frozen=True)
 class Course:
-    """The part of a manifest that tells how a run has gone.
+    """The part of a manifest that describes the run so far.
 
     Attributes:
         updates: Optimizer steps by role.
         history: Changes of settings since the run began; see `Resume`.
         best: The best evaluation so far.
-        early_stop: What `stop_when` has counted.
+        early_stop: The state of `stop_when`.
         pending: Metrics of the step, if its evaluation is still to come.
     """
 
@@ -64,11 +64,11 @@ class Course:
 
 @dataclass(frozen=True)
 class CheckpointContents:
-    """The content of one checkpoint, and which others are kept beside it.
+    """The content of one checkpoint, and which other checkpoints are kept.
 
     Attributes:
-        step: The last step that it covers.
-        write: Fills its folder.
+        step: The last step that the checkpoint covers.
+        write: Function that fills its folder.
         facts: Entries of its manifest.
         best: Step of the best evaluation so far, whose checkpoint is kept.
         keep_last: Number of checkpoints to keep besides that one.
@@ -84,12 +84,12 @@ class CheckpointContents:
     def of(cls, step: int, components: Components, loaded: LoadedConfig, course: Course, *, copied: bool) -> Self:
         """Return the contents of a step's checkpoint.
 
-        If `copied`, everything is taken as it is now, so that another thread can write it while training goes on;
-        otherwise it is asked for while it is written.
+        If `copied`, all state is copied now, so that another thread can write it while training goes on. Otherwise
+        state is read while it is written.
         """
         save, states = components.backend.save, _states(components, loaded)
         if copied:
-            # The config has refused a backend that cannot.
+            # The config's checks have refused backends that cannot take snapshots.
             assert isinstance(components.backend, TakesSnapshots), type(components.backend)
             save = components.backend.snapshot()
             states = [(name, copied_state(state), owner) for name, state, owner in states]
@@ -114,21 +114,21 @@ class CheckpointContents:
         return self.publish(store, store.prepare(self.step, self.write, self.facts))
 
     def publish(self, store: CheckpointStore, prepared: Prepared) -> Path:
-        """Make what was written the latest checkpoint, and remove those that are not kept; returns its folder."""
+        """Make the prepared checkpoint the latest, remove those that are not kept, and return its folder."""
         path = store.publish(prepared, self.best)
         store.prune(self.keep_last, self.best)
         return path
 
 
 def _states(components: Components, loaded: LoadedConfig) -> Iterable[tuple[str, Mapping[str, object], str | None]]:
-    """Yield (path in a checkpoint, state, owner) of components and hooks; each is asked for when its turn comes."""
+    """Yield (path in a checkpoint, state, owner) of components and hooks. Each state is read when it is yielded."""
     for name, component in stateful_components(components, loaded):
         yield f"components/{name}", component.state_dict(), None
     yield from components.hook_states.states()
 
 
 class Writing:
-    """A checkpoint that a thread of its own writes while training goes on: it becomes complete, or never is there."""
+    """A checkpoint that is written by another thread while training goes on. It becomes complete, or does not exist."""
 
     def __init__(self, contents: CheckpointContents, store: CheckpointStore) -> None:
         self.step = contents.step
@@ -138,7 +138,8 @@ class Writing:
         self._error: BaseException | None = None
         self._publishing = threading.Lock()
         self._is_abandoned = False
-        # The end of the process does not wait for a disk that hangs: the next start removes what is half written.
+        # The thread is a daemon, so a disk that hangs cannot hold up the end of the process. The next start removes
+        # half-written files.
         threading.Thread(target=self._run, name="spurline-checkpoint", daemon=True).start()
 
     def _run(self) -> None:
@@ -155,19 +156,19 @@ class Writing:
             self._done.set()
 
     def is_done(self, wait_s: float = 0.0) -> bool:
-        """Return whether it has ended, at the latest after this many seconds."""
+        """Wait up to `wait_s` seconds for the writing to end, and return whether it has ended."""
         return self._done.wait(wait_s)
 
     def result(self) -> Path:
-        """Return the folder of a checkpoint that is done, or raise what kept it from being written."""
+        """Return the folder of a checkpoint that is done, or raise the error with which writing failed."""
         if self._error is not None:
             raise self._error
         assert self._path is not None, f"step {self.step} was abandoned"
         return self._path
 
     def abandon(self) -> Path | None:
-        """Let nothing become a checkpoint after this; returns the folder if it has become one before."""
-        # One that is being renamed becomes a checkpoint, as it is complete but for its name.
+        """Prevent the checkpoint from being published. Returns its folder if it was published already."""
+        # If it is being renamed, wait for that: it is complete apart from its name.
         held = self._publishing.acquire(timeout=_ABANDON_LIMIT_S)
         self._is_abandoned = True
         if held:
@@ -176,14 +177,14 @@ class Writing:
 
 
 class Saving:
-    """Saves checkpoints. It belongs to the loop's thread.
+    """Saves checkpoints. Its methods are called on the loop's thread only.
 
     Args:
         loaded: The config.
         directory: The run directory.
         components: The components whose state is saved.
         state: The state of the run; its `checkpoint` and `saved_step` are set here.
-        course: Returns how the run has gone by now. It takes the metrics of a step whose evaluation is still to come.
+        course: Returns the run's `Course`. Its argument has the metrics of a step that is still to be evaluated.
     """
 
     def __init__(
@@ -206,7 +207,7 @@ class Saving:
         self._saved_at = time.monotonic()
 
     def is_time(self) -> bool:
-        """Return whether `checkpoint.every_minutes` have gone by since the last one."""
+        """Return whether `checkpoint.every_minutes` have passed since the last checkpoint."""
         minutes = self._loaded.config.checkpoint.every_minutes
         return minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
 
@@ -216,7 +217,7 @@ class Saving:
         Args:
             step: The step that has just been made.
             pending: Its metrics, if its evaluation and metrics line are still to come.
-            beside: Copy what is to be saved, and write it while training goes on.
+            beside: Whether to copy the state now, and write it while training goes on.
         """
         self.take_written(wait=True)
         for tracker in self._components.trackers.values():
@@ -233,7 +234,7 @@ class Saving:
         self._saved_at = time.monotonic()
 
     def save_before(self, error: Exception, step: int, pending: Mapping[str, float]) -> None:
-        """Save a step whose evaluation has failed; the error, which goes on, says what came of it."""
+        """Save a step whose evaluation failed with `error`. A note on the error says whether that worked."""
         try:
             self.save(step, pending)
         except Exception as failure:  # noqa: BLE001 - it must not hide the evaluation's own error
@@ -242,7 +243,7 @@ class Saving:
             error.add_note(f"Step {step} itself was trained and saved; the same command evaluates again and goes on.")
 
     def take_written(self, *, wait: bool) -> None:
-        """Take note of the checkpoint that was written beside training, if there is one. Raises why it was not."""
+        """Report the checkpoint that was written beside training, if there is one. Raises the error if that failed."""
         writing = self._writing
         if writing is None:
             return
@@ -269,11 +270,11 @@ class Saving:
         try:
             self.take_written(wait=True)
         except Exception as failure:  # noqa: BLE001 - it must not hide the error that ended the run
-            # It may be whole: a hook that was told of it fails here as well.
+            # The checkpoint may be complete, since an error of a hook that it was reported to ends up here too.
             error.add_note(f"Ending the checkpoint under way failed too: {failure}")
 
     def abandon(self) -> None:
-        """Let nothing that is being written become a checkpoint after this."""
+        """Prevent any checkpoint that is being written from being published."""
         writing, self._writing = self._writing, None
         path = None if writing is None else writing.abandon()
         if writing is not None and path is not None:

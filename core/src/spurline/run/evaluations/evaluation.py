@@ -1,8 +1,7 @@
-"""All evaluations of a run: that of `data.eval`, and those under `evaluations`, each with its rhythm and its name.
+"""Build and run all evaluations of a run: that of `data.eval`, and those under `evaluations`.
 
-The section `evaluation` is a short way to write evaluations of `data.eval`: the default one, and those whose settings
-plugins put into that section; or what the source has of its own for that data. The rest of a run knows only a list of
-scheduled evaluations.
+The section `evaluation` configures evaluations of `data.eval`: the source's own one if it has one, else the default one
+and those of plugins that add settings to this section. The rest of the code sees a list of scheduled evaluations only.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def _naming(name: str) -> Iterator[None]:
 class ScheduledEvaluation:
     """One evaluation of a run.
 
-    name: as under `evaluations`; empty for that of `data.eval`. every_steps: None for the end of the run alone.
+    name: key under `evaluations`; empty for `data.eval`. every_steps: None to run at the end of the run only.
     at_start: whether the model is measured before its first step too.
     """
 
@@ -51,18 +50,18 @@ class ScheduledEvaluation:
         return f"eval/{self.name}" if self.name else "eval"
 
     def longest(self) -> Longest | None:
-        """Return the longest sequence that it makes; None where that is not known. Raises DataError naming it."""
+        """Return the longest sequence of its data; None if it is not known. A DataError names the evaluation."""
         with _naming(self.name):
             return self.held_out.longest()
 
     def metrics(self) -> set[str] | None:
-        """Whole names of all that it may measure, `eval/...`; None where only an evaluation tells."""
+        """Return the full names, `eval/...`, of all its metrics; None if they are not known before it runs."""
         names = self.held_out.metrics()
         return None if names is None else {f"{self.label}/{name}" for name in (*names, "time")}
 
     def run(self, backend: Backend, root: str = "eval") -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Metrics under their whole names, `ROOT/...` or `ROOT/NAME/...`, time in seconds included, and sample answers,
-        marked with the name if there is one."""
+        """Return metrics by full name (`ROOT/...` or `ROOT/NAME/...`), with `time` in seconds, and sample answers, each
+        with the name of this evaluation if it has one."""
         prefix = f"{root}/{self.name}/" if self.name else f"{root}/"
         begin = time.perf_counter()
         measured: object = self.held_out.evaluate(backend)
@@ -157,7 +156,7 @@ def build_evaluations(context: EvaluationContext, stack: ExitStack) -> tuple[Sch
 def run_all(
     evaluations: Iterable[ScheduledEvaluation], backend: Backend
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Metrics and sample answers of all of them. Raises ConfigError for a metric that two of them measure."""
+    """Return metrics and sample answers of all evaluations. Raises ConfigError if two of them return one metric."""
     scores: dict[str, float] = {}
     samples: list[dict[str, Any]] = []
     for evaluation in evaluations:
@@ -174,7 +173,7 @@ def run_all(
 
 
 def metrics_of(evaluations: Sequence[ScheduledEvaluation]) -> dict[str, set[str] | None]:
-    """Whole names of all that each may measure, by `label`; None where only an evaluation tells."""
+    """Return the full names of each evaluation's metrics by `label`; None if they are not known before it runs."""
     return {evaluation.label: evaluation.metrics() for evaluation in evaluations}
 
 

@@ -1,7 +1,7 @@
 """Evaluate held-out data at a step: the evaluations that are due, and those that hooks ask for by `run.evaluate`.
 
-In: the evaluations of the run, and the weights that the backend has. Out: metrics under names that no other metric of
-the step has; `keep_best` and `stop_when` see them. The run decides which evaluations are due and reports the results.
+Metrics get names that no other metric of the step has, and are passed to `keep_best` and `stop_when`. The run decides
+which evaluations are due, and reports the results.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from spurline.run.evaluations.watched import BestSoFar, EarlyStop
 
 
 class StepScores:
-    """The scores of one step after the other."""
+    """Makes the evaluations of each step, one step after the other."""
 
     def __init__(
         self, evaluations: Sequence[ScheduledEvaluation], backend: Backend, best: BestSoFar, early_stop: EarlyStop
@@ -30,7 +30,7 @@ class StepScores:
         """Metrics of the evaluations that hooks asked for in the current step; None between two steps."""
 
     def open(self) -> None:
-        """Begin a step; what hooks evaluate from here on is recorded with it."""
+        """Begin a step. Evaluations by hooks are recorded with it from now on."""
         self._asked = {}
 
     def close(self) -> None:
@@ -43,17 +43,17 @@ class StepScores:
         return MappingProxyType(self._asked or {})
 
     def measure(self, step: int, due: Sequence[ScheduledEvaluation]) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Metrics and sample answers of these evaluations; of the others too where `stop_when` then ends the run."""
+        """Return metrics and sample answers of these evaluations, and of all others if `stop_when` ends the run now."""
         scores, samples = self._measured(step, due)
         rest = [evaluation for evaluation in self._evaluations if evaluation not in due]
         if rest and self._early_stop.reason is not None:
-            # Each runs at the end, and this is it.
+            # The run ends here, and every evaluation runs at the end.
             further, answers = self._measured(step, rest)
             scores, samples = scores | further, samples + answers
         return scores, samples
 
     def beside(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return what hooks have evaluated in this step. Raises UserError for a name of the step's own metrics."""
+        """Return the metrics that hooks have evaluated in this step. Raises UserError if `metrics` has one of them."""
         if taken := sorted(self.asked.keys() & metrics.keys()):
             raise UserError(
                 f"run.evaluate: the metric '{taken[0]}' is one of the step's own. Evaluate under another prefix."
@@ -61,7 +61,7 @@ class StepScores:
         return dict(self.asked)
 
     def ask(self, prefix: str) -> dict[str, float]:
-        """Make every evaluation now, with its metrics under PREFIX/; `Run.evaluate` says what it raises."""
+        """Make every evaluation now, with metrics under PREFIX/. `Run.evaluate` lists the errors."""
         if not self._evaluations:
             what = f"is empty, and run.evaluate({prefix!r}) needs held-out data. Set it, or add `evaluations`."
             raise ConfigError.at("data.eval", what)

@@ -1,7 +1,7 @@
 """Watch one metric of the held-out evaluations, to keep the best checkpoint and to end a run early.
 
-The scores of each evaluation go in, and what the manifest of the checkpoint that a run continues says. A resume goes on
-as if nothing had happened.
+Both classes observe the scores of each evaluation. Their state is part of a checkpoint's manifest, so that a resumed
+run goes on as if it had never stopped.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class BestSoFar:
         """Value of the metric at that step."""
 
     def restore(self, saved: Mapping[str, Any] | None, kept_steps: set[int], *, same_data: bool) -> list[str]:
-        """Go on from the best that a checkpoint knew of, and return notes on why it may no longer count.
+        """Restore the best evaluation from a checkpoint, or return notes on why it no longer counts.
 
         Args:
-            saved: `facts` as the checkpoint's manifest has them.
+            saved: The `facts` in the checkpoint's manifest.
             kept_steps: Steps of the checkpoints in this run_dir.
-            same_data: Whether it was measured on the data that this run evaluates on.
+            same_data: Whether the held-out data is unchanged since the checkpoint.
         """
         config = self._config
         if config is None or saved is None:
@@ -87,7 +87,7 @@ class EarlyStop:
         """Evaluations in a row that were not better."""
 
     def restore(self, saved: Mapping[str, Any] | None, *, same_data: bool) -> list[str]:
-        """Go on from the values that a checkpoint knew of; arguments and result are those of `BestSoFar.restore`."""
+        """Restore the values from a checkpoint. Arguments and result are those of `BestSoFar.restore`."""
         if self._config is None or saved is None:
             return []
         if any(saved[name] != value for name, value in self._measure().items()):

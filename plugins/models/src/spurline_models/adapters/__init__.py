@@ -1,1 +1,1 @@
-"""LoRA: what gets adapters, their layers, and their files."""
+"""LoRA adapters: the choice of modules, the layers, and the files."""

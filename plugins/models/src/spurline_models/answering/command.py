@@ -47,7 +47,7 @@ def opened(target: str, load_run: Callable[[Path], LoadedConfig], checkpoint: st
 def prompt_rows(path: str, columns: Mapping[str, str]) -> DatasetToTokenize:
     """Open rows of prompts as `data.train` does, with these `columns`. Raises DataError if there are none."""
     train = {"path": path, "columns": dict(columns)}
-    # Only the data is read; the rest is what a config must have.
+    # Only the data is used. The other settings are there because a config requires them.
     loaded = load_config({"model": {"path": "none"}, "steps": 1, "data": {"train": train}})
     [rows] = open_datasets(loaded.config.data.train, loaded.host.registry)
     if not len(rows.dataset):
@@ -84,16 +84,16 @@ class Prompts:
         return self.of_messages([*self.begin, {"role": "user", "content": text}])
 
     def of_plain_text(self, text: str) -> list[int]:
-        """Return the tokens of text to go on from. Raises UserError for a prompt that cannot be answered."""
+        """Return the tokens of plain text for the model to continue. Raises UserError if it cannot be answered."""
         encoding = self._encoded(text, is_chat=False)
         ids = list(encoding.ids)
-        # A tokenizer that ends every text would ask the model to go on after the end.
+        # Some tokenizers append an end token to every text. The model must not continue after one.
         if ids and ids[-1] == self._target.tokenizer.eos_token_id and encoding.special_tokens_mask[-1]:
             ids.pop()
         return ids
 
     def of_messages(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None) -> list[int]:
-        """Return the tokens of a conversation that waits for the model's turn. Raises UserError as `of_plain_text`."""
+        """Return the tokens of a conversation, ready for the model's turn. Raises UserError as `of_plain_text` does."""
         if self._target.tokenizer.chat_template is None:
             raise UserError(f"{self._target.words} has no chat template. Give --raw to go on from plain text.")
         require_chat_template(self._target.tokenizer, self._target.words)
@@ -107,7 +107,7 @@ class Prompts:
         """Yield (question, prompt) for each row, in any format that has text. Answers in the rows are not read.
 
         Raises:
-            UserError: If a row cannot be asked; names the row.
+            UserError: If a row has no prompt that can be answered. The error names the row.
         """
         for number in range(len(rows.dataset)):
             try:
@@ -155,7 +155,7 @@ def answer_all(
     """
     watches = not as_json and count == 1 and sys.stdout.isatty()
     for number, (asked, prompt) in enumerate(prompts):
-        # Seeded for each prompt, so that the prompts before it do not change its answer.
+        # The seed is set for each prompt, so that an answer does not depend on earlier prompts.
         torch.manual_seed(seed)
         if not as_json and len(prompts) > 1:
             typer.echo(f"{chr(10) if number else ''}> {printable(asked)}")
@@ -188,7 +188,7 @@ def talk(target: Target, prompts: Prompts, sampling: Sampling, seed: int) -> Non
             try:
                 found = _shown(target, prompts.of_messages(asked), sampling)
             except UserError as error:
-                # Most often the conversation has become too long. The question is left out of it.
+                # Most often the conversation has become too long. The question is not added to it.
                 typer.echo(printable(f"Error: {error} {_RESET} starts over."), err=True)
                 continue
             _say_cut_off(found)

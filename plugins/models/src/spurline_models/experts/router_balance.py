@@ -1,7 +1,7 @@
-"""Keep a mixture of experts balanced, by a loss of how evenly routers spread the tokens of each sequence.
+"""Balance a mixture of experts with a loss on how evenly routers spread the tokens of each sequence over experts.
 
 It is the sequence-wise balance loss of DeepSeek-V3 (arXiv:2412.19437, equations 17 to 20). A sequence's value depends
-on its own tokens alone, so packing, micro-batches and ranks do not change it, which they do for losses over a batch.
+on its own tokens only. Packing, micro-batches and ranks do not change it, as they would a loss over a batch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from spurline_models.streams.token_stream import TokenStream
 class BalanceLoss:
     """A term of an objective: coefficient * (sum of the sequences' values) / num_sequences.
 
-    `num_sequences` counts those with loss in the whole mini-batch, over all micro-batches and ranks.
+    `num_sequences` is the number of sequences with loss in the whole mini-batch, over all micro-batches and ranks.
     """
 
     coefficient: float
@@ -52,9 +52,9 @@ def balance_coefficient(model: ModelConfig, causal: PreTrainedModel) -> float:
 class StreamBalance:
     """The balance of the sequences of one stream, summed while routers run.
 
-    A sequence of T tokens has, in a layer with E experts and k for each token, the value sum over experts of f * P: f =
-    E / (k T) * tokens of the expert, without gradient, and P = the mean over tokens of the expert's share. It is 1 if
-    all experts get equally much. Layers count as their mean.
+    The value of a sequence of T tokens, in a layer with E experts and k for each token, is the sum over experts of
+    f * P. f is E / (k T) * the expert's number of tokens, without gradient. P is the mean over tokens of the expert's
+    share. The value is 1 if all experts get equally much. The mean over layers is used.
     """
 
     def __init__(self, stream: TokenStream) -> None:
@@ -67,16 +67,16 @@ class StreamBalance:
         self._weights = has_loss.double() / lengths.square()
         self._sum: Tensor | None = None
         self.unknown = ""
-        """The class of a router that shares tokens out in an unknown way, and is not summed; empty if none does."""
+        """Class of a router whose shares cannot be computed, and which is not summed; empty if there is none."""
 
     def add(self, choice: Choice, counted: slice | Tensor, tokens: slice, num_layers: int) -> None:
         """Add the choice of a router in a pass.
 
         Args:
             choice: The choice.
-            counted: The tokens of the pass that are tokens of the stream.
-            tokens: Their places in the stream.
-            num_layers: Layers of the model that have a router.
+            counted: The tokens of the pass that are tokens of the stream, not padding.
+            tokens: The positions of these tokens in the stream.
+            num_layers: Number of layers of the model that have a router.
         """
         shares, experts = choice.shares()[counted], choice.experts[counted]
         segments = self._segment_of_token[tokens]

@@ -1,10 +1,10 @@
-"""Note the experts that the routers of a model choose in one forward pass, and use them again in another.
+"""Record the experts that the routers of a model choose in one forward pass, and use them again in another.
 
-Rounding alone makes a router of the trainer choose other experts than the engine did for some tokens, and then the two
-models compute different functions (rollout routing replay, Ma et al. 2025, arXiv:2510.11370). Only the choice is
-replayed: weights come from the trainer's own router logits, so gradients reach the router.
+Because of rounding, the trainer's routers choose other experts than the engine's for some tokens. The two models then
+compute different functions (rollout routing replay, Ma et al. 2025, arXiv:2510.11370). Only the choice is replayed. The
+weights of experts come from the trainer's own router logits, so gradients reach the router.
 
-It works by hooks in one model's layers. Loads of experts and the balance loss see routers through it too.
+This uses hooks in the layers of a model, which also serve the loads of experts and the balance loss.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ Watcher = TypeVar("Watcher")
 
 
 class ExpertRouting:
-    """The routers of one model, whose choices can be noted and replaced.
+    """The routers of one model, whose choices can be recorded and replaced.
 
     Attributes:
-        num_layers: Decoder layers, those without experts included.
-        top_k: Experts of a token in a layer.
-        num_experts: Experts of the layer that has the fewest.
+        num_layers: Number of decoder layers, including those without experts.
+        top_k: Number of experts that a layer uses for a token.
+        num_experts: Number of experts in the layer with the fewest.
     """
 
     def __init__(self, causal: PreTrainedModel) -> None:
@@ -47,13 +47,13 @@ class ExpertRouting:
         self._to_balance: dict[int, Choice] = {}
         self._test: RouterTest | None = None
         self.loads: ExpertLoads | None = None
-        """Counts the tokens of each expert while it is set."""
+        """If set, it counts the tokens of each expert."""
         self.balance: StreamBalance | None = None
-        """Sums the balance of the next stream's sequences while it is set."""
+        """If set, it sums the balance of the next stream's sequences."""
         self.counted: slice | Tensor = slice(None)
         """The tokens of the next pass that are counted."""
         self.stream_tokens: slice = slice(None)
-        """The place of these tokens in the stream."""
+        """The positions of these tokens in the stream."""
         self.num_layers = len(layers)
         self.routers = find_routers(causal)
         if not self.routers:
@@ -66,22 +66,23 @@ class ExpertRouting:
                 child.register_forward_pre_hook(partial(self._take, number), with_kwargs=True)
             router = self.routers.get(number)
             if router is not None:
-                # Not a hook: where experts are divided over ranks, hooks translate their numbers.
+                # `forward` is replaced, since a hook would not see the right numbers of experts: if experts are
+                # divided over ranks, other hooks translate them.
                 router.forward = partial(self._run, number, router, router.forward)
                 layer.register_forward_pre_hook(partial(self._enter, number))
                 layer.register_forward_hook(partial(self._leave, number))
 
     def noting(self) -> AbstractContextManager[dict[int, Tensor]]:
-        """Note the choices of every forward pass in the context: experts [T, top_k] by layer."""
+        """Record the choices of every forward pass in the context: experts [T, top_k] by layer."""
         return self.watching("_noted", {})
 
     def testing(self) -> AbstractContextManager[RouterTest]:
-        """Try every router out before it runs in the context."""
+        """Test every router before it runs in the context."""
         return self.watching("_test", RouterTest())
 
     @contextmanager
     def watching(self, name: str, watcher: Watcher) -> Iterator[Watcher]:
-        """Set this attribute, such as `loads`, in the context."""
+        """Set the attribute `name`, such as `loads`, to `watcher` in the context."""
         setattr(self, name, watcher)
         try:
             yield watcher
@@ -89,7 +90,7 @@ class ExpertRouting:
             setattr(self, name, None)
 
     def as_array(self, noted: Mapping[int, Tensor]) -> NDArray[np.int16]:
-        """Return the noted choices of a pass over T tokens as [T, layers, top_k]; -1 in layers without experts."""
+        """Return the recorded choices of a pass over T tokens as [T, layers, top_k]; -1 in layers without experts."""
         tokens = len(next(iter(noted.values())))
         whole = np.full((tokens, self.num_layers, self.top_k), -1, np.int16)
         layers = sorted(noted)
@@ -97,13 +98,13 @@ class ExpertRouting:
         return whole
 
     def _enter(self, number: int, layer: nn.Module, args: Any) -> None:
-        # Recomputing may end before the router.
+        # Recomputation may stop before it reaches the router, and leave its experts here.
         self._given.pop(number, None)
 
     def _take(
         self, number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        # An argument reaches recomputation in the backward pass too, even after another micro-batch.
+        # The experts are an argument of the layer, so that recomputation in the backward pass gets the right ones.
         if ROUTED_EXPERTS not in kwargs:
             return None
         experts: Tensor = kwargs[ROUTED_EXPERTS]
@@ -120,7 +121,7 @@ class ExpertRouting:
             return forward(*args, **kwargs)
         with RouterWatch(router, given) as watch:
             outputs = forward(*args, **kwargs)
-        # Recomputation in the backward pass has been seen before.
+        # Recomputation in the backward pass repeats choices that were seen before.
         if torch._C._current_graph_task_id() == -1:
             self._see(number, router, watch.choice(outputs))
         return outputs
@@ -138,7 +139,7 @@ class ExpertRouting:
             self._to_balance[number] = choice
 
     def _leave(self, number: int, layer: nn.Module, args: Any, output: Any) -> None:
-        # Recomputed layers must save the same tensors the second time; this hook is outside of them.
+        # A recomputed layer must save the same tensors both times. This hook runs outside of the layer.
         choice = self._to_balance.pop(number, None)
         if choice is not None and self.balance is not None:
             self.balance.add(choice, self.counted, self.stream_tokens, len(self.routers))
@@ -147,7 +148,7 @@ class ExpertRouting:
 def check_replayed(batch: TrainingBatch, config: PretrainedConfig) -> None:
     """Raise DataError for a batch with experts that this model lacks; ModelError if it has none.
 
-    An index out of range would end a process with a GPU.
+    On a GPU, an index out of range would end the process.
     """
     experts = batch.tokens.get(ROUTED_EXPERTS)
     if experts is None:
@@ -157,7 +158,7 @@ def check_replayed(batch: TrainingBatch, config: PretrainedConfig) -> None:
     if count is None or top_k is None:
         raise no_routers(f"{config.name_or_path} ({config.model_type})")
     check_experts(experts.flatten(0, 1), model.num_hidden_layers, top_k)
-    # Row by row, since the column is large.
+    # Check row by row to save memory, since the column is large.
     for row in experts:
         known = row >= 0
         beyond = row[(row >= count) | (row < -1) | (known != known[..., :1])]

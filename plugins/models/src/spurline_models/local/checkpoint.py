@@ -1,9 +1,9 @@
 """Write and read everything the local backend needs to continue bit for bit, without pickle.
 
-model.safetensors: trainable weights or their fp32 masters, and the model's persistent buffers. A digest stands for
-weights that are not trained. optimizer.safetensors: the optimizer's state of each parameter. rng.safetensors and
-state.json: the random generators, the update count, digests of the frozen weights and of the weights the run started
-from, and the optimizer's name and numbers.
+model.safetensors has the trainable weights or their fp32 masters, and the model's persistent buffers.
+optimizer.safetensors has the optimizer's state of each parameter. rng.safetensors has the random generators. state.json
+has the update count, digests of the frozen weights and of the weights the run started from, and the optimizer's name
+and numbers. Frozen weights are not saved.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Digests = dict[str, FileDigest]
 class HostCopies:
     """Copies of tensors in the memory of the host, from which a checkpoint is written while training goes on.
 
-    The memory is taken once, and used again for later copies.
+    The memory is allocated once, and reused for later copies.
     """
 
     def __init__(self, profile: DeviceProfile) -> None:
@@ -84,11 +84,11 @@ class TrainingState:
 
     @classmethod
     def of(cls, trained: TrainedModel, read: Callable[[Tensor], Tensor]) -> TrainingState:
-        """Return the state as it is; its tensors are those that training changes.
+        """Return the current state. Its tensors are not copies, so training goes on to change them.
 
         Args:
             trained: The model and its optimizer.
-            read: Gives a tensor with the values of one of the model's or the optimizer's own.
+            read: Returns a tensor with the values of a tensor of the model or optimizer, which may be offloaded.
 
         Raises:
             CheckpointWriteError: If a checkpoint cannot hold the optimizer's state.
@@ -105,7 +105,7 @@ class TrainingState:
             "optimizer": optimizer.facts(),
             "generators": device_profile.generator_values(),
         }
-        # The generators give copies.
+        # `generator_tensors` returns copies.
         return cls(held | {"rng": device_profile.generator_tensors()}, facts)
 
     def copied(self, copies: HostCopies, owner: str) -> TrainingState:
@@ -154,7 +154,7 @@ def _saved_tensors(config: LocalBackendConfig, model: ModelConfig, folder: Path)
 
     def read(name: str) -> Tensor:
         tensor = file.get_tensor(name)
-        # The model computes with rounded values of what its optimizer steps on.
+        # The optimizer updates fp32 masters of these weights, and the model computes with their rounded values.
         return tensor.to(torch.bfloat16).to(torch.float32) if name in narrow else tensor
 
     return SavedTensors(
@@ -173,7 +173,7 @@ def read_training_state(path: Path, trained: TrainedModel, *, is_ours: bool = Fa
     """Read a saved state, and return a function that puts it into the model, its optimizer and the random generators.
 
     Raises:
-        CheckpointError: Unless all of it fits this model and optimizer; nothing has been changed then.
+        CheckpointError: If the state does not fit this model and optimizer. They are unchanged then.
     """
     content = read_facts(path, "local", _FORMAT, is_ours=is_ours)
     model, optimizer, generators = (_read(path / f"{name}.safetensors") for name in ("model", "optimizer", "rng"))
@@ -200,7 +200,7 @@ def read_training_state(path: Path, trained: TrainedModel, *, is_ours: bool = Fa
 
 
 def _model_tensors(trained: TrainedModel) -> dict[str, Tensor]:
-    """Return trainable weights, tied ones once, or their masters, and persistent buffers: the very tensors in use."""
+    """Return the tensors in use: trainable weights or their masters, tied ones once, and persistent buffers."""
     causal = trained.model.causal
     persistent = causal.state_dict(keep_vars=True)
     buffers = {name: buffer for name, buffer in causal.named_buffers() if name in persistent}

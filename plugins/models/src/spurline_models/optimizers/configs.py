@@ -64,7 +64,7 @@ class MuonConfig(AdamWConfig):
     adjust_learning_rate: Annotated[Literal["match_rms_adamw", "original"], OnResume.BY_NAME] = "match_rms_adamw"
     """Factor of a matrix's learning rate by its shape. `match_rms_adamw`: 0.2 sqrt(max(rows, columns)), so that AdamW's
     learning rate and weight decay serve both (Liu et al. 2025, arXiv:2502.16982). `original`: sqrt(max(1, rows /
-    columns)), which wants a learning rate such as 0.02: give the rest a group of its own then."""
+    columns)). It needs a learning rate such as 0.02, so give all other parameters a group with a lower one."""
     adamw_matrices: tuple[str, ...] = ("*embed*", "*wte*", "*wpe*", "*lm_head*", "*output_layer*")
     """Globs of the names of matrices that AdamW trains: embeddings and the output layer."""
 
@@ -85,7 +85,7 @@ class MuonConfig(AdamWConfig):
 
 
 class AdamW8BitConfig(AdamWConfig):
-    """AdamW with moments of 8 bits, scaled by block (Dettmers et al. 2022, arXiv:2110.02861).
+    """AdamW whose moments have 8 bits, with a scale for each block (Dettmers et al. 2022, arXiv:2110.02861).
 
     Needs `pip install spurline-models[optim-8bit]`. Parameters of less than `smallest` values have moments of 32 bits.
     """
@@ -97,7 +97,7 @@ class AdamW8BitConfig(AdamWConfig):
 
     name: str = "adamw_8bit"
     smallest: int = Field(default=4096, ge=1)
-    """Values that a parameter must have for moments of 8 bits."""
+    """Smallest number of values of a parameter whose moments have 8 bits."""
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if find_spec("bitsandbytes") is None:
@@ -110,7 +110,7 @@ class AdamW8BitConfig(AdamWConfig):
             )
 
     def state_bytes(self, shapes: Mapping[str, Sequence[int]], weight_bytes: int) -> int:
-        # Two moments, each with a scale of 4 bytes for 256 values and a table of 256 values, which all share.
+        # There are two moments. Each has a 4-byte scale for every 256 values. All share a table of 256 values.
         sizes = [math.prod(shape) for shape in shapes.values()]
         large = [size for size in sizes if size >= self.smallest]
         tables = 2 * 4 * 256 if large else 0
@@ -127,7 +127,7 @@ class DecayingConfig(ScheduleConfig):
     """Settings of a schedule that ends below the peak."""
 
     min_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Learning rate that the decay ends at, one step after the last, as a share of the peak."""
+    """Learning rate at the end of the decay, one step after the last step, as a share of the peak."""
 
 
 class LinearConfig(DecayingConfig):
@@ -150,11 +150,11 @@ class WsdConfig(DecayingConfig):
 
     name: str = "wsd"
     decay_ratio: float = Field(default=0.1, ge=0, le=1)
-    """Decay as a share of all optimizer steps; used when `decay_steps` is not given."""
+    """Length of the decay as a share of all optimizer steps; used if `decay_steps` is not given."""
     decay_steps: int | None = Field(default=None, ge=0)
-    """Optimizer steps of the decay, at the end of the run."""
+    """Length of the decay at the end of the run, in optimizer steps."""
 
     def decay(self, total: int) -> int:
-        """Return the optimizer steps of the decay in a run of `total` of them, at most those after warm-up."""
+        """Return how many of the `total` optimizer steps decay, at most all steps after warm-up."""
         wanted = self.decay_steps if self.decay_steps is not None else math.ceil(self.decay_ratio * total)
         return min(wanted, max(0, total - self.warmup(total)))

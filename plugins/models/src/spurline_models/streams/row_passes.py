@@ -1,8 +1,8 @@
-"""Run a decoder on rows, one segment each and padded on the right, in place of one stream.
+"""Run a decoder on padded rows with one segment each, instead of on one stream.
 
-It is for models that mix tokens outside of attention (linear attention, state spaces, convolutions). Padding lies in
-the future of all tokens of its row, which no causal layer sees, so results are those of each sequence alone. It costs a
-pass per group of lengths, and padding: in large passes at most as many slots as tokens.
+This is for models that mix tokens outside of attention (linear attention, state spaces, convolutions). Rows are padded
+on the right, and causal layers do not see later positions, so each segment gets the results that it would get alone.
+The cost is one pass per group of similar lengths, and padding. A large pass has at most as much padding as tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from spurline_models.streams.token_stream import Bucket, SegmentPlan, Send, cut_
 
 @dataclass(frozen=True)
 class RowPass:
-    """Segments of a stream that the decoder reads at once, their place in the stream, and the plan of the rows."""
+    """Segments of a stream that the decoder reads in one pass. `tokens` is where they lie in the stream."""
 
     tokens: slice
     bucket: Bucket
@@ -27,7 +27,7 @@ class RowPass:
 
     @property
     def is_real(self) -> Tensor | slice:
-        """The positions of the rows, one row after another, that are tokens of the stream."""
+        """Return which slots of the flattened rows hold tokens, not padding."""
         return slice(None) if self.bucket.slots is None else self.bucket.slots
 
     def rows(self, values: Tensor, padding: int = 0) -> Tensor:
@@ -40,7 +40,7 @@ class RowPass:
         return part.unflatten(0, (bucket.count, bucket.length))
 
     def positions(self, values: Tensor) -> Tensor:
-        """Lay positions [T] out as [rows, length], going on in the padding: other positions would begin a segment."""
+        """Lay positions [T] out as [rows, length]. They count on in the padding, since a jump would begin a segment."""
         return self.rows(values)[:, :1] + torch.arange(self.bucket.length, device=values.device)
 
     def stream(self, rows: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ class RowPass:
 
 
 def row_passes(plan: SegmentPlan, slots_per_pass: int, send: Send) -> list[RowPass]:
-    """Return the passes that cover a stream, in order; `slots_per_pass` padded slots cost as much as a pass."""
+    """Return the passes over a stream, in order. `slots_per_pass` is how many padding slots cost as much as a pass."""
     passes: list[RowPass] = []
     start = 0
     for bucket in cut_buckets(plan.lengths, slots_per_pass, send, most_padding=1.0):
@@ -60,7 +60,7 @@ def row_passes(plan: SegmentPlan, slots_per_pass: int, send: Send) -> list[RowPa
 
 
 def idle_pass(after: int, send: Send) -> RowPass:
-    """Return a pass over one row of two tokens that are not the stream's, which has `after` tokens."""
+    """Return a pass over one row of two padding tokens, for a stream of `after` tokens."""
     bucket = Bucket(1, 2, 0, send(torch.zeros(0, dtype=torch.int64)))
     return RowPass(slice(after, after), bucket, _equal_segments(bucket, send))
 

@@ -1,7 +1,7 @@
 """Lay rows of a batch out as one padding-free stream of tokens, and say how attention computes its segments.
 
-Padding of any kind is dropped here, so padded and packed batches run the very same computation. Segments lie from short
-to long, so that those of one length are neighbours. All of it is made on the host, once per micro-batch.
+All padding is dropped here, so padded and packed batches run the same computation. Segments are sorted from short to
+long, so that segments of one length are neighbours. The layout is computed on the host, once per micro-batch.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ Send = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Bucket:
-    """Neighbouring segments that one attention call computes, as `count` rows of `length`, with `tokens` stream tokens.
+    """Neighbouring segments that one attention call computes, as `count` rows of `length`. They have `tokens` tokens.
 
-    `slots` is int64 [tokens], the place of each token in the padded [count * length] layout; None without padding.
+    `slots` is int64 [tokens], the position of each token in the padded [count * length] layout; None without padding.
     """
 
     count: int
@@ -40,13 +40,13 @@ class Bucket:
 
 
 class AttentionExchange(Protocol):
-    """Exchanges attention's inputs between processes that each run the model on a part of one stream.
+    """Exchanges inputs of attention between processes that each run the model on a part of one stream.
 
-    Each process attends with some heads over all tokens. `to_heads` and `to_tokens` are differentiable collectives.
+    Each process computes some heads over all tokens. `to_heads` and `to_tokens` are differentiable collectives.
     """
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Exchange [part, heads, D] each, of this process's tokens, for [T, some heads, D]."""
+        """Exchange [part, heads, D], all heads of this process's tokens, for [T, some heads, D], some heads of all."""
         ...
 
     def to_tokens(self, output: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ class SegmentPlan:
         cu_seqlens: int32 [S + 1], where each segment starts, and T.
         max_length: Tokens of the longest segment.
         buckets: Buckets that cover the stream in order.
-        tokens_of_buckets: Their sizes, for `Tensor.split`.
+        tokens_of_buckets: Number of tokens of each bucket, for `Tensor.split`.
         exchange: None if the model runs on the whole stream in one process.
     """
 
@@ -91,16 +91,16 @@ class TokenStream:
         input_ids: [1, T].
         position_ids: [1, T].
         plan: The segments.
-        source: [N], the stream position whose hidden state predicts the token: the one before it in its segment.
+        source: [N], the stream position whose hidden state predicts the token: the position before the token.
         targets: [N], token ids.
         weights: [N], loss weights.
-        segment_index: [N], from 0.
+        segment_index: [N], number of the token's segment, from 0.
         columns: Further token columns at the N positions.
         batch_index: [N] on CPU, the place of the token in the flattened [rows, length] of the batch.
         routed_experts: int16 [T, layers, top_k], the engine's experts of every token, -1 for tokens that it did not
             compute; if None, routers choose.
-        num_fill: Tokens at its beginning that belong to no sample.
-        is_idle: Whether it stands for no rows: a rank runs it because the others run theirs, and nothing counts.
+        num_fill: Number of tokens at the beginning of the stream that belong to no sample.
+        is_idle: Whether the stream has no rows. A rank without rows runs it so that collectives of all ranks match.
     """
 
     input_ids: Tensor
@@ -170,7 +170,7 @@ def check_tokens(batch: TrainingBatch, vocabulary: int) -> None:
 
 
 def tokens_per_row(batch: TrainingBatch) -> NDArray[np.int64]:
-    """Return the tokens of each row, padding not counted, int64 [R]."""
+    """Return the number of tokens of each row without padding, int64 [R]."""
     lengths = batch.segments["length"]
     ends = np.concatenate([[0], np.cumsum(lengths.values, dtype=np.int64)])
     return np.diff(ends[lengths.offsets])
@@ -194,7 +194,7 @@ def token_stream(
     send = profile.send
     experts = batch.tokens.get(ROUTED_EXPERTS)
     return TokenStream(
-        # Narrow values cross to the device; indices are wide there.
+        # Values are sent in a narrow dtype, and widened on the device.
         input_ids=send(input_ids).long().unsqueeze(0),
         position_ids=send(batch.tokens["position_ids"].flatten()[index]).long().unsqueeze(0),
         plan=plan_segments(lengths, profile.slots_per_attention_call, send),
@@ -211,7 +211,7 @@ def token_stream(
 def share_streams(
     share: RankShare, columns: Collection[str], profile: DeviceProfile
 ) -> Iterator[tuple[Rows, TokenStream]]:
-    """Yield the micro-batches of a rank as rows of the mini-batch and a stream, an idle one if nothing has loss."""
+    """Yield (rows of the mini-batch, stream) for each micro-batch of a rank; the stream is idle if nothing has loss."""
     for rows in share.microbatches:
         stream = token_stream(share.batch, rows, columns, profile) if len(rows) else None
         yield share.rows[rows], TokenStream.idle(columns, profile) if stream is None else stream
@@ -223,7 +223,7 @@ def _stream_order(batch: TrainingBatch, rows: Rows) -> tuple[Tensor, NDArray[np.
     segment_ids = batch.tokens["segment_ids"]
     index = torch.nonzero((segment_ids if everything else segment_ids[torch.from_numpy(rows)]).flatten()).flatten()
     if not everything:
-        # From the flat index among the chosen rows to the one in the whole batch.
+        # Turn the flat index among the chosen rows into the flat index in the whole batch.
         row_shift = torch.from_numpy((rows - np.arange(len(rows))) * batch.length)
         index += row_shift[index // batch.length]
     lengths = batch.segments["length"].take(rows).values.astype(np.int64)
@@ -239,7 +239,7 @@ def _stream_order(batch: TrainingBatch, rows: Rows) -> tuple[Tensor, NDArray[np.
 def plan_segments(lengths: NDArray[np.int64], slots_per_call: int, send: Send) -> SegmentPlan:
     """Return the plan for segments of these lengths, which must not decrease.
 
-    `slots_per_call` padded slots cost as much as one more attention call; 0 never pads.
+    `slots_per_call` is how many padding slots cost as much as one attention call; with 0, nothing is padded.
     """
     cu_seqlens = np.zeros(len(lengths) + 1, dtype=np.int32)
     np.cumsum(lengths, out=cu_seqlens[1:])
@@ -258,13 +258,13 @@ def cut_buckets(
 ) -> tuple[Bucket, ...]:
     """Return buckets that cover segments of these lengths, which must not decrease.
 
-    `most_padding` bounds slots of padding per token, in buckets of more than `slots_per_call` slots.
+    `most_padding` is the largest number of padding slots per token, in buckets of more than `slots_per_call` slots.
     """
     return tuple(_bucket(lengths[start:stop], send) for start, stop in _cut(lengths, slots_per_call, most_padding))
 
 
 def _cut(lengths: NDArray[np.int64], slots_per_call: int, most_padding: float) -> list[tuple[int, int]]:
-    """Cut segments into ranges: runs of one length, joined with the next while padding is cheaper than a call."""
+    """Cut segments into ranges of one length. Neighbouring ranges are joined if padding costs less than a call."""
     if len(lengths) == 0:
         return []
     runs = [0, *(np.flatnonzero(np.diff(lengths)) + 1).tolist(), len(lengths)]
@@ -272,7 +272,7 @@ def _cut(lengths: NDArray[np.int64], slots_per_call: int, most_padding: float) -
     cuts = [0]
     padded_slots = 0
     for start, stop in pairwise(runs[1:]):
-        # Joining pads every segment of the bucket to the new length; a padded bucket pays the growth only.
+        # Joining pads every segment of the bucket to the new length. Padding that it has already costs nothing more.
         slots = (stop - cuts[-1]) * int(lengths[start])
         tokens = int(ends[stop - 1] - ends[cuts[-1]] + lengths[cuts[-1]])
         is_mostly_tokens = slots <= max(slots_per_call, (1 + most_padding) * tokens)

@@ -20,7 +20,7 @@ def write_tiny_model(folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
 
 
 def write_tiny_moe_model(folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
-    """Write the same as Qwen3-MoE with 8 experts in each layer and 2 for a token; `overrides` of Qwen3MoeConfig."""
+    """Write a tiny Qwen3-MoE with 8 experts in each layer, 2 for a token; `overrides` are fields of Qwen3MoeConfig."""
     from transformers import Qwen3MoeConfig
 
     experts: dict[str, Any] = {
@@ -34,7 +34,7 @@ def write_tiny_moe_model(folder: Path, *, seed: int = 0, **overrides: Any) -> Pa
 
 
 def write_model(folder: Path, config: type[Any], overrides: dict[str, Any], *, seed: int = 0) -> Path:
-    """Write the same in any architecture, by its config class in transformers; None leaves a field to the class."""
+    """Write a tiny model of any transformers config class. Fields that are None in `overrides` keep their default."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -1,10 +1,10 @@
-"""Read the rollouts that a finished or a running run keeps.
+"""Read the rollouts that a finished or running run has kept.
 
     rollouts = KeptRollouts(run_dir)
     for attempt in rollouts.attempts(steps=[40]):
         print(attempt.uid, attempt.reward, attempt.turns[-1].response_text)
 
-A step is read when its attempts are asked for. Needs no tokenizer, no config and no torch.
+The file of a step is read when its attempts are requested. Reading needs no tokenizer, no config and no torch.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class KeptTurn:
         response_ids: int32 [A].
         finish_reason: See `spurline_rl.trajectory.Turn`.
         reward: The reward of its tokens.
-        logprobs: float16 [A], of the engine when it sampled.
-        gap: float16 [A], the trained model's logprob before the update, less the engine's; None for filtered attempts.
-            A small gap is as precise as a large one.
-        old_logprobs: float32 [A], of the trained model before the update; None for filtered attempts.
+        logprobs: float16 [A], logprobs of the engine when it sampled.
+        gap: float16 [A], the trained model's logprob before the update minus the engine's; None for filtered attempts.
+            The relative precision is the same for small and large gaps.
+        old_logprobs: float32 [A], logprobs of the trained model before the update; None for filtered attempts.
         advantages: float32 [A]; None for attempts that were not trained on.
-        versions: int32 [A], the weights that each token came from, counted in steps.
-        ages: int32 [A], updates between those weights and those that were trained; 0 in synchronous runs.
+        versions: int32 [A], step of the weights that generated each token.
+        ages: int32 [A], number of updates since those weights when the token was trained on; 0 in synchronous runs.
         loss_mask: uint8 [A], 0 where a token was not trained on.
     """
 
@@ -88,7 +88,7 @@ class KeptTurn:
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """Return the tokens that are marks of the template or the model, and no text."""
+        """Return the ids of special tokens, which belong to the template or the model and are not text."""
         return self._pieces.special
 
 
@@ -97,17 +97,17 @@ class KeptAttempt:
     """One attempt at a prompt, as a step trained on it or filtered it.
 
     Attributes:
-        uid, draw, epoch: Of the prompt.
-        columns: Numbers of its row, by `source.carry`.
-        tags: Short values of its row.
-        sample: Which attempt of the group it is.
-        reward: The weighted sum, with rewards of turns.
-        rewards: Terms by name, before weights.
-        advantage: Where all tokens have the same, else None.
-        retries: Attempts that failed before it.
-        info: What the environment tells.
-        one_in: One of so many prompts of the step was kept.
-        finish_reason: Of the last turn.
+        uid, draw, epoch: uid, draw and epoch of the prompt.
+        columns: Numbers of the row that `source.carry` names.
+        tags: Short values of the row.
+        sample: Number of the attempt in its group.
+        reward: The weighted sum of terms, rewards of turns included.
+        rewards: Reward terms by name, before weights.
+        advantage: The advantage if all tokens have the same one, else None.
+        retries: Number of failed tries before this attempt.
+        info: The environment's `info` of the attempt.
+        one_in: Out of this many prompts of the step, one was kept.
+        finish_reason: Finish reason of the last turn.
     """
 
     step: int
@@ -132,7 +132,7 @@ class KeptAttempt:
 
     @cached_property
     def turns(self) -> tuple[KeptTurn, ...]:
-        """The calls of the model, in order."""
+        """Return the calls of the model, in order."""
         stored = {name: self._values(name) for name in DETAILS if pa.types.is_list(DETAILS[name])}
         finish = stored.pop("turn_finish")
         turns = zip(finish, *(stored.pop(f"turn_{name}") for name in ("shared", "prompt", "response")), strict=True)
@@ -165,7 +165,7 @@ class KeptAttempt:
 
 
 def _in_full(columns: dict[str, Any], count: int) -> dict[str, Any]:
-    """Return the columns of a turn with those that follow from others."""
+    """Return the columns of a turn, with the columns added that are computed from others."""
     gap, advantages, mask = columns["gap"], columns["advantages"], columns["loss_mask"]
     return columns | {
         "old_logprobs": None if gap is None else columns["logprobs"].astype(np.float32) + gap,
@@ -175,10 +175,10 @@ def _in_full(columns: dict[str, Any], count: int) -> dict[str, Any]:
 
 
 class KeptRollouts:
-    """The kept rollouts of a run. Steps that a run adds meanwhile appear after `refresh`.
+    """The kept rollouts of a run. If the run goes on, its new steps appear after `refresh`.
 
     Raises:
-        RunDirectoryError: If the folder does not exist, or when a file cannot be read.
+        RunDirectoryError: If the folder does not exist, or later if a file cannot be read.
     """
 
     def __init__(self, run_dir: Path | str) -> None:
@@ -194,19 +194,19 @@ class KeptRollouts:
 
     @property
     def steps(self) -> Sequence[int]:
-        """Return the steps with kept rollouts, ascending. Some older ones are missing if they took too much space."""
+        """Return the steps with kept rollouts, ascending. Old steps are missing if they were deleted to save space."""
         return list(self._files)
 
     def attempts(self, steps: Iterable[int] | None = None) -> Iterator[KeptAttempt]:
-        """Yield attempts in the order of training, those filtered after those trained on.
+        """Yield attempts step by step, first those that were trained on, then those that were filtered.
 
-        A step without a file has none. If `steps` is None, all are read.
+        A step without a file has no attempts. If `steps` is None, all steps are read.
         """
         for table, texts in self._tables(steps, [*SEARCHED, *DETAILS]):
             yield from _attempts(table, _StoredPieces(texts))
 
     def given_up(self, steps: Iterable[int] | None = None) -> Iterator[LostPrompt]:
-        """Yield prompts that were given up while the groups of these steps were made."""
+        """Yield the prompts that were given up in these steps."""
         for table, _ in self._tables(steps, ["status", "step", "uid", "draw", "reason"]):
             for row in table.to_pylist():
                 if row.pop("status") == "given_up":

@@ -1,7 +1,7 @@
-"""Attempts as a table: one row per attempt, with its numbers, its texts and its tokens.
+"""Make tables of attempts: one row per attempt, with its numbers, its texts and its tokens.
 
-docs/inspecting.md describes each column. The tables are made on a thread beside the training, with few operations over
-whole arrays, which hold the other thread up the least.
+docs/inspecting.md describes each column. The tables are made on a thread beside training. They use few operations over
+whole arrays, so that the training thread is held up as little as possible.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ DETAILS: Mapping[str, pa.DataType] = {
     "versions": _INT,
     "loss_mask": _BYTE,
 }
-"""Columns that are read when one attempt is looked at."""
+"""Further columns, which are read when one attempt is shown."""
 SCHEMA = pa.schema([*SEARCHED.items(), *DETAILS.items()])
 
 
 class ScoredGroup(NamedTuple):
-    """A group with the values of its response tokens, float32 [A] each; None for a group that was filtered.
+    """A group with two values for each of its response tokens, float32 [A]; None if the group was filtered.
 
-    `old_logprobs` are those of the trained model before the update.
+    `old_logprobs` are logprobs of the trained model before the update.
     """
 
     group: Group
@@ -99,7 +99,7 @@ class TokenTexts:
         self._places = np.cumsum(is_used) - 1
 
     def of(self, sequences: Sequence[NDArray[np.int32]]) -> list[str]:
-        """Return the text of each sequence; bytes that are no UTF-8 are `\\xff`."""
+        """Return the text of each sequence. Bytes that are not UTF-8 are written as escapes such as `\\xff`."""
         tokens = np.concatenate([np.empty(0, np.int32), *sequences])
         # The bytes of all tokens end to end, without a Python object for each.
         _, offsets, data = self._array.take(pa.array(self._places[tokens])).buffers()
@@ -110,7 +110,7 @@ class TokenTexts:
         return [str(text[start:end], "utf-8", "backslashreplace") for start, end in pairwise(places)]
 
     def as_metadata(self) -> dict[str, str]:
-        """Return what shows tokens: `pieces` by id, each as text or as a list of bytes, and `special` ids."""
+        """Return two JSON texts: `pieces` has text or bytes of each token id, `special` has the special ids."""
         pieces = {token_id: _text_or_bytes(piece) for token_id, piece in zip(self._ids, self._bytes, strict=True)}
         return {"pieces": json.dumps(pieces), "special": json.dumps(self._special)}
 
@@ -133,12 +133,12 @@ def attempts_table(
     """Return the attempts of these groups, one row for each.
 
     Args:
-        step: Their step.
-        status: Their fate.
+        step: Step that used the groups.
+        status: What became of the groups.
         scored: Groups with their scores. Either all have scores or none has.
-        texts: The texts of their tokens.
-        prompts_per_epoch: Prompts of a pass over the data.
-        one_in: One of so many groups of the step is kept.
+        texts: The texts of the groups' tokens.
+        prompts_per_epoch: Number of prompts in a pass over the data.
+        one_in: Out of this many groups of the step, one is kept.
     """
     groups = [each.group for each in scored]
     flat = FlatTurns.join([group.flat for group in groups])
@@ -209,7 +209,7 @@ def _token_columns(scored: Sequence[ScoredGroup], flat: FlatTurns) -> dict[str, 
     old = [each.old_logprobs for each in scored if each.old_logprobs is not None]
     advantages = [each.advantages for each in scored if each.advantages is not None]
     if old and "logprobs" in columns:
-        # The difference is stored: between two rounded numbers it would be rounding error where the models agree.
+        # The difference itself is stored. Computed later from two rounded numbers, it would be rounding error only.
         columns["gap"] = np.concatenate(old) - columns["logprobs"]
     if advantages:
         columns["advantages"] = np.concatenate(advantages)
@@ -217,7 +217,7 @@ def _token_columns(scored: Sequence[ScoredGroup], flat: FlatTurns) -> dict[str, 
 
 
 def _unshared(attempts: Sequence[Trajectory]) -> tuple[list[int], list[list[NDArray[np.int32]]]]:
-    """Return how many tokens of each turn's prompt repeat the turn before it, and the other tokens of each attempt."""
+    """Return for each turn how many prompt tokens repeat earlier turns, and for each attempt all tokens but these."""
     shared: list[int] = []
     own: list[list[NDArray[np.int32]]] = []
     for attempt in attempts:

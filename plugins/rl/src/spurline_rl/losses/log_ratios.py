@@ -1,8 +1,8 @@
-"""The difference between trainer and engine about the tokens of a batch: what corrections and metrics see.
+"""Compute the log ratios between trainer and engine for the tokens of a batch, for corrections and metrics.
 
     rho_t = old_logprobs_t - rollout_logprobs_t
 
-Only tokens with loss count, and only they are kept: flat, row after row.
+Only tokens with loss are kept, row after row in a flat array.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from spurline.data.batch import TrainingBatch
 from spurline.errors import DataError, listing
 
 COLUMNS = ("old_logprobs", "rollout_logprobs")
-"""The trainer's logprobs before the update, and the engine's."""
+"""The columns with logprobs of the trainer before the update, and with logprobs of the engine."""
 
 
 class LogRatios:
@@ -37,7 +37,7 @@ class LogRatios:
             )
         self._columns = batch.tokens
         self.where: NDArray[np.bool_] = batch.tokens["loss_weights"].numpy() != 0
-        """Marks these tokens, bool [R, L]."""
+        """True for the tokens with loss, bool [R, L]."""
         old, rollout = (self._flat(name) for name in COLUMNS)
         with np.errstate(invalid="ignore"):  # two logprobs of -inf have no ratio, which metrics and factors show as NaN
             self.values = torch.from_numpy(np.subtract(old, rollout, dtype=np.float64))

@@ -4,9 +4,9 @@ With r = p / p_old per token, and sigma the logistic function:
 
     l = -A * 4 / tau * sigma(tau (r - 1)),      tau = tau_positive where A > 0, else tau_negative
 
-The gradient is the gradient of -A r times a gate 4 sigma (1 - sigma), which is 1 at r = 1 and closes smoothly on both
-sides. A higher tau closes it earlier for A <= 0: lowering the probability of one token raises all others, which makes
-training unstable.
+Its gradient is the gradient of -A r, multiplied by a gate 4 sigma (1 - sigma). The gate is 1 at r = 1 and closes
+smoothly on both sides. For A <= 0, a higher tau closes it earlier: lowering the probability of one token raises that of
+all others, which makes training unstable.
 """
 
 from __future__ import annotations

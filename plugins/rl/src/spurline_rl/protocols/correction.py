@@ -39,16 +39,16 @@ class Correction(Protocol):
 
     Factory: `Class(config)`. Pure; a token's factor depends on its own segment only.
 
-    The source calls it once per batch, when the models have scored the tokens, before any update. The factors become
-    the column `correction_factors`, 1 on tokens without loss. `spurline.update.reduction.reduce_corrected` applies them
-    to each mini-batch: rejected tokens do not count in the reduction, and all other factors weigh after it, so that
-    they do not cancel out.
+    The source calls it once per batch, after the models have computed logprobs and before any update. The factors
+    become the column `correction_factors`, which is 1 on tokens without loss.
+    `spurline.update.reduction.reduce_corrected` applies them to each mini-batch. Rejected tokens do not count in the
+    reduction. All other factors are applied after it, since they could cancel out otherwise.
     """
 
     def correct(self, ratios: LogRatios) -> Corrected:
-        """Return factors from log ratios: the trainer's `old_logprobs` less the engine's `rollout_logprobs`.
+        """Return factors from log ratios: the trainer's `old_logprobs` minus the engine's `rollout_logprobs`.
 
-        There may be no tokens. Values are infinite or NaN where a logprob is.
+        There may be no tokens. A ratio is infinite or NaN if one of its logprobs is.
         """
         ...
 

@@ -95,7 +95,7 @@ class FunctionReward:
                 f"{where} cannot be sent to the process that calls the reward function: {type(error).__name__}: "
                 f"{error}. Remove or convert it, or set in_process: true in the reward."
             ) from error
-        # The check of scores shows a value that is not a number.
+        # If the value is not a number, the later check of scores raises an error that shows it.
         return _Shown(value["shown"]) if isinstance(value, dict) else value  # pyright: ignore[reportReturnType]
 
     def close(self) -> None:
@@ -105,7 +105,7 @@ class FunctionReward:
 
 
 def in_worker(path: str) -> Callable[..., Any]:
-    """Return the function for a worker process, whose results are numbers of JSON.
+    """Return the function as a worker process calls it, with results that JSON can hold.
 
     Raises:
         PluginError: If the function cannot be found.
@@ -123,7 +123,7 @@ def in_worker(path: str) -> Callable[..., Any]:
 
 
 class _Shown:
-    """A value that stayed in another process."""
+    """Stands for a value in a worker process, and shows its text."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -133,7 +133,7 @@ class _Shown:
 
 
 def _sendable(value: Any) -> Any:
-    """Return a number, also of numpy or torch, as JSON has it, and the text of any other value."""
+    """Return numbers, also those of numpy and torch, as Python numbers, and any other value as text."""
     if value is not None and not isinstance(value, (int, float)) and getattr(value, "shape", None) == ():
         value = value.item()
     return value if value is None or isinstance(value, (int, float)) else {"shown": repr(value)[:_SHOWN_CHARACTERS]}
@@ -148,7 +148,7 @@ def _can_be_sent(value: Any) -> bool:
 
 
 def _load(path: str) -> Callable[..., Any]:
-    """Return the function. Raises ConfigError if one argument does not fit it."""
+    """Return the function. Raises ConfigError if it cannot be called with one argument."""
     function = load_function(path, "reward function")
     name = path.rpartition(":")[2]
     signature: inspect.Signature | None = None

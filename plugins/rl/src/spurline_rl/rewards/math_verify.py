@@ -1,4 +1,4 @@
-"""Reward `math_verify`: whether response and reference are the same mathematically, by the library math-verify.
+"""Reward `math_verify`: compare response and reference as mathematics, with the library math-verify.
 
 The comparison runs in a worker process: simplifying a model's answer can take forever, and cannot be interrupted.
 """
@@ -19,7 +19,7 @@ from spurline_rl.rewards.references import required_reference
 
 
 class MathVerify:
-    """1.0 or 0.0. An answer that cannot be checked within the limits is wrong: hanging the check must not pay."""
+    """A reward of 1.0 or 0.0. An answer that cannot be checked within the limits gets 0.0."""
 
     def __init__(self, config: MathVerifyConfig) -> None:
         if importlib.util.find_spec("math_verify") is None:
@@ -50,7 +50,7 @@ def comparer(_: str) -> Callable[[str, str], bool | None]:
     """Import the library with its sympy, which takes seconds, and return the comparison for worker processes."""
     import math_verify  # pyright: ignore[reportMissingImports]
 
-    # The library's own time limits are signals. This process is killed when it takes too long.
+    # The library's own time limit uses signals and is turned off. This process is killed if it takes too long.
     parse: Any = partial(math_verify.parse, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
 
     def equal(reference: str, response: str) -> bool | None:

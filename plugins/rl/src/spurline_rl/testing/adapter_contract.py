@@ -1,4 +1,4 @@
-"""Check that PEFT computes the same as the backend from the backend's adapter and the model that the run began with."""
+"""Check that PEFT, with the backend's adapter on the run's first model, computes the same as the backend."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class FileMaker:
 
 
 class AdapterContract:
-    """Subclass with `backend_settings`, the config's `backend:` section with its adapters, and `plugins` to enable.
+    """A suite of tests for backends with adapters. It needs peft.
 
-    Needs peft.
+    Write a subclass with `backend_settings`, the config's `backend:` section, and the `plugins` to enable.
 
     Attributes:
         tolerance: Largest difference of a logprob from PEFT's, in nats; the default suits a backend in fp32.
@@ -64,7 +64,7 @@ class AdapterContract:
     @pytest.fixture(scope="class")
     @classmethod
     def trained(cls, adapted_model: Path) -> Iterator[tuple[Backend, ParallelLayout]]:
-        """Return one backend for all tests of the class, after two updates, when no adapter matrix is 0 any more."""
+        """Return one backend for all tests of the class. After its two updates, no adapter matrix is 0."""
         with opened(backend_run(adapted_model, cls.backend_settings, cls.plugins)) as (backend, layout):
             for step in range(2):
                 backend.update(*minibatch("packed", layout, step))
@@ -148,7 +148,7 @@ class AdapterContract:
         assert _settings_of(backend) == settings
 
     def load(self, backend: Backend, base: Path, folder: Path) -> Any:
-        """Return the model that PEFT makes of the base and the backend's adapter, in evaluation mode."""
+        """Return the PEFT model of the base model and the backend's adapter, in evaluation mode."""
         import peft
 
         folder.mkdir(exist_ok=True)
@@ -173,5 +173,5 @@ def _adapter_of(backend: Backend) -> Iterator[tuple[str, Tensor]]:
 
 
 def _copy(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Copy the tensors, which the backend may go on changing."""
+    """Copy the tensors, since the backend may change them later."""
     return {name: tensor.detach().cpu().clone() for name, tensor in weights}

@@ -1,4 +1,4 @@
-"""Check that the tokens, logprobs and ends of a rollout engine are those of the model."""
+"""Check that a rollout engine gives the model's tokens and logprobs, and ends responses where it must."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROMPTS = ([40, 41, 42, 43, 44, 45, 46], [50], [60, 61, 62], [70, 71, 72, 73, 74
 
 
 class EngineContract:
-    """Base of the suites of engines, which runs an engine on an event loop of its own.
+    """Base of the test suites for engines. It runs an engine on a new event loop.
 
     Attributes:
         logprob_tolerance: Largest difference from the model's own fp32 logprobs.
@@ -42,7 +42,7 @@ class EngineContract:
         raise NotImplementedError("subclass the contract of engines with make_engine(self, model)")
 
     def run(self, model: Path, use: Callable[[RolloutEngine], Awaitable[Result]]) -> Result:
-        """Return the result of `use` with an engine on an event loop of its own, which is closed afterwards."""
+        """Return the result of `use` with an engine on a new event loop. The engine is closed afterwards."""
 
         async def main() -> Result:
             engine = self.make_engine(model)
@@ -55,7 +55,7 @@ class EngineContract:
 
 
 class RolloutEngineContract(EngineContract):
-    """Subclass with `make_engine(model)`; `logprob_tolerance` and `limit_s` are those of `EngineContract`."""
+    """A suite of tests for rollout engines. Write a subclass with `make_engine(model)`, see `EngineContract`."""
 
     @pytest.fixture
     def tiny_model(self, spurline_tiny_model: Path) -> Path:
@@ -201,7 +201,7 @@ def request(
 def model_logprobs(
     model: Path, prompt: Sequence[int], response: Sequence[int], temperature: float
 ) -> NDArray[np.float32]:
-    """Return the logprob of each response token, by a forward pass over everything and a softmax over all tokens."""
+    """Return the logprob of each response token, from one forward pass over prompt and response."""
     tokens = torch.tensor([[*prompt, *response]])
     with torch.no_grad():
         logits = _load(model)(input_ids=tokens, use_cache=False).logits[0, len(prompt) - 1 : -1]

@@ -1,7 +1,7 @@
-"""Guess the `columns` setting with which a row that fits no format would fit one.
+"""Guess a `columns` setting for rows that fit no format.
 
-Errors show the guess and `spurline init` writes it; no column is read because of it. Only names with one meaning are
-known, and only values of the right kind count: a wrong guess would train on something else.
+Error messages show the guess, and `spurline init` writes it into the config. It never takes effect by itself. A wrong
+guess would train on the wrong text, so only unambiguous names with values of the right type are guessed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _KINDS: Mapping[str, tuple[tuple[str, ...], Callable[[Any], bool]]] = {
     "text": (("content", "document", "body"), _is_text),
     "reference": (("ground_truth", "reward_model.ground_truth", "target", *_ANSWERS), _is_comparable),
 }
-"""Expected column -> its other names, and whether a value can be one."""
+"""For each expected column, its other names and a test whether a value has the right type."""
 
 _FORMS: tuple[tuple[str, ...], ...] = (
     ("prompt", "chosen", "rejected"),
@@ -54,21 +54,21 @@ _FORMS: tuple[tuple[str, ...], ...] = (
     ("prompt", "completion"),
     ("text",),
 )
-"""The columns of some formats, tried in this order."""
+"""The required columns of formats, tried in this order."""
 _BESIDE: Mapping[tuple[str, ...], tuple[str, ...]] = {
     ("messages",): ("system",),
     ("instruction", "output"): ("input", "system"),
 }
-"""Further columns that a row of the format may have, and that must then be named too."""
+"""Optional columns of these formats. If a row has them, the guess names them too."""
 
 
 def guessed_columns(row: Mapping[str, Any]) -> dict[str, str]:
-    """Return the `columns` setting; empty where nothing is to be renamed, or nothing fits."""
+    """Return the guessed `columns` setting; empty if no column needs another name, or no format fits."""
     has_own = "prompt" in row or "completion" in row
     for form in _FORMS:
         if form == ("instruction", "output") and has_own:
             continue
-        # A document beside a title and a summary may not be the text to learn.
+        # If a row has several texts, such as a title and a document, it is not clear which one to train on.
         if form == ("text",) and sum(map(_is_text, row.values())) != 1:
             continue
         if all(_found(row, column) for column in form):
@@ -87,7 +87,7 @@ def _names(row: Mapping[str, Any], form: tuple[str, ...]) -> dict[str, str]:
 
 
 def advice(row: Mapping[str, Any], *, needs_answer: bool) -> str:
-    """Say what to do with a row that fits no format; without `needs_answer` its answer will be generated."""
+    """Return advice for a row that fits no format. `needs_answer` is false if answers are generated."""
     if found := guessed_columns(row):
         return _rename(_written(found))
     question = _found(row, "instruction")
@@ -111,7 +111,7 @@ def _rename(columns: str) -> str:
 
 
 def pair_renaming(row: Mapping[str, Any]) -> str:
-    """Return what to write inside `columns: {}` for a preference pair; empty where no usual names are found."""
+    """Return the text for inside `columns: {}` for a preference pair; empty if no known names are found."""
     found = guessed_columns(row)
     is_pair = all(side in found or side in row for side in ("chosen", "rejected"))
     return _written(found) if is_pair else ""
@@ -122,13 +122,13 @@ def _written(columns: Mapping[str, str]) -> str:
 
 
 def guessed_reference(row: Mapping[str, Any]) -> dict[str, str]:
-    """Return the `columns` setting for the reference answer; empty where it has its expected name, or there is none."""
+    """Return the `columns` setting for the reference answer; empty if it has the expected name, or is not found."""
     name = _found(row, "reference")
     return {} if name in (None, "reference") else {"reference": str(name)}
 
 
 def _found(row: Mapping[str, Any], column: str) -> str | None:
-    """Return the name of this column in the row: the expected one or another known one, in any case; else None."""
+    """Return the name in this row, ignoring case, that is the expected one or a known other one; None if none is."""
     others, fits = _KINDS[column]
     if column in row:
         return column if fits(row[column]) else None

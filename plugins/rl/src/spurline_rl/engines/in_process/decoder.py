@@ -1,11 +1,11 @@
-"""Write many responses side by side, a token of each per step.
+"""Generate many responses at once, one token of each per step.
 
-Place on the way: admitted responses -> one pass over their prompts -> a pass per token, each followed by sampling ->
-responses that have ended. Responses come and go between steps. Threads and waiting are in `engine.py`.
+New responses get one pass over their prompts. Then each pass gives a token of every response. Responses are added and
+removed between steps. Threads and waiting are in `engine.py`.
 
-A decoder is tried on a few random prompts before it is used: is its cache right, and are passes of one fixed shape
-deterministic? Such passes are several times faster than a pass per response, and exact where a matrix product computes
-all of its rows alike, which no library promises.
+A decoder is tested on a few random prompts before it is used: its cache must be right, and passes of one fixed shape
+must be deterministic. Such passes are several times faster than a pass per response. They are exact only if matrix
+products compute all rows in the same way, which no library promises.
 """
 
 from __future__ import annotations
@@ -45,27 +45,27 @@ from spurline_rl.protocols.rollout_engine import GenerationRequest, Sampling
 
 _PROMPT_TOKENS_PER_PASS = 8192
 _LOGITS_AT_ONCE = 2**24
-"""Numbers in the logits of a call: bounds the memory of sampling with large vocabularies."""
+"""Largest number of logits in a call, which bounds the memory of sampling with large vocabularies."""
 _SLOTS_PER_CALL = 32
 """See `plan_segments`."""
 _ROWS = 32
-"""Rows of a deterministic pass. More waste more on few requests, fewer gain less on many."""
+"""Rows of a deterministic pass. A larger number is slower for few requests, and a smaller one for many."""
 _SHAPE_PROBES = 6
 _TOKENS = 5
 _TOLERANCE, _HALF_PRECISION_TOLERANCE = 0.02, 0.5
-"""Allowed mean difference of logprobs, in their standard deviations; a wrong cache gives about 1."""
+"""Allowed mean difference of logprobs, in standard deviations of logprobs; a wrong cache gives about 1."""
 
 
 class Decoder:
-    """Writes responses.
+    """Generates responses.
 
     Args:
-        rows_per_pass: Fixed shape of every pass over tokens and of all logits, so that neighbours cannot change the
-            shape; prompts are then read one by one. None takes all responses as they are.
-        routing: Experts of the model, where responses note the experts of their tokens.
+        rows_per_pass: Fixed number of rows of every pass over tokens and of logits, so that a response does not depend
+            on its neighbours. Prompts are then read one by one. With None, a pass has a row for each response.
+        routing: Experts of the model, if responses record the experts of their tokens.
 
     Attributes:
-        responses: Responses under way, in the order of their slots in the cache.
+        responses: Unfinished responses, in the order of their slots in the cache.
     """
 
     def __init__(
@@ -98,11 +98,11 @@ class Decoder:
 
     @property
     def attention(self) -> str:
-        """Return the name in transformers of the attention that the model has while it generates."""
+        """Return the transformers name of the attention that the model uses for generation."""
         return CACHED_ATTENTION
 
     def take(self, waiting: deque[Response]) -> tuple[list[Response], list[Response]]:
-        """Remove responses from the front as long as they fit. Returns them, and those the model cannot answer."""
+        """Take responses from the front of `waiting` while they fit. Returns these, and those that are refused."""
         taken: list[Response] = []
         refused: list[Response] = []
         longest = max((response.most_cached_tokens for response in self.responses), default=0)
@@ -124,10 +124,10 @@ class Decoder:
 
     @torch.no_grad()
     def advance(self, more: Sequence[Response], version: int) -> list[Response]:
-        """Write the next token of every response, and the first two of those that are new. Returns those that ended."""
+        """Generate a token of every response, and two of every new one. Returns the responses that ended."""
         self.drop_abandoned()
         if self._is_outdated:
-            # Responses under way are read again from their first token.
+            # Unfinished responses are read again from their first token.
             more, self.responses, self._is_outdated = [*self.responses, *more], [], False
         if more:
             self.admit(more, version)
@@ -138,16 +138,16 @@ class Decoder:
         return ended
 
     def outdate(self) -> None:
-        """Compute everything again: the weights have changed."""
+        """Mark all keys and values as outdated, since the weights have changed. They are computed again."""
         self._is_outdated = True
 
     def free_cache(self) -> None:
-        """Free the keys and values; those of responses under way are computed again."""
+        """Free the keys and values. Those of unfinished responses are computed again."""
         self._cache.clear()
         self.outdate()
 
     def admit(self, more: Sequence[Response], version: int) -> None:
-        """Read prompts and earlier tokens of further responses, and write the next token of each."""
+        """Read the prompts and earlier tokens of new responses, and generate the next token of each."""
         used = len(self.responses)
         order = sorted(more, key=lambda response: (len(response.context), response.context))
         self.responses.extend(order)
@@ -157,7 +157,7 @@ class Decoder:
             used += len(responses)
 
     def step(self, version: int) -> None:
-        """Write the next token of every response."""
+        """Generate the next token of every response."""
         size = self._rows_per_pass or len(self.responses)
         for start in range(0, len(self.responses), size):
             responses = self.responses[start : start + size]
@@ -211,7 +211,7 @@ class Decoder:
         return None
 
     def _read_prompts(self, responses: Sequence[Response], start: int, version: int) -> None:
-        """Read the responses, from short to long; equal contexts are read once."""
+        """Read the contexts of the responses, from short to long. Equal contexts are read once."""
         contexts = [response.context for response in responses]
         is_new = np.array([True, *(context != before for before, context in pairwise(contexts))])
         distinct = [context for context, new in zip(contexts, is_new, strict=True) if new]
@@ -269,7 +269,7 @@ class Decoder:
 
 
 def _cut_into_streams(responses: Sequence[Response], max_tokens: int) -> Iterator[list[Response]]:
-    """Cut sorted responses into passes of different contexts, up to so many tokens or one alone."""
+    """Cut sorted responses into passes of different contexts, of up to `max_tokens` tokens or a single context."""
     stream: list[Response] = []
     tokens = 0
     for response in responses:
@@ -288,11 +288,11 @@ def _cut_into_streams(responses: Sequence[Response], max_tokens: int) -> Iterato
 def probed_decoder(
     make_decoder: Callable[[int | None], Decoder], make_slow: Callable[[], Decoder], *, deterministic: bool
 ) -> Decoder:
-    """Return a decoder that has been tried.
+    """Return a decoder that has been tested with the model.
 
     Args:
-        make_decoder: Makes an empty decoder for so many rows per pass, None for any number.
-        make_slow: Makes a decoder for models that the other one cannot decode.
+        make_decoder: Makes an empty decoder, with the rows per pass as its argument (see `Decoder`).
+        make_slow: Makes a decoder for models that do not work with the other one.
 
     Raises:
         ModelError: For a model that neither can decode.
@@ -305,7 +305,7 @@ def probed_decoder(
             _check_cache(slow)
         return slow
     with generating(causal, decoder.attention):
-        # An expert computes its tokens of all responses together, in varying number.
+        # An expert computes the tokens of all responses together, so the shape of its pass varies.
         if deterministic and (
             has_experts(causal.config.get_text_config())
             or not all(_computes_rows_alike(decoder, seed) for seed in range(_SHAPE_PROBES))
@@ -324,7 +324,7 @@ def _is_decoded_by(decoder: Decoder) -> bool:
 
 
 def _check_cache(decoder: Decoder) -> None:
-    """Raise ModelError unless tokens written one by one have the logprobs of reading them as a prompt."""
+    """Raise ModelError unless tokens generated one by one have the same logprobs as when they are read as a prompt."""
     written = [_probe(_random_prompt(decoder, length, seed=length), _TOKENS) for length in range(1, 7)]
     _write(decoder, written)
     read = [
@@ -347,7 +347,7 @@ def _check_cache(decoder: Decoder) -> None:
 
 
 def _computes_rows_alike(decoder: Decoder, seed: int) -> bool:
-    """Return whether a request gets the same bits alone as in every row of a full pass."""
+    """Return whether a request gets bitwise the same result alone and in every row of a full pass."""
     prompt = _random_prompt(decoder, 1 + 3 * seed, seed)
     alone, *full = [_probe(prompt, _TOKENS, temperature=1.0, seed=seed) for _ in range(1 + _ROWS)]
     _write(decoder, [alone])
