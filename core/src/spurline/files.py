@@ -1,7 +1,7 @@
 """Write files so that a kill or a power cut leaves either the old content or the new, never a mixture.
 
-No link is followed, as another user may have put it there: one in the place of a file that is replaced or removed goes
-itself, and adding to one is refused.
+Links are not followed, since another user may have made them. If a file to be replaced or removed is a link, the link
+itself is replaced or removed. Appending to a link is refused.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def sync_file(path: Path) -> None:
 
 
 def own_file(path: str, flags: int) -> int:
-    """Open a file that a run adds to or cuts back, as `opener` of `open`. Raises OSError for a link or a pipe."""
+    """Open a file that a run appends to or truncates, as `opener` of `open`. Raises OSError for a link or a pipe."""
     try:
         return regular_file(path, flags | os.O_NOFOLLOW)
     except OSError as error:
@@ -46,7 +46,7 @@ def own_file(path: str, flags: int) -> int:
 def regular_file(path: str, flags: int) -> int:
     """Open a file of a run directory, as `opener` of `open`.
 
-    Raises OSError for a pipe or a device, which could be read or waited for without end.
+    Raises OSError for a pipe or a device, which may block forever or have no end.
     """
     # Without the flag, opening a pipe waits for its other end.
     descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
@@ -73,16 +73,16 @@ def write_text(path: Path, text: str) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what killed processes have left in a folder while they replaced files there."""
+    """Remove temporary files that killed processes have left in a folder."""
     for path in folder.glob(".*.tmp"):
-        # What cannot be removed is in nobody's way.
+        # A temporary file that cannot be removed does no harm.
         if _TEMPORARY.fullmatch(path.name):
             with suppress(OSError):
                 remove(path)
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a folder with all that is in it, or a link; nothing where there is none. Raises OSError."""
+    """Remove a file, a folder with its content, or a link; do nothing if there is none. Raises OSError."""
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
     else:
@@ -90,14 +90,14 @@ def remove(path: Path) -> None:
 
 
 def private_folder(path: Path) -> Path:
-    """Make a folder that only this user can enter, in a place where others may write, so that its content is trusted.
+    """Make a folder that only this user can enter, so that its content can be trusted even in a shared place.
 
     Raises UserError if another user's folder or a link is there.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         path.mkdir(mode=0o700, exist_ok=True)
-        # From here on by descriptor: another user may give the name to another folder.
+        # Use the descriptor from here on, since another user may give the name to another folder.
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError as error:
         raise UserError(f"{path}: {_not_private(error.strerror or str(error))}") from error
@@ -122,7 +122,7 @@ def _not_private(why: str) -> str:
 
 @contextmanager
 def scratch_inside(folder: Path) -> Iterator[Path]:
-    """Make a new folder inside this one, for the context; folders that were made for it are removed too.
+    """Make a new folder inside this one for the context. It is removed afterwards, with parents that were made for it.
 
     Raises OSError if none can be made.
     """
@@ -133,13 +133,13 @@ def scratch_inside(folder: Path) -> Iterator[Path]:
             yield Path(scratch)
     finally:
         for place in made:
-            # Something else may have come into it meanwhile.
+            # Another process may have put something into the folder meanwhile.
             if place.is_dir() and not any(place.iterdir()):
                 place.rmdir()
 
 
 def give_default_permissions(path: Path) -> None:
-    """Give a file the permissions of the umask; some libraries create theirs readable by the owner alone."""
+    """Give a file the permissions of the umask, since some libraries create files that only their owner can read."""
     umask = os.umask(0)
     os.umask(umask)
     path.chmod(0o666 & ~umask)
@@ -165,7 +165,7 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def write_failure(path: Path, error: Exception) -> RunFailedError:
-    """Return the error for a file that cannot be written: which file, why, how much space is left, what to do."""
+    """Return the error for a file that cannot be written. It says why, how much space is left, and what to do."""
     folder = next((parent for parent in path.parents if parent.is_dir()), Path("/"))
     why = getattr(error, "strerror", None) or error
     free = f"{shutil.disk_usage(folder).free / 2**20:,.0f} MiB free on that disk"

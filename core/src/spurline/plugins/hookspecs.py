@@ -1,9 +1,9 @@
 """The hooks of core: the points of a run at which every plugin is called.
 
-A plugin opens hooks of its own with `registry.add_hookspecs`. All hooks run on the loop's thread of the controller
+A plugin defines further hooks with `registry.add_hookspecs`. All hooks run on the loop's thread of the controller
 process, in the order of the config's `plugins` list. Anything that exactly one plugin must answer is a component
-instead. Hookimpls take any subset of the arguments and give them no defaults. An error in a hookimpl reaches the user
-with the names of plugin and hook: a `SpurlineError` as it is, any other as the cause of a `HookFailedError`.
+instead. Hookimpls take any subset of the arguments and give them no defaults. Errors of hookimpls name plugin and hook.
+A `SpurlineError` is raised as it is, and any other error as the cause of a `HookFailedError`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def register_components(registry: ComponentRegistrar) -> None:
 
     When: while the config is loaded, before anything is validated; in every process of a run.
     registry: call `registry.add(ConfigClass, "module:Class")`; kind and name are those of the config class. With
-        `registry.add_kind` and `registry.add_hookspecs` a plugin opens kinds and hooks of its own.
+        `registry.add_kind` and `registry.add_hookspecs` a plugin defines further kinds and hooks.
     Errors: an unknown kind or a name that is taken stops loading with both distributions named. Import no torch here.
     """
 
@@ -42,7 +42,7 @@ def on_run_start(run: RunView) -> None:
     """Called once before the first step, after a checkpoint (if any) was loaded.
 
     run: the run with all components built; `run.state.step` is the last finished step (0 in a new run). This is the
-        place for `run.keep_state`, which puts the state of a resumed run back at once.
+        place to call `run.keep_state`, which restores the state of a resumed run at once.
     Errors: any exception ends the run before it trained.
     """
 
@@ -62,7 +62,7 @@ def train_step(step: int, batch: TrainingBatch) -> Mapping[str, float] | None:  
 
     step: 1-based. batch: read-only, valid until the step ends.
     Returns the step's metrics: `loss` in nats per loss token, `grad_norm`, `lr`, `tokens`, ... A wrapper returns all of
-        them unchanged and may add finite numbers under names that are not taken.
+        these unchanged, and may add finite numbers under new names.
     Errors: any exception ends the run, and so does a wrapper that returns anything else. No checkpoint is written then.
     """
 
@@ -79,13 +79,13 @@ def on_optimizer_step(update: int, role: Role) -> None:
 
 @hookspec
 def on_step_end(step: int, metrics: Mapping[str, float]) -> None:
-    """Called after the optimizer step, any weight publish, evaluation and record of this step, before its checkpoint.
+    """Called at the end of a step: after its update, weight publish, evaluation and record, before its checkpoint.
 
-    The state that hooks keep with `run.keep_state` is thus saved as it is after the whole step.
+    The checkpoint thus has the state of `run.keep_state` as it is after the whole step.
     step: 1-based number of the finished step.
-    metrics: what was recorded for it, already reduced; `loss` in nats per token, `time/step` in seconds,
-        evaluation (`time/evaluate`) included. Read-only. If the evaluation of a step failed and a resume repeats it,
-        the `time/...` of the loop are missing.
+    metrics: recorded metrics of the step, already reduced; `loss` in nats per token, `time/step` in seconds,
+        evaluation (`time/evaluate`) included. Read-only. If the evaluation of a step failed and is repeated after a
+        resume, the loop's `time/...` metrics are missing.
     Errors: any exception ends the run; the last checkpoint stands.
     """
 
@@ -114,7 +114,7 @@ def on_run_end(run: RunView, error: BaseException | None) -> None:
     """Called once when the run ends, also after a failure, while all components are still open.
 
     run: as given to `on_run_start`; `run.state.step` is the last finished step.
-    error: what ended the run, or None after the last step or a graceful stop.
+    error: the error that ended the run, or None after the last step or a graceful stop.
     Errors: an exception here is raised only if the run itself did not fail; otherwise it is attached as a note.
     """
 

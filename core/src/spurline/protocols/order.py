@@ -1,4 +1,4 @@
-"""Kind `order`: which sample comes when."""
+"""Kind `order`: choose the samples of each step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class OrderConfig(ComponentConfig):
     adaptive: ClassVar[bool] = False
     """If True, the order learns from the rewards of drawn samples, and its component is an `AdaptiveOrder`."""
     reads_lengths: ClassVar[bool] = False
-    """If True, the order needs the token count of each sample, which is unknown before a prompt has its responses."""
+    """If True, the order needs the token count of each sample, which is unknown if responses are generated."""
 
     def problems(self, run: Any) -> Iterable[Problem]:
         """Refuse an order that learns from rewards if the source has none, or needs lengths that are not known."""
@@ -48,10 +48,10 @@ def epoch_shares(sizes: Sequence[int], weights: Sequence[float]) -> tuple[int, .
 
 
 class SampleColumns(Protocol):
-    """Columns of the rows behind the samples. Rows are read when asked for, and not kept."""
+    """Columns of the rows from which samples are made. Each call reads the rows, and does not keep them."""
 
     def values(self, name: str) -> Sequence[Any]:
-        """Return the value of a column for each sample; dots in `name` lead into objects (`meta.difficulty`).
+        """Return the value of a column for each sample. `name` may have dots for nested objects (`meta.difficulty`).
 
         The value is None for a row that cannot be read and that `on_bad_row: skip` leaves out. If any other row lacks
         the column, this raises DataError naming the first such row and the columns that it has.
@@ -59,7 +59,7 @@ class SampleColumns(Protocol):
         ...
 
     def numbers(self, name: str) -> NDArray[np.float64]:
-        """Return the same values as numbers, float64 [N], NaN for None. Text is parsed, since CSV holds nothing else.
+        """Return the same values as numbers, float64 [N], with NaN for None. Text is parsed, since CSV has only text.
 
         Raises DataError naming the first row whose value is no finite number.
         """
@@ -74,8 +74,9 @@ class SampleColumns(Protocol):
 class SampleFacts:
     """Facts about the samples that an order may use. Samples are numbered from 0, dataset after dataset.
 
-    sizes: samples of each dataset. weights: passes over each dataset in one epoch. per_step: samples that one step
-    takes. columns: those of the rows. count_tokens: returns the tokens of each sample, int64 [N]; None if unknown.
+    sizes: number of samples of each dataset. weights: passes over each dataset in one epoch. per_step: number of
+    samples of a step. columns: columns of the rows. count_tokens: returns the number of tokens of each sample, int64
+    [N]; None if it is not known.
     """
 
     sizes: tuple[int, ...]
@@ -86,16 +87,16 @@ class SampleFacts:
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """Samples of each dataset in one epoch."""
+        """Return the number of samples of each dataset in one epoch."""
         return epoch_shares(self.sizes, self.weights)
 
     @property
     def samples_per_epoch(self) -> int:
-        """Samples in one pass over the weighted mixture."""
+        """Return the number of samples in one pass over the weighted mixture."""
         return sum(self.shares)
 
     def lengths(self) -> NDArray[np.int64]:
-        """Return the tokens of each sample, int64 [N]. Raises ConfigError if they cannot be known."""
+        """Return the number of tokens of each sample, int64 [N]. Raises ConfigError if it is not known."""
         if self.count_tokens is None:
             raise ConfigError.at(
                 "data.order",
@@ -111,10 +112,11 @@ class Order(Protocol):
     Factory: `Class(config, samples=SampleFacts, seed=int)`. It raises DataError or ConfigError for facts that the order
     cannot work with, so that `spurline plan` finds them.
 
-    A static order is a pure function of the config, the facts and the seed: any position may be asked for at any time,
-    on any thread, before or after a resume. Epoch e is the positions [e * samples_per_epoch, (e + 1) *
-    samples_per_epoch), and holds `shares` samples of each dataset. Over several epochs the samples of a dataset come
-    equally often, give or take one. `spurline.data.orders.epochs.EpochOrder` does all that. Use no global random state.
+    A static order is a pure function of the config, the facts and the seed. Its positions may be read at any time, on
+    any thread, before or after a resume. Epoch e has the positions [e * samples_per_epoch, (e + 1) *
+    samples_per_epoch), with `shares` samples of each dataset. Over several epochs, the numbers of occurrences of a
+    dataset's samples differ by at most one. `spurline.data.orders.epochs.EpochOrder` does all that. Do not use global
+    random state.
     """
 
     def positions(self, start: int, stop: int) -> NDArray[np.int64]:
@@ -126,8 +128,8 @@ class Order(Protocol):
 class ScoredDraw:
     """The rewards of one drawn sample.
 
-    position: its position in the order. sample: its number. returns: weighted sum of the rewards of each attempt.
-    terms: the rewards by name, one value for each attempt that has it.
+    position: position in the order. sample: number of the sample. returns: weighted sum of rewards of each attempt.
+    terms: reward terms by name, with one value for each attempt that has the term.
     """
 
     position: int
@@ -138,11 +140,11 @@ class ScoredDraw:
 
 @runtime_checkable
 class AdaptiveOrder(Stateful, Protocol):
-    """An order that learns from what was drawn; its config says `adaptive = True`.
+    """An order that learns from the rewards of drawn samples. Its config has `adaptive = True`.
 
-    The samples that it chooses may depend on what it has observed, but a position that was asked for once keeps its
-    sample, even after a resume: prompts whose attempts were interrupted are drawn again by their position. Calls never
-    overlap. The state of the order is saved with that of the source.
+    The samples that it chooses may depend on what it has observed. But a position that was read once keeps its sample,
+    even after a resume, since prompts of interrupted attempts are drawn again by position. Calls never overlap. The
+    state of the order is saved with the state of the source.
     """
 
     def positions(self, start: int, stop: int) -> NDArray[np.int64]:
@@ -150,5 +152,5 @@ class AdaptiveOrder(Stateful, Protocol):
         ...
 
     def observe(self, step: int, draws: Sequence[ScoredDraw]) -> None:
-        """Called once a step with all draws scored for it, ascending: those trained on, and those filtered."""
+        """Learn from all scored draws of a step, trained and filtered ones, in ascending order. Called once a step."""
         ...

@@ -16,12 +16,12 @@ class ScheduleConfig(ComponentConfig):
     kind: ClassVar[str] = "schedule"
 
     warmup_steps: int | None = Field(default=None, ge=0)
-    """Optimizer steps of linear warm-up from zero."""
+    """Number of optimizer steps of linear warm-up from zero."""
     warmup_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Warm-up as a share of all optimizer steps; used when `warmup_steps` is not given."""
+    """Length of the warm-up as a share of all optimizer steps; used if `warmup_steps` is not given."""
 
     def warmup(self, total: int) -> int:
-        """Optimizer steps of warm-up in a run of `total` of them."""
+        """Return the number of warm-up steps in a run of `total` optimizer steps."""
         return self.warmup_steps if self.warmup_steps is not None else math.ceil(self.warmup_ratio * total)
 
     def notes(self, total: int) -> list[str]:
@@ -37,7 +37,7 @@ class ScheduleConfig(ComponentConfig):
 
 
 class Schedule(Protocol):
-    """Learning rate by optimizer step.
+    """A schedule of the learning rate.
 
     Factory: `Class(config)`. `spurline_models.optimizers.schedules.WarmedUp` is a base class that does the warm-up.
     """
@@ -45,7 +45,7 @@ class Schedule(Protocol):
     def factor(self, step: int, total: int) -> float:
         """Return the factor of the peak learning rate in optimizer step `step`, from 1, of `total`: >= 0.
 
-        A pure function, so that a resumed run needs no state of it. A resume may raise `total`: the steps from there on
-        get the factors of the longer run. `step` may be larger than `total`.
+        This is a pure function, so that a resumed run needs no state. A resume may raise `total`. Its steps then get
+        the factors of the longer run. `step` may be larger than `total`.
         """
         ...

@@ -1,4 +1,4 @@
-"""Build every component of a run, in the order in which mistakes are cheapest to find: data before weights."""
+"""Build every component of a run: data before weights, so that mistakes are found early."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from spurline.update.update import Recipe, Update
 
 @dataclass(frozen=True)
 class Done:
-    """Progress of a run where it begins: the last finished step, and the optimizer steps by role."""
+    """Progress of a run before it starts or resumes: the last finished step, and the optimizer steps by role."""
 
     step: int = 0
     updates: Mapping[Role, int] = field(default_factory=dict["Role", int])
@@ -45,7 +45,7 @@ class DataComponents:
     """The evaluation of `data.eval` comes first, if there is one."""
 
     def total_updates(self, done: Done = Done()) -> int:
-        """Return the optimizer steps of the policy in the whole run, of which `done` has been made."""
+        """Return the number of the policy's optimizer steps in the whole run, including those of `done`."""
         left = max(0, self.source.total_steps - done.step)
         return done.updates.get("policy", 0) + left * self.minibatches.steps_per_batch()
 
@@ -59,7 +59,7 @@ class Components:
     trackers: dict[str, Tracker]
     """The trackers by name, in the order in which they are called."""
     notes: tuple[str, ...] = ()
-    """Notes for people at the start."""
+    """Notes to show the user at the start."""
     hook_states: HookStates = field(default_factory=HookStates)
     """State that plugins keep from their hooks."""
 
@@ -93,7 +93,7 @@ def build_components(
     progress: Progress = silent,
     done: Done = Done(),
 ) -> Components:
-    """Build all components; the stack closes them in reverse order, and `progress` is told what takes time."""
+    """Build all components. The stack closes them in reverse order, and `progress` gets a line for each slow step."""
     for _, section in sections_within(loaded.config):
         section.await_services(progress)
     notes = [
@@ -103,7 +103,7 @@ def build_components(
         *loaded.config.backend.notes(loaded.config),
     ]
     check_watched(loaded.config, lambda: metrics_of(data.evaluations))
-    # Before anything loads: ranks would take what engines need of the cluster minutes later.
+    # Reserve resources before anything loads. Ranks would take those that engines need of the cluster minutes later.
     for name, section in loaded.host.registry.sections.items():
         if section.held is not None:
             stack.enter_context(resolve(section.held, f"section '{name}'")(loaded.config))
@@ -128,7 +128,7 @@ def build_components(
 
 
 def build_backend(loaded: LoadedConfig, stack: ExitStack, total_updates: int) -> Backend:
-    """Return the backend alone, with freshly initialised or pretrained weights; the stack closes it."""
+    """Return only the backend, with its initial weights. The stack closes it."""
     config, registry = loaded.config, loaded.host.registry
     backend: Backend = registry.create(
         "backend", config.backend, run=config, registry=registry, total_updates=total_updates
@@ -161,13 +161,13 @@ def build_update(components: Components, loaded: LoadedConfig, done: Done = Done
 
 
 def build_trackers(loaded: LoadedConfig) -> dict[str, Tracker]:
-    """Return trackers by name, not started: metrics.jsonl first, then the terminal, then what the config lists.
+    """Return trackers by name, not started: first metrics.jsonl, then the terminal, then those that the config lists.
 
-    Raises ConfigError if the library of one is missing.
+    Raises ConfigError if a tracker's library is missing.
     """
     chosen = {config.name: config for config in loaded.config.trackers}
     always = {config.name: config for config in (JsonlTrackerConfig(), ConsoleTrackerConfig())}
-    # The order holds also if the config lists them: the terminal reads what the file's tracker has cut back.
+    # Keep this order even if the config lists them: the terminal reads metrics.jsonl after its tracker has cut it back.
     configs = always | chosen
     return {name: loaded.host.registry.create("tracker", config) for name, config in configs.items()}
 

@@ -14,7 +14,7 @@ def lazy_names(
 
     Args:
         package: Dotted name of the package, its `__name__`.
-        names: Module below the package -> the names that it has.
+        names: The names that each module below the package has.
     """
     homes = {name: module for module, found in names.items() for name in found}
 

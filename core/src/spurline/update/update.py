@@ -1,9 +1,8 @@
-"""One batch becomes optimizer steps of the policy, and of the critic if there is one: cut, reduce, update.
+"""Train the policy, and the critic if there is one, on one batch: cut it into mini-batches, reduce, and update.
 
-Place on the way: TrainingBatch -> mini-batches -> backend -> metrics. This is core's implementation of the `train_step`
-hook, the only one; plugins may wrap it. A source with models has written what they say into the batch before, the
-factors of a correction too. Only the reference model is asked here, where the loss needs it: sources without a model
-build their batches ahead of time, on other threads.
+This is core's implementation of the `train_step` hook. There is no other one, but plugins may wrap it. Sources that
+use models have added logprobs, values and correction factors to the batch already. Other sources build their batches
+ahead of time on other threads, so logprobs of the reference model are computed here if the loss needs them.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ from spurline.update.reduction import Reduce, reduce_corrected, token_mean
 
 REFERENCE_LOGPROBS = "reference_logprobs"
 MADE_IN_UPDATE = frozenset({ENTROPY, REFERENCE_LOGPROBS})
-"""Needs of a loss that no batch has to bring: it is computed by the models of an update."""
+"""Needs of a loss that a batch does not have to contain, since the update computes them."""
 _SUMMED = ("tokens", "loss_tokens", "time/forward_backward", "time/optimizer")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one model is trained on a batch.
+    """The way in which one model is trained on a batch.
 
-    minibatches: cuts the batch into optimizer steps. loss, reduce: what each of them minimises.
-    temperature: that at which the batch was sampled; 1 when it was not.
+    minibatches: cuts the batch into optimizer steps. loss, reduce: objective of each optimizer step.
+    temperature: temperature with which the batch was sampled; 1 if it was not sampled.
     """
 
     minibatches: MiniBatches
@@ -43,8 +42,8 @@ class Recipe:
 class Update:
     """Hook implementation that trains on one batch.
 
-    stepped: called after each optimizer step with number and role. done: optimizer steps before the first batch, by
-    role; what a step takes of them may change over a resume.
+    stepped: called after each optimizer step with number and role. done: number of optimizer steps before the first
+    batch, by role. It is needed because the number of optimizer steps per step may change at a resume.
     """
 
     def __init__(
@@ -60,14 +59,14 @@ class Update:
         self._critic = critic
         self._stepped = stepped
         self.done: dict[Role, int] = {"policy": 0, **({} if critic is None else {"critic": 0}), **(done or {})}
-        """Optimizer steps of the whole run by role."""
+        """Number of optimizer steps of the whole run, by role."""
 
     @hookimpl
     def train_step(self, step: int, batch: TrainingBatch) -> Mapping[str, float]:
         """Update the models with every mini-batch of this batch, the critic first.
 
-        The order changes nothing but which metrics are there when the policy's update fails: both learn from columns
-        that were computed before either moved.
+        The order does not change results, since both learn from columns that were computed before any update. It only
+        decides which metrics exist if an update fails.
         """
         batch = with_reference_logprobs(batch, self._policy.loss, self._backend)
         critic = {} if self._critic is None else _name_as_critics(self._train("critic", self._critic, batch))
@@ -85,7 +84,7 @@ class Update:
     def _update(self, role: Role, recipe: Recipe, minibatch: TrainingBatch) -> Mapping[str, float]:
         factors = minibatch.tokens.get("correction_factors")
         if factors is None or role == "critic":
-            # Corrections are for the policy's gradient only: returns do not depend on which policy sampled the tokens.
+            # Corrections are for the policy only. The critic's returns do not depend on the policy that sampled.
             weighted, normalizer = recipe.reduce(minibatch)
         else:
             weighted, normalizer = reduce_corrected(minibatch, factors, recipe.reduce)
@@ -93,7 +92,7 @@ class Update:
 
 
 def _name_as_critics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The critic's metrics under names that the policy's do not have; its loss's own have a name before the slash."""
+    """Return the critic's metrics under names that differ from the policy's. Metrics of its loss have a `/` already."""
     named: dict[str, float] = {}
     for name, value in metrics.items():
         group, slash, rest = name.partition("/")
@@ -105,11 +104,11 @@ def _name_as_critics(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _join(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Metrics of several optimizer steps as one: counts and times add up, `lr` is the last, all else is the mean."""
+    """Join the metrics of optimizer steps: counts and times are summed, `lr` is the last, all others are means."""
     if len(parts) == 1:
         return dict(parts[0])
     names = dict.fromkeys(name for part in parts for name in part)
-    # A mini-batch without loss tokens has no value for the loss's own metrics.
+    # A mini-batch without loss tokens lacks the metrics of the loss.
     values = {name: [part[name] for part in parts if name in part] for name in names}
     joined = {name: _joined(name, found) for name, found in values.items()}
     joined["lr"] = parts[-1]["lr"]

@@ -20,7 +20,7 @@ _GPU_DEVICE = re.compile(r"nvidia\d+")
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of `spurline doctor`: a subject, what was found, and the fix, which is empty when all is well."""
+    """One line of `spurline doctor`: a subject, what was found, and a fix, which is empty if none is needed."""
 
     what: str
     value: str
@@ -28,7 +28,7 @@ class Finding:
 
 
 def num_gpus() -> int:
-    """Return how many GPUs of this machine CUDA_VISIBLE_DEVICES leaves to this process; 0 without a driver."""
+    """Return how many GPUs this process may use by CUDA_VISIBLE_DEVICES; 0 without a driver."""
     return len(visible_gpus())
 
 
@@ -66,7 +66,7 @@ def this_machine() -> str:
 
 
 def why_silent(pid: int) -> str:
-    """Return a sentence that stands in place of a process's stack and says why there is none."""
+    """Return a sentence to show instead of a process's stack, which says why there is no stack."""
     with suppress(OSError):
         state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(") ")[2][:1]
         if state in "Tt":
@@ -84,8 +84,8 @@ def check_ray() -> None:
 def return_freed_memory() -> None:
     """Return freed memory to the system, if the C library is glibc.
 
-    glibc keeps freed tensors of up to 32 MiB, and small ones among them keep them apart: a process that reads a model
-    tensor by tensor would grow.
+    glibc keeps freed tensors of up to 32 MiB, and cannot merge them if smaller ones lie between them. A process that
+    reads a model tensor by tensor would need more and more memory.
     """
     trim = _malloc_trim()
     if trim is not None:

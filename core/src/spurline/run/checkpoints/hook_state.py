@@ -1,6 +1,6 @@
 """Keep the state of hooks in the checkpoint, under `hooks/PLUGIN/NAME`.
 
-A hook registers an object with `Run.keep_state` before the first step, which restores the object on a resume.
+A hook calls `Run.keep_state` with an object before the first step. On a resume, this restores the object.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class HookStates:
         self._is_closed = False
 
     def keep(self, plugin: str | None, name: str, state: Stateful) -> None:
-        """Save a state of a plugin, or of the program if that is None, from now on, and restore it on a resume.
+        """Save this state in checkpoints from now on, and restore it on a resume. `plugin` is None for the program.
 
-        Raises PluginError for a state that cannot be kept, CheckpointError if the saved one does not fit.
+        Raises PluginError if the state cannot be kept, and CheckpointError if the saved state does not fit.
         """
         asked = f"keep_state({name!r})"
         if self._is_closed:
@@ -49,10 +49,10 @@ class HookStates:
             self._restore(key)
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Restore the states that are kept from the checkpoint, and from now on those that are still to come."""
+        """Restore all registered states from the checkpoint, and states that are registered later too."""
         self._checkpoint = checkpoint
         folder = checkpoint.path / FOLDER
-        # Deeper files are parts of states.
+        # Files in deeper folders are parts of states.
         files = [*folder.glob("*.json"), *folder.glob("*/*.json")]
         self._saved = {str(path.relative_to(folder))[: -len(".json")] for path in files}
         for key in self._kept:
@@ -75,7 +75,7 @@ class HookStates:
             ) from error
 
     def close(self) -> list[str]:
-        """Take no more states, and return notes on a resume."""
+        """Accept no more states, and return notes on the resume, if there was one."""
         self._is_closed = True
         left = [
             f"The state {_described(key)} in the checkpoint is left out: nothing in this run keeps it any more."
@@ -84,7 +84,7 @@ class HookStates:
         return [f"The state {_described(key)} is new in this run and starts afresh." for key in self._new] + left
 
     def states(self) -> Iterator[tuple[str, Mapping[str, object], str]]:
-        """Yield (path in a checkpoint, state, owner) of each. Raises HookFailedError for one that cannot be saved."""
+        """Yield (path in a checkpoint, state, owner) of each state. Raises HookFailedError if one cannot be saved."""
         for key, state in self._kept.items():
             try:
                 content = state.state_dict()

@@ -1,4 +1,4 @@
-"""Put low-rank adapters into a model, and read merged weights or the adapters themselves back out of it.
+"""Add low-rank adapters to a model, and read merged weights or the adapters from it.
 
 peft replaces linear layers in place. The causal model stays the same object. peft is an optional dependency, so only
 runs with adapters import this module.
@@ -40,7 +40,7 @@ ADAPTER = "default"
 
 
 def add_adapters(causal: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
-    """Freeze the weights and add trainable adapters, in fp32 or the weights' precision where that is higher.
+    """Freeze the weights and add trainable adapters, in fp32 or the weights' precision if that is higher.
 
     The adapters get the values of `initial_adapters`, except on a model without memory (device `meta`).
 
@@ -72,10 +72,10 @@ def add_adapters(causal: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
     linear = {name.rpartition(".")[2] for name, module in causal.named_modules() if isinstance(module, nn.Linear)}
     try:
         with warnings.catch_warnings():
-            # PEFT warns of its own calls and settings, which no user can change.
+            # Some warnings of PEFT are about its own calls and settings, which users cannot change.
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
             warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
-            # Without this PEFT draws values on the host first, which may be gigabytes.
+            # Without `low_cpu_mem_usage`, PEFT draws values on the host first, which may be gigabytes.
             peft.get_peft_model(causal, settings, low_cpu_mem_usage=causal.device.type == "meta")
     except ValueError as error:
         _refuse_unmatched(settings, lora, names, linear)
@@ -95,8 +95,8 @@ def add_adapters(causal: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
 def initial_adapters(causal: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
     """Yield (parameter name, whole initial value in fp32 on CPU) of every adapter's matrices, one at a time.
 
-    A value depends on the seed and the parameter's name alone, so ranks that hold parts of a parameter agree. The
-    distributions are those of peft: the update is 0 at first.
+    A value depends on the seed and the parameter's name only, so ranks that hold parts of a parameter agree. The
+    distributions are the same as in peft, so an adapter changes nothing at first.
     """
     for layer_name, part, parameter in adapter_parameters(causal):
         name = f"{layer_name}.{part}"
@@ -116,7 +116,7 @@ def adapter_parameters(causal: nn.Module) -> Iterator[tuple[str, str, nn.Paramet
     """Yield (layer name, the parameter's name in its layer, parameter) of every adapter."""
     for layer_name, _ in adapted_layers(causal):
         for part, parameter in causal.get_submodule(layer_name).named_parameters():
-            # Layers may lie in each other; each yields its own parameters.
+            # Layers may be nested. Each yields its own parameters.
             if not part.startswith("base_layer."):
                 yield layer_name, part, parameter
 
@@ -130,7 +130,7 @@ def adapter_settings(causal: PreTrainedModel, model: ModelConfig) -> dict[str, A
         "base_model_name_or_path": model.path,
         "revision": model.revision,
         "inference_mode": True,
-        # Some readers expect a whole number.
+        # Some programs that read this file expect a whole number.
         "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
     }
     return json.loads(json.dumps(settings | own, default=sorted))
@@ -144,12 +144,12 @@ def adapted_layers(causal: nn.Module) -> Iterator[tuple[str, BaseTunerLayer]]:
 
 
 def merged_weight(layer: BaseTunerLayer, base: str, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return base weight plus adapter, as a new tensor of the higher precision of both; the layer stays as it is.
+    """Return base weight plus adapter as a new tensor, in the higher precision of both. The layer is unchanged.
 
     Args:
         layer: The layer that carries the adapter.
-        base: The name of the adapted weight in it.
-        tensors: The layer's own tensors, whole, by their names in it.
+        base: The name of the adapted weight in the layer.
+        tensors: The layer's own tensors by their names in the layer, not sharded.
     """
     dtype = torch.float32
     for tensor in tensors.values():
@@ -171,7 +171,7 @@ class _Delta(nn.Module):
 
 @contextmanager
 def adapters_off(causal: nn.Module) -> Iterator[None]:
-    """Turn the adapters off in the context: the model is as it was before training."""
+    """Turn the adapters off in the context, so that the model computes as before training."""
     layers = [layer for _, layer in adapted_layers(causal)]
     for layer in layers:
         layer.enable_adapters(False)
@@ -183,7 +183,7 @@ def adapters_off(causal: nn.Module) -> Iterator[None]:
 
 
 def notes(model: ModelConfig, lora: LoraConfig) -> list[str]:
-    """Say which modules of this model get adapters, and which ones `all-linear` leaves out. Raises UserError."""
+    """Return notes on which modules get adapters, and which ones `all-linear` leaves out. Raises UserError."""
     causal = build_without_memory(load_model_config(model), model)
     total = sum(parameter.numel() for parameter in causal.parameters())
     reasons: dict[str, set[str]] = {}
@@ -206,7 +206,7 @@ def notes(model: ModelConfig, lora: LoraConfig) -> list[str]:
 
 
 def _refuse_unmatched(settings: peft.LoraConfig, lora: LoraConfig, names: list[str], linear: set[str]) -> None:
-    """Raise ConfigError for an entry of `target_modules` that names no module: PEFT is content if any entry matches.
+    """Raise ConfigError if an entry of `target_modules` names no module. PEFT raises only if no entry matches.
 
     PEFT moves entries that name parameters from `target_modules` of its `settings` to `target_parameters`.
     """

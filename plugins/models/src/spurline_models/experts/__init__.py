@@ -1,1 +1,1 @@
-"""Mixtures of experts: finding routers, balancing what they choose, and replaying what an engine chose."""
+"""Mixtures of experts: find their routers, balance the choice of experts, and replay the choice of an engine."""

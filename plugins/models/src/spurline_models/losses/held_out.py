@@ -1,6 +1,6 @@
-"""Evaluate the mean negative log-likelihood of held-out tokens, whichever loss the run trains with.
+"""Evaluate the mean negative log-likelihood of held-out tokens, also if the run trains with another loss.
 
-Runs with different losses can be compared by it. The value and the metrics of the training loss are reported too.
+It makes runs with different losses comparable. The value and the metrics of the training loss are reported too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NLL = CrossEntropy(CrossEntropyConfig())
 
 
 class LossEvaluation(MeasuresSamples):
-    """The evaluation `loss`, on samples as the source reads them; preference pairs are measured by the run's loss."""
+    """The evaluation `loss`. It reads samples as the source does. Preference pairs are measured by the run's loss."""
 
     def __init__(self, config: LossEvaluationConfig, context: EvaluationContext) -> None:
         run = context.run.config
@@ -51,7 +51,7 @@ class LossEvaluation(MeasuresSamples):
     def metrics(self) -> Collection[str] | None:
         loss = self._context.loss
         if loss.needs:
-            # The loss can be evaluated only with columns that the source makes.
+            # The loss needs columns that only the source makes.
             return None
         nothing = TokenLossInputs(torch.zeros(1), torch.zeros(1, dtype=torch.int64), 1, {}, None)
         return {"loss", *([] if self._trains_as_measured else ["objective"]), *loss.metrics(nothing)}

@@ -1,1 +1,1 @@
-"""Optimizers and schedules: from gradients to new weights, and how far to go in each step."""
+"""Optimizers, which turn gradients into new weights, and schedules of the learning rate."""

@@ -1,4 +1,4 @@
-"""Muon for matrices of hidden layers and AdamW for the rest, as one optimizer outwards."""
+"""Combine Muon for matrices of hidden layers and AdamW for all other parameters in one optimizer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         assert closure is None, "a closure is not supported"
         for name, inner in self._inner.items():
-            # Set in each step: `load_state_dict` of torch replaces both objects.
+            # These are set in each step, since torch's `load_state_dict` replaces both objects.
             inner.state = self.state
             inner.param_groups = [group for group in self.param_groups if group["algorithm"] == name]
             _step_sharded(inner) if name == "muon" and _is_sharded(inner) else inner.step()
@@ -69,7 +69,7 @@ def _step_sharded(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _orthogonal_change(direction: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """Return what torch's Muon adds to a matrix with this direction, without weight decay."""
+    """Return the change that torch's Muon makes to a matrix for this direction, without weight decay."""
     change = Parameter(torch.zeros_like(direction))
     change.grad = direction
     kept = ("lr", "eps", "ns_coefficients", "ns_steps", "adjust_lr_fn")

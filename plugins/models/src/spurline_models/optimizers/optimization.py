@@ -16,18 +16,18 @@ from spurline_models.optimizers.groups import check_groups, group_rate
 from spurline_models.optimizers.state import PEAK, OptimizerState, check_state, group_values, put_state, take_state
 
 MakeOptimization = Callable[[Mapping[str, Parameter]], "Optimization"]
-"""Makes the optimization of a model out of its trained parameters by name."""
+"""Makes the `Optimization` for a model's trained parameters by name."""
 
 
 class Optimization:
-    """An optimizer of these parameters, at the rates of its config and a schedule.
+    """An optimizer of some parameters, with the learning rates of its config and a schedule.
 
     Args:
         config: Settings of the optimizer.
-        optimizer: The optimizer, which is new.
+        optimizer: A new optimizer.
         parameters: Its parameters by name.
-        factor: Gives the share of the peak learning rate in each optimizer step, counted from 1.
-        key: The place of the optimizer's settings in the config file.
+        factor: Returns the factor of the peak learning rate in an optimizer step, counted from 1.
+        key: Key path of the optimizer's settings in the config file.
 
     Raises:
         ConfigError: If a group of the config fits no parameter.
@@ -68,11 +68,11 @@ class Optimization:
         return set_rates(self._config, self.optimizer, self._factor(number))
 
     def state(self) -> OptimizerState:
-        """Return what a checkpoint keeps. Raises CheckpointWriteError for state that it cannot hold."""
+        """Return the state for a checkpoint. Raises CheckpointWriteError if a checkpoint cannot hold it."""
         return take_state(self._config.name, self.optimizer, self._parameters, self._made)
 
     def check(self, saved: OptimizerState) -> None:
-        """Raise CheckpointError unless `restore` can take this state; change nothing."""
+        """Raise CheckpointError if `restore` cannot use this state. The optimizer is not changed."""
         check_state(saved, self._config.name, self._parameters, self._made)
 
     def restore(self, saved: OptimizerState) -> None:
@@ -82,7 +82,7 @@ class Optimization:
 
 @dataclass(frozen=True)
 class OptimizationRecipe:
-    """Makes the `Optimization` of a model out of its parameters by name; a backend may also take single parts of it."""
+    """Makes the `Optimization` for a model's parameters by name. Backends may also use its parts."""
 
     config: OptimizerConfig
     registry: Registry
@@ -109,7 +109,7 @@ def critic_optimization(critic: CriticConfig, registry: Registry) -> Optimizatio
 
 
 def set_rates(config: OptimizerConfig, optimizer: Optimizer, factor: float) -> dict[str, float]:
-    """Give every parameter group this share of its peak learning rate, and return the rates as `Optimization.step`."""
+    """Set every parameter group's learning rate to `factor` of its peak; returns the rates as `Optimization.step`."""
     for group in optimizer.param_groups:
         group["lr"] = group[PEAK] * factor
     rates = {"lr": config.learning_rate * factor}
@@ -119,7 +119,7 @@ def set_rates(config: OptimizerConfig, optimizer: Optimizer, factor: float) -> d
 
 
 def _check_complete(optimizer: Optimizer, config: OptimizerConfig, parameters: Mapping[str, Parameter]) -> None:
-    """Raise PluginError unless the optimizer has all parameters: others would silently not be trained."""
+    """Raise PluginError unless the optimizer has all parameters. Missing ones would silently not be trained."""
     own = {id(parameter) for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"]}
     left_out = [name for name, parameter in parameters.items() if id(parameter) not in own]
     if left_out or len(own) != len(parameters):

@@ -1,9 +1,9 @@
 """Keep the state of any torch optimizer by parameter name, bit for bit and without pickle.
 
-Tensors are named `PARAMETER/KEY`, as in `model.norm.weight/exp_avg`. Numbers, and values of parameter groups that
-changed since the optimizer was made, are JSON values beside them; `lr` is not kept, since the schedule sets it. Of
-sharded parameters, tensors in the shape of the parameter are DTensors in the same parts, and all others are single
-numbers, the same on all ranks.
+Tensors are named `PARAMETER/KEY`, as in `model.norm.weight/exp_avg`. Numbers become JSON values, and so do values of
+parameter groups that changed since the optimizer was made. `lr` is not saved, since the schedule sets it. If a
+parameter is sharded, state tensors of its shape are DTensors with the same sharding. All its other state tensors are
+single numbers, the same on all ranks.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ Groups = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """The state of an optimizer as a checkpoint holds it.
+    """The state of an optimizer as it is saved in a checkpoint.
 
     Attributes:
-        tensors: Tensors by `PARAMETER/KEY`; of sharded parameters, the shards of this process.
+        tensors: Tensors by `PARAMETER/KEY`. If parameters are sharded, these are the shards of this process.
         optimizer: The optimizer's name in the config.
         values: JSON values by `PARAMETER/KEY`.
         groups: The values of each parameter group that changed since the optimizer was made.
         shapes: Shape and dtype of each tensor, as `describe` gives them.
-        on_host: Tensors in the memory of the host while their parameter was not.
+        on_host: Names of tensors that were in the memory of the host while their parameter was on a device.
     """
 
     tensors: Mapping[str, Tensor]
@@ -59,22 +59,22 @@ class OptimizerState:
 
     @classmethod
     def read(cls, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> OptimizerState:
-        """Join the tensors of a checkpoint with what `facts` returned."""
+        """Make a state from the tensors of a checkpoint and the result of `facts`."""
         return cls(tensors, **{**facts, "on_host": tuple(facts["on_host"])})
 
 
 def describe(tensor: Tensor) -> str:
-    """Return shape and dtype, as in `[48, 32] float32`."""
+    """Return shape and dtype as text, such as `[48, 32] float32`."""
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def group_values(optimizer: Optimizer) -> Groups:
-    """Return the settings of each parameter group of a new optimizer, which `take_state` compares with."""
+    """Return the settings of each parameter group of a new optimizer, to be compared in `take_state`."""
     return [{key: value for key, value in group.items() if key not in _NOT_KEPT} for group in optimizer.param_groups]
 
 
 def take_state(name: str, optimizer: Optimizer, parameters: Mapping[str, Parameter], made: Groups) -> OptimizerState:
-    """Return the state as it is; its tensors are the optimizer's own.
+    """Return the current state. Its tensors are the optimizer's own, not copies.
 
     Args:
         name: The optimizer's name in the config.
@@ -83,7 +83,7 @@ def take_state(name: str, optimizer: Optimizer, parameters: Mapping[str, Paramet
         made: `group_values` of the new optimizer.
 
     Raises:
-        CheckpointWriteError: For state that a checkpoint cannot hold.
+        CheckpointWriteError: If a checkpoint cannot hold the state.
     """
     names = {id(parameter): known for known, parameter in parameters.items()}
     tensors: dict[str, Tensor] = {}
@@ -110,7 +110,7 @@ def take_state(name: str, optimizer: Optimizer, parameters: Mapping[str, Paramet
 
 
 def check_state(saved: OptimizerState, name: str, parameters: Container[str], made: Groups) -> None:
-    """Raise CheckpointError, without a place, unless the state is complete and fits parameters of these names."""
+    """Raise CheckpointError, which names no file, unless the state is complete and fits parameters of these names."""
     if saved.optimizer != name:
         raise CheckpointError(
             f"the optimizer state is that of {saved.optimizer}, and this run has {name}. Resume with the optimizer the "
@@ -145,10 +145,10 @@ def put_state(saved: OptimizerState, optimizer: Optimizer, parameters: Mapping[s
         optimizer.state.setdefault(parameters[name], {})[part] = value
 
     on_host = set(saved.on_host)
-    # One at a time: a tensor may be read from its file only here.
+    # Load one tensor at a time, since a tensor may be read from its file only here.
     for key, tensor in saved.tensors.items():
         if not isinstance(tensor, DTensor):
-            # A fused kernel wants its step counters beside the weights, too.
+            # Fused kernels need step counters on the device of the weights too.
             device = "cpu" if key in on_host else parameters[key.rpartition("/")[0]].device
             tensor = tensor.to(device, copy=True)
         put(key, tensor)
@@ -165,7 +165,7 @@ def _fits(value: Tensor, parameter: Tensor) -> bool:
         return type(value) in (Tensor, Parameter)
     if isinstance(value, DTensor):
         return value.shape == parameter.shape and value.placements == parameter.placements
-    # The checkpoint takes one rank's tensor, and several values may belong to that rank's part.
+    # The checkpoint saves the tensor of one rank. Several values might belong to that rank's shard only.
     return value.numel() == 1
 
 
@@ -173,7 +173,7 @@ def changed_groups(name: str, optimizer: Optimizer, made: Groups) -> Groups:
     """Return the values of each parameter group that changed since the optimizer was made.
 
     Raises:
-        CheckpointWriteError: For values that a checkpoint cannot hold.
+        CheckpointWriteError: If a checkpoint cannot hold the values.
     """
     changed: Groups = []
     for now, before in zip(group_values(optimizer), made, strict=True):

@@ -1,1 +1,1 @@
-"""Place weights, optimizer state and activations: in which dtype they are held, on which device, and for how long."""
+"""Placement of weights, optimizer state and activations: their dtype and device, and when they move."""

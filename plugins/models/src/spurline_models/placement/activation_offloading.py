@@ -1,7 +1,7 @@
-"""Keep what the backward pass needs of a decoder in the memory of the host, instead of on the device.
+"""Keep a decoder's activations for the backward pass in the memory of the host, instead of on the device.
 
-Hooks copy each tensor that autograd saves to the host beside the computation. The backward pass of a layer brings the
-tensors of the layer before it back, as torchtune's `OffloadActivations` does. On CPU the copies stay on the host.
+Hooks copy each tensor that autograd saves to the host, in parallel with the computation. When the backward pass reaches
+a layer, the tensors of the layer before it are copied back, as in torchtune's `OffloadActivations`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from spurline_models.architecture import decoder_layers
 from spurline_models.device_profile import DeviceProfile
 
 SMALLEST_BYTES = 1 << 20
-"""The smallest memory that is worth a copy."""
+"""Smallest size of a tensor that is worth copying."""
 
 
 class ActivationOffloading:
-    """Offloads the activations of one model, on the device of this profile."""
+    """Offloads the activations of one model from the device of a profile."""
 
     def __init__(self, causal: PreTrainedModel, profile: DeviceProfile) -> None:
         self._causal = causal
@@ -38,7 +38,7 @@ class ActivationOffloading:
 
     @contextmanager
     def of_pass(self) -> Iterator[None]:
-        """Offload what one forward pass of the decoder in the context saves; layers run in the order of the model."""
+        """Offload the tensors that one forward pass of the decoder saves in the context. Layers must run in order."""
         if not torch.is_grad_enabled():
             yield
             return
@@ -66,7 +66,7 @@ class ActivationOffloading:
             storage = tensor.untyped_storage()
             if storage.nbytes() < SMALLEST_BYTES or _key(storage) in own:
                 return False
-            # Gathered parameters are not among the model's own, and linear layers save them transposed.
+            # Parameters gathered from shards are not in the model's own list, and linear layers save views of them.
             if isinstance(tensor._base, nn.Parameter):
                 return False
             # Linear layers also save transposed copies of weights that autocast rounds.
@@ -78,10 +78,10 @@ class ActivationOffloading:
 
 @dataclass
 class _Moved:
-    """Memory that tensors share, as bytes uint8 [size] on the host, and on the device while its layer is near."""
+    """Memory that saved tensors share, as uint8 [size] on the host, and also on the device while a layer needs it."""
 
     layer: int
-    """The first layer that saved it."""
+    """The first layer that saved a tensor in this memory."""
     host: Tensor
     device: Tensor | None = None
 
@@ -107,7 +107,7 @@ class _Pass:
         self._device, self._stream, self._is_worth_it = device, stream, is_worth_it
         self.layers: list[list[_Moved]] = [[]]
         self._nearest: int | None = None
-        """The layer that the backward pass has come to."""
+        """The layer that the backward pass has reached."""
         self._known: dict[int, tuple[StorageWeakRef, int, _Moved]] = {}
         """Moved storages by id: a reference to the storage, the version of its values, and where they were moved."""
 
@@ -169,13 +169,13 @@ class _Pass:
         return self._copied(host, torch.empty(host.shape, dtype=torch.uint8, device=self._device))
 
     def _copied(self, source: Tensor, target: Tensor) -> Tensor:
-        """Copy beside the computation, after everything that has been computed so far."""
+        """Copy in parallel with the computation, after everything that was computed so far."""
         if self._stream is None:
             return target.copy_(source)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
-        # Keeps the memory on the device from being used again before the copy has ended.
+        # This keeps the device's memory from being reused before the copy has ended.
         (source if source.is_cuda else target).record_stream(self._stream)
         return target
 
@@ -186,5 +186,5 @@ class _Pass:
 
 
 def _key(storage: UntypedStorage) -> int:
-    """Return a key that is the same for all objects that stand for one storage."""
+    """Return a key that is the same for all Python objects of one storage."""
     return cast(Any, storage)._cdata

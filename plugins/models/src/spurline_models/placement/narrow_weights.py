@@ -1,10 +1,10 @@
-"""Hold weights in half precision, and compute with them as if they were wide.
+"""Hold weights in half precision, and compute with them as if they had the wide dtype.
 
-The matrices of linear layers and plain embeddings are held narrow, which is nearly all of a dense model. All other
-weights have rounded values in the wide dtype. So a model computes, bit for bit, what it computes with the same rounded
-values held wide. Under autocast a narrow matrix is used as it is.
+The matrices of linear layers and plain embeddings, nearly all of a dense model, are held in the narrow dtype. All other
+weights have the wide dtype and rounded values. Results are bitwise the same as if all rounded values were held in the
+wide dtype. Under autocast, a narrow matrix is used without conversion.
 
-Weights may be frozen or trained. The gradient of a trained one has its dtype, as autocast would have rounded it.
+Weights may be frozen or trained. The gradient of a narrow weight has the narrow dtype, rounded as autocast would do it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from spurline_models.weight_files import stored_dtype
 
 
 def base_dtype(lora: LoraConfig, model: ModelConfig) -> torch.dtype:
-    """Return the dtype of the weights under these adapters, except quantized ones."""
+    """Return the dtype of the weights that these adapters belong to, except quantized weights."""
     if lora.base_dtype in _DTYPES:
         return _DTYPES[lora.base_dtype]
     if model.init == "random" or any(Path(model.path).glob("*.safetensors")):
@@ -46,15 +46,15 @@ def narrow_dtypes(causal: PreTrainedModel, dtype: torch.dtype) -> dict[str, torc
 
 
 def round_weights(causal: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Give every parameter the nearest value of this dtype, in its own dtype, one at a time."""
+    """Round the values of every parameter to this dtype, one at a time. Parameters keep their own dtype."""
     for parameter in causal.parameters():
         parameter.data = parameter.data.to(dtype).to(parameter.dtype)
 
 
 def narrow_weights(causal: PreTrainedModel, dtype: torch.dtype, wide: torch.dtype) -> None:
-    """Hold the frozen weights of a model with adapters in this dtype where possible, one at a time.
+    """Convert the frozen weights of a model with adapters to this dtype where possible, one at a time.
 
-    `wide` is the dtype of hidden states, as with weights of that dtype.
+    `wide` is the dtype of hidden states, which do not become narrow.
     """
     modules = [module for _, module in narrowable_modules(causal)]
     _narrow([module for module in modules if not any(own.requires_grad for own in module.parameters())], dtype, wide)
@@ -66,13 +66,13 @@ def narrow_trained_weights(
     wide: torch.dtype,
     masters: MutableMapping[str, Tensor] | None = None,
 ) -> None:
-    """Hold all weights in this dtype where possible, one at a time, frozen or trained.
+    """Convert all weights, frozen or trained, to this dtype where possible, one at a time.
 
     Args:
         causal: The model.
         dtype: The narrow dtype.
         wide: The dtype of hidden states.
-        masters: Is given the wide values of trained weights by name; if None, they are dropped.
+        masters: Receives the wide values of trained weights by name. If it is None, these are dropped.
     """
     modules = [module for _, module in narrowable_modules(causal)]
     if masters is not None:
@@ -83,7 +83,7 @@ def narrow_trained_weights(
 
 def _narrow(modules: Sequence[nn.Linear | nn.Embedding], dtype: torch.dtype, wide: torch.dtype) -> None:
     for module in modules:
-        # Not new modules: adapters, hooks and names stay.
+        # Change the class instead of replacing modules, so that adapters, hooks and names stay.
         if isinstance(module, nn.Linear):
             module.__class__ = _NarrowLinear
         else:

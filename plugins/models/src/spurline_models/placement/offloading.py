@@ -1,7 +1,7 @@
-"""Give the memory of a device to others between two updates, and bring its content back.
+"""Free the memory of a device for others between two updates, and bring its content back.
 
-Memory is moved away under the tensors, storage by storage. Parameters, shards and views of flat buffers stay the
-objects that optimizers and wrappers know. On CPU both memories are the host's.
+The storages of tensors are moved, and the tensors stay the same objects, so optimizers and wrappers keep working with
+parameters, shards and views of flat buffers. On CPU, device and host have the same memory.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from spurline_models.device_profile import DeviceProfile
 
 @dataclass(frozen=True)
 class DeviceTensors:
-    """The tensors on a device between two updates, with every tensor that shares memory with another one.
+    """The tensors on a device between two updates. If tensors share memory, all of them are listed.
 
     Attributes:
         weights: Weights of all models.
         state: State of optimizers.
-        scratch: Memory that is written again before it is read, such as flat buffers of gradients.
+        scratch: Tensors that are overwritten before they are read again, such as flat buffers of gradients.
     """
 
     weights: Sequence[Tensor]
@@ -44,7 +44,7 @@ class _Absent:
 
 
 class DeviceMemory:
-    """The memory of tensors on the device of this profile, which is here or given away."""
+    """The memory of tensors on the device of a profile. It can be given to others and taken back."""
 
     def __init__(self, profile: DeviceProfile) -> None:
         self._profile = profile
@@ -57,10 +57,10 @@ class DeviceMemory:
 
         Args:
             tensors: The tensors on the device.
-            keep_weights: Whether weights stay there.
+            keep_weights: Whether weights stay on the device.
 
         Raises:
-            RunFailedError: If the host's memory is too small. A part is given then, and `take` brings it back.
+            RunFailedError: If the host's memory is too small. `take` then brings back the part that was given.
         """
         kept = dict(self._storages(tensors.weights)) if keep_weights else {}
         state = [*tensors.state, *(() if keep_weights else tensors.weights)]
@@ -72,10 +72,10 @@ class DeviceMemory:
         self._profile.release_cached_memory()
 
     def take(self) -> None:
-        """Bring everything back, bit for bit, and scratch with any values.
+        """Bring everything back, bit for bit except for scratch, whose values are undefined.
 
         Raises:
-            RunFailedError: If the device's memory is too small. A part is back then, and it may be called again.
+            RunFailedError: If the device's memory is too small. A part is then back, and `take` may be called again.
         """
         for key, absent in list(self._absent.items()):
             try:
@@ -88,14 +88,14 @@ class DeviceMemory:
                 ) from error
             if absent.host is not None and not absent.is_scratch:
                 _bytes_of(absent.storage).copy_(absent.host)
-            # Freed before the next one comes, so that there is never a second copy of everything.
+            # Free the host's copy before the next one is moved, so that there are never two copies of everything.
             del self._absent[key]
         self.is_given = False
 
     def read(self, tensor: Tensor) -> Tensor:
-        """Return the tensor itself, or while its memory is given away an equal one on the host.
+        """Return the tensor itself, or an equal one on the host while its memory is given away.
 
-        A DTensor stays one. For scratch the memory begins at 0 and is gone with `take`.
+        The copy of a DTensor is a DTensor. The copy of scratch begins as zeros, and is dropped by `take`.
         """
         if isinstance(tensor, DTensor):
             local = _local(tensor)
@@ -129,7 +129,7 @@ class DeviceMemory:
         return _Absent(storage, size, host, is_scratch)
 
     def _storages(self, tensors: Iterable[Tensor]) -> Iterator[tuple[int, UntypedStorage]]:
-        """Yield (key, storage) of memory on the device; the same storage may come again."""
+        """Yield (key, storage) of memory on the device. A storage may be yielded several times."""
         for tensor in tensors:
             storage = _local(tensor).untyped_storage()
             is_here = storage.device.type == self._profile.device.type and storage.nbytes() > 0
@@ -159,12 +159,12 @@ def tensors_in(value: object) -> Iterator[Tensor]:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """Return the tensor that this process holds; `to_local` would make another tensor on its memory."""
+    """Return the local tensor of this process. `to_local` would make a new tensor with the same memory."""
     return cast(Any, tensor)._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _key(storage: UntypedStorage) -> int:
-    """Return a key that is the same for all objects that stand for one storage."""
+    """Return a key that is the same for all Python objects of one storage."""
     return cast(Any, storage)._cdata
 
 

@@ -55,7 +55,7 @@ class EngineContract:
 
 
 class RolloutEngineContract(EngineContract):
-    """A suite of tests for rollout engines. Write a subclass with `make_engine(model)`, see `EngineContract`."""
+    """Subclass it with `make_engine(model)`. `EngineContract` describes `logprob_tolerance` and `limit_s`."""
 
     @pytest.fixture
     def tiny_model(self, spurline_tiny_model: Path) -> Path:
