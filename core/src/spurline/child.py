@@ -2,7 +2,7 @@
 
 The parent uses `ChildProcess`, which starts the module, passes messages both ways, notices its end, and kills it with
 all processes that it started. The module's `main` gets a `Parent`. A message is one line of JSON on the child's
-standard input or output. Pickle is not used, since unpickling a message could run code in it.
+standard input or output. The parent unpickles nothing that a child sends.
 """
 
 from __future__ import annotations
