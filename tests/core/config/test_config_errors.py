@@ -8,8 +8,10 @@ import pytest
 from bare_components import BARE
 from config_files import MINIMAL, Failing
 from fake_plugins import FakePlugins
+from pydantic import ValidationError
 
 from spurline import load_config
+from spurline.config.section import Section
 from spurline.errors import ConfigError, PluginError, UserError
 from spurline.plugins.registry import ComponentRegistrar
 from spurline.protocols.loss import LossConfig
@@ -69,6 +71,36 @@ def test_a_name_of_another_kind_is_told_as_such(failing: Failing, text: str, tol
 def test_a_value_of_the_wrong_shape_is_told_the_right_one(failing: Failing, text: str, told: str) -> None:
     (line,) = failing(MINIMAL + text + "\n")
     assert told in line
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("steps", "steps: true"),
+        ("optimizer.learning_rate", "optimizer: {learning_rate: true}"),
+        # In a list, under a union with null, and inside a component that is chosen by its name.
+        ("optimizer.betas.1", "optimizer: {name: descent, betas: [0.9, false]}"),
+        ("backend.rows_per_microbatch", "backend: {rows_per_microbatch: true}"),
+        ("trackers.0.every_steps", "trackers: [{name: console, every_steps: true}]"),
+    ],
+)
+def test_true_and_false_are_no_numbers(failing: Failing, key: str, text: str) -> None:
+    (line,) = failing(MINIMAL.replace("steps: 3\n", "" if key == "steps" else "steps: 3\n") + text + "\n")
+    assert f": {key} is {'False' if 'false' in text else 'True'}: it must be a number, not true or false." in line
+
+
+def test_a_setting_that_is_a_number_or_true_takes_both_wherever_its_section_stands() -> None:
+    class Inner(Section):
+        mixed: bool | int = 2
+        number: int = 1
+
+    class Outer(Section):
+        inner: Inner = Inner()
+
+    assert Outer.model_validate({"inner": {"mixed": True}}).inner.mixed is True
+    assert Outer.model_validate({"inner": {"mixed": 3, "number": "4"}}).inner == Inner(mixed=3, number=4)
+    with pytest.raises(ValidationError, match="not true or false"):
+        Outer.model_validate({"inner": {"number": False}})
 
 
 @pytest.mark.parametrize("written", ["5", "[packed]", "{name: 5}", "{name: [packed]}", "null", "{name: null}"])

@@ -18,12 +18,13 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     ValidationInfo,
     model_validator,
 )
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from spurline.config.paths import ConfigPlace
 from spurline.errors import Problem
@@ -32,12 +33,47 @@ if TYPE_CHECKING:
     from spurline.progress import Progress
 
 
+def _no_boolean(value: object) -> object:
+    if isinstance(value, bool):
+        raise PydanticCustomError("number_from_bool", "it must be a number, not true or false")
+    return value
+
+
+_REFUSES_BOOLEANS = core_schema.no_info_before_validator_function(_no_boolean, core_schema.any_schema())["function"]
+
+
+def _refuse_booleans(schema: Any, section: type[BaseModel]) -> None:
+    """Refuse true and false for every number in the schema of a section, as pydantic takes them for 1 and 0.
+
+    Nested sections have had their own call, and are left alone.
+    """
+    if isinstance(schema, list):
+        for item in cast("list[Any]", schema):
+            _refuse_booleans(item, section)
+    elif isinstance(schema, dict):
+        node = cast("dict[str, Any]", schema)
+        kind = node.get("type")
+        if kind in ("int", "float"):
+            number = cast("CoreSchema", dict(node))
+            node.clear()
+            node.update(core_schema.no_info_before_validator_function(_no_boolean, number))
+        elif node.get("function") != _REFUSES_BOOLEANS and (kind != "model" or node.get("cls") is section):
+            for key in node.keys() - {"default", "metadata", "serialization"}:
+                _refuse_booleans(node[key], section)
+
+
 class Section(BaseModel):
     """One mapping in the config file: unknown keys are errors, values cannot change after loading."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
     retired: ClassVar[tuple[str, ...]] = ()
     """Settings that earlier versions had and that never changed the training: a resume goes on without them."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema = handler(source)
+        _refuse_booleans(handler.resolve_ref_schema(schema), cls)
+        return schema
 
     def problems(self, run: Any) -> Iterable[Problem]:
         """Yield the problems that this section has with other sections. Their keys are relative to this section.
