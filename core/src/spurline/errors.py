@@ -88,6 +88,10 @@ class BucketLostError(RunFailedError):
     """A bucket of weights did not reach an engine. The engine is unchanged, so the bucket may be sent again."""
 
 
+class RunDirectoryLostError(RunFailedError):
+    """The run directory was removed or moved while the run was going on."""
+
+
 class HookFailedError(RunFailedError):
     """A plugin's hook raised an error that is no SpurlineError. The text names plugin and hook; the cause is set."""
 

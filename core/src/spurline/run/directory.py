@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from spurline.data.token_store import describe
-from spurline.errors import RunDirectoryError, UserError
+from spurline.errors import RunDirectoryError, RunDirectoryLostError, UserError
 from spurline.files import own_file, remove_unfinished, write_failure, write_json
 from spurline.run.record_files import CONFIG_FILE, SUMMARY_FILE, read_mapping
 from spurline.trackers.jsonl import METRICS_FILE, cut_back
@@ -32,6 +32,7 @@ class RunDirectory:
         self.eval_samples = path / "eval_samples.jsonl"
         self.exported_model = path / "model"
         self.exported_adapter = path / "adapter"
+        self._lock_file = path / "run.lock"
         self._lock: IO[str] | None = None
 
     def open(self) -> None:
@@ -42,7 +43,7 @@ class RunDirectory:
         _refuse_launcher()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self.path / "run.lock", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+            descriptor = os.open(self._lock_file, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
             lock = os.fdopen(descriptor, "a+", encoding="utf-8")
         except OSError as error:
             why = "its run.lock is a link, which is not followed" if error.errno == errno.ELOOP else error.strerror
@@ -71,6 +72,19 @@ class RunDirectory:
         if not nearest.is_dir():
             return f"{nearest} is no folder"
         return None if os.access(nearest, os.W_OK | os.X_OK) else f"{nearest} is not writable for this user"
+
+    def check_present(self) -> None:
+        """Raise RunDirectoryLostError unless the folder that was opened is still at its path."""
+        assert self._lock is not None, f"{self.path} is not open"
+        try:
+            is_present = os.path.samestat(os.fstat(self._lock.fileno()), self._lock_file.stat())
+        except OSError:
+            is_present = False
+        if not is_present:
+            raise RunDirectoryLostError(
+                f"run_dir {self.path} was removed or moved while the run was going on: put it back to go on from its "
+                "last checkpoint, or train the same config again to begin anew."
+            )
 
     def set_aside_earlier(self, more: Sequence[str]) -> str | None:
         """Move what an attempt without a checkpoint left into a folder `before-N`, and return a note if there was one.

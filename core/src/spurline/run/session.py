@@ -15,7 +15,7 @@ from typing import Any
 
 from spurline.config.loading import LoadedConfig
 from spurline.data.configs import SerialPrefetchConfig
-from spurline.errors import RankFailedError, RunDirectoryError, RunFailedError
+from spurline.errors import RankFailedError, RunDirectoryError, RunDirectoryLostError, RunFailedError
 from spurline.plugins.run_view import RunView, Warned
 from spurline.progress import Progress
 from spurline.protocols.prefetch import Prefetch
@@ -118,6 +118,7 @@ class Session:
             if self.state.step > self.state.saved_step:
                 # A stop was asked for after the last step had its chance to save.
                 self._saving.save(self.state.step)
+            self._directory.check_present()
             self._export_if_finished(run)
         except BaseException as raised:
             # What ended the run stands, also where saving the rest of it fails in a way of its own.
@@ -214,6 +215,7 @@ class Session:
     def remaining_steps(self) -> Iterator[int]:
         """Yield the steps still to train, from 1, until the last one, a stop, or the end that `stop_when` asks for."""
         while not self.is_done and not self._stop:
+            self._directory.check_present()
             self.scores.open()
             self._step_under_way = self.state.step + 1
             yield self._step_under_way
@@ -252,6 +254,7 @@ class Session:
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
         """Mark the step as done and send its metrics to every tracker."""
         self.scores.close()
+        self._directory.check_present()
         for tracker in self.components.trackers.values():
             tracker.log(step, dict(metrics))
         # Last: a step whose line cannot be written is not done.
@@ -325,11 +328,16 @@ class Session:
             status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         summary = self._directory.summary
         try:
+            # Another folder may be in its place.
+            self._directory.check_present()
             self._warnings = tuple(warning for judge in self.judges for warning in judge())
             self._files.summary["warnings"] = [asdict(warning) for warning in self._warnings]
             if error is None and (reason := self._stop_reason()) is not None:
                 self._files.summary["stop_reason"] = reason
             self._files.finish(status, None if error is None else str(error), self.source.given_up())
+        except RunDirectoryLostError:
+            if error is None:
+                raise
         except (OSError, RunDirectoryError) as failure:
             if error is None:
                 raise RunFailedError(f"{summary} cannot be written: {failure}.") from failure

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from spurline.config.loading import LoadedConfig
 from spurline.digests import FileDigest
-from spurline.errors import CheckpointWriteError
+from spurline.errors import CheckpointWriteError, RunDirectoryLostError
 from spurline.protocols.backend import Role, TakesSnapshots
 from spurline.run.build import Components
 from spurline.run.checkpoints.checkpoint import BACKEND, CheckpointStore, Prepared, Write, Written
@@ -197,7 +197,7 @@ class Saving:
     ) -> None:
         self.has_saved = False
         """True if a checkpoint of this process is complete."""
-        self._loaded = loaded
+        self._loaded, self._directory = loaded, directory
         self._store = CheckpointStore(directory.checkpoints)
         self._components = components
         self._state = state
@@ -220,6 +220,7 @@ class Saving:
             beside: Whether to copy the state now, and write it while training goes on.
         """
         self.take_written(wait=True)
+        self._directory.check_present()
         for tracker in self._components.trackers.values():
             tracker.flush()
         self._components.data.source.flush()
@@ -263,8 +264,11 @@ class Saving:
         self._saved(writing.step, writing.result())
 
     def settle(self, error: BaseException) -> None:
-        """Let a checkpoint that is being written become complete when the run fails, but not on a second signal."""
-        if isinstance(error, KeyboardInterrupt):
+        """Let a checkpoint that is being written become complete when the run fails.
+
+        Not on a second signal, and not when its folder has gone.
+        """
+        if isinstance(error, (KeyboardInterrupt, RunDirectoryLostError)):
             self.abandon()
             return
         try:
