@@ -24,6 +24,9 @@ from spurline_models.device_profile import DeviceProfile
 SMALLEST_BYTES = 1 << 20
 """Smallest size of a tensor that is worth copying."""
 
+_LAYERS_KEPT = 2
+"""Layers whose tensors are still on the device while a layer of the forward pass runs, as their copies may be under way."""
+
 
 class ActivationOffloading:
     """Offloads the activations of one model from the device of a profile."""
@@ -52,7 +55,7 @@ class ActivationOffloading:
 
     def _begin_layer(self, *_: Any) -> None:
         if self._pass is not None:
-            self._pass.layers.append([])
+            self._pass.begin_layer()
 
     def _is_worth_it(self) -> Callable[[Tensor], bool]:
         parameters = [*self._causal.parameters(), *self._causal.buffers()]
@@ -106,10 +109,20 @@ class _Pass:
     ) -> None:
         self._device, self._stream, self._is_worth_it = device, stream, is_worth_it
         self.layers: list[list[_Moved]] = [[]]
+        self._ends: list[torch.cuda.Event | None] = []
+        """The end of the copies of each layer that the forward pass has left."""
         self._nearest: int | None = None
         """The layer that the backward pass has reached."""
         self._known: dict[int, tuple[StorageWeakRef, int, _Moved]] = {}
         """Moved storages by id: a reference to the storage, the version of its values, and where they were moved."""
+
+    def begin_layer(self) -> None:
+        """Begin a layer of the forward pass, and free the device of an earlier one whose copies have had their time."""
+        self._ends.append(None if self._stream is None else self._stream.record_event())
+        self.layers.append([])
+        left = len(self.layers) - 1 - _LAYERS_KEPT
+        if left >= 0:
+            self._leave(left, self._ends[left])
 
     def pack(self, tensor: Tensor) -> _Saved | Tensor:
         if not self._is_worth_it(tensor):
@@ -140,21 +153,33 @@ class _Pass:
                 return moved
         values = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         values.set_(storage, 0, (storage.nbytes(),), (1,))
-        moved = _Moved(len(self.layers) - 1, self._to_host(values))
+        moved = _Moved(len(self.layers) - 1, self._to_host(values), values)
         self._known[_key(storage)] = StorageWeakRef(storage), tensor._version, moved
         return moved
 
     def _go_back_to(self, layer: int) -> None:
         """Bring the tensors of this layer to the device, and begin to bring those of the layer before it."""
         self._nearest = layer
-        for number in range(len(self.layers) - 1, layer, -1):
-            for moved in self.layers.pop():
-                if moved.layer == number:
-                    moved.device = None
+        self._wait()
+        while len(self.layers) - 1 > layer:
+            self._leave(len(self.layers) - 1)
+            self.layers.pop()
         self._fetch(self.layers[layer])
         self._wait()
         if layer > 0:
             self._fetch(self.layers[layer - 1])
+
+    def _leave(self, number: int, end: torch.cuda.Event | None = None) -> None:
+        """Free the memory on the device that this layer saved first; computations wait for `end` before they reuse it.
+
+        Without `record_stream`: memory would then not be reused before the device has come that far, and the host, which
+        runs ahead of it, would take new memory for every layer.
+        """
+        if end is not None:
+            torch.cuda.current_stream(self._device).wait_event(end)
+        for moved in self.layers[number]:
+            if moved.layer == number:
+                moved.device = None
 
     def _fetch(self, wanted: list[_Moved]) -> None:
         for moved in wanted:
@@ -175,8 +200,6 @@ class _Pass:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
-        # This keeps the device's memory from being reused before the copy has ended.
-        (source if source.is_cuda else target).record_stream(self._stream)
         return target
 
     def _wait(self) -> None:
