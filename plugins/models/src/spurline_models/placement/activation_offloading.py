@@ -25,7 +25,7 @@ SMALLEST_BYTES = 1 << 20
 """Smallest size of a tensor that is worth copying."""
 
 _LAYERS_KEPT = 2
-"""Layers whose tensors are still on the device while a layer of the forward pass runs, as their copies may be under way."""
+"""Layers whose tensors the device still has when the forward pass comes to the next: their copies may be under way."""
 
 
 class ActivationOffloading:
@@ -172,8 +172,8 @@ class _Pass:
     def _leave(self, number: int, end: torch.cuda.Event | None = None) -> None:
         """Free the memory on the device that this layer saved first; computations wait for `end` before they reuse it.
 
-        Without `record_stream`: memory would then not be reused before the device has come that far, and the host, which
-        runs ahead of it, would take new memory for every layer.
+        With `record_stream` the memory would be reused only when the device has come that far, and the host, which runs
+        ahead of it, would take new memory for every layer.
         """
         if end is not None:
             torch.cuda.current_stream(self._device).wait_event(end)
