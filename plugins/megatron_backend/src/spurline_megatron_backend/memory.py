@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 MAIN_BYTES = 4
 """Bytes of the copy of a weight that the optimizer changes, and of a summed gradient."""
+_UNEVEN_EXPERTS = 1.2
+"""Assumed load of the busiest rank of an expert-parallel group, relative to an even share; no router is even."""
 
 
 def estimate_memory(config: MegatronBackendConfig, run: RunConfig, row_length: int, tokens: int) -> MemoryEstimate:
@@ -144,9 +146,9 @@ def microbatches_in_flight(grid: Grid, stage: int, number: int) -> float:
 
 def _activations(config: MegatronBackendConfig, a: Architecture, stage: int, number: int) -> float:
     """Count the values that a stage keeps for each token of a micro-batch."""
-    grid, share = config.grid, sequence_share(config)
-    layers = grid.count_layers(a.num_layers, stage)
-    whole_layer = kept_values(config, a)
+    grid, share = config.grid, _sequence_share(config)
+    layers = sum(map(len, grid.layers(a.num_layers, stage)))
+    whole_layer = kept_values(config, a, _UNEVEN_EXPERTS if grid.expert > 1 else 1.0)
     of_layer = a.hidden / share if config.recompute == "full" else whole_layer
     values = microbatches_in_flight(grid, stage, number) * layers * of_layer
     if config.recompute == "full":
@@ -157,10 +159,10 @@ def _activations(config: MegatronBackendConfig, a: Architecture, stage: int, num
     return values
 
 
-def kept_values(config: MegatronBackendConfig, a: Architecture) -> float:
+def kept_values(config: MegatronBackendConfig, a: Architecture, expert_load: float = 1.0) -> float:
     """Count the values that a layer keeps for its backward pass, for each token of a rank of the context group.
 
-    Experts are taken to get equally many tokens.
+    A rank's experts get `expert_load` times as many copies of tokens as an even share.
     """
     grid, share = config.grid, sequence_share(config)
     norms = 4 * a.hidden / share
@@ -170,7 +172,7 @@ def kept_values(config: MegatronBackendConfig, a: Architecture) -> float:
         return norms + attention + 3 * a.ffn / grid.tensor
     # Copies of tokens, gathered by the ranks that divide an expert; gate, up and weighted product of each. Routers keep
     # scores and weights in fp32.
-    copies = a.experts_per_token * (a.hidden * grid.expert_tensor + 3 * a.expert_ffn)
+    copies = expert_load * a.experts_per_token * (a.hidden * grid.expert_tensor + 3 * a.expert_ffn)
     return norms + attention + (copies + 4 * a.num_experts) / share
 
 
