@@ -10,6 +10,7 @@ import pytest
 from run_helpers import Config, read_metrics, train
 
 from spurline import load_config
+from spurline.cli_options import load_run
 
 PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.md"
 ARCHIVES = sorted((Path(__file__).parent / "kept").glob("*.tar.xz"))
@@ -34,6 +35,8 @@ def test_a_kept_checkpoint_goes_on_with_the_metrics_of_the_version_that_wrote_it
         members.extractall(tmp_path, filter="data")
     inputs, run_dir = tmp_path / "inputs", tmp_path / "run"
     before = read_metrics(run_dir)
+    # Reports and exports read the record of the run, whose settings may be gone since.
+    assert load_run(run_dir).config.run_dir == run_dir
     # These name files that lie elsewhere now, and could be others.
     moved = ["model.path"] + ["source.environment"] * (inputs / "rewards.py").exists()
     lines = train(load_config(inputs / "config.yaml", [f"run_dir={run_dir}"]), allow_change=moved).lines

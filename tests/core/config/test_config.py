@@ -73,6 +73,14 @@ def test_resolved_settings_load_to_themselves(write: Callable[..., Path]) -> Non
     assert load_config(json.loads(json.dumps(resolved))).resolved() == resolved
 
 
+def test_a_retired_setting_is_passed_over_in_the_record_of_a_run_alone(write: Callable[..., Path]) -> None:
+    settings = load_config(write(MINIMAL)).resolved()
+    settings["checkpoint"]["verify"] = "full"
+    assert not hasattr(load_config(settings, recorded=True).config.checkpoint, "verify")
+    with pytest.raises(ConfigError, match=r"checkpoint\.verify is not a setting"):
+        load_config(settings)
+
+
 def test_values_cannot_change_after_loading(write: Callable[..., Path]) -> None:
     config = load_config(write(MINIMAL)).config
     with pytest.raises(ValidationError, match="frozen"):

@@ -223,6 +223,7 @@ class StopWhenConfig(WatchedMetricConfig):
 class CheckpointConfig(Section):
     """When to save, and what to keep."""
 
+    retired: ClassVar[tuple[str, ...]] = ("verify",)
     every_minutes: float | None = Field(default=15.0, gt=0, allow_inf_nan=False)
     """Save after the step in which this many minutes have passed since the last checkpoint; null does not."""
     every_steps: int | None = Field(default=None, gt=0)

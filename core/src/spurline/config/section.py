@@ -67,7 +67,23 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
     retired: ClassVar[tuple[str, ...]] = ()
-    """Settings that earlier versions had and that never changed the training: a resume goes on without them."""
+    """Settings of earlier versions that are passed over in the records of runs, and do not keep a run from a resume.
+
+    They changed nothing in training, or the checkpoint tells by itself that it does not fit.
+    """
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_retired(cls, value: Any, info: ValidationInfo) -> Any:
+        place = info.context
+        if (
+            not cls.retired
+            or not isinstance(value, Mapping)
+            or not isinstance(place, ConfigPlace)
+            or not place.recorded
+        ):
+            return value
+        return {key: item for key, item in cast("Mapping[str, Any]", value).items() if key not in cls.retired}
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -30,6 +30,7 @@ class FastRolloutsCollatorConfig(RolloutsCollatorConfig):
 class ParallelTokenizationConfig(TextTokenizationConfig):
     """Encode on all cores and keep the tokens in a memory-mapped cache."""
 
+    retired: ClassVar[tuple[str, ...]] = ("stall_timeout_s",)
     name: str = "parallel"
     # Strict, so that `true` is not taken for 1.
     workers: Annotated[Literal["auto"] | Annotated[int, Field(ge=0, le=256, strict=True)], OnResume.FREE] = "auto"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -27,6 +27,7 @@ OFFLOADS_NOTHING = (
 class LoraConfig(Section):
     """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685) through peft; needs `pip install spurline-models[lora]`."""
 
+    retired: ClassVar[tuple[str, ...]] = ("dora",)
     rank: int = Field(default=16, gt=0)
     """Rank of the update matrices."""
     alpha: float = Field(default=32.0, gt=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast, runtime_checkable
 
 from pydantic import Field, model_validator
 
@@ -23,6 +23,7 @@ _HOST_AND_PORT = re.compile(r"(?:\[[^\s\[\]]+\]|[^\s:/\[\]]+):\d{1,5}")
 class RuntimeEnvConfig(Section):
     """Environment that the processes of a run on a Ray cluster get from this machine; all else is their machine's."""
 
+    retired: ClassVar[tuple[str, ...]] = ("working_dir",)
     env_vars: dict[str, str] = {}
     """Environment variables, such as `{NCCL_SOCKET_IFNAME: eth0}`: those of this process do not reach other
     machines."""

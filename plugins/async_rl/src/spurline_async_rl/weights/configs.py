@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -17,6 +17,7 @@ from spurline_rl.protocols.weight_sync import WeightSyncConfig
 class BucketSyncConfig(WeightSyncConfig):
     """Base of all transports."""
 
+    retired: ClassVar[tuple[str, ...]] = ("checksum",)
     bucket_mb: Annotated[int, OnResume.FREE] = Field(default=512, gt=0)
     """Largest memory one bucket of weights takes, in MiB; a single larger tensor travels alone."""
     timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import BaseModel, BeforeValidator, Field
 
@@ -52,6 +52,7 @@ def _named_tools(value: Any) -> Any:
 class ToolsConfig(RewardedEnvironmentConfig):
     """A conversation in which the model may call Python functions; its last turn is the answer."""
 
+    retired: ClassVar[tuple[str, ...]] = ("max_calls_per_turn", "max_result_characters")
     name: str = "tools"
     tools: Annotated[dict[str, Annotated[str, FunctionSetting()]], BeforeValidator(_named_tools), OnResume.BY_NAME] = (
         Field(default={"calculator": "calculator"}, min_length=1)
