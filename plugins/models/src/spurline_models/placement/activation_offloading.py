@@ -118,7 +118,7 @@ class _Pass:
 
     def begin_layer(self) -> None:
         """Begin a layer of the forward pass, and free the device of an earlier one whose copies have had their time."""
-        self._ends.append(None if self._stream is None else self._stream.record_event())
+        self._ends.append(None if self._stream is None else cast("torch.cuda.Event", self._stream.record_event()))
         self.layers.append([])
         left = len(self.layers) - 1 - _LAYERS_KEPT
         if left >= 0:
