@@ -146,8 +146,8 @@ def microbatches_in_flight(grid: Grid, stage: int, number: int) -> float:
 
 def _activations(config: MegatronBackendConfig, a: Architecture, stage: int, number: int) -> float:
     """Count the values that a stage keeps for each token of a micro-batch."""
-    grid, share = config.grid, _sequence_share(config)
-    layers = sum(map(len, grid.layers(a.num_layers, stage)))
+    grid, share = config.grid, sequence_share(config)
+    layers = grid.count_layers(a.num_layers, stage)
     whole_layer = kept_values(config, a, _UNEVEN_EXPERTS if grid.expert > 1 else 1.0)
     of_layer = a.hidden / share if config.recompute == "full" else whole_layer
     values = microbatches_in_flight(grid, stage, number) * layers * of_layer
