@@ -200,7 +200,7 @@ def test_an_adapter_of_random_weights_is_refused(base_config: Config, tmp_path: 
     with pytest.raises(UserError, match="belongs to random weights"):
         export_run(load_config(base_config), tmp_path / "exported", adapter=True)
     base_config["checkpoint"]["export_adapter"] = True
-    for lora, fix in ((ADAPTERS, "no folder holds"), (None, "Set backend.lora")):
+    for lora, fix in ((ADAPTERS, "pretrained weights"), (None, "Set backend.lora")):
         base_config["backend"]["lora"] = lora
         with pytest.raises(ConfigError) as caught:
             load_config(base_config)

@@ -123,10 +123,6 @@ def test_right_answers_pass_whatever_a_penalty_beside_them_takes_from_their_retu
     [
         ({}, r"source\.held_out\.success does not say which reward decides .* Terms: brevity, early\."),
         ({"success": {"reward": "erly"}}, r"source\.held_out\.success\.reward is 'erly', .* Did you mean 'early'"),
-        (
-            {"success_reward": 0.5},
-            r"success_reward is not a setting\. .* write `success: \{reward: NAME, at_least: 1\}`",
-        ),
     ],
 )
 def test_what_a_success_is_must_be_said_where_there_are_several_rewards(

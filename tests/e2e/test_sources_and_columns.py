@@ -261,9 +261,7 @@ def test_a_loss_and_an_advantage_weigh_a_prompt_by_its_column(
         assert found[0]["grad_norm"] == pytest.approx(3 * plain[0]["grad_norm"], rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("value", "words"), [(None, "holds None, which is no finite number"), ("much", "holds 'much'"), (True, None)]
-)
+@pytest.mark.parametrize(("value", "words"), [(None, "holds None"), ("much", "holds 'much'"), (True, None)])
 def test_a_row_without_the_carried_number_is_a_bad_row(
     base: Config, rollouts: Config, weighted: Callable[..., Path], value: Any, words: str | None
 ) -> None:
@@ -285,7 +283,7 @@ def test_a_column_that_no_row_has_is_named_with_its_neighbour(
     data = {"train": str(weighted(lambda _: 1.0))}
     with pytest.raises(DataError, match=r"'weigth'.*is missing\. Did you mean 'weight'"):
         train(base, data=data, source={**rollouts, "carry": ["weigth"]})
-    with pytest.raises(ConfigError, match=r"source\.carry names 'advantages', which batches have"):
+    with pytest.raises(ConfigError, match=r"source\.carry names 'advantages'"):
         train(base, data=data, source={**rollouts, "carry": ["advantages"]})
     with pytest.raises(ConfigError, match=r"loss\.column is 'weight', which `carry` of the source does not name"):
         train(base, data=data, source=rollouts, loss="row_gradient")

@@ -72,7 +72,10 @@ def print_result(result: RunResult) -> None:
             "  held-out: " + ", ".join(f"{name.removeprefix('eval/')} {value:.4g}" for name, value in scores.items())
         )
     if result.best is not None:
-        typer.echo("  best: {metric} {value:.4g} at step {step:,}".format_map(result.best))
+        best = "  best: {metric} {value:.4g} at step {step:,}".format_map(result.best)
+        if result.model is not None and result.best["step"] != result.step:
+            best += f", not in the model below: spurline export {result.model.parent} OUT --checkpoint best"
+        typer.echo(best)
     written = {"checkpoint": result.checkpoint, "model": result.model, "adapter": result.adapter, **result.files}
     for name, path in written.items():
         if path is not None:
