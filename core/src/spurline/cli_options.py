@@ -32,11 +32,7 @@ RunDirArgument = Annotated[Path, typer.Argument(help="Folder of a run, with its 
 
 SetOption = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Override a setting, e.g. optimizer.learning_rate=1e-4.",
-    ),
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, e.g. optimizer.learning_rate=1e-4."),
 ]
 
 

@@ -8,17 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _TALKERS = ("torchao", "torch.utils._pytree")
-"""Loggers of what torchao says while transformers imports it in every process: which of its kernels for GPUs do not
-load, and which of its classes a coming torch will refuse. A run that computes by it (`backend.fp8`) checks more."""
+"""Loggers that warn of kernels and classes whenever transformers imports torchao."""
 
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Enter a context for imports of torch and its kin.
-
-    They make a million objects that all stay. The garbage collector would visit them again and again while their number
-    grows, which is a quarter of the time that the imports take.
-    """
+    """Import torch and its like without the garbage collector, which would take a quarter of the time."""
     was_enabled = gc.isenabled()
     loggers = [logging.getLogger(name) for name in _TALKERS]
     levels = [logger.level for logger in loggers]
@@ -35,8 +30,5 @@ def importing() -> Iterator[None]:
 
 
 def quiet_bitsandbytes() -> None:
-    """Silence a warning of bitsandbytes, before it is imported, PEFT being one who does.
-
-    It warns of a missing kernel for products on CPUs, which nothing here computes by it.
-    """
+    """Silence the warning of bitsandbytes about a CPU kernel that nothing here uses, before PEFT imports it."""
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

@@ -84,8 +84,7 @@ def read_document(path: Path) -> Document:
 def _parse_yaml(text: str, origin: str, what: str) -> Any:
     """Return the text as ruamel's containers, which know their lines; None for empty text.
 
-    The round-trip mode of ruamel is YAML 1.2 (1e-5 is a float, `on` is a string), refuses duplicate keys and obeys no
-    tags. Raises ConfigError that begins with `what`.
+    ruamel reads YAML 1.2 (1e-5 is a float) and refuses duplicate keys. Raises ConfigError that begins with `what`.
     """
     try:
         return cast("Any", YAML(typ="rt")).load(text)

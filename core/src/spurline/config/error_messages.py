@@ -24,10 +24,7 @@ _CHARACTERS_TOLD = 300
 
 
 def explain(
-    error: ValidationError,
-    model: type[BaseModel],
-    registry: Registry,
-    unlisted: Collection[str] = (),
+    error: ValidationError, model: type[BaseModel], registry: Registry, unlisted: Collection[str] = ()
 ) -> list[Problem]:
     """Return one Problem per key path; a value that fits none of several types gets one message for all of them.
 

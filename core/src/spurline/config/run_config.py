@@ -17,14 +17,7 @@ from pydantic import BeforeValidator, Field
 
 from spurline.config.objects import ObjectSetting, is_kept_model
 from spurline.config.paths import PathSetting
-from spurline.config.section import (
-    Component,
-    NamedSection,
-    OnResume,
-    SchemaOfShorthand,
-    Section,
-    expand_shorthand,
-)
+from spurline.config.section import Component, NamedSection, OnResume, SchemaOfShorthand, Section, expand_shorthand
 from spurline.errors import Problem, listing, suggestion
 from spurline.protocols.backend import BackendConfig
 from spurline.protocols.collator import CollatorConfig
@@ -231,9 +224,7 @@ class CheckpointConfig(Section):
     keep_last: int = Field(default=2, ge=1)
     """Complete checkpoints to keep; older ones are removed after a newer one is safe."""
     keep_best: Annotated[
-        KeepBestConfig | None,
-        BeforeValidator(partial(expand_shorthand, setting="metric")),
-        SchemaOfShorthand(None),
+        KeepBestConfig | None, BeforeValidator(partial(expand_shorthand, setting="metric")), SchemaOfShorthand(None)
     ] = None
     """Also keep the checkpoint whose evaluation was the best so far by this metric; each better one is saved."""
     export_hf: bool = False

@@ -76,13 +76,8 @@ class Section(BaseModel):
     @classmethod
     def _without_retired(cls, value: Any, info: ValidationInfo) -> Any:
         place = info.context
-        if (
-            not cls.retired
-            or not isinstance(value, Mapping)
-            or not isinstance(place, ConfigPlace)
-            or not place.recorded
-        ):
-            return value
+        if not isinstance(value, Mapping) or not isinstance(place, ConfigPlace) or not place.recorded:
+            return cast("Any", value)
         return {key: item for key, item in cast("Mapping[str, Any]", value).items() if key not in cls.retired}
 
     @classmethod

@@ -82,8 +82,7 @@ class RunDirectory:
             is_present = False
         if not is_present:
             raise RunDirectoryLostError(
-                f"run_dir {self.path} was removed or moved while the run was going on: put it back to go on from its "
-                "last checkpoint, or train the same config again to begin anew."
+                f"run_dir {self.path} was removed or moved during the run. Put it back, or train the config again."
             )
 
     def set_aside_earlier(self, more: Sequence[str]) -> str | None:

@@ -1,7 +1,4 @@
-"""Numbers as people read them: rates, durations, quantities, and the smoothing behind them.
-
-Shared by the console tracker and the report, so that both show the same tokens/s. Pure Python.
-"""
+"""Write rates, durations and quantities as people read them, for the console tracker and the report."""
 
 from __future__ import annotations
 
@@ -10,13 +7,9 @@ from collections.abc import Mapping
 
 
 class Smoothed:
-    """Exponential moving average without the start-up bias: the first value is returned as it is.
-
-    span: about how many values it looks back over.
-    """
+    """Exponential moving average over about `span` values, without the start-up bias."""
 
     def __init__(self, span: float) -> None:
-        assert span >= 1, f"span must be at least 1, got {span}"
         self._keep = 1 - 2 / (span + 1)
         self._total = 0.0
         self._weight = 0.0
@@ -34,21 +27,18 @@ class Smoothed:
 
 
 def training_seconds(metrics: Mapping[str, float]) -> float | None:
-    """Seconds that one step spent on training: `time/step` without evaluation and generation. None when unknown."""
+    """Return the seconds of a step without evaluation and generation, None if they are unknown."""
     whole = metrics.get("time/step")
     if whole is None or whole <= 0:
         return None
-    rest = whole - metrics.get("time/evaluate", 0.0) - generation_seconds(metrics)
+    # Rollouts were generated as far as `time/generate` lies in `time/batch`.
+    generating = min(metrics.get("time/generate", 0.0), metrics.get("time/batch", 0.0))
+    rest = whole - metrics.get("time/evaluate", 0.0) - generating
     return rest if rest > 0 else whole
 
 
-def generation_seconds(metrics: Mapping[str, float]) -> float:
-    """Seconds of the step that passed while rollouts were generated: as far as `time/generate` lies in `time/batch`."""
-    return min(metrics.get("time/generate", 0.0), metrics.get("time/batch", 0.0))
-
-
 def seconds_of_generation(metrics: Mapping[str, float]) -> float:
-    """Seconds in which the step's rollouts were generated, while training waited or beside it; 0 when unknown."""
+    """Return the seconds in which the step's rollouts were generated, also beside training; 0 if unknown."""
     return metrics.get("time/generating", metrics.get("time/generate", 0.0))
 
 
@@ -58,7 +48,7 @@ def scores_of(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def quantity(value: float) -> str:
-    """Three significant digits with a unit prefix: 950, 12.3k, 1.20M."""
+    """Write three significant digits with a unit prefix: 950, 12.3k, 1.20M."""
     if not math.isfinite(value):
         return str(value)
     for size, prefix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
@@ -71,7 +61,7 @@ def quantity(value: float) -> str:
 
 
 def clock(seconds: float) -> str:
-    """H:MM:SS, with days in front where needed."""
+    """Write seconds as H:MM:SS, with days in front where needed."""
     if not math.isfinite(seconds):
         return "unknown"
     days, rest = divmod(round(max(0.0, seconds)), 86_400)

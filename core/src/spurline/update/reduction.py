@@ -61,11 +61,7 @@ def fixed_norm(length: int) -> Reduce:
     return reduce
 
 
-REDUCTIONS: dict[str, Reduce] = {
-    "token_mean": token_mean,
-    "sequence_mean": sequence_mean,
-    "prompt_mean": prompt_mean,
-}
+REDUCTIONS: dict[str, Reduce] = {"token_mean": token_mean, "sequence_mean": sequence_mean, "prompt_mean": prompt_mean}
 """The reductions without settings. `fixed_norm` is not among them, since it has a setting."""
 
 

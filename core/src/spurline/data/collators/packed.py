@@ -10,13 +10,7 @@ from typing import TYPE_CHECKING
 
 from spurline.data.batch import TrainingBatch
 from spurline.data.collators.layout import Segment, lay_out, sample_segments, turn_name, turn_segments
-from spurline.data.collators.packing import (
-    PackingAlgorithm,
-    pack,
-    refuse_what_cannot_fit,
-    round_up,
-    straggler_factor,
-)
+from spurline.data.collators.packing import PackingAlgorithm, pack, refuse_what_cannot_fit, round_up, straggler_factor
 from spurline.data.configs import PackedCollatorConfig
 from spurline.data.token_store import TokenView
 from spurline.protocols.collator import ParallelLayout
