@@ -36,8 +36,7 @@ def test_the_run_ends_with_a_sentence_and_writes_nothing_in_its_place(
     with pytest.raises(RunDirectoryLostError) as raised:
         Run(loaded).train()
     assert str(raised.value) == (
-        f"run_dir {run_dir} was removed or moved while the run was going on: put it back to go on from its "
-        "last checkpoint, or train the same config again to begin anew."
+        f"run_dir {run_dir} was removed or moved during the run. Put it back, or train the config again."
     )
     assert not hasattr(raised.value, "__notes__")
     assert not run_dir.exists() or not any(run_dir.iterdir())
