@@ -32,16 +32,7 @@ import numpy as np
 import pyarrow
 from collation_inputs import BATCH, DATA_SETS, FIRST_TOKEN, LAST_TOKEN
 from numpy.typing import NDArray
-from timing import (
-    Gate,
-    Timing,
-    gates_as_json,
-    print_gates,
-    print_timings,
-    round_robin,
-    speedup_gate,
-    timings_as_json,
-)
+from timing import Gate, Timing, gates_as_json, print_gates, print_timings, round_robin, speedup_gate, timings_as_json
 
 from spurline.data.batch import TrainingBatch
 from spurline.data.token_store import SampleBlock, TokenStore, TokenStoreBuilder

@@ -90,10 +90,7 @@ def candidates(layout: str, inputs: Inputs) -> dict[str, Callable[[], TrainingBa
         packed = PackedCollatorConfig(max_tokens=inputs.capacity, algorithm="ffd")
         rows = pack(inputs.lengths.tolist(), inputs.capacity, RANKS)
         length = max(sum(int(inputs.lengths[position]) for position in row) for row in rows)
-        collators: list[Any] = [
-            PackedCollator(packed, PAD, LAYOUT),
-            FastPackedCollator(packed, PAD, LAYOUT),
-        ]
+        collators: list[Any] = [PackedCollator(packed, PAD, LAYOUT), FastPackedCollator(packed, PAD, LAYOUT)]
 
         def plan() -> list[list[int]]:
             return pack(inputs.lengths.tolist(), inputs.capacity, RANKS)
@@ -101,10 +98,7 @@ def candidates(layout: str, inputs: Inputs) -> dict[str, Callable[[], TrainingBa
     elif layout == "padded":
         padded = PaddedCollatorConfig()
         rows = [[position] for rank in range(RANKS) for position in range(rank, len(inputs.lengths), RANKS)]
-        collators = [
-            PaddedCollator(padded, PAD, LAYOUT),
-            FastPaddedCollator(padded, PAD, LAYOUT),
-        ]
+        collators = [PaddedCollator(padded, PAD, LAYOUT), FastPaddedCollator(padded, PAD, LAYOUT)]
 
         length, plan = int(inputs.lengths.max()), lambda: rows
 

@@ -281,11 +281,7 @@ def measure_trl(job: Job, folder: Path) -> dict[str, Any]:
 
     dataset = Dataset.from_dict({"input_ids": sequences})
     trainer: Any = SFTTrainer(
-        model=model,
-        args=SFTConfig(**settings),
-        train_dataset=dataset,
-        processing_class=tokenizer,
-        callbacks=[Clock()],
+        model=model, args=SFTConfig(**settings), train_dataset=dataset, processing_class=tokenizer, callbacks=[Clock()]
     )
     result = trainer.train()
     seconds = np.diff(marks)[WARMUP - 1 :]

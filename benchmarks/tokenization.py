@@ -42,11 +42,7 @@ from spurline.protocols.dataset import DatasetConfig
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline_collation_fast.configs import ParallelTokenizationConfig
 from spurline_collation_fast.tokenization.block_encoder import available_cores
-from spurline_collation_fast.tokenization.parallel import (
-    ROWS_PER_CHUNK,
-    ParallelTokenization,
-    workers_worth_starting,
-)
+from spurline_collation_fast.tokenization.parallel import ROWS_PER_CHUNK, ParallelTokenization, workers_worth_starting
 from spurline_text.configs import SequentialTokenizationConfig
 from spurline_text.testing.inputs import CHAT_TEMPLATE
 from spurline_text.testing.tokenization_contract import ListDataset

@@ -335,11 +335,7 @@ class FailAt:
 
 
 def test_a_run_with_relative_paths_is_reported_exported_and_resumed_from_another_folder(
-    base_config: Config,
-    write_config: WriteConfig,
-    spurline: Spurline,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    base_config: Config, write_config: WriteConfig, spurline: Spurline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "rows.jsonl").write_bytes(Path(base_config["data"]["train"]).read_bytes())
     (tmp_path / "model").symlink_to(base_config["model"]["path"])

@@ -75,12 +75,7 @@ def test_the_slurm_script_trains_on_its_cluster_and_saves_when_its_time_is_over(
         job = subprocess.Popen(["bash", script], stdout=log, stderr=log, env=environment, start_new_session=True)
     family: list[psutil.Process] = []
     try:
-        wait_for(
-            lambda: _num_steps(run_dir) > 2 or job.poll() is not None,
-            "the third step",
-            900,
-            every_s=0.5,
-        )
+        wait_for(lambda: _num_steps(run_dir) > 2 or job.poll() is not None, "the third step", 900, every_s=0.5)
         assert job.poll() is None, (tmp_path / "log").read_text()
         family = psutil.Process(job.pid).children(recursive=True)
         # SLURM tells the script alone, by --signal=B:TERM.

@@ -23,12 +23,7 @@ from spurline.errors import CheckpointError, ConfigError, DataError
 from spurline.plugins import hookimpl
 from spurline.plugins.host import InstalledPlugin
 from spurline.protocols.loss import Loss
-from spurline.protocols.source import (
-    BatchSource,
-    DecoratedSource,
-    DecoratedSourceConfig,
-    SourceConfig,
-)
+from spurline.protocols.source import BatchSource, DecoratedSource, DecoratedSourceConfig, SourceConfig
 from spurline.testing import LossContract, PluginContract
 from spurline_async_rl.source.recordings import groups_of, groups_state
 from spurline_rl.protocols.advantage import Advantage

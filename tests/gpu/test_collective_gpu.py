@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from broadcast_cases import (
-    check_that_others_get_the_weights_when_one_is_killed,
-    check_that_weights_arrive_bit_for_bit,
-)
+from broadcast_cases import check_that_others_get_the_weights_when_one_is_killed, check_that_weights_arrive_bit_for_bit
 
 from spurline_async_rl.weights.packing import pack, unpack
 

@@ -36,10 +36,7 @@ def checks_of_classes(tree: ast.Module) -> Iterator[tuple[int, str]]:
         if node.func.id in ("isinstance", "issubclass"):
             classes = {name.split(".")[-1] for name in dotted_names(node.args[1])}
             if found := sorted(name for name in classes if name.endswith("Config")):
-                yield (
-                    node.lineno,
-                    f"{node.func.id} of {', '.join(found)}: say it in the kind's facts",
-                )
+                yield (node.lineno, f"{node.func.id} of {', '.join(found)}: say it in the kind's facts")
 
 
 def probes(tree: ast.Module) -> Iterator[tuple[int, str]]:

@@ -28,12 +28,7 @@ from spurline_plugin_template.typical_time import TypicalTimeConfig
 AVAILABLE = {
     "plugin_template": InstalledPlugin("plugin_template", "spurline_plugin_template.plugin", "under-test", "0")
 }
-CONFIG = {
-    "plugins": ["plugin_template"],
-    "model": {"path": "any"},
-    "data": {"train": "any.jsonl"},
-    "steps": 100,
-}
+CONFIG = {"plugins": ["plugin_template"], "model": {"path": "any"}, "data": {"train": "any.jsonl"}, "steps": 100}
 
 
 def inputs(logprobs: torch.Tensor) -> TokenLossInputs:

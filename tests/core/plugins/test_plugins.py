@@ -19,13 +19,7 @@ from spurline.config.section import ComponentConfig
 from spurline.data.configs import PackedCollatorConfig
 from spurline.errors import PluginError
 from spurline.plugins import hookimpl
-from spurline.plugins.host import (
-    InstalledPlugin,
-    Plugin,
-    PluginHost,
-    installed_commands,
-    installed_plugins,
-)
+from spurline.plugins.host import InstalledPlugin, Plugin, PluginHost, installed_commands, installed_plugins
 from spurline.plugins.official import install_command
 from spurline.plugins.registry import ComponentRegistrar
 
@@ -102,11 +96,7 @@ def test_the_name_of_a_package_in_the_place_of_its_plugin_is_told_the_plugin(plu
 def test_a_missing_plugin_of_this_project_is_installed_from_the_checkout_that_core_is_from(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    needs = {
-        "async_rl": ["numpy", "spurline-rl~=0.1"],
-        "rl": ["spurline-models"],
-        "models": ["spurline-text-kit"],
-    }
+    needs = {"async_rl": ["numpy", "spurline-rl~=0.1"], "rl": ["spurline-models"], "models": ["spurline-text-kit"]}
     for name, needed in (needs | {"text_kit": []}).items():
         (folder := tmp_path / "plugins" / name).mkdir(parents=True)
         (folder / "pyproject.toml").write_text(f"[project]\ndependencies = {['spurline~=0.1', *needed]}\n")

@@ -75,11 +75,7 @@ def test_a_metric_that_is_not_finite_is_refused_by_name(value: float) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    last=st.integers(0, 12),
-    resume_step=st.integers(0, 15),
-    torn=st.integers(0, 40),
-)
+@given(last=st.integers(0, 12), resume_step=st.integers(0, 15), torn=st.integers(0, 40))
 def test_resume_keeps_exactly_the_complete_lines_up_to_its_step(last: int, resume_step: int, torn: int) -> None:
     lines = [encode_line(step, {"loss": step / 3, "note/ü": 1.0}) for step in range(1, last + 1)]
     tail = encode_line(last + 1, {"loss": 0.25, "note/ü": 1.0})[:torn].rstrip(b"\n").rstrip(b"}")

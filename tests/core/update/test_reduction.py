@@ -13,14 +13,7 @@ from spurline.data.collators.padded import PaddedCollator
 from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig
 from spurline.protocols.collator import ParallelLayout
 from spurline.testing.samples import PAD, make_view
-from spurline.update.reduction import (
-    Reduce,
-    fixed_norm,
-    prompt_mean,
-    reduce_corrected,
-    sequence_mean,
-    token_mean,
-)
+from spurline.update.reduction import Reduce, fixed_norm, prompt_mean, reduce_corrected, sequence_mean, token_mean
 
 lengths_strategy = st.lists(st.integers(1, 12), min_size=1, max_size=10)
 

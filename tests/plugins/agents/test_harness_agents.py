@@ -79,11 +79,7 @@ def returning(value: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("value", "terms"),
-    [
-        (2, {"reward": 2.0}),
-        (True, {"reward": 1.0}),
-        ({"right": 1, "short": -0.5}, {"right": 1.0, "short": -0.5}),
-    ],
+    [(2, {"reward": 2.0}), (True, {"reward": 1.0}), ({"right": 1, "short": -0.5}, {"right": 1.0, "short": -0.5})],
 )
 def test_a_number_or_numbers_by_name_are_the_rewards(value: Any, terms: dict[str, float]) -> None:
     assert attempt(returning(value), engine()).rewards == terms

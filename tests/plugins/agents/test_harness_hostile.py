@@ -72,11 +72,7 @@ MALFORMED = {
     "a message without content": ({"messages": [{"role": "user"}]}, "messages[0]", None),
     "an unknown role": ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role", None),
     "a role of 90,000 characters": ({"messages": [{"role": "usr" * 30_000, "content": "x"}]}, "messages[0].role", None),
-    "an image": (
-        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-        "messages[0].content[0]",
-        None,
-    ),
+    "an image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]", None),
     "900 levels in a call": (called(nested(900)), None, None),
     "20,000 levels in a call": (called(nested(20_000)), None, None),
     "no choices": ({**BODY, "n": 0}, "n", None),
@@ -95,11 +91,7 @@ MALFORMED = {
         "unsupported_parameter",
     ),
     "a call that is required": ({**BODY, "tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
-    "a suffix of 100,000 characters": (
-        {**BODY, "suffix": "x" * 100_000},
-        "suffix",
-        "unsupported_parameter",
-    ),
+    "a suffix of 100,000 characters": ({**BODY, "suffix": "x" * 100_000}, "suffix", "unsupported_parameter"),
     "another temperature": ({**BODY, "temperature": 0.5}, "temperature", "sampling_differs"),
     "another top_p": ({**BODY, "top_p": 0.9}, "top_p", "sampling_differs"),
     "another top_k": ({**BODY, "top_k": 5}, "top_k", "sampling_differs"),
@@ -303,10 +295,7 @@ def together(*agents: Agent, engine: ScriptedEngine | None = None, **settings: A
 
 @pytest.mark.parametrize(
     ("body", "path"),
-    [
-        ({"messages": [{"role": "user", "content": LONG}]}, "/chat/completions"),
-        ({"prompt": LONG}, "/completions"),
-    ],
+    [({"messages": [{"role": "user", "content": LONG}]}, "/chat/completions"), ({"prompt": LONG}, "/completions")],
 )
 def test_while_a_long_prompt_is_encoded_others_are_answered_and_the_sessions_own_wait(
     body: Any, path: str, monkeypatch: pytest.MonkeyPatch
@@ -349,9 +338,7 @@ def test_while_a_long_prompt_is_encoded_others_are_answered_and_the_sessions_own
     assert order == ["first", "second"]
 
 
-def test_a_request_whose_client_hangs_up_holds_up_the_sessions_next_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_request_whose_client_hangs_up_holds_up_the_sessions_next_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     goes_on, at_work = threading.Event(), threading.Semaphore(0)
 
     def wait(text: str) -> None:

@@ -65,10 +65,7 @@ def group(draw: int, began: float, ended: float, version: int = 0, **changes: An
 
 def test_all_panels_are_on_every_report_while_the_plugin_is_enabled() -> None:
     entries = PluginHost.load(["async_rl"]).registry.entries("async_rl")
-    assert {entry.name for entry in entries if entry.kind == "report_panel"} == {
-        "rollout_timeline",
-        "staleness",
-    }
+    assert {entry.name for entry in entries if entry.kind == "report_panel"} == {"rollout_timeline", "staleness"}
 
 
 def test_groups_are_coloured_by_the_age_of_their_oldest_token_when_they_were_trained(tmp_path: Path) -> None:

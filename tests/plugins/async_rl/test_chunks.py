@@ -16,10 +16,7 @@ from scripted_members import Trainer, reference
 
 from spurline.errors import RunFailedError
 from spurline_async_rl.engines.child.main import Chunks
-from spurline_async_rl.engines.child.packing import (
-    add_progress,
-    pack_progress,
-)
+from spurline_async_rl.engines.child.packing import add_progress, pack_progress
 from spurline_async_rl.engines.configs import PoolConfig
 from spurline_async_rl.engines.progress import Progress
 from spurline_rl.engines.in_process.response import Written

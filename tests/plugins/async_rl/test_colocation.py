@@ -41,12 +41,7 @@ class Turns:
         backend: Any = self.trainer
         publisher: Any = self.publisher
         self.colocation = Colocation(
-            self.pool,
-            backend,
-            publisher,
-            self.loop,
-            offloads_trainer=offloads_trainer,
-            watchdog_s=60.0,
+            self.pool, backend, publisher, self.loop, offloads_trainer=offloads_trainer, watchdog_s=60.0
         )
         self.flying: list[tuple[GenerationRequest, concurrent.futures.Future[GenerationResult]]] = []
         self._seeds = itertools.count(1)

@@ -263,10 +263,7 @@ class WritesSlowly(ScriptedMember):
 def test_a_pause_between_two_looks_at_a_request_does_not_count_either() -> None:
     async def main() -> None:
         engine = PooledEngine(
-            WritesSlowly("engine 0", World()),
-            PoolConfig(name="scripted", generate_timeout_s=70),
-            (),
-            lambda: None,
+            WritesSlowly("engine 0", World()), PoolConfig(name="scripted", generate_timeout_s=70), (), lambda: None
         )
         life = asyncio.create_task(engine.live())
         writing = asyncio.create_task(engine.generate(asked(0), Progress()))

@@ -16,9 +16,7 @@ SOAK = bool(os.environ.get("SPURLINE_SOAK"))
 @pytest.mark.slow
 @settings(max_examples=10_000 if SOAK else 200)
 @given(schedules())
-def test_the_bound_holds_and_every_prompt_is_trained_or_not_for_a_reason_whatever_happens_when(
-    schedule: Schedule,
-):
+def test_the_bound_holds_and_every_prompt_is_trained_or_not_for_a_reason_whatever_happens_when(schedule: Schedule):
     run_schedule(schedule)
 
 

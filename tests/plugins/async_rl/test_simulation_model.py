@@ -183,12 +183,7 @@ def synchronous_batches(setup: Setup) -> dict[int, list[int]]:
     for step in range(1, given.num_batches + 1):
         collected = asyncio.run(
             collect_groups(
-                take,
-                run,
-                first_draw=first,
-                count=given.batch_size,
-                draw_limit=given.draw_limit,
-                filters=True,
+                take, run, first_draw=first, count=given.batch_size, draw_limit=given.draw_limit, filters=True
             )
         )
         first, batches[step] = collected.next_draw, [group.draw for group in collected.groups]

@@ -105,8 +105,7 @@ def test_engines_have_room_for_the_modules_that_are_adapted_and_for_no_others(sp
 
 
 @pytest.mark.parametrize(
-    ("lora", "settings"),
-    [({"rank": 513}, {}), ({"target_modules": ("embed_tokens",)}, {}), ({}, {"init": "random"})],
+    ("lora", "settings"), [({"rank": 513}, {}), ({"target_modules": ("embed_tokens",)}, {}), ({}, {"init": "random"})]
 )
 def test_an_adapter_that_vllm_does_not_take_is_sent_merged(
     spurline_tiny_model: Path, lora: dict[str, Any], settings: dict[str, Any]

@@ -67,10 +67,7 @@ OURS = ["--worker-extension-cls", WORKER_EXTENSION, "--api-key", KEY]
 
 
 @pytest.mark.parametrize(
-    ("server", "transport"),
-    [(OURS, "collective"), (OURS, "disk")],
-    indirect=["server"],
-    ids=["collective", "disk"],
+    ("server", "transport"), [(OURS, "collective"), (OURS, "disk")], indirect=["server"], ids=["collective", "disk"]
 )
 def test_tokens_match_the_weights_of_their_version_and_the_servers_end_is_noticed(
     models: ModelPair,

@@ -72,11 +72,7 @@ def test_awkward_and_large_batches_equal_the_reference(algorithm: PackingAlgorit
 
 def run_python(code: str, environment: dict[str, str]) -> str:
     result = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=180,
+        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, timeout=180
     )
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()

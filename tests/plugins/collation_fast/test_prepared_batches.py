@@ -66,11 +66,7 @@ ADVANTAGES = (
 def make_preparation(collator: Any, advantage: Any, per_step: int, per_minibatch: int, **source: Any) -> Preparation:
     layout = ParallelLayout(data=RANKS)
     loss = SimpleNamespace(needs=frozenset())
-    made = {
-        "collator": collator(RolloutsCollatorConfig(), PAD, layout),
-        "advantage": advantage,
-        "loss": loss,
-    }
+    made = {"collator": collator(RolloutsCollatorConfig(), PAD, layout), "advantage": advantage, "loss": loss}
     config = RolloutSourceConfig(
         environment=EnvironmentConfig(name="any"),
         engine=RolloutEngineConfig(name="any"),

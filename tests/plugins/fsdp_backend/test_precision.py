@@ -121,10 +121,7 @@ def test_caps_sinks_and_rows_of_models_that_mix_tokens_are_those_of_the_local_ba
     family = next(family for family in FAMILIES if family.model_type == model_type)
     tiny_model(family).save_pretrained(tmp_path)
     local_run = backend_run(tmp_path, {"name": "models/local", "device": "cpu"})
-    with (
-        opened(backend_run(tmp_path, on(2), ("fsdp_backend",))) as (backend, layout),
-        opened(local_run) as (local, _),
-    ):
+    with opened(backend_run(tmp_path, on(2), ("fsdp_backend",))) as (backend, layout), opened(local_run) as (local, _):
         # A rank without rows, or with rows of fewer lengths, runs the model as often as the others.
         uneven = minibatch("padded", layout, lengths=(200, 3, 240))
         for batch, objective in (minibatch("packed", layout), uneven_batch("one row", layout), uneven):

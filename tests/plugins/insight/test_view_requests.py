@@ -393,12 +393,7 @@ def test_samples_are_the_rows_of_the_first_batches_with_the_weight_of_each_token
             )
             assert 0 < len(trained) < len("".join(sequence["pieces"]))
             assert sequence["weights"][0] == 0
-    assert {path.name for path in run.iterdir()} == {
-        "config.json",
-        "metrics.jsonl",
-        "rollouts",
-        "summary.json",
-    }
+    assert {path.name for path in run.iterdir()} == {"config.json", "metrics.jsonl", "rollouts", "summary.json"}
 
 
 def test_samples_that_cannot_be_read_are_an_error_in_words(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,10 +96,7 @@ def test_any_ranks_read_what_any_others_wrote(
     for key, moments in state.moments.items():
         for name, whole in moments.items():
             assert torch.equal(index.read(f"{name}/{key}", Box.whole(whole.shape)), whole), (name, key)
-    assert index.tensors.keys() == {
-        *shapes,
-        *(f"{name}/{key}" for name in shapes for key in (*state.moments, "step")),
-    }
+    assert index.tensors.keys() == {*shapes, *(f"{name}/{key}" for name in shapes for key in (*state.moments, "step"))}
     assert saved.values == {f"{name}/phase": 3 for name in shapes}
     ranks = simulated_ranks(architecture, readers, None, random, critic=critic)
     for rank in ranks:

@@ -41,10 +41,7 @@ def loaded(run: dict[str, Any] | None = None, **backend: Any) -> MegatronBackend
     ("backend", "said"),
     [
         ({"tensor": 3}, "backend.tensor is 3, and the 8 ranks are no multiple of tensor 3. Set backend.ranks: 9,"),
-        (
-            {"tensor": 2, "pipeline": 8},
-            "the 8 ranks are no multiple of tensor 2 x pipeline 8",
-        ),
+        ({"tensor": 2, "pipeline": 8}, "the 8 ranks are no multiple of tensor 2 x pipeline 8"),
         ({"pipeline": 4, "expert": 4}, "backend.expert is 4, and the 8 ranks are no multiple of pipeline 4 x expert 4"),
         ({"virtual_stages": 2}, "backend.virtual_stages is 2, and there is one stage. Set pipeline to more than 1"),
         ({"sequence_parallel": True}, "backend.sequence_parallel divides tokens among the ranks that divide layers"),

@@ -62,12 +62,7 @@ def _grandchildren() -> list[psutil.Process]:
     ],
 )
 def test_a_rank_that_fails_is_named_at_once_while_the_others_wait_for_it(
-    spurline_tiny_model: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    layout: dict[str, int],
-    rank: int,
-    how: str,
-    said: str,
+    spurline_tiny_model: Path, monkeypatch: pytest.MonkeyPatch, layout: dict[str, int], rank: int, how: str, said: str
 ) -> None:
     failing = after_two_updates(spurline_tiny_model, monkeypatch, rank, how, **layout)
     with failing as (backend, parallel, _):

@@ -23,12 +23,7 @@ from spurline.protocols.loss import Objective
 from spurline_megatron_backend.architecture import Architecture, read_architecture
 from spurline_megatron_backend.configs import MegatronBackendConfig
 from spurline_megatron_backend.grid import Grid
-from spurline_megatron_backend.memory import (
-    estimate_fullest,
-    held_values,
-    kept_values,
-    microbatches_in_flight,
-)
+from spurline_megatron_backend.memory import estimate_fullest, held_values, kept_values, microbatches_in_flight
 from spurline_megatron_backend.parts import held_parameters
 from spurline_models.architecture import load_model_config
 from spurline_models.dealing import deal
@@ -214,15 +209,7 @@ def measured(loaded: LoadedConfig, call: str, lengths: Sequence[int]) -> list[An
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {"tensor": 2},
-        {"precision": "bf16"},
-        {"expert": 2},
-        {"ranks": 1},
-        {"pipeline": 2},
-    ],
-    ids=str,
+    "settings", [{"tensor": 2}, {"precision": "bf16"}, {"expert": 2}, {"ranks": 1}, {"pipeline": 2}], ids=str
 )
 def test_weights_gradients_and_optimizer_are_what_a_plan_says(tmp_path: Path, settings: dict[str, Any]) -> None:
     wide = {"vocab_size": 515, "hidden_size": 256, "intermediate_size": 512}

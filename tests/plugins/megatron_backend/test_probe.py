@@ -70,8 +70,7 @@ def ranks(request: pytest.FixtureRequest, models: dict[bool, Path]) -> Iterator[
 
 
 @pytest.mark.parametrize(
-    "mistake",
-    ["attention ignores segments", "layers mix neighbours", "positions are those of the token before"],
+    "mistake", ["attention ignores segments", "layers mix neighbours", "positions are those of the token before"]
 )
 def test_tokens_that_see_other_sequences_are_refused(ranks: Ranks, mistake: str) -> None:
     found = ranks.found(mistake)

@@ -84,13 +84,7 @@ def assert_equal(answers: list[dict[str, Any]], wanted: dict[str, Any], size: in
     temperature=st.sampled_from([1.0, 0.6, 1.7]),
 )
 def test_scores_and_gradients_are_those_of_the_whole_vocabulary(
-    ranks: RankGroup,
-    size: int,
-    tokens: int,
-    vocabulary: int,
-    chunk_tokens: int,
-    want_entropy: bool,
-    temperature: float,
+    ranks: RankGroup, size: int, tokens: int, vocabulary: int, chunk_tokens: int, want_entropy: bool, temperature: float
 ) -> None:
     given_ = inputs(tokens, vocabulary, np.float64)
     answers = ranks.call("scores", size, *given_, chunk_tokens, want_entropy, temperature, False)

@@ -19,11 +19,7 @@ from spurline_models import configs
 from spurline_models.configs import LoraConfig
 from spurline_models.local.checkpoint import read_weights
 from spurline_models.local.configs import LocalBackendConfig
-from spurline_models.placement.narrow_weights import (
-    narrow_weights,
-    narrowable_modules,
-    quantize_weights,
-)
+from spurline_models.placement.narrow_weights import narrow_weights, narrowable_modules, quantize_weights
 from spurline_models.placement.quantized_weights import QuantizedWeight, quantized_bytes, quantized_layers
 
 QWEN2: dict[str, Any] = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}

@@ -14,12 +14,7 @@ from torch import Tensor, nn
 
 from spurline.data.batch import TrainingBatch
 from spurline.protocols.loss import Objective, TokenLossInputs
-from spurline_models.accumulate import (
-    SumsPart,
-    accumulate_gradients,
-    evaluation_sums,
-    logprobs_of,
-)
+from spurline_models.accumulate import SumsPart, accumulate_gradients, evaluation_sums, logprobs_of
 from spurline_models.dealing import RankShare, deal
 from spurline_models.device_profile import device_profile
 from spurline_models.local.backend import LocalBackend

@@ -24,19 +24,7 @@ from spurline_models.losses.cross_entropy import CrossEntropy
 
 OBJECTIVE = Objective(CrossEntropy(CrossEntropyConfig()), 20.0)
 SUPPORT = Path(__file__).parents[2] / "support" / "liger_on_cpu.py"
-TYPES = [
-    "qwen3",
-    "llama",
-    "qwen2",
-    "mistral",
-    "gemma",
-    "gemma2",
-    "gemma3_text",
-    "phi3",
-    "olmo2",
-    "granite",
-    "smollm3",
-]
+TYPES = ["qwen3", "llama", "qwen2", "mistral", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "granite", "smollm3"]
 
 
 class Fused:

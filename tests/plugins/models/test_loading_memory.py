@@ -70,10 +70,7 @@ def write_weights(folder: Path, dtype: torch.dtype) -> Path:
 
 @pytest.mark.parametrize(
     ("base_dtype", "stored"),
-    [
-        pytest.param("auto", torch.bfloat16, id="as they are stored"),
-        pytest.param("bf16", torch.float32, id="rounded"),
-    ],
+    [pytest.param("auto", torch.bfloat16, id="as they are stored"), pytest.param("bf16", torch.float32, id="rounded")],
 )
 def test_loading_takes_at_most_a_few_tensors_more_than_what_it_loads(
     tmp_path: Path, base_dtype: str, stored: torch.dtype

@@ -54,10 +54,7 @@ def test_gradients_with_replayed_experts_are_those_of_experts_computed_by_hand(
     tmp_path: Path, normalizes: bool, checkpointing: bool
 ) -> None:
     backend = make_backend(
-        tmp_path,
-        model={"norm_topk_prob": normalizes},
-        activation_checkpointing=checkpointing,
-        rows_per_microbatch=2,
+        tmp_path, model={"norm_topk_prob": normalizes}, activation_checkpointing=checkpointing, rows_per_microbatch=2
     )
     causal = by_hand(backend._model.causal)
     with KeepDouble():

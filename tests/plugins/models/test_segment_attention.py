@@ -69,12 +69,7 @@ SINKS = torch.tensor([-1.0, 0.5, 2.0, 0.0], dtype=torch.float64)
     slots_per_call=st.sampled_from([NEVER_PAD, 16, 64, ALWAYS_PAD]),
 )
 def test_packed_attention_equals_each_segment_alone_in_values_and_gradients(
-    lengths: list[int],
-    key_heads: int,
-    window: int | None,
-    chunk: int | None,
-    has_sinks: bool,
-    slots_per_call: int,
+    lengths: list[int], key_heads: int, window: int | None, chunk: int | None, has_sinks: bool, slots_per_call: int
 ) -> None:
     inputs = projections(sum(lengths), key_heads)
     sinks = SINKS.clone().requires_grad_() if has_sinks else None
@@ -103,11 +98,7 @@ def test_packed_attention_equals_each_segment_alone_in_values_and_gradients(
 
 @pytest.mark.parametrize(
     "scores",
-    [
-        Scores(window=8),
-        Scores(chunk=8),
-        Scores(window=8, sinks=SINKS),
-    ],
+    [Scores(window=8), Scores(chunk=8), Scores(window=8, sinks=SINKS)],
     ids=["window", "chunk", "window and sinks"],
 )
 def test_nothing_that_grows_with_the_square_of_a_segment_is_kept_for_the_backward_pass(

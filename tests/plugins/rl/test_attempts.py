@@ -62,7 +62,7 @@ def test_held_out_requests_carry_the_held_out_temperature_and_keep_all_tokens() 
     attempts, engine = make_attempts(
         sampling=SamplingConfig(
             temperature=0.7, top_p=0.9, top_k=5, allow_truncated=True, max_new_tokens=9, stop=("x",)
-        ),
+        )
     )
     run(attempts.evaluate(PROMPTS, HeldOutConfig(temperature=0.3, samples_per_prompt=3)))
     assert [request.sampling for request in engine.requests] == 6 * [

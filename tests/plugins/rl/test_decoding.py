@@ -30,11 +30,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "tied": {"tie_word_embeddings": True},
     "odd-sizes": {"hidden_size": 36, "head_dim": 6, "intermediate_size": 51},
-    "windows": {
-        "model_type": "mistral",
-        "architectures": ["MistralForCausalLM"],
-        "sliding_window": 4,
-    },
+    "windows": {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 4},
     "mixed-windows": {
         "model_type": "gemma3_text",
         "architectures": None,

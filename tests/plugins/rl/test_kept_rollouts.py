@@ -254,10 +254,7 @@ def test_a_reader_sees_what_a_run_adds(tmp_path: Path, tokenizer: PreTrainedToke
     assert list(rollouts.steps) == [1]
 
 
-@given(
-    sizes=st.lists(st.integers(1, 100), min_size=1, max_size=60),
-    most=st.integers(1, 2000),
-)
+@given(sizes=st.lists(st.integers(1, 100), min_size=1, max_size=60), most=st.integers(1, 2000))
 def test_the_newest_steps_stay_and_some_of_the_older(sizes: list[int], most: int) -> None:
     steps = dict(enumerate(sizes))
     kept = thinned(steps, most)

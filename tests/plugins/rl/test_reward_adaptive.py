@@ -30,8 +30,7 @@ def draw_and_observe(order: RewardAdaptiveOrder, success: Sequence[float], steps
         drawn = order.positions(step * size, (step + 1) * size)
         counts += np.bincount(drawn, minlength=len(success))
         order.observe(
-            step + 1,
-            [ScoredDraw(step * size + place, int(s), (success[s],), {}) for place, s in enumerate(drawn)],
+            step + 1, [ScoredDraw(step * size + place, int(s), (success[s],), {}) for place, s in enumerate(drawn)]
         )
     return counts
 

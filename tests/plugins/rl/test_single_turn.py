@@ -105,14 +105,8 @@ def test_a_reward_that_needs_a_reference_it_does_not_get_is_the_datas_fault():
     [
         ("exact_match", {"exact_match": {"name": "exact_match"}}),
         ({"name": "exact_match"}, {"exact_match": {"name": "exact_match"}}),
-        (
-            {BARE: "exact_match", "ignore_case": True},
-            {"exact_match": {"name": "exact_match", "ignore_case": True}},
-        ),
-        (
-            {"name": "function", "path": "my:grade"},
-            {"grade": {"name": "function", "path": "my:grade"}},
-        ),
+        ({BARE: "exact_match", "ignore_case": True}, {"exact_match": {"name": "exact_match", "ignore_case": True}}),
+        ({"name": "function", "path": "my:grade"}, {"grade": {"name": "function", "path": "my:grade"}}),
         ({"name": {"name": "exact_match"}}, {"name": {"name": "exact_match"}}),
         ({"right": "exact_match"}, {"right": {"name": "exact_match"}}),
         ("my.module:grade", {"grade": {"name": "function", "path": "my.module:grade"}}),
@@ -121,10 +115,7 @@ def test_a_reward_that_needs_a_reference_it_does_not_get_is_the_datas_fault():
             {"x": {"name": "function", "path": "my:grade", "timeout_s": 2}},
             {"x": {"name": "function", "path": "my:grade", "timeout_s": 2.0}},
         ),
-        (
-            {"x": {BARE: "my:grade", "timeout_s": 2}},
-            {"x": {"name": "function", "path": "my:grade", "timeout_s": 2.0}},
-        ),
+        ({"x": {BARE: "my:grade", "timeout_s": 2}}, {"x": {"name": "function", "path": "my:grade", "timeout_s": 2.0}}),
     ],
 )
 def test_rewards_may_be_written_short(written, read):

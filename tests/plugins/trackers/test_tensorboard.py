@@ -29,11 +29,7 @@ def test_scalars_read_back_under_their_metric_names(tmp_path: Path) -> None:
     tracker.log(2, {"loss": 1.5, "eval/loss": 2.0})
     tracker.close()
     tracker.close()
-    assert read_scalars(tmp_path) == {
-        "loss": [(1, 2.5), (2, 1.5)],
-        "time/step": [(1, 0.25)],
-        "eval/loss": [(2, 2.0)],
-    }
+    assert read_scalars(tmp_path) == {"loss": [(1, 2.5), (2, 1.5)], "time/step": [(1, 0.25)], "eval/loss": [(2, 2.0)]}
 
 
 def test_flushed_steps_are_in_the_file_before_the_tracker_is_closed(tmp_path: Path) -> None:

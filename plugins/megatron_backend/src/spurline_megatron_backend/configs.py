@@ -73,9 +73,7 @@ class MegatronBackendConfig(RankBackendConfig):
     @property
     def facts(self) -> BackendFacts:
         return replace(
-            super().facts,
-            checkpoint_reader="spurline_megatron_backend.checkpoint:read_weights",
-            replays_experts=True,
+            super().facts, checkpoint_reader="spurline_megatron_backend.checkpoint:read_weights", replays_experts=True
         )
 
     @property

@@ -100,10 +100,7 @@ def _parts_by_rank(architecture: Architecture, grid: Grid, *, critic: bool) -> I
     seen: set[tuple[int, ...]] = set()
     for rank in range(grid.ranks):
         place = grid.place(rank)
-        holds = {
-            False: (0, place.pipeline, place.tensor),
-            True: (1, place.pipeline, place.expert, place.expert_tensor),
-        }
+        holds = {False: (0, place.pipeline, place.tensor), True: (1, place.pipeline, place.expert, place.expert_tensor)}
         new = {is_expert for is_expert, what in holds.items() if what not in seen}
         seen |= {*holds.values()}
         if not new:

@@ -122,10 +122,7 @@ def _add_data(plan: Plan, loaded: LoadedConfig, data: DataComponents, row_limit:
     config = loaded.config
     plan.sections["data"] = _data(data, row_limit)
     plan.sections["objective"] = _objective(loaded, data)
-    plan.sections["steps"] = [
-        *_steps(config, data),
-        *config.schedule.notes(data.total_updates()),
-    ]
+    plan.sections["steps"] = [*_steps(config, data), *config.schedule.notes(data.total_updates())]
 
 
 def _add_sizes(plan: Plan, loaded: LoadedConfig, data: DataComponents, model: _Model, device_bytes: int | None) -> None:

@@ -31,7 +31,7 @@ class RankBackendConfig(ModelBackendConfig):
     """
 
     missing_settings: ClassVar[Mapping[str, str]] = {
-        "runtime_env": "All processes on a cluster have the same: write it in the section `cluster`.",
+        "runtime_env": "All processes on a cluster have the same: write it in the section `cluster`."
     }
     package: ClassVar[str] = ""
     """The package of the modules: `spurline_fsdp_backend`."""
@@ -174,13 +174,7 @@ class RankBackendConfig(ModelBackendConfig):
 
     def rank_request(self) -> RankRequest:
         return RankRequest(
-            self.num_ranks,
-            self.on,
-            self.launch,
-            self.ranks_per_node,
-            self.gpus,
-            self.num_threads,
-            self.rank_variables,
+            self.num_ranks, self.on, self.launch, self.ranks_per_node, self.gpus, self.num_threads, self.rank_variables
         )
 
     @property

@@ -99,12 +99,7 @@ class RayRanks(RankGroup):
     """A `RankGroup` of actors."""
 
     def __init__(
-        self,
-        request: RankRequest,
-        worker: str,
-        arguments: tuple[Any, ...],
-        limits: TimeLimits,
-        cluster: ClusterRequest,
+        self, request: RankRequest, worker: str, arguments: tuple[Any, ...], limits: TimeLimits, cluster: ClusterRequest
     ) -> None:
         super().__init__(request.count, limits)
         self._cluster_request = cluster

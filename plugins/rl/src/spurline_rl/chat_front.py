@@ -57,11 +57,7 @@ class _Stretch:
 
 
 def opening_ids(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
-    tools: list[dict[str, Any]] | None,
-    *,
-    where: str,
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: list[dict[str, Any]] | None, *, where: str
 ) -> list[int]:
     """Return the token ids of the prompt of a conversation's first turn. Raises DataError naming `where`."""
     require_chat_template(tokenizer, where)

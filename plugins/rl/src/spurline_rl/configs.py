@@ -231,8 +231,7 @@ class PromptSourceConfig(SourceConfig):
             terms = {*known, *([OVERLONG] if overlong is not None else ())}
             for name in sorted(self.reward_weights.keys() - terms):
                 yield Problem(
-                    f"reward_weights.{name}",
-                    f"names no reward term.{suggestion(name, terms)} Terms: {listing(terms)}.",
+                    f"reward_weights.{name}", f"names no reward term.{suggestion(name, terms)} Terms: {listing(terms)}."
                 )
         if overlong is not None and overlong.buffer_tokens > self.sampling.max_new_tokens:
             yield Problem(
@@ -292,11 +291,7 @@ class PromptSourceConfig(SourceConfig):
         """Yield settings of other sections that do not go with rollouts, under the key `name`."""
         for section, setting, instead in (
             (run, "batch_size", "source.prompts_per_step and source.samples_per_prompt say how large a batch is"),
-            (
-                run,
-                "prefetch",
-                "a batch of rollouts depends on the last weights and cannot be built ahead",
-            ),
+            (run, "prefetch", "a batch of rollouts depends on the last weights and cannot be built ahead"),
             (run.evaluation, "batch_size", "source.held_out and source.max_concurrent say how attempts are made"),
         ):
             if setting in section.model_fields_set:

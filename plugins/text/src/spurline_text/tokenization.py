@@ -145,10 +145,7 @@ def share_read(datasets: Sequence[DatasetToTokenize]) -> list[float]:
 
 
 def tokenize(
-    datasets: Sequence[DatasetToTokenize],
-    config: RunConfig,
-    registry: Registry,
-    tokenizer: PreTrainedTokenizerBase,
+    datasets: Sequence[DatasetToTokenize], config: RunConfig, registry: Registry, tokenizer: PreTrainedTokenizerBase
 ) -> Tokenized:
     """Return all usable samples of the datasets, made by the configured tokenization component."""
     tokenization: Tokenization = registry.create(

@@ -131,10 +131,7 @@ def test_a_damaged_critic_is_named_and_nothing_is_loaded(tmp_path: Path, model: 
 
 def train(backend: LocalBackend, seed: int) -> list[dict[str, float]]:
     _, batch = rollouts(seed=seed)
-    return [
-        without_times(backend.update(batch, VALUES, role="critic")),
-        without_times(backend.update(batch, POLICY)),
-    ]
+    return [without_times(backend.update(batch, VALUES, role="critic")), without_times(backend.update(batch, POLICY))]
 
 
 def without_times(metrics: Any) -> dict[str, float]:

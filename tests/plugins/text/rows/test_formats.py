@@ -151,10 +151,7 @@ def test_text_parts_and_json_text_read_as_plain_messages(make_tokenizer):
 
 @pytest.mark.parametrize(
     ("column", "value", "mask"),
-    [
-        ("loss_mask", [1, 0, 1, 1], [0, 0, 1, 1]),
-        ("labels", [-100, -100, 12, 13], [0, 0, 1, 1]),
-    ],
+    [("loss_mask", [1, 0, 1, 1], [0, 0, 1, 1]), ("labels", [-100, -100, 12, 13], [0, 0, 1, 1])],
 )
 def test_pretokenized_rows_keep_their_tokens_and_never_train_the_first(make_tokenizer, column, value, mask):
     [outcome] = encode(make_tokenizer(), {"input_ids": [10, 11, 12, 13], column: value})

@@ -9,14 +9,7 @@ import math
 from collections.abc import Sequence
 
 from spurline_async_rl.timeline.configs import TimelinePanelConfig
-from spurline_async_rl.timeline.figure import (
-    MAX_LANES,
-    Window,
-    lanes_of,
-    last_window,
-    staleness_color,
-    timeline_figure,
-)
+from spurline_async_rl.timeline.figure import MAX_LANES, Window, lanes_of, last_window, staleness_color, timeline_figure
 from spurline_async_rl.timeline.records import SPAN_KINDS, TIMELINE_FILE, StepRecord, read_timeline
 from spurline_insight.report.figure import Trace, figure, line, one_of_several, raw_and_smoothed, step_figure
 from spurline_insight.report.markup import Panel, block, caption, columns

@@ -49,11 +49,7 @@ class MemoryMaker:
         held = list(weights)
         places = places_of(held)
         fill(self._room_for(end_of(places)), places, held)
-        where = {
-            _PATH: f"/proc/{os.getpid()}/fd/{self._file}",
-            _FILE: os.fstat(self._file).st_ino,
-            _SIZE: self._size,
-        }
+        where = {_PATH: f"/proc/{os.getpid()}/fd/{self._file}", _FILE: os.fstat(self._file).st_ino, _SIZE: self._size}
         return WeightBucket(SharedMemorySync.transport, places, where, machine=this_machine())
 
     def taken(self) -> None:

@@ -61,18 +61,7 @@ def count_up(out):
         out[place] = place
 
 
-def write_rows(
-    tokens,
-    begins,
-    lengths,
-    positions,
-    columns,
-    row_offsets,
-    pad,
-    input_ids,
-    segment_ids,
-    position_ids,
-):
+def write_rows(tokens, begins, lengths, positions, columns, row_offsets, pad, input_ids, segment_ids, position_ids):
     """Fill three columns [R, L] and return the number of tokens.
 
     `input_ids` receives the tokens of each segment, from `tokens[begins[sample]]` on, and `pad` on padding.

@@ -9,9 +9,7 @@ from spurline.testing.lazy import lazy_names
 if TYPE_CHECKING:
     from spurline_insight.testing.report_panel_contract import ReportPanelContract as ReportPanelContract
 
-_NAMES = {
-    "report_panel_contract": ("ReportPanelContract",),
-}
+_NAMES = {"report_panel_contract": ("ReportPanelContract",)}
 
 __all__, __getattr__, __dir__ = lazy_names(__name__, _NAMES)  # pyright: ignore[reportUnsupportedDunderAll]
 

@@ -12,12 +12,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    TextStreamer,
-)
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from spurline.config.loading import LoadedConfig
 from spurline.config.run_config import ModelConfig

@@ -61,10 +61,7 @@ def narrow_weights(causal: PreTrainedModel, dtype: torch.dtype, wide: torch.dtyp
 
 
 def narrow_trained_weights(
-    causal: PreTrainedModel,
-    dtype: torch.dtype,
-    wide: torch.dtype,
-    masters: MutableMapping[str, Tensor] | None = None,
+    causal: PreTrainedModel, dtype: torch.dtype, wide: torch.dtype, masters: MutableMapping[str, Tensor] | None = None
 ) -> None:
     """Convert all weights, frozen or trained, to this dtype where possible, one at a time.
 

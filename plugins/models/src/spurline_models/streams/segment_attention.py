@@ -300,13 +300,7 @@ _SINK_WIDTH = 8
 
 
 def _attend_with_sinks(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    visible: Tensor | None,
-    scores: Scores,
-    sinks: Tensor,
-    dropout: float,
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scores: Scores, sinks: Tensor, dropout: float
 ) -> Tensor:
     """Attend with one more key in front, which all queries see: its score is the head's sink, and its value is 0.
 

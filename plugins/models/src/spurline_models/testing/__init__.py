@@ -17,15 +17,9 @@ if TYPE_CHECKING:
     from spurline_models.testing.source_contract import SourceContract as SourceContract
 
 _NAMES = {
-    "optimizer_contract": (
-        "OptimizerContract",
-        "ScheduleContract",
-    ),
+    "optimizer_contract": ("OptimizerContract", "ScheduleContract"),
     "source_contract": ("SourceContract",),
-    "inputs": (
-        "write_tiny_model",
-        "write_tiny_moe_model",
-    ),
+    "inputs": ("write_tiny_model", "write_tiny_moe_model"),
 }
 
 __all__, __getattr__, __dir__ = lazy_names(__name__, _NAMES)  # pyright: ignore[reportUnsupportedDunderAll]

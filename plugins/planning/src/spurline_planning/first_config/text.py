@@ -189,12 +189,7 @@ def _training(choices: Choices, data: DataFacts) -> str:
     if choices.lora:
         lines += ["  lora:  # adapters; remove to train all weights", "    rank: 16"]
     if choices.eval:
-        lines += [
-            "",
-            "evaluation:",
-            "  at_start: true  # what the model can do before training",
-            "  every_steps: 50",
-        ]
+        lines += ["", "evaluation:", "  at_start: true  # what the model can do before training", "  every_steps: 50"]
     lines += [
         "",
         "checkpoint:",

@@ -229,13 +229,7 @@ def _attempts(table: pa.Table, pieces: _StoredPieces) -> Iterator[KeptAttempt]:
         parsed = {name: json.loads(row.pop(name)) for name in ("columns", "tags", "rewards", "info")}
         tokens, finish = row.pop("tokens"), row.pop("finish")
         yield KeptAttempt(
-            **row,
-            **parsed,
-            num_response_tokens=tokens,
-            finish_reason=finish,
-            _table=table,
-            _row=number,
-            _pieces=pieces,
+            **row, **parsed, num_response_tokens=tokens, finish_reason=finish, _table=table, _row=number, _pieces=pieces
         )
 
 

@@ -123,12 +123,7 @@ def _text_or_bytes(piece: bytes) -> str | list[int]:
 
 
 def attempts_table(
-    step: int,
-    status: Status,
-    scored: Sequence[ScoredGroup],
-    texts: TokenTexts,
-    prompts_per_epoch: int,
-    one_in: int,
+    step: int, status: Status, scored: Sequence[ScoredGroup], texts: TokenTexts, prompts_per_epoch: int, one_in: int
 ) -> pa.Table:
     """Return the attempts of these groups, one row for each.
 

@@ -185,10 +185,7 @@ class HubReader:
 
 
 _FileReader = JsonLinesReader | ParquetReader
-_READERS: Mapping[str, Callable[[Path, Any], _FileReader]] = {
-    ".jsonl": JsonLinesReader,
-    ".parquet": ParquetReader,
-}
+_READERS: Mapping[str, Callable[[Path, Any], _FileReader]] = {".jsonl": JsonLinesReader, ".parquet": ParquetReader}
 
 
 def _open(path: Path, place: Any) -> _FileReader:
