@@ -11,7 +11,6 @@ import pytest
 from run_helpers import Config, Spurline, fail_at, kept_steps, read_metrics, train
 from safetensors.torch import load_file
 
-from spurline.errors import ConfigError
 from spurline.run.checkpoints import saving
 from spurline_insight.report.record import read_record
 
@@ -124,18 +123,6 @@ def test_another_measure_of_the_best_begins_again_and_says_so(
     give_scores(3, 4, 5)
     assert kept_steps(train(scored_config)) == [4, 6]
     assert "the best eval/score so far, 9 at step 2, no longer counts" in capsys.readouterr().out
-
-
-def test_a_metric_that_no_evaluation_measures_is_named_and_costs_no_training(
-    scored_config: Config, give_scores: GiveScores
-) -> None:
-    give_scores(*range(9))
-    scored_config["evaluation"]["every_steps"] = 2
-    scored_config["checkpoint"]["keep_best"] = "eval/los"
-    with pytest.raises(ConfigError, match="Did you mean 'eval/loss'"):
-        train(scored_config)
-    scored_config["checkpoint"]["keep_best"] = "eval/loss"
-    assert train(scored_config).steps == [1, 2, 3, 4, 5, 6]
 
 
 def test_the_best_checkpoint_can_be_exported_by_name(

@@ -65,13 +65,6 @@ def test_an_advantage_where_a_loss_belongs_is_told_its_place_and_the_loss_that_g
     assert "Did you mean" not in line
 
 
-@pytest.mark.parametrize("algorithm", ["ipo", "reinforce", "orpo", "simpo", "gspoo", "cpo"])
-def test_an_algorithm_that_is_not_there_is_never_taken_for_another_one(failing: Failing, algorithm: str) -> None:
-    (line,) = failing(MINIMAL + f"loss: {algorithm}\n")
-    assert ("Did you mean" in line) == (algorithm == "gspoo"), line
-    assert "Available: cispo, " in line
-
-
 @pytest.mark.parametrize(
     ("text", "fix"),
     [
@@ -98,12 +91,6 @@ def test_a_component_of_a_plugin_that_is_not_listed_names_the_plugin(failing: Fa
     assert f"list it under plugins: [{plugin}]." in line
 
 
-@pytest.mark.parametrize(("written", "meant"), [("fsdp", "fsdp_backend"), ("vllm", "async_rl")])
-def test_a_part_of_a_plugin_in_the_place_of_its_name_is_told_the_plugin(written: str, meant: str) -> None:
-    with pytest.raises(PluginError, match=f"Did you mean '{meant}'"):
-        PluginHost.load([written])
-
-
 def test_what_the_plugins_of_this_project_have_is_as_the_table_says() -> None:
     commands = installed_commands().values()
     core = PluginHost.load([f"-{name}" for name in DEFAULT_PLUGINS])
@@ -122,19 +109,6 @@ def test_what_the_plugins_of_this_project_have_is_as_the_table_says() -> None:
 
 REQUIRED = {"agents": ("async_rl",)}
 """Plugins that must be listed with a plugin."""
-
-
-def test_problem_in_a_named_reward_has_its_key_path(failing: Failing) -> None:
-    (line,) = failing(
-        MINIMAL + "evaluation:\n  generate:\n    rewards:\n      ok: {name: exact_match, ignore_cas: 1}\n"
-    )
-    assert line.startswith("run.yaml:7: evaluation.generate.rewards.ok.ignore_cas is not a setting of 'exact_match'.")
-
-
-def test_every_installed_command_says_what_it_does() -> None:
-    summaries = {name: entry.summary() for name, entry in installed_commands().items()}
-    assert summaries
-    assert not [name for name, line in summaries.items() if line.startswith(("(of ", "of ")) or not line.endswith(".")]
 
 
 def reward(project: Path, path: str) -> str:
@@ -195,11 +169,6 @@ class OwnCollatorConfig(CollatorConfig):
         return self.tokens
 
 
-class OwnTurnsConfig(CollatorConfig):
-    one_turn_per_row = True
-    name: str = "own_turns"
-
-
 class OwnMiniBatchesConfig(MiniBatchesConfig):
     name: str = "own_minibatches"
 
@@ -233,15 +202,7 @@ class OwnPromptsConfig(SourceConfig):
         return replace(super().facts, num_prompts=6, without_critic=None)
 
 
-OWN = (
-    OwnCollatorConfig,
-    OwnTurnsConfig,
-    OwnMiniBatchesConfig,
-    OwnBackendConfig,
-    OwnEnvironmentConfig,
-    OwnLossConfig,
-    OwnPromptsConfig,
-)
+OWN = (OwnCollatorConfig, OwnMiniBatchesConfig, OwnBackendConfig, OwnEnvironmentConfig, OwnLossConfig, OwnPromptsConfig)
 
 
 def register(registry: ComponentRegistrar) -> None:
@@ -287,20 +248,3 @@ def test_what_does_not_fit_is_refused_also_of_a_plugin_of_others(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config({**BASE, **settings}, available=with_own.available)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"source": ROLLOUTS, "collator": "own_turns"},
-        {"source": ROLLOUTS, "minibatches": "own_minibatches"},
-        {"source": {**ROLLOUTS, "advantage_scope": "minibatch"}, "minibatches": "whole"},
-        {"source": "preference", "backend": "own_backend"},
-        {"source": {"name": "rollouts", "environment": "own_environment", "reward_weights": {"speed": 1.0}}},
-        {"source": "own_prompts", "minibatches": {"name": "by_prompt", "prompts_per_minibatch": 3}, "critic": {}},
-    ],
-)
-def test_what_fits_is_taken_also_of_a_plugin_of_others(with_own: FakePlugins, settings: dict[str, Any]) -> None:
-    config = load_config({**BASE, **settings}, available=with_own.available).config
-    named = {section: value if isinstance(value, str) else value.get("name") for section, value in settings.items()}
-    assert {section: getattr(getattr(config, section), "name", None) for section in settings} == named

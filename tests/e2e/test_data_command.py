@@ -16,7 +16,6 @@ from spurline.config.loading import load_config
 from spurline_planning.data_preview import terminal
 from spurline_planning.data_preview.rows import ShownData, ShownSequence, show_data
 from spurline_planning.data_preview.terminal import plain_lines, print_data
-from spurline_text.sources.sft import SftSource
 
 HOSTILE = "\x1b[31m\x9b<script>alert('x')</script> & \u202e😀 ⟦"
 
@@ -202,15 +201,6 @@ def test_rows_that_only_the_environment_reads_are_shown_by_what_is_known_of_them
     assert "its columns are read by the environment alone" in data.rows[0].sequences[0].notes
 
 
-def test_a_source_that_shows_nothing_beforehand_is_said_to(
-    base_config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(SftSource, "pure", False)
-    data = show(base_config)
-    assert not data.rows
-    assert "nothing to show: the source 'sft'" in data.facts[-1]
-
-
 def test_no_control_character_reaches_a_terminal(base_config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     give_rows(base_config, chat(("user", HOSTILE), ("assistant", HOSTILE)))
     data = show(base_config)
@@ -226,19 +216,6 @@ def test_no_control_character_reaches_a_terminal(base_config: Config, monkeypatc
     print_data(data, colours)
     # Only sequences that begin a style.
     assert "\x9b" not in re.sub(r"\x1b\[[\d;]*m", "", colours.getvalue())
-
-
-def test_colours_are_for_terminals_that_want_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    assert terminal.has_colours(Terminal())
-    assert not terminal.has_colours(io.StringIO())
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert not terminal.has_colours(Terminal())
 
 
 def test_no_weights_are_read(base_config: Config, tmp_path: Path) -> None:

@@ -13,9 +13,6 @@ from spurline import load_config
 from spurline.errors import ConfigError, HookFailedError
 from spurline.trackers.jsonl import read_json_lines
 from spurline_insight.report.record import read_record
-from spurline_planning.plan import make_plan
-
-WriteConfig = Callable[[Config], Path]
 
 
 @pytest.fixture
@@ -76,14 +73,6 @@ def test_an_end_that_cannot_come_is_an_error(config: Config, setting: Config, ke
     with pytest.raises(ConfigError) as caught:
         load_config(config | {"stop_when": setting})
     assert_problem(caught, key=key, fix=fix)
-
-
-def test_the_plan_says_when_the_run_may_end_and_what_it_keeps(config: Config) -> None:
-    config["stop_when"] = {"metric": "eval/loss", "patience": 2, "reaches": 0.5}
-    lines = make_plan(load_config(config)).sections["steps"]
-    end = "ends early when eval/loss reaches 0.5 or has not got better in 2 evaluations in a row; less is better"
-    assert end in lines
-    assert "keeps the last weights, not the best; checkpoint.keep_best: eval/loss keeps those too" in lines
 
 
 def test_the_model_before_training_is_step_0_and_nothing_else_changes(spurline: Spurline, config: Config) -> None:

@@ -232,12 +232,6 @@ def test_a_third_party_adds_an_evaluation_with_a_config_class_and_a_factory(
         train(third_party(sft))
 
 
-def test_a_length_that_does_not_fit_names_the_evaluation_that_asks_for_it(sft: Config) -> None:
-    sft["evaluations"]["few"]["max_new_tokens"] = 100_000
-    with pytest.raises(ConfigError, match=r"evaluations\.few\.max_new_tokens is 100,000"):
-        train(sft)
-
-
 def test_a_mistyped_best_metric_that_only_an_evaluation_tells_is_found_when_it_is_first_made(
     sft: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,13 +95,6 @@ def assert_answers_as_exported(loaded: LoadedConfig, exported: Path, scratch: Pa
     assert all(torch.equal(state[name], value) for name, value in expected.causal.state_dict().items())
 
 
-def test_adapters_on_random_weights_are_exported_too(base_config: Config, tmp_path: Path) -> None:
-    base_config["model"]["init"] = "random"
-    loaded = trained(base_config, lora=ADAPTERS)
-    export_run(loaded, tmp_path / "exported")
-    assert contents(tmp_path / "exported") == contents(Path(base_config["run_dir"]) / "model")
-
-
 def test_a_backend_that_alone_can_read_its_checkpoints_is_built_to_answer(
     base_config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

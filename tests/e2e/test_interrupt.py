@@ -159,14 +159,6 @@ def test_the_end_says_how_to_go_on(spurline: Spurline, base_config: Config, monk
     assert out.rstrip().endswith("run.yaml --set seed=3 --set steps=9")
 
 
-def test_one_after_the_last_step_has_stopped_nothing(
-    spurline: Spurline, base_config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Session, "_export_if_finished", lambda *_: interrupt())
-    code, out, _ = spurline("train", base_config)
-    assert (code, "Finished at step 6." in out) == (0, True)
-
-
 @pytest.mark.processes
 def test_ctrl_c_in_a_terminal_is_answered_and_ends_the_process_in_order(
     killable_process: Callable[..., KillableProcess], base_config: Config

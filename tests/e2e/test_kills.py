@@ -1,4 +1,7 @@
-"""kill -9 at random instants, of one process or of ranks; the same command goes on with the uninterrupted metrics."""
+"""kill -9 at random instants, of one process or of ranks; the same command goes on with the uninterrupted metrics.
+
+The state of a plugin, the average of the example plugin, goes on bit for bit too.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,12 @@ from typing import Literal
 
 import psutil
 import pytest
+import torch
+from fake_plugins import install_plugin
 from run_helpers import (
     Config,
     KillableProcess,
+    Trained,
     assert_metrics_close,
     assert_same_run,
     config_to_kill,
@@ -22,8 +28,11 @@ from run_helpers import (
     train,
     wait_for,
 )
+from safetensors.torch import load_file
 
 from spurline.run.checkpoints.checkpoint import CheckpointStore
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 Victim = Literal["controller", "rank", "all"]
 Kill = Callable[..., KillableProcess]
@@ -53,17 +62,47 @@ def test_a_killed_run_of_one_process_ends_with_the_metrics_of_the_uninterrupted_
     config = config_to_kill(base_config, spurline_chat_file, 12 * kills)
     if beside:
         config["checkpoint"] = {"every_steps": 1, "async": True}
+    _assert_kills_change_nothing(config, kills, killable_process)
+
+
+@pytest.mark.processes
+def test_the_average_of_the_example_plugin_is_the_one_of_the_uninterrupted_run(
+    base_config: Config,
+    spurline_chat_file: Path,
+    killable_process: Kill,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    install_plugin(tmp_path / "site", monkeypatch, "ema", "spurline_plugin_ema.plugin", EXAMPLES / "plugin_ema" / "src")
+    kills = 20 if SOAK else 2
+    ema = {"plugins": ["ema"], "ema": {"decay": 0.9, "export": False}}
+    config = config_to_kill(base_config | ema, spurline_chat_file, 12 * kills)
+    run, whole = _assert_kills_change_nothing(config, kills, killable_process)
+    one, other = (
+        load_file(kept.run_dir / f"checkpoints/step-{kept.step:08d}/hooks/ema/weights.safetensors")
+        for kept in (run, whole)
+    )
+    assert one.keys() == other.keys()
+    assert all(name.startswith("weights/") for name in one)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert [line["step"] for line in run.lines if "ema/loss" in line][:2] == [10, 20]
+
+
+def _assert_kills_change_nothing(config: Config, kills: int, start: Kill) -> tuple[Trained, Trained]:
+    """Return the run that was killed and the one that was not."""
     whole = train(config, name="whole")
     instants = random.Random(7)
     for kill in range(kills):
         # Every fourth somewhere in the start: reading, restoring, cutting the metrics back.
         steps = instants.randint(1, 6) if kill % 4 != 3 else None
-        process = killable_process(config)
+        process = start(config)
         process.wait_for_steps(steps, instants.uniform(0, 0.4 if steps is None else 0.03))
         process.kill()
         if (Path(config["run_dir"]) / "checkpoints").exists():
             CheckpointStore(Path(config["run_dir"]) / "checkpoints").latest()
-    assert_same_run(train(config), whole)
+    run = train(config)
+    assert_same_run(run, whole)
+    return run, whole
 
 
 @pytest.mark.parametrize(
@@ -82,7 +121,7 @@ def test_killed_ranks_go_on_with_the_metrics_of_the_uninterrupted_run(
     base_config: Config, spurline_chat_file: Path, killable_process: Kill, case: str, victims: Sequence[Victim]
 ) -> None:
     """They are equal bit for bit on the same ranks, with dropout too, and to rounding on others."""
-    config = whole = config_to_kill(base_config, spurline_chat_file, 6 + 6 * len(victims))
+    config = whole = config_to_kill(base_config, spurline_chat_file, 18 + 6 * len(victims))
     if case != "fsdp":
         # Dropout is drawn by rank, and Megatron models have none.
         del config["model"]["config_overrides"]

@@ -9,27 +9,31 @@ from typing import Any
 
 import pytest
 import torch
-from run_helpers import Config, read_metrics, train
-from safetensors.torch import load_file
+from run_helpers import Config, assert_same_run, train, write_pairs
 
 from spurline.data.batch import MAY_BE_WIDE
 from spurline_models.local.backend import LocalBackend
 
 
 @pytest.fixture
-def pairs_config(base_config: Config) -> Config:
-    rows = Path(base_config["data"]["train"]).with_name("pairs.jsonl")
-    pair = '{{"prompt": "say {0}", "chosen": " {0}", "rejected": " no {0}"}}\n'
-    rows.write_text("".join(pair.format(number) for number in range(40)))
+def pairs_config(base_config: Config, tmp_path: Path) -> Config:
+    rows = write_pairs(tmp_path / "pairs.jsonl", 40, seed=0)
     return base_config | {"source": "preference", "data": {"train": str(rows), "max_length": 64}}
 
 
-@pytest.mark.parametrize("of", ["base_config", "pairs_config", "rl_config"])
-@pytest.mark.parametrize("plugins", [[], ["collation_fast"]])
+@pytest.mark.parametrize(
+    ("kind", "plugins"),
+    [
+        ("base_config", []),
+        ("base_config", ["collation_fast"]),
+        ("pairs_config", ["collation_fast"]),
+        ("rl_config", ["collation_fast"]),
+    ],
+)
 def test_narrow_and_wide_columns_train_the_same_bits(
-    of: str, plugins: list[str], request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, plugins: list[str], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config: Config = request.getfixturevalue(of) | {"plugins": plugins, "steps": 2, "report": {"enabled": False}}
+    config: Config = request.getfixturevalue(kind) | {"plugins": plugins, "steps": 2, "report": {"enabled": False}}
     seen: set[torch.dtype] = set()
 
     def widened(method: Callable[..., Any], *, wide: bool) -> Callable[..., Any]:
@@ -41,17 +45,11 @@ def test_narrow_and_wide_columns_train_the_same_bits(
 
         return call
 
-    results: list[Any] = []
-    for wide in (False, True):
+    for name, wide, dtype in (("narrow", False, torch.int32), ("wide", True, torch.int64)):
         with monkeypatch.context() as patch:
-            for name in ("update", "logprobs"):
-                patch.setattr(LocalBackend, name, widened(getattr(LocalBackend, name), wide=wide))
+            for method in ("update", "logprobs"):
+                patch.setattr(LocalBackend, method, widened(getattr(LocalBackend, method), wide=wide))
             seen.clear()
-            result = train(config | {"run_dir": str(tmp_path / str(wide))})
-        assert seen == {torch.int64 if wide else torch.int32}
-        assert result.checkpoint is not None
-        losses = [(line["loss"], line["grad_norm"]) for line in read_metrics(tmp_path / str(wide))]
-        results.append((losses, load_file(result.checkpoint / "backend" / "model.safetensors")))
-    (narrow_losses, narrow), (wide_losses, wide_weights) = results
-    assert narrow_losses == wide_losses
-    assert all(torch.equal(narrow[name], wide_weights[name]) for name in narrow)
+            train(config, name=name)
+        assert seen == {dtype}
+    assert_same_run(f"{config['run_dir']}-narrow", f"{config['run_dir']}-wide")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,39 +11,23 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from run_helpers import (
-    Config,
-    Spurline,
-    assert_pieces_equal_the_whole,
-    assert_same_weights,
-    deterministic,
-    read_metrics,
-    train,
-)
+from async_runs import assert_equals_synchronous, asynchronous, comparable
+from run_helpers import Config, Spurline, assert_pieces_equal_the_whole, assert_same_weights, train, write_rows
 
 from spurline import load_config
 from spurline.errors import ConfigError
 from spurline.protocols.order import ScoredDraw
 from spurline.run.build import build_data
-from spurline.run.checkpoints.checkpoint import CheckpointStore
 from spurline.run.checkpoints.state_files import read_state
 from spurline_rl.reward_adaptive import RewardAdaptiveOrder
 
 CURRICULUM = {"name": "curriculum", "column": "meta.difficulty"}
-STATIC = ["uniform", "sequential", CURRICULUM, {**CURRICULUM, "direction": "descending", "stages": 4}]
+STATIC = ["sequential", {**CURRICULUM, "direction": "descending", "stages": 4}]
 ADAPTIVE = {"name": "reward_adaptive", "reward": "early", "floor": 0.01}
 
 
 def difficulty(number: int) -> int:
     return 5 * number % 7
-
-
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
-    if path.suffix == ".parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(path)
 
 
 def chat_rows(count: int = 40) -> list[dict[str, Any]]:
@@ -77,14 +60,14 @@ def pair_rows() -> list[dict[str, Any]]:
 @pytest.fixture
 def sft_config(base_config: Config, tmp_path: Path) -> Config:
     """Nine samples a step of 32 usable ones, so that epochs end within batches."""
-    base_config["data"] |= {"train": write_rows(tmp_path / "graded.jsonl", chat_rows()), "too_long": "drop"}
+    base_config["data"] |= {"train": str(write_rows(tmp_path / "graded.jsonl", chat_rows())), "too_long": "drop"}
     return base_config | {"batch_size": 9, "collator": "padded"}
 
 
 @pytest.fixture
 def graded_rl_config(rl_config: Config, tmp_path: Path) -> Config:
     rows = [row for number, row in enumerate(chat_rows()) if number % 5 != 3][:10]
-    rl_config["data"]["train"] = write_rows(tmp_path / "graded.jsonl", rows)
+    rl_config["data"]["train"] = str(write_rows(tmp_path / "graded.jsonl", rows))
     rl_config["source"]["sampling"] = {"max_new_tokens": 3}
     return rl_config
 
@@ -111,7 +94,10 @@ def joined(steps: list[list[int]]) -> list[int]:
 def test_a_curriculum_rises_through_each_epoch_although_rows_were_dropped_and_tokens_cached(
     sft_config: Config, tmp_path: Path, suffix: str
 ) -> None:
-    sft_config["data"] |= {"train": write_rows(tmp_path / f"rows.{suffix}", chat_rows()), "order": CURRICULUM}
+    if suffix == "parquet":
+        sft_config["data"]["train"] = str(tmp_path / "rows.parquet")
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(chat_rows()), sft_config["data"]["train"])
+    sft_config["data"]["order"] = CURRICULUM
     usable = [number for number in range(40) if number % 5 != 3]
     plain = rows_by_step(sft_config, 8)
     for epoch in range(2):
@@ -124,7 +110,7 @@ def test_a_curriculum_rises_through_each_epoch_although_rows_were_dropped_and_to
 
 
 def test_a_curriculum_of_pairs_rises_and_leaves_out_what_is_no_pair(sft_config: Config, tmp_path: Path) -> None:
-    sft_config["data"] |= {"train": write_rows(tmp_path / "pairs.jsonl", pair_rows()), "order": CURRICULUM}
+    sft_config["data"] |= {"train": str(write_rows(tmp_path / "pairs.jsonl", pair_rows())), "order": CURRICULUM}
     config = sft_config | {"source": "preference", "batch_size": 8}
     rows = joined(rows_by_step(config, 4))
     assert sorted(rows) == [number for number in range(40) if number % 5 != 3]
@@ -138,7 +124,7 @@ def test_length_grouping_pads_less(sft_config: Config, tmp_path: Path) -> None:
     rows = chat_rows(90)
     for number, row in enumerate(rows):
         row["messages"][1]["content"] = "x" * (1 + 37 * number % 60)
-    sft_config["data"]["train"] = write_rows(tmp_path / "long.jsonl", rows)
+    sft_config["data"]["train"] = str(write_rows(tmp_path / "long.jsonl", rows))
 
     def fill(order: str) -> float:
         sft_config["data"]["order"] = order
@@ -154,36 +140,23 @@ def name_of(order: str | Mapping[str, Any]) -> str:
     return order if isinstance(order, str) else "-".join(map(str, order.values()))
 
 
-@pytest.mark.parametrize("order", [*STATIC[1:], {"name": "length_grouped", "pool_batches": 2}], ids=name_of)
+@pytest.mark.parametrize("order", [*STATIC, {"name": "length_grouped", "pool_batches": 2}], ids=name_of)
 def test_fine_tuning_cut_in_pieces_equals_the_uninterrupted_run(sft_config: Config, tmp_path: Path, order: Any) -> None:
     sft_config["data"]["order"] = order
     assert_pieces_equal_the_whole(sft_config, tmp_path, [2, 4])
 
 
-@pytest.mark.parametrize("order", [*STATIC[1:], ADAPTIVE], ids=name_of)
-def test_reinforcement_learning_cut_in_pieces_equals_the_uninterrupted_run(
-    graded_rl_config: Config, tmp_path: Path, order: Any
-) -> None:
-    graded_rl_config["data"]["order"] = order
-    assert_pieces_equal_the_whole(graded_rl_config, tmp_path, [2, 4])
-
-
 # The adaptive one too: without staleness, what it decides for a step depends on the steps before it alone.
-@pytest.mark.parametrize("order", [*STATIC[1:], ADAPTIVE], ids=name_of)
-def test_zero_staleness_equals_the_synchronous_run_with_every_order(
-    graded_rl_config: Config, tmp_path: Path, order: Any
+@pytest.mark.parametrize("order", [*STATIC, ADAPTIVE], ids=name_of)
+def test_rollouts_cut_in_pieces_equal_the_uninterrupted_run_and_the_asynchronous_one_without_staleness(
+    graded_rl_config: Config, order: Any
 ) -> None:
     graded_rl_config["data"]["order"] = order
-    synchronous = graded_rl_config | {"run_dir": str(tmp_path / "synchronous")}
-    source = {**graded_rl_config["source"], "name": "async_rollouts", "max_staleness": 0}
-    ahead = graded_rl_config | {"run_dir": str(tmp_path / "ahead"), "plugins": ["async_rl"], "source": source}
-    for config in (synchronous, ahead):
-        train(config)
-    lines = [deterministic(read_metrics(config["run_dir"])) for config in (synchronous, ahead)]
-    assert [[line[name] for name in ("loss", "reward/mean", "epoch")] for line in lines[0]] == [
-        [line[name] for name in ("loss", "reward/mean", "epoch")] for line in lines[1]
-    ]
-    assert_same_weights(tmp_path / "synchronous", tmp_path / "ahead")
+    train(graded_rl_config, stop_after=3)
+    pieces = train(graded_rl_config)
+    whole = assert_equals_synchronous(asynchronous(graded_rl_config | {"run_dir": f"{pieces.run_dir}-whole"}))
+    assert comparable(pieces) == comparable(whole)
+    assert_same_weights(pieces, whole)
 
 
 def test_an_adaptive_order_hears_of_every_group_also_while_groups_run_ahead(
@@ -199,15 +172,11 @@ def test_an_adaptive_order_hears_of_every_group_also_while_groups_run_ahead(
 
     monkeypatch.setattr(RewardAdaptiveOrder, "observe", listen)
     graded_rl_config["data"]["order"] = ADAPTIVE
-    source = {"name": "async_rollouts", "max_staleness": 2, "correction": "tis"}
-    graded_rl_config |= {"plugins": ["async_rl"], "steps": 3}
-    graded_rl_config["source"] |= source
-    train(graded_rl_config)
-    graded_rl_config["steps"] = 8
-    train(graded_rl_config)
-    checkpoint = CheckpointStore(Path(graded_rl_config["run_dir"]) / "checkpoints").latest()
+    config = asynchronous(graded_rl_config, max_staleness=2, correction="tis")
+    train(config, steps=3)
+    checkpoint = train(config, steps=8).checkpoint
     assert checkpoint is not None
-    state: Any = read_state(checkpoint.path / "components" / "source" / "async_rollouts")
+    state: Any = read_state(checkpoint / "components" / "source" / "async_rollouts")
     trained = state["ledger"]["states"]
     assert {step: np.flatnonzero(trained == step).tolist() for step in range(1, 9)} == heard
 
@@ -219,7 +188,7 @@ def test_a_plan_names_row_and_column_where_the_difficulty_is_missing(
     config = request.getfixturevalue("sft_config" if source == "sft" else "graded_rl_config")
     rows = chat_rows(8)
     rows[2]["meta"] = {"dificulty": 3}
-    config["data"] |= {"train": write_rows(tmp_path / "rows.jsonl", rows), "order": CURRICULUM}
+    config["data"] |= {"train": str(write_rows(tmp_path / "rows.jsonl", rows)), "order": CURRICULUM}
     code, out, err = spurline("plan", config)
     assert code == 2
     told = " ".join((out + err).split())

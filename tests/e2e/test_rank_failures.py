@@ -5,18 +5,15 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from fake_plugins import install_plugin
-from run_helpers import Config, Spurline, WriteConfig, num_lines, on_ranks, read_metrics, train, train_command, wait_for
+from run_helpers import Config, KillableProcess, Spurline, on_ranks, read_metrics, train, wait_for
 
 from spurline.errors import CheckpointError
 
@@ -25,21 +22,6 @@ pytestmark = pytest.mark.processes
 
 CTRL_C = 128 + signal.SIGINT
 """Exit code of a command that it ended."""
-
-
-@contextmanager
-def started(config: Path, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """`spurline train` as a shell starts it in the foreground, with the modules that this process has. log: what it
-    says."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    with log.open("w") as said:
-        # A shell gives a group of its own to each command.
-        process = subprocess.Popen(train_command(config), stdout=said, stderr=said, process_group=0, env=environment)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait(10)
 
 
 @pytest.fixture
@@ -63,9 +45,9 @@ def failing(base_config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ],
 )
 def test_the_rank_that_failed_is_named_and_how_to_go_on(
-    spurline: Spurline, write_config: WriteConfig, failing: Any, how: str, code: int, said: str
+    spurline: Spurline, failing: Any, how: str, code: int, said: str
 ) -> None:
-    config = write_config(failing(how))
+    config = failing(how)
     began = psutil.Process().children(recursive=True)
     result, _, err = spurline("train", config)
     assert result == code
@@ -73,8 +55,8 @@ def test_the_rank_that_failed_is_named_and_how_to_go_on(
     assert "ank 1 of 2 (process " in err
     assert ("Traceback" in err) == (how == "value")
     assert ("in _raises_a_value_error" in err) == (how == "value")
-    run_dir = Path(failing(how)["run_dir"])
-    go_on = f"The last checkpoint is {run_dir}/checkpoints/step-00000002. Go on with: spurline train {config}"
+    run_dir = Path(config["run_dir"])
+    go_on = f"The last checkpoint is {run_dir}/checkpoints/step-00000002. Go on with: spurline train {run_dir.parent}/"
     assert (go_on in err) == (how != "data"), "an error of ours says itself what to do"
     assert len(read_metrics(run_dir)) == 2
     # The process that they are forked from stays for the next ones.
@@ -92,43 +74,39 @@ def test_a_rank_that_stands_still_is_named_with_its_stack(spurline: Spurline, fa
 
 
 def test_ctrl_c_in_a_terminal_finishes_the_step_and_saves_it(
-    base_config: Config, write_config: WriteConfig, spurline: Spurline, tmp_path: Path
+    base_config: Config, killable_process: Callable[..., KillableProcess]
 ) -> None:
-    run_dir, log = Path(base_config["run_dir"]), tmp_path / "log"
-    config = write_config(on_ranks(base_config | {"steps": 100_000, "checkpoint": {}}))
-    with started(config, log) as process:
-        metrics = run_dir / "metrics.jsonl"
-        wait_for(lambda: num_lines(metrics) > 0 or process.poll() is not None, "the first step")
-        family = psutil.Process(process.pid).children(recursive=True)
-        os.killpg(process.pid, signal.SIGINT)
-        assert process.wait(60) == CTRL_C, log.read_text()
-    assert "and saving; press Ctrl-C again to stop now" in log.read_text()
+    run_dir = Path(base_config["run_dir"])
+    config = on_ranks(base_config | {"steps": 100_000, "checkpoint": {}})
+    process = killable_process(config)
+    process.wait_for_steps(1)
+    family = psutil.Process(process.pid).children(recursive=True)
+    # As a terminal sends it: to all processes of the group.
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(60) == CTRL_C, process.said()
+    assert "and saving; press Ctrl-C again to stop now" in process.said()
     done = len(read_metrics(run_dir))
     assert (run_dir / f"checkpoints/step-{done:08d}").is_dir()
     wait_for(lambda: not any(process.is_running() for process in family), "the end of all processes", 25)
-    code, out, _ = spurline("train", config, "--set", f"steps={done + 1}", "--allow-change", "steps")
-    assert code == 0, out
-    assert len(read_metrics(run_dir)) == done + 1
+    assert train(config, steps=done + 1, allow_change=["steps"]).step == done + 1
 
 
 def test_a_second_ctrl_c_ends_a_step_that_stands_still_at_once(
-    failing: Any, write_config: WriteConfig, tmp_path: Path
+    failing: Any, killable_process: Callable[..., KillableProcess]
 ) -> None:
-    changes = failing("sleep")
-    config, log = write_config(changes), tmp_path / "log"
-    with started(config, log) as process:
-        saved = Path(changes["run_dir"]) / "checkpoints/step-00000002"
-        wait_for(lambda: saved.is_dir() or process.poll() is not None, "two steps")
-        # The next step has begun by then, and never ends.
-        time.sleep(1)
-        family = psutil.Process(process.pid).children(recursive=True)
-        os.killpg(process.pid, signal.SIGINT)
-        wait_for(lambda: "press Ctrl-C again" in log.read_text(), "the answer to the first one", 10)
-        os.killpg(process.pid, signal.SIGINT)
-        assert process.wait(20) == CTRL_C, log.read_text()
-    said = log.read_text()
-    assert "Traceback" not in said
-    assert f"Stopped at once, after step 2. The last checkpoint is {saved}. Go on with: spurline train {config}" in said
+    config = failing("sleep")
+    process = killable_process(config)
+    saved = Path(config["run_dir"]) / "checkpoints/step-00000002"
+    wait_for(lambda: saved.is_dir() or process.poll() is not None, "two steps")
+    # The next step has begun by then, and never ends.
+    time.sleep(1)
+    family = psutil.Process(process.pid).children(recursive=True)
+    os.killpg(process.pid, signal.SIGINT)
+    wait_for(lambda: "press Ctrl-C again" in process.said(), "the answer to the first one", 10)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(20) == CTRL_C, process.said()
+    assert "Traceback" not in process.said()
+    assert f"Stopped at once, after step 2. The last checkpoint is {saved}. Go on with: spur" in process.said()
     wait_for(lambda: not any(process.is_running() for process in family), "the end of all processes", 25)
 
 

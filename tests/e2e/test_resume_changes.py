@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-from run_helpers import Config, Spurline, WriteConfig, assert_same_weights, deterministic, read_metrics, train
+from async_runs import asynchronous
+from run_helpers import Config, Spurline, WriteConfig, assert_same_weights, read_metrics, train
 
 from spurline import Run, load_config
 from spurline.errors import CheckpointError
-from spurline.plugins.hookspecs import hookimpl
 from spurline.run.directory import RunDirectory
 from spurline_insight.report.page import write_run_report
-
-
-def train_until(config: Config, step: int) -> None:
-    assert train(config, stop_after=step).step == step
 
 
 def changed(config: Config, **sections: Config) -> Config:
@@ -34,30 +29,22 @@ def changed(config: Config, **sections: Config) -> Config:
         {"collator": {"max_tokens": 512}},
     ],
 )
-def test_a_run_goes_on_with_less_memory_and_learns_the_same(
-    base_config: Config, tmp_path: Path, sections: Config
-) -> None:
-    whole = {**base_config, "run_dir": str(tmp_path / "whole")}
-    train(whole)
-    train_until(base_config, 3)
-    train(changed(base_config, **sections))
-    losses, expected = ([line["loss"] for line in read_metrics(config["run_dir"])] for config in (base_config, whole))
-    assert losses == pytest.approx(expected, rel=1e-5)
+def test_a_run_goes_on_with_less_memory_and_learns_the_same(base_config: Config, sections: Config) -> None:
+    whole = train(base_config, name="whole")
+    train(base_config, stop_after=3)
+    run = train(changed(base_config, **sections))
+    assert [line["loss"] for line in run.lines] == pytest.approx([line["loss"] for line in whole.lines], rel=1e-5)
 
 
-def test_a_faster_prefetch_changes_nothing(base_config: Config, tmp_path: Path) -> None:
-    whole = {**base_config, "run_dir": str(tmp_path / "whole"), "plugins": ["collation_fast"]}
-    whole |= {"prefetch": "serial", "tokenization": "sequential"}
-    train(whole)
-    pieces = {**whole, "run_dir": str(tmp_path / "pieces")}
-    train_until(pieces, 3)
-    faster = {"prefetch": "async", "tokenization": {"name": "parallel", "workers": 0, "disable_cache": True}}
-    train({**pieces, **faster})
-    fields = ("step", "loss", "grad_norm", "lr")
-    assert [[line[name] for name in fields] for line in read_metrics(pieces["run_dir"])] == [
-        [line[name] for name in fields] for line in read_metrics(whole["run_dir"])
-    ]
-    assert_same_weights(tmp_path / "pieces", tmp_path / "whole")
+def test_a_faster_prefetch_changes_nothing(base_config: Config) -> None:
+    config = {**base_config, "plugins": ["collation_fast"], "prefetch": "serial", "tokenization": "sequential"}
+    whole = train(config, name="whole")
+    train(config, stop_after=3)
+    tokenization = {"name": "parallel", "workers": 0, "disable_cache": True}
+    run = train(config, prefetch="async", tokenization=tokenization)
+    for name in ("step", "loss", "grad_norm", "lr"):
+        assert [line[name] for line in run.lines] == [line[name] for line in whole.lines]
+    assert_same_weights(run, whole)
 
 
 def test_other_held_out_data_is_a_note(
@@ -67,24 +54,18 @@ def test_other_held_out_data_is_a_note(
     other.write_text("".join(spurline_chat_file.read_text().splitlines(keepends=True)[:9]))
     base_config["data"]["eval"] = str(spurline_chat_file)
     base_config["evaluation"] = {"every_steps": 2}
-    train_until(base_config, 3)
+    train(base_config, stop_after=3)
     train(changed(base_config, data={"eval": str(other)}, evaluation={"every_steps": 1}))
     out = capsys.readouterr().out
     assert "The held-out data of eval is not that of the checkpoint: scores before and after do not compare." in out
     assert "evaluation.every_steps: 2 -> 1." in out
 
 
-def test_held_out_data_may_be_added(base_config: Config, spurline_chat_file: Path) -> None:
-    train_until(base_config, 3)
-    train(changed(base_config, data={"eval": str(spurline_chat_file)}))
-    assert "eval/loss" in read_metrics(base_config["run_dir"])[-1]
-
-
 def test_an_allowed_change_counts_from_the_checkpoint_on_and_stays_in_the_history(
     spurline: Spurline, write_config: WriteConfig, base_config: Config
 ) -> None:
     base_config["schedule"] = "constant"
-    train_until(base_config, 3)
+    train(base_config, stop_after=3)
     path = write_config(base_config)
     lower = ("train", path, "--set", "optimizer.learning_rate=1e-4")
     code, _, err = spurline(*lower)
@@ -116,14 +97,14 @@ def test_a_change_that_nobody_made_cannot_be_allowed(
     code, _, err = spurline("train", path, "--allow-change", "seed")
     assert code == 2
     assert "this run begins" in err
-    train_until(base_config, 3)
+    train(base_config, stop_after=3)
     code, _, err = spurline("train", path, "--allow-change", "optimizer.eps")
     assert code == 2
     assert "optimizer.eps: no setting of this name has changed" in err
 
 
 def test_the_python_interface_allows_changes_as_well(base_config: Config) -> None:
-    train_until(base_config, 3)
+    train(base_config, stop_after=3)
     other = changed(base_config, optimizer={"weight_decay": 0.1})
     with pytest.raises(CheckpointError, match=r"allow_change=\['optimizer.weight_decay'\]"):
         train(other)
@@ -134,45 +115,38 @@ def test_the_python_interface_allows_changes_as_well(base_config: Config) -> Non
 def test_rollouts_go_on_with_another_temperature_and_held_out_settings(
     rl_config: Config, spurline_chat_file: Path
 ) -> None:
-    rl_config |= {"steps": 2}
+    rl_config["steps"] = 2
     rl_config["data"]["eval"] = str(spurline_chat_file)
     rl_config["source"]["held_out"] = {"max_prompts": 4, "success": {"reward": "early"}}
-    train_until(rl_config, 1)
+    train(rl_config, stop_after=1)
     source = {**rl_config["source"], "sampling": {"max_new_tokens": 6, "temperature": 0.8}}
     other = changed(rl_config, source={**source, "held_out": {"max_prompts": 3, "success": {"reward": "early"}}})
-    assert train(other, allow_change=["source.sampling"]).step == 2
-    assert len(deterministic(read_metrics(rl_config["run_dir"]))) == 2
+    assert train(other, allow_change=["source.sampling"]).steps == [1, 2]
 
 
-@pytest.mark.parametrize("sampling", [{"max_new_tokens": 6}, {"max_new_tokens": 6, "temperature": 0.8}])
-def test_a_lower_bound_of_staleness_makes_finished_groups_again(rl_config: Config, sampling: dict[str, Any]) -> None:
-    rl_config["plugins"] = ["async_rl"]
-    rl_config |= {"steps": 4}
-    rl_config["source"] |= {"name": "async_rollouts", "max_staleness": 3, "correction": "tis", "stall_timeout_s": 20}
-    rl_config["checkpoint"] = {"every_steps": 1}
-    train_until(rl_config, 2)
-    source = {**rl_config["source"], "max_staleness": 0 if "temperature" not in sampling else 3, "sampling": sampling}
-    other = changed(rl_config, source=source)
-    names = ["source.max_staleness"] if "temperature" not in sampling else ["source.sampling"]
-    assert train(other, allow_change=names).step == 4
-    oldest = [line["staleness/max"] for line in read_metrics(rl_config["run_dir"])]
-    assert max(oldest[2:]) <= source["max_staleness"]
+@pytest.mark.parametrize(
+    "change", [{"max_staleness": 0}, {"sampling": {"max_new_tokens": 6, "temperature": 0.8}}], ids=lambda it: [*it][0]
+)
+def test_finished_groups_that_no_longer_fit_are_made_again(rl_config: Config, change: Config) -> None:
+    config = asynchronous(rl_config, max_staleness=3, correction="tis", stall_timeout_s=20)
+    config |= {"steps": 4, "checkpoint": {"every_steps": 1}}
+    train(config, stop_after=2)
+    other = changed(config, source=change)
+    run = train(other, allow_change=[f"source.{name}" for name in change])
+    assert run.step == 4
+    assert max(line["staleness/max"] for line in run.lines[2:]) <= other["source"]["max_staleness"]
 
 
 def test_other_minibatches_count_on_from_the_optimizer_steps_done(rl_config: Config) -> None:
     """The learning rate goes on along the rest of its schedule, and hooks are told no number twice."""
     told: list[int] = []
 
-    class Updates:
-        @hookimpl
-        def on_optimizer_step(self, update: int) -> None:
-            told.append(update)
-
     rl_config |= {"steps": 6, "schedule": "cosine"}
-    train(rl_config, Updates(), stop_after=4)
-    train(changed(rl_config, minibatches={"prompts_per_minibatch": 4}), Updates(), allow_change=["minibatches"])
+    train(rl_config, on_optimizer_step=lambda update: told.append(update), stop_after=4)
+    larger = changed(rl_config, minibatches={"prompts_per_minibatch": 4})
+    run = train(larger, on_optimizer_step=lambda update: told.append(update), allow_change=["minibatches"])
     assert told == [*range(1, 9), 9, 10]
-    rates = [line["lr"] for line in read_metrics(rl_config["run_dir"])]
+    rates = [line["lr"] for line in run.lines]
     assert rates == sorted(rates, reverse=True)
     assert rates[-1] > 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,20 +22,22 @@ from run_helpers import (
     assert_pieces_equal_the_whole,
     assert_same_run,
     assert_same_weights,
-    deterministic,
     read_metrics,
     train,
 )
 from safetensors.torch import load_file, save_file
 
-from spurline import Run, load_config
-from spurline.errors import CheckpointError, ConfigError, DataError, RunFailedError
-from spurline.plugins.registry import ComponentRegistrar
+from spurline import load_config
+from spurline.errors import CheckpointError, ConfigError, DataError, ModelError, RunFailedError
 from spurline.protocols.backend import BackendFacts
 from spurline.protocols.source import MODEL_DROPOUT
+from spurline.trackers.jsonl import read_json_lines
 from spurline_models.local.configs import LocalBackendConfig
+from spurline_models.testing import write_tiny_moe_model
 from spurline_rl.kept_rollouts import KeptRollouts
 
+BAD_LINES = ('{"messages": []}\n', '{"messages": \n')
+"""A row that is malformed, and one that cannot be read."""
 HELD_OUT = {"max_prompts": 3, "samples_per_prompt": 2, "temperature": 1.0, "success": {"reward": "early"}}
 
 
@@ -61,28 +64,24 @@ def test_training_writes_health_metrics_evaluation_and_report(
         assert line["groups/drawn"] == 4
     assert [line["step"] for line in metrics if "eval/pass@2" in line] == [3, 6]
     assert metrics[-1]["epoch"] == pytest.approx(24 / 64)
-    samples = [json.loads(line) for line in (run_dir / "eval_samples.jsonl").read_text().splitlines()]
+    samples = read_json_lines(run_dir / "eval_samples.jsonl")
     assert [set(sample["scores"]) for sample in samples] == [{"early", "brevity"}] * 6
     assert (run_dir / "report.html").stat().st_size > 100_000
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
+@pytest.mark.parametrize("temperature", [0.7, 1.5])
 def test_the_trainer_sees_the_logprobs_that_were_sampled_with(rl_config: Config, temperature: float) -> None:
     rl_config["source"]["sampling"]["temperature"] = temperature
-    rl_config["steps"] = 2
-    train(rl_config)
-    for line in read_metrics(rl_config["run_dir"]):
+    for line in train(rl_config, steps=2).lines:
         assert line["mismatch/logprob_diff/max"] < 1e-5
 
 
 def test_training_raises_the_reward(rl_config: Config) -> None:
-    rl_config["steps"] = 30
-    rl_config["optimizer"] = {"learning_rate": 5e-3}
     rl_config["source"]["samples_per_prompt"] = 8
     rl_config["source"]["environment"]["rewards"] = {"early": in_process("run_rewards:early_letters")}
     del rl_config["source"]["reward_weights"]
-    train(rl_config)
-    rewards = [line["reward/mean"] for line in read_metrics(rl_config["run_dir"])]
+    run = train(rl_config, steps=30, optimizer={"learning_rate": 5e-3})
+    rewards = [line["reward/mean"] for line in run.lines]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2, rewards
 
 
@@ -90,15 +89,11 @@ def test_a_resumed_run_is_the_uninterrupted_one(rl_config: Config, tmp_path: Pat
     assert_pieces_equal_the_whole(rl_config, tmp_path, [3])
 
 
-def test_evaluating_does_not_change_what_is_trained(
-    rl_config: Config, spurline_chat_file: Path, tmp_path: Path
-) -> None:
-    train(rl_config)
+def test_evaluating_does_not_change_what_is_trained(rl_config: Config, spurline_chat_file: Path) -> None:
+    run = train(rl_config)
     rl_config["data"]["eval"] = str(spurline_chat_file)
     rl_config["source"]["held_out"] = HELD_OUT
-    other = rl_config | {"run_dir": str(tmp_path / "other"), "evaluation": {"every_steps": 1}}
-    train(other)
-    assert_same_weights(tmp_path / "run", tmp_path / "other")
+    assert_same_weights(run, train(rl_config, name="evaluated", evaluation={"every_steps": 1}))
 
 
 def test_right_answers_pass_whatever_a_penalty_beside_them_takes_from_their_return(
@@ -110,12 +105,11 @@ def test_right_answers_pass_whatever_a_penalty_beside_them_takes_from_their_retu
         "brevity": in_process("run_rewards:brevity"),
     }
     rl_config["source"]["held_out"] = {"max_prompts": 3, "success": {"reward": "right", "at_least": 1}}
-    train(rl_config | {"steps": 1})
-    [line] = read_metrics(rl_config["run_dir"])
+    run = train(rl_config, steps=1)
+    [line] = run.lines
     assert line["eval/reward"] < 1, "the penalty must be felt, or this test says nothing"
     assert line["eval/pass@1"] == 1
-    samples = (Path(rl_config["run_dir"]) / "eval_samples.jsonl").read_text().splitlines()
-    assert [json.loads(sample)["passed"] for sample in samples] == [True] * 3
+    assert [sample["passed"] for sample in read_json_lines(run.run_dir / "eval_samples.jsonl")] == [True] * 3
 
 
 @pytest.mark.parametrize(
@@ -135,7 +129,7 @@ def test_what_a_success_is_must_be_said_where_there_are_several_rewards(
 
 
 def test_a_resume_on_other_prompts_is_refused(rl_config: Config, spurline_chat_file: Path) -> None:
-    train(rl_config | {"steps": 2})
+    train(rl_config, steps=2)
     with spurline_chat_file.open("a") as file:
         file.write(json.dumps({"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}))
     with pytest.raises(CheckpointError, match="prompts are not those"):
@@ -143,12 +137,10 @@ def test_a_resume_on_other_prompts_is_refused(rl_config: Config, spurline_chat_f
 
 
 def test_dynamic_sampling_is_bounded_and_reported(rl_config: Config) -> None:
-    rl_config["steps"] = 1
     rl_config["source"] |= {"zero_variance": "refill", "max_draws_per_step": 9}
     rl_config["source"]["environment"]["rewards"] = {"same": in_process("run_rewards:always_one")}
     del rl_config["source"]["reward_weights"]
-    train(rl_config)
-    [line] = read_metrics(rl_config["run_dir"])
+    [line] = train(rl_config, steps=1).lines
     assert (line["groups/drawn"], line["groups/filtered"], line["groups/refill_missing"]) == (9, 5, 4)
     assert line["grad_norm"] == 0
 
@@ -157,41 +149,27 @@ def test_prompts_whose_reward_fails_are_given_up_within_a_budget(rl_config: Conf
     rl_config["source"]["environment"]["rewards"] = {"some": in_process("run_rewards:fails_on_some_rows")}
     rl_config["source"]["faults"] = {"retries": 1}
     del rl_config["source"]["reward_weights"]
-    rl_config["steps"] = 16
-    train(rl_config)
-    metrics = read_metrics(rl_config["run_dir"])
+    run = train(rl_config, steps=16)
+    metrics = run.lines
     lost = sum(line["groups/quarantined"] for line in metrics)
     assert lost > 0
     assert sum(line["groups/retries"] for line in metrics) >= lost
     assert all(line["groups/drawn"] == 4 + line["groups/quarantined"] for line in metrics)
-    summary = json.loads((Path(rl_config["run_dir"]) / "summary.json").read_text())
+    summary = json.loads((run.run_dir / "summary.json").read_text())
     assert 0 < len(summary["given_up"]) <= lost, "each row once"
     assert all("chat.jsonl:" in reason and "KeyError" in reason for reason in summary["given_up"])
-    report = (Path(rl_config["run_dir"]) / "report.html").read_text()
-    assert "Prompts given up" in report
-    rl_config["run_dir"] += "-strict"
+    assert "Prompts given up" in (run.run_dir / "report.html").read_text()
     rl_config["source"]["faults"]["max_quarantined"] = 0
     with pytest.raises(RunFailedError, match=r"max_quarantined: 0(.|\n)*KeyError"):
-        train(rl_config)
+        train(rl_config, name="strict")
 
 
-BAD_LINES = {"malformed": '{"messages": []}\n', "unreadable": '{"messages": \n'}
-
-
-def write_rows(path: Path, rows: list[str], **bad: int) -> None:
-    """These lines, with bad ones put in before the lines of these numbers."""
-    lines = [*rows]
-    for kind, place in bad.items():
-        lines.insert(place, BAD_LINES[kind])
-    path.write_text("".join(lines), encoding="utf-8")
-
-
-@pytest.mark.parametrize("kind", BAD_LINES)
+@pytest.mark.parametrize("bad", BAD_LINES)
 def test_a_row_that_cannot_be_used_ends_the_run_with_its_location(
-    rl_config: Config, spurline_chat_file: Path, tmp_path: Path, kind: str
+    rl_config: Config, spurline_chat_file: Path, tmp_path: Path, bad: str
 ) -> None:
     rows = spurline_chat_file.read_text(encoding="utf-8").splitlines(keepends=True)[:7]
-    write_rows(tmp_path / "rows.jsonl", rows, **{kind: 4})
+    (tmp_path / "rows.jsonl").write_text("".join([*rows[:4], bad, *rows[4:]]), encoding="utf-8")
     rl_config["data"]["train"] = str(tmp_path / "rows.jsonl")
     with pytest.raises(DataError, match=r"rows\.jsonl:5: "):
         train(rl_config)
@@ -200,32 +178,23 @@ def test_a_row_that_cannot_be_used_ends_the_run_with_its_location(
 def test_rows_that_cannot_be_used_are_skipped_and_replaced_and_a_resume_is_exact(
     rl_config: Config, spurline_chat_file: Path, tmp_path: Path
 ) -> None:
+    malformed, unreadable = BAD_LINES
     rows = spurline_chat_file.read_text(encoding="utf-8").splitlines(keepends=True)[:7]
-    write_rows(tmp_path / "rows.jsonl", rows, malformed=2, unreadable=5)
-    write_rows(tmp_path / "held_out.jsonl", rows[:2], malformed=1)
-    skipping = {"name": "hf", "on_bad_row": "skip"}
-    rl_config["data"]["train"] = skipping | {"path": str(tmp_path / "rows.jsonl")}
-    rl_config["data"]["eval"] = skipping | {"path": str(tmp_path / "held_out.jsonl")}
-    rl_config["source"]["held_out"] = {"success": {"reward": "early"}}
-    rl_config["source"]["faults"] = {"max_quarantined": 0}
-    whole = rl_config | {"run_dir": str(tmp_path / "whole")}
-    train(whole)
-    metrics = read_metrics(tmp_path / "whole")
-    assert all((line["groups/drawn"], line["groups/quarantined"]) == (4, 0) for line in metrics)
-    skipped = sum(line["groups/skipped_rows"] for line in metrics)
+    files = {"train": [*rows[:2], malformed, *rows[2:4], unreadable, *rows[4:]], "eval": [rows[0], malformed, rows[1]]}
+    for name, lines in files.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+        rl_config["data"][name] = {"name": "hf", "on_bad_row": "skip", "path": str(tmp_path / f"{name}.jsonl")}
+    rl_config["source"] |= {"held_out": {"success": {"reward": "early"}}, "faults": {"max_quarantined": 0}}
+    whole = train(rl_config, name="whole")
+    assert all((line["groups/drawn"], line["groups/quarantined"]) == (4, 0) for line in whole.lines)
+    skipped = sum(line["groups/skipped_rows"] for line in whole.lines)
     assert skipped >= 4, "two rows in each of at least two epochs"
-    assert metrics[-1]["epoch"] == pytest.approx((24 + skipped) / 9)
-    assert metrics[-1]["eval/skipped_rows"] == 1
-    assert "eval/failed" not in metrics[-1]
-    for steps in (2, 4, 6):
-        train(rl_config | {"steps": steps})
-    # Each piece evaluates at its own end.
-    ours, theirs = (
-        [{name: value for name, value in line.items() if not name.startswith("eval/")} for line in deterministic(run)]
-        for run in (read_metrics(rl_config["run_dir"]), metrics)
-    )
-    assert ours == theirs
-    assert_same_weights(tmp_path / "run", tmp_path / "whole")
+    assert whole.lines[-1]["epoch"] == pytest.approx((24 + skipped) / 9)
+    assert whole.lines[-1]["eval/skipped_rows"] == 1
+    assert "eval/failed" not in whole.lines[-1]
+    for step in (2, 4):
+        train(rl_config, stop_after=step)
+    assert_same_run(train(rl_config), whole)
 
 
 def test_a_resume_whose_reference_model_was_overwritten_is_refused(
@@ -234,7 +203,7 @@ def test_a_resume_whose_reference_model_was_overwritten_is_refused(
     model = Path(shutil.copytree(spurline_tiny_model, tmp_path / "own-model"))
     rl_config["model"]["path"] = str(model)
     rl_config["loss"] = {"name": "ppo", "kl": {"coefficient": 0.1}}
-    train(rl_config | {"steps": 2})
+    train(rl_config, steps=2)
     weights = load_file(model / "model.safetensors")
     noise = {name: value + 0.1 for name, value in weights.items()}
     save_file(noise, model / "model.safetensors", metadata={"format": "pt"})
@@ -274,13 +243,10 @@ def test_a_resume_whose_reference_model_was_overwritten_is_refused(
         ({"minibatches": {"name": "by_prompt", "prompts_per_minibatch": 3}}, "does not divide"),
     ],
 )
-def test_settings_that_do_not_go_together_are_refused(
-    spurline: Spurline, rl_config: Config, changes: Config, message: str
-) -> None:
+def test_settings_that_do_not_go_together_are_refused(rl_config: Config, changes: Config, message: str) -> None:
     source = rl_config["source"] | changes.get("source", {})
-    code, _, err = spurline("plan", rl_config | changes | {"source": source})
-    assert code != 0
-    assert message in err
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config(rl_config | changes | {"source": source})
 
 
 @pytest.mark.parametrize("setting", MODEL_DROPOUT)
@@ -304,36 +270,28 @@ class ElsewhereConfig(LocalBackendConfig):
 
 @pytest.mark.parametrize("narrow", [False, True])
 def test_an_engine_with_a_copy_of_the_weights_trains_what_one_that_shares_them_does(
-    rl_config: Config, spurline_chat_file: Path, tmp_path: Path, narrow: bool
+    rl_config: Config, spurline_chat_file: Path, plugins: FakePlugins, narrow: bool
 ) -> None:
-    def register(registry: ComponentRegistrar) -> None:
-        registry.add(ElsewhereConfig, "spurline_models.local.backend:LocalBackend")
-
-    shared = rl_config | {"run_dir": str(tmp_path / "shared")}
     if narrow:
         # The engine samples from what the master parameters are rounded to.
-        shared |= {"steps": 2, "report": {"enabled": False}}
-        shared["source"]["engine"]["precision"] = "bf16"
-        shared["backend"] |= {"precision": "bf16", "weights": "bf16_masters", "offload_optimizer": True}
+        rl_config |= {"steps": 2, "report": {"enabled": False}}
+        rl_config["source"]["engine"]["precision"] = "bf16"
+        rl_config["backend"] |= {"precision": "bf16", "weights": "bf16_masters", "offload_optimizer": True}
     else:
-        shared["data"]["eval"] = str(spurline_chat_file)
-        shared["source"]["held_out"] = HELD_OUT
-        shared["evaluation"] = {"every_steps": 3}
-    with FakePlugins() as plugins:
-        available = plugins.add("ranks", register=register)
-        backend = {**shared["backend"], "name": "elsewhere"}
-        copied = {**shared, "run_dir": str(tmp_path / "copied"), "plugins": ["ranks"], "backend": backend}
-        train(shared)
-        loaded = load_config(copied, available=available)
-        [line] = [line for line in loaded.config.source.engine.describe(loaded.config, 16, 100) if "copy" in line]
-        assert "backend 'elsewhere' has its model in other processes" in line
-        Run(loaded).train()
-    lines, expected = (deterministic(read_metrics(tmp_path / name)) for name in ("copied", "shared"))
+        rl_config["data"]["eval"] = str(spurline_chat_file)
+        rl_config["source"]["held_out"] = HELD_OUT
+        rl_config["evaluation"] = {"every_steps": 3}
+    register = lambda registry: registry.add(ElsewhereConfig, "spurline_models.local.backend:LocalBackend")  # noqa: E731
+    available = plugins.add("ranks", register=register)
+    backend = {**rl_config["backend"], "name": "elsewhere"}
+    copied = train(rl_config, name="copied", available=available, plugins=["ranks"], backend=backend)
+    shared = train(rl_config)
+    lines = copied.without_times
     for line in lines:
         assert line.pop("sync/bytes") > 0
         assert line["mismatch/logprob_diff/max"] < (0.1 if narrow else 1e-5)
-    assert lines == expected
-    assert_same_weights(tmp_path / "copied", tmp_path / "shared")
+    assert lines == shared.without_times
+    assert_same_weights(copied, shared)
 
 
 @pytest.mark.slow
@@ -358,3 +316,73 @@ def test_killed_runs_end_with_the_metrics_of_the_uninterrupted_run(
         assert (attempt.step, attempt.uid, attempt.sample) == (expected.step, expected.uid, expected.sample)
         assert (attempt.reward, attempt.advantage) == (expected.reward, expected.advantage)
         assert attempt.turns[0].response_ids.tolist() == expected.turns[0].response_ids.tolist()
+
+
+def test_policy_and_critic_train_and_a_resumed_run_is_the_uninterrupted_one(base_config: Config) -> None:
+    """The whole update path: critic, reference, correction, temperature, fixed norm."""
+    for name in ("batch_size", "collator"):
+        del base_config[name]
+    config = base_config | {
+        "steps": 4,
+        "schedule": "constant",
+        "source": {
+            "name": "rollouts",
+            "prompts_per_step": 4,
+            "samples_per_prompt": 2,
+            "environment": {"name": "single_turn", "rewards": "exact_match"},
+            "advantage": "gae",
+            "correction": "tis",
+            "kl_in_reward": {"coefficient": 0.1},
+            # Random weights earn no reward, but they lose some.
+            "overlong": {"buffer_tokens": 8},
+            "sampling": {"temperature": 0.8, "max_new_tokens": 8},
+        },
+        "minibatches": {"name": "by_prompt", "prompts_per_minibatch": 4, "update_epochs": 2},
+        "loss": {"name": "ppo", "kl": {"coefficient": 0.01}},
+        "reduction": {"name": "fixed_norm", "length": 8},
+        "critic": {"minibatches": {"prompts_per_minibatch": 1}, "optimizer": {"learning_rate": 1e-3}},
+    }
+    whole = train(config, name="whole")
+    train(config, steps=2)
+    assert_same_run(train(config), whole)
+    for line in whole.lines:
+        assert line["critic/grad_norm"] > 0
+        assert line["grad_norm"] > 0
+        # The engine samples from what the trainer computes at the same temperature.
+        assert line["mismatch/logprob_diff/max"] < 1e-4
+        assert line["correction/factor"] == pytest.approx(1.0, abs=1e-3)
+    assert (whole.run_dir / "checkpoints/step-00000004/backend/critic/optimizer.safetensors").exists()
+
+
+@pytest.fixture
+def replay_config(rl_config: Config, tmp_path: Path) -> Config:
+    """A run of a mixture of experts, with the experts that the engine chose."""
+    rl_config["model"] = {"path": str(write_tiny_moe_model(tmp_path / "experts"))}
+    rl_config["source"]["router_replay"] = True
+    return rl_config
+
+
+@pytest.mark.parametrize("turns", ["separate", "merged"])
+def test_rollouts_and_trainer_agree_on_experts_and_a_resumed_run_is_the_uninterrupted_one(
+    replay_config: Config, turns: str
+) -> None:
+    replay_config["source"]["turns"] = turns
+    whole = train(replay_config, name="whole", steps=4)
+    for line in whole.lines:
+        assert line["mismatch/logprob_diff/max"] < 1e-5
+        assert line["grad_norm"] > 0
+    train(replay_config, steps=2)
+    assert_same_run(train(replay_config, steps=4), whole)
+
+
+def test_a_model_without_experts_is_refused_before_anything_is_generated(rl_config: Config) -> None:
+    rl_config["source"]["router_replay"] = True
+    with pytest.raises(ModelError, match=r"source.router_replay is true, and the model .* has no router that it knows"):
+        train(rl_config)
+    assert not (Path(rl_config["run_dir"]) / "metrics.jsonl").exists()
+
+
+def test_a_backend_that_cannot_replay_is_a_problem_of_the_config(replay_config: Config) -> None:
+    replay_config["backend"] |= {"compile": True}
+    with pytest.raises(ConfigError, match=r"router_replay is true, and backend 'local' with these settings"):
+        load_config(replay_config)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,23 +75,6 @@ def test_a_requested_stop_ends_the_run_after_the_step_with_its_reason_and_the_re
         assert (finished.status, finished.stop_reason) == ("finished", None)
         assert "stop_reason" not in json.loads((tmp_path / hook / "summary.json").read_text())
         assert deterministic(read_metrics(tmp_path / hook)) == deterministic(read_metrics(tmp_path / "whole"))
-
-
-def test_the_command_line_says_where_the_model_is_and_that_its_weights_are_not_the_best(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    from spurline.run.commands import print_result
-    from spurline.run.endings.ending import RunResult
-
-    folder = Path("runs/a")
-    result = RunResult("finished", 9, {"loss": 1.0}, folder / "checkpoints/step-9", None, model=folder / "model")
-    print_result(result)
-    assert "  model: runs/a/model\n" in capsys.readouterr().out
-    print_result(replace(result, best={"metric": "eval/loss", "value": 1.0, "step": 6}))
-    told = capsys.readouterr().out
-    assert "at step 6, not in the model below: spurline export runs/a OUT --checkpoint best\n" in told
-    print_result(replace(result, best={"metric": "eval/loss", "value": 1.0, "step": 9}))
-    assert "at step 9\n" in capsys.readouterr().out
 
 
 def test_an_evaluation_by_a_hook_is_recorded_under_its_prefix_with_the_step_it_belongs_to(

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_helpers import Config, assert_same_weights, read_metrics, train
+from async_runs import synchronous
+from run_helpers import Config, assert_same_weights, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 REWARDS = """
-import asyncio, os, pathlib
+import asyncio, os, pathlib, time
 
 def note(answer):
     with open(pathlib.Path(__file__).parent / "pids", "a") as file:
@@ -27,6 +28,11 @@ def spins(answer):
 async def blocks(answer):
     await asyncio.sleep(0.001)
     return spins(answer)
+
+def sleeps(answer):
+    while sum(answer.response.encode()) % 16 == 0:
+        time.sleep(60)
+    return float(len(answer.response) % 5)
 """
 
 
@@ -34,29 +40,20 @@ def config_of(rl_config: Config, module: Path, source: dict[str, Any], function:
     module.write_text(REWARDS, encoding="utf-8")
     reward = {"name": "function", "path": f"{module}:{function}", "timeout_s": 0.4}
     faults = {"retries": 8, "max_quarantined": 64}
-    rl_config["source"] |= {
-        "environment": {"rewards": {"odd": reward}},
-        "reward_weights": {},
-        "faults": faults,
-        **source,
-    }
-    rl_config["plugins"] = ["async_rl"]
-    return rl_config
+    source = {"environment": {"rewards": {"odd": reward}}, "reward_weights": {}, "faults": faults, **source}
+    return rl_config | {"plugins": ["async_rl"], "source": rl_config["source"] | source}
 
 
-@pytest.mark.parametrize("function", ["spins", "blocks"])
 @pytest.mark.parametrize(
-    "source",
-    [{"name": "rollouts"}, {"name": "async_rollouts", "max_staleness": 1, "correction": "tis"}],
+    ("source", "function"),
+    [({"name": "rollouts"}, "blocks"), ({"name": "async_rollouts", "max_staleness": 1, "correction": "tis"}, "spins")],
     ids=["synchronous", "asynchronous"],
 )
 def test_a_reward_that_never_returns_on_some_responses_holds_up_no_step(
     rl_config: Config, tmp_path: Path, source: dict[str, Any], function: str
 ) -> None:
     config = config_of(rl_config, tmp_path / "odd.py", source, function)
-    train(config)
-    metrics = read_metrics(Path(config["run_dir"]))
-    assert [line["step"] for line in metrics] == [1, 2, 3, 4, 5, 6]
+    assert train(config).steps == [1, 2, 3, 4, 5, 6]
     workers = set(map(int, (tmp_path / "pids").read_text().split()))
     # Some were killed and replaced; all are gone.
     assert len(workers) > 1
@@ -67,12 +64,8 @@ def test_a_reward_that_never_returns_on_some_responses_holds_up_no_step(
 def test_without_staleness_a_run_with_worker_processes_equals_the_synchronous_one_bit_for_bit(
     rl_config: Config, tmp_path: Path
 ) -> None:
-    config = config_of(rl_config, tmp_path / "odd.py", {"name": "async_rollouts", "max_staleness": 0}, "spins")
+    config = config_of(rl_config, tmp_path / "odd.py", {"name": "async_rollouts", "max_staleness": 0}, "sleeps")
     # A call that a busy machine holds up longer would be made again, with another response.
     config["source"]["environment"]["rewards"]["odd"]["timeout_s"] = 4.0
-    twin = {**config, "run_dir": f"{config['run_dir']}-synchronous"}
-    twin["source"] = {name: value for name, value in config["source"].items() if name != "max_staleness"}
-    twin["source"]["name"] = "rollouts"
-    for each in (config, twin):
-        train(each)
-    assert_same_weights(Path(config["run_dir"]), Path(twin["run_dir"]))
+    config["steps"] = 3
+    assert_same_weights(train(config), train(synchronous(config), name="synchronous"))

@@ -60,22 +60,6 @@ def test_training_writes_metrics_checkpoint_report_and_summary(
     ]
 
 
-def test_evaluating_more_often_does_not_change_what_is_trained(
-    base_config: Config, spurline_chat_file: Path, tmp_path: Path
-) -> None:
-    losses = []
-    for every in (None, 1):
-        base_config["run_dir"] = str(tmp_path / f"every-{every}")
-        base_config["data"]["eval"] = str(spurline_chat_file)
-        base_config["evaluation"] = {
-            "every_steps": every,
-            "generate": {"rewards": {"exact": "exact_match"}, "max_new_tokens": 3, "max_samples": 4},
-        }
-        train(base_config)
-        losses.append([line["loss"] for line in read_metrics(base_config["run_dir"])])
-    assert losses[0] == losses[1]
-
-
 def test_a_run_cut_in_pieces_equals_the_uninterrupted_run(base_config: Config, tmp_path: Path) -> None:
     del base_config["steps"]
     assert_pieces_equal_the_whole(base_config | {"epochs": 1.5}, tmp_path, [3, 4])
@@ -214,13 +198,6 @@ def test_a_finished_run_whose_end_was_not_recorded_ends_again(base_config: Confi
     assert json.loads(path.read_text())["status"] == "finished"
 
 
-def test_a_run_directory_can_be_resumed_into_a_new_one(base_config: Config, tmp_path: Path) -> None:
-    train(base_config)
-    longer = base_config | {"run_dir": str(tmp_path / "longer"), "steps": 7}
-    assert train(longer, resume=base_config["run_dir"]).step == 7
-    assert [line["step"] for line in read_metrics(longer["run_dir"])] == [7]
-
-
 def test_plan_tells_what_this_machine_lacks_and_repeats_the_overrides(
     spurline: Spurline, write_config: WriteConfig, base_config: Config
 ) -> None:
@@ -233,27 +210,6 @@ def test_plan_tells_what_this_machine_lacks_and_repeats_the_overrides(
     code, _, err = spurline("plan", path, "--set", "trackers=[wandb]")
     assert code == 2
     assert "pip install" in err
-
-
-def test_exported_model_loads_and_gives_the_trained_logprobs(
-    spurline: Spurline, base_config: Config, tmp_path: Path
-) -> None:
-    from safetensors.torch import load_file
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    spurline("train", base_config)
-    code, _, _ = spurline("export", base_config["run_dir"], tmp_path / "exported")
-    assert code == 0
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
-    saved = load_file(Path(base_config["run_dir"]) / "checkpoints/step-00000006/backend/model.safetensors")
-    for name, tensor in model.state_dict().items():
-        if name in saved:
-            assert torch.equal(tensor, saved[name]), name
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "exported")
-    assert tokenizer.chat_template
-    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
-    modes = {oct(path.stat().st_mode & 0o777) for path in (tmp_path / "exported").iterdir()}
-    assert len(modes) == 1, "some files are readable by fewer people than others"
 
 
 NOT_NEEDED = {

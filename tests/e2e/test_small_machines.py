@@ -1,4 +1,4 @@
-"""Full disks, clocks that jump, few open files, a terminal that closes: a run says what stops it, and goes on later."""
+"""Full disks, folders that vanish, clocks that jump, few open files: a run says what stops it, and goes on later."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from run_helpers import (
     Config,
     WriteConfig,
     assert_same_run,
+    at,
     deterministic,
     num_lines,
     read_metrics,
@@ -28,7 +29,7 @@ from run_helpers import (
 )
 from warm_children import WarmRuns
 
-from spurline.errors import SpurlineError
+from spurline.errors import RunDirectoryLostError, SpurlineError
 
 SOAK = bool(os.environ.get("SPURLINE_SOAK"))
 DAY_S = 86400
@@ -64,12 +65,11 @@ def async_config(rl_config: Config) -> Config:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ["base_config", "async_config"])
 def test_a_full_disk_is_named_and_the_run_goes_on_when_there_is_space(
-    kind: str, request: pytest.FixtureRequest, small_disk: tuple[Path, Resize], tmp_path: Path
+    kind: str, request: pytest.FixtureRequest, small_disk: tuple[Path, Resize]
 ) -> None:
     config: Config = request.getfixturevalue(kind)
     folder, remount = small_disk
-    whole = config | {"run_dir": str(tmp_path / "whole")}
-    train(whole)
+    whole = train(config, name="whole")
     sizes_kib = (*range(4, 32, 4), *range(32, 1600, 24)) if SOAK else (8, 1200)
     for size_kib in sizes_kib:
         run_dir = folder / f"run-{size_kib}"
@@ -80,8 +80,7 @@ def test_a_full_disk_is_named_and_the_run_goes_on_when_there_is_space(
         assert str(run_dir) in str(raised.value)
         print(size_kib, str(raised.value).replace(str(run_dir), ""))
         remount("size=64m")
-        train(config)
-        assert_same_run(run_dir, tmp_path / "whole")
+        assert_same_run(train(config), whole)
         shutil.rmtree(run_dir)
 
 
@@ -93,18 +92,34 @@ def test_a_disk_that_turns_read_only_is_named(small_disk: tuple[Path, Resize], b
         train(base_config | {"run_dir": str(folder / "run")})
 
 
-def test_a_clock_that_jumps_by_a_day_changes_nothing(
-    async_config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def replace(folder: Path) -> None:
+    folder.rename(folder.with_name("moved"))
+    folder.mkdir()
+
+
+@pytest.mark.parametrize("lose", [shutil.rmtree, replace])
+def test_a_run_whose_directory_is_lost_ends_with_a_sentence_and_writes_nothing_in_its_place(
+    base_config: Config, lose: Callable[[Path], object]
 ) -> None:
-    whole = async_config | {"run_dir": str(tmp_path / "whole")}
-    train(whole)
+    run_dir = Path(base_config["run_dir"])
+    with pytest.raises(RunDirectoryLostError, match=rf"run_dir {run_dir} was removed or moved") as raised:
+        train(base_config, on_step_start=at(4, lose, run_dir))
+    assert not hasattr(raised.value, "__notes__")
+    assert not run_dir.exists() or not any(run_dir.iterdir())
+    if lose is replace:
+        run_dir.rmdir()
+        run_dir.with_name("moved").rename(run_dir)
+    assert train(base_config).step == 6
+
+
+def test_a_clock_that_jumps_by_a_day_changes_nothing(async_config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = train(async_config, name="whole")
     jumps, now, now_ns = random.Random(0), time.time, time.time_ns
     monkeypatch.setattr(time, "time", lambda: now() + jumps.randint(-1, 1) * DAY_S)
     monkeypatch.setattr(time, "time_ns", lambda: now_ns() + jumps.randint(-1, 1) * DAY_S * 10**9)
-    train(async_config)
-    lines = read_metrics(async_config["run_dir"])
-    assert deterministic(lines) == deterministic(read_metrics(tmp_path / "whole"))
-    assert all(0 <= value < DAY_S / 2 for line in lines for name, value in line.items() if name.startswith("time/"))
+    run = train(async_config)
+    assert run.without_times == whole.without_times
+    assert all(0 <= value < DAY_S / 2 for line in run.lines for name, value in line.items() if name.startswith("time/"))
 
 
 @pytest.mark.processes
@@ -123,10 +138,9 @@ def test_few_open_files_and_no_home_are_enough(
 
 @pytest.mark.processes
 def test_a_run_that_is_stopped_and_continued_is_the_same_run(
-    warm_runs: WarmRuns, base_config: Config, write_config: WriteConfig, tmp_path: Path
+    warm_runs: WarmRuns, base_config: Config, write_config: WriteConfig
 ) -> None:
-    whole = base_config | {"steps": 12, "run_dir": str(tmp_path / "whole")}
-    train(whole)
+    whole = train(base_config, name="whole", steps=12)
     run = warm_runs.start("train", write_config(base_config | {"steps": 12}))
     metrics = Path(base_config["run_dir"]) / "metrics.jsonl"
     for steps in (1, 4, 8):
@@ -135,7 +149,7 @@ def test_a_run_that_is_stopped_and_continued_is_the_same_run(
         time.sleep(0.2)
         os.kill(run.pid, signal.SIGCONT)
     assert run.wait(60) == 0
-    assert deterministic(read_metrics(base_config["run_dir"])) == deterministic(read_metrics(tmp_path / "whole"))
+    assert deterministic(read_metrics(base_config["run_dir"])) == whole.without_times
 
 
 @pytest.mark.slow

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +11,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import run_helpers
 import torch
 from reward_functions import in_process
-from run_helpers import Config
+from run_helpers import Config, write_rows
 
-from spurline import Run, load_config
+from spurline import load_config
 from spurline.data.batch import TrainingBatch
 from spurline.errors import CheckpointError, ConfigError, DataError
 from spurline.plugins import hookimpl
@@ -34,9 +33,7 @@ from spurline_sources_and_columns.row_weight import RowGradient, RowWeight
 
 NAME = "sources_and_columns"
 AVAILABLE = {NAME: InstalledPlugin(NAME, f"spurline_{NAME}.plugin", "under-test", "0.1.0")}
-ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "examples" / NAME
-PAGES = [ROOT / "docs" / "write-a-source.md", ROOT / "docs" / "grpo-with-a-column.md"]
+PACKAGE = Path(__file__).parents[2] / "examples" / NAME
 
 
 class Batches:
@@ -85,35 +82,24 @@ def weighted(tmp_path: Path) -> Callable[..., Path]:
     """Writes chat rows with a weight each."""
 
     def write(weight: Callable[[int], Any], count: int = 12) -> Path:
-        path = tmp_path / "weighted.jsonl"
         rows = []
         for number in range(count):
             turns = [{"role": "user", "content": f"Say {number}"}, {"role": "assistant", "content": f"{number} it is"}]
             rows.append({"messages": turns, "weight": weight(number)})
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        return path
+        return write_rows(tmp_path / "weighted.jsonl", rows)
 
     return write
 
 
 def train(config: Mapping[str, Any], **changes: Any) -> tuple[list[dict[str, Any]], list[TrainingBatch]]:
-    """The metrics lines without times, and the batches of the steps that this call trained."""
-    loaded = load_config({**config, **changes}, available=AVAILABLE)
+    """Return the metrics lines without times, and the batches of the steps that this call trained."""
     batches = Batches()
-    loaded.host.attach(batches, "test/batches")
-    Run(loaded).train()
-    lines = (Path(loaded.config.run_dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    found = [json.loads(line) for line in lines]
-    return [{name: line[name] for name in line if "time" not in name} for line in found], batches.seen
-
-
-def write_texts(path: Path, texts: list[str]) -> Path:
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
-    return path
+    run = run_helpers.train(config, batches, available=AVAILABLE, **changes)
+    return run.without_times, batches.seen
 
 
 def test_windows_are_the_texts_as_one_stream_and_every_window_is_full(base: Config, tmp_path: Path) -> None:
-    data = write_texts(tmp_path / "texts.jsonl", ["abcdefghij" * 5, "klm", "nopqrst" * 9])
+    data = write_rows(tmp_path / "texts.jsonl", [{"text": text} for text in ("abcdefghij" * 5, "klm", "nopqrst" * 9)])
     source = {"name": "windows", "window_tokens": 8}
     config = {**base, "data": {"train": str(data)}, "source": source, "batch_size": 3, "steps": 2}
     metrics, batches = train(config, collator={"name": "padded"})
@@ -129,13 +115,13 @@ def test_windows_are_the_texts_as_one_stream_and_every_window_is_full(base: Conf
 
 
 def test_a_source_of_ones_own_resumes_exactly_and_refuses_other_data(base: Config, tmp_path: Path) -> None:
-    data = write_texts(tmp_path / "texts.jsonl", ["some words go here " * 30])
+    data = write_rows(tmp_path / "texts.jsonl", [{"text": "some words go here " * 30}])
     config = {**base, "data": {"train": str(data)}, "source": {"name": "windows", "window_tokens": 8}, "batch_size": 4}
-    whole, _ = train(config, run_dir=str(tmp_path / "whole"))
+    whole, _ = train(config, name="whole")
     train(config, steps=3)
     pieces, _ = train(config)
     assert pieces == whole
-    write_texts(data, ["other words go here " * 30])
+    write_rows(data, [{"text": "other words go here " * 30}])
     with pytest.raises(CheckpointError, match="windows are not those"):
         train(config, steps=8)
 
@@ -148,7 +134,7 @@ def test_a_source_of_ones_own_says_which_row_has_no_text(base: Config) -> None:
 def test_a_decorated_sft_source_changes_the_batches_it_is_for_and_no_others(base: Config) -> None:
     config = {**base, "batch_size": 8, "steps": 4, "collator": {"name": "packed", "max_tokens": 256}}
     config["data"]["max_length"] = 128
-    _, plain = train(config, run_dir=base["run_dir"] + "-plain")
+    _, plain = train(config, name="plain")
     _, batches = train(config, source={"name": "short_first", "first_tokens": 3, "until_step": 2, "of": "sft"})
     for step, (before, after) in enumerate(zip(plain, batches, strict=True), start=1):
         assert torch.equal(before.tokens["input_ids"], after.tokens["input_ids"])
@@ -173,7 +159,7 @@ def test_a_decorated_source_of_rollouts_takes_its_defaults_and_its_state_along(
     loaded = load_config({**base, "source": source}, available=AVAILABLE).config
     assert (loaded.loss.name, loaded.collator.name, loaded.minibatches.name) == ("ppo", "rollouts", "by_prompt")
     assert (loaded.source.facts.num_prompts, loaded.source.facts.supplies) == (2, "rollouts")
-    whole, batches = train(base, source=source, run_dir=str(tmp_path / "whole"))
+    whole, batches = train(base, source=source, name="whole")
     assert batches[0].num_loss_tokens <= 2 * 2 * 4 < batches[3].num_loss_tokens
     train(base, source=source, steps=2)
     pieces, _ = train(base, source=source)
@@ -188,14 +174,6 @@ def test_a_decorated_source_of_rollouts_makes_the_attempts_of_evaluations(base: 
     assert "eval/few/pass@1" in lines[-1]
     with pytest.raises(ConfigError, match="which makes attempts at prompts, and the source 'short_first' makes none"):
         train(base, source={**source, "of": "sft"}, evaluations={"few": few})
-
-
-def test_a_decorator_hands_on_everything_that_a_source_may_be_asked() -> None:
-    asked = {name for name in {*vars(BatchSource), *BatchSource.__annotations__} if not name.startswith("_")}
-    asked -= {"total_steps", "pure", "reads_only_data", "records"}
-    assert len(asked) >= 5
-    missing = asked - {*vars(DecoratedSource)}
-    assert not missing, f"DecoratedSource does not hand on {sorted(missing)}"
 
 
 def test_a_decorator_has_the_facts_of_the_inner_source_which_alone_refuses_dropout(
@@ -244,14 +222,13 @@ def test_a_loss_and_an_advantage_weigh_a_prompt_by_its_column(
     base: Config, rollouts: Config, weighted: Callable[..., Path]
 ) -> None:
     data = {"train": str(weighted(lambda _: 3.0))}
-    settings = {"data": data, "steps": 1, "run_dir": base["run_dir"] + "-plain"}
-    plain, _ = train(base, source=rollouts, loss="policy_gradient", **settings)
+    base |= {"data": data, "steps": 1}
+    plain, _ = train(base, source=rollouts, loss="policy_gradient")
     assert abs(plain[0]["grad_norm"]) > 1e-4, "without a gradient there is nothing to weigh"
     carried = {**rollouts, "carry": ["weight"]}
-    settings["run_dir"] = base["run_dir"] + "-loss"
-    by_loss, _ = train(base, source=carried, loss="row_gradient", **settings)
-    settings["run_dir"] = base["run_dir"] + "-advantage"
-    by_advantage, _ = train(base, source={**carried, "advantage": "row_weight"}, loss="policy_gradient", **settings)
+    by_loss, _ = train(base, name="loss", source=carried, loss="row_gradient")
+    weighed = {**carried, "advantage": "row_weight"}
+    by_advantage, _ = train(base, name="advantage", source=weighed, loss="policy_gradient")
     for found in (by_loss, by_advantage):
         assert found[0]["grad_norm"] == pytest.approx(3 * plain[0]["grad_norm"], rel=1e-3)
 
@@ -268,7 +245,7 @@ def test_a_row_without_the_carried_number_is_a_bad_row(
     with pytest.raises(DataError, match=rf"weighted\.jsonl:6: the column 'weight'.*{words}.*on_bad_row: skip"):
         train(base, data={"train": path}, source=source)
     lenient = {"train": {"path": path, "on_bad_row": "skip"}}
-    metrics, _ = train(base, data=lenient, source=source, run_dir=base["run_dir"] + "-lenient")
+    metrics, _ = train(base, data=lenient, source=source, name="lenient")
     assert sum(line["groups/skipped_rows"] for line in metrics) >= 1
 
 
@@ -345,23 +322,6 @@ class TestRowWeight(AdvantageContract):
 class TestRowGradient(LossContract):
     def make_loss(self) -> Loss:
         return RowGradient(RowGradientConfig())
-
-
-def quotes() -> list[tuple[str, str]]:
-    pattern = re.compile(r"^`(\S+\.py)`:\n```\w+\n(.*?)^```", re.DOTALL | re.MULTILINE)
-    return [quote for page in PAGES for quote in pattern.findall(page.read_text(encoding="utf-8"))]
-
-
-def lines_of(code: str) -> str:
-    """The code without indentation and empty lines: formatting changes both in a block that stands alone."""
-    return "\n".join(line.strip() for line in code.splitlines() if line.strip()) + "\n"
-
-
-def test_the_pages_quote_the_package_word_for_word() -> None:
-    assert len(quotes()) >= 6
-    for name, quote in quotes():
-        (path,) = PACKAGE.rglob(name)
-        assert lines_of(quote) in lines_of(path.read_text(encoding="utf-8")), name
 
 
 def test_advantages_of_equal_groups_differ_by_their_columns_alone() -> None:

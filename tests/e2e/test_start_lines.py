@@ -1,4 +1,4 @@
-"""The first lines of a run are out before torch is imported, and say what the start is doing."""
+"""A start is light: configs and rows are read without torch, and the first lines are out before it is imported."""
 
 from __future__ import annotations
 
@@ -14,6 +14,22 @@ from run_helpers import Config, WriteConfig, train
 from spurline import progress
 from spurline.cli import main
 
+HEAVY = ("torch", "transformers", "datasets", "ray", "vllm", "pandas", "plotly", "peft")
+EXAMPLES = Path(__file__).parents[2] / "examples"
+LIGHT = f"""
+import sys
+from spurline import load_config
+from spurline.config.loading import config_model
+from spurline.plugins.host import PluginHost
+from spurline_text.configs import HfDatasetConfig
+from spurline_text.datasets.hf_dataset import HfDataset
+
+load_config({str(EXAMPLES / "sft_sort.yaml")!r}, ["steps=3"])
+config_model(PluginHost.load([])).model_json_schema()
+rows = HfDataset(HfDatasetConfig(path={str(EXAMPLES / "data" / "sort_eval.jsonl")!r}))
+assert rows[7]["messages"] and rows.fingerprint()
+print([name for name in {HEAVY!r} if name in sys.modules])
+"""
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from spurline.cli import main; main(sys.argv[1:])"
 
 
@@ -21,6 +37,13 @@ def start_of(path: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
     with pytest.raises(SystemExit):
         main(["train", str(path)])
     return capsys.readouterr().err.splitlines()
+
+
+@pytest.mark.processes
+def test_a_config_its_schema_and_rows_need_no_heavy_library() -> None:
+    result = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "[]"
 
 
 @pytest.mark.processes
