@@ -58,24 +58,15 @@ def test_an_unknown_plugin_says_what_is_installed_and_offers_no_stranger_to_inst
         ("data", "on_bad_row", 1, ["There is data.train.on_bad_row and data.eval.on_bad_row."]),
     ],
 )
-@pytest.mark.parametrize("command", ["train", "plan"])
 def test_what_a_config_asks_for_in_vain_is_named(
-    spurline: Spurline,
-    base_config: Config,
-    tmp_path: Path,
-    command: str,
-    section: str,
-    key: str,
-    value: Any,
-    words: list[str],
+    fails: Fails, base_config: Config, tmp_path: Path, section: str, key: str, value: Any, words: list[str]
 ) -> None:
     good = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     write_rows(tmp_path / "bad.jsonl", [good, {"messages": []}])
     write_rows(tmp_path / "empty.jsonl", [])
     value = value.format(tmp_path) if isinstance(value, str) else value
     base_config[section] = {**base_config.get(section, {}), key: value}
-    code, _, err = spurline(command, base_config)
-    assert code == 2
+    err = fails(base_config)
     assert all(word in err for word in words), err
 
 

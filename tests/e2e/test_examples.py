@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import runpy
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -139,21 +137,6 @@ def find(example: str, name: str) -> Path:
 def lines_of(text: str) -> str:
     """Return the text without indentation and empty lines: formatting changes both in a block that stands alone."""
     return "\n".join(line.strip() for line in text.splitlines() if line.strip())
-
-
-@pytest.mark.processes
-def test_tests_of_the_examples_pass() -> None:
-    folders = [EXAMPLES / "plugin_template", EXAMPLES / "plugin_ema"]
-    paths = [
-        *(str(folder / "src") for folder in folders),
-        *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)),
-    ]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    # One process for all, as importing torch takes as long as the tests.
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib"]
-    command += [str(folder / "tests") for folder in folders]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert result.returncode == 0, result.stdout + result.stderr
 
 
 @pytest.mark.parametrize("page", TUTORIALS)

@@ -29,15 +29,6 @@ def interrupt(times: int = 1, number: signal.Signals = signal.SIGINT) -> None:
         signal.raise_signal(number)
 
 
-class InterruptAtStart:
-    def __init__(self, number: signal.Signals = signal.SIGINT) -> None:
-        self._number = number
-
-    @hookimpl
-    def on_run_start(self) -> None:
-        interrupt(1, self._number)
-
-
 def test_the_first_one_is_answered_at_once(base_config: Config, capfd: pytest.CaptureFixture[str]) -> None:
     said: list[str] = []
 
@@ -65,7 +56,7 @@ def test_the_first_one_ends_a_start_that_waits(
         raise AssertionError("the start goes on")
 
     monkeypatch.setattr(SftSource, "start", start)
-    result = train(base_config, *([InterruptAtStart(number)] if when == "before" else []))
+    result = train(base_config, **({"on_run_start": lambda: interrupt(1, number)} if when == "before" else {}))
     assert (result.status, result.step, result.signal) == ("stopped", 0, number)
     if number == signal.SIGINT:
         assert "Stopping before step 1; press Ctrl-C again to stop now." in capfd.readouterr().err
@@ -83,7 +74,7 @@ def test_one_during_the_start_leaves_the_evaluation_that_the_last_step_is_owed(
         patch.setattr(DataEvaluation, "evaluate", fail)
         with pytest.raises(RunFailedError):
             train(base_config)
-    result = train(base_config, InterruptAtStart(signal.SIGTERM))
+    result = train(base_config, on_run_start=lambda: interrupt(1, signal.SIGTERM))
     assert (result.status, result.model, result.signal) == ("stopped", None, signal.SIGTERM)
     assert ["eval/loss" in line for line in train(base_config).lines] == [False, True]
 

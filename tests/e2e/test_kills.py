@@ -121,7 +121,7 @@ def test_killed_ranks_go_on_with_the_metrics_of_the_uninterrupted_run(
     base_config: Config, spurline_chat_file: Path, killable_process: Kill, case: str, victims: Sequence[Victim]
 ) -> None:
     """They are equal bit for bit on the same ranks, with dropout too, and to rounding on others."""
-    config = whole = config_to_kill(base_config, spurline_chat_file, 18 + 6 * len(victims))
+    config = whole = config_to_kill(base_config, spurline_chat_file, 12 + 6 * len(victims))
     if case != "fsdp":
         # Dropout is drawn by rank, and Megatron models have none.
         del config["model"]["config_overrides"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from run_helpers import Config, assert_same_run, train, write_pairs
+from run_helpers import Config, Trained, assert_same_weights, train, write_pairs
 
 from spurline.data.batch import MAY_BE_WIDE
 from spurline_models.local.backend import LocalBackend
@@ -45,11 +45,14 @@ def test_narrow_and_wide_columns_train_the_same_bits(
 
         return call
 
+    runs: list[Trained] = []
     for name, wide, dtype in (("narrow", False, torch.int32), ("wide", True, torch.int64)):
         with monkeypatch.context() as patch:
             for method in ("update", "logprobs"):
                 patch.setattr(LocalBackend, method, widened(getattr(LocalBackend, method), wide=wide))
             seen.clear()
-            train(config, name=name)
+            runs.append(train(config, name=name))
         assert seen == {dtype}
-    assert_same_run(f"{config['run_dir']}-narrow", f"{config['run_dir']}-wide")
+    for name in ("loss", "grad_norm"):
+        assert [line[name] for line in runs[0].lines] == [line[name] for line in runs[1].lines]
+    assert_same_weights(*runs)

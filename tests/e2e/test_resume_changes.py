@@ -125,7 +125,7 @@ def test_rollouts_go_on_with_another_temperature_and_held_out_settings(
 
 
 @pytest.mark.parametrize(
-    "change", [{"max_staleness": 0}, {"sampling": {"max_new_tokens": 6, "temperature": 0.8}}], ids=lambda it: [*it][0]
+    "change", [{"max_staleness": 0}, {"sampling": {"max_new_tokens": 6, "temperature": 0.8}}], ids=str
 )
 def test_finished_groups_that_no_longer_fit_are_made_again(rl_config: Config, change: Config) -> None:
     config = asynchronous(rl_config, max_staleness=3, correction="tis", stall_timeout_s=20)

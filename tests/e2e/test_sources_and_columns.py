@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +32,6 @@ from spurline_sources_and_columns.row_weight import RowGradient, RowWeight
 
 NAME = "sources_and_columns"
 AVAILABLE = {NAME: InstalledPlugin(NAME, f"spurline_{NAME}.plugin", "under-test", "0.1.0")}
-PACKAGE = Path(__file__).parents[2] / "examples" / NAME
 
 
 class Batches:
@@ -305,11 +303,6 @@ def test_groups_come_back_from_a_recording_with_their_columns() -> None:
 class TestPlugin(PluginContract):
     plugin_module = f"spurline_{NAME}.plugin"
     pytestmark: ClassVar = [pytest.mark.processes]
-
-    @pytest.fixture(autouse=True)
-    def _where_processes_find_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        known = os.environ.get("PYTHONPATH", "")
-        monkeypatch.setenv("PYTHONPATH", f"{PACKAGE / 'src'}{os.pathsep}{known}")
 
 
 class TestRowWeight(AdvantageContract):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -36,7 +37,11 @@ class PluginContract:
 
     def test_importing_the_plugin_loads_no_heavy_library(self) -> None:
         code = f"import sys, {self.plugin_module}; print([m for m in {HEAVY!r} if m in sys.modules])"
-        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+        # The process finds what the test finds, also where the plugin is not installed.
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        result = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=60
+        )
         assert result.stdout.strip() == "[]", f"{self.plugin_module} imports {result.stdout.strip()} at load"
 
     def test_plugin_is_declared_for_this_interface_and_loads(self) -> None:
