@@ -29,7 +29,7 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
     "geometric_rejection": {"name": "geometric_rejection"},
     "sequence_rejection": {"name": "sequence_rejection"},
 }
-LIMIT_S = 1.0
+LIMIT_S = 0.5
 """For the batch of the defaults: 16.8 million tokens with loss."""
 
 

@@ -35,7 +35,7 @@ def mismatch(batch: TrainingBatch) -> dict[str, float]:
     trained = (batch.tokens["loss_weights"] != 0).numpy()
     if not trained.any():
         return {}
-    difference = (batch.tokens["old_logprobs"] - batch.tokens["rollout_logprobs"]).numpy()[trained].astype(np.float64)
+    difference = (batch.tokens["old_logprobs"].double() - batch.tokens["rollout_logprobs"].double()).numpy()[trained]
     ratio = np.exp(np.clip(difference, -20.0, 20.0))
     return {
         "mismatch/logprob_diff": float(np.abs(difference).mean()),

@@ -182,6 +182,9 @@ class Places:
         self._timeout_s = timeout_s
         self._seconds_down = seconds_down
         self._setting = setting
+        # One timer serves all: tens of thousands may be running.
+        self._ends: dict[asyncio.Future[None], float] = {}
+        self._timer: asyncio.TimerHandle | None = None
 
     async def run(self, what: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Return the result of `work()`, which is called when there is a place.
@@ -191,11 +194,21 @@ class Places:
             RunFailedError: If it runs on although it was cancelled; names `what`.
         """
         async with self._free:
-            task = asyncio.ensure_future(work())
+            loop = asyncio.get_running_loop()
+            task, over = loop.create_task(work()), loop.create_future()
+            task.add_done_callback(lambda _: _deliver(over, None))
+            self._ends[over] = self._clock() + self._timeout_s
+            if self._timer is None:
+                self._end_late()
             try:
-                await self._wait_for(task)
+                await over
                 in_time = task.done()
+            except BaseException:
+                await end_tasks([task], what)
+                raise
             finally:
+                del self._ends[over]
+            if not in_time:
                 await end_tasks([task], what)
         try:
             if not in_time:
@@ -208,12 +221,16 @@ class Places:
             # The traceback of an error holds this frame, and the frame would hold the task.
             del task
 
-    async def _wait_for(self, task: asyncio.Task[Any]) -> None:
-        """Return when the task has ended or has reached the time limit."""
-        end, left = self._clock() + self._timeout_s, self._timeout_s
-        while left > 0 and not task.done():
-            await asyncio.wait((task,), timeout=max(left, _TICK_S))
-            left = end - self._clock()
+    def _end_late(self) -> None:
+        """Stop waiting for coroutines that have reached the time limit; look again when the next one may have."""
+        self._timer = None
+        now = self._clock()
+        # All have the same limit, so those that began first reach it first.
+        for over, end in self._ends.items():
+            if end > now:
+                self._timer = over.get_loop().call_later(max(end - now, _TICK_S), self._end_late)
+                break
+            _deliver(over, None)
 
     def _clock(self) -> float:
         """Return a time in seconds that stands still while no engine can generate."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -19,7 +18,7 @@ from spurline.plugins.registry import Registry
 from spurline_rl.concurrency import all_or_none, in_thread, located
 from spurline_rl.protocols.environment import AttemptFailedError
 from spurline_rl.protocols.reward import Answer, Reward, RewardConfig, ScoresOnLoop
-from spurline_rl.trajectory import Trajectory, Turn
+from spurline_rl.trajectory import Trajectory, Turn, with_fields
 
 _SHOWN_CHARACTERS = 200
 _NUMBERS = (int, float, np.number, np.bool_)
@@ -157,10 +156,13 @@ def score(trajectory: Trajectory, weights: Mapping[str, float]) -> Trajectory:
     total = math.fsum(weights.get(name, 1.0) * value for name, value in terms.items())
     turns: list[Turn] = []
     for number, turn in enumerate(trajectory.turns):
-        rewards = np.zeros(len(turn.response_ids), np.float32) if turn.rewards is None else turn.rewards.copy()
-        if not np.isfinite(rewards).all():
-            raise AttemptFailedError(f"{where}, turn {number}: the rewards {rewards.tolist()} are not all finite.")
-        turns.append(replace(turn, rewards=rewards))
+        if turn.rewards is None:
+            rewards = np.zeros(len(turn.response_ids), np.float32)
+        elif not np.isfinite(turn.rewards).all():
+            raise AttemptFailedError(f"{where}, turn {number}: the rewards {turn.rewards.tolist()} are not all finite.")
+        else:
+            rewards = turn.rewards.copy()
+        turns.append(with_fields(turn, rewards=rewards))
     last = next((turn for turn in reversed(turns) if len(turn.response_ids)), None)
     if last is None:
         raise AttemptFailedError(
@@ -169,4 +171,4 @@ def score(trajectory: Trajectory, weights: Mapping[str, float]) -> Trajectory:
         )
     assert last.rewards is not None
     last.rewards[-1] += total
-    return replace(trajectory, turns=tuple(turns))
+    return with_fields(trajectory, turns=tuple(turns))

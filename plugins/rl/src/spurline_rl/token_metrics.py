@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spurline.data.batch import TrainingBatch
-from spurline_rl.losses.log_ratios import COLUMNS
+from spurline_rl.losses.log_ratios import COLUMNS, log_ratios_in_blocks
 from spurline_rl.losses.policy_loss import LARGEST_LOG_RATIO
 
 _PERCENTILES = (1, 50, 99)
@@ -18,20 +18,25 @@ def mismatch_metrics(batch: TrainingBatch) -> dict[str, float]:
     These are `mismatch/logprob_diff` (mean of |trainer - rollout|, nats) and its `/max`, `mismatch/kl` (the k3 estimate
     of KL(rollout || trainer), Schulman 2020), and `mismatch/ratio_pN`, percentiles of the importance ratio.
     """
-    trained = batch.tokens["loss_weights"].numpy() != 0
-    if not trained.any() or any(name not in batch.tokens for name in COLUMNS):
+    if any(name not in batch.tokens for name in COLUMNS) or not (count := batch.num_loss_tokens):
         return {}
-    old, rollout = (batch.tokens[name].numpy()[trained] for name in COLUMNS)
-    with np.errstate(invalid="ignore"):  # two logprobs of -inf have no ratio, which shows as NaN
-        difference = np.subtract(old, rollout).astype(np.float64)
-    ratio = np.exp(np.clip(difference, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO))
-    distance = np.abs(difference)
-    percentiles = zip(_PERCENTILES, np.percentile(ratio, _PERCENTILES).tolist(), strict=True)
+    ratios, found = np.empty(count), 0
+    distance, largest, kl = 0.0, 0.0, 0.0
+    for _, block in log_ratios_in_blocks(batch):
+        difference = block.values.numpy()
+        ratio = ratios[found : found + len(difference)]
+        found += len(difference)
+        np.exp(np.clip(difference, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO, out=ratio), out=ratio)
+        kl += float((ratio - 1 - difference).sum())
+        distances = np.abs(difference)
+        distance += float(distances.sum())
+        largest = np.maximum(largest, distances.max(initial=0.0))
+    percentiles = np.percentile(ratios, _PERCENTILES, overwrite_input=True).tolist()
     return {
-        "mismatch/logprob_diff": float(distance.mean()),
-        "mismatch/logprob_diff/max": float(distance.max()),
-        "mismatch/kl": float((ratio - 1 - difference).mean()),
-        **{f"mismatch/ratio_p{percent}": value for percent, value in percentiles},
+        "mismatch/logprob_diff": distance / count,
+        "mismatch/logprob_diff/max": float(largest),
+        "mismatch/kl": kl / count,
+        **{f"mismatch/ratio_p{percent}": value for percent, value in zip(_PERCENTILES, percentiles, strict=True)},
     }
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,6 +96,16 @@ class Trajectory:
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])
     info: Mapping[str, Any] = field(default_factory=dict[str, Any])
     retries: int = 0
+
+
+_Record = TypeVar("_Record", Turn, Trajectory)
+
+
+def with_fields(record: _Record, **fields: Any) -> _Record:
+    """Return a copy with other fields: `dataclasses.replace` in a quarter of its time, without converting arrays."""
+    copy = object.__new__(type(record))
+    copy.__dict__.update(record.__dict__, **fields)
+    return copy
 
 
 _ARRAYS: Mapping[str, np.dtype[Any]] = {
@@ -262,7 +272,7 @@ def with_turns(groups: Sequence[Group], turns: Sequence[Turn]) -> list[Group]:
         replace(
             group,
             trajectories=tuple(
-                replace(trajectory, turns=tuple(next(remaining) for _ in trajectory.turns))
+                with_fields(trajectory, turns=tuple(next(remaining) for _ in trajectory.turns))
                 for trajectory in group.trajectories
             ),
         )
@@ -283,7 +293,7 @@ def in_one_block(group: Group) -> Group:
         if flat.routed_experts is not None:
             fields["routed_experts"] = flat.routed_experts[stop - length : stop]
         prompt, response = flat.tokens[stop - length : stop - num_response], flat.tokens[stop - num_response : stop]
-        turns.append(replace(turn, prompt_ids=prompt, response_ids=response, **fields))
+        turns.append(with_fields(turn, prompt_ids=prompt, response_ids=response, **fields))
     [block] = with_turns([group], turns)
     block.__dict__["flat"] = flat
     return block

@@ -1,7 +1,8 @@
-"""Corrections and metrics of tokens are to the bit what whole columns give, for any layout and ratios."""
+"""Corrections and metrics of tokens are what whole columns give, for any layout and ratios; factors to the bit."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import mismatch_oracle as oracle
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spurline.data.batch import TrainingBatch
-from spurline_rl.losses import configs, corrections
+from spurline_rl.losses import configs, corrections, log_ratios
 from spurline_rl.losses.corrections import correct_batch
 from spurline_rl.token_metrics import advantage_metrics, mismatch_metrics
 
@@ -68,24 +69,21 @@ def batches(draw: st.DrawFn) -> TrainingBatch:
     return TrainingBatch(tokens, {}, torch.arange(num_rows), torch.zeros(num_rows, dtype=torch.bool))
 
 
+approx = partial(pytest.approx, rel=1e-9, abs=1e-12, nan_ok=True)
 _RARE = st.sampled_from([0.0, 0.0, 0.001])
 
 
-def assert_same(found: dict[str, float], expected: dict[str, float]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert np.array_equal(found[name], value, equal_nan=True), (name, found[name], value)
-
-
-@given(batch=batches())
+@given(batch=batches(), block_tokens=st.sampled_from([1, 1000, 1 << 16]))
 @settings(max_examples=60)
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-def test_tokens_with_loss_give_what_whole_columns_give_to_the_bit(batch: TrainingBatch) -> None:
-    assert_same(mismatch_metrics(batch), oracle.mismatch(batch))
-    assert_same(advantage_metrics(batch), oracle.advantages(batch))
-    for name, made, config in CASES:
-        factors, metrics = correct_batch(batch, made(config))
-        expected_factors, expected = oracle.corrected(batch, name, config)
-        assert_same(metrics, expected)
-        assert factors.dtype == torch.float32
-        assert np.array_equal(factors.numpy(), expected_factors.numpy(), equal_nan=True), config
+def test_blocks_of_tokens_with_loss_give_what_whole_columns_give(batch: TrainingBatch, block_tokens: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(log_ratios, "_BLOCK_TOKENS", block_tokens)
+        assert mismatch_metrics(batch) == approx(oracle.mismatch(batch))
+        assert advantage_metrics(batch) == approx(oracle.advantages(batch))
+        for name, made, config in CASES:
+            factors, metrics = correct_batch(batch, made(config))
+            expected_factors, expected = oracle.corrected(batch, name, config)
+            assert metrics == approx(expected)
+            assert factors.dtype == torch.float32
+            assert np.array_equal(factors.numpy(), expected_factors.numpy(), equal_nan=True), config

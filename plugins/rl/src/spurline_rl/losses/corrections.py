@@ -14,6 +14,7 @@ the behaviour policy.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Literal
 
 import numpy as np
@@ -27,7 +28,7 @@ from spurline_rl.losses.configs import (
     SequenceRejectionConfig,
     TruncatedImportanceSamplingConfig,
 )
-from spurline_rl.losses.log_ratios import LogRatios
+from spurline_rl.losses.log_ratios import LogRatios, log_ratios_in_blocks
 from spurline_rl.losses.policy_loss import bounded_exp
 from spurline_rl.protocols.correction import Corrected, Correction
 
@@ -42,13 +43,16 @@ def correct_batch(batch: TrainingBatch, correction: Correction) -> tuple[Tensor,
     Raises:
         DataError: If the batch lacks the logprobs of trainer or engine.
     """
-    ratios = LogRatios(batch)
-    corrected = correction.correct(ratios)
-    column = np.ones(ratios.where.shape, np.float32)
-    column[ratios.where] = corrected.factors.numpy()
-    count = max(len(ratios.values), 1)
-    named = {**corrected.metrics, "correction/factor": corrected.factors}
-    return torch.from_numpy(column), {name: float(values.sum()) / count for name, values in named.items()}
+    column = np.ones((batch.num_rows, batch.length), np.float32)
+    sums: Counter[str] = Counter()
+    count = 0
+    for rows, ratios in log_ratios_in_blocks(batch):
+        corrected = correction.correct(ratios)
+        column[rows][ratios.where] = corrected.factors.numpy()
+        count += len(ratios.values)
+        for name, values in (*corrected.metrics.items(), ("correction/factor", corrected.factors)):
+            sums[name] += float(values.sum())
+    return torch.from_numpy(column), {name: total / max(count, 1) for name, total in sums.items()}
 
 
 class TruncatedImportanceSampling:

@@ -7,6 +7,7 @@ Only tokens with loss are kept, row after row in a flat array.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
@@ -20,6 +21,9 @@ from spurline.errors import DataError, listing
 
 COLUMNS = ("old_logprobs", "rollout_logprobs")
 """The columns with logprobs of the trainer before the update, and with logprobs of the engine."""
+
+_BLOCK_TOKENS = 1 << 16
+"""Largest number of tokens of a block with several rows: its arrays fit a processor's cache."""
 
 
 class LogRatios:
@@ -71,3 +75,15 @@ class LogRatios:
 
     def _flat(self, name: str) -> NDArray[Any]:
         return self._columns[name].detach().numpy()[self.where]
+
+
+def log_ratios_in_blocks(batch: TrainingBatch) -> Iterator[tuple[slice, LogRatios]]:
+    """Yield the log ratios of a few rows at a time, which is several times faster than those of a large batch.
+
+    Yields:
+        The rows of the block, and their log ratios. A batch without rows is one block.
+    """
+    size = max(1, _BLOCK_TOKENS // max(batch.length, 1))
+    for start in range(0, max(batch.num_rows, 1), size):
+        rows = slice(start, min(start + size, batch.num_rows))
+        yield rows, LogRatios(batch.between(rows.start, rows.stop))
