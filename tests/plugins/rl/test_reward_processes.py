@@ -232,24 +232,6 @@ def test_an_async_function_waits_side_by_side_and_the_call_that_blocks_is_the_on
         reward.close()
 
 
-def test_no_call_is_given_to_a_process_that_is_ending():
-    reward = make_reward("judges")
-
-    async def one_after_the_other() -> list[Any]:
-        calls = [asyncio.ensure_future(reward_terms({"mine": reward}, answer("close files")))]
-        while not calls[0].done() or len(calls) < 50:
-            calls.append(asyncio.ensure_future(reward_terms({"mine": reward}, answer("fine"))))
-            await asyncio.sleep(0.001)
-        return await asyncio.gather(*calls, return_exceptions=True)
-
-    try:
-        closed, *others = run(one_after_the_other())
-    finally:
-        reward.close()
-    assert "exit code -9" in str(closed)
-    assert all(one == {"mine": 1.0} for one in others), others
-
-
 def test_an_async_function_that_does_not_let_itself_be_cancelled_loses_its_process():
     reward = make_reward("judges", timeout_s=0.1)
     try:
@@ -381,7 +363,7 @@ def test_a_call_that_never_lets_go_of_the_interpreter_is_killed_too(pool):
 @pytest.mark.parametrize(
     ("pool", "error", "words"),
     [
-        (("dies", GENEROUS_S), AttemptFailedError, r"(?s)worker process of .*:dies died: exit code -6\..*giving up"),
+        (("dies", GENEROUS_S), AttemptFailedError, r"worker process of .*:dies died: exit code -6"),
         (("gives_back_a_set", GENEROUS_S), AttemptFailedError, "gives_back_a_set failed: TypeError"),
         (("missing", GENEROUS_S), PluginError, "cannot import reward_functions:missing: AttributeError"),
     ],

@@ -14,15 +14,13 @@ from dataclasses import replace
 from typing import Any
 
 from spurline.errors import ConfigError, DataError
-from spurline_rl.concurrency import is_async, within
+from spurline_rl.concurrency import within
 from spurline_rl.functions import load_function
 from spurline_rl.protocols.environment import AttemptFailedError
 from spurline_rl.protocols.reward import Answer
 from spurline_rl.rewards.configs import FunctionRewardConfig
 from spurline_rl.rewards.killable import KillablePool, OutOfMemory, TookTooLong
 from spurline_rl.rewards.references import missing_reference
-
-_SHOWN_CHARACTERS = 300
 
 
 class FunctionReward:
@@ -36,7 +34,7 @@ class FunctionReward:
         self._config = config
         self._pool: KillablePool | None = None
         if config.in_process:
-            self._function = _load(config.path)
+            self._function = load(config.path)
             return
         if config.path.startswith("__main__:"):
             raise ConfigError.at(
@@ -45,13 +43,12 @@ class FunctionReward:
                 "name that: `my_rewards.py:...`; or set `in_process: true`.",
             )
         self._pool = KillablePool(
-            f"{__name__}:in_worker",
+            f"{__name__}:load",
             config.timeout_s,
             0 if config.workers == "auto" else config.workers,
             argument=config.path,
             import_timeout_s=config.import_timeout_s,
             memory_bytes=round(config.memory_gb * 2**30),
-            shows_output=True,
         )
         try:
             self._pool.start()
@@ -77,7 +74,7 @@ class FunctionReward:
         # Rows and messages may be views of a dataset, which stays here.
         messages = tuple(dict(message) for message in answer.messages)
         try:
-            value = await self._pool.call_async(replace(answer, row=dict(answer.row), messages=messages))
+            return await self._pool.call_async(replace(answer, row=dict(answer.row), messages=messages))
         except OutOfMemory as error:
             raise AttemptFailedError(f"{what} took more than memory_gb: {self._config.memory_gb:g}.") from error
         except TookTooLong as error:
@@ -95,8 +92,6 @@ class FunctionReward:
                 f"{where} cannot be sent to the process that calls the reward function: {type(error).__name__}: "
                 f"{error}. Remove or convert it, or set in_process: true in the reward."
             ) from error
-        # If the value is not a number, the later check of scores raises an error that shows it.
-        return _Shown(value["shown"]) if isinstance(value, dict) else value  # pyright: ignore[reportReturnType]
 
     def close(self) -> None:
         """End the worker processes."""
@@ -104,51 +99,13 @@ class FunctionReward:
             self._pool.close()
 
 
-def in_worker(path: str) -> Callable[..., Any]:
-    """Return the function as a worker process calls it, with results that JSON can hold.
+def load(path: str) -> Callable[..., Any]:
+    """Return the function.
 
     Raises:
         PluginError: If the function cannot be found.
-        ConfigError: If it cannot be called.
+        ConfigError: If it cannot be called with one argument.
     """
-    function = _load(path)
-
-    def call(answer: Answer) -> Any:
-        return _sendable(function(answer))
-
-    async def call_async(answer: Answer) -> Any:
-        return _sendable(await function(answer))
-
-    return call_async if is_async(function) else call
-
-
-class _Shown:
-    """Stands for a value in a worker process, and shows its text."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def __repr__(self) -> str:
-        return self._text
-
-
-def _sendable(value: Any) -> Any:
-    """Return numbers, also those of numpy and torch, as Python numbers, and any other value as text."""
-    if value is not None and not isinstance(value, (int, float)) and getattr(value, "shape", None) == ():
-        value = value.item()
-    return value if value is None or isinstance(value, (int, float)) else {"shown": repr(value)[:_SHOWN_CHARACTERS]}
-
-
-def _can_be_sent(value: Any) -> bool:
-    try:
-        pickle.dumps(value)
-    except (pickle.PicklingError, TypeError, AttributeError, RecursionError):
-        return False
-    return True
-
-
-def _load(path: str) -> Callable[..., Any]:
-    """Return the function. Raises ConfigError if it cannot be called with one argument."""
     function = load_function(path, "reward function")
     name = path.rpartition(":")[2]
     signature: inspect.Signature | None = None
@@ -167,3 +124,11 @@ def _load(path: str) -> Callable[..., Any]:
         expected = f"Write `def {name}(answer)`; answer has prompt, response, reference, row and messages."
         raise ConfigError.at(f"reward function {path}", f"{problem}. {expected}") from None
     return function
+
+
+def _can_be_sent(value: Any) -> bool:
+    try:
+        pickle.dumps(value)
+    except (pickle.PicklingError, TypeError, AttributeError, RecursionError):
+        return False
+    return True

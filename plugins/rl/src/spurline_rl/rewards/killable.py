@@ -1,8 +1,8 @@
 """Call a function in processes that are killed when it takes too long or too much memory.
 
-The calls go to a child process, which has imported the function once and makes them in forks of itself
-(`worker_processes`), so a killed process is replaced at once. Arguments are pickled; results are JSON, as a process
-that has run what a model wrote must not make this one run code.
+A child process has imported the function once, and forks itself into workers (`worker_processes`), so a killed worker
+is replaced at once. Arguments are pickled; results are JSON, as a process that has run what a model wrote must not make
+this one run code.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ import base64
 import json
 import os
 import pickle
+import socket
 import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 from typing import Any
 
-from spurline import errors
 from spurline.child import ChildProcess
-from spurline.errors import ConfigError, PluginError, Problem, RunFailedError, SpurlineError
+from spurline.errors import ConfigError, PluginError, Problem, RunFailedError
 from spurline_rl.protocols.environment import AttemptFailedError
-from spurline_rl.rewards.worker_processes import Outcome, WorkerSettings
+from spurline_rl.rewards.worker_processes import OUR_ERRORS, Outcome, WorkerSettings
 
 START_TIMEOUT_S = 120.0
 """Seconds that importing the function may take."""
-ANSWER_TIMEOUT_S = 30.0
-"""Seconds beyond the limit of the import after which a silent child counts as hanging."""
 MEMORY_LIMIT_BYTES = 8 << 30
 """Memory of a worker: a result with billions of digits must not take the machine down."""
+_GRACE_S = 5.0
+"""Seconds beyond the time limit after which a worker is killed because it has not answered an async call; at most as
+long as the limit. A call then blocks the event loop, or does not let itself be cancelled."""
 _LONGEST_S = 1e6
 """The longest time limit: timers refuse very large numbers."""
+_LONGEST_ANSWER = 1 << 30
 _CLOSE_PATIENCE_S = 2.0
 """Seconds the child has to end by itself when the pool is closed; it may be importing something large."""
 _ONE_THREAD = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
@@ -49,36 +49,43 @@ class OutOfMemory(TookTooLong):
     """The call exceeded its limit of memory."""
 
 
+_LOST = ("killed", "died")
 _PROBLEMS: dict[str, tuple[type[Exception], str]] = {
-    "late": (TookTooLong, "{function} took longer than {timeout_s:g} s"),
+    "late": (TookTooLong, "{function} took too long"),
+    "killed": (TookTooLong, "{function} took too long"),
     "memory": (OutOfMemory, "{function} ran out of memory"),
     "failed": (AttemptFailedError, "{function} failed: {detail}"),
-    "died": (AttemptFailedError, "The worker process of {function} died: exit code {detail}"),
+    "died": (AttemptFailedError, "The worker process of {function} died: {detail}"),
+    "import": (PluginError, "Importing {function} {detail}"),
     "unknown": (PluginError, "A worker process cannot import {function}: {detail}."),
-    "closed": (RunFailedError, "The pool of worker processes is closed."),
 }
 """Outcomes other than `value`, as errors."""
 
-_OUR_ERRORS = {
-    AttemptFailedError.__name__: AttemptFailedError,
-    **{name: value for name, value in vars(errors).items() if isinstance(value, type)},
-}
+
+@dataclass(eq=False)
+class _Worker:
+    """A worker as the pool sees it. `calls` has the answers that it owes, by number."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    calls: dict[int, asyncio.Future[Outcome]] = field(default_factory=dict[int, "asyncio.Future[Outcome]"])
+    is_killed: bool = False
 
 
 class KillablePool:
     """Processes for one function, for calls from any thread and event loop.
 
-    They start with `start` or with the first call, and again after a death. The calls of an async function wait side by
-    side.
+    They start with `start` or with the first call, and again after a death. A plain function makes one call at a time
+    in each. The calls of an async function wait side by side in one. If that one is lost, the calls that may be to
+    blame are made again in a process of their own, and the others side by side.
 
     Args:
         function: `module:function` with a result in JSON, or, with an argument, one that returns such a function.
         timeout_s: Seconds of one call.
-        workers: The largest number of processes. 0 gives an async function one, and others one per processor.
+        workers: The largest number of processes that make one call at a time. If 0, it follows the processors.
         argument: The argument of `function`, if it returns the function to call.
         import_timeout_s: Seconds of the import.
         memory_bytes: Memory of one worker.
-        shows_output: Whether the output of calls appears among the run's messages.
     """
 
     def __init__(
@@ -90,26 +97,31 @@ class KillablePool:
         argument: str | None = None,
         import_timeout_s: float = START_TIMEOUT_S,
         memory_bytes: int = MEMORY_LIMIT_BYTES,
-        shows_output: bool = False,
     ) -> None:
         self._settings = WorkerSettings(
             function=function,
             argument=argument,
             timeout_s=min(timeout_s, _LONGEST_S),
             import_timeout_s=min(import_timeout_s, _LONGEST_S),
-            workers=workers,
             memory_bytes=memory_bytes,
-            output=None,
             python_path=os.environ.get("PYTHONPATH"),
         )
         self._name = argument or function
-        self._shows_output = shows_output
-        self._lock = threading.Lock()
-        self._closed = False
+        self._is_closed = False
+        self._loop = asyncio.new_event_loop()
+        """Runs all that follows."""
         self._child: ChildProcess | None = None
-        self._ready: Future[Outcome] = Future()
+        self._ready: asyncio.Future[Outcome] | None = None
+        self._requests = socket.socket()
         self._numbers = count()
-        self._calls: dict[int, Future[Outcome]] = {}
+        self._workers: dict[_Worker, asyncio.Task[None]] = {}
+        """Each worker with the task that listens to it."""
+        self._idle: list[_Worker] = []
+        self._places = asyncio.Semaphore(workers or max(4, min(16, os.cpu_count() or 1)))
+        self._shared: _Worker | None = None
+        self._sharing = asyncio.Lock()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="spurline-killable-pool", daemon=True)
+        self._thread.start()
 
     def start(self) -> None:
         """Start the child, and wait until it has imported the function.
@@ -118,26 +130,10 @@ class KillablePool:
             PluginError: If the import fails or takes too long.
             SpurlineError: If the import raises one of our errors.
         """
-        began, limit_s = time.monotonic(), self._settings.import_timeout_s
-        with self._lock:
-            child, ready = self._running_child(), self._ready
-        try:
-            outcome = ready.result(limit_s + ANSWER_TIMEOUT_S)
-        except TimeoutError as error:
-            child.kill()
-            raise RunFailedError(f"The process that imports {self._name} does not answer.") from error
-        if outcome[0] == "died" and time.monotonic() - began >= limit_s:
-            raise PluginError(
-                f"Importing {self._name} takes longer than {limit_s:g} s. Move slow work into the first call. The "
-                f"import stood here:\n{child.last_words()}"
-            )
-        if outcome[0] == "died":
-            raise PluginError(f"Importing {self._name} ended its process: {self._error(child, outcome)}")
-        if outcome[0] != "value":
-            raise self._error(child, outcome)
+        asyncio.run_coroutine_threadsafe(self._started(), self._loop).result()
 
     async def call_async(self, *arguments: Any) -> Any:
-        """Return the function's result. If the caller is cancelled, the call is taken back unless it is under way.
+        """Return the function's result. If the caller is cancelled, a call that waits for a worker is taken back.
 
         Raises:
             TookTooLong: If it exceeds its limit of time or memory.
@@ -146,97 +142,165 @@ class KillablePool:
             PluginError: If it cannot be imported.
             RunFailedError: If the pool is closed.
         """
-        number, answer = next(self._numbers), Future[Outcome]()
-        packed = base64.b64encode(pickle.dumps(arguments)).decode()
-        with self._lock:
-            child = self._running_child()
-            self._calls[number] = answer
-        try:
-            child.send({"id": number, "arguments": packed})
-            outcome = await asyncio.wrap_future(answer)
-        except asyncio.CancelledError:
-            child.send({"cancel": number})
-            raise
-        finally:
-            self._calls.pop(number, None)
-        if outcome[0] == "value":
-            return outcome[1]
-        raise self._error(child, outcome)
+        packed = base64.b64encode(pickle.dumps(arguments))
+        if self._is_closed:
+            raise self._error("closed", None)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._call(packed), self._loop))
 
     def close(self) -> None:
         """End every process. Calls under way fail, and those that wait for a worker too."""
-        with self._lock:
-            self._closed, child = True, self._child
-        if child is not None:
-            child.end(_CLOSE_PATIENCE_S)
+        if not self._is_closed:
+            asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
 
-    def _running_child(self) -> ChildProcess:
-        """Under the lock. Raises RunFailedError once the pool is closed."""
-        if self._closed:
-            raise RunFailedError(_PROBLEMS["closed"][1])
-        if self._child is None:
-            self._ready = Future()
-            output = None
-            # There may be no standard error. The child's own is kept for its last words.
-            with suppress(OSError):
-                output = os.dup(2) if self._shows_output else None
-            self._child = ChildProcess(
-                "spurline_rl.rewards.worker_processes",
-                (json.dumps(asdict(replace(self._settings, output=output))),),
-                take=self._take,
-                on_end=self._note_end,
-                environment=_ONE_THREAD,
-                pass_fds=() if output is None else (output,),
-            )
-            if output is not None:
-                os.close(output)
-        return self._child
+    async def _end(self) -> None:
+        self._is_closed = True
+        # The child ends by itself when nobody can ask it for workers.
+        self._requests.close()
+        for worker in list(self._workers):
+            self._kill(worker)
+        if self._child is not None:
+            await asyncio.to_thread(self._child.end, _CLOSE_PATIENCE_S)
+        await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()}, return_exceptions=True)
 
-    def _take(self, messages: list[dict[str, Any]]) -> None:
-        for message in messages:
-            if "ready" in message:
-                self._ready.set_result(tuple(message["ready"]))
-            else:
-                self._deliver(message["id"], tuple(message["outcome"]))
+    async def _started(self) -> bool:
+        """Return whether the function is async, once the child has imported it."""
+        if self._is_closed:
+            raise self._error("closed", None)
+        if self._ready is None:
+            self._ready = self._loop.create_future()
+            self._start_child(self._ready)
+        kind, value = await asyncio.shield(self._ready)
+        if kind != "value":
+            raise self._error(kind, value)
+        return value
 
-    def _note_end(self, child: ChildProcess) -> None:
-        with self._lock:
-            self._child = None
-            if not self._ready.done():
-                self._ready.set_result(("died", child.exit_code))
-            # A child that could not import the function has said why.
-            outcome = self._ready.result()
-            if outcome[0] == "value":
-                outcome = ("died", child.exit_code)
-            if self._closed:
-                outcome = ("closed", None)
-            numbers = list(self._calls)
-        for number in numbers:
-            self._deliver(number, outcome)
+    def _start_child(self, ready: asyncio.Future[Outcome]) -> None:
+        self._requests, theirs = socket.socketpair()
+        began, files = time.monotonic(), [theirs.fileno()]
+        # There may be no standard error for the output of calls.
+        with suppress(OSError):
+            files.append(os.dup(2))
+        settings = replace(self._settings, files=tuple(files))
 
-    def _deliver(self, number: int, outcome: Outcome) -> None:
-        if (answer := self._calls.get(number)) is not None:
-            # The caller may have been cancelled.
-            with suppress(InvalidStateError):
-                answer.set_result(outcome)
+        def note_end(child: ChildProcess) -> None:
+            self._child = self._ready = None
+            self._requests.close()
+            if not ready.done():
+                how = f"ended its process: exit code {child.exit_code}. {child.last_words()}"
+                if time.monotonic() - began >= settings.import_timeout_s:
+                    how = f"takes longer than {settings.import_timeout_s:g} s. Move slow work into the first call. The "
+                    how += f"import stood here:\n{child.last_words()}"
+                ready.set_result(("import", how))
 
-    def _error(self, child: ChildProcess, outcome: Outcome) -> Exception:
-        kind, detail = outcome
-        if kind == "raised":
-            return _our_error(*detail)
-        if kind == "died":
-            detail = f"{detail}. {child.last_words()}".strip()
-        error, text = _PROBLEMS[kind]
-        return error(text.format(function=self._name, timeout_s=self._settings.timeout_s, detail=detail))
+        self._child = ChildProcess(
+            "spurline_rl.rewards.worker_processes",
+            (json.dumps(asdict(settings)),),
+            take=lambda messages: self._loop.call_soon_threadsafe(ready.set_result, messages[0]["ready"]),
+            on_end=lambda child: self._loop.call_soon_threadsafe(note_end, child),
+            environment=_ONE_THREAD,
+            pass_fds=files,
+        )
+        theirs.close()
+        for output in files[1:]:
+            os.close(output)
+
+    async def _call(self, packed: bytes) -> Any:
+        outcome = None
+        while await self._started() and outcome is None:
+            async with self._sharing:
+                worker = self._shared = self._shared or await self._fork()
+            began = time.monotonic()
+            outcome = await self._make(worker, packed, min(_GRACE_S, self._settings.timeout_s))
+            if outcome[0] == "killed" and time.monotonic() - began < self._settings.timeout_s:
+                # Another call was late.
+                outcome = None
+        if outcome is None or outcome[0] in _LOST:
+            await self._places.acquire()
+            # A call under way goes on without its caller.
+            outcome = await asyncio.shield(self._make_alone(packed))
+        kind, value = outcome
+        if kind == "value":
+            return value
+        raise self._error("closed" if self._is_closed else kind, value)
+
+    async def _make_alone(self, packed: bytes) -> Outcome:
+        """Make a call in a worker that makes no other one meanwhile. Give the place back."""
+        try:
+            grace_s = min(_GRACE_S, self._settings.timeout_s) if await self._started() else 0.0
+            worker = self._idle.pop() if self._idle else await self._fork()
+            outcome = await self._make(worker, packed, grace_s)
+            if outcome[0] not in _LOST:
+                self._idle.append(worker)
+            return outcome
+        finally:
+            self._places.release()
+
+    async def _make(self, worker: _Worker, packed: bytes, grace_s: float) -> Outcome:
+        """Make a call, and kill the worker if it does not answer in time."""
+        number = next(self._numbers)
+        answer = worker.calls[number] = self._loop.create_future()
+        worker.writer.write(b"%d %s\n" % (number, packed))
+        try:
+            async with asyncio.timeout(self._settings.timeout_s + grace_s):
+                return await answer
+        except TimeoutError:
+            self._kill(worker)
+            return "killed", None
+        finally:
+            worker.calls.pop(number, None)
+
+    async def _fork(self) -> _Worker:
+        ours, theirs = socket.socketpair()
+        # If the child has just died, the channel is closed at once.
+        with theirs, suppress(OSError):
+            socket.send_fds(self._requests, [b"w"], [theirs.fileno()])
+        worker = _Worker(*await asyncio.open_connection(sock=ours, limit=_LONGEST_ANSWER))
+        self._workers[worker] = self._loop.create_task(self._listen(worker))
+        return worker
+
+    async def _listen(self, worker: _Worker) -> None:
+        """Take the worker's answers until its end, which is the outcome of the calls that it has not answered."""
+        how = "the process that watches it has ended"
+        with suppress(OSError):
+            async for line in worker.reader:
+                try:
+                    message = json.loads(line)
+                except ValueError:
+                    # A line that the worker could not finish, or the empty one after it.
+                    continue
+                if "ended" in message:
+                    how = message["ended"]
+                else:
+                    _settle(worker.calls.get(message["id"]), message["outcome"])
+        outcome = ("killed", None) if worker.is_killed else ("died", how)
+        self._kill(worker)
+        for answer in worker.calls.values():
+            _settle(answer, outcome)
+
+    def _kill(self, worker: _Worker) -> None:
+        """Close the worker's channel. The child then kills the process, if it has not ended."""
+        worker.is_killed = True
+        worker.writer.transport.abort()
+        self._workers.pop(worker, None)
+        if worker in self._idle:
+            self._idle.remove(worker)
+        if worker is self._shared:
+            self._shared = None
+
+    def _error(self, kind: str, detail: Any) -> Exception:
+        if kind == "closed":
+            return RunFailedError(f"The pool of worker processes of {self._name} is closed.")
+        if kind != "raised":
+            error, text = _PROBLEMS[kind]
+            return error(text.format(function=self._name, detail=detail))
+        name, message, problems = detail
+        return ConfigError([Problem(*each) for each in problems]) if problems else OUR_ERRORS[name](message)
 
 
-def _our_error(classes: Sequence[str], text: str, problems: Sequence[tuple[str, str]]) -> SpurlineError:
-    """Return the error that a worker has raised, as its nearest class that is known here."""
-    if problems:
-        return ConfigError([Problem(*problem) for problem in problems])
-    known = next(_OUR_ERRORS[name] for name in classes if name in _OUR_ERRORS)
-    try:
-        return known(text)
-    except TypeError:
-        # The class takes more than its text.
-        return RunFailedError(text)
+def _settle(answer: asyncio.Future[Outcome] | None, outcome: Outcome) -> None:
+    # The caller may have been cancelled.
+    if answer is not None and not answer.done():
+        answer.set_result(outcome)
