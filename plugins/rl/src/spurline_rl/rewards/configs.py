@@ -41,8 +41,8 @@ class FunctionRewardConfig(RewardConfig):
     """Call it in the run's own process, which cannot kill it and limits only its time. By default it is called in
     worker processes, which are killed at the limits."""
     workers: Annotated[Literal["auto"] | Annotated[int, Field(gt=0, strict=True)], OnResume.FREE] = "auto"
-    """Largest number of worker processes. `auto` is one for an async function, whose calls wait side by side. For a
-    plain function, which makes one call at a time in each, it is one per processor, from 4 to 16."""
+    """Largest number of worker processes that make one call at a time; `auto` is one per processor, from 4 to 16. The
+    calls of an async function wait side by side in one process."""
     memory_gb: Annotated[float, OnResume.FREE] = Field(default=16.0, gt=0)
     """GiB of private memory of one worker process, its module included."""
     import_timeout_s: Annotated[float, OnResume.FREE] = Field(default=300.0, gt=0)

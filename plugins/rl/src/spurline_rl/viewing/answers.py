@@ -1,22 +1,19 @@
 """Answer requests of `spurline view` about rollouts, as JSON values.
 
-A request names a run by its number and an attempt by its step and place. The attempts of a run are one table without
-their tokens, which pyarrow filters. A step's file is read into it once, and again when an attempt is looked at.
+A request names a run by its number and an attempt by its step and place. Each request filters the files of the run's
+steps one after the other. The columns that lists show stay in memory.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from difflib import SequenceMatcher
-from functools import partial, reduce
+from functools import lru_cache, partial, reduce
 from itertools import takewhile
 from operator import and_
 from pathlib import Path
-from threading import Lock
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -26,23 +23,22 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, Field
 
 from spurline.errors import RunDirectoryError
-from spurline_rl.kept_rollouts import KeptAttempt, KeptRollouts, KeptTurn, LostPrompt
+from spurline_rl.kept_rollouts import KeptAttempt, KeptRollouts, KeptTurn
 from spurline_rl.kept_rollouts.files import read_step, step_files
-from spurline_rl.kept_rollouts.table import SEARCHED
+from spurline_rl.kept_rollouts.table import SCHEMA, SEARCHED
 
 pc: Any = pyarrow.compute
 """A type checker cannot see its functions, which are made at import."""
 
-INDEXING_S = 0.3
-"""Seconds after which a request reads no further steps. The page then asks again."""
 MOST_COMPARED = 4_000
 """Longest responses, in tokens, whose difference is looked for. Longer ones are shown as a whole."""
 _PREVIEW = 200
 """Characters of a prompt and of a response that a list shows."""
 _MOST_GIVEN_UP = 200
+_TEXTS = ("prompt", "response")
+"""Columns that are read only for a filter that searches them."""
+_SHOWN = ("step", "place", "status", "uid", "sample", "reward", "advantage", "tokens", "turns", "finish", "max_age")
 _BOUNDS = {
-    "min_step": ("step", pc.greater_equal),
-    "max_step": ("step", pc.less_equal),
     "min_reward": ("reward", pc.greater_equal),
     "max_reward": ("reward", pc.less_equal),
     "min_age": ("max_age", pc.greater_equal),
@@ -93,136 +89,113 @@ class DiffQuery(AttemptQuery):
 
 def answers(run_dirs: Sequence[Path]) -> Mapping[str, Callable[[Mapping[str, str]], Any]]:
     """Return the functions that answer requests about the rollouts of these runs, by the name of the request."""
-    indexes = [RolloutIndex(run_dir) for run_dir in run_dirs]
     functions = {"rollouts": _rollouts, "attempt": _attempt, "diff": _diff}
-    return {name: partial(function, indexes) for name, function in functions.items()}
+    return {name: partial(function, run_dirs) for name, function in functions.items()}
 
 
-def _rollouts(indexes: Sequence[RolloutIndex], query: Mapping[str, str]) -> Any:
+def _rollouts(run_dirs: Sequence[Path], query: Mapping[str, str]) -> Any:
     # An empty field of a form asks for all.
     wanted = ListQuery.model_validate({name: value for name, value in query.items() if value != ""})
-    index = _index(indexes, wanted.run)
-    return {**index.update(INDEXING_S), **index.find(wanted), "given_up": index.given_up(wanted)}
+    files, error = step_files(_run(run_dirs, wanted.run)), None
+    first, last = wanted.min_step or 0, math.inf if wanted.max_step is None else wanted.max_step
+    found, lost, num_attempts = [_with_place(SCHEMA.empty_table()).drop_columns(_TEXTS)], list[dict[str, Any]](), 0
+    for step, path in files.items():
+        try:
+            stat = path.stat()
+            listed = _listed(path, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+            num_attempts += pc.sum(pc.not_equal(listed["status"], "given_up")).as_py() or 0
+            if first <= step <= last:
+                table = _read(path) if wanted.prompt or wanted.text else listed
+                matching = table.filter(_expression(wanted, table))
+                found.append(matching.drop_columns(_TEXTS) if table is not listed else matching)
+                lost[:0] = listed.filter(_is_lost(wanted)).select(["step", "uid", "draw", "reason"]).to_pylist()
+        except FileNotFoundError:
+            # The run has removed it meanwhile.
+            continue
+        except RunDirectoryError as failure:
+            error = str(failure)
+    return {
+        "steps": len(files),
+        "attempts": num_attempts,
+        "error": error,
+        **_page(pa.concat_tables(found), wanted),
+        "given_up": {"matching": len(lost), "prompts": lost[:_MOST_GIVEN_UP]},
+    }
 
 
-def _attempt(indexes: Sequence[RolloutIndex], query: Mapping[str, str]) -> Any:
+def _attempt(run_dirs: Sequence[Path], query: Mapping[str, str]) -> Any:
     asked = AttemptQuery.model_validate(query)
-    return attempt_facts(_index(indexes, asked.run).attempt(asked.step, asked.place))
+    return attempt_facts(_attempt_at(run_dirs, asked.run, asked.step, asked.place))
 
 
-def _diff(indexes: Sequence[RolloutIndex], query: Mapping[str, str]) -> Any:
+def _diff(run_dirs: Sequence[Path], query: Mapping[str, str]) -> Any:
     asked = DiffQuery.model_validate(query)
-    left = _index(indexes, asked.run).attempt(asked.step, asked.place)
-    right = _index(indexes, asked.other_run).attempt(asked.other_step, asked.other_place)
-    return difference(left, right)
+    left = _attempt_at(run_dirs, asked.run, asked.step, asked.place)
+    return difference(left, _attempt_at(run_dirs, asked.other_run, asked.other_step, asked.other_place))
 
 
-def _index(indexes: Sequence[RolloutIndex], number: int) -> RolloutIndex:
-    if not 0 <= number < len(indexes):
+def _run(run_dirs: Sequence[Path], number: int) -> Path:
+    if not 0 <= number < len(run_dirs):
         raise LookupError(f"There is no run {number}.")
-    return indexes[number]
+    return run_dirs[number]
 
 
-class RolloutIndex:
-    """The attempts in a run's `rollouts` folder. Safe to use from several threads."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir
-        self._lock = Lock()
-        self._steps: dict[int, tuple[tuple[int, ...], pa.Table, list[LostPrompt]]] = {}
-        """A mark of the file, its attempts and the prompts that were given up, by step."""
-        self._joined: pa.Table | None = None
-
-    def update(self, budget_s: float) -> dict[str, Any]:
-        """Read steps that are new or were made again, the newest first, at least one, until the time is up.
-
-        Returns:
-            Counts of steps and attempts, and the error of a file that cannot be read; what was read before stays.
-        """
-        with self._lock:
-            deadline = time.monotonic() + budget_s
-            steps, error = len(self._steps), None
-            try:
-                paths = step_files(self._run_dir)
-                marks = {step: mark for step, path in paths.items() if (mark := _mark(path)) is not None}
-                steps = len(marks)
-                for step in [step for step, known in self._steps.items() if marks.get(step) != known[0]]:
-                    del self._steps[step]
-                    self._joined = None
-                for step in sorted(marks.keys() - self._steps.keys(), reverse=True):
-                    if (found := read_step(paths[step], list(SEARCHED))) is not None:
-                        self._steps[step] = (marks[step], *_split(found[0]))
-                        self._joined = None
-                    if time.monotonic() > deadline:
-                        break
-            except RunDirectoryError as failure:
-                error = str(failure)
-            attempts = sum(len(table) for _, table, _ in self._steps.values())
-            return {"indexed_steps": len(self._steps), "steps": steps, "attempts": attempts, "error": error}
-
-    def find(self, wanted: ListQuery) -> dict[str, Any]:
-        """Return the page of attempts as rows, and how many match; equal ones come newest first."""
-        with self._lock:
-            if self._joined is None:
-                empty, _ = _split(pa.schema(list(SEARCHED.items())).empty_table())
-                tables = [self._steps[step][1] for step in sorted(self._steps)]
-                self._joined = pa.concat_tables([empty, *tables]).combine_chunks()
-            table: pa.Table = self._joined
-        found = table.filter(_expression(wanted, table))
-        keys = [(wanted.sort, "ascending" if wanted.ascending else "descending")]
-        keys += [key for key in (("step", "descending"), ("place", "ascending")) if key[0] != wanted.sort]
-        order = pc.sort_indices(found, sort_keys=keys)[wanted.offset : wanted.offset + wanted.limit]
-        return {"matching": len(found), "rows": [_row(row) for row in found.take(order).to_pylist()]}
-
-    def given_up(self, wanted: ListQuery) -> dict[str, Any]:
-        """Return the newest prompts that were given up, by step and uid of the filter, and how many match."""
-        first, last = wanted.min_step or 0, math.inf if wanted.max_step is None else wanted.max_step
-        with self._lock:
-            steps = [self._steps[step][2] for step in sorted(self._steps, reverse=True) if first <= step <= last]
-        found = [prompt for lost in steps for prompt in lost if wanted.prompt.lower() in prompt.uid.lower()]
-        return {"matching": len(found), "prompts": [asdict(prompt) for prompt in found[:_MOST_GIVEN_UP]]}
-
-    def attempt(self, step: int, place: int) -> KeptAttempt:
-        """Return the attempt at this place of a step.
-
-        Raises:
-            LookupError: If it does not exist any more.
-            RunDirectoryError: If its file cannot be read.
-        """
-        attempts = list(KeptRollouts(self._run_dir).attempts([step]))
-        if not 0 <= place < len(attempts):
-            raise LookupError(f"Step {step} has no attempt {place}, or it is not kept any more.")
-        return attempts[place]
+def _attempt_at(run_dirs: Sequence[Path], run: int, step: int, place: int) -> KeptAttempt:
+    attempts = list(KeptRollouts(_run(run_dirs, run)).attempts([step]))
+    if not 0 <= place < len(attempts):
+        raise LookupError(f"Step {step} has no attempt {place}, or it is not kept any more.")
+    return attempts[place]
 
 
-def _mark(path: Path) -> tuple[int, ...] | None:
-    """Return numbers that differ when the file was made again; None if it is gone."""
-    try:
-        stat = path.stat()
-    except FileNotFoundError:
-        return None
-    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+@lru_cache(maxsize=100_000)
+def _listed(path: Path, *mark: int) -> pa.Table:
+    """Return what lists show of a step. The mark differs when the file was made again."""
+    return _read(path).drop_columns(_TEXTS)
 
 
-def _split(table: pa.Table) -> tuple[pa.Table, list[LostPrompt]]:
-    """Return the attempts of a step, with columns to find them by, and the prompts that were given up."""
-    is_lost = pc.equal(table["status"], "given_up")
-    lost = table.filter(is_lost).select(["step", "uid", "draw", "reason"]).to_pylist()
-    attempts = table.filter(pc.invert(is_lost))
-    attempts = attempts.append_column("place", pa.array(range(len(attempts)), pa.int32()))
-    attempts = attempts.append_column("searched", pc.utf8_lower(attempts["response"]))
-    return attempts, [LostPrompt(**row) for row in lost]
+def _read(path: Path) -> pa.Table:
+    found = read_step(path, list(SEARCHED))
+    if found is None:
+        raise FileNotFoundError(path)
+    return _with_place(found[0])
+
+
+def _with_place(table: pa.Table) -> pa.Table:
+    """Add the places of attempts, which come before the prompts that were given up, and the beginnings of texts."""
+    table = table.select(list(SEARCHED)).append_column("place", pa.array(range(len(table)), pa.int32()))
+    for name, text in (("begins", "prompt"), ("preview", "response")):
+        table = table.append_column(name, pc.utf8_slice_codeunits(table[text], 0, _PREVIEW))
+    return table
+
+
+def _page(found: pa.Table, wanted: ListQuery) -> dict[str, Any]:
+    """Return the page of attempts as rows, and how many match; equal ones come newest first."""
+    keys = [(wanted.sort, "ascending" if wanted.ascending else "descending")]
+    keys += [key for key in (("step", "descending"), ("place", "ascending")) if key[0] != wanted.sort]
+    order = pc.sort_indices(found, sort_keys=keys)[wanted.offset : wanted.offset + wanted.limit]
+    rows = [
+        {**{name: row[name] for name in _SHOWN}, "max_gap": row["max_gap"] or 0.0}
+        | {"prompt": row["begins"], "preview": row["preview"]}
+        for row in found.take(order).to_pylist()
+    ]
+    return {"matching": len(found), "rows": rows}
+
+
+def _is_lost(wanted: ListQuery) -> Any:
+    """Return the filter for prompts that were given up, as pyarrow evaluates it."""
+    of_prompt = pc.match_substring(pc.field("uid"), wanted.prompt, ignore_case=True)
+    return (pc.field("status") == "given_up") & of_prompt
 
 
 def _expression(wanted: ListQuery, table: pa.Table) -> Any:
-    """Return the filter as pyarrow evaluates it."""
-    parts = [pc.scalar(True)]
+    """Return the filter for attempts, as pyarrow evaluates it."""
+    parts = [pc.field("status") != "given_up"]
     for name, (column, compare) in _BOUNDS.items():
         if (bound := getattr(wanted, name)) is not None:
             # Any number of a request fits into a float.
             parts.append(compare(pc.field(column), float(bound)))
     if wanted.status:
-        parts.append(pc.equal(pc.field("status"), wanted.status))
+        parts.append(pc.field("status") == wanted.status)
     if wanted.tag:
         parts.append(_has_tag(table, "columns", wanted.tag.lower()) | _has_tag(table, "tags", wanted.tag.lower()))
     if wanted.prompt:
@@ -231,7 +204,7 @@ def _expression(wanted: ListQuery, table: pa.Table) -> Any:
         )
         parts.append(in_uid | in_prompt)
     if wanted.text:
-        parts.append(pc.match_substring(pc.field("searched"), wanted.text.lower()))
+        parts.append(pc.match_substring(pc.utf8_lower(pc.field("response")), wanted.text.lower()))
     return reduce(and_, parts)
 
 
@@ -244,14 +217,6 @@ def _has_tag(table: pa.Table, column: str, wanted: str) -> Any:
 
     texts = [text for text in pc.unique(table[column]).to_pylist() if matches(text)]
     return pc.is_in(pc.field(column), pa.array(texts, pa.string()))
-
-
-def _row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of an attempt that a list shows."""
-    names = ("step", "place", "status", "uid", "sample", "reward", "advantage", "tokens", "turns", "finish", "max_age")
-    shown = {name: row[name] for name in names}
-    texts = {"prompt": row["prompt"][:_PREVIEW], "preview": row["response"][:_PREVIEW]}
-    return {**shown, "max_gap": row["max_gap"] or 0.0, **texts}
 
 
 def attempt_facts(attempt: KeptAttempt) -> dict[str, Any]:

@@ -286,15 +286,13 @@ async function list() {
   state.rows = rows;
   const end = Math.min(state.offset + PAGE, answer.matching);
   const range = answer.matching ? `${short(state.offset + 1)} to ${short(end)} of ` : "";
-  const reading = answer.indexed_steps < answer.steps && !answer.error ? `, reading: ${answer.indexed_steps} of ${answer.steps} steps` : "";
   byId("found").textContent = answer.steps
-    ? `${range}${short(answer.matching)} attempts that match, of ${short(answer.attempts)}${reading}`
+    ? `${range}${short(answer.matching)} attempts that match, of ${short(answer.attempts)}`
     : "This run keeps no rollouts, or has none yet.";
   byId("back").disabled = state.offset === 0;
   byId("forth").disabled = end >= answer.matching;
   listGivenUp(answer.given_up);
   if (answer.error) complain(new Error(answer.error));
-  else if (reading) setTimeout(() => number === state.list && !byId("rollouts").hidden && list().catch(complain), 0);
 }
 
 function listGivenUp({ matching, prompts }) {
