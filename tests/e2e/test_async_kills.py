@@ -21,7 +21,7 @@ from reward_functions import in_process
 from run_helpers import Config, Trained, WriteConfig, assert_same_weights, train
 from warm_children import WarmRuns
 
-from spurline_collation_fast.cache.entry import check_content
+from spurline_collation_fast.cache.entry import open_entry
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -199,7 +199,7 @@ def test_a_run_killed_while_it_fills_the_token_cache_fills_it_again(
     base_config["tokenization"] = {"name": "parallel", "workers": 2, "cache_dir": str(tmp_path / "cache")}
     train_and_kill(base_config, kills)
     [entry] = (tmp_path / "cache").iterdir()
-    check_content(entry)
+    open_entry(entry, whole=True)
     sequential = {"plugins": ["collation_fast"], "tokenization": {"name": "text/sequential"}}
     whole = train(base_config, name="whole", **sequential)
     assert numbers(base_config["run_dir"]) == numbers(whole)

@@ -259,14 +259,22 @@ def test_tokens_are_made_again_when_that_is_forced_or_the_entry_is_damaged(tmp_p
     assert [note.split(":")[0] for note in parallel(sources, cached).notes] == ["tokens read from the cache"]
 
 
-def test_a_cache_folder_that_cannot_be_written_keeps_tokens_in_memory_and_says_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize("why", ["a file is in the way", "there is no home"])
+def test_a_cache_that_cannot_be_written_keeps_tokens_in_memory_and_says_so(
+    tmp_path: Path, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("in the way")
     sources = [source(TrappedRows(chat_rows(5)))]
-    cached = {"disable_cache": False, "cache_dir": tmp_path / "file" / "cache", "workers": 0}
-    result = parallel(sources, cached)
+    monkeypatch.delenv("SPURLINE_CACHE", raising=False)
+    folder = tmp_path / "file" / "cache"
+    if why == "there is no home":
+        folder = None
+        monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    result = parallel(sources, {"disable_cache": False, "cache_dir": folder, "workers": 0})
     assert_equal(result, sequential(sources))
     [note] = result.notes
-    assert "cannot be written" in note
+    assert "stay in memory" in note
+    assert "tokenization.cache_dir" in note
 
 
 def test_an_error_leaves_nothing_in_the_cache(tmp_path: Path) -> None:
@@ -351,7 +359,7 @@ def test_an_entry_in_the_way_is_known_before_tokenizing_and_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, force: bool
 ) -> None:
     def refuse(_: Path) -> None:
-        raise PermissionError(1, "Operation not permitted")
+        raise PermissionError(1, "Operation not permitted", str(manifest.parent))
 
     cached = {"disable_cache": False, "cache_dir": tmp_path, "workers": 0}
     sources = [source(TrappedRows(chat_rows(5)))]
@@ -364,15 +372,6 @@ def test_an_entry_in_the_way_is_known_before_tokenizing_and_said_once(
     [note] = result.notes
     assert str(manifest.parent) in note
     assert "stay in memory" in note
-
-
-def test_without_a_home_tokens_stay_in_memory_and_a_note_names_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SPURLINE_CACHE", raising=False)
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
-    result = parallel([source(TrappedRows(chat_rows(5)))], {"disable_cache": False, "workers": 0})
-    [note] = result.notes
-    assert "cannot be written" in note
-    assert "Set SPURLINE_CACHE" in note
 
 
 def test_a_template_that_prints_the_date_is_noted(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Mounted by entry point; imports numpy and the cache only inside a command, so th
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
@@ -38,11 +39,9 @@ def list_entries(cache_dir: CacheDirOption = None) -> None:
     for column in ("key", "samples", "tokens", "size", "last used"):
         table.add_column(column, no_wrap=True)
     table.add_column("datasets", overflow="fold")
-    total = 0
     paths = entry_paths(folder)
     for path in paths:
-        size, used = _num_bytes(path), datetime.fromtimestamp(_last_used(path)).strftime("%Y-%m-%d %H:%M")
-        total += size
+        used = datetime.fromtimestamp(_last_used(path)).strftime("%Y-%m-%d %H:%M")
         try:
             manifest = Manifest.read(path)
             samples, tokens, what = f"{sum(manifest.sizes):,}", f"{manifest.tokens:,}", ", ".join(manifest.labels)
@@ -50,10 +49,10 @@ def list_entries(cache_dir: CacheDirOption = None) -> None:
             samples, tokens, what = "", "", f"damaged: {damage}"
         except OSError as error:
             samples, tokens, what = "", "", f"cannot be read: {error.strerror or error}"
-        table.add_row(path.name[:12], samples, tokens, _size(size), used, escape(what))
+        table.add_row(path.name[:12], samples, tokens, _size(_num_bytes(path)), used, escape(what))
     if paths:
         Console().print(table)
-    typer.echo(f"{_entries(len(paths))}, {_size(total)} in {folder}")
+    typer.echo(f"{len(paths)} entries, {_size(sum(map(_num_bytes, paths)))} in {folder}")
 
 
 @app.command()
@@ -62,23 +61,14 @@ def verify(cache_dir: CacheDirOption = None) -> None:
 
     Exit code 1 when there is one, or one that cannot be read.
     """
-    from spurline_collation_fast.cache.entry import DamagedEntry, check_content, open_entry
-    from spurline_collation_fast.cache.folder import entry_paths, remove
+    from spurline_collation_fast.cache.entry import open_entry
 
-    paths, bad = entry_paths(_folder(cache_dir)), set[Path]()
-    for path in paths:
-        try:
-            try:
-                open_entry(path)
-                check_content(path)
-            except DamagedEntry as damage:
-                bad.add(path)
-                typer.echo(f"{path.name}: damaged: {damage}")
-                remove(path)
-        except OSError as error:
-            bad.add(path)
-            typer.echo(f"{path.name}: cannot be read or removed: {error.strerror or error}", err=True)
-    typer.echo(f"{_entries(len(paths))} read, {len(paths) - len(bad)} whole")
+    def check(path: Path) -> None:
+        open_entry(path, whole=True)
+
+    count, removed, _, failed = _remove_where(_folder(cache_dir), check)
+    bad = removed + failed
+    typer.echo(f"{count} entries read, {count - bad} whole")
     if bad:
         raise typer.Exit(1)
 
@@ -96,18 +86,37 @@ def prune(
     Runs on this machine keep reading an entry that they have open; one on another machine that shares the folder over
     NFS is killed when its pages go.
     """
-    from spurline_collation_fast.cache.entry import DamagedEntry, Manifest
-    from spurline_collation_fast.cache.folder import entry_paths, remove, sweep
+    from spurline_collation_fast.cache.entry import Manifest
+    from spurline_collation_fast.cache.folder import sweep
+
+    def reason(path: Path) -> str | None:
+        Manifest.read(path)
+        days = (time.time() - _last_used(path)) / _DAY_S
+        return f"unused for {days:.0f} days" if everything or (older_than is not None and days > older_than) else None
 
     folder = _folder(cache_dir)
     sweep(folder)
-    freed = failed = 0
-    for path in entry_paths(folder):
-        size, days = _num_bytes(path), (time.time() - _last_used(path)) / _DAY_S
-        reason = f"unused for {days:.0f} days" if everything or (older_than is not None and days > older_than) else None
+    _, _, freed, failed = _remove_where(folder, reason)
+    typer.echo(f"{_size(freed)} freed in {folder}")
+    if failed:
+        raise typer.Exit(1)
+
+
+def _remove_where(folder: Path, reason_of: Callable[[Path], str | None]) -> tuple[int, int, int, int]:
+    """Remove entries that `reason_of` gives a reason for or finds damaged, and say so.
+
+    Returns the number of entries, of removed ones, of their bytes, and of entries that cannot be read or removed.
+    """
+    from spurline_collation_fast.cache.entry import DamagedEntry
+    from spurline_collation_fast.cache.folder import entry_paths, remove
+
+    paths = entry_paths(folder)
+    removed = freed = failed = 0
+    for path in paths:
+        size = _num_bytes(path)
         try:
             try:
-                Manifest.read(path)
+                reason = reason_of(path)
             except DamagedEntry as damage:
                 reason = f"damaged: {damage}"
             if reason is None:
@@ -117,11 +126,9 @@ def prune(
             failed += 1
             typer.echo(f"{path}: cannot be read or removed: {error.strerror or error}", err=True)
             continue
-        freed += size
+        removed, freed = removed + 1, freed + size
         typer.echo(f"{path.name}  {_size(size)}  {reason}")
-    typer.echo(f"{_size(freed)} freed in {folder}")
-    if failed:
-        raise typer.Exit(1)
+    return len(paths), removed, freed, failed
 
 
 def _folder(cache_dir: Path | None) -> Path:
@@ -139,13 +146,5 @@ def _last_used(entry: Path) -> float:
     return (manifest if manifest.exists() else entry).stat().st_mtime
 
 
-def _entries(number: int) -> str:
-    return "1 entry" if number == 1 else f"{number} entries"
-
-
-def _size(num_bytes: float) -> str:
-    units = ("B", "KiB", "MiB", "GiB", "TiB")
-    power = 0
-    while num_bytes >= 1024 and power < len(units) - 1:
-        num_bytes, power = num_bytes / 1024, power + 1
-    return f"{num_bytes:.{min(power, 1)}f} {units[power]}"
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB"

@@ -1,5 +1,1 @@
-"""Keep tokens on disk, find them again by what they were made of, and read them memory-mapped.
-
-`key` says what identifies tokens, `entry` writes and opens one entry, `folder` finds, commits, lists and removes
-entries. Nothing here tokenizes.
-"""
+"""Token cache: tokens on disk, found by what they were made of and read memory-mapped."""

@@ -44,7 +44,6 @@ MANIFEST = "manifest.json"
 
 _READ_WHOLE_BYTES = 64 << 20
 """Entries up to this size are compared with their digests when they are opened, which takes some milliseconds."""
-_CHUNK_BYTES = 16 << 20
 
 
 class DamagedEntry(Exception):  # noqa: N818 - a finding that makes the caller rebuild, not a failure of the run
@@ -57,7 +56,7 @@ class CacheKey:
 
     Attributes:
         digest: Hex digits, the name of the entry's folder.
-        parts: What the entry was made of, readable.
+        parts: Everything that the tokens depend on, readable.
         labels: Names of the datasets now. They are not in the digest: a renamed file holds the same tokens.
     """
 
@@ -127,26 +126,28 @@ class MappedTokenStore(TokenStore):
         return self.known_fingerprint
 
 
-def open_entry(folder: Path, labels: tuple[str, ...] | None = None) -> Tokenized:
+def open_entry(folder: Path, labels: tuple[str, ...] | None = None, *, whole: bool = False) -> Tokenized:
     """Open an entry.
 
     Args:
         folder: The entry.
         labels: Names of its datasets now; None takes the labels in the manifest.
+        whole: Whether to compare the content of a large entry too, which reads all of it.
 
     Returns:
         The samples in mapped files, with the counts from when the tokens were made.
 
     Raises:
-        DamagedEntry: If a file is missing or has another size, if the offsets do not divide the tokens, or if the
-            content of a small entry was changed. For a large entry only `check_content` compares the content.
+        DamagedEntry: If a file is missing or has another size or content, or if the offsets do not divide the tokens.
         OSError: If a file cannot be read now. The entry may be whole all the same.
     """
     manifest = Manifest.read(folder)
     arrays = {name: _map_checked(folder, name, manifest.num_bytes[name]) for name in ARRAYS}
     _check_places(folder, manifest, arrays["offsets"], arrays["source"])
-    if sum(manifest.num_bytes.values()) <= _READ_WHOLE_BYTES:
-        check_content(folder)
+    if whole or sum(manifest.num_bytes.values()) <= _READ_WHOLE_BYTES:
+        for name, array in arrays.items():
+            if xxhash.xxh3_128_hexdigest(array.view(np.uint8).data) != manifest.digests[name]:
+                raise DamagedEntry(f"{array_path(folder, name)} does not match its digest; it was changed")
     labels = manifest.labels if labels is None else labels
     fingerprint = fingerprint_of(manifest.digests[name] for name in ("tokens", "loss_mask", "offsets", "source"))
     try:
@@ -155,18 +156,6 @@ def open_entry(folder: Path, labels: tuple[str, ...] | None = None) -> Tokenized
         return Tokenized(store, summary={**manifest.summary, "sources": sources}, **manifest.findings)
     except (TypeError, ValueError) as error:
         raise DamagedEntry(f"{folder / MANIFEST} does not describe an entry of this key ({error})") from error
-
-
-def check_content(folder: Path) -> None:
-    """Read an entry as a whole. Raises DamagedEntry if an array is not what was written, OSError."""
-    manifest = Manifest.read(folder)
-    for name in ARRAYS:
-        digest = xxhash.xxh3_128()
-        content = _map_checked(folder, name, manifest.num_bytes[name]).view(np.uint8)
-        for start in range(0, len(content), _CHUNK_BYTES):
-            digest.update(content[start : start + _CHUNK_BYTES].data)
-        if digest.hexdigest() != manifest.digests[name]:
-            raise DamagedEntry(f"{array_path(folder, name)} does not match its digest; it was changed")
 
 
 def array_path(folder: Path, array: str) -> Path:
@@ -273,7 +262,6 @@ def disk_errors(cache_folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise DataError(
-            f"{cache_folder}: the token cache cannot be written: {error.strerror or error}. Set "
-            "tokenization.cache_dir to a folder on another disk, or tokenization.disable_cache: true. "
-            "`spurline cache prune` frees space."
+            f"{cache_folder}: the token cache cannot be written: {error.strerror or error}. Free space by "
+            "`spurline cache prune`, set tokenization.cache_dir to another disk, or tokenization.disable_cache: true."
         ) from error

@@ -8,13 +8,15 @@ begin with a dot.
 
 from __future__ import annotations
 
-import contextlib
 import errno
+import fcntl
 import os
 import re
 import secrets
+import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,12 +25,9 @@ from spurline.errors import DataError
 from spurline.files import remove as remove_path
 from spurline.files import sync_file
 from spurline_collation_fast.cache.entry import MANIFEST, CacheKey, DamagedEntry, EntryWriter, disk_errors, open_entry
-from spurline_text import own_folder
 
-ENVIRONMENT_VARIABLE = "SPURLINE_CACHE"
-
-WRITING = ".writing-"
-"""The prefix of a folder that a writer has locked and fills."""
+_WRITING = ".writing-"
+"""The prefix of a folder that a writer fills. It holds a lock on the folder, which ends with its process."""
 _REMOVED = ".removed-"
 _KEY = re.compile(r"[0-9a-f]{32}")
 _ATTEMPTS = 5
@@ -36,70 +35,48 @@ _ATTEMPTS = 5
 
 
 def default_cache_folder() -> Path:
-    """Return SPURLINE_CACHE, else ~/.cache/spurline/tokens. Raises DataError if there is no home directory."""
-    folder = Path(os.environ.get(ENVIRONMENT_VARIABLE) or "~/.cache/spurline/tokens")
-    try:
-        return folder.expanduser()
-    except RuntimeError as error:
-        raise DataError(
-            f"token cache: {folder} cannot be written, since no home directory was found. Set {ENVIRONMENT_VARIABLE} "
-            "or tokenization.cache_dir to a folder."
-        ) from error
+    """Return SPURLINE_CACHE, else ~/.cache/spurline/tokens. Raises RuntimeError if there is no home directory."""
+    return Path(os.environ.get("SPURLINE_CACHE") or "~/.cache/spurline/tokens").expanduser()
 
 
 class TokenCache:
-    """Entries in one folder, each in a subfolder named by its key.
-
-    `notes` holds lines for the user about what was found wrong so far.
-    """
+    """Entries in one folder, each in a subfolder named by its key. `notes` are lines for the user about damage."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.expanduser()
         self.notes: list[str] = []
-        self._problem: str | None = None
 
     def open(self, key: CacheKey) -> Tokenized | None:
-        """Return the tokens of this key, or None when they must be made.
+        """Return the tokens of this key, or None when they must be made. A damaged entry is removed, with a note.
 
-        A damaged entry is removed with a note. An entry that cannot be read or removed is left alone, and
-        `write_problem` says so. `Tokenized.examples` name files as they were called when the tokens were made.
+        `Tokenized.examples` name files as they were called when the tokens were made. Raises OSError for an entry that
+        cannot be read or removed now; it may be whole.
         """
         entry = self.folder / key.digest
-        with self._leaving_alone(entry):
-            if not _exists(entry):
-                return None
-            try:
-                found = open_entry(entry, key.labels)
-            except DamagedEntry as damage:
-                remove(entry)
-                self.notes.append(f"token cache: {damage}. The entry is removed, and the tokens are made again.")
-                return None
-            # For `list` and `prune --older-than`; a reader without write access leaves no trace.
-            with contextlib.suppress(OSError):
-                os.utime(entry / MANIFEST)
-            return replace(found, notes=tuple(self.notes))
-        return None
+        try:
+            entry.stat()
+            found = open_entry(entry, key.labels)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except DamagedEntry as damage:
+            remove(entry)
+            self.notes.append(f"token cache: {damage}. The entry is removed, and the tokens are made again.")
+            return None
+        # For `list` and `prune --older-than`; a reader without write access leaves no trace.
+        with suppress(OSError):
+            os.utime(entry / MANIFEST)
+        return replace(found, notes=tuple(self.notes))
 
     def discard(self, key: CacheKey) -> None:
-        """Remove the entry of this key; `write_problem` says so if that is not possible."""
-        with self._leaving_alone(self.folder / key.digest):
-            remove(self.folder / key.digest)
+        """Remove the entry of this key. Raises OSError if that is not possible."""
+        remove(self.folder / key.digest)
 
-    def write_problem(self) -> str | None:
-        """Return a line for the user that says why no entry can be written, or None."""
-        if self._problem is not None:
-            return self._problem
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self.folder):
-                return None
-        except OSError as error:
-            return (
-                f"token cache: {self.folder} cannot be written ({error.strerror or error}), so the tokens stay in "
-                "memory and are made again by the next run. Set tokenization.cache_dir to keep them."
-            )
+    def check_writable(self) -> None:
+        """Raise OSError if no entry can be written."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=self.folder).close()
 
-    @contextlib.contextmanager
+    @contextmanager
     def writer(self, key: CacheKey) -> Iterator[EntryWriter]:
         """Yield a sink for the samples of a new entry; nothing of it stays unless it is finished and committed.
 
@@ -108,18 +85,19 @@ class TokenCache:
         with disk_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             sweep(self.folder)
-            own = own_folder.OwnFolder(WRITING, self.folder)
+            path, lock = _locked_folder(self.folder)
         try:
             with disk_errors(self.folder):
                 # Only its owner may read a temporary folder; all who may read the cache may read an entry.
-                own.path.chmod(self.folder.stat().st_mode & 0o777)
-            writer = EntryWriter(own.path, key)
+                path.chmod(self.folder.stat().st_mode & 0o777)
+            writer = EntryWriter(path, key)
             try:
                 yield writer
             finally:
                 writer.close()
         finally:
-            own.remove()
+            shutil.rmtree(path, ignore_errors=True)
+            os.close(lock)
 
     def commit(self, finished: Path, key: CacheKey) -> Tokenized:
         """Rename a finished folder into place and open it; open the entry of another writer that was faster.
@@ -131,31 +109,47 @@ class TokenCache:
             for _ in range(_ATTEMPTS):
                 try:
                     finished.rename(entry)
+                    sync_file(self.folder)
                 except OSError as error:
                     if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                         raise
-                else:
-                    sync_file(self.folder)
-                found = self.open(key)
-                if found is not None:
+                if (found := self.open(key)) is not None:
                     return found
         raise DataError(
-            f"{entry}: the token cache entry cannot be put in place or read back. "
-            f"{' '.join([*self.notes, self._problem or ''])} "
-            "Check the disk, set tokenization.cache_dir to another folder, or tokenization.disable_cache: true."
+            f"{entry}: the token cache entry cannot be put in place. {' '.join(self.notes)} Check the disk, set "
+            "tokenization.cache_dir to another folder, or tokenization.disable_cache: true."
         )
 
-    @contextlib.contextmanager
-    def _leaving_alone(self, entry: Path) -> Iterator[None]:
-        """Note an OSError as the reason to keep the tokens in memory."""
-        try:
-            yield
-        except OSError as error:
-            self._problem = (
-                f"token cache: {entry} cannot be read or replaced ({error.strerror or error}), so it is left alone and "
-                "the tokens stay in memory for this run. Check its permissions and the storage, or set "
-                "tokenization.cache_dir to another folder."
-            )
+
+def _locked_folder(parent: Path) -> tuple[Path, int]:
+    """Make the folder of a writer, and return it with a descriptor that holds its lock."""
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=_WRITING, dir=parent))
+        # A process that sweeps right now may take the folder for abandoned before it is locked.
+        with suppress(FileNotFoundError):
+            lock = os.open(path, os.O_RDONLY)
+            # On a file system without locks the folder stays unlocked, and no sweep removes it.
+            with suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_SH)
+            if path.exists():
+                return path, lock
+            os.close(lock)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what killed writers have left: folders without a lock, and entries that were being removed."""
+    for path in folder.glob(f"{_WRITING}*"):
+        # Folders of other users, and those in use, stay.
+        with suppress(OSError):
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(lock)
+    for path in folder.glob(f"{_REMOVED}*"):
+        with suppress(OSError):
+            remove_path(path)
 
 
 def entry_paths(folder: Path) -> list[Path]:
@@ -166,8 +160,8 @@ def entry_paths(folder: Path) -> list[Path]:
         return []
     except OSError as error:
         raise DataError(
-            f"{folder}: the token cache cannot be listed: {error.strerror or error}. Make the folder readable, or "
-            "choose another one: `--cache-dir`, in a run tokenization.cache_dir."
+            f"{folder}: the token cache cannot be listed: {error.strerror or error}. Choose another folder by "
+            "`--cache-dir`."
         ) from error
 
 
@@ -182,23 +176,5 @@ def remove(entry: Path) -> None:
     except FileNotFoundError:
         return
     # Readers no longer find it. Files that are mapped over NFS keep the folder there until a later sweep.
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         remove_path(aside)
-
-
-def sweep(folder: Path) -> None:
-    """Remove what killed writers have left: folders without a lock, and entries that were being removed."""
-    own_folder.sweep(folder, WRITING)
-    for path in folder.glob(f"{_REMOVED}*"):
-        # Another process may be at it, and another user's stays.
-        with contextlib.suppress(OSError):
-            remove_path(path)
-
-
-def _exists(entry: Path) -> bool:
-    """Return whether there is an entry. Raises OSError if that cannot be told."""
-    try:
-        entry.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True

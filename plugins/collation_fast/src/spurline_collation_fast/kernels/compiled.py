@@ -6,16 +6,12 @@ the package is read-only.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import xxhash
 from llvmlite import ir
 from numba import njit
 from numba.core import types
-from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.extending import intrinsic, overload, register_jitable
 
 from spurline_collation_fast.kernels import loops
@@ -43,38 +39,12 @@ def _fetch_in_compiled_code(values, place):
     return lambda values, place: _prefetch(values, place)  # pyright: ignore[reportCallIssue]
 
 
-class _Cache(FunctionCache):
-    """numba's cache of machine code on a disk that may fail.
-
-    numba takes an entry for current while the file of the function is unchanged. Here the entry also depends on this
-    file.
-    """
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        """Raises RuntimeError when there is no folder that can be written."""
-        super().__init__(function)
-        digest = xxhash.xxh3_128()
-        for path in sorted(Path(__file__).parent.glob("*.py")):
-            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-        self._cache_file = IndexDataCacheFile(self.cache_path, self._impl.filename_base, digest.hexdigest())
-
-    def load_overload(self, sig: Any, target_context: Any) -> Any:
-        with contextlib.suppress(OSError):
-            return super().load_overload(sig, target_context)
-        return None
-
-    def save_overload(self, sig: Any, data: Any) -> None:
-        # On a full disk each process compiles for itself, which costs seconds; failing would cost the run.
-        with contextlib.suppress(OSError):
-            super().save_overload(sig, data)
-
-
 def _compiled(function: Callable[..., Any]) -> Any:
-    dispatcher: Any = njit(nogil=True)(function)
-    # Where no folder can be written, the code is not cached.
-    with contextlib.suppress(RuntimeError):
-        dispatcher._cache = _Cache(function)
-    return dispatcher
+    try:
+        return njit(nogil=True, cache=True)(function)
+    except RuntimeError:
+        # Where no folder can be written, each process compiles for itself.
+        return njit(nogil=True)(function)
 
 
 for helper in (loops.fill, loops.zero, loops.copy, loops.count_up, loops.fetch_ahead):

@@ -71,25 +71,29 @@ class ParallelTokenization:
 
     def tokenize(self, datasets: Sequence[DatasetToTokenize]) -> Tokenized:
         """Return all samples of all datasets, in order. No row is read when the cache has the tokens."""
-        if self._config.disable_cache:
+        config = self._config
+        if config.disable_cache:
             return self._in_memory(datasets)
-        try:
-            cache = TokenCache(self._config.cache_dir or default_cache_folder())
-        except DataError as error:
-            return self._in_memory(datasets, (str(error),))
-        if prints_date(self._tokenizer):
-            cache.notes.append(
-                "token cache: the chat template prints the date, so these tokens are for today's runs only."
-            )
         today = date.today()
         key = cache_key(datasets, self._tokenizer, self._data, today)
-        if self._config.force_recache:
-            cache.discard(key)
-        elif (found := cache.open(key)) is not None:
-            return replace(found, notes=(*found.notes, f"tokens read from the cache: {cache.folder / key.digest}"))
-        problem = cache.write_problem()
-        if problem is not None:
-            return self._in_memory(datasets, (*cache.notes, problem))
+        try:
+            cache = TokenCache(config.cache_dir or default_cache_folder())
+            if prints_date(self._tokenizer):
+                cache.notes.append(
+                    "token cache: the chat template prints the date, so these tokens are for today's runs only."
+                )
+            if config.force_recache:
+                cache.discard(key)
+            elif (found := cache.open(key)) is not None:
+                return replace(found, notes=(*found.notes, f"tokens read from the cache: {cache.folder / key.digest}"))
+            cache.check_writable()
+        # RuntimeError: there is no home directory.
+        except (OSError, RuntimeError) as error:
+            note = (
+                f"token cache: it cannot be used ({error}), so the tokens stay in memory for this run. Set "
+                "tokenization.cache_dir to another folder."
+            )
+            return self._in_memory(datasets, (note,))
         with cache.writer(key) as writer:
             collector, notes = self._encode(datasets, writer)
             if cache_key(datasets, self._tokenizer, self._data, today).digest != key.digest:

@@ -46,79 +46,39 @@ _KINDS: Mapping[str, tuple[tuple[str, ...], Callable[[Any], bool]]] = {
 }
 """For each expected column, its other names and a test whether a value has the right type."""
 
-_FORMS: tuple[tuple[str, ...], ...] = (
-    ("prompt", "chosen", "rejected"),
-    ("messages",),
-    ("instruction", "output"),
+_FORMS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
+    (("prompt", "chosen", "rejected"), ()),
+    (("messages",), ("system",)),
+    (("instruction", "output"), ("input", "system")),
     # Only for a row with a column `prompt` or `completion`; otherwise the question is a turn of the user.
-    ("prompt", "completion"),
-    ("text",),
+    (("prompt", "completion"), ()),
+    (("text",), ()),
 )
-"""The required columns of formats, tried in this order."""
-_BESIDE: Mapping[tuple[str, ...], tuple[str, ...]] = {
-    ("messages",): ("system",),
-    ("instruction", "output"): ("input", "system"),
-}
-"""Optional columns of these formats. If a row has them, the guess names them too."""
+"""The required and the optional columns of formats, tried in this order."""
 
 
 def guessed_columns(row: Mapping[str, Any]) -> dict[str, str]:
     """Return the guessed `columns` setting; empty if no column needs another name, or no format fits."""
     has_own = "prompt" in row or "completion" in row
-    for form in _FORMS:
-        if form == ("instruction", "output") and has_own:
+    for required, optional in _FORMS:
+        if required == ("instruction", "output") and has_own:
             continue
         # If a row has several texts, such as a title and a document, it is not clear which one to train on.
-        if form == ("text",) and sum(map(_is_text, row.values())) != 1:
+        if required == ("text",) and sum(map(_is_text, row.values())) != 1:
             continue
-        if all(_found(row, column) for column in form):
-            found = _names(row, form)
-            return {column: name for column, name in found.items() if name != column}
-    for outer, inner in row.items():
-        for form in _FORMS if isinstance(inner, Mapping) else ():
-            if form != ("text",) and all(_found(inner, column) for column in form):
-                return {column: f"{outer}.{name}" for column, name in _names(inner, form).items()}
+        if all(_found(row, column) for column in required):
+            names = {column: _found(row, column) for column in (*required, *optional)}
+            return {column: name for column, name in names.items() if name not in (None, column)}
     return {}
-
-
-def _names(row: Mapping[str, Any], form: tuple[str, ...]) -> dict[str, str]:
-    found = {column: _found(row, column) for column in (*form, *_BESIDE.get(form, ()))}
-    return {column: name for column, name in found.items() if name is not None}
 
 
 def advice(row: Mapping[str, Any], *, needs_answer: bool) -> str:
     """Return advice for a row that fits no format. `needs_answer` is false if answers are generated."""
-    if found := guessed_columns(row):
-        return _rename(_written(found))
-    question = _found(row, "instruction")
-    if question is not None and not needs_answer:
-        return _rename(_written({"instruction": question}))
-    if len(row) == 1 and any(mark in next(iter(row)) for mark in ";\t|"):
-        return "Its cells are not separated by commas: write the file with commas between them."
-    lists = [name for name, value in row.items() if _is_conversation(value)]
-    if not lists:
-        return _rename("instruction: NAME, output: NAME")
-    roles = {turn.get("role", turn.get("from")) for turn in row[lists[0]]}
-    if roles == {None}:
-        return f"'{lists[0]}' holds a list of objects: if these are the rows, write each on a line of its own."
-    if needs_answer and roles <= {"system", "developer", "user", "human"}:
-        return f"'{lists[0]}' holds turns without an answer, which is generated with `source: rollouts`."
-    return _rename(f"messages: {lists[0]}")
-
-
-def _rename(columns: str) -> str:
-    return f"Rename columns with `columns: {{{columns}}}`, or set `format`."
-
-
-def pair_renaming(row: Mapping[str, Any]) -> str:
-    """Return the text for inside `columns: {}` for a preference pair; empty if no known names are found."""
     found = guessed_columns(row)
-    is_pair = all(side in found or side in row for side in ("chosen", "rejected"))
-    return _written(found) if is_pair else ""
-
-
-def _written(columns: Mapping[str, str]) -> str:
-    return ", ".join(f"{column}: {name}" for column, name in columns.items())
+    if not found and not needs_answer and (question := _found(row, "instruction")):
+        found = {"instruction": question}
+    columns = ", ".join(f"{column}: {name}" for column, name in found.items())
+    return f"Rename columns with `columns: {{{columns or 'instruction: NAME, output: NAME'}}}`, or set `format`."
 
 
 def guessed_reference(row: Mapping[str, Any]) -> dict[str, str]:
