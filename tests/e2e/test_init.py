@@ -172,10 +172,6 @@ def test_columns_that_nobody_can_guess_are_named_by_an_option(init: Spurline, tm
     code, _, err = init(data, "--column", "instruction=frage", "--column", "output=antwort: x")
     assert code == 0, err
     assert load_config(tmp_path / "run.yaml").config.data.train[0].columns["output"] == "antwort: x"
-    # No column mends this file.
-    (tmp_path / "rows.csv").write_text("prompt;completion\n1;2\n")
-    err = init(tmp_path / "rows.csv", "--force")[2]
-    assert ("not separated by commas" in err, "--column" in err) == (True, False), err
 
 
 def test_a_terminal_is_asked_for_what_was_not_given(

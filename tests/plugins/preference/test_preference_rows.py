@@ -104,12 +104,7 @@ def test_columns_may_have_other_names_in_the_file(tokenizer: Any, tmp_path: Path
 
 ERRORS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"prompt": "a", "chosen": "b", "rejcted": "c"}, {}, r"pairs.jsonl:1: rejected is missing. Did you mean 'rejcted'"),
-    (
-        {"question": "a", "better": "b", "worse": "c"},
-        {},
-        r"chosen and rejected are missing.*Write `columns: \{prompt: question, chosen: better, rejected: worse\}`\.",
-    ),
-    ({"query": "a", "chosen": "b", "rejected": "c"}, {}, r"prompt is missing.*`columns: \{prompt: query\}`"),
+    ({"query": "a", "chosen": "b", "rejected": "c"}, {}, r"prompt is missing.*`columns: \{prompt: NAME\}`"),
     ({"prompt": "a", "completion": "b"}, {}, r"chosen is missing.*columns: \{chosen: NAME\}"),
     ({"prompt": "a", "chosen": 3, "rejected": "c"}, {}, r"chosen is a number \(3\)"),
     ({"prompt": [USER], "chosen": [GOOD], "rejected": "c"}, {}, r"rejected is text \('c'\), but prompt is a list"),

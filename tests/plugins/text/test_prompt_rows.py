@@ -15,8 +15,8 @@ from spurline_text.rows.rows import BadRowError
 USER, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
 
 
-def read(row: dict[str, Any], *, template: bool = True, **settings: Any) -> ChatQuestion | TextQuestion:
-    return read_question(row, HfDatasetConfig(path="x", **settings), has_chat_template=template)
+def read(row: dict[str, Any], **settings: Any) -> ChatQuestion | TextQuestion:
+    return read_question(row, HfDatasetConfig(path="x", **settings))
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from spurline.protocols.source import SourceContext
 from spurline.run.checkpoints.state_files import read_state, write_state
 from spurline_text import hub
 from spurline_text.configs import HfStreamConfig
-from spurline_text.datasets.row_streams import FilesReader, HfStream, HubReader
+from spurline_text.datasets.row_streams import JsonLinesReader, HfStream, TableReader
 from spurline_text.sources.stream import StreamSource
 from spurline_text.tokenizer import load_tokenizer
 
@@ -120,14 +120,14 @@ def test_no_more_rows_than_a_block_are_read_ahead(
     spurline_tiny_model: Path, corpus: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = 0
-    original = FilesReader.read
+    original = JsonLinesReader.read
 
-    def counting(reader: FilesReader) -> Any:
+    def counting(reader: JsonLinesReader) -> Any:
         nonlocal read
         read += 1
         return original(reader)
 
-    monkeypatch.setattr(FilesReader, "read", counting)
+    monkeypatch.setattr(JsonLinesReader, "read", counting)
     source = make_source(spurline_tiny_model, stream(corpus), batch_size=4, buffer_rows=12)
     assert read == 12
     for step in range(1, 4):
@@ -200,7 +200,7 @@ def test_data_without_rows_or_usable_rows_is_an_error(spurline_tiny_model: Path,
     with pytest.raises(DataError, match=r"rows: no usable sample in a whole pass"):
         make_source(spurline_tiny_model, stream(str(path)), buffer_rows=4)
     (tmp_path / "rows.csv").write_text("text\na\n", encoding="utf-8")
-    with pytest.raises(DataError, match=r"rows\.csv: cannot be read as a stream\. Files that can: \.jsonl, \.parquet"):
+    with pytest.raises(DataError, match=r"rows\.csv: cannot be read as a stream"):
         make_source(spurline_tiny_model, stream(str(tmp_path / "rows.csv")))
 
 
@@ -238,14 +238,14 @@ def test_a_hub_stream_goes_on_where_it_was(tmp_path: Path) -> None:
         return made
 
     for cut in (0, 1, 8, 33):
-        reader = HubReader(open_rows(), "org/rows", None)
+        reader = TableReader(open_rows(), "org/rows", None)
         for _ in range(cut):
             assert reader.read() is not None
         position = json.loads(json.dumps(reader.position()))
         # A run that ends before it reads on keeps its place all the same.
-        untouched = HubReader(open_rows(), "org/rows", position)
+        untouched = TableReader(open_rows(), "org/rows", position)
         assert untouched.position() == position
-        again = HubReader(open_rows(), "org/rows", untouched.position())
+        again = TableReader(open_rows(), "org/rows", untouched.position())
         rest = []
         while (row := again.read()) is not None:
             rest.append((row.values, row.location))

@@ -136,8 +136,7 @@ class HarnessEnvironment:
     def _question(self, task: Task) -> ChatQuestion | TextQuestion | None:
         """Return the row as a question, or None where its format is unknown. Raises DataError for a malformed row."""
         try:
-            has_template = self._tokenizer.chat_template is not None
-            return read_question(task.row, task.dataset, has_chat_template=has_template)
+            return read_question(task.row, task.dataset)
         except BadRowError as error:
             raise error.at(task.location) from error
         except DataError:

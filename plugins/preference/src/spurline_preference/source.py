@@ -30,14 +30,13 @@ from torch import Tensor
 from spurline.data.batch import Ragged, TrainingBatch, sums_by_number
 from spurline.data.collators.packing import round_up
 from spurline.data.token_store import TokenStore, TokenStoreBuilder, TokenView, fingerprint_of
-from spurline.errors import DataError, listing
+from spurline.errors import DataError
 from spurline.protocols.dataset import Dataset, DatasetConfig
 from spurline.protocols.source import Samples, SourceContext
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline_preference.configs import PreferenceSourceConfig
 from spurline_text.rows.messages import Message, read_messages
 from spurline_text.rows.rows import BadRowError, RowView, unknown_column_problem
-from spurline_text.rows.usual_columns import pair_renaming
 from spurline_text.sources.sft import SampleSet, SftSource
 from spurline_text.tokenization import DerivedDataset, distinct_labels
 from spurline_text.tokenizer import pad_token_id
@@ -73,7 +72,6 @@ class PreferenceSide(DerivedDataset):
         values = self._dataset[row]
         view = RowView(values, self._columns)
         try:
-            _check_columns(view, values)
             is_turn = "instruction" in self._columns or ("instruction" in view and not _has_prompt(view))
             prompt, answer = _split(view, self._side, is_turn=is_turn)
         except BadRowError as error:
@@ -83,25 +81,6 @@ class PreferenceSide(DerivedDataset):
     def fingerprint(self) -> str:
         # The number is raised with every change in how rows are read, so that older cached tokens are not served.
         return f"{self._dataset.fingerprint()}/{self._side}/2"
-
-
-def _check_columns(view: RowView, row: Mapping[str, Any]) -> None:
-    """Raise BadRowError for a row with its pair under other names, or with text answers but no prompt."""
-    missing = [view.label(side) for side in SIDES if side not in view]
-    before = _has_prompt(view) or "instruction" in view
-    if missing and (meant := pair_renaming(row)):
-        are = "are" if len(missing) > 1 else "is"
-        raise BadRowError(
-            " and ".join(missing), f"{are} missing. The row has: {listing(row)}. Write `columns: {{{meant}}}`."
-        )
-    if not missing and not before and all(isinstance(view.get(side), str) for side in SIDES):
-        meant = pair_renaming(row)
-        how = f"Write `columns: {{{meant}}}`" if meant else "Name the column that holds it: `columns: {prompt: NAME}`"
-        raise BadRowError(
-            view.label("prompt"),
-            f"is missing. The row has: {listing(row)}. {how}; or give conversations, whose shared beginning is the "
-            "prompt.",
-        )
 
 
 def _split(view: RowView, side: Side, *, is_turn: bool) -> tuple[Any, Any]:

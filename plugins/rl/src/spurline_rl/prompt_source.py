@@ -189,7 +189,7 @@ class PromptSource(BatchSource):
     def _first_prompt_of(self, draw: Draw | SkippedRow) -> FirstPrompt:
         if isinstance(draw, SkippedRow):
             return FirstPrompt(draw.uid, (), (f"left out: {draw.reason}",))
-        environment, tokenizer = self._settings.environment, self._context.tokenizer
+        environment = self._settings.environment
         notes = [f"from {draw.location}, for the environment '{environment.name}'"]
         if environment.tool_names:
             notes.append(f"tools: {listing(environment.tool_names)}")
@@ -202,7 +202,7 @@ class PromptSource(BatchSource):
                 raise explain_bad_row(draw.location, error) from error
             return FirstPrompt(draw.uid, (), (f"left out: {error}",))
         try:
-            question = read_question(draw.row, draw.dataset, has_chat_template=tokenizer.chat_template is not None)
+            question = read_question(draw.row, draw.dataset)
         except DataError:
             notes.append("its columns are read by the environment alone")
         else:

@@ -199,8 +199,7 @@ class RowEncoder:
             raise error.at(self._dataset.location(row)) from error
 
     def _read(self, row: int, values: Mapping[str, Any]) -> _Text | TokenRow:
-        has_template = self._tokenizer.chat_template is not None
-        item: Row = read_row(values, self._config, self.format, has_chat_template=has_template)
+        item: Row = read_row(values, self._config, self.format)
         if isinstance(item, TokenRow):
             self._check_vocabulary(item)
             return item
@@ -212,7 +211,7 @@ class RowEncoder:
             # Raw text, which has no prompt, may be empty.
             empty = (EMPTY_ANSWER,) if item.prompt and not item.completion.strip() else ()
             return _Text(text, ((len(item.prompt), len(text)),), is_chat=False, ends=item.ends, ignored=empty)
-        if not has_template:
+        if self._tokenizer.chat_template is None:
             require_chat_template(self._tokenizer, self._dataset.location(row))
         rendered = self._chat.render_for_training(item, self._data.train_on)
         require_text(rendered.text, values)

@@ -52,15 +52,13 @@ class TextQuestion:
     reference: str | None
 
 
-def read_question(
-    row: Mapping[str, Any], config: DatasetConfig, *, has_chat_template: bool
-) -> ChatQuestion | TextQuestion:
+def read_question(row: Mapping[str, Any], config: DatasetConfig) -> ChatQuestion | TextQuestion:
     """Return the question of a row; a conversation is asked up to an assistant turn at its end.
 
     Raises BadRowError naming the field, also for a pretokenized row, and DataError when the columns fit no format.
     """
     name = detect_format(config, row, needs_answer=False)
-    item = read_row(row, config, name, has_chat_template=has_chat_template, needs_answer=False)
+    item = read_row(row, config, name, needs_answer=False)
     view = RowView(row, config.columns)
     reference = view.get("reference")
     if isinstance(reference, (int, float)) and not isinstance(reference, bool):
@@ -97,7 +95,7 @@ class GenerationExample:
 def question_key(row: Mapping[str, Any], config: DatasetConfig) -> int:
     """Return a hash of the question, or of the whole row if only an environment can read it."""
     try:
-        question = read_question(row, config, has_chat_template=True)
+        question = read_question(row, config)
     except DataError:
         asked: Any = row
     else:
@@ -176,7 +174,7 @@ def _split(
     renderer: ChatRenderer,
 ) -> GenerationExample:
     try:
-        question = read_question(row, config, has_chat_template=tokenizer.chat_template is not None)
+        question = read_question(row, config)
     except BadRowError:
         raise
     except DataError as error:

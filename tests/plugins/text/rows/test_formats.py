@@ -112,18 +112,6 @@ def test_alpaca_uses_the_chat_template_when_there_is_one(make_tokenizer):
     assert outcome.loss_mask.tolist() == expected.loss_mask.tolist()
 
 
-def test_alpaca_without_chat_template_uses_the_alpaca_text(make_tokenizer):
-    head = "Below is an instruction that describes a task"
-    tail = "Write a response that appropriately completes the request.\n\n### Instruction:\nAdd {input}\n\n"
-    row = {"instruction": "Add {input}", "input": "", "output": "3"}
-    assert parts(make_tokenizer(), row) == (f"{head}. {tail}### Response:\n", "3<|end|>")
-    row["input"] = "{x} 1"
-    assert parts(make_tokenizer(), row) == (
-        f"{head}, paired with an input that provides further context. {tail}### Input:\n{{x}} 1\n\n### Response:\n",
-        "3<|end|>",
-    )
-
-
 def test_sharegpt_messages_read_as_openai_messages(make_tokenizer):
     tokenizer = make_tokenizer("chatml")
     row = {
@@ -368,8 +356,6 @@ def test_a_column_that_only_a_later_row_has_is_none(tmp_path):
         ({"input": "a", "output": "b"}, "prompt: input, completion: output"),
         ({"Prompt": "a", "Completion": "b"}, "prompt: Prompt, completion: Completion"),
         ({"id": "a", "dialog": [{"role": "user", "content": "a"}]}, "messages: dialog"),
-        ({"id": "a", "talk": {"messages": [{"role": "user", "content": "a"}]}}, "messages: talk.messages"),
-        ({"item": {"question": "a", "answer": "b"}}, "instruction: item.question, output: item.answer"),
     ],
 )
 def test_columns_that_are_called_otherwise_get_a_renaming_that_is_read(row, columns):
@@ -380,20 +366,9 @@ def test_columns_that_are_called_otherwise_get_a_renaming_that_is_read(row, colu
     assert detect_format(HfDatasetConfig(path="x", columns=renamed), row)
 
 
-@pytest.mark.parametrize(
-    ("row", "advice"),
-    [
-        ({"data": [{"prompt": "a", "completion": "b"}]}, "'data' holds a list of objects: if these are the rows"),
-        ({"prompt;completion": "a;b"}, "not separated by commas"),
-        ({"asked": [{"role": "user", "content": "a"}]}, "turns without an answer"),
-        ({"data": {"a": 1}, "tags": ["a"]}, "columns: {instruction: NAME, output: NAME}"),
-    ],
-)
-def test_columns_that_no_renaming_mends_get_none(row, advice):
-    with pytest.raises(DataError) as error:
-        detect_format(HfDatasetConfig(path="x"), row)
-    assert advice in str(error.value)
-    assert not any(f": {name}" in str(error.value) for name in row)
+def test_columns_that_nobody_can_guess_are_left_to_the_user():
+    with pytest.raises(DataError, match=r"columns: \{instruction: NAME, output: NAME\}"):
+        detect_format(HfDatasetConfig(path="x"), {"data": {"a": 1}, "tags": ["a"]})
 
 
 def test_a_question_alone_is_a_prompt_where_answers_are_generated():

@@ -117,7 +117,7 @@ class Prompts:
                 raise UserError(f"{rows.dataset.location(number)}: {error}{names}") from error
 
     def _of_row(self, row: Mapping[str, Any], config: DatasetConfig) -> tuple[str, list[int]]:
-        question = read_question(row, config, has_chat_template=self._target.tokenizer.chat_template is not None)
+        question = read_question(row, config)
         if isinstance(question, TextQuestion):
             return question.text, self.of_plain_text(question.text)
         asked = question.messages[: question.answer_at]

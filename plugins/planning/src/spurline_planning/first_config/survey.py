@@ -168,7 +168,7 @@ def _lacks_answer(row: Mapping[str, Any], loaded: LoadedConfig) -> bool:
         detect_format(config, row)
     except DataError:
         try:
-            read_question(row, config, has_chat_template=True)
+            read_question(row, config)
         except (BadRowError, DataError):
             return False
         return True

@@ -300,8 +300,7 @@ class Tools:
     def _read(self, task: Task) -> ChatQuestion:
         """Return the row as a conversation. Raises DataError for a row that is none."""
         try:
-            has_template = self._tokenizer.chat_template is not None
-            question = read_question(task.row, task.dataset, has_chat_template=has_template)
+            question = read_question(task.row, task.dataset)
         except BadRowError as error:
             raise error.at(task.location) from error
         except DataError as error:

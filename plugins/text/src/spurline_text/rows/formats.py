@@ -104,17 +104,6 @@ _SIGNATURES: tuple[tuple[FormatName, frozenset[str]], ...] = (
 
 ANSWER_COLUMNS = frozenset({"completion", "output"})
 
-# The text of Stanford Alpaca (github.com/tatsu-lab/stanford_alpaca), with a line break after the last header.
-_ALPACA_INTRODUCTION = "Below is an instruction that describes a task"
-_ALPACA_REQUEST = "Write a response that appropriately completes the request."
-ALPACA_WITHOUT_INPUT = (
-    f"{_ALPACA_INTRODUCTION}. {_ALPACA_REQUEST}\n\n### Instruction:\n{{instruction}}\n\n### Response:\n"
-)
-ALPACA_WITH_INPUT = (
-    f"{_ALPACA_INTRODUCTION}, paired with an input that provides further context. {_ALPACA_REQUEST}\n\n"
-    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
-)
-
 
 @dataclass(frozen=True)
 class Conversation:
@@ -181,29 +170,11 @@ def format_of(source: DatasetToTokenize) -> FormatName:
     raise DataError(f"{dataset.label}: no usable sample: none of its {len(dataset)} rows can be read.")
 
 
-def read_row(
-    row: Mapping[str, Any],
-    config: DatasetConfig,
-    name: FormatName,
-    *,
-    has_chat_template: bool,
-    needs_answer: bool = True,
-) -> Any:
-    """Read a row into one of the plain forms.
+def read_row(row: Mapping[str, Any], config: DatasetConfig, name: FormatName, *, needs_answer: bool = True) -> Any:
+    """Read a row of format `name` into a Conversation, a TextPair or a TokenRow.
 
-    Args:
-        row: The row.
-        config: Settings of its dataset.
-        name: Its format.
-        has_chat_template: Alpaca rows become a conversation if so, otherwise Alpaca's text.
-        needs_answer: If false, a row without an answer becomes a conversation that ends with a question, or a TextPair
-            with an empty completion.
-
-    Returns:
-        Conversation, TextPair or TokenRow.
-
-    Raises:
-        BadRowError: If the row is malformed; names the field.
+    Without `needs_answer`, a row without an answer becomes a conversation that ends with a question, or a TextPair with
+    an empty completion. Raises BadRowError naming the field of a malformed row.
     """
     view = RowView(row, config.columns)
     if name == "pretokenized":
@@ -219,7 +190,7 @@ def read_row(
             f"`columns: {{prompt: {view.label('text')}}}` and `format: prompt_completion`.",
         )
     if name == "alpaca":
-        return _alpaca(view, has_chat_template, needs_answer)
+        return _alpaca(view, needs_answer)
     return _prompt_completion(view, needs_answer)
 
 
@@ -239,22 +210,13 @@ def _conversation(view: RowView, messages: list[Message], first_trained: int | N
     return Conversation(complete, tools, None if first_trained is None else first_trained + added)
 
 
-def _alpaca(view: RowView, has_chat_template: bool, needs_answer: bool) -> Conversation | TextPair:
+def _alpaca(view: RowView, needs_answer: bool) -> Conversation:
     instruction = view.text("instruction")
-    output = view.text("output") if needs_answer or view.get("output") is not None else None
     extra = view.text("input") if view.get("input") is not None else ""
-    if has_chat_template:
-        request = f"{instruction}\n\n{extra}" if extra else instruction
-        answer = [] if output is None else [{"role": "assistant", "content": output}]
-        return _conversation(view, [{"role": "user", "content": request}, *answer], first_trained=1)
-    if view.get("system"):
-        raise BadRowError(
-            view.label("system"), "needs a chat template; Alpaca's text has no place for it. Set model.chat_template."
-        )
-    # Not str.format: braces in the data must stay what they are.
-    prompt = (ALPACA_WITH_INPUT if extra else ALPACA_WITHOUT_INPUT).split("{instruction}")
-    text = prompt[0] + instruction + prompt[1].replace("{input}", extra, 1)
-    return TextPair(text, output or "")
+    messages: list[Message] = [{"role": "user", "content": f"{instruction}\n\n{extra}" if extra else instruction}]
+    if needs_answer or view.get("output") is not None:
+        messages.append({"role": "assistant", "content": view.text("output")})
+    return _conversation(view, messages, first_trained=1)
 
 
 def _prompt_completion(view: RowView, needs_answer: bool) -> Conversation | TextPair:

@@ -6,7 +6,7 @@ In: a row and the `columns` setting. Out: values by expected name; every error n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import Any, cast
 
@@ -51,35 +51,20 @@ def describe(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-def broken_text(value: Any, field: str) -> BadRowError | None:
-    """Return the error of the first text in `value` with half of a surrogate pair, or None.
+def require_text(text: str, row: Mapping[str, Any]) -> None:
+    """Raise BadRowError when `text`, made of the row, is not Unicode text; names the column that it comes from.
 
     JSON's `\\ud83d` without its second half gives such text. No tokenizer takes it and no file can hold it.
     """
-    if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            half = f"\\u{ord(value[error.start]):04x}"
-            return BadRowError(
-                field,
-                f"has half of a surrogate pair ({half}) at character {error.start}, which is not Unicode text: a "
-                "character was cut in two. Mend the row, leave it out, or set `on_bad_row: skip`.",
-            )
-        return None
-    items: Iterable[tuple[str, Any]] = ()
-    if isinstance(value, Mapping):
-        row = cast("Mapping[str, Any]", value)
-        items = [(f"{field}.{name}" if field else str(name), item) for name, item in row.items()]
-    elif isinstance(value, (list, tuple)):
-        items = [(f"{field}[{index}]", item) for index, item in enumerate(cast("Sequence[Any]", value))]
-    return next((found for name, item in items if (found := broken_text(item, name)) is not None), None)
-
-
-def require_text(text: str, row: Mapping[str, Any]) -> None:
-    """Raise BadRowError when `text`, made of the row, is not Unicode text; names the field that it comes from."""
-    if not text.isascii() and (error := broken_text(text, "")) is not None:
-        raise broken_text(row, "") or error
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        raise BadRowError(
+            next((name for name, value in row.items() if half in repr(value)), "text"),
+            f"has half of a surrogate pair ({half}), which is not Unicode text: a character was cut in two. Mend the "
+            "row, leave it out, or set `on_bad_row: skip`.",
+        ) from error
 
 
 EXPECTED_COLUMNS = (
@@ -91,11 +76,19 @@ EXPECTED_COLUMNS = (
 
 def value_at(row: Mapping[str, Any], name: str) -> Any:
     """Return the value of a column, or None. Dots lead into objects, unless a column has the whole name."""
-    if name in row:
-        return row[name]
-    outer, dot, inner = name.partition(".")
-    value = row.get(outer) if dot else None
-    return value_at(value, inner) if isinstance(value, Mapping) else None
+    holder, inner = _holder(row, name)
+    return holder.get(inner)
+
+
+def _holder(row: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any], str]:
+    """Return the innermost object on the way to a column, and the name that is looked for in it."""
+    while name not in row and "." in name:
+        first, _, rest = name.partition(".")
+        inner = row.get(first)
+        if not isinstance(inner, Mapping):
+            break
+        row, name = cast("Mapping[str, Any]", inner), rest
+    return row, name
 
 
 class RowView:
@@ -110,7 +103,7 @@ class RowView:
         self._names = names
 
     def __contains__(self, column: str) -> bool:
-        holder, name = self._deepest(column)
+        holder, name = _holder(self._row, self.label(column))
         return name in holder
 
     def label(self, column: str) -> str:
@@ -119,24 +112,12 @@ class RowView:
 
     def get(self, column: str) -> Any:
         """Return the value, or None when the row has no such column."""
-        holder, name = self._deepest(column)
-        return holder.get(name)
-
-    def _deepest(self, column: str) -> tuple[Mapping[str, Any], str]:
-        """Return the innermost object on the way to the column, and the name that is looked for in it."""
-        holder, name = self._row, self._names.get(column, column)
-        while name not in holder and "." in name:
-            first, _, rest = name.partition(".")
-            inner: Any = holder.get(first)
-            if not isinstance(inner, Mapping):
-                break
-            holder, name = cast("Mapping[str, Any]", inner), rest
-        return holder, name
+        return value_at(self._row, self.label(column))
 
     def require(self, column: str) -> Any:
         """Return the value. Raises BadRowError when it is missing or null."""
         label = self.label(column)
-        holder, name = self._deepest(column)
+        holder, name = _holder(self._row, label)
         if name not in holder:
             inside = label.removesuffix(name).rstrip(".")
             raise BadRowError(

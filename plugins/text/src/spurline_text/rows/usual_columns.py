@@ -68,7 +68,7 @@ def guessed_columns(row: Mapping[str, Any]) -> dict[str, str]:
             continue
         if all(_found(row, column) for column in required):
             names = {column: _found(row, column) for column in (*required, *optional)}
-            return {column: name for column, name in names.items() if name not in (None, column)}
+            return {column: name for column, name in names.items() if name and name != column}
     return {}
 
 
