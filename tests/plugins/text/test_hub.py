@@ -104,19 +104,6 @@ def test_what_looks_like_a_path_never_asks_the_hub(tmp_path: Path, monkeypatch: 
         assert f"Did you mean 'tiny'? Folders in {tmp_path / 'models'}: tiny." in message
 
 
-def test_what_may_be_a_hub_name_too_is_looked_for_there_before_it_is_called_a_misspelled_folder(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "Qwen" / "Qwen3-0.6B").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path)
-    asked: list[bool] = []
-    monkeypatch.setattr(hub, "hub_answers", lambda: bool(asked.append(True)))
-    message = failure("Qwen/Qwen3-4B")
-    assert asked
-    assert message.startswith("model.path: Qwen/Qwen3-4B is neither a local folder nor a tokenizer in the cache")
-    assert "If it is a path: folder Qwen/Qwen3-4B does not exist. Did you mean 'Qwen3-0.6B'?" in message
-
-
 def test_a_file_in_place_of_a_folder_is_told(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "model")
     message = failure(str(folder / "config.json"))

@@ -20,7 +20,7 @@ from spurline.protocols.source import SourceContext
 from spurline.run.checkpoints.state_files import read_state, write_state
 from spurline_text import hub
 from spurline_text.configs import HfStreamConfig
-from spurline_text.datasets.row_streams import JsonLinesReader, HfStream, TableReader
+from spurline_text.datasets.row_streams import HfStream, JsonLinesReader, TableReader
 from spurline_text.sources.stream import StreamSource
 from spurline_text.tokenizer import load_tokenizer
 

@@ -17,6 +17,7 @@ from typing import Any
 from huggingface_hub import constants, get_session
 
 from spurline.errors import ModelError, listing, suggestion
+from spurline_text.datasets.local_files import nearest_folder
 
 _ANSWER_WITHIN_S = 5.0
 _ANSWER_COUNTS_S = 60.0
@@ -99,21 +100,12 @@ def is_path(source: str) -> bool:
     return source.startswith(("/", ".", "~", "$")) or source.count("/") > 1 or Path(source).exists()
 
 
-def may_be_path(source: str) -> bool:
-    """Return whether a name that was not found on the hub may be a misspelled path, such as `models/tiny`."""
-    parent = Path(source).parent
-    return "/" in source and parent.is_dir() and suggestion(Path(source).name, _folders(parent)) != ""
-
-
 def describe_missing_path(source: str) -> str:
     """Say what is wrong with a local path, and suggest the nearest name."""
-    path = Path(source)
-    if path.is_file():
+    if Path(source).is_file():
         return f"{source} is a file. Give the folder with `config.json`, weights and tokenizer."
-    parent, missing = path.parent, path.name
-    while not parent.is_dir():
-        parent, missing = parent.parent, parent.name
-    folders = _folders(parent)
+    parent, missing = nearest_folder(Path(source))
+    folders = [entry.name for entry in parent.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
     return (
         f"folder {source} does not exist.{suggestion(missing, folders)} Folders in {parent.absolute()}: "
         f"{listing(folders)}."
@@ -123,24 +115,15 @@ def describe_missing_path(source: str) -> str:
 def describe_unfound(source: str, what: str, reason: str) -> str:
     """Say where a name that is not a path was looked for; `reason` is what the client of the hub says."""
     searched = f"{source} is neither a local folder nor a {what}"
-    near = (suggestion(source, _folders(Path.cwd())) if "/" not in source else "") or suggestion(source, _cached())
     if hub_answers():
         return (
             f"{searched} the Hugging Face hub gave us: {reason}\nCheck the spelling and model.revision; for a private "
-            f"model run `hf auth login`.{near}"
+            "model run `hf auth login`."
         )
     why = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else f"{constants.ENDPOINT} cannot be reached"
+    cached = [folder.name.removeprefix("models--") for folder in Path(constants.HF_HUB_CACHE).glob("models--*")]
+    near = suggestion(source, [name.replace("--", "/") for name in cached])
     return (
         f"{searched} in the cache of the Hugging Face hub ({constants.HF_HUB_CACHE}), and {why}.{near}\n"
         f"Where there is network run `hf download {source}` and copy that cache; without network give a local folder."
     )
-
-
-def _folders(parent: Path) -> list[str]:
-    return sorted(entry.name for entry in parent.iterdir() if entry.is_dir() and not entry.name.startswith("."))
-
-
-def _cached() -> list[str]:
-    """Return the names of the models in the cache of the hub."""
-    found = Path(constants.HF_HUB_CACHE).glob("models--*")
-    return [folder.name.removeprefix("models--").replace("--", "/") for folder in found]

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from spurline.config.run_config import CHAT_TEMPLATES, ModelConfig
 from spurline.errors import ModelError, listing, suggestion
-from spurline_text.hub import describe_missing_path, describe_unfound, finding, is_path, may_be_path, refuse_adapter
+from spurline_text.hub import describe_missing_path, describe_unfound, finding, is_path, refuse_adapter
 
 _TEMPLATES = Path(__file__).parent / "chats" / "templates"
 
@@ -116,5 +116,4 @@ def describe_missing(key: str, source: str, what: str, error: Exception, trust_r
         )
     if is_path(source):
         return f"{key}: {describe_missing_path(source)}"
-    either = f"\nIf it is a path: {describe_missing_path(source)}" if may_be_path(source) else ""
-    return f"{key}: {describe_unfound(source, what, reason)}{either}"
+    return f"{key}: {describe_unfound(source, what, reason)}"

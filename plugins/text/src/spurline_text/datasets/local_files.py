@@ -5,7 +5,6 @@ A local path never leads to the network. `json_rows` reads the rows of JSON file
 
 from __future__ import annotations
 
-import difflib
 import functools
 import glob
 import hashlib
@@ -16,7 +15,7 @@ from typing import Any, Protocol
 
 import xxhash
 
-from spurline.errors import DataError, listing
+from spurline.errors import DataError, listing, suggestion
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".csv")
 """Files that can be read, by the end of their name."""
@@ -85,20 +84,18 @@ def _files_of_folder(folder: Path) -> dict[str, list[Path]]:
 
 
 def _neighbours(missing: Path) -> str:
-    """Return ` Did you mean ...?`, or what the nearest folder holds instead."""
+    """Return the nearest name to that of a missing file, and what the nearest folder holds."""
+    folder, name = nearest_folder(missing)
+    names = [entry.name for entry in folder.iterdir() if entry.is_dir() or entry.suffix.lower() in SUFFIXES]
+    return f"{suggestion(name, names)} {folder.absolute()} contains: {listing(names)}."
+
+
+def nearest_folder(missing: Path) -> tuple[Path, str]:
+    """Return the nearest existing folder above a missing path, and the name on the way that it lacks."""
     folder, name = missing.parent, missing.name
     while not folder.is_dir():
         folder, name = folder.parent, folder.name
-    entries = [entry for entry in folder.iterdir() if entry.is_dir() or entry.suffix.lower() in SUFFIXES]
-    stems = {entry.name: entry.stem for entry in entries}
-    # Compared without their endings, which would make unrelated names look alike.
-    close = difflib.get_close_matches(Path(name).stem, stems.values(), n=3, cutoff=0.6)
-    if close:
-        meant = [str(folder / name) for name, stem in stems.items() if stem in close]
-        return f" Did you mean {' or '.join(sorted(meant))}?"
-    names = sorted(entry.name for entry in entries)
-    shown = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
-    return f" {folder.absolute()} contains: {shown or '(no data files)'}."
+    return folder, name
 
 
 def digest_of_file(path: Path) -> str:
