@@ -15,7 +15,6 @@ from spurline import Run, load_config
 from spurline.data.batch import TrainingBatch
 from spurline.data.collators.packed import PackedCollator
 from spurline.data.token_store import TokenView
-from spurline.errors import HookFailedError
 from spurline.plugins.hookspecs import hookimpl
 from spurline.run.checkpoints.checkpoint import CheckpointStore
 from spurline_text.sources.sft import SftSource
@@ -126,19 +125,6 @@ def test_a_failing_build_ends_the_run_at_the_step_that_needed_it(
     assert (summary["status"], summary["error"]) == ("failed", "broken sample in step 4")
 
 
-def test_a_failing_step_with_a_failing_build_behind_it_ends_the_run_with_the_error_of_the_step(
-    config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    built = record_builds(monkeypatch, broken_from=4)
-    before = set(threading.enumerate())
-    with pytest.raises(HookFailedError, match="train_step: ZeroDivisionError: step 3") as raised:
-        train(config | {"prefetch": {"name": "async", "depth": 4}}, FailOnceBegun(3, built))
-    assert not hasattr(raised.value, "__notes__")
-    assert isinstance(raised.value.__cause__, ZeroDivisionError)
-    assert raised.value.__cause__.__context__ is None
-    assert set(threading.enumerate()) <= before
-
-
 def test_a_broken_batch_of_an_evaluation_ends_the_run_with_its_error_and_leaves_no_thread(
     config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,18 +199,3 @@ class CheckpointWatcher:
         assert latest.step == step
         self.saved.append(latest.step)
         self.ahead.append(max(self._built) - step)
-
-
-class FailOnceBegun:
-    """Fail this step when the build of the next one has begun."""
-
-    def __init__(self, step: int, built: list[int]) -> None:
-        self._step, self._built = step, built
-
-    @hookimpl(wrapper=True)
-    def train_step(self, step: int) -> Any:
-        metrics = yield
-        if step == self._step:
-            wait_for(lambda: step + 1 in self._built, f"the build of step {step + 1} to begin")
-            raise ZeroDivisionError(f"step {step}")
-        return metrics

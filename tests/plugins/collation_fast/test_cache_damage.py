@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -59,19 +58,6 @@ def flip(path: Path, position: int, bit: int = 0) -> None:
     content = bytearray(path.read_bytes())
     content[position] ^= 1 << bit
     path.write_bytes(content)
-
-
-@pytest.mark.slow
-def test_every_truncation_of_the_manifest_leads_to_a_rebuild(damaged: Path) -> None:
-    content = (damaged / MANIFEST).read_bytes()
-    backup = damaged.parent.parent / "backup"
-    shutil.copytree(damaged, backup)
-    for length in range(len(content) - 1):
-        (damaged / MANIFEST).write_bytes(content[:length])
-        cache = TokenCache(damaged.parent)
-        assert cache.open(KEY) is None
-        assert MANIFEST in cache.notes[0]
-        shutil.copytree(backup, damaged)
 
 
 @pytest.mark.parametrize("change", ["cut", "longer", "missing"])
@@ -169,21 +155,3 @@ def test_a_manifest_that_does_not_fit_its_entry_leads_to_a_rebuild(
 ) -> None:
     seal(damaged, **changes)
     assert_rebuilt(damaged, expected)
-
-
-class Trap:
-    """Pickled, it makes a folder where it is opened."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.folder),)
-
-
-@pytest.mark.parametrize("name", ["tokens.bin", MANIFEST])
-def test_files_that_hold_objects_are_not_opened_as_such(name: str, damaged: Path, tmp_path: Path) -> None:
-    np.save(tmp_path / "objects.npy", np.array([Trap(tmp_path / "ran")], dtype=object), allow_pickle=True)
-    shutil.copy(tmp_path / "objects.npy", damaged / name)
-    assert TokenCache(damaged.parent).open(KEY) is None
-    assert not (tmp_path / "ran").exists()

@@ -51,17 +51,6 @@ def test_the_caption_weighs_the_hidden_share_by_time() -> None:
     assert "75.0% of all building was hidden" in fragment
 
 
-def test_a_first_batch_that_compiled_code_is_told_apart_from_the_others() -> None:
-    fragment = render([collated(1, 2.0, 2.0, 0.0), collated(2, 0.4, 0.1, 0.75), collated(3, 0.0, 0.0, 1.0)])
-    assert fragment is not None
-    assert "The first batch" not in fragment, "it has to be far longer than the others"
-    fragment = render([collated(1, 2.0, 2.0, 0.0), collated(2, 0.004, 0.001, 0.75), collated(3, 0.002, 0.001, 0.5)])
-    assert fragment is not None
-    assert "The first batch took 2 s to build" in fragment
-    assert "After it: a batch took 3 ms to build; training waited 1 ms for it (means)" in fragment
-    assert "66.7% of all building was hidden" in fragment
-
-
 def test_a_long_run_stays_small() -> None:
     fragment = render([collated(step, 0.2, 0.1, 0.5) for step in range(1, 20_001)])
     assert fragment is not None

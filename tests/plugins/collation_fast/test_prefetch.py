@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import random
 import subprocess
 import sys
 import threading
@@ -15,9 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
@@ -85,37 +82,6 @@ def building(workshop: Workshop, depth: int = 2, timeout_s: float = 60) -> Itera
         workshop.go_on.set()
         prefetch.close()
         assert threads() == []
-
-
-@pytest.mark.parametrize("depth", [1, 2, 5])
-def test_never_more_than_depth_batches_exist_besides_the_one_in_use(depth: int) -> None:
-    lock = threading.Lock()
-    existing: set[int] = set()
-    most = [0]
-
-    def build(step: int) -> TrainingBatch:
-        with lock:
-            existing.add(step)
-            most[0] = max(most[0], len(existing))
-        return replace(numbered_batch(step), on_release=lambda: existing.remove(step))
-
-    prefetch = make(build, last_step=12, depth=depth)
-    prefetch.start(1)
-    for step in range(1, 13):
-        batch = prefetch.next(step)
-        due = min(step + depth, 12)
-        wait_for(lambda due=due: due in existing, f"step {due} to be begun")
-        batch.release()
-    prefetch.close()
-    assert most[0] == depth + 1
-    assert not existing
-
-
-def test_building_ahead_goes_on_while_the_loop_holds_its_batch() -> None:
-    workshop = Workshop()
-    with building(workshop, depth=3) as prefetch:
-        prefetch.next(1)
-        wait_for(lambda: workshop.begun == [1, 2, 3, 4], "steps 2 to 4 to be built")
 
 
 def test_the_metrics_belong_to_the_batch_last_served_and_fit_together() -> None:
@@ -289,15 +255,6 @@ def test_what_was_served_is_not_kept_alive_by_a_thread_that_waits_for_more() -> 
     finally:
         gc.enable()
         prefetch.close()
-
-
-def test_looking_ahead_draws_no_random_numbers() -> None:
-    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
-    with building(Workshop()) as prefetch:
-        prefetch.next(1)
-    assert random.getstate() == before[0]
-    assert np.random.get_state()[1].tolist() == before[1]
-    assert torch.equal(torch.get_rng_state(), before[2])
 
 
 class AnySequence(RuleBasedStateMachine):

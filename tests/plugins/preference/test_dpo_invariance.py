@@ -77,9 +77,9 @@ def laid_out(
     """The pairs of the store, or those that are given, in one batch."""
     rows = np.arange(len(store) // 2) if pairs is None else np.array(pairs)
     answers = store.view(np.stack([2 * rows, 2 * rows + 1], axis=1).ravel())
-    joint = join_pairs(answers, ["pairs"], 0 * rows, rows, align_to=align_to, pad_token_id=PAD)
-    batch = collator.collate(joint.store.view(np.arange(len(rows))), training=True)
-    return split_pairs(batch, joint.shapes)
+    joint, shapes = join_pairs(answers, ["pairs"], 0 * rows, rows, align_to=align_to, pad_token_id=PAD)
+    batch = collator.collate(joint.view(np.arange(len(rows))), training=True)
+    return split_pairs(batch, shapes)
 
 
 def answers_in(batch: TrainingBatch) -> Iterator[tuple[str, int, int, Tensor]]:

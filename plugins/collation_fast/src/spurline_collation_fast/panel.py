@@ -1,4 +1,4 @@
-"""Report panel `collation`: how long batches took to build, and how much of that training waited for.
+"""Report panel `collation`: the seconds that batches took to build, and the seconds that training waited for them.
 
 Reads the metrics of prefetch `async`. The time panel has the totals.
 """
@@ -11,8 +11,6 @@ from spurline_insight.report.markup import block, caption
 from spurline_insight.report_panel import ReportPanelConfig, RunRecord
 
 _NAMES = ("time/collate", "time/collate_wait", "collation/hidden")
-_COLD_START = 10
-"""The first batch is shown apart from the others if it took at least so many times their mean."""
 
 
 class CollationPanel:
@@ -50,14 +48,8 @@ class CollationPanel:
 
 
 def _summary(collate: list[float], waited: list[float]) -> str:
-    """Return the means and the hidden share, without a first batch that compiled code."""
-    cold, rest = collate[0], collate[1:]
-    head = ""
-    if rest and cold > _COLD_START * sum(rest) / len(rest):
-        head = f"The first batch took {cold:.3g} s to build, loading or compiling its code included. After it: "
-        collate, waited = rest, waited[1:]
-    head += f"{'a' if head else 'A'} batch took {_milliseconds(collate)} to build; training waited "
-    head += f"{_milliseconds(waited)} for it (means)"
+    """Return the means and the hidden share."""
+    head = f"A batch took {_milliseconds(collate)} to build; training waited {_milliseconds(waited)} for it (means)"
     if sum(collate) > 0:
         # Weighted by time: in a mean of shares, quick batches would hide slow ones.
         kept = sum(max(0.0, took - wait) for took, wait in zip(collate, waited, strict=True))

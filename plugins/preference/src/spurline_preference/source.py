@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import takewhile
 from typing import Any, Literal
 
@@ -36,7 +36,7 @@ from spurline.protocols.source import Samples, SourceContext
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline_preference.configs import PreferenceSourceConfig
 from spurline_text.rows.messages import Message, read_messages
-from spurline_text.rows.rows import BadRowError, RowView, unknown_column_problem
+from spurline_text.rows.rows import BadRowError, RowView
 from spurline_text.sources.sft import SampleSet, SftSource
 from spurline_text.tokenization import DerivedDataset, distinct_labels
 from spurline_text.tokenizer import pad_token_id
@@ -46,11 +46,8 @@ SIDES: tuple[Side, Side] = ("chosen", "rejected")
 
 
 def side_of(source: DatasetToTokenize, side: Side) -> DatasetToTokenize:
-    """Return one side of a preference dataset as prompts and completions. Raises DataError for unknown columns."""
+    """Return one side of a preference dataset as prompts and completions."""
     names = source.config.columns
-    problem = unknown_column_problem(names)
-    if problem is not None:
-        raise DataError(f"{source.dataset.label}: {problem}")
     columns = {**names, "prompt": names.get("prompt", "prompt"), "completion": names.get(side, side)}
     config = source.config.model_copy(update={"format": "prompt_completion", "columns": columns})
     return DatasetToTokenize(PreferenceSide(source.dataset, side, dict(names)), config)
@@ -124,17 +121,6 @@ def _num_shared(chosen: list[Message], rejected: list[Message]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-@dataclass(frozen=True)
-class JointSamples:
-    """Pairs as one sample each: chosen tokens, filling, rejected tokens.
-
-    `shapes` has by uid the length of the chosen sample and the start of the rejected one.
-    """
-
-    store: TokenStore
-    shapes: Mapping[str, tuple[int, int]]
-
-
 def join_pairs(
     samples: TokenView,
     labels: Sequence[str],
@@ -143,7 +129,7 @@ def join_pairs(
     *,
     align_to: int,
     pad_token_id: int,
-) -> JointSamples:
+) -> tuple[TokenStore, dict[str, tuple[int, int]]]:
     """Join the samples chosen, rejected, chosen, rejected, ... pair by pair.
 
     Args:
@@ -153,6 +139,10 @@ def join_pairs(
         rows: int64 [pairs], the row of each pair; dataset and row make its uid.
         align_to: The rejected answer starts at a multiple of this.
         pad_token_id: The token that fills the place between.
+
+    Returns:
+        Pairs as one sample each: chosen tokens, filling, rejected tokens. By uid, the length of the chosen sample and
+        the start of the rejected one.
     """
     builder = TokenStoreBuilder(labels)
     shapes: list[tuple[int, int]] = []
@@ -169,7 +159,7 @@ def join_pairs(
         )
         shapes.append((length, start))
     store = builder.build()
-    return JointSamples(store, {store.uid(pair): shape for pair, shape in enumerate(shapes)})
+    return store, {store.uid(pair): shape for pair, shape in enumerate(shapes)}
 
 
 def split_pairs(batch: TrainingBatch, shapes: Mapping[str, tuple[int, int]]) -> TrainingBatch:
@@ -251,7 +241,7 @@ class PairSet(SampleSet):
 
     def batch(self, numbers: NDArray[np.int64], *, training: bool) -> TrainingBatch:
         store, chosen = self._tokenized.store, self._pairs[numbers, 0]
-        joint = join_pairs(
+        joint, shapes = join_pairs(
             store.view(self._pairs[numbers].ravel()),
             self._labels,
             store.source[chosen].astype(np.int64) // len(SIDES),
@@ -259,8 +249,8 @@ class PairSet(SampleSet):
             align_to=self._align_to,
             pad_token_id=self._pad_token_id,
         )
-        everything = np.arange(len(joint.store), dtype=np.int64)
-        return split_pairs(self._collator.collate(joint.store.view(everything), training=training), joint.shapes)
+        everything = np.arange(len(joint), dtype=np.int64)
+        return split_pairs(self._collator.collate(joint.view(everything), training=training), shapes)
 
     def fingerprint(self) -> str:
         """Return a fingerprint that also covers which samples make up pairs."""

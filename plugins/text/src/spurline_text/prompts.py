@@ -129,15 +129,15 @@ def prompt_and_reference(
     """
     require_offsets(tokenizer)
     try:
-        example = _split(row, config, tokenizer, data, location, renderer or ChatRenderer(tokenizer))
+        prompt, ids, reference = _encoded(row, config, tokenizer, data, location, renderer or ChatRenderer(tokenizer))
     except BadRowError as error:
         raise error.at(location) from error
-    if data.too_long == "error" and len(example.prompt_ids) > data.max_length:
+    if data.too_long == "error" and len(ids) > data.max_length:
         raise DataError(
-            f"{location}: the prompt has {len(example.prompt_ids)} tokens, over data.max_length: {data.max_length}. "
+            f"{location}: the prompt has {len(ids)} tokens, over data.max_length: {data.max_length}. "
             "Raise data.max_length, leave the row out, or remove data.too_long: error to use prompts whole."
         )
-    return example
+    return GenerationExample(ids, prompt, reference, location)
 
 
 def read_examples(
@@ -165,14 +165,15 @@ def read_examples(
         yield row, example
 
 
-def _split(
+def _encoded(
     row: Mapping[str, Any],
     config: DatasetConfig,
     tokenizer: PreTrainedTokenizerBase,
     data: DataConfig,
     location: str,
     renderer: ChatRenderer,
-) -> GenerationExample:
+) -> tuple[str, list[int], str | None]:
+    """Return the prompt as text and tokens, and the reference. Raises BadRowError, without a location."""
     try:
         question = read_question(row, config)
     except BadRowError:
@@ -187,14 +188,13 @@ def _split(
         # Behind an end-of-sequence token, as some tokenizers add it, the model would not answer.
         if ids and ids[-1] == tokenizer.eos_token_id and encoding.special_tokens_mask[-1]:
             ids.pop()
-        return GenerationExample(ids, question.text, question.reference, location)
+        return question.text, ids, question.reference
     require_chat_template(tokenizer, location)
-    asked = question.messages[: question.answer_at]
-    text = renderer.render(asked, question.tools, add_generation_prompt=True)
+    conversation = Conversation(question.messages[: question.answer_at], question.tools)
+    text = renderer.render(conversation.messages, conversation.tools, add_generation_prompt=True)
     require_text(text, row)
-    conversation = Conversation(asked, question.tools)
     if data.on_ignored == "error" and is_doubtful(conversation, text):
         found = find_left_out(renderer, conversation, add_generation_prompt=True)
         refuse_left_out(found, tokenizer, location)
     [encoding] = encode_batch(tokenizer, [text], is_chat=True)
-    return GenerationExample(list(encoding.ids), text, question.reference, location)
+    return text, list(encoding.ids), question.reference

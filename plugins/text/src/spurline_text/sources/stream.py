@@ -31,64 +31,59 @@ from spurline_text.tokenizer import pad_token_id
 
 
 class _Window:
-    """The rows of one stream that are in the block, as a dataset; `numbers` count them in the stream."""
+    """The rows of one stream that are in the block, as a dataset. It reads the stream pass after pass."""
 
-    def __init__(self, label: str) -> None:
-        self.label = label
-        self.rows: list[StreamedRow] = []
+    def __init__(self, stream: StreamedDataset) -> None:
+        self.label = stream.label
+        self._stream = stream
+        self._reader: RowReader = stream.open()
+        self._rows: list[StreamedRow] = []
         self.numbers: list[int] = []
+        """The number in its pass of each row in the block."""
+        self.passes = self._next = 0
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self._rows)
 
     def __getitem__(self, row: int) -> Mapping[str, Any]:
-        values = self.rows[row].values
+        values = self._rows[row].values
         if isinstance(values, DataError):
             raise values
         return values
 
     def location(self, row: int) -> str:
-        return self.rows[row].location
+        return self._rows[row].location
 
     def fingerprint(self) -> str:
         raise AssertionError("the rows in a window come and go")
 
-
-class _Cursor:
-    """Reads one stream, pass after pass."""
-
-    def __init__(self, stream: StreamedDataset) -> None:
-        self._stream = stream
-        self._reader: RowReader = stream.open()
-        self.passes = self.row = 0
-
-    def fill(self, window: _Window, limit: int, *, within_pass: bool) -> None:
-        """Put the next `limit` rows into the window, or with `within_pass` fewer where a pass ends.
+    def fill(self, limit: int, *, within_pass: bool) -> None:
+        """Replace the rows by the next `limit` ones, or with `within_pass` by fewer where a pass ends.
 
         Raises DataError when there is no row at all.
         """
-        window.rows, window.numbers = [], []
-        while len(window) < limit:
+        self._rows, self.numbers = [], []
+        while len(self) < limit:
             row = self._reader.read()
             if row is not None:
-                window.rows.append(row)
-                window.numbers.append(self.row)
-                self.row += 1
+                self._rows.append(row)
+                self.numbers.append(self._next)
+                self._next += 1
                 continue
-            if self.row == 0:
-                raise DataError(f"{self._stream.label}: has no rows.")
-            if within_pass and len(window):
+            if self._next == 0:
+                raise DataError(f"{self.label}: has no rows.")
+            if within_pass and len(self):
                 break
             self.close()
-            self._reader, self.row, self.passes = self._stream.open(), 0, self.passes + 1
+            self._reader, self._next, self.passes = self._stream.open(), 0, self.passes + 1
 
     def state(self) -> dict[str, Any]:
-        return {"passes": self.passes, "row": self.row, "position": self._reader.position()}
+        return {"passes": self.passes, "row": self._next, "position": self._reader.position()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.close()
         self._reader = self._stream.open(state["position"])
-        self.passes, self.row = state["passes"], state["row"]
+        self.passes, self._next = state["passes"], state["row"]
 
     def close(self) -> None:
         self._reader.close()
@@ -122,11 +117,9 @@ class _Blocks:
     def __init__(self, config: StreamSourceConfig, context: SourceContext) -> None:
         run = context.config
         entries = run.data.train
-        streams: list[StreamedDataset] = [context.host.registry.create("dataset", entry) for entry in entries]
-        self.cursors = [_Cursor(stream) for stream in streams]
-        self._windows = [_Window(stream.label) for stream in streams]
-        self.sources = [DatasetToTokenize(*pair) for pair in zip(self._windows, entries, strict=True)]
-        self._encoders: list[RowEncoder | None] = [None] * len(streams)
+        self.windows = [_Window(context.host.registry.create("dataset", entry)) for entry in entries]
+        self.sources = [DatasetToTokenize(*pair) for pair in zip(self.windows, entries, strict=True)]
+        self._encoders: dict[int, RowEncoder] = {}
         self.labels = store_labels(self.sources)
         total = sum(entry.weight for entry in entries)
         self._weights = [entry.weight / total for entry in entries]
@@ -136,41 +129,41 @@ class _Blocks:
 
     def read(self, number: int, left_out: int) -> _Block:
         """Return the next block that has a sample. Raises DataError when two passes over a stream give none."""
-        limit = self.cursors[0].passes + 2
+        limit = self.windows[0].passes + 2
         while True:
             block = self._read(number, left_out)
             if len(block.order):
                 return block
             number, left_out = number + 1, block.left_out
-            if self.cursors[0].passes >= limit:
+            if self.windows[0].passes >= limit:
                 raise DataError(f"{self.labels[0]}: no usable sample in a whole pass over the data.")
 
     def _read(self, number: int, left_out: int) -> _Block:
-        begin = [cursor.state() for cursor in self.cursors]
-        for window, cursor, share in zip(self._windows, self.cursors, self._weights, strict=True):
+        begin = [window.state() for window in self.windows]
+        for window, share in zip(self.windows, self._weights, strict=True):
             # Rounded so that all blocks together keep the weights.
             rows = int((number + 1) * self._size * share) - int(number * self._size * share)
             # One stream alone has no share to keep, and its passes stay apart.
-            cursor.fill(window, rows, within_pass=len(self.cursors) == 1)
+            window.fill(rows, within_pass=len(self.windows) == 1)
         tokenized = self._tokenize()
         store = tokenized.store
         places = zip(store.source.tolist(), store.row.tolist(), strict=True)
-        numbers = [self._windows[source].numbers[row] for source, row in places]
+        numbers = [self.windows[source].numbers[row] for source, row in places]
         store = replace(store, row=np.array(numbers, np.int64))
         order = np.arange(len(store), dtype=np.int64)
         if self._shuffles:
             order = permutation(len(store), self._run.seed, number)
         after = left_out + sum(tokenized.dropped.values())
-        return _Block(number, begin, replace(tokenized, store=store), order, self.cursors[0].passes, after, left_out)
+        return _Block(number, begin, replace(tokenized, store=store), order, self.windows[0].passes, after, left_out)
 
     def _tokenize(self) -> Tokenized:
         collector = SampleCollector(self.sources)
-        for source, window in enumerate(self._windows):
-            if not window.rows:
+        for source, window in enumerate(self.windows):
+            if not len(window):
                 continue
-            encoder = self._encoders[source] = self._encoders[source] or RowEncoder(
-                self.sources[source], self._tokenizer, self._run.data
-            )
+            if source not in self._encoders:
+                self._encoders[source] = RowEncoder(self.sources[source], self._tokenizer, self._run.data)
+            encoder = self._encoders[source]
             for start in range(0, len(window), ROWS_PER_CALL):
                 rows = range(start, min(start + ROWS_PER_CALL, len(window)))
                 collector.add(block_of_outcomes(source, encoder.encode(rows)))
@@ -234,8 +227,8 @@ class StreamSource(BatchSource):
         }
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        for cursor, place in zip(self._blocks.cursors, cast("list[Mapping[str, Any]]", state["begin"]), strict=True):
-            cursor.restore(place)
+        for window, place in zip(self._blocks.windows, cast("list[Mapping[str, Any]]", state["begin"]), strict=True):
+            window.restore(place)
         self._block = self._blocks.read(cast("int", state["block"]), cast("int", state["left_out"]))
         refuse_other_data(
             state,
@@ -246,8 +239,8 @@ class StreamSource(BatchSource):
         self._taken, self._step = cast("int", state["taken"]), cast("int", state["step"])
 
     def close(self) -> None:
-        for cursor in self._blocks.cursors:
-            cursor.close()
+        for window in self._blocks.windows:
+            window.close()
 
     def _next_index(self) -> int:
         """Return the place of the next sample in the store of the current block, which may be a new one."""
