@@ -51,8 +51,7 @@ from spurline.data.collators.padded import PaddedCollator
 from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig
 from spurline.protocols.collator import ParallelLayout
 from spurline.testing.collator_contract import assert_batches_equal, clone
-from spurline_collation_fast.collators import FastPackedCollator, FastPaddedCollator, FastRolloutsCollator
-from spurline_collation_fast.kernels.planning import pack_rows
+from spurline_collation_fast.collators import FastPackedCollator, FastPaddedCollator, FastRolloutsCollator, pack_rows
 from spurline_collation_fast.row_writer import BufferPool
 from spurline_rl.configs import RolloutsCollatorConfig
 from spurline_rl.rollouts_collator import RolloutsCollator

@@ -12,9 +12,8 @@ Compared, in turns within one process:
 - parallel: rows to a token store with masks, in this process (`workers: 0`), no cache.
 - sequential: the same by `text/sequential`, for information.
 
-On two threads and on one, each in a process that is held to so many cores. For information: `auto` and at most two
-worker processes on eight times the samples, start included, and from how many rows on `auto` starts workers at the
-measured cost of a row. All ways give the same tokens and masks, which is checked first.
+On two threads and on one, each in a process that is held to so many cores. For information: two worker processes on
+eight times the samples, start included. All ways give the same tokens and masks, which is checked first.
 
 Gates: parallel >= 2.5 x two calls on two threads, >= 1.5 x on one, and at most 1.3 x encode_batch on two threads.
 Of short conversations: at most 1.35 x encode_batch, on two threads and on one.
@@ -30,7 +29,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Any
 
 from timing import Gate, Timing, cost_gate, gates_as_json, print_gates, print_timings, round_robin, speedup_gate
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -41,8 +40,7 @@ from spurline.data.token_store import TokenStore
 from spurline.protocols.dataset import DatasetConfig
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline_collation_fast.configs import ParallelTokenizationConfig
-from spurline_collation_fast.tokenization.block_encoder import available_cores
-from spurline_collation_fast.tokenization.parallel import ROWS_PER_CHUNK, ParallelTokenization, workers_worth_starting
+from spurline_collation_fast.tokenization.parallel import ROWS_PER_CHUNK, ParallelTokenization
 from spurline_text.configs import SequentialTokenizationConfig
 from spurline_text.testing.inputs import CHAT_TEMPLATE
 from spurline_text.testing.tokenization_contract import ListDataset
@@ -108,7 +106,7 @@ def encode_batch(inputs: Inputs) -> None:
         inputs.tokenizer.backend_tokenizer.encode_batch(inputs.texts[start : start + ROWS_PER_CHUNK])
 
 
-def parallel(inputs: Inputs, workers: int | Literal["auto"] = 0) -> TokenStore:
+def parallel(inputs: Inputs, workers: int = 0) -> TokenStore:
     """Rows to a token store in memory."""
     config = DatasetConfig(name="rows", format="chat")
     tokenization = ParallelTokenization(
@@ -164,21 +162,15 @@ def measure_on(num_threads: int, num_samples: int, repeats: int, short: bool = F
     return {name: Timing(**timing) for name, timing in json.loads(result.stdout).items()}
 
 
-def measure_workers(num_samples: int) -> tuple[dict[str, float], int | None]:
-    """Rows a second with and without worker processes, once, on more samples and all cores, and from how many rows on
-    `auto` starts some at the cost that a row then has here; None for never."""
+def measure_workers(num_samples: int) -> dict[str, float]:
+    """Rows a second with and without worker processes, once, on more samples and all cores."""
     inputs = Inputs(num_samples)
     rates: dict[str, float] = {}
-    wall, cpu = time.perf_counter(), time.process_time()
-    parallel(inputs)
-    row_s, row_cpu_s = (time.perf_counter() - wall) / num_samples, (time.process_time() - cpu) / num_samples
-    for workers in (0, "auto", 2):
+    for workers in (0, 2):
         begin = time.perf_counter()
         parallel(inputs, workers)
         rates[f"workers: {workers}"] = num_samples / (time.perf_counter() - begin)
-    sizes = (1 << power for power in range(10, 34))
-    cores = available_cores()
-    return rates, next((rows for rows in sizes if workers_worth_starting(rows, row_s, row_cpu_s, cores)), None)
+    return rates
 
 
 def gates_of(
@@ -211,7 +203,7 @@ def main() -> None:
     two, one = (measure_on(threads, arguments.samples, arguments.repeats) for threads in (2, 1))
     num_short = arguments.samples * MORE_SHORT
     short_two, short_one = (measure_on(threads, num_short, arguments.repeats, short=True) for threads in (2, 1))
-    workers, worth = measure_workers(arguments.samples * MORE_FOR_WORKERS)
+    workers = measure_workers(arguments.samples * MORE_FOR_WORKERS)
     gates = gates_of(two, one, short_two, short_one)
     ways = (
         ("2 threads", two, arguments.samples),
@@ -225,12 +217,7 @@ def main() -> None:
         for name, timing in timings.items()
     }
     if arguments.json:
-        figures = {
-            "us_per_sample": per_sample,
-            "rows_per_s": workers,
-            "rows_worth_workers": worth,
-            "samples": arguments.samples,
-        }
+        figures = {"us_per_sample": per_sample, "rows_per_s": workers, "samples": arguments.samples}
         print(json.dumps({**figures, "gates": gates_as_json(gates)}, indent=2))
         return
     for threads, timings, samples in ways:
@@ -239,7 +226,6 @@ def main() -> None:
         print(f"{name}: {microseconds:.0f} us a sample")
     for name, rate in workers.items():
         print(f"{name}, start included, {arguments.samples * MORE_FOR_WORKERS} samples: {rate:,.0f} rows/s")
-    print(f"auto starts workers on {available_cores()} cores: {f'from some {worth:,} rows on' if worth else 'never'}")
     print_gates(gates)
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 from async_runs import IN_PROCESS, asynchronous, comparable, synchronous
-from fake_plugins import install_plugin
 from killed_runs import AGENT, ORDERS, PHASES, REWARDS, Order, RunTree, assert_every_prompt_met_its_fate, write_prompts
 from reward_functions import in_process
 from run_helpers import Config, Trained, WriteConfig, assert_same_weights, train
@@ -188,14 +187,13 @@ def test_programs_of_agents_weights_on_disk_and_the_endpoint_end_with_the_run(
 
 @pytest.mark.parametrize("kills", plans(("workers", "any order"), soak=20, phases=("start", "steps")))
 def test_a_run_killed_while_it_fills_the_token_cache_fills_it_again(
-    base_config: Config, tmp_path: Path, train_and_kill: TrainAndKill, kills: Kills, monkeypatch: pytest.MonkeyPatch
+    base_config: Config, tmp_path: Path, train_and_kill: TrainAndKill, kills: Kills
 ) -> None:
-    install_plugin(tmp_path / "site", monkeypatch, "eager_workers", "eager_workers")
     row = {"messages": [{"role": "user", "content": "say it"}, {"role": "assistant", "content": "it " * 20}]}
     base_config["data"]["train"] = str(tmp_path / "long.jsonl")
     Path(base_config["data"]["train"]).write_text((json.dumps(row) + "\n") * 1200, encoding="utf-8")
     base_config |= {"steps": 3 * len(kills) + 2, "report": {"enabled": False}}
-    base_config["plugins"] = ["collation_fast", "eager_workers"]
+    base_config["plugins"] = ["collation_fast"]
     base_config["tokenization"] = {"name": "parallel", "workers": 2, "cache_dir": str(tmp_path / "cache")}
     train_and_kill(base_config, kills)
     [entry] = (tmp_path / "cache").iterdir()

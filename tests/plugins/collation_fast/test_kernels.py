@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import spurline_collation_fast
 from spurline.data.collators.packing import PackingAlgorithm, pack, straggler_factor
-from spurline_collation_fast.kernels.planning import pack_rows
+from spurline_collation_fast.collators import pack_rows
 
 ALGORITHMS = get_args(PackingAlgorithm)
 # Rows of 20 tokens where first fit, best fit or evening out once differed: lengths, ranks.

@@ -14,7 +14,6 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from eager_workers import start_for_any_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -31,7 +30,7 @@ from spurline_collation_fast.configs import ParallelTokenizationConfig
 from spurline_collation_fast.tokenization import block_encoder
 from spurline_collation_fast.tokenization import parallel as block_source
 from spurline_collation_fast.tokenization.block_encoder import Chunk, chunks_of
-from spurline_collation_fast.tokenization.parallel import ParallelTokenization, show_progress, workers_worth_starting
+from spurline_collation_fast.tokenization.parallel import ParallelTokenization, show_progress
 from spurline_collation_fast.tokenization.worker_pool import WorkerPool
 from spurline_text.configs import HfDatasetConfig, SequentialTokenizationConfig
 from spurline_text.datasets.hf_dataset import HfDataset
@@ -114,8 +113,7 @@ def test_datasets_of_every_format_come_out_as_in_the_reference(
     workers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sources = mixed_files(tmp_path)
-    if workers != "auto":
-        start_for_any_rows(monkeypatch, rows_here=70)
+    of_rows(monkeypatch, 70)
     started = note_workers(monkeypatch)
     rules = {"max_length": 120, "train_on": "all_assistants"}
     expected = sequential(sources, **rules)
@@ -180,27 +178,20 @@ def test_the_first_bad_row_is_the_error_though_later_rows_are_read_ahead(monkeyp
             tokenize(sources, max_length=300, too_long="error")
 
 
-def test_data_that_cannot_be_shared_stays_in_this_process_unless_workers_are_forced(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_data_that_cannot_be_shared_stays_in_this_process() -> None:
     dataset = TrappedRows(chat_rows(20))
     dataset.open = lambda: None  # type: ignore[attr-defined]
     sources = [source(dataset)]
-    start_for_any_rows(monkeypatch)
-    monkeypatch.setattr(block_source, "workers_worth_starting", lambda *arguments: 2)
-    result = parallel(sources, {"workers": "auto"})
+    result = parallel(sources, {"workers": 2})
     assert_equal(result, sequential(sources))
     [note] = result.notes
     assert note.startswith("tokenized in one process instead of 2: the data cannot be given to another one")
-    with pytest.raises(DataError, match=r"tokenization\.workers: 3: the data cannot be given.*workers: 0"):
-        parallel(sources, {"workers": 3})
 
 
 @pytest.mark.processes
 def test_the_sections_of_a_whole_run_reach_the_workers(
     spurline_chat_file: Path, spurline_tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start_for_any_rows(monkeypatch)
     started = note_workers(monkeypatch)
     # The config classes of a run are put together while it is loaded; no module has them.
     loaded = load_config(
@@ -284,30 +275,11 @@ def test_an_error_leaves_nothing_in_the_cache(tmp_path: Path) -> None:
     assert list(tmp_path.rglob("*.bin")) == []
 
 
-@pytest.mark.parametrize(
-    ("num_rows", "row_s", "row_cpu_s", "most", "expected"),
-    [
-        (10_000, 600e-6, 1100e-6, 2, 0),
-        (1_000_000, 600e-6, 1100e-6, 2, 0),
-        (1_000_000, 600e-6, 600e-6, 8, 8),
-        (1_000_000, 600e-6, 600e-6, 1, 0),
-        (1_000, 600e-6, 600e-6, 8, 0),
-        (3, 10.0, 10.0, 8, 3),
-        # Eight threads of the tokenizer do here what eight workers would do, but for their start.
-        (40_000, 82e-6, 600e-6, 8, 0),
-    ],
-)
-def test_workers_are_started_only_where_they_are_clearly_sooner(
-    num_rows: int, row_s: float, row_cpu_s: float, most: int, expected: int
-) -> None:
-    assert workers_worth_starting(num_rows, row_s, row_cpu_s, most) == expected
-
-
-def test_workers_are_not_started_for_rows_that_are_done_here_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    started = note_workers(monkeypatch)
-    sources = [source(TrappedRows(chat_rows(600)))]
-    assert_equal(parallel(sources, {"workers": 4}), sequential(sources))
-    assert started == []
+def test_workers_are_started_for_many_rows_on_many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cores, num_rows, expected in ((2, 10**6, 0), (8, 1000, 0), (8, 10**6, 8), (99, 10**6, 64)):
+        monkeypatch.setattr(block_source, "available_cores", lambda cores=cores: cores)
+        assert block_source._num_workers("auto", num_rows) == expected
+    assert [block_source._num_workers(workers, 5) for workers in (0, 3, 9)] == [0, 3, 5]
 
 
 def test_chunks_stay_within_one_dataset_and_pass_over_empty_ones() -> None:

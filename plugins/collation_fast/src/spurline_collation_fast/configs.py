@@ -34,9 +34,8 @@ class ParallelTokenizationConfig(TextTokenizationConfig):
     name: str = "parallel"
     # Strict, so that `true` is not taken for 1.
     workers: Annotated[Literal["auto"] | Annotated[int, Field(ge=0, le=256, strict=True)], OnResume.FREE] = "auto"
-    """Worker processes at most. 0 stays in this process, on the threads of the tokenizer. Otherwise the first rows are
-    measured, and workers start where the rest will be done sooner with them: `auto` starts one for each core, a number
-    so many."""
+    """Worker processes that read and encode rows. 0 stays in this process, on the threads of the tokenizer. `auto`
+    starts one for each core, if there are at least four and at least 100,000 rows."""
     cache_dir: Annotated[Path | None, OnResume.FREE, PathSetting()] = None
     """Folder of the token cache; null is SPURLINE_CACHE, else ~/.cache/spurline/tokens."""
     force_recache: Annotated[bool, OnResume.FREE] = False

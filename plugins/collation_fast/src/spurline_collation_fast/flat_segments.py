@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from spurline.data.collators.layout import RESPONSE_COLUMNS, turn_name
 from spurline.data.token_store import TokenView
-from spurline_collation_fast.kernels.planning import Table
 from spurline_rl.trajectory import FlatTurns
+
+Table = NDArray[np.int64]
 
 
 class FlatColumn(NamedTuple):

@@ -24,9 +24,8 @@ from numpy.typing import NDArray
 
 from spurline.data.batch import OPTIONAL_TOKEN_COLUMNS, TOKEN_COLUMNS, LazyRagged, TrainingBatch
 from spurline.data.collators.layout import layout_info
-from spurline_collation_fast.flat_segments import FlatColumn, FlatSegments, SegmentNames
+from spurline_collation_fast.flat_segments import FlatColumn, FlatSegments, SegmentNames, Table
 from spurline_collation_fast.kernels.compiled import write_rows, write_values
-from spurline_collation_fast.kernels.planning import Table
 
 Buffer = NDArray[np.uint8]
 

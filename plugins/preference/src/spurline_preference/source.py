@@ -269,10 +269,6 @@ class PairSet(SampleSet):
         # The chosen answer with its prompt.
         return self._pairs[:, 0]
 
-    def _rows(self) -> Sequence[NDArray[np.int64]]:
-        rows = self._tokenized.store.row[self._pairs[:, 0]]
-        return np.split(rows, np.cumsum(self._sizes)[:-1])
-
     def _lengths(self) -> NDArray[np.int64]:
         return self._tokenized.store.lengths()[self._pairs].sum(axis=1)
 

@@ -1,1 +1,1 @@
-"""The innermost loops of collation (`loops`), compiled by numba (`compiled`), and the plan of packed rows."""
+"""The innermost loops of collation (`loops`), compiled by numba (`compiled`)."""

@@ -6,12 +6,11 @@ entry. Core's RowEncoder decides what a row becomes, as for `text/sequential`.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from datetime import date
-from itertools import islice
+from typing import Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -24,7 +23,7 @@ from spurline.protocols.tokenization import DatasetToTokenize
 from spurline_collation_fast.cache.folder import TokenCache, default_cache_folder
 from spurline_collation_fast.cache.key import cache_key, prints_date
 from spurline_collation_fast.configs import ParallelTokenizationConfig
-from spurline_collation_fast.tokenization.block_encoder import BlockEncoder, Chunk, available_cores, chunks_of
+from spurline_collation_fast.tokenization.block_encoder import BlockEncoder, available_cores, chunks_of
 from spurline_collation_fast.tokenization.worker_pool import TokenizationTask, UnsharableDataError, WorkerPool
 from spurline_text.tokenization import SampleCollector, check_rows
 
@@ -34,12 +33,9 @@ MOST_ROWS_PER_CHUNK = 1024
 TOKENS_PER_CHUNK = 1 << 16
 """Tokens of a chunk of short rows: the tokenizer's threads stand still for a moment after each chunk."""
 
-WORKER_START_S = 2.2
-"""Seconds until a worker encodes its first row: imports, the tokenizer, opening the data."""
-CLEARLY_SOONER = 1.1
-"""Workers must be faster by this factor: processes cost memory, and an estimate can be wrong."""
-MEASURE_S = 0.5
-"""Seconds for which the first rows are measured."""
+ROWS_WORTH_WORKERS = 100_000
+CORES_WORTH_WORKERS = 4
+"""Least numbers for which `auto` starts workers, which take 2 s. Below, the tokenizer's threads are as fast."""
 MAX_WORKERS = 64
 """More workers gain nothing: one process collects the blocks of all of them."""
 
@@ -113,104 +109,48 @@ class ParallelTokenization:
         """Send the samples of all rows to the sink, memory if None. Returns the counts, and notes for the user."""
         for dataset in datasets:
             check_rows(dataset.dataset)
-        source = BlockSource(TokenizationTask(datasets, self._tokenizer, self._data), self._config.workers)
-        collector = SampleCollector(datasets, sink)
+        task = TokenizationTask(datasets, self._tokenizer, self._data)
+        collector, notes = SampleCollector(datasets, sink), list[str]()
+        num_rows = sum(len(item.dataset) for item in datasets)
         # Closed whatever happens here: an error must not leave worker processes behind.
-        with show_progress(sum(source.sizes)) as advance, closing(source.blocks(advance)) as blocks:
+        with show_progress(num_rows) as advance, closing(blocks_of(task, self._config.workers, notes)) as blocks:
             for block in blocks:
+                advance(block.num_rows)
                 collector.add(block)
-        return collector, source.notes
+        return collector, notes
 
 
-class BlockSource:
-    """Makes the blocks of all rows of a task; `notes` are lines for the user about how it went."""
+def blocks_of(
+    task: TokenizationTask, workers: int | Literal["auto"], notes: list[str]
+) -> Generator[SampleBlock, None, None]:
+    """Yield the blocks of all rows of a task, in order; close it when leaving early.
 
-    def __init__(self, task: TokenizationTask, workers: int | str) -> None:
-        """Raises DataError for a dataset whose columns fit no format."""
-        self._task, self._workers = task, workers
-        self._encoder = BlockEncoder(task.datasets, task.tokenizer, task.data)
-        self._encoder.check_formats()
-        self.sizes = [len(source.dataset) for source in task.datasets]
-        self._rows_per_chunk = ROWS_PER_CHUNK
-        self.notes: list[str] = []
-
-    def blocks(self, advance: Advance) -> Generator[SampleBlock, None, None]:
-        """Yield the blocks of all rows in order; close it when leaving early.
-
-        Where workers are allowed, the first rows are encoded here with the clock running, and the rest where that will
-        be done sooner. `advance` is called with numbers of rows that are done.
-        """
-        chunks = self._chunks(0)
-        done = 0
-        if self._workers != 0:
-            # The first chunk also compiles the template and starts threads; it says nothing about the others.
-            for block in self._here(islice(chunks, 1), advance):
-                done += block.num_rows
-                yield block
-            begin, begin_cpu, unmeasured = time.perf_counter(), time.process_time(), done
-            for block in self._here(_for_seconds(chunks, MEASURE_S), advance):
-                done += block.num_rows
-                yield block
-            left, measured = sum(self.sizes) - done, max(1, done - unmeasured)
-            row_s, row_cpu_s = (time.perf_counter() - begin) / measured, (time.process_time() - begin_cpu) / measured
-            most = min(available_cores(), MAX_WORKERS) if self._workers == "auto" else int(self._workers)
-            workers = workers_worth_starting(left, row_s, row_cpu_s, most)
-            if workers:
-                try:
-                    with WorkerPool(self._task, workers) as pool:
-                        for block in pool.blocks(chunks_of(self.sizes, done, lambda: ROWS_PER_CHUNK)):
-                            done += block.num_rows
-                            advance(block.num_rows)
-                            yield block
-                except UnsharableDataError as error:
-                    self._go_on_without(workers, error)
-                chunks = self._chunks(done)
-        yield from self._here(chunks, advance)
-
-    def _go_on_without(self, workers: int, error: UnsharableDataError) -> None:
-        """Say that the data stays here. Raises DataError where the config asks for worker processes."""
-        if self._workers != "auto":
-            raise DataError(
-                f"tokenization.workers: {self._workers}: the data cannot be given to worker processes "
-                f"({error}). Define the dataset in a module that can be imported and let it be pickled, or set "
-                "tokenization.workers: 0."
-            ) from error
-        self.notes.append(
-            f"tokenized in one process instead of {workers}: the data cannot be given to another one ({error})."
-        )
-
-    def _chunks(self, first: int) -> Iterator[Chunk]:
-        return chunks_of(self.sizes, first, lambda: self._rows_per_chunk)
-
-    def _here(self, chunks: Iterator[Chunk], advance: Advance) -> Generator[SampleBlock, None, None]:
-        for block in self._encoder.blocks(chunks):
-            advance(block.num_rows)
-            rows = TOKENS_PER_CHUNK * block.num_rows // max(1, len(block.tokens))
-            self._rows_per_chunk = min(max(ROWS_PER_CHUNK, rows), max(ROWS_PER_CHUNK, MOST_ROWS_PER_CHUNK))
-            yield block
-
-
-def workers_worth_starting(num_rows: int, row_s: float, row_cpu_s: float, most: int) -> int:
-    """Return how many workers to start for so many rows; 0 when this process is done about as soon.
-
-    Args:
-        num_rows: Rows that are left.
-        row_s: Seconds that a row takes in this process, with the threads of the tokenizer.
-        row_cpu_s: Processor seconds of a row, all threads together. A worker has one thread.
-        most: Workers at most.
+    `notes` receives a line for the user where data cannot be given to workers. Raises DataError for a dataset whose
+    columns fit no format.
     """
-    workers = min(most, num_rows)
-    # One alone is never sooner: this process has its start behind it.
-    if workers < 2:
-        return 0
-    there_s = WORKER_START_S + num_rows * row_cpu_s / workers
-    return workers if there_s * CLEARLY_SOONER < num_rows * row_s else 0
+    encoder = BlockEncoder(task.datasets, task.tokenizer, task.data)
+    encoder.check_formats()
+    sizes = [len(source.dataset) for source in task.datasets]
+    done, rows_per_chunk = 0, ROWS_PER_CHUNK
+    if num_workers := _num_workers(workers, sum(sizes)):
+        try:
+            with WorkerPool(task, num_workers) as pool:
+                for block in pool.blocks(chunks_of(sizes, 0, lambda: ROWS_PER_CHUNK)):
+                    done += block.num_rows
+                    yield block
+        except UnsharableDataError as error:
+            notes.append(
+                f"tokenized in one process instead of {num_workers}: the data cannot be given to another one "
+                f"({error}). Define the dataset in a module that can be imported, and let it be pickled."
+            )
+    for block in encoder.blocks(chunks_of(sizes, done, lambda: rows_per_chunk)):  # noqa: B023 - chunks follow the loop
+        fitting = TOKENS_PER_CHUNK * block.num_rows // max(1, len(block.tokens))
+        rows_per_chunk = max(ROWS_PER_CHUNK, min(fitting, MOST_ROWS_PER_CHUNK))
+        yield block
 
 
-def _for_seconds(chunks: Iterator[Chunk], seconds: float) -> Iterator[Chunk]:
-    """Yield chunks until the time is over; the rest stays in the iterator."""
-    end = time.perf_counter() + seconds
-    for chunk in chunks:
-        yield chunk
-        if time.perf_counter() >= end:
-            return
+def _num_workers(workers: int | Literal["auto"], num_rows: int) -> int:
+    if workers != "auto":
+        return min(workers, num_rows)
+    cores = available_cores()
+    return min(cores, MAX_WORKERS) if cores >= CORES_WORTH_WORKERS and num_rows >= ROWS_WORTH_WORKERS else 0

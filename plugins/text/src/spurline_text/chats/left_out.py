@@ -49,20 +49,15 @@ def find_left_out(
     return list(marks.missing(shown))
 
 
-def left_out_message(found: Sequence[LeftOut], tokenizer: PreTrainedTokenizerBase) -> str:
-    """Say what was left out, by which template, and the fix."""
-    what = ", ".join(dict.fromkeys(item.place for item in found))
-    return (
-        f"{what}: the chat template {template_name(tokenizer)} leaves this out, so the model would not see it. Give a "
-        "template that writes it (`model.chat_template`: a file, or a name such as chatml), take it out of the data, "
-        "or set data.on_ignored: warn."
-    )
-
-
 def refuse_left_out(found: Sequence[LeftOut], tokenizer: PreTrainedTokenizerBase, location: str) -> None:
-    """Raise DataError naming row, field and template when something was left out."""
+    """Raise DataError naming row, field, template and fix when something was left out."""
     if found:
-        raise DataError(f"{location}: {left_out_message(found, tokenizer)}")
+        what = ", ".join(dict.fromkeys(item.place for item in found))
+        raise DataError(
+            f"{location}: {what}: the chat template {template_name(tokenizer)} leaves this out, so the model would not "
+            "see it. Give a template that writes it (`model.chat_template`: a file, or a name such as chatml), take it "
+            "out of the data, or set data.on_ignored: warn."
+        )
 
 
 @dataclass

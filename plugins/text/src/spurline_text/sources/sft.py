@@ -96,8 +96,7 @@ class SampleSet:
 
     def _rows(self) -> Sequence[NDArray[np.int64]]:
         """Return for each dataset the row of each of its samples."""
-        store = self._tokenized.store
-        return np.split(store.row, np.cumsum(store.sizes())[:-1])
+        return np.split(self._tokenized.store.row[self._whole()], np.cumsum(self.sizes())[:-1])
 
     def _lengths(self) -> NDArray[np.int64]:
         return self._tokenized.store.lengths()
