@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import re
 import shutil
@@ -13,9 +14,8 @@ import pytest
 from run_helpers import Config, Spurline, write_rows
 
 from spurline.config.loading import load_config
-from spurline_planning.data_preview import terminal
 from spurline_planning.data_preview.rows import ShownData, ShownSequence, show_data
-from spurline_planning.data_preview.terminal import plain_lines, print_data
+from spurline_planning.data_preview.terminal import print_data
 
 HOSTILE = "\x1b[31m\x9b<script>alert('x')</script> & \u202e😀 ⟦"
 
@@ -32,7 +32,9 @@ def show(config: Config, rows: int = 3) -> ShownData:
 
 
 def text_of(sequence: ShownSequence, *, trained: bool) -> str:
-    return "".join(token.text for token in sequence.tokens if token.is_trained == trained)
+    return "".join(
+        piece for piece, weight in zip(sequence.pieces, sequence.weights, strict=True) if bool(weight) == trained
+    )
 
 
 def chat(*turns: tuple[str, str]) -> Config:
@@ -47,9 +49,9 @@ def test_a_conversation_shows_what_is_trained_of_it(spurline: Spurline, base_con
     assert "trained tokens are in ⟦ ⟧" in out
     [row] = show(base_config, rows=1).rows
     [sequence] = row.sequences
-    assert f"{len(sequence.tokens)} tokens, " in sequence.heading
+    assert f"{len(sequence.ids)} tokens, " in sequence.heading
     assert text_of(sequence, trained=True) == "pong<|im_end|>"
-    assert {token.text for token in sequence.tokens if token.is_special} == {"<|im_start|>", "<|im_end|>"}
+    assert {*itertools.compress(sequence.pieces, sequence.special)} == {"<|im_start|>", "<|im_end|>"}
     code, out, _ = spurline("plan", base_config)
     assert code == 0
     [line] = [line for line in out.splitlines() if "trained tokens in ⟦ ⟧" in line]
@@ -62,7 +64,7 @@ def test_sequences_that_share_a_row_stand_apart(base_config: Config) -> None:
     row = data.rows[0]
     assert len(row.sequences) > 1
     last = data.rows[-1]
-    assert re.search(rf": {len(last.sequences)} of the \d+ sequences that share its \d+ places", last.heading)
+    assert re.search(rf": {len(last.sequences)} of the \d+ sequences that share its \d+ places", last.title)
     assert all(text_of(sequence, trained=True).endswith("<|im_end|>") for sequence in row.sequences)
     assert len({sequence.uid for sequence in row.sequences}) == len(row.sequences)
 
@@ -73,7 +75,7 @@ def test_what_is_cut_and_what_is_left_out_is_said(base_config: Config) -> None:
     base_config["batch_size"] = 1
     data = show(base_config, rows=1)
     [sequence] = data.rows[0].sequences
-    assert len(sequence.tokens) == 40
+    assert len(sequence.ids) == 40
     assert any("cut to max_length: 1" in line for line in data.facts)
     assert any("left out: 1 x no_loss_tokens_after_truncation" in line for line in data.facts)
 
@@ -173,7 +175,7 @@ def test_a_run_that_generates_shows_prompts_tools_and_answers(rl_config: Config)
     [first], [second] = (row.sequences for row in data.rows)
     assert first.kind == "prompt"
     assert text_of(first, trained=False).endswith("<|im_start|>assistant↵\n")
-    assert not any("⟦" in line for line in plain_lines(data)), "no prompt is trained"
+    assert "⟦" not in printed(data), "no prompt is trained"
     assert first.uid != second.uid
     assert "rewards: brevity, early" in first.notes
     assert any(note.startswith("reference answer: ") for note in first.notes)
@@ -201,21 +203,36 @@ def test_rows_that_only_the_environment_reads_are_shown_by_what_is_known_of_them
     assert "its columns are read by the environment alone" in data.rows[0].sequences[0].notes
 
 
+def printed(data: ShownData, file: io.StringIO | None = None) -> str:
+    file = file or io.StringIO()
+    print_data(data, file)
+    return file.getvalue()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
 def test_no_control_character_reaches_a_terminal(base_config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     give_rows(base_config, chat(("user", HOSTILE), ("assistant", HOSTILE)))
     data = show(base_config)
-    plain = "\n".join(plain_lines(data))
+    plain = printed(data)
     assert "\x1b" not in plain
     assert "\x9b" not in plain
     assert r"\x1b[31m" in plain
     assert r"\u202e" in plain
-    # What is said of the marks, and those around the answer in each of three steps.
+    # The line about the marks, and the marks around the answer in each of three steps.
     assert plain.count("⟦") == plain.count("⟧") == 1 + 3
-    monkeypatch.setattr(terminal, "has_colours", lambda _: True)
-    colours = io.StringIO()
-    print_data(data, colours)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    coloured = printed(data, Terminal())
+    assert "\x1b[1;32m" in coloured
     # Only sequences that begin a style.
-    assert "\x9b" not in re.sub(r"\x1b\[[\d;]*m", "", colours.getvalue())
+    assert "\x9b" not in coloured
+    assert re.sub(r"\x1b\[[\d;]*m", "", coloured) == plain
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "32m" not in printed(data, Terminal())
 
 
 def test_no_weights_are_read(base_config: Config, tmp_path: Path) -> None:

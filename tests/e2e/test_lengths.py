@@ -122,7 +122,7 @@ def test_an_engine_that_takes_less_than_prompts_need_is_refused(rl_config: Confi
     source = rl_config["source"] | {"name": "async_rollouts", "max_staleness": 0}
     source["engine"] = {"name": "vllm", "max_model_len": 20}
     loaded = load_config(rl_config | {"plugins": ["async_rl"], "source": source})
-    from spurline.protocols.lengths import Longest
+    from spurline.protocols.dataset import Longest
 
     class Prompts:
         def longest(self) -> Longest:

@@ -48,7 +48,7 @@ def test_a_plan_begins_with_what_the_run_will_do(base_config: Config) -> None:
     plan = make_plan(load_config(base_config))
     assert plan.problems == []
     [sentence] = next(iter(plan.sections.values()))
-    assert sentence.startswith(f"Train {base_config['model']['path']} (41 K parameters)")
+    assert sentence.startswith(f"Train {base_config['model']['path']} (41.4k parameters)")
     assert "on 64 samples for 6 steps (0.75 epochs)" in sentence
     assert sentence.endswith(f"go to {base_config['run_dir']}.")
 
@@ -137,7 +137,7 @@ def test_a_plan_sizes_a_run_whose_weights_are_not_there_yet(
     (folder / "model.safetensors").unlink()
     code, out, err = spurline("plan", config)
     assert code == 2
-    assert "(41 K parameters)" in out
+    assert "(41.4k parameters)" in out
     assert "memory (estimate)" in out
     assert out == expected.partition("No problems found.")[0]
     assert err.count("no weights can be loaded from folder") == 1

@@ -71,7 +71,7 @@ def test_a_start_says_what_takes_time(
         "tokenizing chat",
         "loading weights",
     ]
-    assert done[5] == "41 K parameters, on cpu"
+    assert done[5] == "41.4k parameters, on cpu"
 
 
 def test_what_takes_long_to_start_is_said_again_until_it_is_done(
@@ -95,8 +95,8 @@ def test_what_takes_long_to_start_is_said_again_until_it_is_done(
     monkeypatch.setattr(progress, "REPEAT_S", 0.01)
     monkeypatch.setattr(LocalBackend, "__init__", start_slowly)
     train(base_config, progress=say)
-    assert said.index("loading weights") < said.index("41 K parameters, on cpu")
-    assert not any(text.startswith("still") for text in said[said.index("41 K parameters, on cpu") :])
+    assert said.index("loading weights") < said.index("41.4k parameters, on cpu")
+    assert not any(text.startswith("still") for text in said[said.index("41.4k parameters, on cpu") :])
 
 
 def test_lines_that_are_switched_off_and_runs_from_python_are_silent(

@@ -18,6 +18,7 @@ from spurline.config.run_config import CriticConfig, DataConfig, ModelConfig, Ru
 from spurline.data import configs
 from spurline.data.batch import Ragged, TrainingBatch
 from spurline.plugins.host import PluginHost
+from spurline.testing.samples import check_batch
 from spurline.update.minibatches import WholeBatchConfig
 from spurline_models.local.backend import LocalBackend
 from spurline_models.local.configs import LocalBackendConfig
@@ -166,5 +167,5 @@ def lay_out(
     )
     if padding_rows:
         batch = batch.pad_rows(len(rows) + padding_rows)
-    batch.check()
+    check_batch(batch)
     return batch

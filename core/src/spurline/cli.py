@@ -1,4 +1,4 @@
-"""The `spurline` command: its group of subcommands, its error messages and its exit codes.
+"""The `spurline` command: core's subcommands and those of plugins, error messages and exit codes.
 
 Commands import torch inside their functions, so that `--help` and config errors appear at once.
 """
@@ -9,17 +9,23 @@ import json
 import os
 import sys
 import traceback
-from typing import Annotated, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import typer.core
 
-from spurline.errors import SpurlineError, UserError, listing, suggestion
-from spurline.plugins.host import PluginHost, installed_commands
-from spurline.plugins.listing import plugins
-from spurline.plugins.official import install_command, plugin_with
-from spurline.run.commands import train
+from spurline.cli_options import ConfigArgument, SetOption, load
+from spurline.errors import ConfigError, SpurlineError, UserError, listing, suggestion
+from spurline.importing import importing
+from spurline.plugins.host import PluginHost, installed_commands, installed_plugins
+from spurline.plugins.official import DEFAULT_PLUGINS, install_command, plugin_with
+from spurline.plugins.registry import group_by_kind
 from spurline.terminal import printable
+
+if TYPE_CHECKING:
+    from spurline.run.endings.ending import RunResult
 
 _HELP_WIDTH = 200
 """Characters of a command's summary in `spurline --help`; the formatter wraps it."""
@@ -94,6 +100,102 @@ def _common(
     """Spurline: LLM post-training with one loop, strict config and exact resume."""
 
 
+@app.command()
+def train(
+    config: ConfigArgument,
+    overrides: SetOption = None,
+    resume: Annotated[str, typer.Option(help="auto, never, or the path of a checkpoint folder.")] = "auto",
+    allow_change: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY", help="Let a resume change this setting, e.g. optimizer.learning_rate."),
+    ] = None,
+) -> None:
+    """Train, or continue training, what the config describes."""
+    loaded = load(config, overrides)
+    from spurline.trackers.start_lines import StartLines, banner
+
+    start = StartLines.of(loaded)
+    start.show(banner(loaded))
+    start("loading PyTorch and transformers")
+    with importing():
+        from spurline.run.run import Run
+
+        for kind in ("source", "loss", "backend"):
+            loaded.host.registry.factory(kind, getattr(loaded.config, kind))
+
+    try:
+        result = Run(loaded, resume, allow_change or (), start).train()
+    except ConfigError as error:
+        raise error.in_file(loaded.origin) from error
+    print_result(result)
+    # A signal after the last step has stopped nothing.
+    if result.signal is not None and result.status == "stopped":
+        raise typer.Exit(128 + result.signal)
+
+
+def print_result(result: RunResult) -> None:
+    """Print how a run ended, its scores, and what it wrote."""
+    from spurline.trackers.readout import scores_of
+
+    if result.status == "finished" and not result.metrics:
+        early = f" early: {result.stop_reason}" if result.stop_reason else ""
+        fix = "Change or remove stop_when" if early else "Raise steps or epochs"
+        where = f"{printable(early)} at step {result.step:,}"
+        typer.echo(f"Nothing to do: the run already finished{where}. {fix} to go on.")
+    else:
+        finished = "Finished early" if result.stop_reason else "Finished"
+        verb = finished if result.status == "finished" else "Stopped on request"
+        why = f": {result.stop_reason}" if result.stop_reason else ""
+        typer.echo(f"{verb} at step {result.step:,}{printable(why)}{', with warnings:' if result.warnings else '.'}")
+        for warning in result.warnings:
+            typer.echo(printable(f"  - {warning}"))
+    scores = scores_of(result.metrics)
+    if scores:
+        shown = (f"{name.removeprefix('eval/')} {value:.4g}" for name, value in scores.items())
+        typer.echo(f"  held-out: {', '.join(shown)}")
+    if result.best is not None:
+        best = "  best: {metric} {value:.4g} at step {step:,}".format_map(result.best)
+        if result.model is not None and result.best["step"] != result.step:
+            best += f", not in the model below: spurline export {result.model.parent} OUT --checkpoint best"
+        typer.echo(best)
+    written = {"checkpoint": result.checkpoint, "model": result.model, "adapter": result.adapter, **result.files}
+    for name, path in written.items():
+        if path is not None:
+            typer.echo(f"  {name}: {path}")
+    if result.status == "stopped":
+        typer.echo(result.go_on)
+
+
+@app.command()
+def plugins(
+    config: Annotated[
+        Path | None, typer.Option(help="Show what the plugins enabled in this config provide instead.")
+    ] = None,
+) -> None:
+    """List installed plugins from package metadata, or what the enabled ones provide."""
+    if config is not None:
+        host = load(config, None).host
+        lines = [line for name in host.plugins for line in _contents(host, name)]
+    else:
+        lines = [
+            f"{name}  {plugin.version}  ({plugin.distribution}{', by default' if name in DEFAULT_PLUGINS else ''})"
+            for name, plugin in sorted(installed_plugins().items())
+        ]
+        lines.append("Enable one with `plugins: [NAME]` in the config; leave a default one out with -NAME.")
+    typer.echo("\n".join(lines))
+
+
+def _contents(host: PluginHost, name: str) -> Iterator[str]:
+    plugin = host.plugins[name]
+    commands = [entry.name for entry in installed_commands().values() if entry.distribution == plugin.distribution]
+    hooks = [hook for hook in plugin.hooks if hook != "register_components"]
+    yield f"{name}  {plugin.version}  ({plugin.distribution})"
+    for label, values in {**group_by_kind(host.registry.entries(name)), "hooks": hooks, "commands": commands}.items():
+        if values:
+            yield f"  {label}: {', '.join(values)}"
+
+
+@app.command()
 def schema(
     with_plugin: Annotated[list[str] | None, typer.Option("--plugin", help="Include this plugin's settings.")] = None,
 ) -> None:
@@ -101,10 +203,6 @@ def schema(
     from spurline.config.loading import config_model
 
     typer.echo(json.dumps(config_model(PluginHost.load(with_plugin or [])).model_json_schema(), indent=2))
-
-
-for name, command in {"train": train, "plugins": plugins, "schema": schema}.items():
-    app.command(name)(command)
 
 
 def main(arguments: list[str] | None = None) -> None:

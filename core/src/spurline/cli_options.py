@@ -47,7 +47,7 @@ def load(config: Path, overrides: list[str] | None) -> LoadedConfig:
 def load_run(run_dir: Path) -> LoadedConfig:
     """Load the config of a finished or running run. Its run_dir is the folder given, as it may have been moved."""
     from spurline.config.loading import load_config
-    from spurline.run.record_files import CONFIG_FILE, check_run_directory, read_mapping
+    from spurline.run.directory import CONFIG_FILE, check_run_directory, read_mapping
 
     check_run_directory(run_dir)
     settings = read_mapping(run_dir / CONFIG_FILE)

@@ -138,13 +138,6 @@ def scratch_inside(folder: Path) -> Iterator[Path]:
                 place.rmdir()
 
 
-def give_default_permissions(path: Path) -> None:
-    """Give a file the permissions of the umask, since some libraries create files that only their owner can read."""
-    umask = os.umask(0)
-    os.umask(umask)
-    path.chmod(0o666 & ~umask)
-
-
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Replace a JSON file atomically and durably."""
     write_text(path, json_text(value))

@@ -44,12 +44,3 @@ def waiting(progress: Progress, text: str, limit: str = "") -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
-
-
-def describe_count(number: int) -> str:
-    """Return a number of parameters as people say it: `596 M`, `8.2 B`."""
-    for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
-        if number >= size:
-            value = number / size
-            return f"{value:.1f} {letter}" if value < 100 and letter == "B" else f"{value:,.0f} {letter}"
-    return f"{number:,}"

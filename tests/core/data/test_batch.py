@@ -13,7 +13,7 @@ from spurline.data.configs import PackedCollatorConfig
 from spurline.errors import DataError
 from spurline.protocols.collator import ParallelLayout
 from spurline.testing.collator_contract import assert_batches_equal
-from spurline.testing.samples import PAD, make_view
+from spurline.testing.samples import PAD, check_batch, make_view
 
 lengths_strategy = st.lists(st.integers(1, 20), min_size=1, max_size=15)
 
@@ -33,7 +33,7 @@ def test_taking_rows_takes_tokens_metadata_and_units_together(lengths: list[int]
     batch = packed(lengths)
     rows = data.draw(st.lists(st.integers(0, batch.num_rows - 1), max_size=8))
     taken = batch.take(rows)
-    taken.check()
+    check_batch(taken)
     assert [row_contents(taken, i) for i in range(len(rows))] == [row_contents(batch, row) for row in rows]
 
 
@@ -59,7 +59,7 @@ def test_rows_between_two_are_those_rows_in_the_same_memory(lengths: list[int], 
 def test_padding_rows_come_and_go_without_a_trace(lengths: list[int], multiple: int) -> None:
     batch = packed(lengths)
     padded = batch.pad_rows(multiple)
-    padded.check()
+    check_batch(padded)
     assert padded.num_rows % multiple == 0
     assert padded.num_tokens == batch.num_tokens
     assert len(set(padded.unit_ids.tolist())) == padded.num_rows
@@ -72,7 +72,7 @@ def test_padding_rows_come_and_go_without_a_trace(lengths: list[int], multiple: 
 def test_concatenated_batches_keep_their_rows_and_distinct_units(lengths: list[list[int]]) -> None:
     batches = [packed(part) for part in lengths]
     joined = TrainingBatch.concatenate(batches)
-    joined.check()
+    check_batch(joined)
     assert len(set(joined.unit_ids.tolist())) == joined.num_rows
     start = 0
     for batch in batches:
@@ -98,12 +98,12 @@ def test_what_is_wrong_in_a_batch_is_found() -> None:
     ids, weights = batch.tokens["segment_ids"], batch.tokens["loss_weights"]
     swapped = torch.where(ids == 1, 2, torch.where(ids == 2, 1, ids)).to(ids.dtype)
     with pytest.raises(AssertionError, match="row 0: segment 2 lies before segment 1"):
-        batch.with_tokens(segment_ids=swapped).check()
+        check_batch(batch.with_tokens(segment_ids=swapped))
     for row, told in ((0, "first token"), (1, "padding")):
         wrong = weights.clone()
         wrong[row, 0] = 1.0
         with pytest.raises(AssertionError, match=told):
-            batch.with_tokens(loss_weights=wrong).check()
+            check_batch(batch.with_tokens(loss_weights=wrong))
 
 
 def test_a_sample_that_cannot_fit_a_packed_row_is_named() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from spurline.data.batch import TOKEN_COLUMNS, Ragged, TrainingBatch
 from spurline.testing.fuzzing import fuzzing
+from spurline.testing.samples import check_batch
 from spurline_models.dealing import Dealing, RankShare, deal
 
 HIDDEN = 8
@@ -41,7 +42,7 @@ def batch_of(lengths: list[int], units: list[int] | None = None, padding_rows: i
         is_padding_row=torch.zeros(rows, dtype=torch.bool),
     )
     batch = batch.pad_rows(rows + padding_rows) if padding_rows else batch
-    batch.check()
+    check_batch(batch)
     return batch
 
 

@@ -24,6 +24,7 @@ from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig
 from spurline.data.token_store import TokenStore, TokenStoreBuilder
 from spurline.protocols.collator import Collator, ParallelLayout
 from spurline.protocols.loss import ENTROPY, Objective
+from spurline.testing.samples import check_batch
 from spurline.update.reduction import REDUCTIONS
 from spurline_models.dealing import deal
 from spurline_models.local.backend import LocalBackend
@@ -110,7 +111,7 @@ def test_every_answer_is_a_segment_beside_its_partner_with_weights_that_sum_to_o
 ) -> None:
     store = make_answers(lengths, seed)
     batch = laid_out(store, COLLATORS[name](ParallelLayout(data=ranks, tensor=align_to)), align_to)
-    batch.check()
+    check_batch(batch)
     assert batch.num_rows % ranks == 0
     view, rows_of_pairs, seen = store.view(np.arange(len(store))), dict[int, set[int]](), 0
     for uid, sample, row, where in answers_in(batch):
@@ -138,7 +139,7 @@ def test_every_answer_is_a_segment_beside_its_partner_with_weights_that_sum_to_o
 def test_a_pair_that_is_in_the_batch_twice_is_two_pairs() -> None:
     store = make_answers([(3, 4), (5, 2)], seed=0)
     batch = laid_out(store, COLLATORS["packed"](ParallelLayout()), pairs=[0, 1, 0])
-    batch.check()
+    check_batch(batch)
     assert set(batch.tokens["pair_ids"].unique().tolist()) - {0} == {-3, -2, -1, 1, 2, 3}
     assert float(batch.tokens["loss_weights"].sum()) == pytest.approx(3)
 

@@ -16,7 +16,7 @@ from spurline.data.batch import Ragged, TrainingBatch
 from spurline.errors import RunFailedError
 from spurline.protocols.collator import ParallelLayout
 from spurline.testing.fuzzing import fuzzing
-from spurline.testing.samples import PAD
+from spurline.testing.samples import PAD, check_batch
 from spurline_rl.by_prompt import ByPrompt
 from spurline_rl.configs import PromptSourceConfig, RolloutsCollatorConfig
 from spurline_rl.protocols.advantage import AdvantageConfig
@@ -68,7 +68,7 @@ def test_the_number_of_optimizer_steps_never_depends_on_turns(turns, ranks, epoc
     parts = cutter.cut(rollouts(turns, ranks))
     assert len(parts) == cutter.steps_per_batch() == prompts // size * epochs
     for number, part in enumerate(parts):
-        part.check()
+        check_batch(part)
         assert part.num_rows % ranks == 0
         first = number % (prompts // size) * size
         uids = part.without_padding_rows().segments["uid"].values.tolist()

@@ -190,53 +190,12 @@ class TrainingBatch:
         if self.on_release is not None:
             self.on_release()
 
-    def check(self) -> None:
-        """Assert the invariants of the class docstring; for tests and contract suites, not for every step."""
-        _check_columns(self)
-        _check_segments(self)
-
 
 def _widen(column: Tensor, length: int) -> Tensor:
     missing = length - column.shape[1]
     if missing == 0:
         return column
     return torch.cat([column, column.new_zeros((column.shape[0], missing, *column.shape[2:]))], dim=1)
-
-
-def _check_columns(batch: TrainingBatch) -> None:
-    shape = (batch.num_rows, batch.length)
-    for name in TOKEN_COLUMNS:
-        assert name in batch.tokens, f"column {name} is missing"
-    for name, column in batch.tokens.items():
-        assert tuple(column.shape[:2]) == shape, (name, tuple(column.shape), shape)
-        dtype = (TOKEN_COLUMNS | OPTIONAL_TOKEN_COLUMNS).get(name, column.dtype)
-        is_wide = name in MAY_BE_WIDE and column.dtype == torch.int64
-        assert column.dtype == dtype or is_wide, (name, column.dtype, dtype)
-    for name in SEGMENT_COLUMNS:
-        assert len(batch.segments[name]) == batch.num_rows, (name, len(batch.segments[name]), batch.num_rows)
-    for column, dtype in ((batch.unit_ids, torch.int64), (batch.is_padding_row, torch.bool)):
-        assert column.shape == (batch.num_rows,), (tuple(column.shape), batch.num_rows)
-        assert column.dtype == dtype, (column.dtype, dtype)
-
-
-def _check_segments(batch: TrainingBatch) -> None:
-    segment_ids, positions = batch.tokens["segment_ids"], batch.tokens["position_ids"]
-    weights = batch.tokens["loss_weights"]
-    assert bool((weights[segment_ids == 0] == 0).all()), "padding has loss"
-    for row in range(batch.num_rows):
-        lengths = batch.segments["length"][row]
-        assert bool(batch.is_padding_row[row]) == (len(lengths) == 0), f"row {row} has {len(lengths)} segments"
-        previous_start = -1
-        for segment, length in enumerate(lengths.tolist(), start=1):
-            (where,) = torch.nonzero(segment_ids[row] == segment, as_tuple=True)
-            assert len(where) == length, (row, segment, len(where), length)
-            start = int(where[0])
-            assert int(where[-1]) - start + 1 == length, f"row {row}: segment {segment} is not contiguous"
-            assert start > previous_start, f"row {row}: segment {segment} lies before segment {segment - 1}"
-            previous_start = start
-            assert torch.equal(positions[row, where], torch.arange(length)), f"row {row}: positions do not restart"
-            assert float(weights[row, start]) == 0, f"row {row}: first token of segment {segment} has loss"
-        assert int(segment_ids[row].max()) == len(lengths)
 
 
 def segment_numbers(batch: TrainingBatch) -> Tensor:

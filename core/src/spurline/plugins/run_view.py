@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -21,15 +21,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Warned:
-    """One kind of trouble that a run had.
-
-    kind: short name. words: sentences, with the steps that had it. lasts: whether it belongs to how the run ended, and
-    did not just pass by.
-    """
+    """One kind of trouble that a run had."""
 
     kind: str
+    """A short name of the trouble."""
     words: str
+    """Sentences about it, with the steps that had it."""
     lasts: bool
+    """True if the run still had it at its end, or for many of its steps."""
 
 
 class FolderView(Protocol):
@@ -42,23 +41,24 @@ class FolderView(Protocol):
     def metrics(self) -> Path: ...
 
 
-class StateView(Protocol):
-    """How far the run is: `spurline.run.endings.ending.RunState`."""
+@dataclass
+class RunState:
+    """Progress of a run."""
 
-    step: int
+    step: int = 0
     """The last finished step."""
-    metrics: Mapping[str, float]
-    """Metrics of that step."""
-    checkpoint: Path | None
-    """The newest checkpoint that is complete."""
+    saved_step: int = 0
+    """Step of the newest complete checkpoint."""
+    checkpoint: Path | None = None
+    """Folder of the newest complete checkpoint."""
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Metrics of the last finished step."""
 
 
 class RunView(Protocol):
-    """A run, as hooks see it: `spurline.run.run.Run`, whose docstrings say what each member is and raises.
+    """A run, as hooks see it. `spurline.run.run.Run` documents each member.
 
-    Attributes:
-        source: There from `on_run_start` to `on_run_end`, as are backend, tokenizer and, from the first step on,
-            batches.
+    `source`, `backend` and `tokenizer` exist from `on_run_start` to `on_run_end`, `batches` from the first step on.
     """
 
     config: RunConfig
@@ -75,7 +75,7 @@ class RunView(Protocol):
     def directory(self) -> FolderView: ...
 
     @property
-    def state(self) -> StateView: ...
+    def state(self) -> RunState: ...
 
     @property
     def is_done(self) -> bool: ...

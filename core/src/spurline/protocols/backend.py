@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from spurline.data.batch import TrainingBatch
+    from spurline.protocols.dataset import KnowsLongest
     from spurline.protocols.host import LoadedView
-    from spurline.protocols.lengths import KnowsLongest
     from spurline.protocols.loss import Objective
 
 

@@ -127,6 +127,32 @@ class StreamedDataset(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Longest:
+    """The longest sequence in the data of a run, which is compared with the context length of the model.
+
+    Attributes:
+        tokens: Tokens of a sample, or of a prompt with the longest response.
+        where: Location of its row.
+        setting: Key path of the setting that bounds `tokens`.
+        prompt_tokens: Tokens of the prompt, after which up to `tokens - prompt_tokens` are generated; None for a
+            sample.
+    """
+
+    tokens: int
+    where: str
+    setting: str
+    prompt_tokens: int | None = None
+
+
+class KnowsLongest(Protocol):
+    """Data of a run whose longest sequence is known: a source, or an evaluation."""
+
+    def longest(self) -> Longest | None:
+        """Return the longest sequence in the data, which may be shorter than its limit; None if it is not known."""
+        ...
+
+
 @runtime_checkable
 class CheckableDataset(Protocol):
     """A dataset that can find unreadable rows faster than tokenization would."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from spurline.protocols.backend import Backend
-    from spurline.protocols.lengths import Longest
+    from spurline.protocols.dataset import Longest
 
 
 class HeldOutEvaluation(ABC):

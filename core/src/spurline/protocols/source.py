@@ -20,10 +20,9 @@ if TYPE_CHECKING:
     from spurline.data.batch import TrainingBatch
     from spurline.protocols.backend import Backend
     from spurline.protocols.collator import ParallelLayout
-    from spurline.protocols.dataset import DatasetConfig
+    from spurline.protocols.dataset import DatasetConfig, Longest
     from spurline.protocols.held_out import HeldOutEvaluation
     from spurline.protocols.host import HostView
-    from spurline.protocols.lengths import Longest
     from spurline.protocols.tokenization import DatasetToTokenize
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from spurline.config.loading import LoadedConfig
 from spurline.config.section import sections_within
 from spurline.plugins.registry import resolve
-from spurline.progress import Progress, describe_count, silent, waiting
+from spurline.progress import Progress, silent, waiting
 from spurline.protocols.backend import Backend, Role
 from spurline.protocols.evaluation import EvaluationContext
 from spurline.protocols.loss import Loss
@@ -18,9 +18,10 @@ from spurline.protocols.minibatches import MiniBatches
 from spurline.protocols.source import BatchSource, SourceContext
 from spurline.protocols.tracker import Tracker
 from spurline.run.checkpoints.hook_state import HookStates
-from spurline.run.evaluations.evaluation import ScheduledEvaluation, build_evaluations, metrics_of
+from spurline.run.evaluations.evaluation import ScheduledEvaluation, build_evaluations
 from spurline.run.evaluations.watched import check_watched
 from spurline.trackers.configs import ConsoleTrackerConfig, JsonlTrackerConfig
+from spurline.trackers.readout import quantity
 from spurline.update.reduction import make_reduction
 from spurline.update.update import Recipe, Update
 
@@ -85,25 +86,62 @@ def build_data(
     )
 
 
-def build_components(
+@dataclass(frozen=True)
+class Prepared:
+    """The part of a start that needs no weights."""
+
+    trackers: dict[str, Tracker] | None
+    data: DataComponents | None
+    notes: Mapping[str, Sequence[str]]
+    """Notes for the user, by subject: `data`, `steps` and `backend`."""
+
+
+def _call(part: Callable[[], Any]) -> Any:
+    return part()
+
+
+def prepare(
     loaded: LoadedConfig,
-    data: DataComponents,
-    trackers: dict[str, Tracker],
     stack: ExitStack,
+    row_limit: int | None = None,
     progress: Progress = silent,
     done: Done = Done(),
+    attempt: Callable[[Callable[[], Any]], Any] = _call,
+) -> Prepared:
+    """Build and check everything that needs no weights, as each run does first. `spurline plan` does only this.
+
+    Args:
+        loaded: The config.
+        stack: Closes the components.
+        row_limit: Rows of each dataset that are read; None reads all.
+        progress: Is told what takes time.
+        done: Progress of the run that is resumed.
+        attempt: Calls each part of the start. A plan notes the error of a part and returns None for it.
+    """
+    config = loaded.config
+    trackers = attempt(lambda: build_trackers(loaded))
+    # Check the model before the data, which may take hours to tokenize.
+    attempt(lambda: config.backend.check_trainable(config))
+    data: DataComponents | None = attempt(lambda: build_data(loaded, stack, row_limit, progress))
+    notes = {"backend": attempt(lambda: config.backend.notes(config)) or ()}
+    if data is not None:
+        lengths = attempt(lambda: config.backend.check_lengths(loaded, data.source, data.evaluations)) or ()
+        templates = attempt(lambda: config.tokenization.notes(config.model, data.context.tokenizer)) or ()
+        notes |= {"data": (*lengths, *templates), "steps": config.schedule.notes(data.total_updates(done))}
+        attempt(lambda: check_watched(config, data.evaluations))
+    return Prepared(trackers, data, notes)
+
+
+def build_components(
+    loaded: LoadedConfig, prepared: Prepared, stack: ExitStack, progress: Progress = silent, done: Done = Done()
 ) -> Components:
-    """Build all components. The stack closes them in reverse order, and `progress` gets a line for each slow step."""
+    """Add the backend to prepared components. The stack closes it, and `progress` gets a line for each slow step."""
+    data, trackers = prepared.data, prepared.trackers
+    assert data is not None, "the data was not built"
+    assert trackers is not None, "the trackers were not built"
     for _, section in sections_within(loaded.config):
         section.await_services(progress)
-    notes = [
-        *loaded.config.backend.check_lengths(loaded, data.source, data.evaluations),
-        *loaded.config.tokenization.notes(loaded.config.model, data.context.tokenizer),
-        *loaded.config.schedule.notes(data.total_updates(done)),
-        *loaded.config.backend.notes(loaded.config),
-    ]
-    check_watched(loaded.config, lambda: metrics_of(data.evaluations))
-    # Reserve resources before anything loads. Ranks would take those that engines need of the cluster minutes later.
+    # Reserve resources before anything loads: minutes later, ranks would take what engines need of the cluster.
     for name, section in loaded.host.registry.sections.items():
         if section.held is not None:
             stack.enter_context(resolve(section.held, f"section '{name}'")(loaded.config))
@@ -114,7 +152,7 @@ def build_components(
         backend = build_backend(loaded, stack, data.total_updates(done))
     facts = backend.facts()
     if "parameters" in facts:
-        progress(f"{describe_count(int(facts['parameters']))} parameters, on {facts.get('device', 'its devices')}")
+        progress(f"{quantity(int(facts['parameters']))} parameters, on {facts.get('device', 'its devices')}")
     if "kernels" in facts:
         progress(f"Liger's fused kernels compute {facts['kernels']}")
     if "reads" in facts:
@@ -124,6 +162,7 @@ def build_components(
             f"this model's config asks for dropout ({facts['draws']}): gradients then depend on how a batch is cut. "
             "Set these to 0 under model.config_overrides to train without"
         )
+    notes = (note for subject in ("data", "steps", "backend") for note in prepared.notes[subject])
     return Components(data, backend, trackers, tuple(notes))
 
 

@@ -18,18 +18,18 @@ from spurline.config.loading import LoadedConfig, as_loaded
 from spurline.config.section import as_list
 from spurline.errors import PluginError, RunFailedError, UserError, listing
 from spurline.plugins.hookspecs import hookimpl
-from spurline.plugins.run_view import Warned
+from spurline.plugins.run_view import RunState, Warned
 from spurline.progress import Progress, silent
 from spurline.protocols.backend import Backend
 from spurline.protocols.prefetch import Prefetch
 from spurline.protocols.source import BatchSource
 from spurline.protocols.stateful import Stateful
 from spurline.protocols.tracker import ShowsWarnings
-from spurline.run.build import build_components, build_data, build_trackers
+from spurline.run.build import build_components, prepare
 from spurline.run.checkpoints.hook_state import HookStates
 from spurline.run.checkpoints.resume import ResumeRequest, find_resume
 from spurline.run.directory import RunDirectory
-from spurline.run.endings.ending import RunResult, RunState, go_on
+from spurline.run.endings.ending import RunResult, go_on
 from spurline.run.endings.stop_request import StopRequest
 from spurline.run.session import Session
 from spurline.trackers.jsonl import metrics_frame
@@ -140,11 +140,8 @@ class Run:
     def _begin(self, stack: ExitStack) -> Session:
         """Build the run up to its first step, data before weights. The stack takes it down."""
         resume = find_resume(self.directory, self.loaded, self._request)
-        trackers = build_trackers(self.loaded)
-        # Before the data, which may take hours to tokenize.
-        self.config.backend.check_trainable(self.config)
-        data = build_data(self.loaded, stack, progress=self._progress)
-        built = build_components(self.loaded, data, trackers, stack, self._progress, resume.done)
+        prepared = prepare(self.loaded, stack, progress=self._progress, done=resume.done)
+        built = build_components(self.loaded, prepared, stack, self._progress, resume.done)
         components = replace(built, hook_states=self._hook_states)
         session = Session(
             self.loaded, self.directory, self._request, resume, components, self._stop, self._progress, stack

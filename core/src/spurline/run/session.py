@@ -16,7 +16,7 @@ from typing import Any
 from spurline.config.loading import LoadedConfig
 from spurline.data.configs import SerialPrefetchConfig
 from spurline.errors import RankFailedError, RunDirectoryError, RunDirectoryLostError, RunFailedError
-from spurline.plugins.run_view import RunView, Warned
+from spurline.plugins.run_view import RunState, RunView, Warned
 from spurline.progress import Progress
 from spurline.protocols.prefetch import Prefetch
 from spurline.protocols.tracker import RunInfo
@@ -25,7 +25,7 @@ from spurline.run.build import Components, build_update, summarize_run
 from spurline.run.checkpoints.resume import Resume, ResumeRequest, restore
 from spurline.run.checkpoints.saving import Course, Saving
 from spurline.run.directory import RunDirectory, RunRecordFiles
-from spurline.run.endings.ending import RunResult, RunState, Status, explained, go_on
+from spurline.run.endings.ending import RunResult, Status, explained, go_on
 from spurline.run.endings.stop_request import StopRequest
 from spurline.run.evaluations.step_scores import StepScores
 from spurline.run.evaluations.watched import BestSoFar, EarlyStop

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from spurline.data.batch import MAY_BE_WIDE, TrainingBatch
 from spurline.protocols.collator import Collator, ParallelLayout
 from spurline.testing.fuzzing import fuzzing
-from spurline.testing.samples import make_store, make_view
+from spurline.testing.samples import check_batch, make_store, make_view
 
 PAD = 999
 """Padding token. It is neither 0 nor a token of the samples, so that tests notice a column filled with zeros."""
@@ -51,7 +51,7 @@ class CollatorContract:
     ) -> None:
         samples = make_view(lengths, seed)
         batch = self.make_collator(PAD, layout).collate(samples, training=training)
-        batch.check()
+        check_batch(batch)
         contents = [(uid, tokens, weights) for uid, _, _, tokens, weights in turns_in(batch)]
         assert sorted(contents) == sorted(
             (samples.uid(i), samples.tokens(i).tolist(), [0.0, *samples.loss_mask(i)[1:].astype(float).tolist()])

@@ -15,7 +15,7 @@ from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.loss import Loss, TokenLossInputs
 from spurline.protocols.minibatches import MiniBatches
 from spurline.testing.fuzzing import fuzzing
-from spurline.testing.samples import PAD, make_view
+from spurline.testing.samples import PAD, check_batch, make_view
 
 PAIR_IDS = "pair_ids"
 
@@ -137,6 +137,6 @@ class MiniBatchesContract:
         assert len(parts) == minibatches.steps_per_batch() == self.make_minibatches(ParallelLayout()).steps_per_batch()
         assert all(part.num_rows % ranks == 0 for part in parts)
         for part in parts:
-            part.check()
+            check_batch(part)
         real = [uid for part in parts for uid in part.without_padding_rows().segments["uid"].values.tolist()]
         assert sorted(real) == sorted(batch.segments["uid"].values.tolist())

@@ -1,7 +1,7 @@
 """Show progress on the terminal: a live bar, or plain lines when the output is a file or a pipe.
 
-This tracker is always on. Steps of reinforcement learning show their reward instead of the loss, which tells nothing
-there; steps of preference pairs also show how often and how far the chosen answer is ahead.
+This tracker is always on. Steps of reinforcement learning show their reward, since their loss does not tell whether the
+model improves. Steps of preference pairs also show how often and how far the chosen answer is ahead.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ConsoleTracker:
 
     def __init__(self, config: ConsoleTrackerConfig, console: Console | None = None) -> None:
         self._config = config
-        # Python has no stdout in a process that was started with a closed one.
+        # In a process that was started with stdout closed, `sys.stdout` is None.
         output = None if sys.stdout is None else cast("IO[str]", _WhileItCanBeWritten(sys.stdout))
         self._console = console or Console(file=output)
         self._total_steps: int | None = None
@@ -60,11 +60,13 @@ class ConsoleTracker:
         self._observe(metrics)
         fields = self._fields(step, metrics)
         if self._progress is not None and self._task is not None:
-            readout = _SEPARATOR.join(_drop_until_fit(fields, self._console.width - 28))
-            self._progress.update(self._task, completed=step, description=self._step_label(step), readout=readout)
+            # The least important fields come last, and are left out on a narrow terminal.
+            while len(_SEPARATOR.join(fields)) > self._console.width - 28 and len(fields) > 1:
+                fields.pop()
+            label, readout = self._step_label(step), _SEPARATOR.join(fields)
+            self._progress.update(self._task, completed=step, description=label, readout=readout)
         elif self._is_first or step % self._config.every_steps == 0 or step == self._total_steps:
-            plain = [text for name, text in fields if name != "grad_norm"]
-            self._print(_SEPARATOR.join([self._step_label(step), *plain]))
+            self._print(_SEPARATOR.join([self._step_label(step), *fields]))
         self._is_first = False
         evaluated = scores_of(metrics)
         if evaluated:
@@ -78,7 +80,7 @@ class ConsoleTracker:
             self._print(f"warning at {self._step_label(step)}: {words}")
 
     def flush(self) -> None:
-        """Nothing to do: what is printed is out."""
+        """Do nothing: each line is written when it is printed."""
 
     def close(self) -> None:
         """Stop the bar where it is and give the cursor back. May be called twice, or without start."""
@@ -112,20 +114,19 @@ class ConsoleTracker:
             self._generated.add(metrics["rollout/tokens"])
             self._generation_s.add(seconds_of_generation(metrics))
 
-    def _fields(self, step: int, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-        """Return name and text of each field in display order."""
+    def _fields(self, step: int, metrics: Mapping[str, float]) -> list[str]:
+        """Return the fields of a step, the most important first."""
         fields = _progress_fields(metrics)
-        if "grad_norm" in metrics:
-            fields.append(("grad_norm", f"grad {metrics['grad_norm']:.2f}"))
-        if "lr" in metrics:
-            fields.append(("lr", f"lr {metrics['lr']:.1e}"))
-        speed = self._speed()
-        if speed:
-            fields.append(("tokens", speed))
         step_s = self._step_s.value
-        # The first step loads and compiles; what it took says nothing about the others.
+        # The first step loads and compiles, so its time says nothing about the others.
         if step_s is not None and not self._is_first and self._total_steps is not None and step < self._total_steps:
-            fields.append(("eta", f"ETA {clock(step_s * (self._total_steps - step))}"))
+            fields.append(f"ETA {clock(step_s * (self._total_steps - step))}")
+        if speed := self._speed():
+            fields.append(speed)
+        if "lr" in metrics:
+            fields.append(f"lr {metrics['lr']:.1e}")
+        if "grad_norm" in metrics:
+            fields.append(f"grad {metrics['grad_norm']:.2f}")
         return fields
 
     def _speed(self) -> str:
@@ -151,7 +152,7 @@ class ConsoleTracker:
 
 
 class _WhileItCanBeWritten:
-    """A file whose failure ends no run, as when `| head` has read enough or the disk of a log is full."""
+    """A file that ignores failed writes, such as those to `| head` or to a log on a full disk: they must end no run."""
 
     def __init__(self, file: IO[str]) -> None:
         self._file = file
@@ -176,26 +177,14 @@ class _WhileItCanBeWritten:
             self._file = NULL_FILE
 
 
-def _progress_fields(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+def _progress_fields(metrics: Mapping[str, float]) -> list[str]:
     """Return the fields that show whether the model improves."""
-    if "reward/mean" in metrics:
-        fields = [("reward", f"reward {metrics['reward/mean']:.3f}")]
-        equal = metrics.get("groups/zero_variance", 0.0)
-        age = [("age", f"age {metrics['staleness/mean']:.1f}")] if "staleness/mean" in metrics else []
-        return [*fields, *age, *([("equal", f"equal groups {equal:.0%}")] if equal > 0 else [])]
-    fields = [("loss", f"loss {metrics['loss']:.3f}")] if "loss" in metrics else []
-    if "dpo/accuracy" in metrics:
-        fields.append(("accuracy", f"accuracy {metrics['dpo/accuracy']:.0%}"))
-    if "dpo/margin" in metrics:
-        fields.append(("margin", f"margin {metrics['dpo/margin']:.3f}"))
+    if "reward/mean" not in metrics:
+        shown = {"loss": "loss {:.3f}", "dpo/accuracy": "accuracy {:.0%}", "dpo/margin": "margin {:.3f}"}
+        return [text.format(metrics[name]) for name, text in shown.items() if name in metrics]
+    fields = [f"reward {metrics['reward/mean']:.3f}"]
+    if "staleness/mean" in metrics:
+        fields.append(f"age {metrics['staleness/mean']:.1f}")
+    if metrics.get("groups/zero_variance", 0.0) > 0:
+        fields.append(f"equal groups {metrics['groups/zero_variance']:.0%}")
     return fields
-
-
-def _drop_until_fit(fields: list[tuple[str, str]], width: int) -> list[str]:
-    """Return the texts of the fields, without the least important ones if they exceed `width` columns."""
-    texts = dict(fields)
-    for dropped in ("grad_norm", "lr", "equal", "age", "tokens", "margin", "eta", "accuracy"):
-        if len(_SEPARATOR.join(texts.values())) <= width:
-            break
-        texts.pop(dropped, None)
-    return list(texts.values())

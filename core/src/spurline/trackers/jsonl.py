@@ -108,7 +108,12 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
     Raises RunDirectoryError naming file and line when any other line is unreadable.
     """
-    return [line for _, line in _parse_lines(path)]
+    found: list[dict[str, Any]] = []
+    for number, _, line in _lines(path):
+        if isinstance(line, ValueError):
+            raise _foreign(path, number, str(line)) from line
+        found.append(line)
+    return found
 
 
 def read_metrics(path: Path, *, skip_foreign: bool = False) -> list[dict[str, Any]]:
@@ -124,7 +129,7 @@ def read_metrics(path: Path, *, skip_foreign: bool = False) -> list[dict[str, An
     steps: list[dict[str, Any]] = []
     first = ""
     for number, _, line in _lines(path):
-        if (wrong := str(line) if isinstance(line, ValueError) else _not_metrics(line)) is None:
+        if (wrong := _not_metrics(line)) is None:
             assert isinstance(line, dict)
             steps.append(line)
         elif not skip_foreign:
@@ -136,7 +141,10 @@ def read_metrics(path: Path, *, skip_foreign: bool = False) -> list[dict[str, An
     return steps
 
 
-def _not_metrics(line: Mapping[str, Any]) -> str | None:
+def _not_metrics(line: Mapping[str, Any] | ValueError) -> str | None:
+    """Return why a line does not have the metrics of a step; None if it does."""
+    if isinstance(line, ValueError):
+        return str(line)
     if type(line.get("step")) is not int:
         return "no whole number under 'step'"
     if {*map(type, line.values())} <= {int, float, bool}:
@@ -153,31 +161,21 @@ def cut_back(path: Path, last_step: int) -> None:
     """
     kept: list[bytes] = []
     reached = 0
-    try:
-        for raw, line in _parse_lines(path):
-            step = _read_step(line, path)
-            if step > last_step:
-                break
-            kept.append(raw + b"\n")
-            reached = step
-    except RunDirectoryError:
-        if reached < last_step:
-            raise
-    replace_file(path, b"".join(kept).decode())
-
-
-def _parse_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Yield the raw bytes (without newline) and the content of each complete line."""
     for number, raw, line in _lines(path):
-        if isinstance(line, ValueError):
-            raise _foreign(path, number, f"unreadable line ({line})") from line
-        yield raw, line
+        step = None if isinstance(line, ValueError) else line.get("step")
+        if not isinstance(step, int) and reached < last_step:
+            raise _foreign(path, number, str(line) if isinstance(line, ValueError) else "no whole number under 'step'")
+        if not isinstance(step, int) or step > last_step:
+            break
+        kept.append(raw + b"\n")
+        reached = step
+    replace_file(path, b"".join(kept).decode())
 
 
 def _foreign(path: Path, number: int, wrong: str) -> RunDirectoryError:
     return RunDirectoryError(
-        f"{path}:{number}: {wrong}. Only the last line may be cut off by a kill; this file was changed by something "
-        "else. Repair or remove that line."
+        f"{path}:{number}: {wrong}. Only the last line may be cut off by a kill; something else changed this file. "
+        "Repair or remove that line."
     )
 
 
@@ -197,20 +195,13 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any] | ValueError
         try:
             line = json.loads(raw)
             if not isinstance(line, dict):
-                raise ValueError("not a JSON object")
+                raise ValueError("it is not a JSON object")
         except ValueError as error:
             # Only the piece after the last newline can come from a write that was cut short.
             if number < len(pieces):
-                yield number, raw, error
+                yield number, raw, ValueError(f"unreadable line ({error})")
         else:
             yield number, raw, line
-
-
-def _read_step(line: Mapping[str, Any], path: Path) -> int:
-    step = line.get("step")
-    if not isinstance(step, int):
-        raise RunDirectoryError(f"{path}: a line has no whole number under 'step': {str(dict(line))[:120]}.")
-    return step
 
 
 def metrics_frame(run_dir: Path | str) -> pandas.DataFrame:

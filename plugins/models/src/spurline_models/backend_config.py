@@ -11,7 +11,7 @@ from spurline.config.loading import LoadedConfig
 from spurline.config.run_config import RunConfig
 from spurline.plugins.registry import resolve
 from spurline.protocols.backend import Backend, BackendConfig, BackendFacts
-from spurline.protocols.lengths import KnowsLongest
+from spurline.protocols.dataset import KnowsLongest
 from spurline_models.configs import LoraConfig
 
 if TYPE_CHECKING:

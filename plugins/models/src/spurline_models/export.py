@@ -16,7 +16,7 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 from spurline.config.loading import LoadedConfig
 from spurline.config.run_config import ModelConfig, RunConfig
 from spurline.errors import RunFailedError, UserError
-from spurline.files import give_default_permissions, remove
+from spurline.files import remove
 from spurline.plugins.registry import resolve
 from spurline.protocols.backend import Backend, TrainsAdapters
 from spurline.run.build import build_backend
@@ -121,8 +121,10 @@ def _write_beside(out: Path, what: str, fill: Callable[[Path], None]) -> Path:
     try:
         temporary.mkdir(parents=True)
         fill(temporary)
+        # Some libraries create files that only their owner can read.
+        permissions = temporary.stat().st_mode & 0o666
         for file in temporary.iterdir():
-            give_default_permissions(file)
+            file.chmod(permissions)
         remove(out)
         temporary.rename(out)
     except OSError as error:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from spurline.config.loading import LoadedConfig
 from spurline.errors import ConfigError, Problem
-from spurline.protocols.lengths import KnowsLongest, Longest
+from spurline.protocols.dataset import KnowsLongest, Longest
 from spurline_models.architecture import load_model_config
 from spurline_models.streams.positions import PositionLimit, position_limit
 

@@ -20,7 +20,7 @@ from spurline.config.loading import LoadedConfig
 from spurline.config.run_config import RunConfig
 from spurline.errors import ConfigError, UserError
 from spurline.files import scratch_inside
-from spurline.progress import describe_count
+from spurline.trackers.readout import quantity
 from spurline_models.architecture import load_model_config
 from spurline_models.machine import Finding, memory_bytes, num_cores
 from spurline_models.memory import count_parameters
@@ -112,7 +112,7 @@ def _model(config: RunConfig, origin: str) -> Iterator[Finding]:
     try:
         check_weight_files(config.model)
         architecture = load_model_config(config.model)
-        size = describe_count(count_parameters(config.model))
+        size = quantity(count_parameters(config.model))
         config.backend.check_model(config)
     except UserError as problem:
         located = problem.in_file(origin) if isinstance(problem, ConfigError) else problem

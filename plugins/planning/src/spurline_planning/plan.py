@@ -16,12 +16,11 @@ from spurline.config.loading import LoadedConfig
 from spurline.config.paths import shown_path
 from spurline.config.run_config import ModelConfig, RunConfig
 from spurline.errors import ConfigError, Problem, RunDirectoryError, UserError
-from spurline.progress import Progress, describe_count, silent
+from spurline.progress import Progress, silent
 from spurline.protocols.loss import Loss
-from spurline.run.build import DataComponents, build_data, build_trackers
+from spurline.run.build import DataComponents, prepare
 from spurline.run.directory import RunDirectory
-from spurline.run.evaluations.evaluation import metrics_of
-from spurline.run.evaluations.watched import check_watched
+from spurline.trackers.readout import quantity
 from spurline.update.update import MADE_IN_UPDATE
 from spurline_models.architecture import load_model_config
 from spurline_models.loading import check_weights_fit
@@ -45,7 +44,7 @@ T = TypeVar("T")
 
 @dataclass
 class Plan:
-    """The findings of `spurline plan`: lines by heading, and the problems that must be mended before training."""
+    """The findings of `spurline plan`: lines by heading, and the problems that would stop training."""
 
     sections: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     problems: list[UserError] = field(default_factory=list[UserError])
@@ -81,60 +80,44 @@ def make_plan(
     """
     plan, config = Plan(), loaded.config
     backend = config.backend
-    plan.attempt(lambda: build_trackers(loaded))
     warning = plan.attempt(backend.missing_here)
     with ExitStack() as stack:
-        data = plan.attempt(lambda: build_data(loaded, stack, row_limit, progress))
+        prepared = prepare(loaded, stack, row_limit, progress, attempt=plan.attempt)
+        data = prepared.data
         progress("reading the model's config")
-        model = plan.attempt(lambda: _model(loaded))
+        model = plan.attempt(lambda: _model(config.model))
         if model is not None:
-            plan.attempt(lambda: backend.check_trainable(config))
             plan.attempt(lambda: backend.check_model(config))
         if backend.rank_request() is not None:
             plan.attempt(lambda: check_losses(config, loaded.host.registry))
         plan.sections["this run"] = [summarize_plan(loaded, data, model)]
         if isinstance(backend, PlansLayouts):
             plan.add("parallel layout", partial(backend.describe_layout, config))
-        if model is not None:
-            plan.add("backend", lambda: backend.notes(config))
+        plan.add("backend", lambda: prepared.notes["backend"])
         if data is not None:
-            _add_data(plan, loaded, data, row_limit)
-            if model is not None:
-                _add_sizes(plan, loaded, data, model, device_bytes)
+            plan.sections["data"] = [*_data(data, row_limit), *prepared.notes["data"]]
+            plan.sections["objective"] = _objective(loaded, data)
+            plan.sections["steps"] = [*_steps(config, data), *prepared.notes["steps"]]
+            load = None if model is None else plan.attempt(lambda: _batches(plan, config, data, model))
+            if load is not None:
+                plan.add("memory (estimate)", lambda: memory_lines(config, load, device_bytes))
+                plan.add("phases of a device (estimate)", lambda: phase_lines(config, load, device_bytes))
+                plan.add("layouts (estimate)", lambda: layout_lines(config, load, device_bytes))
             plan.attempt(lambda: _check_divisibility(loaded, data))
-            plan.attempt(lambda: check_watched(config, lambda: metrics_of(data.evaluations)))
-    # Last: a config alone, whose weights are yet to be fetched, tells everything above.
-    plan.attempt(lambda: _check_weights(config.model))
+    # These come last, so that a config whose weights are not there yet is planned all the same.
+    plan.attempt(lambda: check_weight_files(config.model))
+    plan.attempt(lambda: check_weights_fit(config.model))
     if device_bytes is None:
-        # A plan for devices of another size is one for another machine.
+        # With `device_bytes`, the plan is for another machine.
         plan.attempt(lambda: _check_run_dir(config))
     if warning:
         plan.sections["on this machine"] = [warning]
     located = [
         problem.in_file(loaded.origin) if isinstance(problem, ConfigError) else problem for problem in plan.problems
     ]
-    # The same broken row may be met on several ways.
+    # Several parts may find the same broken row.
     plan.problems = list({str(problem): problem for problem in located}.values())
     return plan
-
-
-def _add_data(plan: Plan, loaded: LoadedConfig, data: DataComponents, row_limit: int | None) -> None:
-    config = loaded.config
-    plan.sections["data"] = _data(data, row_limit)
-    plan.sections["objective"] = _objective(loaded, data)
-    plan.sections["steps"] = [*_steps(config, data), *config.schedule.notes(data.total_updates())]
-
-
-def _add_sizes(plan: Plan, loaded: LoadedConfig, data: DataComponents, model: _Model, device_bytes: int | None) -> None:
-    """Add what depends on both data and model: lengths, the first batches, and memory."""
-    config = loaded.config
-    plan.add("data", lambda: config.backend.check_lengths(loaded, data.source, data.evaluations))
-    plan.add("data", lambda: config.tokenization.notes(config.model, data.context.tokenizer))
-    load = plan.attempt(lambda: _batches(plan, loaded, data, model))
-    if load is not None:
-        plan.add("memory (estimate)", lambda: memory_lines(config, load, device_bytes))
-        plan.add("phases of a device (estimate)", lambda: phase_lines(config, load, device_bytes))
-        plan.add("layouts (estimate)", lambda: layout_lines(config, load, device_bytes))
 
 
 @dataclass(frozen=True)
@@ -150,12 +133,10 @@ class _Model:
     vocabulary: int | None
 
 
-def _model(loaded: LoadedConfig) -> _Model:
-    model = loaded.config.model
+def _model(model: ModelConfig) -> _Model:
     config = load_model_config(model)
     limit = position_limit(config)
-    ends = limit is not None and not (limit.extends and model.allow_extrapolation)
-    context = limit.tokens if ends and limit is not None else None
+    context = None if limit is None or (limit.extends and model.allow_extrapolation) else limit.tokens
     return _Model(count_parameters(model), context, getattr(config.get_text_config(), "vocab_size", None))
 
 
@@ -167,15 +148,10 @@ def _check_run_dir(config: RunConfig) -> None:
         )
 
 
-def _check_weights(model: ModelConfig) -> None:
-    check_weight_files(model)
-    check_weights_fit(model)
-
-
 def summarize_plan(loaded: LoadedConfig, data: DataComponents | None, model: _Model | None) -> str:
-    """Say in one sentence what is trained on what, and how long, as far as data and model could be read."""
+    """Say in one sentence which model is trained, on which data and for how long, as far as these could be read."""
     config = loaded.config
-    size = f" ({describe_count(model.parameters)} parameters)" if model is not None else ""
+    size = f" ({quantity(model.parameters)} parameters)" if model is not None else ""
     adapted = "adapters of " if config.backend.facts.trains_adapters else ""
     amount = "" if data is None else _amount(data)
     return (
@@ -212,13 +188,12 @@ def _objective(loaded: LoadedConfig, data: DataComponents) -> list[str]:
 
 def _steps(config: RunConfig, data: DataComponents) -> list[str]:
     source = data.source
-    epochs = source.epoch(source.total_steps)
-    facts = source.summary()
-    step_of = facts.get("step_of", f"{config.batch_size} samples")
-    lines = [
-        f"{source.total_steps:,} steps of {step_of}, {data.total_updates():,} optimizer steps, {epochs:.2f} epochs"
+    step_of = source.summary().get("step_of", f"{config.batch_size} samples")
+    return [
+        f"{source.total_steps:,} steps of {step_of}, {data.total_updates():,} optimizer steps, "
+        f"{source.epoch(source.total_steps):.2f} epochs",
+        *_early_end(config),
     ]
-    return [*lines, *_early_end(config)]
 
 
 def _early_end(config: RunConfig) -> list[str]:
@@ -239,11 +214,10 @@ def _early_end(config: RunConfig) -> list[str]:
     return lines
 
 
-def _batches(plan: Plan, loaded: LoadedConfig, data: DataComponents, model: _Model) -> Load:
-    """Lay out the first batches, or show what rollouts begin with. Returns the largest step that is known."""
-    config, source = loaded.config, loaded.config.source
+def _batches(plan: Plan, config: RunConfig, data: DataComponents, model: _Model) -> Load:
+    """Lay out the first batches, or show the first prompt. Returns the largest step that is known."""
     if data.source.pure or data.source.reads_only_data:
-        # First of all, as the batches of some sources can be asked for only once.
+        # Some sources give a batch only once, and `_example` asks only sources that give it again.
         if data.source.pure:
             plan.sections["example"] = _example(data)
         return _first_batches(plan, config, data, model)
@@ -252,15 +226,16 @@ def _batches(plan: Plan, loaded: LoadedConfig, data: DataComponents, model: _Mod
         plan.sections["prompts"] = list(preview)
     longest = data.source.longest()
     prompt = 0 if longest is None else longest.prompt_tokens or 0
-    rollouts = planned(source)
+    rollouts = planned(config.source)
     if rollouts is None:
-        plan.sections["batches"] = [f"made by the source '{source.name}' as it trains; their shapes are known then"]
+        name = config.source.name
+        plan.sections["batches"] = [f"made by the source '{name}' while it trains; their shapes are known then"]
         return Load()
     update = rollouts.largest_update(config, prompt, model.context)
-    known = "" if longest is not None else "; prompts, whose lengths only the environment knows, not counted"
+    known = "" if longest is not None else ", without the prompts, whose lengths only the environment knows"
     plan.sections["batches"] = [
         f"made by rollouts: at most {update.tokens:,} tokens in an optimizer step, rows of up to "
-        f"{update.row_length:,}, where every response is as long as it may get{known}"
+        f"{update.row_length:,}, if every response has the largest length allowed{known}"
     ]
     plan.sections["generation"] = list(rollouts.generation_notes(config, prompt, model.context))
     generation = rollouts.generation_memory(config, prompt, model.context)
@@ -293,16 +268,14 @@ def _example(data: DataComponents) -> list[str]:
     for row in first_rows(data, 1):
         sequence = row.sequences[0]
         lines.append(f"{sequence.uid}, trained tokens in ⟦ ⟧ (`spurline data` shows more):")
-        lines += [f"  | {line}" for line in marked(sequence.tokens, EXAMPLE_TOKENS).splitlines()]
+        lines += [f"  | {line.plain}" for line in marked(sequence, EXAMPLE_TOKENS).split()]
     return lines
 
 
 def _check_divisibility(loaded: LoadedConfig, data: DataComponents) -> None:
     config, layout = loaded.config, data.context.layout
-    if layout.deals_rows:
-        # It trains with ranks that have none of a batch's rows.
-        return
-    if config.source.facts.num_prompts is None and config.batch_size < layout.data:
+    # A backend that deals rows also trains with ranks that get no row of a batch.
+    if not layout.deals_rows and config.source.facts.num_prompts is None and config.batch_size < layout.data:
         problem = Problem(
             "batch_size",
             f"is {config.batch_size}, but the backend has {layout.data} data-parallel ranks, so some would never get a "

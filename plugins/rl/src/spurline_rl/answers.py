@@ -13,9 +13,9 @@ import numpy as np
 from spurline.data.token_store import fingerprint_of
 from spurline.errors import DataError, RunFailedError
 from spurline.protocols.backend import Backend, Generates
+from spurline.protocols.dataset import Longest
 from spurline.protocols.evaluation import EvaluationContext
 from spurline.protocols.held_out import HeldOutEvaluation
-from spurline.protocols.lengths import Longest
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline_rl.answers_configs import AnswersEvaluationConfig
 from spurline_rl.protocols.environment import AttemptFailedError

@@ -13,10 +13,9 @@ import numpy as np
 from spurline.data.orders.configs import SequentialOrderConfig
 from spurline.errors import ConfigError, DataError
 from spurline.protocols.backend import Backend
-from spurline.protocols.dataset import DatasetConfig
+from spurline.protocols.dataset import DatasetConfig, Longest
 from spurline.protocols.evaluation import EvaluationContext
 from spurline.protocols.held_out import HeldOutEvaluation
-from spurline.protocols.lengths import Longest
 from spurline.protocols.source import BatchSource, SourceContext
 from spurline_rl.configs import HeldOutConfig, RolloutsEvaluationConfig, SuccessConfig, success_problems
 from spurline_rl.draws import Draw, PromptDraws, SkippedRow

@@ -19,8 +19,8 @@ from transformers import PreTrainedTokenizerBase
 from spurline.data.batch import TrainingBatch
 from spurline.errors import DataError, RunFailedError, listing
 from spurline.protocols.backend import Backend
+from spurline.protocols.dataset import Longest
 from spurline.protocols.held_out import HeldOutEvaluation
-from spurline.protocols.lengths import Longest
 from spurline.protocols.source import BatchSource, FirstPrompt, SourceContext
 from spurline.protocols.stateful import refuse_other_data
 from spurline_rl.attempts import Attempts

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spurline import load_config
 from spurline.config.run_config import KeepBestConfig, StopWhenConfig
 from spurline.errors import ConfigError
-from spurline.run.evaluations.watched import BestSoFar, EarlyStop, check_watched
+from spurline.run.evaluations.watched import BestSoFar, EarlyStop
 
 VALUES = st.lists(st.integers(0, 6).map(float), min_size=1, max_size=20)
 
@@ -117,18 +116,3 @@ def test_nan_reaches_nothing_and_anything_is_better() -> None:
             each.observe(step, {"eval/loss": value}, ["eval"], ["eval"])
         assert (patient.reason, hoping.reason) == (None, None)
     assert best.step == 4
-
-
-def test_what_evaluations_measure_is_asked_for_where_a_metric_is_watched_alone(bare: None) -> None:
-    def asked() -> dict[str, set[str] | None]:
-        raise AssertionError("asked for")
-
-    config: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "t.jsonl", "eval": "e.jsonl"}, "steps": 1}
-    check_watched(load_config(config).config, asked)
-    with pytest.raises(AssertionError, match="asked for"):
-        check_watched(
-            load_config(
-                {**config, "evaluation": {"every_steps": 1}, "stop_when": {"metric": "eval/loss", "patience": 1}}
-            ).config,
-            asked,
-        )

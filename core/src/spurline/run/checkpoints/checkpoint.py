@@ -130,11 +130,10 @@ class CheckpointStore:
             write_json(temporary / MANIFEST, manifest)
             for folder in (entry for entry in entries if entry.is_dir()):
                 sync_file(folder)
-        except (OSError, CheckpointWriteError) as error:
+        except BaseException as error:
             shutil.rmtree(temporary, ignore_errors=True)
-            raise CheckpointWriteError(self._write_failure(step, error)) from error
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
+            if isinstance(error, (OSError, CheckpointWriteError)):
+                raise CheckpointWriteError(self._write_failure(step, error)) from error
             raise
         return Prepared(step, temporary)
 

@@ -17,13 +17,13 @@ from typing import Any, Self
 from spurline.config.loading import LoadedConfig
 from spurline.digests import FileDigest
 from spurline.errors import CheckpointWriteError, RunDirectoryLostError
+from spurline.plugins.run_view import RunState
 from spurline.protocols.backend import Role, TakesSnapshots
 from spurline.run.build import Components
 from spurline.run.checkpoints.checkpoint import BACKEND, CheckpointStore, Prepared, Write, Written
 from spurline.run.checkpoints.resume import stateful_components
 from spurline.run.checkpoints.state_files import copied_state, write_state
 from spurline.run.directory import RunDirectory
-from spurline.run.endings.ending import RunState
 from spurline.run.evaluations.evaluation import fingerprints
 from spurline.run.evaluations.watched import BestSoFar, EarlyStop
 

@@ -10,18 +10,9 @@ from typing import Any, Literal
 
 from spurline.config.loading import LoadedConfig
 from spurline.errors import NonFiniteLossError, RankFailedError
+from spurline.plugins.run_view import RunState
 
 Status = Literal["finished", "stopped"]
-
-
-@dataclass
-class RunState:
-    """Progress of a run: the last finished step with its metrics, and the newest complete checkpoint with its step."""
-
-    step: int = 0
-    saved_step: int = 0
-    checkpoint: Path | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 @dataclass(frozen=True)

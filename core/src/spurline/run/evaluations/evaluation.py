@@ -17,9 +17,9 @@ from spurline.errors import ConfigError, DataError, PluginError
 from spurline.plugins.host import installed_plugins
 from spurline.plugins.official import how_to_enable, plugin_of_kind
 from spurline.protocols.backend import Backend
+from spurline.protocols.dataset import Longest
 from spurline.protocols.evaluation import EvaluationConfig, EvaluationContext, MeasuresSamples
 from spurline.protocols.held_out import HeldOutEvaluation
-from spurline.protocols.lengths import Longest
 
 
 @contextmanager
@@ -170,11 +170,6 @@ def run_all(
         scores |= found
         samples += answers
     return scores, samples
-
-
-def metrics_of(evaluations: Sequence[ScheduledEvaluation]) -> dict[str, set[str] | None]:
-    """Return the full names of each evaluation's metrics by `label`; None if they are not known before it runs."""
-    return {evaluation.label: evaluation.metrics() for evaluation in evaluations}
 
 
 def fingerprints(evaluations: Sequence[ScheduledEvaluation]) -> dict[str, str]:

@@ -7,11 +7,12 @@ run goes on as if it had never stopped.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from spurline.config.run_config import KeepBestConfig, RunConfig, StopWhenConfig, WatchedMetricConfig
 from spurline.errors import ConfigError, listing, suggestion
+from spurline.run.evaluations.evaluation import ScheduledEvaluation
 
 
 class BestSoFar:
@@ -143,18 +144,13 @@ class EarlyStop:
         return {"metric": config.metric, "lower_is_better": config.lower_is_better, "min_delta": config.min_delta}
 
 
-def check_watched(run: RunConfig, metrics: Callable[[], Mapping[str, Collection[str] | None]]) -> None:
-    """Raise ConfigError for a watched metric that its evaluation will not measure.
-
-    Args:
-        run: The settings.
-        metrics: Returns the metrics of each evaluation by its label; None where only the evaluation itself tells. It is
-            called only if a metric is watched.
-    """
+def check_watched(run: RunConfig, evaluations: Sequence[ScheduledEvaluation]) -> None:
+    """Raise ConfigError for a watched metric that its evaluation will not measure."""
+    by_label = {evaluation.label: evaluation for evaluation in evaluations}
     for where, config in (("checkpoint.keep_best", run.checkpoint.keep_best), ("stop_when", run.stop_when)):
         if config is not None:
-            of_all = metrics()
-            known = of_all.get(_label_of(config.metric, of_all))
+            evaluation = by_label.get(_label_of(config.metric, by_label))
+            known = None if evaluation is None else evaluation.metrics()
             if known is not None and config.metric not in known:
                 raise _not_measured(config.metric, where, known)
 

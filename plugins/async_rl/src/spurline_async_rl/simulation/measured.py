@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from spurline.errors import UserError
-from spurline.run.record_files import CONFIG_FILE, check_run_directory, read_mapping
+from spurline.run.directory import CONFIG_FILE, check_run_directory, read_mapping
 from spurline.trackers.jsonl import METRICS_FILE, read_metrics
 from spurline_async_rl.simulation.workload import Times, Workload
 from spurline_async_rl.timeline.records import TIMELINE_FILE, GroupSpan, read_timeline

@@ -18,8 +18,7 @@ def report(
     ] = None,
 ) -> None:
     """Write RUN_DIR/report.html from the metrics so far, also while the run is going on. Several runs are compared."""
-    from spurline.run.directory import RunDirectory
-    from spurline.run.record_files import check_run_directory
+    from spurline.run.directory import RunDirectory, check_run_directory
     from spurline_insight.report.page import write_run_report
 
     if len(run_dirs) > 1:

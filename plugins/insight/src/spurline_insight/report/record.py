@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from spurline.run.record_files import CONFIG_FILE, SUMMARY_FILE, check_run_directory, read_mapping
+from spurline.run.directory import CONFIG_FILE, SUMMARY_FILE, check_run_directory, read_mapping
 from spurline.trackers.jsonl import METRICS_FILE, read_metrics
 from spurline_insight.report_panel import RunRecord
 

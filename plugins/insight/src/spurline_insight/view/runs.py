@@ -7,8 +7,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from spurline.run.directory import RunDirectory
-from spurline.run.record_files import CONFIG_FILE, SUMMARY_FILE, check_run_directory, read_mapping
+from spurline.run.directory import CONFIG_FILE, SUMMARY_FILE, RunDirectory, check_run_directory, read_mapping
 from spurline.trackers.jsonl import METRICS_FILE, read_metrics
 from spurline_insight.report.figure import thinned
 from spurline_insight.report.record import distinct_names, evaluations_of, setting

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from spurline.config.run_config import ModelConfig
 from spurline.errors import ConfigError, ModelError, listing, suggestion
 from spurline.importing import quiet_bitsandbytes
-from spurline.progress import describe_count
+from spurline.trackers.readout import quantity
 from spurline_models.adapters.adapter_targets import is_target, unadaptable
 from spurline_models.architecture import build_without_memory, load_model_config
 from spurline_models.configs import LoraConfig, no_peft
@@ -197,7 +197,7 @@ def notes(model: ModelConfig, lora: LoraConfig) -> list[str]:
     )
     trained = sum(parameter.numel() for parameter in causal.parameters() if parameter.requires_grad)
     where = ", ".join(f"{count} x {name}" for name, count in adapted.items())
-    counts = f"{describe_count(trained)} trained beside {describe_count(total)} frozen parameters"
+    counts = f"{quantity(trained)} trained beside {quantity(total)} frozen parameters"
     said = [f"LoRA rank {lora.rank} on {where}: {counts}"]
     if reasons and lora.target_modules == "all-linear":
         left_out = "; ".join(f"{listing(names)} ({reason})" for reason, names in reasons.items())

@@ -14,8 +14,8 @@ import torch
 
 from spurline.data.batch import TrainingBatch
 from spurline.protocols.backend import Backend
+from spurline.protocols.dataset import Longest
 from spurline.protocols.evaluation import EvaluationContext, MeasuresSamples
-from spurline.protocols.lengths import Longest
 from spurline.protocols.loss import Objective, TokenLossInputs
 from spurline.protocols.prefetch import Prefetch
 from spurline.protocols.source import Samples

@@ -21,6 +21,7 @@ from spurline.protocols.source import BatchSource
 from spurline.protocols.stateful import Stateful
 from spurline.run.build import build_data
 from spurline.run.run import Run
+from spurline.testing.samples import check_batch
 
 STEPS = 4
 _CONTENT = ("input_ids", "segment_ids", "position_ids", "loss_weights", "advantages")
@@ -159,7 +160,7 @@ class _Recorder:
 
     @hookimpl(wrapper=True)
     def train_step(self, step: int, batch: TrainingBatch) -> Generator[None, Any, Any]:
-        batch.check()
+        check_batch(batch)
         self.batches[step] = _columns(batch)
         return (yield)
 

@@ -1,14 +1,14 @@
 """Take the first rows of a run from where training takes them: the batches of the first steps, or the first prompts.
 
-The source of the run reads, tokenizes, orders and lays out; here its batches are only taken apart. No weights are
-loaded.
+The source of the run reads, tokenizes, orders and lays out the rows, and this module takes its batches apart. No
+weights are loaded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from unicodedata import category
 
@@ -24,44 +24,41 @@ from spurline_text.token_pieces import TokenPieces, shown
 ROW_LIMIT = 10_000
 """Rows of each dataset that are read unless all are asked for."""
 
-_PAIR = ("chosen", "rejected")
-
-
-@dataclass(frozen=True)
-class ShownToken:
-    """A token as people see it, invisible characters as signs or escapes, and the weight of its loss."""
-
-    token_id: int
-    text: str
-    is_special: bool
-    weight: float
-
-    @property
-    def is_trained(self) -> bool:
-        return self.weight != 0
-
 
 @dataclass(frozen=True)
 class ShownSequence:
-    """Tokens that the model sees as one: a sample, one answer of a pair, or a prompt, with notes about its row."""
+    """Tokens that the model sees as one sequence.
+
+    Attributes:
+        uid: Name of the sample or prompt.
+        kind: `sample`, `prompt`, or `chosen` or `rejected` for an answer of a pair.
+        pieces: Text of each token, with signs or escapes for invisible characters.
+        ids: Id of each token.
+        weights: Loss weight of each token; a token is trained if it is not 0.
+        special: Whether each token is a special one.
+        notes: Lines about its row.
+    """
 
     uid: str
     kind: str
-    tokens: tuple[ShownToken, ...]
+    pieces: tuple[str, ...]
+    ids: tuple[int, ...]
+    weights: tuple[float, ...]
+    special: tuple[bool, ...]
     notes: tuple[str, ...] = ()
 
     @property
     def heading(self) -> str:
-        """Its kind and name, and how many of its tokens are trained."""
-        trained = f", {sum(token.is_trained for token in self.tokens):,} trained" if self.kind != "prompt" else ""
-        return f"{self.kind} {self.uid}: {len(self.tokens):,} tokens{trained}"
+        """Return its kind and name, and how many of its tokens are trained."""
+        trained = f", {np.count_nonzero(self.weights):,} trained" if self.kind != "prompt" else ""
+        return f"{self.kind} {self.uid}: {len(self.ids):,} tokens{trained}"
 
 
 @dataclass(frozen=True)
 class ShownRow:
     """A row of a batch with the sequences that share it."""
 
-    heading: str
+    title: str
     sequences: tuple[ShownSequence, ...]
 
 
@@ -69,14 +66,8 @@ class ShownRow:
 class ShownData:
     """The first rows of a run, and facts about all its data, with what was cut or left out and why."""
 
-    name: str
     facts: tuple[str, ...]
-    rows: tuple[ShownRow, ...] = field(default=())
-
-    @property
-    def trains_on_it(self) -> bool:
-        """True if these tokens are trained; false for prompts whose answers will be."""
-        return any(sequence.kind != "prompt" for row in self.rows for sequence in row.sequences)
+    rows: tuple[ShownRow, ...]
 
 
 def show_data(loaded: LoadedConfig, num_rows: int, row_limit: int | None, progress: Progress = silent) -> ShownData:
@@ -89,7 +80,9 @@ def show_data(loaded: LoadedConfig, num_rows: int, row_limit: int | None, progre
         progress: Is told what takes time.
 
     Raises:
-        DataError: If data or a row of it cannot be used; ModelError and ConfigError for what else a run would refuse.
+        DataError: If data, or a row of it, cannot be used.
+        ModelError: If the tokenizer cannot be loaded.
+        ConfigError: If a setting does not fit the data.
     """
     with ExitStack() as stack:
         data = build_data(loaded, stack, row_limit, progress)
@@ -103,13 +96,13 @@ def show_data(loaded: LoadedConfig, num_rows: int, row_limit: int | None, progre
         if not rows:
             facts.append(
                 f"nothing to show: the source '{loaded.config.source.name}' makes its batches while it trains, and "
-                "tells no prompts beforehand"
+                "knows no prompts beforehand"
             )
-        return ShownData(str(loaded.origin), tuple(facts), tuple(rows))
+        return ShownData(tuple(facts), tuple(rows))
 
 
 def facts_of(data: DataComponents) -> list[str]:
-    """Return lines on the data that are trained on, and those of each evaluation."""
+    """Return lines about the training data and the data of each evaluation."""
     facts = describe("train", dict(data.source.summary()))
     for evaluation in data.evaluations:
         facts += describe(evaluation.label, dict(evaluation.held_out.summary()))
@@ -123,8 +116,9 @@ def first_rows(data: DataComponents, num_rows: int) -> list[ShownRow]:
         return _rows_of_batches(data, num_rows, pieces)
     rows: list[ShownRow] = []
     for number, prompt in enumerate(data.source.first_prompts(num_rows), start=1):
-        tokens = _tokens(prompt.token_ids, [0.0] * len(prompt.token_ids), pieces)
-        rows.append(ShownRow(f"prompt {number}", (ShownSequence(prompt.uid, "prompt", tokens, tuple(prompt.notes)),)))
+        weights = [0.0] * len(prompt.token_ids)
+        sequence = _sequence(prompt.uid, "prompt", prompt.token_ids, weights, pieces, prompt.notes)
+        rows.append(ShownRow(f"prompt {number}", (sequence,)))
     return rows
 
 
@@ -140,21 +134,21 @@ def _rows_of_batches(data: DataComponents, num_rows: int, pieces: TokenPieces) -
             if left and not bool(batch.is_padding_row[row]):
                 sequences = tuple(islice(_sequences(batch, row, pieces), left))
                 left -= len(sequences)
-                rows.append(ShownRow(_heading(batch, step, row, len(sequences)), sequences))
+                rows.append(ShownRow(_title(batch, step, row, len(sequences)), sequences))
         batch.release()
         if not left:
             break
     return rows
 
 
-def _heading(batch: TrainingBatch, step: int, row: int, num_shown: int) -> str:
+def _title(batch: TrainingBatch, step: int, row: int, num_shown: int) -> str:
     """Return the place of a row, with how full it is, or how much of it is shown."""
-    title, count = f"step {step}, row {row + 1} of {batch.num_rows}", len(batch.segments["uid"][row])
+    place, count = f"step {step}, row {row + 1} of {batch.num_rows}", len(batch.segments["uid"][row])
     if num_shown < count:
-        return f"{title}: {num_shown} of the {count} sequences that share its {batch.length:,} places"
+        return f"{place}: {num_shown} of the {count} sequences that share its {batch.length:,} places"
     used = int((batch.tokens["segment_ids"][row] != 0).sum())
     shared = f"{count} sequences share it, " if count > 1 else ""
-    return f"{title}: {shared}{used:,} of {batch.length:,} places hold tokens"
+    return f"{place}: {shared}{used:,} of {batch.length:,} places hold tokens"
 
 
 def _sequences(batch: TrainingBatch, row: int, pieces: TokenPieces) -> Iterator[ShownSequence]:
@@ -162,21 +156,23 @@ def _sequences(batch: TrainingBatch, row: int, pieces: TokenPieces) -> Iterator[
     pairs = columns.get("pair_ids")
     for number, uid in enumerate(batch.segments["uid"][row].tolist(), start=1):
         places = np.flatnonzero(columns["segment_ids"] == number)
-        kind = "sample" if pairs is None else _PAIR[int(pairs[places[0]] < 0)]
-        weights = columns["loss_weights"][places].tolist()
-        yield ShownSequence(uid, kind, _tokens(columns["input_ids"][places].tolist(), weights, pieces))
+        kind = "sample"
+        if pairs is not None:
+            kind = "rejected" if pairs[places[0]] < 0 else "chosen"
+        ids, weights = (columns[name][places].tolist() for name in ("input_ids", "loss_weights"))
+        yield _sequence(uid, kind, ids, weights, pieces)
 
 
-def _tokens(ids: Sequence[int], weights: Sequence[float], pieces: TokenPieces) -> tuple[ShownToken, ...]:
-    texts = shown(pieces.of(token_id) for token_id in ids)
-    return tuple(
-        ShownToken(token_id, _visible(text), pieces.is_special(token_id), weight)
-        for token_id, text, weight in zip(ids, texts, weights, strict=True)
-    )
+def _sequence(
+    uid: str, kind: str, ids: Sequence[int], weights: Sequence[float], pieces: TokenPieces, notes: Sequence[str] = ()
+) -> ShownSequence:
+    texts = tuple(map(_visible, shown(map(pieces.of, ids))))
+    special = tuple(map(pieces.is_special, ids))
+    return ShownSequence(uid, kind, texts, tuple(ids), tuple(weights), special, tuple(notes))
 
 
 def _visible(text: str) -> str:
-    """Return the text with signs at the ends of lines, and escapes for marks that are invisible or turn the text."""
+    """Return the text with a sign at each line end, and escapes for characters that are invisible or reverse text."""
     text = text.replace("\n", "↵\n")
     if text.replace("↵", "").isascii():
         return text

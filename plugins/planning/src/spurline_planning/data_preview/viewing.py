@@ -1,8 +1,8 @@
 """Show the first rows of a run in `spurline view`, as `spurline data` shows them.
 
-The run keeps nothing for it. When a reader asks, a process of its own (`python -m MODULE RUN_DIR`) reads the data once
-more and prints rows as one line of JSON, as that needs the tokenizer, the plugins of the run, and torch. So it shows
-what the data are by then.
+The run stores nothing for this. On request, a child process (`python -m MODULE RUN_DIR`) reads the data again and
+prints the rows as one line of JSON. It is a process of its own since it needs the tokenizer, the plugins and
+torch. If the data has changed since the run, the changed data is shown.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from pydantic import TypeAdapter
 
 from spurline.config.loading import load_config
 from spurline.errors import RunDirectoryError, SpurlineError
-from spurline.run.record_files import CONFIG_FILE, read_mapping
+from spurline.run.directory import CONFIG_FILE, read_mapping
 
 _ROWS = 4
 _WAIT_S = 300.0
@@ -26,7 +27,7 @@ _NUMBER = TypeAdapter(int)
 
 
 def answers(run_dirs: Sequence[Path]) -> Mapping[str, Callable[[Mapping[str, str]], Any]]:
-    """Return what answers the page of `spurline view` when it asks for the samples of a run, by its number."""
+    """Return the questions of the page that this module answers: `samples`, of the run with the number `run`."""
 
     def samples(query: Mapping[str, str]) -> Any:
         run = _NUMBER.validate_python(query.get("run"))
@@ -38,7 +39,7 @@ def answers(run_dirs: Sequence[Path]) -> Mapping[str, Callable[[Mapping[str, str
 
 
 def read_samples(run_dir: Path) -> dict[str, Any]:
-    """Return `facts` about the data, and `rows`, by a process of its own. Raises RunDirectoryError if that fails."""
+    """Return `facts` about the data, and `rows`, as a child process reads them. Raises RunDirectoryError on failure."""
     command = [sys.executable, "-m", "spurline_planning.data_preview.viewing", str(run_dir)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=_WAIT_S, check=False)
@@ -47,7 +48,7 @@ def read_samples(run_dir: Path) -> dict[str, Any]:
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
         raise RunDirectoryError(f"{run_dir}: the process that reads its data ended with {done.returncode}: {last}")
-    # Libraries may have printed before.
+    # Libraries may have printed lines before it.
     read = json.loads(done.stdout.splitlines()[-1])
     if "error" in read:
         raise RunDirectoryError(f"{run_dir}: its samples cannot be shown: {read['error']}")
@@ -56,30 +57,17 @@ def read_samples(run_dir: Path) -> dict[str, Any]:
 
 def samples_of(run_dir: Path) -> dict[str, Any]:
     """Read `facts` about the data, and `rows`, in this process; an `error` if config or data cannot be read."""
-    # Here, as the server of the page needs none of it.
-    from spurline_planning.data_preview.rows import ROW_LIMIT, ShownSequence, show_data
-
-    def values(sequence: ShownSequence) -> dict[str, Any]:
-        return {
-            "uid": sequence.uid,
-            "kind": sequence.kind,
-            "notes": sequence.notes,
-            "pieces": [token.text for token in sequence.tokens],
-            "ids": [token.token_id for token in sequence.tokens],
-            "weights": [token.weight for token in sequence.tokens],
-            "special": [token.is_special for token in sequence.tokens],
-        }
+    # Imported here, since the server of the page does not need it.
+    from spurline_planning.data_preview.rows import ROW_LIMIT, show_data
 
     try:
         settings = read_mapping(run_dir / CONFIG_FILE)
         if not settings:
             raise RunDirectoryError(f"{run_dir} has no {CONFIG_FILE} yet.")
         loaded = load_config({**settings, "run_dir": str(run_dir)}, recorded=True)
-        shown = show_data(loaded, _ROWS, ROW_LIMIT)
+        return asdict(show_data(loaded, _ROWS, ROW_LIMIT))
     except SpurlineError as error:
         return {"error": str(error)}
-    rows = [{"title": row.heading, "sequences": [values(sequence) for sequence in row.sequences]} for row in shown.rows]
-    return {"facts": shown.facts, "rows": rows}
 
 
 if __name__ == "__main__":

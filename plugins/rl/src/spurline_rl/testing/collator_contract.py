@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from spurline.protocols.collator import ParallelLayout, RolloutCollator
 from spurline.testing.collator_contract import PAD, assert_batches_equal, layout_strategy, turns_in
 from spurline.testing.fuzzing import fuzzing
+from spurline.testing.samples import check_batch
 from spurline_rl.preparation import CollatesFlat
 from spurline_rl.testing.inputs import make_trajectories
 from spurline_rl.trajectory import FlatTurns, Trajectory
@@ -51,7 +52,7 @@ class RolloutCollatorContract:
     ) -> None:
         trajectories = make_trajectories(turns, seed, optional_columns=optional)
         batch = self.make_collator(PAD, ParallelLayout(data=ranks)).collate_rollouts(trajectories)
-        batch.check()
+        check_batch(batch)
         assert batch.num_rows % ranks == 0
         assert bool((batch.tokens["input_ids"][batch.tokens["segment_ids"] == 0] == PAD).all())
         assert ("advantages" in batch.tokens) == optional
@@ -112,7 +113,7 @@ class RolloutCollatorContract:
 
     def test_no_trajectories_give_padding_rows_alone(self) -> None:
         batch = self.make_collator(PAD, ParallelLayout(data=3)).collate_rollouts([])
-        batch.check()
+        check_batch(batch)
         assert batch.num_rows == 3
         assert bool(batch.is_padding_row.all())
 

@@ -17,8 +17,7 @@ from spurline.config.section import ComponentConfig
 from spurline.data.batch import TrainingBatch
 from spurline.data.token_store import keys_of_samples, summarize
 from spurline.protocols.collator import Collator
-from spurline.protocols.dataset import DatasetConfig
-from spurline.protocols.lengths import Longest
+from spurline.protocols.dataset import DatasetConfig, Longest
 from spurline.protocols.order import Order, SampleFacts, epoch_shares
 from spurline.protocols.source import BatchSource, Samples, SourceContext
 from spurline.protocols.stateful import refuse_other_data

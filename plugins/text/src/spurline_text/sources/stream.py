@@ -19,8 +19,7 @@ from spurline.data.orders.epochs import permutation
 from spurline.data.token_store import Tokenized, TokenStoreBuilder, summarize
 from spurline.errors import DataError
 from spurline.protocols.collator import Collator
-from spurline.protocols.dataset import RowReader, StreamedDataset, StreamedRow
-from spurline.protocols.lengths import Longest
+from spurline.protocols.dataset import Longest, RowReader, StreamedDataset, StreamedRow
 from spurline.protocols.source import BatchSource, SourceContext
 from spurline.protocols.stateful import refuse_other_data
 from spurline.protocols.tokenization import DatasetToTokenize
