@@ -25,7 +25,7 @@ import ray.cloudpickle
 
 from spurline.config.run_config import ModelConfig
 from spurline_async_rl.engines.configs import VllmEngineConfig
-from spurline_async_rl.engines.progress import Progress
+from spurline_async_rl.engines.response import Progress
 from spurline_async_rl.engines.vllm import ray as engines_on_ray
 from spurline_async_rl.engines.vllm.launch import EngineSpec
 from spurline_async_rl.engines.vllm.member import VllmMember

@@ -16,7 +16,7 @@ from run_helpers import Config, assert_same_weights, train
 from spurline import Run, load_config
 from spurline.errors import ConfigError, DataError, HookFailedError, RunFailedError
 from spurline.plugins import hookimpl
-from spurline_async_rl.source import load as load_module
+from spurline_async_rl.source import loop_thread as loop_module
 
 TOOL_MODULE = '''
 def letter(number: int) -> str:
@@ -187,7 +187,7 @@ def test_parameters_swapped_in_the_backend_are_not_measured_by_engines_that_have
 def test_a_large_run_has_its_own_rhythm_of_collections_and_leaves_the_collector_as_it_was(
     async_config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(load_module, "_MANY_ATTEMPTS", 2)
+    monkeypatch.setattr(loop_module, "_MANY_ATTEMPTS", 2)
     before = gc.get_threshold(), gc.get_freeze_count()
     seen: list[tuple[bool, bool]] = []
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import AsyncGenerator, Sequence
 
 from spurline_async_rl.engines.commands import Command
-from spurline_async_rl.engines.progress import Delta
+from spurline_async_rl.engines.response import Delta
 from spurline_async_rl.engines.vllm.launch import EngineSpec
 from spurline_async_rl.engines.vllm.ray import EngineActor
 from spurline_rl.protocols.rollout_engine import Sampling

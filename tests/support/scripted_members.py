@@ -12,7 +12,7 @@ from spurline_async_rl.engines.commands import Command, FinishUpdate
 from spurline_async_rl.engines.configs import PoolConfig
 from spurline_async_rl.engines.member import EngineDiedError
 from spurline_async_rl.engines.pool import EnginePool
-from spurline_async_rl.engines.progress import Progress
+from spurline_async_rl.engines.response import Progress
 from spurline_models.weight_buckets import WeightBucket
 from spurline_rl.protocols.rollout_engine import GenerationRequest
 from spurline_rl.trajectory import FinishReason

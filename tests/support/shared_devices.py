@@ -13,7 +13,7 @@ from spurline.errors import RunFailedError
 from spurline_async_rl.engines.commands import Command, Sleep, WakeCache, WakeWeights
 from spurline_async_rl.engines.member import EngineDiedError
 from spurline_async_rl.engines.pool import EnginePool
-from spurline_async_rl.engines.progress import Progress
+from spurline_async_rl.engines.response import Progress
 from spurline_async_rl.source.loop_thread import LoopThread
 from spurline_async_rl.weights.buckets import BucketSync
 from spurline_async_rl.weights.configs import BucketSyncConfig

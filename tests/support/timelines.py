@@ -7,8 +7,7 @@ import random
 from pathlib import Path
 
 from spurline_async_rl.scheduling.scheduler import Scheduler, SchedulerLimits, State
-from spurline_async_rl.timeline.recorder import Timeline
-from spurline_async_rl.timeline.records import SpanKind
+from spurline_async_rl.timeline.records import SpanKind, Timeline
 
 
 def leave_timeline(

@@ -13,9 +13,14 @@ from timelines import leave_timeline
 
 from spurline.errors import RunDirectoryError
 from spurline.plugins.host import PluginHost
-from spurline_async_rl.timeline.configs import StalenessPanelConfig, TimelinePanelConfig
-from spurline_async_rl.timeline.figure import lanes_of, last_window
-from spurline_async_rl.timeline.panels import StalenessPanel, TimelinePanel
+from spurline_async_rl.timeline.panels import (
+    StalenessPanel,
+    StalenessPanelConfig,
+    TimelinePanel,
+    TimelinePanelConfig,
+    lanes_of,
+    last_window,
+)
 from spurline_async_rl.timeline.records import GroupSpan, Span, StepRecord, Taken, encode_record, read_timeline
 from spurline_insight.report_panel import RunRecord
 from spurline_insight.testing import ReportPanelContract

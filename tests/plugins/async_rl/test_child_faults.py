@@ -74,9 +74,9 @@ def check(model: Path, prompt: list[int], result: GenerationResult) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("by", "chunk_tokens"), [(signal.SIGKILL, 64), (signal.SIGSTOP, 1)])
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGSTOP])
 def test_requests_of_a_process_that_is_killed_or_stands_still_go_on_in_its_successor(
-    spurline_tiny_model: Path, tmp_path: Path, by: signal.Signals, chunk_tokens: int
+    spurline_tiny_model: Path, tmp_path: Path, by: signal.Signals
 ) -> None:
     random = np.random.default_rng(0)
     asked = [request(prompt, temperature=0.0, max_new_tokens=200) for prompt in PROMPTS]
@@ -102,7 +102,7 @@ def test_requests_of_a_process_that_is_killed_or_stands_still_go_on_in_its_succe
         return results
 
     limits = {"generate_timeout_s": 3.0, "update_timeout_s": 3.0}
-    results = with_engine(spurline_tiny_model, tmp_path, use, chunk_tokens=chunk_tokens, **limits)
+    results = with_engine(spurline_tiny_model, tmp_path, use, **limits)
     assert len(results) >= NUM_KILLS * len(asked)
     for number, result in enumerate(results):
         check(spurline_tiny_model, PROMPTS[number % len(PROMPTS)], result)

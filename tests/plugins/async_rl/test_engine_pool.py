@@ -23,7 +23,7 @@ from spurline_async_rl.engines.commands import BeginUpdate, FinishUpdate, LoadBu
 from spurline_async_rl.engines.configs import PoolConfig
 from spurline_async_rl.engines.member import EngineDiedError, PooledEngine
 from spurline_async_rl.engines.pool import EnginePool
-from spurline_async_rl.engines.progress import Progress
+from spurline_async_rl.engines.response import Progress
 from spurline_async_rl.weights.collective import CollectiveSync
 from spurline_async_rl.weights.configs import CollectiveSyncConfig
 from spurline_models.weight_buckets import TensorPlace, WeightBucket

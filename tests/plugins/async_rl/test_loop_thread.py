@@ -1,15 +1,17 @@
-"""The event loop beside the training thread: results, limits, and an end without leftovers."""
+"""The event loop beside the training thread: results, limits, an end without leftovers, and rare collections."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
+import weakref
 
 import pytest
 
 from spurline.errors import RunFailedError
-from spurline_async_rl.source.loop_thread import LoopThread
+from spurline_async_rl.source.loop_thread import LoopThread, QuietCollector
 
 
 def test_results_and_errors_come_to_the_thread_that_asked() -> None:
@@ -98,3 +100,50 @@ def test_a_blocked_loop_tells_where_it_is_blocked() -> None:
     go_on.set()
     future.result(10)
     loop.close()
+
+
+class Node:
+    """May refer to itself."""
+
+    def __init__(self) -> None:
+        self.itself: Node | None = None
+
+
+def forget(node: Node) -> weakref.ref[Node]:
+    """The only reference to the node is its own."""
+    node.itself = node
+    return weakref.ref(node)
+
+
+@pytest.mark.parametrize("attempts", [1, 10_000])
+def test_the_collector_is_as_before_after_a_run_and_cycles_of_the_run_are_found(attempts: int) -> None:
+    before = gc.get_threshold(), gc.get_freeze_count()
+    collector = QuietCollector(attempts)
+    collector.start()
+    try:
+        collector.start()
+        assert gc.get_freeze_count() > before[1]
+        assert (gc.get_threshold() == before[0]) == (attempts == 1)
+        cycle = forget(Node())
+        gc.collect(1)
+        gc.collect(1)
+        for _ in range(100):
+            collector.step()
+        assert (cycle() is None) or attempts == 1
+    finally:
+        collector.close()
+        collector.close()
+    assert (gc.get_threshold(), gc.get_freeze_count()) == before
+
+
+def test_a_collector_that_is_off_stays_as_it_is() -> None:
+    before = gc.get_threshold(), gc.get_freeze_count()
+    gc.disable()
+    try:
+        collector = QuietCollector(10_000)
+        collector.start()
+        collector.step()
+        collector.close()
+        assert (gc.get_threshold(), gc.get_freeze_count()) == before
+    finally:
+        gc.enable()

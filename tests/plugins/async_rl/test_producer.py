@@ -23,7 +23,7 @@ from spurline_async_rl.scheduling.scheduler import Scheduler, SchedulerLimits, S
 from spurline_async_rl.source import producer as producer_module
 from spurline_async_rl.source.producer import Producer
 from spurline_async_rl.source.recordings import groups_state
-from spurline_async_rl.timeline.recorder import Timeline
+from spurline_async_rl.timeline.records import Timeline
 from spurline_rl.draws import Draw, SkippedRow
 from spurline_rl.group_runner import GivenUpPrompt, Outcome
 from spurline_rl.trajectory import Group, Trajectory, Turn

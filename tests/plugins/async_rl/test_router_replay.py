@@ -8,12 +8,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from spurline_async_rl.engines.child.packing import add_progress, pack_progress
 
 from spurline.config.run_config import ModelConfig
-from spurline_async_rl.engines.child.packing import add_progress, pack_progress
 from spurline_async_rl.engines.configs import VllmEngineConfig
-from spurline_async_rl.engines.continuation import Response
-from spurline_async_rl.engines.progress import Delta, Progress
+from spurline_async_rl.engines.response import Delta, Progress, Response
 from spurline_async_rl.engines.vllm.launch import EngineSpec, engine_arguments
 from spurline_async_rl.engines.vllm.member import VllmResponse
 from spurline_rl.protocols.rollout_engine import GenerationRequest, Sampling

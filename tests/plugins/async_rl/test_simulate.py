@@ -13,9 +13,8 @@ import pytest
 from timelines import leave_timeline
 
 from spurline.cli import main
-from spurline_async_rl.simulation.measured import measured_workload
 from spurline_async_rl.simulation.prediction import compare, figures_of, predictor, recommended, search, steady_run
-from spurline_async_rl.simulation.workload import Knobs, Times, Workload
+from spurline_async_rl.simulation.workload import Knobs, Times, Workload, measured_workload
 from spurline_async_rl.timeline.records import encode_record
 
 SOURCE: dict[str, Any] = {

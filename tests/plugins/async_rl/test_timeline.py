@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spurline.errors import RunDirectoryError, RunFailedError
-from spurline_async_rl.timeline.recorder import Timeline
 from spurline_async_rl.timeline.records import (
     GROUP_STATES,
     SPAN_KINDS,
@@ -19,6 +18,7 @@ from spurline_async_rl.timeline.records import (
     Span,
     StepRecord,
     Taken,
+    Timeline,
     decode_record,
     encode_record,
     read_timeline,

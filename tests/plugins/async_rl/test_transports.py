@@ -26,7 +26,7 @@ from spurline.plugins.registry import resolve
 from spurline.protocols.ranks import RankRequest
 from spurline_async_rl.source.loop_thread import LoopThread
 from spurline_async_rl.source.publishing import Publisher, choose_sync
-from spurline_async_rl.timeline.recorder import Timeline
+from spurline_async_rl.timeline.records import Timeline
 from spurline_async_rl.weights.buckets import BucketSync, InProcessSync, weights_on_gpu
 from spurline_async_rl.weights.configs import (
     CudaIpcSyncConfig,

@@ -21,7 +21,7 @@ from spurline.errors import BucketLostError, ConfigError, DataError, RunFailedEr
 from spurline.protocols.source import SourceFacts
 from spurline_async_rl.engines.configs import VllmEngineConfig
 from spurline_async_rl.engines.member import EngineDiedError
-from spurline_async_rl.engines.progress import Delta, Progress
+from spurline_async_rl.engines.response import Delta, Progress
 from spurline_async_rl.engines.vllm import engine as engine_module
 from spurline_async_rl.engines.vllm import launch
 from spurline_async_rl.engines.vllm.adapters import EngineAdapter

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from spurline_async_rl.engines.commands import BeginUpdate, FinishUpdate
 from spurline_async_rl.engines.member import EngineDiedError
-from spurline_async_rl.engines.progress import Delta, Progress
+from spurline_async_rl.engines.response import Delta, Progress
 from spurline_async_rl.engines.vllm.member import VllmMember
 from spurline_rl.protocols.rollout_engine import GenerationRequest, Sampling
 from spurline_text.testing.inputs import tiny_tokenizer
@@ -261,16 +261,10 @@ def test_logprobs_that_come_in_a_frame_of_their_own_are_those_that_were_sent() -
     asyncio.run(asyncio.wait_for(main(), LIMIT_S))
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9), st.sampled_from([None, "stop"]), st.booleans())))
-def test_news_of_an_actor_survive_a_message(drawn: list[tuple[int, int, Any, bool]]) -> None:
-    pytest.importorskip("ray")
-    from spurline_async_rl.engines.vllm.ray import NewsBatch
-
-    sent: list[tuple[str, Any]] = []
-    for number, (kind, count, reason, with_experts) in enumerate(drawn):
-        experts = np.full((count, 1, 2), number, np.int16) if with_experts else None
-        tokens, logprobs = np.arange(number, number + count, dtype=np.int32), np.full(count, -number, np.float32)
-        news = (None, ValueError("no"), Delta(tokens, logprobs, reason, experts, number))[min(kind, 2)]
-        sent.append((str(number), news))
-    got = list(pickle.loads(pickle.dumps(NewsBatch.of(sent))).events())  # noqa: S301 (made here)
-    assert [repr(event) for event in got] == [repr(event) for event in sent]
+@pytest.mark.parametrize("tokens", [[], [7], np.array([3, 4], np.int32)])
+def test_tokens_of_an_actor_survive_a_message(tokens: Any) -> None:
+    experts = np.full((len(tokens), 1, 2), 5, np.int16)
+    sent = Delta(tokens, np.full(len(tokens), -1 / 3, np.float32), "stop", experts, 4)
+    got = pickle.loads(pickle.dumps(sent))  # noqa: S301 (made here)
+    assert (list(got.token_ids), got.logprobs.tobytes()) == (list(tokens), np.asarray(sent.logprobs).tobytes())
+    assert (got.finish_reason, got.experts.tolist(), got.experts_start) == ("stop", experts.tolist(), 4)

@@ -37,9 +37,6 @@ class PoolConfig(RolloutEngineConfig):
     """Seconds an engine may take to load."""
     generate_timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0)
     """Seconds without a new token of a response, pauses not counted, after which its engine counts as dead."""
-    chunk_tokens: Annotated[int, OnResume.FREE] = Field(default=16, gt=0)
-    """Tokens of a response that an engine in another process hands over together, or fewer after a second. More of them
-    cost this process less; the tokens that an engine has not handed over when it dies are generated again."""
     pause_timeout_s: Annotated[float, OnResume.FREE] = Field(default=120.0, gt=0)
     """Seconds until every engine has to stand still."""
     update_timeout_s: Annotated[float, OnResume.FREE] = Field(default=120.0, gt=0)
@@ -52,11 +49,6 @@ class PoolConfig(RolloutEngineConfig):
     kv_cache: Literal["recompute", "keep"] = "recompute"
     """After new weights, `recompute` keys and values of responses in flight, which is exact, or `keep` the old ones,
     which is faster and approximate: later tokens then come from neither version."""
-
-    @property
-    def longest_wait_s(self) -> float:
-        """Seconds that a token may wait to be handed over, well below `generate_timeout_s`."""
-        return min(1.0, self.generate_timeout_s / 4)
 
     @property
     def num_engines(self) -> int:
@@ -262,6 +254,9 @@ class VllmEngineConfig(PoolConfig):
     """Do not compile the model or capture CUDA graphs; null does so on GPUs only."""
     max_num_seqs: Annotated[int, OnResume.TO_ROUNDING] = Field(default=256, gt=0)
     """Responses that one engine decodes together; further requests wait."""
+    chunk_tokens: Annotated[int, OnResume.FREE] = Field(default=16, gt=0)
+    """Tokens of a response that an engine hands over together, or fewer after a second. More of them cost the run's own
+    process less; tokens that a Ray actor has not handed over when it dies are generated again."""
     kv_cache_gb: Annotated[float | None, OnResume.FREE] = Field(default=None, gt=0)
     """GiB of keys and values an engine may hold; null is what `gpu_memory_utilization` leaves, on CPUs 4."""
     enable_prefix_caching: Annotated[bool, OnResume.TO_ROUNDING] = True
@@ -291,6 +286,11 @@ class VllmEngineConfig(PoolConfig):
     @property
     def is_elsewhere(self) -> bool:
         return self.mode == "server" or self.placement == "ray"
+
+    @property
+    def longest_wait_s(self) -> float:
+        """Seconds that a token may wait to be handed over, well below `generate_timeout_s`."""
+        return min(1.0, self.generate_timeout_s / 4)
 
     @property
     def context_tokens(self) -> int | None:

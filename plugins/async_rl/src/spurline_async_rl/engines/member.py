@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 from spurline.errors import BucketLostError, RunFailedError, UserError
 from spurline_async_rl.engines.commands import SLEEP, UPDATE, Command, ControlledEngine, LoadBucket, Sleep
 from spurline_async_rl.engines.configs import PoolConfig
-from spurline_async_rl.engines.progress import Progress
+from spurline_async_rl.engines.response import Progress
 from spurline_rl.protocols.rollout_engine import GenerationRequest
 from spurline_rl.trajectory import FinishReason
 

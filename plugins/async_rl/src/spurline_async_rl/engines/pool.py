@@ -20,9 +20,8 @@ from transformers import PreTrainedTokenizerBase
 from spurline.errors import DataError, RunFailedError, SpurlineError
 from spurline_async_rl.engines.commands import SLEEP, UPDATE, Command, ControlledEngine, Sleep
 from spurline_async_rl.engines.configs import PoolConfig
-from spurline_async_rl.engines.continuation import Response
 from spurline_async_rl.engines.member import EngineDiedError, EngineMember, PooledEngine
-from spurline_async_rl.engines.progress import Progress
+from spurline_async_rl.engines.response import Progress, Response
 from spurline_rl.engines.in_process.response import check_request
 from spurline_rl.protocols.rollout_engine import GenerationRequest, GenerationResult, TakesWeights
 

@@ -1,9 +1,13 @@
-"""An event loop on a thread of its own, for work that goes on while the training thread does something else."""
+"""An event loop on a thread of its own, and a garbage collector that does not stop it.
+
+The loop is for work that goes on while the training thread does something else.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import gc
 import sys
 import threading
 import time
@@ -16,9 +20,13 @@ from spurline.errors import RunFailedError, SpurlineError
 
 T = TypeVar("T")
 
-
 GRACE_S = 60.0
 """Seconds beyond the own time limit of work on the loop, whose own error says more."""
+_THRESHOLDS = 4_000, 5, 1_000_000
+"""Thresholds of the garbage collector with many attempts under way: it does not visit old objects by itself."""
+_MANY_ATTEMPTS = 2048
+"""Attempts under way from which on Python's own full collections would stop the loop for long."""
+_STEPS_PER_COLLECTION = 100
 
 
 @contextmanager
@@ -138,3 +146,39 @@ class LoopThread:
             loop = runner.get_loop()
             ready.set_result(loop)
             loop.run_forever()
+
+
+class QuietCollector:
+    """Keeps full garbage collections from stopping the event loop, from `start` to `close`.
+
+    They visit every object while all threads stand still, which takes more than a second for 65,536 attempts under way.
+    Objects that exist when a run starts, such as imported modules, are frozen. With many attempts old objects are
+    visited between two steps only, every hundredth time. Where the collector is off nothing is changed.
+    """
+
+    def __init__(self, attempts: int) -> None:
+        self._is_rare = attempts >= _MANY_ATTEMPTS
+        self._before: tuple[int, int, int] | None = None
+        self._steps = 0
+
+    def start(self) -> None:
+        if self._before is not None or not gc.isenabled():
+            return
+        self._before = gc.get_threshold()
+        gc.collect()
+        gc.freeze()
+        if self._is_rare:
+            gc.set_threshold(*_THRESHOLDS)
+
+    def step(self) -> None:
+        """Collect everything if it is time to. Called between two steps."""
+        self._steps += 1
+        if self._before is not None and self._is_rare and self._steps % _STEPS_PER_COLLECTION == 0:
+            gc.collect()
+
+    def close(self) -> None:
+        """Leave the collector as it was. May be called again."""
+        if self._before is not None:
+            gc.set_threshold(*self._before)
+            gc.unfreeze()
+            self._before = None

@@ -16,8 +16,7 @@ from spurline.errors import RunFailedError
 from spurline_async_rl.scheduling.scheduler import Scheduler, State
 from spurline_async_rl.source.recordings import groups_of
 from spurline_async_rl.source.staleness import version_range
-from spurline_async_rl.timeline.recorder import Timeline
-from spurline_async_rl.timeline.records import STATE_NAMES
+from spurline_async_rl.timeline.records import STATE_NAMES, Timeline
 from spurline_rl.draws import Draw, PromptDraws, SkippedRow
 from spurline_rl.group_runner import GivenUpPrompt, GroupRunner, Outcome, reasons_of
 from spurline_rl.prompt_source import Collected

@@ -15,7 +15,7 @@ from spurline.protocols.backend import Backend
 from spurline_async_rl.source.configs import AsyncRolloutsConfig
 from spurline_async_rl.source.loop_thread import GRACE_S, LoopThread, ends_the_run
 from spurline_async_rl.source.watchdog import tell
-from spurline_async_rl.timeline.recorder import Timeline
+from spurline_async_rl.timeline.records import Timeline
 from spurline_async_rl.weights.buckets import weights_on_gpu
 from spurline_rl.protocols.rollout_engine import RolloutEngine, TakesWeights
 from spurline_rl.protocols.weight_sync import SyncReport, WeightSync, WeightSyncConfig

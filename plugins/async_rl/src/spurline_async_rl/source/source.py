@@ -25,15 +25,13 @@ from spurline_async_rl.engines.commands import ControlledEngine
 from spurline_async_rl.scheduling.scheduler import Scheduler, SchedulerLimits
 from spurline_async_rl.source.colocation import Colocation
 from spurline_async_rl.source.configs import AsyncRolloutsConfig
-from spurline_async_rl.source.load import LoopLoad, QuietCollector
-from spurline_async_rl.source.loop_thread import LoopThread
+from spurline_async_rl.source.loop_thread import LoopThread, QuietCollector
 from spurline_async_rl.source.producer import Producer
 from spurline_async_rl.source.publishing import Publisher, check_publishing
 from spurline_async_rl.source.recordings import RECORDED_GROUPS, groups_state, record_groups
 from spurline_async_rl.source.staleness import mask_over_age, staleness_metrics
 from spurline_async_rl.source.watchdog import ObservedEngine, Watchdog, held_out_report, stall_report
-from spurline_async_rl.timeline.recorder import Timeline
-from spurline_async_rl.timeline.records import TIMELINE_FILE
+from spurline_async_rl.timeline.records import TIMELINE_FILE, Timeline
 from spurline_rl.configs import HeldOutConfig
 from spurline_rl.draws import Draw
 from spurline_rl.group_runner import Outcome
@@ -62,7 +60,8 @@ class AsyncRolloutSource(PromptSource):
         self._changed = threading.Event()
         self._engine = self._attempts.engine
         self._observed = self._attempts.engine = ObservedEngine(self._engine)
-        self._load = LoopLoad(tokens=lambda: self._observed.num_tokens)
+        # Clock, CPU time of the loop's thread, and tokens of answered requests, at the last look.
+        self._looked = (0.0, 0.0, 0)
         self._timeline = Timeline(context.config.run_dir / TIMELINE_FILE)
         limits = SchedulerLimits(
             config.max_staleness,
@@ -134,7 +133,7 @@ class AsyncRolloutSource(PromptSource):
         self._collector.start()
         if self._colocation is None:
             self._loop.call(self._producer.start)
-        self._loop.call(self._load.start)
+        self._loop.call(self._load)
         self._taken_at = time.perf_counter()
 
     def build(self, step: int) -> TrainingBatch:
@@ -173,7 +172,21 @@ class AsyncRolloutSource(PromptSource):
             "async/running": float(scheduler.num_running),
             "async/buffered": float(scheduler.num_buffered),
             "async/depth": scheduler.depth.value,
-            **self._load.take(),
+            **self._load(),
+        }
+
+    def _load(self) -> dict[str, float]:
+        """Return the load of the loop since the last call.
+
+        `controller/cpu_share` is the CPU time of its thread per second, 1 for a whole core: a loop that is always busy
+        limits generation, as every token comes through it.
+        """
+        began, cpu_s, tokens = self._looked
+        self._looked = now, now_cpu_s, now_tokens = time.perf_counter(), time.thread_time(), self._observed.num_tokens
+        seconds = max(1e-9, now - began)
+        return {
+            "controller/cpu_share": (now_cpu_s - cpu_s) / seconds,
+            "controller/tokens_per_s": (now_tokens - tokens) / seconds,
         }
 
     def epoch(self, step: int) -> float:

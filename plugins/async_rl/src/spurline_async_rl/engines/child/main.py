@@ -8,17 +8,18 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Callable, Mapping
+from base64 import b64encode
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
+
+import numpy as np
 
 from spurline.child import Parent
 from spurline.config.loading import load_config
 from spurline.errors import BucketLostError, DataError, SpurlineError, UserError
-from spurline_async_rl.engines.child.packing import pack_progress, unpack_prompt
 from spurline_async_rl.engines.commands import Command, FinishUpdate, LoadBucket, from_plain
 from spurline_async_rl.engines.configs import ChildProcessEngineConfig
-from spurline_async_rl.engines.progress import Progress
 from spurline_async_rl.weights.collective import BroadcastReader
 from spurline_async_rl.weights.disk import read_file
 from spurline_async_rl.weights.shared_memory import MemoryReader
@@ -28,57 +29,10 @@ from spurline_rl.engines.configs import InProcessEngineConfig
 from spurline_rl.engines.in_process.engine import InProcessEngine
 from spurline_rl.engines.in_process.response import Written
 from spurline_rl.protocols.rollout_engine import GenerationRequest, Sampling
-from spurline_rl.trajectory import FinishReason
 from spurline_text.tokenizer import load_tokenizer
 
 _MAX_LINE_BYTES = 1 << 28
 """The longest message: millions of prompt tokens."""
-
-
-class Chunks:
-    """Tokens that have not been told to the parent yet. All methods are called on one event loop.
-
-    The tokens of one response are told when there are `size` of them, when it ends, or after `longest_s`: each message
-    costs the controller the same, however many tokens it tells. `tell` is called with a request's number, its next
-    tokens and, with the last ones, the reason why the response ended.
-    """
-
-    def __init__(
-        self, size: int, longest_s: float, tell: Callable[[int, Progress, FinishReason | None], object]
-    ) -> None:
-        self._size = size
-        self._longest_s = longest_s
-        self._tell = tell
-        self._untold: dict[int, Progress] = {}
-        self._timer: asyncio.TimerHandle | None = None
-
-    def add(self, number: int, news: Written) -> None:
-        """Take the next tokens of a request, all of one version."""
-        chunk = self._untold.get(number)
-        if chunk is None:
-            chunk = self._untold[number] = Progress()
-        (version,) = set(news.versions)
-        chunk.add(news.token_ids, news.logprobs, news.raw_logprobs, version)
-        if news.routed_experts is not None:
-            chunk.experts.add(len(chunk.experts), news.routed_experts)
-        if news.finish_reason is not None or len(chunk) >= self._size:
-            del self._untold[number]
-            self._tell(number, chunk, news.finish_reason)
-        elif self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self._longest_s, self.flush)
-
-    def flush(self) -> None:
-        """Tell all that was written."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        untold, self._untold = self._untold, {}
-        for number, chunk in untold.items():
-            self._tell(number, chunk, None)
-
-    def forget(self, number: int) -> None:
-        """Drop the tokens of a request that has ended."""
-        self._untold.pop(number, None)
 
 
 class Child:
@@ -88,8 +42,7 @@ class Child:
         self._parent = parent
         self._unsent: list[dict[str, Any]] = []
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._engine: InProcessEngine | None = None
-        self._chunks: Chunks | None = None
+        self.engine: InProcessEngine | None = None
         self._broadcasts = BroadcastReader()
         self._readers = {
             "shared_memory": MemoryReader().read,
@@ -104,8 +57,8 @@ class Child:
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin.buffer)
         while line := await lines.readline():
             self.take(json.loads(line))
-        if self._engine is not None:
-            await self._engine.close()
+        if self.engine is not None:
+            await self.engine.close()
 
     def take(self, message: Mapping[str, Any]) -> None:
         """Begin to do what this message says, or abort an earlier one."""
@@ -117,16 +70,11 @@ class Child:
         self._tasks[number] = asyncio.create_task(self._answer(message))
         self._tasks[number].add_done_callback(lambda _: self._tasks.pop(number))
 
-    def use(self, engine: InProcessEngine, config: ChildProcessEngineConfig) -> None:
-        """Generate with this engine."""
-        self._engine = engine
-        self._chunks = Chunks(config.chunk_tokens, config.longest_wait_s, self._tell)
-
     async def _answer(self, message: Mapping[str, Any]) -> None:
         number = message["id"]
         try:
             if message["do"] == "generate":
-                await self._generate(number, _request(message["request"]))
+                await self._running.generate(_request(message["request"]), partial(self._tell, number))
             else:
                 if message["do"] == "start":
                     await self._start(message["run"], ChildProcessEngineConfig.model_validate(message["config"]))
@@ -140,21 +88,9 @@ class Child:
             self._send(number, error=text, kind=kind)
 
     @property
-    def _running(self) -> tuple[InProcessEngine, Chunks]:
-        assert self._engine is not None, "not started"
-        assert self._chunks is not None
-        return self._engine, self._chunks
-
-    async def _generate(self, number: int, request: GenerationRequest) -> None:
-        engine, chunks = self._running
-        try:
-            await engine.generate(request, partial(chunks.add, number))
-        except Exception:
-            # The tokens that it has written are right.
-            chunks.flush()
-            raise
-        finally:
-            chunks.forget(number)
+    def _running(self) -> InProcessEngine:
+        assert self.engine is not None, "not started"
+        return self.engine
 
     async def _start(self, run: Mapping[str, Any], config: ChildProcessEngineConfig) -> None:
         import torch
@@ -176,7 +112,7 @@ class Child:
         made = loaded.host.registry.create(
             "rollout_engine", engine, run=loaded.config, tokenizer=load_tokenizer(loaded.config.model)
         )
-        self.use(made, config)
+        self.engine = made
         await made.load()
         if engine.device == "cuda":
             self._broadcasts = BroadcastReader(device=torch.device("cuda", torch.cuda.current_device()))
@@ -188,15 +124,25 @@ class Child:
             weights = await in_thread(lambda: list(self._readers[bucket.transport](bucket)))
             places = tuple(place for place in bucket.places if place.name in dict(weights))
             command = LoadBucket(WeightBucket("in_process", places, tensors=tuple(tensor for _, tensor in weights)))
-        engine, chunks = self._running
-        await command.apply(engine)
-        # The controller then has every token that was written before.
-        chunks.flush()
+        await command.apply(self._running)
         if isinstance(command, FinishUpdate):
             self._broadcasts.end_update()
 
-    def _tell(self, number: int, chunk: Progress, reason: FinishReason | None) -> None:
-        self._send(number, **pack_progress(chunk), **({} if reason is None else {"answer": reason}))
+    def _tell(self, number: int, news: Written) -> None:
+        """Send the next tokens of a request, all of one version."""
+        (version,) = set(news.versions)
+        tokens: dict[str, Any] = {
+            "token_ids": news.token_ids,
+            "logprobs": news.logprobs,
+            "raw_logprobs": news.raw_logprobs,
+            "version": version,
+        }
+        if (experts := news.routed_experts) is not None:
+            values = b64encode(np.ascontiguousarray(experts, "<i2").tobytes()).decode("ascii")
+            tokens["experts"] = {"shape": list(experts.shape), "int16": values}
+        if news.finish_reason is not None:
+            tokens["answer"] = news.finish_reason
+        self._send(number, **tokens)
 
     def _send(self, number: int, **message: Any) -> None:
         """Send all messages of one turn of the loop, such as those of a decode step, in one write."""
@@ -212,8 +158,7 @@ class Child:
 def _request(values: Mapping[str, Any]) -> GenerationRequest:
     sampling = values["sampling"]
     lists = {name: tuple(sampling[name]) for name in ("stop_token_ids", "stop")}
-    prompt = unpack_prompt(values["prompt_ids"])
-    return GenerationRequest(**{**values, "prompt_ids": prompt, "sampling": Sampling(**{**sampling, **lists})})
+    return GenerationRequest(**{**values, "sampling": Sampling(**{**sampling, **lists})})
 
 
 def main(parent: Parent) -> None:

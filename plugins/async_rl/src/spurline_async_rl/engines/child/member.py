@@ -7,22 +7,23 @@ never holds up the event loop or the training of this process.
 from __future__ import annotations
 
 import asyncio
+from base64 import b64decode
 from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from spurline.child import ChildProcess
 from spurline.config.run_config import RunConfig
 from spurline.errors import BucketLostError, DataError, RunFailedError, UserError
-from spurline_async_rl.engines.child.packing import add_progress, pack_prompt
 from spurline_async_rl.engines.commands import Command
 from spurline_async_rl.engines.configs import ChildProcessEngineConfig
 from spurline_async_rl.engines.gpus import VISIBLE, shared_gpu
 from spurline_async_rl.engines.member import EngineDiedError
 from spurline_async_rl.engines.pool import EnginePool
-from spurline_async_rl.engines.progress import Progress
+from spurline_async_rl.engines.response import Progress
 from spurline_rl.protocols.rollout_engine import GenerationRequest
 from spurline_rl.trajectory import FinishReason
 
@@ -69,8 +70,8 @@ class ChildMember:
 
     async def generate(self, request: GenerationRequest, progress: Progress) -> FinishReason:
         try:
-            # Not `asdict` of all: it would copy the prompt number by number.
-            plain = {**vars(request), "prompt_ids": pack_prompt(request.prompt_ids), "sampling": vars(request.sampling)}
+            prompt: list[int] = np.asarray(request.prompt_ids, np.int64).tolist()
+            plain = {**vars(request), "prompt_ids": prompt, "sampling": vars(request.sampling)}
             return await self._call("generate", progress, request=plain)
         except EngineDiedError:
             raise
@@ -121,7 +122,10 @@ class ChildMember:
             number = message["id"]
             progress = self._progress.get(number)
             if "token_ids" in message and progress is not None:
-                add_progress(progress, message)
+                progress.add(*(message[name] for name in ("token_ids", "logprobs", "raw_logprobs", "version")))
+                if experts := message.get("experts"):
+                    values = np.frombuffer(b64decode(experts["int16"]), "<i2").astype(np.int16)
+                    progress.experts.add(len(progress.experts), values.reshape(experts["shape"]))
             answer = self._answers.get(number)
             if answer is None or answer.done():
                 continue

@@ -145,7 +145,11 @@ class AdapterUpdate:
         expected = {f"{module}.lora_{part}" for module in modules for part in "AB"}
         names = {self._own_name(name): name for name in self._tensors}
         if unknown := [name for own, name in names.items() if own not in expected]:
-            raise RunFailedError(f"The adapter has tensors that no layer of this engine takes: {listing(unknown[:4])}.")
+            raise RunFailedError(
+                f"The adapter has tensors that no layer of vLLM's model takes: {listing(unknown[:4])}. Take these "
+                "modules out of backend.lora.target_modules, or set source.weight_sync.adapters: false, which sends "
+                "whole weights with the adapters merged."
+            )
         if missing := sorted(expected - names.keys()):
             raise RunFailedError(f"The adapter came without {listing(missing[:4])}; it must be published as a whole.")
 
@@ -165,12 +169,6 @@ def lora_manager(runner: Any) -> Any:
     if not hasattr(runner, "lora_manager"):
         raise RunFailedError("This engine was started without room for an adapter, and an adapter came alone.")
     return runner.lora_manager._adapter_manager
-
-
-def prepare_adapters(runner: Any, targets: Sequence[str]) -> list[str]:
-    """Return the targets for which no layer of vLLM's model takes an adapter."""
-    modules = _adaptable(lora_manager(runner))
-    return [target for target in targets if not any(_is_target(module, [target]) for module in modules)]
 
 
 def _adaptable(manager: Any) -> list[str]:

@@ -12,10 +12,10 @@ from collections.abc import AsyncGenerator, Awaitable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from spurline.errors import DataError, ModelError, RunFailedError, listing
+from spurline.errors import DataError, RunFailedError
 from spurline_async_rl.engines.commands import UPDATE, Command, Sleep, WakeCache, WakeWeights
 from spurline_async_rl.engines.member import EngineDiedError
-from spurline_async_rl.engines.progress import Delta
+from spurline_async_rl.engines.response import Delta
 from spurline_async_rl.engines.vllm.adapters import adapter_request
 from spurline_async_rl.engines.vllm.launch import (
     EngineProcesses,
@@ -52,7 +52,7 @@ class AsyncEngine:
         return str(self.processes)
 
     async def start(self) -> None:
-        """Start it. Raises EngineDiedError with vLLM's own words, ModelError for a model that would fail later."""
+        """Start it. Raises EngineDiedError with vLLM's own words."""
         # On a thread: a start takes a minute.
         self._starting = EngineStart(self._spec)
         self._llm = await in_thread(self._starting.run)
@@ -62,7 +62,6 @@ class AsyncEngine:
         self.vocabulary = self._llm.model_config.get_vocab_size()
         self.weights_dtype = str(self._llm.model_config.dtype).removeprefix("torch.")
         self._listen()
-        await self._prepare_adapters()
 
     async def generate(
         self,
@@ -173,19 +172,6 @@ class AsyncEngine:
         await self._answer_of(self._llm.pause_generation(mode="keep", clear_cache=clear_cache))
         # vLLM's answer overtakes tokens that wait to be handed on.
         await self._answer_of(self._streams.drained())
-
-    async def _prepare_adapters(self) -> None:
-        adapter = self._spec.adapter
-        if adapter is None:
-            return
-        answers = await self._call("spurline_prepare_adapters", adapter.targets)
-        # Workers may have different layers.
-        if unknown := set(adapter.targets).intersection(*answers):
-            raise ModelError(
-                f"vLLM's model of {self._spec.model.path} takes no adapter for {listing(sorted(unknown))} "
-                "(backend.lora.target_modules). Leave them out, or set source.weight_sync.adapters: false, which sends "
-                "whole weights with the adapters merged."
-            )
 
     async def _call(self, method: str, *arguments: Any) -> list[Any]:
         """Return each worker's answer."""

@@ -16,9 +16,8 @@ from transformers import PreTrainedTokenizerBase
 
 from spurline.errors import DataError
 from spurline_async_rl.engines.commands import Command, FinishUpdate
-from spurline_async_rl.engines.continuation import Response
 from spurline_async_rl.engines.member import EngineDiedError
-from spurline_async_rl.engines.progress import Delta, Progress
+from spurline_async_rl.engines.response import Delta, Progress, Response
 from spurline_rl.engines.in_process.response import check_request
 from spurline_rl.protocols.rollout_engine import GenerationRequest
 from spurline_rl.trajectory import FinishReason

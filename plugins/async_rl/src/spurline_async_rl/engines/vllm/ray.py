@@ -10,22 +10,19 @@ import asyncio
 import contextlib
 import itertools
 import threading
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from functools import partial
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from spurline.config.run_config import RunConfig
 from spurline.errors import ConfigError
 from spurline_async_rl.engines.commands import Command, LoadBucket
 from spurline_async_rl.engines.configs import VllmEngineConfig
 from spurline_async_rl.engines.member import EngineDiedError
-from spurline_async_rl.engines.progress import Delta
+from spurline_async_rl.engines.response import Delta
 from spurline_async_rl.engines.vllm.async_engine import AsyncEngine
 from spurline_async_rl.engines.vllm.launch import EngineSpec
 from spurline_models.machine import this_machine
@@ -122,41 +119,6 @@ News = Delta | Exception | None
 """Tokens of a request, its error, or None for the mark behind a command."""
 
 
-@dataclass(frozen=True)
-class NewsBatch:
-    """News by id of request or command, in order. All tokens are in two arrays, as objects cost more than tokens.
-
-    For a Delta, `news` has the number of its tokens and the rest of its fields.
-    """
-
-    news: list[tuple[str, tuple[Any, ...] | Exception | None]]
-    token_ids: NDArray[np.int32]
-    logprobs: NDArray[np.float32]
-
-    @classmethod
-    def of(cls, events: Sequence[tuple[str, News]]) -> NewsBatch:
-        deltas = [news for _, news in events if isinstance(news, Delta)]
-        return cls(
-            [(key, _without_tokens(news) if isinstance(news, Delta) else news) for key, news in events],
-            np.concatenate([np.empty(0, np.int32), *(np.asarray(delta.token_ids, np.int32) for delta in deltas)]),
-            np.concatenate([np.empty(0, np.float32), *(np.asarray(delta.logprobs, np.float32) for delta in deltas)]),
-        )
-
-    def events(self) -> Iterator[tuple[str, News]]:
-        """Yield the news as they were given."""
-        end = 0
-        for key, news in self.news:
-            if isinstance(news, tuple):
-                begin, end = end, end + news[0]
-                yield key, Delta(self.token_ids[begin:end], self.logprobs[begin:end], *news[1:])
-            else:
-                yield key, news
-
-
-def _without_tokens(delta: Delta) -> tuple[Any, ...]:
-    return len(delta.token_ids), delta.finish_reason, delta.experts, delta.experts_start
-
-
 class EngineActor:
     """The side in the actor; every method is called through Ray."""
 
@@ -178,8 +140,8 @@ class EngineActor:
         engine = self._engine
         return engine.max_model_len, engine.vocabulary, engine.weights_dtype, engine.where, node, this_machine()
 
-    async def events(self) -> AsyncGenerator[NewsBatch, None]:
-        """Yield news until the actor ends, to its one reader."""
+    async def events(self) -> AsyncGenerator[list[tuple[str, News]], None]:
+        """Yield lists of news, by id of request or command, until the actor ends; to its one reader."""
         while True:
             await self._more.wait()
             with contextlib.suppress(TimeoutError):
@@ -187,7 +149,7 @@ class EngineActor:
             self._more.clear()
             self._urgent.clear()
             events, self._events = self._events, []
-            yield NewsBatch.of(events)
+            yield events
 
     async def submit(
         self, request_id: str, prompt: list[int], sampling: Sampling, seed: int, salt: str, each_step: bool
@@ -230,7 +192,7 @@ class EngineActor:
 
 
 class RayEngine:
-    """A `VllmHandle`."""
+    """The controller's side of an engine in an actor. It has the methods of `AsyncEngine`."""
 
     max_model_len: int
     vocabulary: int
@@ -362,7 +324,7 @@ class RayEngine:
         """Hand on what comes, until the actor dies."""
         try:
             async for batch in self._actor.events.remote():
-                for key, news in (await batch).events():
+                for key, news in await batch:
                     if key in self._inboxes:
                         self._inboxes[key].put_nowait(news)
         except Exception as error:  # noqa: BLE001 (not swallowed: it reaches everyone who waits)

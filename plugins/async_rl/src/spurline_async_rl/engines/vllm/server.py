@@ -25,7 +25,7 @@ from spurline.errors import ConfigError, DataError, RunFailedError
 from spurline_async_rl.engines.commands import Command, FinishUpdate
 from spurline_async_rl.engines.configs import VllmEngineConfig
 from spurline_async_rl.engines.member import EngineDiedError
-from spurline_async_rl.engines.progress import Delta, Progress
+from spurline_async_rl.engines.response import Delta, Progress
 from spurline_async_rl.engines.vllm.launch import WORKER_EXTENSION, check_complete, worker_call
 from spurline_async_rl.engines.vllm.member import Gate, VllmResponse
 from spurline_rl.protocols.rollout_engine import GenerationRequest
@@ -34,7 +34,7 @@ from spurline_rl.trajectory import FinishReason
 _ASK_TIMEOUT_S = 5.0
 """Seconds that a server has for each answer as a run starts."""
 _ASK_AGAIN_S = 2.0
-"""Seconds after which a server that does not answer yet is asked again."""
+"""Seconds between two looks at a server that does not answer yet, and at one that might have ended."""
 _LONGEST_LINE = 1 << 24
 """Bytes; the first event of a stream repeats the prompt."""
 START_HINT = (
@@ -158,21 +158,13 @@ class ServerApi:
         await self._call("POST", "/resume")
 
     async def wait_gone(self) -> str:
-        """Return when the server can no longer be reached: an idle connection ends with its process."""
-        parts = urlsplit(self._url)
-        secure = parts.scheme == "https"
-        port = parts.port or (443 if secure else 80)
-        try:
-            while True:
-                reader, writer = await asyncio.open_connection(parts.hostname, port, ssl=secure or None)
-                try:
-                    await reader.read(1)
-                finally:
-                    writer.close()
-                # A proxy may have closed only the idle connection.
-                await self._call("GET", "/health")
-        except (OSError, EngineDiedError) as error:
-            return f"it cannot be reached any more: {error}"
+        """Ask the server again and again, and return when it can no longer be reached."""
+        while True:
+            await asyncio.sleep(_ASK_AGAIN_S)
+            try:
+                await self._call("GET", "/v1/models")
+            except EngineDiedError as error:
+                return f"it cannot be reached any more: {error}"
 
     async def close(self) -> None:
         await self._session.close()

@@ -18,7 +18,7 @@ from msgspec import msgpack
 from numpy.typing import NDArray
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
-from spurline_async_rl.engines.progress import Delta
+from spurline_async_rl.engines.response import Delta
 from spurline_rl.trajectory import FinishReason
 
 

@@ -10,7 +10,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from spurline.errors import BucketLostError, RunFailedError
-from spurline_async_rl.engines.vllm.adapters import AdapterUpdate, prepare_adapters
+from spurline_async_rl.engines.vllm.adapters import AdapterUpdate
 from spurline_async_rl.engines.vllm.launch import LOST, OWNER
 from spurline_async_rl.weights.collective import BroadcastReader
 from spurline_async_rl.weights.cuda_ipc import read_handles
@@ -52,10 +52,6 @@ class WorkerExtension:
     rank: int
     device: torch.device
     _spurline_adapter: AdapterUpdate | None = None
-
-    def spurline_prepare_adapters(self, targets: Sequence[str]) -> list[str]:
-        """Return the targets for which no layer of this worker takes an adapter."""
-        return prepare_adapters(self.model_runner, targets)
 
     def spurline_begin_update(self) -> None:
         """Expect new weights.

@@ -1,15 +1,16 @@
-"""A response that several engines write in turn is that of one."""
+"""A response that several engines write in turn is the response of one, and its tokens are those that came."""
 
 from __future__ import annotations
 
+import pickle
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spurline_async_rl.engines.continuation import Response
-from spurline_async_rl.engines.progress import Progress
+from spurline_async_rl.engines.response import Progress, Response
 from spurline_rl.protocols.rollout_engine import GenerationRequest, GenerationResult, Sampling
 from spurline_rl.trajectory import FinishReason
 from spurline_text.stop_texts import StopTexts
@@ -69,15 +70,75 @@ def test_an_end_token_that_came_before_the_death_ends_the_response() -> None:
         assert result.finish_reason == "stop"
 
 
-def test_raw_logprobs_are_told_only_when_every_engine_could_tell_them() -> None:
-    response = Response(request(), TOKENIZER)
-    without = Progress()
-    without.add([40], [-1.0], None, 1)
-    add(response, without, None)
-    result = add(response, part([41]), "stop")
-    assert result is not None
-    assert result.raw_logprobs is None
-    assert result.logprobs.tolist() == [-1.0, -41.0]
+LOGPROBS = st.floats(-100, 0, width=32)
+CHUNKS = st.lists(
+    st.tuples(st.lists(st.tuples(st.integers(0, 200_000), LOGPROBS), max_size=5), st.integers(0, 3), st.booleans()),
+    max_size=8,
+)
+"""Tokens with their logprobs, their version, and whether they come as arrays."""
+
+Columns = list[list[Any]]
+"""Token ids, logprobs, raw logprobs, versions."""
+
+
+def filled(chunks: list[Any]) -> tuple[Progress, Columns]:
+    """The same tokens in a Progress and in plain lists; raw logprobs are twice the others."""
+    progress = Progress()
+    plain: Columns = [[], [], [], []]
+    for pairs, version, as_arrays in chunks:
+        tokens, logprobs = [token for token, _ in pairs], [logprob for _, logprob in pairs]
+        raw = [2 * logprob for logprob in logprobs]
+        for column, more in zip(plain, (tokens, logprobs, raw, [version] * len(tokens)), strict=True):
+            column.extend(more)
+        if as_arrays:
+            # Every second value: arrays need not lie in one piece.
+            wide = np.repeat(np.array([logprobs, raw], np.float32), 2, axis=1)
+            progress.add(np.array(tokens, np.int32), wide[0, ::2], wide[1, ::2], version)
+        else:
+            progress.add(tokens, logprobs, raw, version)
+    return progress, plain
+
+
+def check_columns(progress: Progress, plain: Columns) -> None:
+    raw = progress.raw_logprobs
+    assert raw is not None
+    arrays = (progress.token_ids, progress.logprobs, raw, progress.versions)
+    assert [array.dtype for array in arrays] == [np.int32, np.float32, np.float32, np.int32]
+    assert [array.tolist() for array in arrays] == plain
+    assert len(progress) == len(plain[0])
+    assert progress.last_token == (plain[0][-1] if plain[0] else None)
+
+
+@given(CHUNKS, CHUNKS, st.integers(0, 50))
+def test_progress_is_what_lists_of_its_tokens_would_be(first: list[Any], second: list[Any], length: int) -> None:
+    progress, plain = filled(first)
+    check_columns(progress, plain)
+    other, more = filled(second)
+    progress.extend(other)
+    for column, values in zip(plain, more, strict=True):
+        column.extend(values)
+    check_columns(progress, plain)
+    check_columns(pickle.loads(pickle.dumps(progress)), plain)  # noqa: S301 (our own)
+    begun = progress.token_ids
+    progress.cut(length)
+    for column in plain:
+        del column[length:]
+    check_columns(progress, plain)
+    # It can go on while somebody has what came before.
+    progress.add([1], [-1.0], [-1.0], 9)
+    assert begun.tolist()[:length] == progress.token_ids.tolist()[:-1]
+
+
+def test_raw_logprobs_are_unknown_from_the_first_tokens_without_them_on() -> None:
+    progress, unknown = Progress(), Progress()
+    progress.add([5], [-1.0], [-1.0], 0)
+    progress.add([], [], None, 0)
+    assert progress.raw_logprobs is not None
+    unknown.add([6], [-2.0], None, 0)
+    progress.extend(unknown)
+    progress.add([7], [-3.0], [-3.0], 0)
+    assert progress.raw_logprobs is None
+    assert progress.logprobs.tolist() == [-1.0, -2.0, -3.0]
 
 
 @given(

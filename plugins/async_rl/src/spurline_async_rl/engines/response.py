@@ -1,0 +1,246 @@
+"""Hold a response while it is written, by one engine or by several in turn.
+
+Place on the way: request -> the rest to ask for -> tokens of one engine, in chunks -> `Progress` -> `Response` -> the
+whole result. The pool continues the responses of a dead engine, and a vLLM server those that a pause has cut off.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from spurline_rl.engines.in_process.response import ExpertRecord
+from spurline_rl.policy import derive_seed
+from spurline_rl.protocols.rollout_engine import GenerationRequest, GenerationResult
+from spurline_rl.trajectory import FinishReason
+from spurline_text.stop_texts import StopTexts
+
+TokenIds = Sequence[int] | NDArray[np.int32]
+Logprobs = Sequence[float] | NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Delta:
+    """The next tokens of a response; `finish_reason` is set with the last ones.
+
+    `experts`, int16 [tokens, layers, top_k], are those of consecutive tokens of prompt and response, the first of which
+    has index `experts_start`; None if vLLM was not asked for them.
+    """
+
+    token_ids: TokenIds
+    logprobs: Logprobs
+    finish_reason: FinishReason | None = None
+    experts: NDArray[np.int16] | None = None
+    experts_start: int = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Pickling bytes costs a tenth of pickling small arrays.
+        tokens = np.asarray(self.token_ids, np.int32).tobytes()
+        logprobs = np.asarray(self.logprobs, np.float32).tobytes()
+        return _delta, (tokens, logprobs, self.finish_reason, self.experts, self.experts_start)
+
+
+def _delta(token_ids: bytes, logprobs: bytes, *rest: Any) -> Delta:
+    return Delta(np.frombuffer(token_ids, np.int32), np.frombuffer(logprobs, np.float32), *rest)
+
+
+class Progress:
+    """The tokens of one response so far. The member adds to it while it generates, so that it survives the member.
+
+    Its columns are those of GenerationResult, of one length, and reading one returns a copy. `experts` are those of the
+    tokens computed so far, from the first token of the prompt that this engine was given.
+    """
+
+    def __init__(self) -> None:
+        self.experts = ExpertRecord()
+        self._token_ids = array("i")
+        self._logprobs = array("f")
+        self._raw_logprobs: array[float] | None = array("f")
+        self._version_runs: list[tuple[int, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._token_ids)
+
+    def __repr__(self) -> str:
+        return f"Progress({len(self)} tokens, versions {self._version_runs})"
+
+    @property
+    def token_ids(self) -> NDArray[np.int32]:
+        return np.array(self._token_ids, np.int32)
+
+    @property
+    def logprobs(self) -> NDArray[np.float32]:
+        return np.array(self._logprobs, np.float32)
+
+    @property
+    def raw_logprobs(self) -> NDArray[np.float32] | None:
+        """The model's own logprobs; None if an engine could not tell some of them."""
+        return None if self._raw_logprobs is None else np.array(self._raw_logprobs, np.float32)
+
+    @property
+    def versions(self) -> NDArray[np.int32]:
+        runs = np.array(self._version_runs, np.int32).reshape(-1, 2)
+        return np.repeat(runs[:, 0], runs[:, 1])
+
+    @property
+    def last_token(self) -> int | None:
+        return self._token_ids[-1] if self._token_ids else None
+
+    def tokens_from(self, start: int) -> Sequence[int]:
+        """Return the token ids from this index on."""
+        return self._token_ids[start:]
+
+    def add(self, token_ids: TokenIds, logprobs: Logprobs, raw_logprobs: Logprobs | None, version: int) -> None:
+        """Add the next tokens, all of one version. `raw_logprobs` are None if the engine cannot tell them."""
+        count = len(token_ids)
+        sizes = {count, len(logprobs), count if raw_logprobs is None else len(raw_logprobs)}
+        assert len(sizes) == 1, f"columns of one chunk have {sizes} values"
+        if not count:
+            return
+        _append(self._token_ids, token_ids)
+        _append(self._logprobs, logprobs)
+        self._note_raw(raw_logprobs)
+        self._note_run(version, count)
+
+    def extend(self, other: Progress) -> None:
+        """Add all tokens of the next part of the response, without experts."""
+        if not len(other):
+            return
+        self._token_ids.extend(other._token_ids)
+        self._logprobs.extend(other._logprobs)
+        self._note_raw(other._raw_logprobs)
+        for version, count in other._version_runs:
+            self._note_run(version, count)
+
+    def cut(self, length: int) -> None:
+        """Drop the tokens beyond this length."""
+        excess = len(self) - length
+        for column in (self._token_ids, self._logprobs, self._raw_logprobs):
+            if column is not None:
+                del column[length:]
+        while excess > 0:
+            version, count = self._version_runs.pop()
+            if count > excess:
+                self._version_runs.append((version, count - excess))
+            excess -= count
+
+    def _note_raw(self, more: Logprobs | None) -> None:
+        if more is None:
+            self._raw_logprobs = None
+        elif self._raw_logprobs is not None:
+            _append(self._raw_logprobs, more)
+
+    def _note_run(self, version: int, count: int) -> None:
+        runs = self._version_runs
+        if runs and runs[-1][0] == version:
+            runs[-1] = (version, runs[-1][1] + count)
+        else:
+            runs.append((version, count))
+
+
+class Response:
+    """The response to one request so far; its tokens are added to `progress`.
+
+    With `finds_stop_texts` all stop texts are found here, and engines do not look for them. Without it only those that
+    several engines have written are found here.
+    """
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        tokenizer: PreTrainedTokenizerBase,
+        progress: Progress | None = None,
+        *,
+        finds_stop_texts: bool = False,
+    ) -> None:
+        self._request = request
+        self._so_far = Progress() if progress is None else progress
+        self._ends = (*request.sampling.stop_token_ids, tokenizer.eos_token_id)
+        self._finds_stop_texts = finds_stop_texts
+        self._stop_texts = StopTexts(tokenizer, request.sampling.stop) if request.sampling.stop else None
+        self._num_searched = 0
+        self._has_stop_text = finds_stop_texts and self._cut_behind_stop_text()
+
+    @property
+    def has_tokens(self) -> bool:
+        return len(self._so_far) > 0
+
+    @property
+    def ended(self) -> FinishReason | None:
+        """The reason why nothing is left to ask for, which an engine that died may not have told."""
+        so_far = self._so_far
+        if self._has_stop_text or (self.has_tokens and so_far.last_token in self._ends):
+            return "stop"
+        return "length" if len(so_far) >= self._request.sampling.max_new_tokens else None
+
+    def rest(self) -> GenerationRequest:
+        """Return the request for the next engine: the request itself while no token has come."""
+        request, num_tokens = self._request, len(self._so_far)
+        if self._finds_stop_texts:
+            request = replace(request, sampling=replace(request.sampling, stop=()))
+        if not num_tokens:
+            return request
+        assert self.ended is None, f"{request.name} has ended"
+        return replace(
+            request,
+            prompt_ids=[*request.prompt_ids, *self._so_far.tokens_from(0)],
+            sampling=replace(request.sampling, max_new_tokens=request.sampling.max_new_tokens - num_tokens),
+            # An engine counts random numbers from its first token, and would use those of the beginning again.
+            seed=derive_seed(request.seed, "continuation", num_tokens, 0),
+        )
+
+    def add(self, part: Progress, reason: FinishReason | None) -> FinishReason | None:
+        """Add the tokens of an engine, and return why the response has ended, if it has.
+
+        `reason` is None if the engine did not end the response.
+        """
+        was_continued = self.has_tokens
+        self._so_far.extend(part)
+        # Each engine counts from the beginning of its prompt, which includes the tokens of the others.
+        if (experts := part.experts.since(0)) is not None:
+            self.note_experts(0, experts)
+        # The engine that wrote the last part knew nothing of the text before it.
+        if self._finds_stop_texts or was_continued or reason is None:
+            self._has_stop_text = self._cut_behind_stop_text()
+        return "stop" if self._has_stop_text else reason or self.ended
+
+    def note_experts(self, start: int, experts: NDArray[np.int16]) -> None:
+        """Add the experts of consecutive tokens of prompt and response, the first of which has index `start`."""
+        self._so_far.experts.add(start, experts)
+
+    def result(self, reason: FinishReason) -> GenerationResult:
+        so_far = self._so_far
+        num_tokens = len(self._request.prompt_ids) + len(so_far)
+        return GenerationResult(
+            token_ids=so_far.token_ids,
+            logprobs=so_far.logprobs,
+            raw_logprobs=so_far.raw_logprobs,
+            versions=so_far.versions,
+            finish_reason=reason,
+            routed_experts=so_far.experts.of_context(num_tokens),
+        )
+
+    def _cut_behind_stop_text(self) -> bool:
+        """Return whether there is a stop text, and drop the tokens behind it."""
+        if self._stop_texts is None:
+            return False
+        for token in self._so_far.tokens_from(self._num_searched):
+            self._num_searched += 1
+            if self._stop_texts.completed_by(token):
+                self._so_far.cut(self._num_searched)
+                return True
+        return False
+
+
+def _append(column: array[Any], values: Sequence[Any] | NDArray[Any]) -> None:
+    if isinstance(values, np.ndarray):
+        # The type codes of both libraries mean the same C types.
+        column.frombytes(values.astype(column.typecode, copy=False).tobytes())
+    else:
+        column.extend(values)
